@@ -1,0 +1,148 @@
+"""The programming model of tf.distribute for NumPy on MPI; one MPI rank is one replica.
+
+Importing mpistrat starts neither MPI nor Numba: names are bound when they are first used, and MPI
+starts when the first strategy is made.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# Public name -> module that holds it, grouped as in tf.distribute.
+_NAMES = {
+    # strategies
+    "MirroredStrategy": "mpistrat.distribute.strategies",
+    "MultiWorkerMirroredStrategy": "mpistrat.distribute.strategies",
+    "OneDeviceStrategy": "mpistrat.distribute.strategies",
+    "Strategy": "mpistrat.distribute.strategy",
+    "StrategyExtended": "mpistrat.distribute.extended",
+    # contexts
+    "ReplicaContext": "mpistrat.distribute.context",
+    "get_replica_context": "mpistrat.distribute.context",
+    "get_strategy": "mpistrat.distribute.context",
+    "has_strategy": "mpistrat.distribute.context",
+    "in_cross_replica_context": "mpistrat.distribute.context",
+    # values and variables
+    "DistributedValues": "mpistrat.distribute.values",
+    "Mirrored": "mpistrat.distribute.values",
+    "PerReplica": "mpistrat.distribute.values",
+    "ReduceOp": "mpistrat.kernels.ops",
+    "Variable": "mpistrat.distribute.variables",
+    "VariableAggregation": "mpistrat.distribute.writes",
+    "VariableSynchronization": "mpistrat.distribute.writes",
+    # inputs
+    "Dataset": "mpistrat.feed.dataset",
+    "DistributedDataset": "mpistrat.feed.distributed",
+    "DistributedIterator": "mpistrat.feed.distributed",
+    "InputContext": "mpistrat.distribute.inputs",
+    "ValueContext": "mpistrat.distribute.inputs",
+    # errors
+    "AxisError": "mpistrat.errors",
+    "ContextError": "mpistrat.errors",
+    "DataError": "mpistrat.errors",
+    "LaunchError": "mpistrat.errors",
+    "LeafTypeError": "mpistrat.errors",
+    "LockstepError": "mpistrat.errors",
+    "MpistratError": "mpistrat.errors",
+    "OptionError": "mpistrat.errors",
+    "RemoteError": "mpistrat.errors",
+    "StrategyError": "mpistrat.errors",
+    "StructureError": "mpistrat.errors",
+}
+_MODULES = ("cluster_resolver", "testing")
+
+__all__ = [
+    "AxisError",
+    "ContextError",
+    "DataError",
+    "Dataset",
+    "DistributedDataset",
+    "DistributedIterator",
+    "DistributedValues",
+    "InputContext",
+    "LaunchError",
+    "LeafTypeError",
+    "LockstepError",
+    "Mirrored",
+    "MirroredStrategy",
+    "MpistratError",
+    "MultiWorkerMirroredStrategy",
+    "OneDeviceStrategy",
+    "OptionError",
+    "PerReplica",
+    "ReduceOp",
+    "RemoteError",
+    "ReplicaContext",
+    "Strategy",
+    "StrategyError",
+    "StrategyExtended",
+    "StructureError",
+    "ValueContext",
+    "Variable",
+    "VariableAggregation",
+    "VariableSynchronization",
+    "__version__",
+    "cluster_resolver",
+    "get_replica_context",
+    "get_strategy",
+    "has_strategy",
+    "in_cross_replica_context",
+    "testing",
+]
+
+if TYPE_CHECKING:
+    from mpistrat import cluster_resolver, testing
+    from mpistrat.distribute.context import (
+        ReplicaContext,
+        get_replica_context,
+        get_strategy,
+        has_strategy,
+        in_cross_replica_context,
+    )
+    from mpistrat.distribute.extended import StrategyExtended
+    from mpistrat.distribute.inputs import InputContext, ValueContext
+    from mpistrat.distribute.strategies import (
+        MirroredStrategy,
+        MultiWorkerMirroredStrategy,
+        OneDeviceStrategy,
+    )
+    from mpistrat.distribute.strategy import Strategy
+    from mpistrat.distribute.values import DistributedValues, Mirrored, PerReplica
+    from mpistrat.distribute.variables import Variable
+    from mpistrat.distribute.writes import VariableAggregation, VariableSynchronization
+    from mpistrat.errors import (
+        AxisError,
+        ContextError,
+        DataError,
+        LaunchError,
+        LeafTypeError,
+        LockstepError,
+        MpistratError,
+        OptionError,
+        RemoteError,
+        StrategyError,
+        StructureError,
+    )
+    from mpistrat.feed.dataset import Dataset
+    from mpistrat.feed.distributed import DistributedDataset, DistributedIterator
+    from mpistrat.kernels.ops import ReduceOp
+
+
+def __getattr__(name: str) -> Any:
+    """Bind a public name when it is first used."""
+    if name in _NAMES:
+        value = getattr(importlib.import_module(_NAMES[name]), name)
+    elif name in _MODULES:
+        value = importlib.import_module(f"mpistrat.{name}")
+    else:
+        raise AttributeError(f"module 'mpistrat' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """Return the public names."""
+    return sorted(__all__)

@@ -1,0 +1,109 @@
+"""The door for arrays: whatever a program calls an array comes in as a NumPy view of it.
+
+No copy is made here unless bytes must be swapped. What cannot travel is refused with an error that
+names the leaf.
+"""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpistrat.errors import LeafTypeError
+
+__all__ = ["Array", "as_array", "finish", "is_bfloat16", "is_scalar", "label", "spec_text"]
+
+Array = npt.NDArray[Any]
+
+_TRAVELS = frozenset("biufc")
+
+
+def label(path: str) -> str:
+    """Return how a message names the leaf at `path` of a tree."""
+    return f"leaf {path!r}" if path else "the value"
+
+
+def is_bfloat16(dtype: np.dtype[Any]) -> bool:
+    """Tell whether `dtype` is the bfloat16 of ml_dtypes (also used by JAX and TensorFlow)."""
+    return dtype.name == "bfloat16"
+
+
+def is_scalar(value: Any) -> bool:
+    """Tell whether `value` is a Python or NumPy number, as opposed to a 0-d array."""
+    return isinstance(value, np.generic | numbers.Number)
+
+
+def as_array(value: Any, path: str = "") -> Array:
+    """Return a native-endian NumPy view of `value`.
+
+    Args:
+      value: NumPy array or scalar of any layout and byte order, Python number, anything with
+        ``__array__``, DLPack or the buffer protocol (memmap, pandas, CPU tensors of torch and JAX,
+        variables of mpistrat).
+      path: The name of the leaf, for errors.
+
+    Returns:
+      An `ndarray`; shares memory with `value` where that is possible. Not to be written to.
+
+    Raises:
+      LeafTypeError: `value` is no array, is masked, or has a dtype that cannot travel: objects,
+        strings, dates, structures.
+
+    Example:
+      >>> as_array(np.array([1, 2], ">i4")).dtype.isnative
+      True
+    """
+    if isinstance(value, np.ma.MaskedArray):
+        raise LeafTypeError(
+            f"{label(path)} is a masked array; its mask would be lost. Pass value.filled(...) and, "
+            "for a mean, the number of valid elements as weight."
+        )
+    array = _convert(value, path)
+    if array.dtype.kind not in _TRAVELS and not is_bfloat16(array.dtype):
+        raise LeafTypeError(
+            f"{label(path)} has dtype {array.dtype}, which cannot travel between ranks. "
+            "Numbers can: integers, floating point, complex, bool (gathers only)."
+        )
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def _convert(value: Any, path: str) -> Array:
+    if isinstance(value, np.ndarray):
+        return value.view(np.ndarray) if type(value) is not np.ndarray else value
+    try:
+        if is_scalar(value) or hasattr(value, "__array__"):
+            return np.asarray(value)
+        if hasattr(value, "__dlpack__"):
+            return np.from_dlpack(value)
+        if isinstance(value, memoryview | bytearray):
+            return np.asarray(value)
+    except (TypeError, ValueError, RuntimeError, BufferError) as error:
+        raise LeafTypeError(
+            f"{label(path)} ({type(value).__name__}) cannot be seen as an array: {error}"
+        ) from error
+    raise LeafTypeError(
+        f"{label(path)} is {value!r:.60} ({type(value).__name__}); wanted an array or a number."
+    )
+
+
+def finish(result: Array, like: Any) -> Any:
+    """Return `result` as the caller's kind: a NumPy scalar where a number went in.
+
+    Example:
+      >>> finish(np.array(2.5), 1.0)
+      np.float64(2.5)
+    """
+    return result[()] if result.ndim == 0 and is_scalar(like) else result
+
+
+def spec_text(array: Array) -> str:
+    """Return dtype and shape as messages and proofs show them.
+
+    Example:
+      >>> spec_text(np.zeros((2, 3), np.float32))
+      'float32[2,3]'
+    """
+    return f"{array.dtype.name}[{','.join(map(str, array.shape))}]"

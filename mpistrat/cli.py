@@ -1,0 +1,141 @@
+"""The command ``mpistrat``: one function per subcommand, whose docstring is its help.
+
+How to add a command: write a function ``(args) -> int`` under ``@_command(...)`` with one
+``_argument`` per option. The work itself belongs into the library, where a test can call it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from mpistrat.errors import MpistratError
+
+__all__ = ["COMMANDS", "Command", "main"]
+
+
+class _Argument(NamedTuple):
+    names: tuple[str, ...]
+    options: dict[str, Any]
+
+
+class Command(NamedTuple):
+    """A subcommand: its function and the options it declares."""
+
+    function: Callable[[argparse.Namespace], int]
+    arguments: tuple[_Argument, ...]
+
+
+COMMANDS: dict[str, Command] = {}  # filled below, while this module is imported, and never after
+
+
+def _argument(*names: str, **options: Any) -> _Argument:
+    return _Argument(names, options)
+
+
+def _command(*arguments: _Argument) -> Callable[[Callable[[Any], int]], Callable[[Any], int]]:
+    def register(function: Callable[[Any], int]) -> Callable[[Any], int]:
+        COMMANDS[function.__name__] = Command(function, arguments)
+        return function
+
+    return register
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"wants a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"wants seconds greater than 0, got {text!r}")
+    return value
+
+
+@_command(
+    _argument("-n", dest="ranks", metavar="N", type=_positive, required=True, help="ranks"),
+    _argument("--timeout", metavar="S", type=_seconds, help="end the job after S seconds"),
+    _argument(
+        "-m",
+        dest="module",
+        metavar="MODULE ...",
+        nargs=argparse.REMAINDER,
+        help="a module and its arguments, as after python -m",
+    ),
+    _argument(
+        "script",
+        metavar="SCRIPT ...",
+        nargs=argparse.REMAINDER,
+        help="a script and its arguments",
+    ),
+)
+def run(args: argparse.Namespace) -> int:
+    """Run a Python program on N ranks with the MPI of this environment.
+
+    Finds the mpiexec that belongs to the MPI library of mpi4py, prints the call, and runs it.
+    A failure on one rank ends the whole job. The exit code is the launcher's.
+    """
+    from mpistrat.launch.run import run as launch
+
+    program = args.module or args.script
+    if not program:
+        print("mpistrat run: error: wants a SCRIPT or -m MODULE to run", file=sys.stderr)
+        return 2
+    return launch(args.ranks, program, module=bool(args.module), timeout=args.timeout)
+
+
+@_command()
+def doctor(args: argparse.Namespace) -> int:
+    """Tell whether Python, MPI and the launcher of this environment fit together.
+
+    The exit code is 1 if something does not.
+    """
+    from mpistrat.launch.doctor import examine
+
+    wrong = 0
+    for finding in examine():
+        mark = "ok " if finding.ok else "BAD"
+        print(f"{mark} {finding.name + ':':<13}{finding.text}", flush=True)
+        wrong += not finding.ok
+    return 1 if wrong else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="mpistrat", description="tf.distribute for NumPy on MPI.")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, command in COMMANDS.items():
+        text = inspect.getdoc(command.function) or ""
+        sub = commands.add_parser(
+            name,
+            help=text.splitlines()[0],
+            description=text,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        for argument in command.arguments:
+            sub.add_argument(*argument.names, **argument.options)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand.
+
+    Args:
+      argv: The words after ``mpistrat``, or None for those of this process.
+
+    Returns:
+      The exit code: the command's own, or 2 for an error of mpistrat, told on stderr.
+    """
+    args = _parser().parse_args(argv)
+    try:
+        return COMMANDS[args.command].function(args)
+    except MpistratError as error:
+        print(f"mpistrat {args.command}: error: {error}", file=sys.stderr)
+        return 2

@@ -1,0 +1,120 @@
+"""What to say when the ranks do not make the same call; the only time that texts move."""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mpistrat.errors import LockstepError, remote_error
+
+if TYPE_CHECKING:
+    from mpistrat.collectives.lockstep import Lockstep
+
+__all__ = ["mismatch", "ranks_text", "remote", "where"]
+
+_PACKAGE = str(Path(__file__).resolve().parent.parent)
+_EXAMPLES = str(Path(_PACKAGE, "examples"))
+_LIMIT = 600
+
+
+def _ours(filename: str) -> bool:
+    return filename.startswith(_PACKAGE) and not filename.startswith(_EXAMPLES)
+
+
+def where() -> str:
+    """Return ``file:line`` of the innermost caller outside mpistrat."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _ours(frame.f_code.co_filename):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return ``rank 2``, ``ranks 0, 1, 3`` or ``ranks 0-4, 7``.
+
+    Example:
+      >>> ranks_text([0, 1, 2, 5])
+      'ranks 0-2, 5'
+    """
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts: list[str] = []
+    for run in runs:
+        parts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(rank) for rank in run]
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(parts)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _LIMIT else text[:_LIMIT] + " ..."
+
+
+def mismatch(lockstep: Lockstep, call: str) -> LockstepError:
+    """Return the error of every rank when the calls differ. Collective."""
+    comm = lockstep.comm
+    number = lockstep.session.calls
+    mine = json.dumps([number, where(), _short(call)]).encode()
+    calls: dict[tuple[int, str, str], list[int]] = {}
+    for rank, text in enumerate(lockstep.texts(mine)):
+        calls.setdefault(tuple(json.loads(text)), []).append(rank)
+    lines = [
+        f"collective calls differ between ranks (this is rank {comm.rank} of {comm.size}, "
+        f"call {number})"
+    ]
+    width = max(len(ranks_text(ranks)) for ranks in calls.values())
+    for (other, place, what), ranks in calls.items():
+        no = "" if other == number else f"call {other}: "
+        lines.append(f"  {ranks_text(ranks) + ':':{width + 1}} {place}   {no}{what}")
+    lines.append(
+        "  Every rank must make the same calls in the same order, with the same structure, shapes "
+        "and dtypes. Look for a collective under `if rank == ...`, or an early `break`."
+    )
+    return LockstepError("\n".join(lines))
+
+
+def _place(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if not _ours(frame.filename)]
+    if not theirs:
+        return where()
+    last = theirs[-1]
+    return f"{Path(last.filename).name}:{last.lineno} ({last.name})"
+
+
+def _report(error: BaseException) -> bytes:
+    known: dict[str, Any] = {
+        "kind": type(error).__name__,
+        "builtins": [c.__name__ for c in type(error).__mro__ if c.__module__ == "builtins"],
+        "text": str(error),
+        "place": _place(error),
+        "traceback": "".join(traceback.format_exception(error)),
+    }
+    return json.dumps(known).encode()
+
+
+def remote(lockstep: Lockstep, call: str, failure: BaseException | None) -> BaseException:
+    """Return the error of every rank when at least one has failed. Collective.
+
+    The rank that failed gets its own exception back; the others a `RemoteError` about the lowest
+    rank that failed.
+    """
+    texts = lockstep.texts(b"" if failure is None else _report(failure))
+    if failure is not None:
+        return failure
+    rank = next(r for r, text in enumerate(texts) if text)
+    known = json.loads(texts[rank])
+    others = [r for r, text in enumerate(texts) if text and r != rank]
+    also = f" ({ranks_text(others)} failed too)" if others else ""
+    message = (
+        f"replica {rank} raised {known['kind']} in {known['place']}: {known['text']}{also}\n"
+        f"  This is replica {lockstep.comm.rank} of {lockstep.comm.size}, in {where()}, "
+        f"{_short(call)}.\n  On replica {rank}:\n{known['traceback']}"
+    )
+    return remote_error(message, rank, known["kind"], tuple(known["builtins"]), known["traceback"])

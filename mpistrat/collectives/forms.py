@@ -1,0 +1,115 @@
+"""In which dtype a value travels, and in which it comes back.
+
+==============================  =========  =======================  =====================
+dtype                           travels    SUM, PROD, MIN, MAX      MEAN comes back
+==============================  =========  =======================  =====================
+float16, bfloat16               float32    as it came               as it came
+float32, float64, longdouble    itself     as it came               as it came
+complex                         itself     as it came; no MIN, MAX  as it came
+integers of 32 and 64 bits      itself     as it came, may wrap     float64, never wraps
+integers of 8 and 16 bits       itself     as it came, may wrap     float32, never wraps
+bool                            refused    refused                  refused
+==============================  =========  =======================  =====================
+
+For MEAN every integer travels as float64.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpistrat.arrays import Array, is_bfloat16, label
+from mpistrat.errors import LeafTypeError
+from mpistrat.kernels.ops import ReduceOp
+
+__all__ = ["Form", "decode_order", "encode_order", "form", "identity", "ordered"]
+
+DType = np.dtype[Any]
+
+
+class Form(NamedTuple):
+    """How one leaf travels.
+
+    Attributes:
+      wire: The dtype in which it is folded.
+      result: The dtype in which it comes back.
+    """
+
+    wire: DType
+    result: DType
+
+
+@functools.lru_cache(maxsize=256)
+def _form(op: ReduceOp, dtype: DType) -> Form | str:
+    if dtype.kind == "b":
+        return "is bool; reductions of bool are ambiguous. Cast it, for example to int32."
+    if dtype.kind == "c" and op in (ReduceOp.MIN, ReduceOp.MAX):
+        return f"is {dtype.name}; complex numbers have no {op.value}."
+    if is_bfloat16(dtype) or dtype == np.float16:
+        return Form(np.dtype(np.float32), dtype)
+    if dtype.kind in "iu" and op is ReduceOp.MEAN:
+        return Form(
+            np.dtype(np.float64), np.dtype(np.float64 if dtype.itemsize >= 4 else np.float32)
+        )
+    return Form(dtype, dtype)
+
+
+def form(op: ReduceOp, dtype: DType, path: str = "") -> Form:
+    """Return how a leaf of `dtype` travels under `op`.
+
+    Raises:
+      LeafTypeError: It cannot be reduced with `op`; names the leaf at `path`.
+
+    Example:
+      >>> form(ReduceOp.MEAN, np.dtype(np.int32)).result
+      dtype('float64')
+    """
+    found = _form(op, dtype)
+    if isinstance(found, str):
+        raise LeafTypeError(f"{op.value}: {label(path)} {found}")
+    return found
+
+
+def identity(op: ReduceOp, dtype: DType) -> Any:
+    """Return the value that changes nothing under `op`, in `dtype`."""
+    if op in (ReduceOp.SUM, ReduceOp.MEAN):
+        return dtype.type(0)
+    if op is ReduceOp.PROD:
+        return dtype.type(1)
+    lowest = op is ReduceOp.MAX
+    if dtype.kind == "f":
+        return dtype.type(-np.inf if lowest else np.inf)
+    info = np.iinfo(dtype)
+    return dtype.type(info.min if lowest else info.max)
+
+
+def ordered(op: ReduceOp, dtype: DType) -> bool:
+    """Tell whether a leaf must travel as ordered integers, because MPI's own fold loses NaN."""
+    return op in (ReduceOp.MIN, ReduceOp.MAX) and dtype in (np.float32, np.float64)
+
+
+def encode_order(array: Array, op: ReduceOp) -> Array:
+    """Return integers that sort as the floats do, with NaN beyond every number in the way of `op`.
+
+    Flipping the magnitude bits of negative floats makes their bit patterns ascend
+    (Herf, "Radix Tricks", 2001). MPI_MAX and MPI_MIN may drop a NaN; on these they cannot.
+    """
+    ints = np.dtype(f"i{array.dtype.itemsize}")
+    info = np.iinfo(ints)
+    bits = array.reshape(-1).view(ints)
+    keys = np.where(bits < 0, bits ^ info.max, bits)
+    keys[np.isnan(array.reshape(-1))] = info.max if op is ReduceOp.MAX else info.min
+    return keys.reshape(array.shape)
+
+
+def decode_order(keys: Array, op: ReduceOp) -> Array:
+    """Return the floats of `encode_order`'s integers."""
+    info = np.iinfo(keys.dtype)
+    missing = keys == (info.max if op is ReduceOp.MAX else info.min)
+    bits = np.where(keys < 0, keys ^ info.max, keys).reshape(-1)
+    floats = bits.view(np.dtype(f"f{keys.dtype.itemsize}")).reshape(keys.shape)
+    floats[missing] = np.nan
+    return floats

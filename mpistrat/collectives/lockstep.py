@@ -1,0 +1,197 @@
+"""The proof, before any payload moves, that all ranks make the same call.
+
+Whatever a rank calls, the first thing it does is one exchange of one MPI signature, so the proof
+cannot hang itself: an all-gather of frames of 256 bytes, or above `FRAME_RANKS` ranks an
+all-reduce of seven words with BOR, where all ``h`` are equal exactly if
+``bor(h) & bor(~h) == 0``. Which of the two depends on the number of ranks alone.
+
+A frame::
+
+    bytes 0-15    digest of the call (BLAKE2b, 128 bits)
+    bytes 16-23   number of the call
+    bytes 24-27   flags: FAILED, MORE, LARGE
+    bytes 28-31   how many payload bytes follow
+    bytes 32-255  payload, up to ROOM bytes
+
+A rank that failed before its call still takes part, with FAILED set. Then, and only then, texts
+move, and every rank raises.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple, NoReturn, final
+
+import numpy as np
+
+from mpistrat.collectives import blame
+from mpistrat.comm.session import Session
+from mpistrat.errors import ContextError
+
+__all__ = ["FRAME", "FRAME_RANKS", "ROOM", "Lockstep", "Proof"]
+
+FRAME = 256
+ROOM = 224
+FRAME_RANKS = 64
+
+_HEAD = struct.Struct("<16sQII")
+_FAILED, _MORE, _LARGE = 1, 2, 4
+
+
+class Proof(NamedTuple):
+    """What came with a proof; of the same kind on every rank.
+
+    Attributes:
+      smalls: The payload of every rank, in rank order; None if some rank's did not ride.
+      more: Some rank said that it has more to give than what rode.
+    """
+
+    smalls: list[bytes] | None
+    more: bool
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+@final
+class Lockstep:
+    """Proves calls on the communicator of one session.
+
+    Args:
+      session: The session whose sequence of calls this is.
+      frame_ranks: Up to this many ranks exchange frames; above, words. Equal on all ranks.
+    """
+
+    def __init__(self, session: Session, frame_ranks: int = FRAME_RANKS):
+        """Prove calls of `session`."""
+        self.session = session
+        self.comm = session.comm
+        self.frames = self.comm.size <= frame_ranks
+        self._send = np.zeros(FRAME, np.uint8)
+        self._recv = np.zeros((self.comm.size, FRAME), np.uint8)
+
+    def fits(self, nbytes: int) -> bool:
+        """Tell whether payloads of that size ride in the proof."""
+        return self.frames and nbytes <= ROOM
+
+    def prove(
+        self,
+        call: str,
+        small: bytes = b"",
+        failure: BaseException | None = None,
+        more: bool = False,
+    ) -> Proof:
+        """Prove that all ranks make this call, or raise on all of them.
+
+        Collective. Cost: one all-gather of 256 bytes per rank.
+
+        Args:
+          call: Text of the call: name, operation, axis, structure, shapes, dtypes. Equal on all
+            ranks exactly if the calls are the same.
+          small: Payload that may differ between ranks.
+          failure: What this rank failed with before it could make the call, if it did.
+          more: This rank has more to give than `small`; every rank is told.
+
+        Returns:
+          The payload of every rank. It could not ride if some rank's was larger than `ROOM`, or if
+          there are more than `FRAME_RANKS` ranks and payloads differ.
+
+        Raises:
+          BaseException: `failure`, on the rank that gave it.
+          RemoteError: Another rank failed.
+          LockstepError: No rank failed, but the calls differ.
+          ContextError: This run has failed already.
+        """
+        self._check(failure)
+        self.session.calls += 1
+        flags = (_FAILED if failure is not None else 0) | (_MORE if more else 0)
+        exchange = self._exchange_frames if self.frames else self._exchange_words
+        union, same, smalls = exchange(_digest(call), small, flags)
+        if union & _FAILED:
+            self.fail(blame.remote(self, call, failure))
+        if not same:
+            self.fail(blame.mismatch(self, call))
+        return Proof(smalls, bool(union & _MORE))
+
+    def share(self, call: str, small: bytes, failure: BaseException | None = None) -> list[bytes]:
+        """Prove the call and return every rank's `small`, riding in the proof where it fits."""
+        smalls = self.prove(call, small, failure).smalls
+        return self.texts(small) if smalls is None else smalls
+
+    @contextmanager
+    def preparing(self, name: str) -> Iterator[None]:
+        """Raise on every rank what the body raises on this one.
+
+        The body must not communicate: it validates and converts, so that whatever can fail has
+        failed before the proof of the call proper.
+        """
+        try:
+            yield
+        except Exception as error:
+            self.prove(f"{name}, which failed", failure=error)
+            raise
+
+    def texts(self, mine: bytes) -> list[bytes]:
+        """Return every rank's bytes, of any length. Collective; unproved."""
+        size = self.comm.size
+        counts = np.zeros(size, np.int64)
+        self.comm.allgather(np.array([len(mine)], np.int64), counts)
+        everything = np.empty(int(counts.sum()), np.uint8)
+        self.comm.allgatherv(np.frombuffer(mine, np.uint8), everything, counts.tolist())
+        ends = np.cumsum(counts).tolist()
+        whole = everything.tobytes()
+        return [whole[end - count : end] for end, count in zip(ends, counts.tolist(), strict=True)]
+
+    def _check(self, failure: BaseException | None) -> None:
+        self.session.check()
+        if self.session.failed is not None and self.session.open_runs:
+            raise ContextError(
+                f"rank {self.comm.rank}: this run has failed ({self.session.failed}); nothing can "
+                "be called until it has ended. Let the exception leave fn."
+            ) from (failure or self.session.failed)
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """Raise `error`, which every rank raises here, and close the runs that this rank is in."""
+        if self.session.open_runs:
+            self.session.failed = error
+        raise error
+
+    def _exchange_frames(
+        self, digest: bytes, small: bytes, flags: int
+    ) -> tuple[int, bool, list[bytes] | None]:
+        if len(small) > ROOM:
+            flags, small = flags | _LARGE, b""
+        frame = _HEAD.pack(digest, self.session.calls, flags, len(small)) + small
+        self._send[: len(frame)] = np.frombuffer(frame, np.uint8)
+        self.comm.allgather(self._send, self._recv)
+        got = self._recv.tobytes()
+        heads = [_HEAD.unpack_from(got, at) for at in range(0, len(got), FRAME)]
+        union = 0
+        for _, _, other, _ in heads:
+            union |= other
+        same = all(other[0] == digest and other[1] == self.session.calls for other in heads)
+        if union & _LARGE:
+            return union, same, None
+        starts = range(_HEAD.size, len(got), FRAME)
+        return (
+            union,
+            same,
+            [got[start : start + head[3]] for start, head in zip(starts, heads, strict=True)],
+        )
+
+    def _exchange_words(
+        self, digest: bytes, small: bytes, flags: int
+    ) -> tuple[int, bool, list[bytes] | None]:
+        call = np.frombuffer(digest, np.uint64) ^ np.array([self.session.calls, 0], np.uint64)
+        payload = np.frombuffer(hashlib.blake2b(small, digest_size=8).digest(), np.uint64)
+        asserted = np.concatenate([call, payload])
+        send = np.concatenate([asserted, ~asserted, np.array([flags], np.uint64)])
+        recv = np.empty_like(send)
+        self.comm.allreduce(send, recv, "BOR")
+        differing = recv[:3] & recv[3:6]
+        smalls = None if differing[2] else [small] * self.comm.size
+        return int(recv[6]), not differing[:2].any(), smalls

@@ -1,0 +1,225 @@
+"""All-reduce, all-gather and broadcast of lists of arrays.
+
+Three paths, chosen from sizes and the number of ranks alone, so alike on all ranks:
+
+- *small*: everything fits the proof's frame; folded locally, in rank order.
+- *native*: MPI_Allreduce or MPI_Allgatherv; large leaves from where they lie, small ones packed.
+- *gathered*: for MIN and MAX of dtypes that cannot travel as ordered integers (longdouble).
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, final
+
+import numpy as np
+
+from mpistrat.arrays import Array, spec_text
+from mpistrat.collectives import bucket
+from mpistrat.collectives.forms import Form, decode_order, encode_order, ordered
+from mpistrat.collectives.lockstep import Lockstep
+from mpistrat.kernels.ops import ReduceOp
+
+__all__ = ["Part", "Reducer"]
+
+_FOLDS: dict[ReduceOp, Callable[..., Any]] = {
+    ReduceOp.SUM: np.add,
+    ReduceOp.MEAN: np.add,
+    ReduceOp.PROD: np.multiply,
+    ReduceOp.MIN: np.minimum,
+    ReduceOp.MAX: np.maximum,
+}
+_MPI_NAMES = {op: op.value for op in ReduceOp} | {ReduceOp.MEAN: "SUM"}
+
+
+class Part(NamedTuple):
+    """What one rank gives to the reduction of one leaf.
+
+    Attributes:
+      value: Any layout; the dtype of `form`'s wire, or one that converts to it.
+      form: How it travels and comes back.
+      weight: How many examples it stands for; 0 means that `value` is never read.
+    """
+
+    value: Array
+    form: Form
+    weight: float = 1
+
+
+@final
+class Reducer:
+    """Makes the values of all ranks one.
+
+    Args:
+      lockstep: Proves each call, and carries what is small.
+    """
+
+    def __init__(self, lockstep: Lockstep):
+        """Reduce over the ranks of `lockstep`."""
+        self.lockstep = lockstep
+        self.comm = lockstep.comm
+
+    def all_reduce(
+        self, call: str, op: ReduceOp, parts: Sequence[Part], scaled: bool = False
+    ) -> list[Array]:
+        """Fold every leaf over all ranks.
+
+        Collective. Cost: the proof, and unless everything rides in it one MPI_Allreduce per bucket.
+
+        Args:
+          call: The text of the call; shapes and dtypes of the parts are added to it.
+          op: The fold. MEAN divides by the sum of the weights.
+          parts: One per leaf; equal shapes and dtypes on all ranks.
+          scaled: The values are sums over their examples already (not means to be weighted).
+
+        Returns:
+          One fresh array per leaf, of the form's result dtype, with the same bits on all ranks.
+        """
+        wires = [_wire(op, part, scaled) for part in parts]
+        weights = struct.pack(f"<{len(parts)}d", *(part.weight for part in parts))
+        header = weights if op is ReduceOp.MEAN else b""
+        text = f"{call} {', '.join(spec_text(part.value) for part in parts)}"
+        payload = sum(wire.nbytes for wire in wires)
+        if self.lockstep.fits(len(header) + payload):
+            smalls = self.lockstep.share(text, header + b"".join(w.tobytes() for w in wires))
+            totals = _fold_frames(op, wires, smalls, len(header))
+        else:
+            outs = [np.empty(wire.shape, wire.dtype) for wire in wires]
+            smalls = self.lockstep.share(text, header)
+            totals = self._native(op, wires, outs)
+        if op is ReduceOp.MEAN:
+            totals = _divide(totals, [small[: len(header)] for small in smalls])
+        return [
+            total.astype(part.form.result, copy=False)
+            for total, part in zip(totals, parts, strict=True)
+        ]
+
+    def _native(self, op: ReduceOp, wires: list[Array], outs: list[Array]) -> list[Array]:
+        sends, recvs = wires, outs
+        keys = [ordered(op, wire.dtype) for wire in wires]
+        if any(keys):
+            sends = [encode_order(w, op) if k else w for w, k in zip(wires, keys, strict=True)]
+            recvs = [np.empty_like(send) for send in sends]
+        for b in bucket.plan(tuple((send.dtype, send.size) for send in sends)):
+            if op in (ReduceOp.MIN, ReduceOp.MAX) and b.dtype.kind == "f":
+                self._gathered(op, [sends[i] for i in b.leaves], [recvs[i] for i in b.leaves])
+            elif len(b.leaves) == 1:
+                (only,) = b.leaves
+                self.comm.allreduce(sends[only], recvs[only], _MPI_NAMES[op])
+            else:
+                self._packed(_MPI_NAMES[op], b, sends, recvs)
+        return [
+            decode_order(recv, op) if key else recv for recv, key in zip(recvs, keys, strict=True)
+        ]
+
+    def _packed(self, name: str, b: bucket.Bucket, sends: list[Array], recvs: list[Array]) -> None:
+        packed = np.concatenate([sends[i].reshape(-1) for i in b.leaves])
+        folded = np.empty_like(packed)
+        self.comm.allreduce(packed, folded, name)
+        at = 0
+        for i in b.leaves:
+            recvs[i].reshape(-1)[:] = folded[at : at + recvs[i].size]
+            at += recvs[i].size
+
+    def _gathered(self, op: ReduceOp, sends: list[Array], recvs: list[Array]) -> None:
+        for send, recv in zip(sends, recvs, strict=True):
+            everyones = np.empty((self.comm.size, *send.shape), send.dtype)
+            self.comm.allgather(send, everyones)
+            recv[...] = _FOLDS[op].reduce(everyones, axis=0)  # type: ignore[attr-defined]  # ufunc
+
+    def all_gather(self, call: str, axis: Sequence[int], leaves: Sequence[Array]) -> list[Array]:
+        """Concatenate every leaf over all ranks, in rank order.
+
+        Collective. Cost: the proof, and one MPI_Allgatherv per leaf unless all ride in the proof.
+
+        Args:
+          call: The text of the call; dtypes and the shapes that must agree are added to it.
+          axis: The axis of each leaf, not negative.
+          leaves: Arrays; sizes along the axis may differ between ranks, also be 0.
+
+        Returns:
+          One fresh C-ordered array per leaf, with the same bits on all ranks.
+        """
+        fronts = [np.moveaxis(leaf, a, 0) for leaf, a in zip(leaves, axis, strict=True)]
+        sends = [np.ascontiguousarray(front) for front in fronts]
+        text = f"{call} {', '.join(map(_open_spec, leaves, axis))}"
+        sizes = np.array([len(send) for send in sends], np.int64)
+        rides = self.lockstep.fits(sizes.nbytes + sum(send.nbytes for send in sends))
+        data = b"".join(send.tobytes() for send in sends) if rides else b""
+        proof = self.lockstep.prove(text, sizes.tobytes() + data, more=not rides)
+        counts = self._counts(sizes, proof.smalls)
+        outs = []
+        for i, send in enumerate(sends):
+            shape = (int(counts[:, i].sum()), *send.shape[1:])
+            if proof.smalls is None or proof.more:
+                out = self._allgatherv(send, shape, counts[:, i])
+            else:
+                parts = [_cut(small, counts[r], sends, i) for r, small in enumerate(proof.smalls)]
+                out = np.frombuffer(b"".join(parts), send.dtype).reshape(shape).copy()
+            outs.append(np.ascontiguousarray(np.moveaxis(out, 0, axis[i])))
+        return outs
+
+    def _counts(self, sizes: Array, smalls: list[bytes] | None) -> Array:
+        if smalls is not None:
+            return np.array([np.frombuffer(s[: sizes.nbytes], np.int64) for s in smalls])
+        counts = np.empty((self.comm.size, sizes.size), np.int64)
+        self.comm.allgather(sizes, counts)
+        return counts
+
+    def _allgatherv(self, send: Array, shape: tuple[int, ...], rows: Array) -> Array:
+        out = np.empty(shape, send.dtype)
+        row = math.prod(shape[1:]) * send.dtype.itemsize
+        mine, everyones = send.reshape(-1).view(np.uint8), out.reshape(-1).view(np.uint8)
+        self.comm.allgatherv(mine, everyones, (rows * row).tolist())
+        return out
+
+
+def _open_spec(leaf: Array, axis: int) -> str:
+    dims = ["*" if i == axis else str(n) for i, n in enumerate(leaf.shape)]
+    return f"{leaf.dtype.name}[{','.join(dims)}]"
+
+
+def _cut(small: bytes, counts: Array, sends: list[Array], index: int) -> bytes:
+    sizes = [
+        int(count) * math.prod(send.shape[1:]) * send.dtype.itemsize
+        for count, send in zip(counts, sends, strict=True)
+    ]
+    begin = counts.nbytes + sum(sizes[:index])
+    return small[begin : begin + sizes[index]]
+
+
+def _wire(op: ReduceOp, part: Part, scaled: bool) -> Array:
+    dtype = part.form.wire
+    if part.weight == 0 and op is ReduceOp.MEAN:
+        return np.zeros(part.value.shape, dtype)
+    if op is ReduceOp.MEAN and not scaled and part.weight != 1:
+        return np.asarray(np.multiply(part.value, dtype.type(part.weight), dtype=dtype), order="C")
+    return np.asarray(part.value, dtype, order="C")
+
+
+def _fold_frames(op: ReduceOp, wires: list[Array], smalls: list[bytes], start: int) -> list[Array]:
+    totals = []
+    with np.errstate(all="ignore"):
+        for wire in wires:
+            stop = start + wire.nbytes
+            everyones = np.frombuffer(b"".join(s[start:stop] for s in smalls), wire.dtype)
+            stacked = everyones.reshape(len(smalls), wire.size)
+            total = stacked[0].copy()
+            for other in stacked[1:]:
+                _FOLDS[op](total, other, out=total)
+            totals.append(total.reshape(wire.shape))
+            start = stop
+    return totals
+
+
+def _divide(totals: list[Array], weights: list[bytes]) -> list[Array]:
+    table = np.array([np.frombuffer(w, np.float64) for w in weights])
+    means = []
+    with np.errstate(all="ignore"):
+        for i, total in enumerate(totals):
+            # fsum: the sum of the weights is exact, whatever their order.
+            divisor = math.fsum(table[:, i])
+            means.append(np.asarray(total / total.dtype.type(divisor)))
+    return means

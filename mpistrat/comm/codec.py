@@ -1,0 +1,122 @@
+"""Values of one replica as bytes that other ranks can read.
+
+Numbers and arrays travel as dtype, shape and raw bytes, text as UTF-8. Only objects that are
+neither are pickled, and only when a program asks for them; ranks of one job trust each other.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from typing import Any
+
+import numpy as np
+
+from mpistrat.errors import LeafTypeError
+
+__all__ = ["decode", "encode", "pack", "unpack"]
+
+# A size below 255 takes one byte, so that many small values fit one frame.
+_SHORT, _LONG = struct.Struct("<cB"), struct.Struct("<cBQ")
+_TINY = 64
+
+
+def _array(value: Any) -> bytes | None:
+    array = np.asarray(value)
+    token = array.dtype.str if array.dtype.kind != "V" else array.dtype.name
+    if array.dtype.hasobject or array.dtype.names is not None:
+        return None
+    head = f"{token}|{','.join(map(str, array.shape))}|".encode()
+    return head + array.tobytes()
+
+
+def encode(value: Any, whole: bool) -> tuple[bytes, bytes]:
+    """Return the kind of a value, one byte, and its bytes.
+
+    Args:
+      value: Any value.
+      whole: Encode it whatever its size. Otherwise what is larger than a few numbers, or would
+        have to be pickled, is only noted, with kind ``b"o"``.
+
+    Raises:
+      LeafTypeError: `whole`, and the value cannot be pickled.
+
+    Example:
+      >>> decode(*encode(2.5, False))
+      2.5
+    """
+    if value is None:
+        return b"n", b""
+    if isinstance(value, bool):
+        return b"b", b"\1" if value else b"\0"
+    if isinstance(value, int):
+        return b"i", str(value).encode()
+    if isinstance(value, float) and not isinstance(value, np.generic):
+        return b"f", struct.pack("<d", value)
+    if isinstance(value, str) and (whole or len(value) <= _TINY):
+        return b"s", value.encode()
+    if isinstance(value, np.ndarray | np.generic) and not isinstance(value, np.ma.MaskedArray):
+        data = _array(value) if whole or value.nbytes <= _TINY else None
+        if data is not None:
+            return b"g" if isinstance(value, np.generic) else b"a", data
+    return (b"p", _pickled(value)) if whole else (b"o", b"")
+
+
+def _pickled(value: Any) -> bytes:
+    try:
+        return pickle.dumps(value)
+    except Exception as error:
+        raise LeafTypeError(
+            f"a value of type {type(value).__name__} cannot be sent to other ranks: {error}. "
+            "Return arrays, numbers or text."
+        ) from error
+
+
+def decode(kind: bytes, data: bytes) -> Any:
+    """Return the value that `encode` took. Arrays are fresh and writable."""
+    if kind == b"n":
+        return None
+    if kind == b"b":
+        return data == b"\1"
+    if kind == b"i":
+        return int(data)
+    if kind == b"f":
+        return struct.unpack("<d", data)[0]
+    if kind == b"s":
+        return data.decode()
+    if kind == b"p":
+        return pickle.loads(data)
+    token, shape, raw = data.split(b"|", 2)
+    sizes = [int(n) for n in shape.split(b",")] if shape else []
+    array = np.frombuffer(raw, np.dtype(token.decode())).reshape(sizes).copy()
+    return array[()] if kind == b"g" else array
+
+
+def pack(entries: list[tuple[bytes, bytes]]) -> bytes:
+    """Return kinds and bytes of several values as one message."""
+    parts = []
+    for kind, data in entries:
+        size = len(data)
+        parts += [_SHORT.pack(kind, size) if size < 255 else _LONG.pack(kind, 255, size), data]
+    return b"".join(parts)
+
+
+def unpack(message: bytes) -> list[tuple[bytes, bytes]]:
+    """Return what `pack` took.
+
+    Example:
+      >>> unpack(pack([(b"n", b""), (b"s", b"text")]))
+      [(b'n', b''), (b's', b'text')]
+    """
+    entries = []
+    at = 0
+    while at < len(message):
+        kind, size = _SHORT.unpack_from(message, at)
+        head = _SHORT
+        if size == 255:
+            head = _LONG
+            kind, _, size = _LONG.unpack_from(message, at)
+        at += head.size
+        entries.append((kind, message[at : at + size]))
+        at += size
+    return entries

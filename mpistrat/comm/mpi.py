@@ -1,0 +1,100 @@
+"""Communication over MPI, and the only door to mpi4py.
+
+mpi4py starts MPI when its ``MPI`` module is imported; that happens in `library`, when the first
+communicator is made, never when mpistrat is imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Sequence
+from typing import Any, final
+
+import numpy as np
+
+from mpistrat.comm.base import Buffer, Comm
+
+__all__ = ["MPIComm", "initialized", "is_communicator", "library"]
+
+# MPI counts are C ints in MPI 3, and Open MPI 5 still refuses more (MPI_ERR_ARG at 2**31 elements).
+_PIECE = 2**30
+
+
+@functools.cache
+def library() -> Any:
+    """Return ``mpi4py.MPI``, starting MPI if nobody has yet."""
+    from mpi4py import MPI
+
+    return MPI
+
+
+def initialized() -> bool:
+    """Tell whether MPI has been started in this process and not yet been finalized."""
+    if "mpi4py.MPI" not in sys.modules:
+        return False
+    mpi = library()
+    return bool(mpi.Is_initialized()) and not mpi.Is_finalized()
+
+
+def is_communicator(value: object) -> bool:
+    """Tell whether `value` is an mpi4py intracommunicator, without starting MPI."""
+    return "mpi4py.MPI" in sys.modules and isinstance(value, library().Intracomm)
+
+
+@functools.cache
+def _ops() -> dict[str, Any]:
+    mpi = library()
+    return {name: getattr(mpi, name) for name in ("SUM", "PROD", "MIN", "MAX", "BOR")}
+
+
+@final
+class MPIComm(Comm):
+    """A private duplicate of an MPI communicator.
+
+    The duplicate is made once, so that traffic of the program on its own communicator and traffic
+    of mpistrat never meet (MPI 4.1, section 7.4: contexts of communication).
+    """
+
+    name = "MPI"
+
+    def __init__(self, parent: Any):
+        """Duplicate `parent`, an mpi4py intracommunicator. Collective over it."""
+        if library().Is_finalized():
+            raise RuntimeError("MPI has been finalized in this process; no strategy can be made.")
+        self._comm = parent.Dup()
+        self.rank = self._comm.rank
+        self.size = self._comm.size
+
+    def allgather(self, send: Buffer, recv: Buffer) -> None:
+        """Put every rank's `send` into `recv`, in rank order, by MPI_Allgather."""
+        byte = library().BYTE
+        self._comm.Allgather([send, send.nbytes, byte], [recv, send.nbytes, byte])
+
+    def allgatherv(self, send: Buffer, recv: Buffer, counts: Sequence[int]) -> None:
+        """Put every rank's bytes into `recv`, in rank order, by MPI_Allgatherv."""
+        byte = library().BYTE
+        self._comm.Allgatherv([send, send.nbytes, byte], [recv, counts, byte])
+
+    def allreduce(self, send: Buffer, recv: Buffer, op: str) -> None:
+        """Fold every rank's `send` into `recv` by MPI_Allreduce, in pieces that every MPI takes."""
+        mpi_op = _ops()[op]
+        if send.size <= _PIECE:
+            self._comm.Allreduce(send, recv, op=mpi_op)
+            return
+        flat_send, flat_recv = send.reshape(-1), recv.reshape(-1)
+        for low in range(0, send.size, _PIECE):
+            piece = slice(low, low + _PIECE)
+            self._comm.Allreduce(flat_send[piece], flat_recv[piece], op=mpi_op)
+
+    def bcast(self, buffer: Buffer, root: int) -> None:
+        """Copy `buffer` of `root` to every rank by MPI_Bcast, in pieces that every MPI takes."""
+        flat = buffer.reshape(-1).view(np.uint8)
+        for low in range(0, flat.size, _PIECE):
+            piece = flat[low : low + _PIECE]
+            self._comm.Bcast([piece, piece.nbytes, library().BYTE], root=root)
+
+    def free(self) -> None:
+        """Free the duplicate. Collective; nothing happens once MPI is finalized."""
+        if not library().Is_finalized() and self._comm != library().COMM_NULL:
+            self._comm.Free()

@@ -1,0 +1,97 @@
+"""One life of this process in the job.
+
+All strategies on one parent communicator share one session: one private duplicate, one sequence of
+calls, one owning thread. So strategies can be made and dropped in any order, and a thousand of them
+cost one duplicate (MPICH runs out of contexts after 2,046).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from typing import Any, final
+
+from mpistrat.comm.base import Comm
+from mpistrat.comm.loopback import LoopbackComm
+from mpistrat.comm.mpi import MPIComm, is_communicator, library
+from mpistrat.errors import StrategyError
+
+__all__ = ["Session"]
+
+
+@final
+class Session:
+    """The private communicator of one parent, and how far its sequence of calls has come.
+
+    Attributes:
+      comm: The private communicator.
+      calls: How many calls have been proved so far; equal on all ranks.
+      open_runs: How many ``Strategy.run`` this rank is inside of.
+      failed: The exception that closed them, if one did.
+      variables: How many variables have been created; equal on all ranks.
+    """
+
+    def __init__(self, comm: Comm, owned: bool = True):
+        """Begin a life on `comm`, owned by the calling thread unless it never communicates."""
+        self.comm = comm
+        self.calls = 0
+        self.open_runs = 0
+        self.failed: BaseException | None = None
+        self.variables = 0
+        self._owner = threading.get_ident() if owned else None
+        self._pid = os.getpid()
+
+    @staticmethod
+    def on(parent: Any) -> Session:
+        """Return the session of a parent communicator, made at the first call.
+
+        Collective: the first call for a parent is, over it.
+
+        Args:
+          parent: An mpi4py intracommunicator, or a `Comm`.
+
+        Raises:
+          TypeError: `parent` is neither.
+        """
+        if isinstance(parent, LoopbackComm):
+            if "session" not in vars(parent):
+                vars(parent)["session"] = Session(parent)
+            found: Session = vars(parent)["session"]
+            return found
+        if is_communicator(parent):
+            cached: Session | None = parent.Get_attr(_attribute())
+            if cached is None:
+                cached = Session(MPIComm(parent))
+                parent.Set_attr(_attribute(), cached)
+            return cached
+        raise TypeError(
+            f"comm must be an mpi4py intracommunicator or an mpistrat Comm, not {parent!r}."
+        )
+
+    def check(self) -> None:
+        """Raise StrategyError unless this thread and process own the session."""
+        if self._owner is None:
+            return
+        if threading.get_ident() != self._owner:
+            raise StrategyError(
+                f"rank {self.comm.rank}: a collective was called from thread "
+                f"{threading.current_thread().name!r}, but the strategy was made in another one. "
+                "Call strategies from the thread that made them."
+            )
+        if os.getpid() != self._pid:
+            raise StrategyError(
+                f"rank {self.comm.rank}: this process was forked after MPI had started; it may not "
+                "communicate. Use threads or multiprocessing's spawn."
+            )
+
+
+@functools.cache
+def _attribute() -> int:
+    # MPI's own attribute caching ties the session to the life of its parent: when the program
+    # frees the parent (collective), the duplicate goes with it; at exit MPI_Finalize does the rest.
+    def freed(parent: Any, key: int, session: Session) -> None:
+        if parent != library().COMM_WORLD and parent != library().COMM_SELF:
+            session.comm.free()
+
+    return int(library().Comm.Create_keyval(delete_fn=freed))

@@ -1,0 +1,299 @@
+"""What replica code can do, and what any code can ask about where it is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, final
+
+from mpistrat import nest
+from mpistrat.arrays import as_array, finish, is_scalar, label
+from mpistrat.collectives.forms import form
+from mpistrat.collectives.reducer import Part
+from mpistrat.distribute.default import current_strategy, default_strategy
+from mpistrat.distribute.mode import Mode, current, entered
+from mpistrat.distribute.parts import Parts
+from mpistrat.distribute.regroup import select
+from mpistrat.distribute.variables import Variable
+from mpistrat.distribute.views import ALONE
+from mpistrat.errors import AxisError, ContextError
+from mpistrat.kernels.ops import ReduceOp
+
+if TYPE_CHECKING:
+    from mpistrat.distribute.strategy import Strategy
+
+__all__ = [
+    "ReplicaContext",
+    "get_replica_context",
+    "get_strategy",
+    "has_strategy",
+    "in_cross_replica_context",
+]
+
+
+def get_strategy() -> Strategy:
+    """Return the strategy that rules here; the default strategy if no other does.
+
+    Example:
+      >>> get_strategy().num_replicas_in_sync
+      1
+    """
+    return current_strategy()
+
+
+def has_strategy() -> bool:
+    """Tell whether a strategy other than the default one rules here."""
+    return current_strategy() is not default_strategy()
+
+
+def in_cross_replica_context() -> bool:
+    """Tell whether this is cross-replica code: in a scope or a ``merge_fn``."""
+    mode = current()
+    return mode is not None and mode.replica is None
+
+
+def get_replica_context() -> ReplicaContext | None:
+    """Return the context of the replica that runs this code; None in cross-replica code.
+
+    Outside of any strategy it is the context of the default strategy's one replica.
+
+    Example:
+      >>> get_replica_context().replica_id_in_sync_group
+      0
+    """
+    mode = current()
+    return ReplicaContext(default_strategy(), 0) if mode is None else mode.replica
+
+
+@final
+class ReplicaContext:
+    """One replica, as its own code sees it inside ``Strategy.run``.
+
+    Get it with `get_replica_context`; it is of use only in the run it came from.
+
+    As: ``tf.distribute.ReplicaContext``.
+
+    Example:
+      >>> import numpy as np
+      >>> ctx = get_replica_context()
+      >>> ctx.all_reduce("sum", np.array([1.0, 2.0]))
+      array([1., 2.])
+    """
+
+    def __init__(self, strategy: Strategy, replica_id_in_sync_group: int):
+        """Be replica `replica_id_in_sync_group` of `strategy`.
+
+        Raises:
+          ValueError: The id is no integer.
+        """
+        if not isinstance(replica_id_in_sync_group, int):
+            raise ValueError(
+                f"replica_id_in_sync_group must be an integer, got {replica_id_in_sync_group!r}."
+            )
+        self._strategy = strategy
+        self._id = replica_id_in_sync_group
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy that this replica belongs to."""
+        return self._strategy
+
+    @property
+    def replica_id_in_sync_group(self) -> int:
+        """Which replica this is, from 0 to ``num_replicas_in_sync - 1``."""
+        return self._id
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas there are."""
+        return self._strategy.num_replicas_in_sync
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The label of this replica's device, as a tuple of one."""
+        return (self._strategy.extended.worker_devices[self._id],)
+
+    def __repr__(self) -> str:
+        """Return which replica of which strategy this is."""
+        return f"ReplicaContext({self._id} of {self.num_replicas_in_sync}, {self._strategy!r})"
+
+    def _enter(self, what: str) -> None:
+        mode = current()
+        here = None if mode is None else mode.replica
+        if here is self or (mode is None and self._strategy is default_strategy()):
+            return
+        if mode is None or here is not None:
+            where = "outside run()" if mode is None else "in another run"
+        else:
+            where = "in cross-replica code"
+        raise ContextError(
+            f"{what} of replica {self._id} of {self.num_replicas_in_sync} was called {where}. Call "
+            "it on get_replica_context(), in the function that Strategy.run calls."
+        )
+
+    def all_reduce(
+        self, reduce_op: ReduceOp | str, value: Any, *, weight: float | None = None
+    ) -> Any:
+        """Fold the values of all replicas, and return the result on each.
+
+        Collective: every replica calls it, with the same structure, shapes and dtypes.
+
+        Args:
+          reduce_op: ``"SUM"``, ``"MEAN"``, ``"MIN"``, ``"MAX"`` or ``"PROD"``.
+          value: Tree of arrays or numbers, any layout and byte order.
+          weight: For MEAN, how many examples this replica's values stand for: the result is
+            ``sum(weight * value) / sum(weight)``. A value of weight 0 is never read, so it may be
+            NaN. With all weights 0 the result is NaN.
+
+        Returns:
+          The same tree. Arrays are fresh; numbers come back as NumPy scalars. dtypes are kept,
+          except that MEAN of integers is float64 (float32 for 8 and 16 bits). float16 and bfloat16
+          are folded in float32. All replicas get the same bits.
+
+        Raises:
+          ContextError: Called outside the run that this context belongs to.
+          LeafTypeError: A leaf is no array, or its dtype cannot be reduced: bool, objects, text.
+          ValueError: The operation is unknown, or a weight is given for another one than MEAN.
+          LockstepError: The calls differ between ranks.
+          RemoteError: Another rank failed.
+
+        Cost: the proof; for more than some 200 bytes, also one ``MPI_Allreduce`` per 4 MiB of small
+        leaves and per leaf of 64 KiB or more.
+        As: ``tf.distribute.ReplicaContext.all_reduce``.
+        """
+        self._enter("all_reduce")
+        parts = self._strategy.parts
+        with parts.lockstep.preparing("all_reduce"):
+            op = ReduceOp.parse(reduce_op)
+            weighted = _weight(op, weight)
+            leaves, structure = nest.flatten(select(value))
+            if parts.view is ALONE:
+                self._strategy.note_alone("all_reduce")
+                return nest.unflatten(structure, [_plain(leaf) for leaf in leaves])
+            contributions = _contributions(op, leaves, nest.path_names(structure), weighted)
+        if not leaves:
+            return value
+        how = op.value if weight is None else f"{op.value} weighted"
+        call = f"all_reduce({how}, {nest.describe(structure)})"
+        totals = parts.reducer.all_reduce(call, op, contributions)
+        return nest.unflatten(structure, list(map(finish, totals, leaves)))
+
+    def all_gather(self, value: Any, axis: int) -> Any:
+        """Concatenate the values of all replicas along `axis`, and return the result on each.
+
+        Collective: every replica calls it, with the same structure and dtypes. Sizes along `axis`
+        may differ, and be 0; other sizes may not.
+
+        Args:
+          value: Tree of arrays with at least one dimension; any number dtype, or bool.
+          axis: Which axis; counted from the end if negative.
+
+        Returns:
+          The same tree of fresh arrays, in replica order.
+
+        Raises:
+          ContextError: Called outside the run that this context belongs to.
+          LeafTypeError: A leaf is no array of numbers.
+          AxisError: A leaf has no such axis.
+          LockstepError: The calls differ between ranks.
+          RemoteError: Another rank failed.
+
+        Cost: the proof, which carries the sizes; for more than some 200 bytes, also one
+        ``MPI_Allgatherv`` per leaf.
+        As: ``tf.distribute.ReplicaContext.all_gather``, and it also takes negative axes and values
+        that are empty on every replica.
+        """
+        self._enter("all_gather")
+        parts = self._strategy.parts
+        if parts.view is ALONE:
+            self._strategy.note_alone("all_gather")
+        return gather(parts, "all_gather", select(value), axis)
+
+    def merge_call(
+        self,
+        merge_fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Wait for all replicas, then run `merge_fn` in cross-replica code.
+
+        Collective: every replica calls it, with arguments of the same structure.
+
+        Args:
+          merge_fn: ``merge_fn(strategy, *args, **kwargs)``; it runs on every rank. In it,
+            ``strategy.experimental_local_results(arg)`` gives the values of all replicas
+            (of this one only, under `MultiWorkerMirroredStrategy`).
+          args: Positional arguments; trees of anything.
+          kwargs: Keyword arguments.
+
+        Returns:
+          What `merge_fn` returned, with this replica's component in the place of every
+          `PerReplica` and `Mirrored`.
+
+        Raises:
+          ContextError: Called outside the run that this context belongs to.
+          LockstepError: The structures of the arguments differ between ranks.
+          RemoteError: Another rank failed.
+
+        Cost: one proof; small arguments ride in it, larger ones move when they are asked for.
+        As: ``tf.distribute.ReplicaContext.merge_call``.
+        """
+        self._enter("merge_call")
+        given = (tuple(args), dict(kwargs or {}))
+        seen_args, seen_kwargs = self._strategy.parts.regroup.gathered("merge_call", given)
+        with entered(Mode(self._strategy)):
+            merged = merge_fn(self._strategy, *seen_args, **seen_kwargs)
+        return select(merged)
+
+
+def _weight(op: ReduceOp, weight: float | None) -> float:
+    if weight is None:
+        return 1.0
+    if op is not ReduceOp.MEAN:
+        raise ValueError(f"weight is for MEAN; {op.value} has none.")
+    if not is_scalar(weight) or not math.isfinite(weight) or weight < 0:
+        raise ValueError(f"weight must be a number of examples, 0 or more, not {weight!r}.")
+    return float(weight)
+
+
+def _contributions(
+    op: ReduceOp, leaves: list[Any], paths: Sequence[str], weight: float
+) -> list[Part]:
+    arrays = [as_array(leaf, path) for leaf, path in zip(leaves, paths, strict=True)]
+    return [
+        Part(array, form(op, array.dtype, path), weight)
+        for array, path in zip(arrays, paths, strict=True)
+    ]
+
+
+def _plain(leaf: Any) -> Any:
+    return leaf.read_value() if isinstance(leaf, Variable) else leaf
+
+
+def gather(parts: Parts, name: str, value: Any, axis: int) -> Any:
+    """Concatenate this rank's `value` with the others'; see `ReplicaContext.all_gather`."""
+    with parts.lockstep.preparing(name):
+        if not isinstance(axis, int) or isinstance(axis, bool):
+            raise TypeError(f"{name}: axis must be an integer, not {axis!r}.")
+        leaves, structure = nest.flatten(value)
+        paths = nest.path_names(structure)
+        arrays = [as_array(leaf, path) for leaf, path in zip(leaves, paths, strict=True)]
+        axes = [_axis(name, a, axis, path) for a, path in zip(arrays, paths, strict=True)]
+    if not leaves:
+        return value
+    call = f"{name}(axis={axis}, {nest.describe(structure)})"
+    return nest.unflatten(structure, parts.reducer.all_gather(call, axes, arrays))
+
+
+def _axis(name: str, array: Any, axis: int, path: str) -> int:
+    if array.ndim == 0:
+        raise AxisError(
+            f"{name}: {label(path)} has no dimensions, so it cannot be concatenated. Give it one: "
+            "value[np.newaxis]."
+        )
+    if not -array.ndim <= axis < array.ndim:
+        raise AxisError(
+            f"{name}: {label(path)} of shape {array.shape} has no axis {axis}; wanted "
+            f"{-array.ndim} to {array.ndim - 1}."
+        )
+    return axis % int(array.ndim)

@@ -1,0 +1,38 @@
+"""The strategy that rules where no other does."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from mpistrat.distribute.mode import current
+
+if TYPE_CHECKING:
+    from mpistrat.distribute.strategy import Strategy
+
+__all__ = ["current_strategy", "default_strategy"]
+
+
+class _Made(threading.local):
+    strategy: Strategy | None = None
+
+
+# One per thread: it never communicates, but it remembers whether a run has failed.
+_made = _Made()
+
+
+def default_strategy() -> Strategy:
+    """Return the default strategy of this thread: one replica, no communication."""
+    if _made.strategy is None:
+        # Strategies need variables, and variables need the strategy that rules: the one cycle of
+        # this room, broken here.
+        from mpistrat.distribute.strategies import DefaultStrategy
+
+        _made.strategy = DefaultStrategy()
+    return _made.strategy
+
+
+def current_strategy() -> Strategy:
+    """Return the strategy that rules where the running code is."""
+    mode = current()
+    return default_strategy() if mode is None else mode.strategy

@@ -1,0 +1,245 @@
+"""The finer calls of a strategy, for those who write optimizers and layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+
+from mpistrat import nest
+from mpistrat.arrays import as_array, is_scalar, spec_text
+from mpistrat.comm.codec import decode, encode
+from mpistrat.distribute import writes
+from mpistrat.distribute.mode import Mode, cross_replica, current, entered
+from mpistrat.distribute.reductions import reduce_over_replicas
+from mpistrat.distribute.regroup import select
+from mpistrat.distribute.values import DistributedValues, Mirrored, PerReplica
+from mpistrat.distribute.variables import Variable
+from mpistrat.errors import StrategyError, StructureError
+
+if TYPE_CHECKING:
+    from mpistrat.distribute.strategy import Strategy
+
+__all__ = ["StrategyExtended"]
+
+
+@final
+@dataclass(frozen=True)
+class StrategyExtended:
+    """The finer calls of one strategy; get it as ``strategy.extended``.
+
+    As: ``tf.distribute.StrategyExtended``.
+
+    Attributes:
+      strategy: The strategy whose calls these are.
+    """
+
+    strategy: Strategy
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        """The label of every replica's device, such as ``"rank:0"``."""
+        return self.strategy.device_labels
+
+    def call_for_each_replica(
+        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call `fn` on every replica; an older spelling of `Strategy.run`. Collective."""
+        return self.strategy.run(fn, args, kwargs)
+
+    def _cross(self, name: str, instead: str) -> Any:
+        return cross_replica(self.strategy, f"StrategyExtended.{name}()", instead)
+
+    def reduce_to(self, reduce_op: Any, value: Any, destinations: Any) -> Any:
+        """Fold the values of all replicas.
+
+        Collective: all ranks call it, in cross-replica code.
+
+        Args:
+          reduce_op: ``"SUM"``, ``"MEAN"``, ``"MIN"``, ``"MAX"`` or ``"PROD"``.
+          value: Tree of `PerReplica`.
+          destinations: A variable or distributed value, or the label of a device. The result is on
+            every rank in any case.
+
+        Returns:
+          The same tree: `Mirrored` leaves where all replicas are seen (`MirroredStrategy`) and
+          `destinations` is no label; plain arrays elsewhere.
+
+        Raises:
+          ContextError: Called in replica code.
+          StructureError: A leaf is not a value per replica, or there are no destinations.
+
+        Cost: as `ReplicaContext.all_reduce`.
+        """
+        with self._cross("reduce_to", "get_replica_context().all_reduce(...)"):
+            parts = self.strategy.parts
+            with parts.lockstep.preparing("reduce_to"):
+                _check_destinations(destinations)
+            reduced = reduce_over_replicas(parts, "reduce_to", reduce_op, value)
+            return self._mirrored(reduced, destinations)
+
+    def batch_reduce_to(
+        self, reduce_op: Any, value_destination_pairs: Sequence[tuple[Any, Any]]
+    ) -> list[Any]:
+        """Fold several values at once; see `reduce_to`.
+
+        Collective. Cost: that of one `reduce_to` of all values together.
+
+        Args:
+          reduce_op: As in `reduce_to`.
+          value_destination_pairs: Tuples of value and destinations.
+
+        Returns:
+          A list with one result per pair.
+
+        Raises:
+          StructureError: A pair is no tuple of two.
+        """
+        with self._cross("batch_reduce_to", "get_replica_context().all_reduce(...)"):
+            parts = self.strategy.parts
+            with parts.lockstep.preparing("batch_reduce_to"):
+                pairs = list(value_destination_pairs)
+                if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in pairs):
+                    raise StructureError(
+                        "batch_reduce_to: wanted a list of tuples (value, destinations), got "
+                        f"{value_destination_pairs!r:.80}."
+                    )
+                for _, destinations in pairs:
+                    _check_destinations(destinations)
+            values = [value for value, _ in pairs]
+            reduced = reduce_over_replicas(parts, "batch_reduce_to", reduce_op, values)
+            return [
+                self._mirrored(one, destinations)
+                for one, (_, destinations) in zip(reduced, pairs, strict=True)
+            ]
+
+    def _mirrored(self, tree: Any, destinations: Any) -> Any:
+        if not self.strategy.parts.view.mirrors or isinstance(destinations, str):
+            return tree
+        size = self.strategy.num_replicas_in_sync
+        return nest.map(lambda leaf: Mirrored(leaf, size) if _is_data(leaf) else leaf, tree)
+
+    def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+        """Give replica 0's value to every replica.
+
+        Collective under `MirroredStrategy`; elsewhere the value is returned as it is.
+
+        Args:
+          tensor: Array or number; equal shape and dtype on all ranks.
+          destinations: As in `reduce_to`.
+
+        Returns:
+          `Mirrored`, or a plain array if `destinations` is a label; a Python number stays one.
+
+        Raises:
+          ContextError: Called in replica code.
+        """
+        with self._cross("broadcast_to", "get_replica_context().merge_call(...)"):
+            parts = self.strategy.parts
+            with parts.lockstep.preparing("broadcast_to"):
+                _check_destinations(destinations)
+                array = np.array(as_array(select(tensor)), order="C")
+            if not parts.view.mirrors:
+                return tensor
+            if isinstance(tensor, int | float):
+                kind, data = encode(tensor, whole=True)
+                call = f"broadcast_to({type(tensor).__name__})"
+                return decode(kind, parts.lockstep.share(call, data)[0])
+            parts.lockstep.prove(f"broadcast_to({spec_text(array)})")
+            parts.lockstep.comm.bcast(array, 0)
+            return self._mirrored(array, destinations)
+
+    def update(
+        self,
+        var: Variable,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Call ``fn(var, *args, **kwargs)`` on every rank, where it may write its copy of `var`.
+
+        Collective: all ranks call it, with the same arguments. From replica code it goes through
+        ``merge_call``.
+
+        Args:
+          var: A variable of this strategy.
+          fn: The function; what it writes to `var` is written to this rank's copy.
+          args: Further arguments. `Mirrored` ones arrive as their value; plain arrays and numbers
+            must have the same contents on all ranks.
+          kwargs: The same by name.
+          group: Return one tree; otherwise a tuple with the result of every replica that is seen.
+
+        Returns:
+          What `fn` returned: arrays as `Mirrored` under `MirroredStrategy`.
+
+        Raises:
+          ValueError: An argument is a value per replica: the copies would drift apart.
+          StrategyError: `var` is no variable of this strategy.
+          LockstepError: An argument differs between ranks.
+
+        Cost: two proofs, and a hash of the plain arguments.
+        """
+        mode = current()
+        if mode is not None and mode.replica is not None:
+            return mode.replica.merge_call(
+                lambda _, *a, **k: self.update(var, fn, a, k, group), args, kwargs
+            )
+        with self._cross("update", "get_replica_context().merge_call(...)"):
+            given = (tuple(args), dict(kwargs or {}))
+            self._prove_update(var, given)
+            failure, result = None, None
+            try:
+                mine, named = select(given)
+                with entered(Mode(self.strategy, updating=True)):
+                    result = fn(var, *mine, **named)
+            except Exception as error:
+                failure = error
+            self.strategy.parts.lockstep.prove("end of update", failure=failure)
+            return self._grouped(result) if group else self._ungrouped(result)
+
+    def _prove_update(self, var: Any, given: Any) -> None:
+        lockstep = self.strategy.parts.lockstep
+        with lockstep.preparing("update"):
+            if not isinstance(var, Variable) or var.strategy is not self.strategy:
+                raise StrategyError(
+                    f"update: wanted a variable created in the scope of {self.strategy!r}, got "
+                    f"{var!r:.80}."
+                )
+            leaves, structure = nest.flatten(given)
+            if not var.on_read and any(isinstance(leaf, PerReplica) for leaf in leaves):
+                raise StructureError(
+                    f"update of {var.name!r}: an argument is a value per replica, which would make "
+                    "the copies differ. Reduce it first: extended.reduce_to(op, value, variable)."
+                )
+            contents = b"".join(writes.digest(as_array(x)) for x in leaves if _is_plain_data(x))
+            fingerprint = np.frombuffer(contents, np.uint8)
+        call = f"update({var.name!r}, {nest.describe(structure)})"
+        writes.prove_same(lockstep, call, fingerprint, "Compute the arguments alike on all ranks.")
+
+    def _grouped(self, result: Any) -> Any:
+        return self._mirrored(result, None)
+
+    def _ungrouped(self, result: Any) -> tuple[Any, ...]:
+        seen = self.strategy.num_replicas_in_sync if self.strategy.parts.view.mirrors else 1
+        return (result,) * seen
+
+
+def _is_data(leaf: Any) -> bool:
+    return isinstance(leaf, np.ndarray) or is_scalar(leaf)
+
+
+def _is_plain_data(leaf: Any) -> bool:
+    return _is_data(leaf) and not isinstance(leaf, DistributedValues | Variable)
+
+
+def _check_destinations(destinations: Any) -> None:
+    if isinstance(destinations, DistributedValues | Variable):
+        return
+    if not isinstance(destinations, str) or not destinations:
+        raise StructureError(
+            "destinations must be a variable, a distributed value or the label of a device, not "
+            f"{destinations!r}."
+        )

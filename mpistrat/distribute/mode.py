@@ -1,0 +1,92 @@
+"""Where the running code is: replica code, cross-replica code, or neither.
+
+One context variable holds one frozen `Mode`; nothing else in the package remembers a context.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mpistrat.errors import ContextError, StrategyError
+
+if TYPE_CHECKING:
+    from mpistrat.distribute.context import ReplicaContext
+    from mpistrat.distribute.strategy import Strategy
+
+__all__ = ["Mode", "cross_replica", "current", "entered", "same_strategy"]
+
+
+@dataclass(frozen=True)
+class Mode:
+    """What the running code may do.
+
+    Attributes:
+      strategy: The strategy that rules here.
+      replica: The replica context, in replica code; None in cross-replica code.
+      updating: Inside the function that ``extended.update`` calls.
+    """
+
+    strategy: Strategy
+    replica: ReplicaContext | None = None
+    updating: bool = False
+
+
+_mode: contextvars.ContextVar[Mode | None] = contextvars.ContextVar("mpistrat_mode", default=None)
+
+
+def current() -> Mode | None:
+    """Return the mode of the running code; None where the default strategy rules."""
+    return _mode.get()
+
+
+@contextlib.contextmanager
+def entered(mode: Mode) -> Iterator[None]:
+    """Run the body in `mode`."""
+    token = _mode.set(mode)
+    try:
+        yield
+    finally:
+        _mode.reset(token)
+
+
+def same_strategy(strategy: Strategy, what: str) -> Mode | None:
+    """Return the current mode, provided that no other strategy rules here.
+
+    Raises:
+      StrategyError: One does.
+    """
+    mode = current()
+    if mode is not None and mode.strategy is not strategy:
+        raise StrategyError(
+            f"Mixing different strategies: {what} belongs to {strategy!r}, but the code is inside "
+            f"the scope of {mode.strategy!r}. Leave that scope first, or use its strategy."
+        )
+    return mode
+
+
+def cross_replica(strategy: Strategy, what: str, instead: str) -> Any:
+    """Return a context manager that enters cross-replica code of `strategy`.
+
+    Args:
+      strategy: The strategy whose call this is.
+      what: The call, for messages.
+      instead: What replica code calls instead, for messages.
+
+    Raises:
+      ContextError: This is replica code.
+      StrategyError: This is code of another strategy.
+    """
+    mode = same_strategy(strategy, what)
+    if mode is not None and mode.replica is not None:
+        replica = mode.replica
+        raise ContextError(
+            f"{what} is cross-replica code, but this is replica "
+            f"{replica.replica_id_in_sync_group} of {replica.num_replicas_in_sync} inside run().\n"
+            f"  Here, call {instead}, or pass a function to "
+            "get_replica_context().merge_call()."
+        )
+    return entered(mode or Mode(strategy))

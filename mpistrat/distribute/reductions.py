@@ -1,0 +1,141 @@
+"""Values per replica made one, in cross-replica code."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mpistrat import nest
+from mpistrat.arrays import Array, as_array, finish, label
+from mpistrat.collectives.forms import form, identity
+from mpistrat.collectives.reducer import Part
+from mpistrat.distribute.parts import Parts
+from mpistrat.distribute.regroup import select
+from mpistrat.distribute.values import Mirrored, PerReplica
+from mpistrat.distribute.variables import Variable
+from mpistrat.distribute.views import Plain
+from mpistrat.errors import AxisError, StructureError
+from mpistrat.kernels.local import local_sum
+from mpistrat.kernels.ops import ReduceOp
+
+__all__ = ["reduce_over_axis", "reduce_over_replicas"]
+
+_ORDER = {ReduceOp.PROD: np.multiply, ReduceOp.MIN: np.minimum, ReduceOp.MAX: np.maximum}
+# Folding k equal values with these gives the value itself.
+_IDEMPOTENT = frozenset({ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX})
+
+
+def _moves(op: ReduceOp, leaf: Any, plain: Plain, path: str) -> bool:
+    """Tell whether the replicas' values of this leaf must meet; raise if the question is wrong."""
+    if isinstance(leaf, PerReplica) or (isinstance(leaf, Variable) and leaf.on_read):
+        return True
+    mirrored = isinstance(leaf, Mirrored | Variable)
+    if plain is Plain.SAME or (mirrored and op in _IDEMPOTENT):
+        return False
+    if plain is Plain.EACH and not mirrored:
+        return True
+    if op in _IDEMPOTENT:
+        return False
+    kind = "the same on all replicas" if mirrored else "not a value per replica"
+    raise StructureError(
+        f"reduce({op.value}): {label(path)} is {kind}, so its {op.value} over replicas is a "
+        "question of the program. Multiply it by strategy.num_replicas_in_sync, or reduce what "
+        "strategy.run returned."
+    )
+
+
+def reduce_over_replicas(parts: Parts, name: str, reduce_op: Any, value: Any) -> Any:
+    """Fold each leaf over the replicas; shapes stay. Collective."""
+    with parts.lockstep.preparing(name):
+        op = ReduceOp.parse(reduce_op)
+        leaves, structure = nest.flatten(value)
+        paths = nest.path_names(structure)
+        plain = parts.view.plain
+        moving = [_moves(op, leaf, plain, p) for leaf, p in zip(leaves, paths, strict=True)]
+        sources = [_component(leaf) for leaf in leaves]
+        contributions = []
+        for source, path, moves in zip(sources, paths, moving, strict=True):
+            if moves:
+                array = as_array(source, path)
+                contributions.append(Part(array, form(op, array.dtype, path)))
+    which = "".join("*" if moves else "." for moves in moving)
+    call = f"{name}({op.value}, {nest.describe(structure)} {which})"
+    totals = iter(parts.reducer.all_reduce(call, op, contributions))
+    return nest.unflatten(
+        structure,
+        [
+            finish(next(totals), source) if moves else source
+            for source, moves in zip(sources, moving, strict=True)
+        ],
+    )
+
+
+def _component(leaf: Any) -> Any:
+    if isinstance(leaf, Variable):
+        return leaf.component() if leaf.on_read else leaf.read_value()
+    return select(leaf)
+
+
+def _axes(axis: Any, array: Array, path: str) -> tuple[int, ...]:
+    try:
+        if isinstance(axis, bool | str):
+            raise TypeError
+        given = tuple(axis) if isinstance(axis, tuple | list) else (axis,)
+        given = tuple(operator.index(a) for a in given)
+    except TypeError:
+        raise TypeError(
+            f"reduce: axis must be None, an integer or a tuple of integers, not {axis!r}."
+        ) from None
+    if any(not -array.ndim <= a < array.ndim for a in given):
+        raise AxisError(
+            f"reduce: {label(path)} of shape {array.shape} has no axis {axis!r}; it has "
+            f"{array.ndim} dimensions."
+        )
+    found = tuple(a % array.ndim for a in given)
+    if len(set(found)) != len(found):
+        raise AxisError(f"reduce: axis {axis!r} names an axis of {label(path)} twice.")
+    return found
+
+
+def reduce_over_axis(parts: Parts, reduce_op: Any, value: Any, axis: Any) -> Any:
+    """Fold each leaf over `axis` of every replica's value, and over the replicas. Collective."""
+    with parts.lockstep.preparing("reduce"):
+        op = ReduceOp.parse(reduce_op)
+        leaves, structure = nest.flatten(value)
+        paths = nest.path_names(structure)
+        contributions = [
+            _over_axis(op, as_array(_component(leaf), path), axis, path)
+            for leaf, path in zip(leaves, paths, strict=True)
+        ]
+    call = f"reduce({op.value}, axis={axis!r}, {nest.describe(structure)})"
+    if op in (ReduceOp.MIN, ReduceOp.MAX):
+        _refuse_nothing(parts, call, contributions, paths)
+    totals = parts.reducer.all_reduce(call, op, contributions, scaled=True)
+    return nest.unflatten(structure, [total[()] for total in totals])
+
+
+def _over_axis(op: ReduceOp, array: Array, axis: Any, path: str) -> Part:
+    how = form(op, array.dtype, path)
+    axes = _axes(axis, array, path)
+    if op in (ReduceOp.SUM, ReduceOp.MEAN):
+        total, count = local_sum(array, axes, how.wire)
+        return Part(total, how, count)
+    count = int(np.prod([array.shape[a] for a in axes], dtype=np.int64))
+    start = identity(op, how.wire)
+    with np.errstate(all="ignore"):
+        total = _ORDER[op].reduce(array, axis=axes, dtype=how.wire, initial=start)
+    return Part(np.asarray(total), how, count)
+
+
+def _refuse_nothing(parts: Parts, call: str, all_: Sequence[Part], paths: Sequence[str]) -> None:
+    counts = np.array([part.weight for part in all_], np.int64)
+    rows = parts.lockstep.share(f"{call} counts", counts.tobytes())
+    totals = sum(np.frombuffer(row, np.int64) for row in rows)
+    empty = [path for path, total in zip(paths, np.atleast_1d(totals), strict=True) if total == 0]
+    if empty:
+        parts.lockstep.fail(
+            StructureError(f"{call}: {label(empty[0])} is empty on every replica; it has none.")
+        )

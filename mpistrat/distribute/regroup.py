@@ -1,0 +1,182 @@
+"""The values of all replicas as one value, and one replica's part of it."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+from mpistrat import nest
+from mpistrat.collectives.lockstep import Lockstep
+from mpistrat.comm.codec import decode, encode, pack, unpack
+from mpistrat.distribute.values import DistributedValues, Mirrored, OnRank, PerReplica
+from mpistrat.distribute.variables import Variable
+from mpistrat.distribute.views import View
+
+__all__ = ["Regroup", "select"]
+
+_NONE, _VARIABLE, _MIRRORED, _ELSEWHERE = b"n", b"v", b"m", b"o"
+_UNWRAPPED = frozenset({_NONE, _VARIABLE, _MIRRORED})
+
+
+def select(tree: Any) -> Any:
+    """Return `tree` with this replica's component in the place of every distributed value."""
+    return nest.map(lambda leaf: leaf.local if isinstance(leaf, DistributedValues) else leaf, tree)
+
+
+def _entry(leaf: Any, whole: bool) -> tuple[bytes, bytes]:
+    if isinstance(leaf, Variable):
+        return _VARIABLE, b""
+    if isinstance(leaf, Mirrored):
+        return _MIRRORED, b""
+    return encode(leaf, whole)
+
+
+@final
+class Regroup:
+    """Makes one value of what the replicas hold, as far as a view shows it."""
+
+    def __init__(self, lockstep: Lockstep, view: View):
+        """Regroup over the ranks of `lockstep`, as `view` shows them."""
+        self.lockstep = lockstep
+        self.view = view
+        self.rank = lockstep.comm.rank
+        self.size = lockstep.comm.size
+
+    def gathered(self, call: str, tree: Any, failure: BaseException | None = None) -> Any:
+        """Return what cross-replica code sees of the trees that the replicas hold.
+
+        Collective: one proof; small values ride in it.
+
+        Args:
+          call: The text of the call; the structure of the tree is added to it.
+          tree: What this replica holds.
+          failure: What it failed with instead.
+
+        Returns:
+          In the global view, `tree` with a `PerReplica` for every leaf, but for ``None``,
+          variables and mirrored values; in the others, this replica's `tree`.
+
+        Raises:
+          LockstepError: The structures differ.
+        """
+        if failure is not None:
+            self.lockstep.prove(call, failure=failure)
+        if not self.view.wraps:
+            self.lockstep.prove(call)
+            return select(tree)
+        leaves, structure = nest.flatten(tree)
+        leaves = [leaf.local if isinstance(leaf, PerReplica) else leaf for leaf in leaves]
+        rows = self._shared(f"{call} {nest.describe(structure)}", leaves)
+        wrapped = []
+        for i, leaf in enumerate(leaves):
+            entries = [row[i] for row in rows]
+            kinds = {kind for kind, _ in entries}
+            same = len(kinds) == 1 and kinds <= _UNWRAPPED
+            wrapped.append(leaf if same else self._wrap(leaf, entries))
+        return nest.unflatten(structure, wrapped)
+
+    def inputs(self, call: str, tree: Any, failure: BaseException | None = None) -> Any:
+        """Return `tree`, made by every replica for itself, with every leaf wrapped as inputs are.
+
+        Collective: one proof; small values ride in it.
+
+        Raises:
+          LockstepError: The structures differ.
+        """
+        if failure is not None:
+            self.lockstep.prove(call, failure=failure)
+        if not self.view.wraps:
+            self.lockstep.prove(call)
+            return self.wrap_input(tree)
+        leaves, structure = nest.flatten(tree)
+        rows = self._shared(f"{call} {nest.describe(structure)}", leaves)
+        wrapped = [self._wrap(leaf, [row[i] for row in rows]) for i, leaf in enumerate(leaves)]
+        return nest.unflatten(structure, wrapped)
+
+    def _shared(self, call: str, leaves: list[Any]) -> list[list[tuple[bytes, bytes]]]:
+        entries = [_entry(leaf, whole=False) for leaf in leaves]
+        small = b"d" + pack(entries)
+        if not self.lockstep.fits(len(small)):
+            noted = [kind if kind in _UNWRAPPED else _ELSEWHERE for kind, _ in entries]
+            small = b"k" + b"".join(noted)
+        return [self._read(message) for message in self.lockstep.share(call, small)]
+
+    @staticmethod
+    def _read(message: bytes) -> list[tuple[bytes, bytes]]:
+        if message[:1] == b"k":
+            return [(bytes([kind]), b"") for kind in message[1:]]
+        return unpack(message[1:])
+
+    def _wrap(self, leaf: Any, entries: list[tuple[bytes, bytes]]) -> PerReplica:
+        elsewhere = {_ELSEWHERE, _VARIABLE, _MIRRORED}
+        values = [
+            OnRank(rank) if kind in elsewhere else decode(kind, data)
+            for rank, (kind, data) in enumerate(entries)
+        ]
+        values[self.rank] = leaf
+        return PerReplica(leaf, self.rank, tuple(values))
+
+    def wrap_input(self, tree: Any) -> Any:
+        """Return `tree`, this replica's input, with every leaf as `PerReplica` if the view wraps.
+
+        Not collective: nothing is known of the other replicas' leaves.
+        """
+        if not self.view.wraps_inputs:
+            return tree
+        if not self.view.wraps:
+            return nest.map(lambda leaf: PerReplica(leaf, 0, (leaf,)), tree)
+        others = [OnRank(rank) for rank in range(self.size)]
+
+        def wrap(leaf: Any) -> PerReplica:
+            values = (*others[: self.rank], leaf, *others[self.rank + 1 :])
+            return PerReplica(leaf, self.rank, values)
+
+        return nest.map(wrap, tree)
+
+    def local_results(self, value: Any) -> tuple[Any, ...]:
+        """Return every replica's `value` that the view shows; see the method of `Strategy`."""
+        leaves, structure = nest.flatten(value)
+        lone = len(leaves) == 1 and leaves[0] is value
+        if not self.view.wraps:
+            return (select(value),)
+        if lone and not isinstance(value, DistributedValues | Variable):
+            return (value,)
+        unknown = [
+            leaf for leaf in leaves if _is_on_read(leaf) or (_is_per(leaf) and not leaf.known)
+        ]
+        fetched = self._fetch(unknown) if unknown else {}
+        columns = [self._column(leaf, fetched) for leaf in leaves]
+        return tuple(
+            nest.unflatten(structure, [column[rank] for column in columns])
+            for rank in range(self.size)
+        )
+
+    def _column(self, leaf: Any, fetched: dict[int, tuple[Any, ...]]) -> tuple[Any, ...]:
+        if id(leaf) in fetched:
+            return fetched[id(leaf)]
+        if isinstance(leaf, PerReplica | Mirrored):
+            return leaf.values
+        return (leaf,) * self.size
+
+    def _fetch(self, unknown: list[Any]) -> dict[int, tuple[Any, ...]]:
+        with self.lockstep.preparing("experimental_local_results"):
+            mine = [leaf.component() if _is_on_read(leaf) else leaf.local for leaf in unknown]
+            message = pack([encode(value, whole=True) for value in mine])
+        self.lockstep.prove(f"experimental_local_results of {len(unknown)} values")
+        rows = [unpack(text) for text in self.lockstep.texts(message)]
+        found: dict[int, tuple[Any, ...]] = {}
+        for i, leaf in enumerate(unknown):
+            values = [
+                decode(*row[i]) if rank != self.rank else mine[i] for rank, row in enumerate(rows)
+            ]
+            found[id(leaf)] = tuple(values)
+            if _is_per(leaf):
+                leaf.fetched(found[id(leaf)])
+        return found
+
+
+def _is_per(leaf: Any) -> bool:
+    return isinstance(leaf, PerReplica)
+
+
+def _is_on_read(leaf: Any) -> bool:
+    return isinstance(leaf, Variable) and leaf.on_read

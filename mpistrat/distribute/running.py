@@ -1,0 +1,53 @@
+"""One call of a function on every replica."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from mpistrat.distribute.context import ReplicaContext
+from mpistrat.distribute.mode import Mode, entered
+from mpistrat.distribute.regroup import select
+from mpistrat.errors import StructureError
+
+if TYPE_CHECKING:
+    from mpistrat.distribute.strategy import Strategy
+
+__all__ = ["run"]
+
+
+def run(strategy: Strategy, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call `fn` as this rank's replica, and end in one proof whatever happened.
+
+    That proof is what makes ``try`` around ``run`` symmetric: it ends `run` on every rank, with an
+    exception on all of them or on none. When a call inside `fn` failed on all ranks, it has been
+    that proof, and none follows.
+    """
+    session = strategy.parts.lockstep.session
+    failure: BaseException | None = None
+    result: Any = None
+    session.open_runs += 1
+    try:
+        try:
+            result = _call(strategy, fn, args, kwargs)
+        except BaseException as error:
+            failure = error
+        if session.failed is not None:
+            raise failure or session.failed
+        return strategy.parts.regroup.gathered("end of run", result, failure)
+    finally:
+        session.open_runs -= 1
+        if not session.open_runs:
+            session.failed = None
+
+
+def _call(strategy: Strategy, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    if not isinstance(args, list | tuple):
+        raise StructureError(
+            f"run: args must be a list or tuple of arguments, got {type(args).__name__}. "
+            "For one argument write args=(value,)."
+        )
+    replica = ReplicaContext(strategy, strategy.parts.lockstep.comm.rank)
+    mine, named = select((tuple(args), dict(kwargs or {})))
+    with entered(Mode(strategy, replica)):
+        return fn(*mine, **named)

@@ -1,0 +1,125 @@
+"""The presets: each is a choice of parts, and nothing else."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any, final
+
+from mpistrat.cluster.resolver import ClusterResolver
+from mpistrat.cluster.resolvers import default_resolver
+from mpistrat.distribute.parts import Parts
+from mpistrat.distribute.strategy import Strategy
+from mpistrat.distribute.views import ALONE, GLOBAL, LOCAL
+
+__all__ = [
+    "DefaultStrategy",
+    "MirroredStrategy",
+    "MultiWorkerMirroredStrategy",
+    "OneDeviceStrategy",
+]
+
+
+@final
+class MirroredStrategy(Strategy):
+    """All ranks together are one machine: cross-replica code sees the values of every replica.
+
+    Collective: making the first strategy of a communicator duplicates it.
+
+    Args:
+      devices: Labels for the replicas, such as ``["GPU:0", "GPU:1"]``. They choose nothing: the
+        launcher says how many ranks there are. A list of another length warns.
+      comm: An mpi4py intracommunicator whose ranks are the replicas; None for all of the job's.
+
+    Raises:
+      ValueError: A label comes twice.
+
+    As: ``tf.distribute.MirroredStrategy``.
+
+    Example:
+      >>> import mpistrat as ms
+      >>> strategy = ms.MirroredStrategy()
+      >>> strategy.run(lambda: ms.get_replica_context().replica_id_in_sync_group)
+      PerReplica:{
+        0: 0
+      }
+    """
+
+    def __init__(self, devices: Sequence[str] | None = None, *, comm: Any = None):
+        """Make a strategy over all ranks of `comm`."""
+        labels = tuple(devices or ())
+        if len(set(labels)) != len(labels):
+            raise ValueError(f"devices must be different labels, got {list(labels)}.")
+        super().__init__(Parts.over(GLOBAL, comm), labels)
+        size, rank = self.num_replicas_in_sync, self.parts.lockstep.comm.rank
+        if labels and len(labels) != size and rank == 0:
+            warnings.warn(
+                f"MirroredStrategy was given {len(labels)} devices, {list(labels)}, but this job "
+                f"has {size} ranks, and one rank is one replica. Start that many: "
+                f"mpistrat run -n {len(labels)} program.py",
+                stacklevel=2,
+            )
+
+
+@final
+class MultiWorkerMirroredStrategy(Strategy):
+    """Each rank is a worker of its own: cross-replica code sees this rank's values only.
+
+    Variables are mirrored and reductions meet all ranks, as with `MirroredStrategy`; what differs
+    is what `Strategy.run`, ``merge_fn`` and `experimental_local_results` show.
+
+    Collective: making the first strategy of a communicator duplicates it.
+
+    Args:
+      cluster_resolver: Names this process in the job; None for ``TF_CONFIG`` if that is set, else
+        for MPI. The rank always comes from MPI.
+      comm: An mpi4py intracommunicator whose ranks are the workers; None for all of the job's.
+
+    Raises:
+      TypeError: `cluster_resolver` is none.
+
+    As: ``tf.distribute.MultiWorkerMirroredStrategy``.
+
+    Example:
+      >>> MultiWorkerMirroredStrategy().cluster_resolver.task_type
+      'worker'
+    """
+
+    def __init__(self, cluster_resolver: ClusterResolver | None = None, *, comm: Any = None):
+        """Make a strategy over all ranks of `comm`."""
+        if cluster_resolver is not None and not isinstance(cluster_resolver, ClusterResolver):
+            raise TypeError(
+                f"cluster_resolver must be a ClusterResolver, got {cluster_resolver!r}."
+            )
+        parts = Parts.over(LOCAL, comm)
+        group = parts.lockstep.comm
+        resolver = cluster_resolver or default_resolver(group.rank, group.size)
+        super().__init__(parts, (), resolver)
+
+
+@final
+class OneDeviceStrategy(Strategy):
+    """One replica by construction, in each process for itself; it never communicates.
+
+    Args:
+      device: The label of its device.
+
+    As: ``tf.distribute.OneDeviceStrategy``.
+
+    Example:
+      >>> OneDeviceStrategy("cpu").num_replicas_in_sync
+      1
+    """
+
+    def __init__(self, device: str):
+        """Make a strategy of one replica."""
+        super().__init__(Parts.over(ALONE), (device,))
+
+
+@final
+class DefaultStrategy(Strategy):
+    """What rules where no strategy is in scope: one replica, no communication."""
+
+    def __init__(self) -> None:
+        """Make the strategy; programs get it from `get_strategy`."""
+        super().__init__(Parts.over(ALONE))

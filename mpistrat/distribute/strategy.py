@@ -1,0 +1,356 @@
+"""`Strategy`: the façade over the parts, and the calls that programs make."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from mpistrat.comm.world import size_of_job
+from mpistrat.distribute import reductions
+from mpistrat.distribute.context import gather
+from mpistrat.distribute.extended import StrategyExtended
+from mpistrat.distribute.inputs import InputContext, ValueContext
+from mpistrat.distribute.mode import cross_replica, current
+from mpistrat.distribute.parts import Parts
+from mpistrat.distribute.regroup import select
+from mpistrat.distribute.running import run
+from mpistrat.distribute.values import PerReplica
+from mpistrat.distribute.views import ALONE, Plain
+from mpistrat.errors import ContextError
+from mpistrat.feed.dataset import Dataset
+from mpistrat.feed.distributed import DistributedDataset, Door
+
+if TYPE_CHECKING:
+    from mpistrat.cluster.resolver import ClusterResolver
+
+__all__ = ["Strategy"]
+
+
+class Strategy:
+    """How a program runs on all replicas at once; one MPI rank is one replica.
+
+    Use one of the presets: `MirroredStrategy`, `MultiWorkerMirroredStrategy`, `OneDeviceStrategy`.
+    Every method is cross-replica code: all ranks call it, in the same order.
+
+    Args:
+      parts: What the strategy is made of.
+      devices: Labels of the replicas' devices; ranks beyond the list are called ``rank:k``.
+      resolver: What names this process in the job, if anything does.
+
+    As: ``tf.distribute.Strategy``.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        devices: Sequence[str] = (),
+        resolver: ClusterResolver | None = None,
+    ):
+        """Be a strategy of these parts."""
+        self.parts = parts
+        size = parts.lockstep.comm.size
+        self.device_labels = tuple(
+            devices[rank] if rank < len(devices) else f"rank:{rank}" for rank in range(size)
+        )
+        self._resolver = resolver
+        self._warned = False
+
+    def __repr__(self) -> str:
+        """Return the name and the number of replicas."""
+        return f"{type(self).__name__}({self.num_replicas_in_sync} replicas)"
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas there are: the number of ranks."""
+        return self.parts.lockstep.comm.size
+
+    @property
+    def extended(self) -> StrategyExtended:
+        """The finer calls."""
+        return StrategyExtended(self)
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver | None:
+        """What names this process in the job; None if nothing was asked to."""
+        return self._resolver
+
+    @contextmanager
+    def scope(self) -> Iterator[Any]:
+        """Return a context manager whose body is cross-replica code of this strategy.
+
+        Variables created in it belong to the strategy. It may be nested in itself, not in another
+        strategy's.
+
+        Raises:
+          ContextError: Entered in replica code.
+          StrategyError: Entered in another strategy's scope.
+
+        Example:
+          >>> import mpistrat as ms
+          >>> strategy = ms.OneDeviceStrategy("cpu")
+          >>> with strategy.scope():
+          ...     ms.get_strategy() is strategy
+          True
+        """
+        with self._cross("scope", "nothing; replica code is in the scope"):
+            yield self
+
+    def _cross(self, name: str, instead: str) -> Any:
+        return cross_replica(self, f"Strategy.{name}()", instead)
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        options: Any = None,
+    ) -> Any:
+        """Call ``fn(*args, **kwargs)`` on every replica.
+
+        Collective: all ranks call it. It ends in one proof on every rank whatever happened in `fn`:
+        if it raises on one rank, it raises on all, so ``try`` around it is symmetric.
+
+        Args:
+          fn: The function; in it, `get_replica_context` gives the replica.
+          args: Arguments; of every `PerReplica` and `Mirrored` in them `fn` gets this replica's
+            component.
+          kwargs: The same by name.
+          options: Ignored, as it is by the reference outside of TPUs.
+
+        Returns:
+          Under `MirroredStrategy` what `fn` returned with a `PerReplica` for every leaf but
+          ``None``, variables and mirrored values; numbers of all replicas are known at once,
+          arrays of other replicas when they are asked for. Elsewhere what `fn` returned here.
+
+        Raises:
+          Exception: What `fn` raised, on the rank where it did.
+          RemoteError: `fn` raised on another rank.
+          LockstepError: The replicas returned different structures, or made different calls.
+          ContextError: Called in replica code.
+
+        Cost: one proof.
+        As: ``tf.distribute.Strategy.run``.
+
+        Example:
+          >>> import mpistrat as ms
+          >>> ms.OneDeviceStrategy("cpu").run(lambda x: x + 1, args=(2,))
+          3
+        """
+        with self._cross("run", "the function itself"):
+            return run(self, fn, args, kwargs)
+
+    def reduce(self, reduce_op: Any, value: Any, axis: Any) -> Any:
+        """Make values per replica one, on every rank.
+
+        Collective: all ranks call it, in cross-replica code.
+
+        Args:
+          reduce_op: ``"SUM"``, ``"MEAN"``, ``"MIN"``, ``"MAX"`` or ``"PROD"``.
+          value: Tree of values per replica, as `run` returns them.
+          axis: None: fold elementwise over the replicas; shapes must agree. An integer or tuple of
+            integers: also fold over these axes of each replica's value, so sizes along them may
+            differ and be 0. MEAN is then the mean of all elements, however they are spread.
+
+        Returns:
+          The same tree of NumPy arrays and scalars, with the same bits on every rank. dtypes are
+          kept, except that MEAN of integers is float64 (float32 for 8 and 16 bits). A mean of
+          nothing is NaN.
+
+        Raises:
+          ContextError: Called in replica code.
+          StructureError: `axis` is None and a leaf is no value per replica (SUM and PROD).
+          AxisError: A leaf has no such axis.
+          LeafTypeError: A leaf's dtype cannot be reduced.
+          LockstepError: Shapes that must agree differ between ranks.
+
+        Cost: one pass over the local values; the proof, which carries counts and results of some
+        200 bytes; beyond that one ``MPI_Allreduce`` per bucket.
+        As: ``tf.distribute.Strategy.reduce``.
+
+        Example:
+          >>> import mpistrat as ms, numpy as np
+          >>> ms.OneDeviceStrategy("cpu").reduce("MEAN", np.array([1.0, 2.0, 6.0]), axis=0)
+          np.float64(3.0)
+        """
+        with self._cross("reduce", "get_replica_context().all_reduce(...)"):
+            if axis is None:
+                return reductions.reduce_over_replicas(self.parts, "reduce", reduce_op, value)
+            return reductions.reduce_over_axis(self.parts, reduce_op, value, axis)
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """Concatenate the values of all replicas along `axis`, on every rank.
+
+        Collective: all ranks call it, in cross-replica code.
+
+        Args:
+          value: A `PerReplica` of arrays, or a tree of them; sizes along `axis` may differ.
+            Under `MirroredStrategy` a value that is not per replica is returned as it is.
+          axis: Which axis; counted from the end if negative.
+
+        Returns:
+          The same tree of fresh arrays, in replica order.
+
+        Raises:
+          ContextError: Called in replica code.
+          AxisError: A leaf has no such axis.
+          LockstepError: The values do not fit together.
+
+        Cost: as `ReplicaContext.all_gather`.
+        As: ``tf.distribute.Strategy.gather``.
+        """
+        with self._cross("gather", "get_replica_context().all_gather(...)"):
+            each = self.parts.view.plain is Plain.EACH
+            if not each and not isinstance(value, PerReplica | dict | list | tuple):
+                return select(value)
+            return gather(self.parts, "gather", select(value), axis)
+
+    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+        """Return the values of all replicas that this strategy shows, as a tuple.
+
+        Collective under `MirroredStrategy` unless all values are known here already. The result is
+        kept, so a second call moves nothing.
+
+        Args:
+          value: What `run` returned, or any tree.
+
+        Returns:
+          Under `MirroredStrategy` the value of every replica, in order: for a tree, the tree of
+          each; for a plain value, that value alone. Elsewhere a tuple of one.
+
+        Raises:
+          LeafTypeError: A value is an object that cannot be sent.
+
+        Cost: the proof, and one ``MPI_Allgatherv`` of all values that are not known.
+        As: ``tf.distribute.Strategy.experimental_local_results``.
+
+        Example:
+          >>> import mpistrat as ms
+          >>> ms.OneDeviceStrategy("cpu").experimental_local_results(5)
+          (5,)
+        """
+        return self.parts.regroup.local_results(value)
+
+    def experimental_distribute_values_from_function(
+        self, value_fn: Callable[[ValueContext], Any]
+    ) -> Any:
+        """Make one value per replica: each rank calls `value_fn` for its own.
+
+        Collective: all ranks call it.
+
+        Args:
+          value_fn: ``value_fn(ValueContext)``.
+
+        Returns:
+          `PerReplica` for every leaf of what it returned; a plain value where there is one replica
+          by construction (`OneDeviceStrategy`).
+
+        Raises:
+          LockstepError: The replicas returned trees of different structure.
+
+        Cost: one proof; small values ride in it.
+        """
+        comm = self.parts.lockstep.comm
+        failure, made = None, None
+        try:
+            made = value_fn(ValueContext(comm.rank, comm.size))
+        except Exception as error:
+            failure = error
+        call = "experimental_distribute_values_from_function"
+        return self.parts.regroup.inputs(call, made, failure)
+
+    def experimental_distribute_dataset(self, dataset: Dataset, options: None = None) -> Any:
+        """Cut every global batch of `dataset` over the replicas.
+
+        Not collective itself; iterating is.
+
+        Args:
+          dataset: The same on every rank. Batched by the *global* batch size; an unbatched one is
+            taken as if batched by the number of replicas.
+          options: None.
+
+        Returns:
+          A `DistributedDataset`: replica i of n gets the rows ``[i * k, min((i + 1) * k, L))`` of a
+          batch of L, ``k = ceil(L / n)``, possibly none. Under `OneDeviceStrategy` and the default
+          strategy, `dataset` itself.
+
+        Raises:
+          TypeError: `dataset` is no `Dataset`.
+        """
+        self._check_dataset("experimental_distribute_dataset", dataset, options)
+        if self.parts.view is ALONE:
+            return dataset
+        if not dataset.batched:
+            dataset = dataset.batch(self.num_replicas_in_sync)
+        return DistributedDataset(dataset, self._door(), cut=True)
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Dataset], options: None = None
+    ) -> Any:
+        """Let every replica bring its own dataset, batched for one replica.
+
+        Not collective itself; iterating is. Replicas whose data end early get empty batches until
+        all have ended.
+
+        Args:
+          dataset_fn: ``dataset_fn(InputContext)``, called once on each rank.
+          options: None.
+
+        Returns:
+          A `DistributedDataset`; under `OneDeviceStrategy` and the default strategy, the dataset.
+
+        Raises:
+          TypeError: `dataset_fn` returned no `Dataset`.
+        """
+        comm = self.parts.lockstep.comm
+        with self.parts.lockstep.preparing("distribute_datasets_from_function"):
+            dataset = dataset_fn(InputContext(comm.size, comm.rank, comm.size))
+            self._check_dataset("distribute_datasets_from_function", dataset, options)
+        if self.parts.view is ALONE:
+            return dataset
+        return DistributedDataset(dataset, self._door(), cut=False)
+
+    def experimental_make_numpy_dataset(self, numpy_input: Any) -> Dataset:
+        """Return an unbatched dataset of the rows of a tree of arrays; a list is stacked.
+
+        Raises:
+          ContextError: Called in replica code.
+        """
+        with self._cross("experimental_make_numpy_dataset", "mpistrat.Dataset(...)"):
+            return Dataset.from_tensor_slices(numpy_input)
+
+    @staticmethod
+    def _check_dataset(name: str, dataset: Any, options: Any) -> None:
+        if not isinstance(dataset, Dataset):
+            raise TypeError(
+                f"{name}: wanted an mpistrat.Dataset, got {type(dataset).__name__}. Make one: "
+                "mpistrat.Dataset(arrays).batch(global_batch_size)."
+            )
+        if options is not None:
+            raise TypeError(f"{name}: options must be None, got {options!r}.")
+
+    def _door(self) -> Door:
+        return Door(self.parts.lockstep, self.parts.regroup.wrap_input, self._check_next)
+
+    def _check_next(self) -> None:
+        mode = current()
+        if mode is not None and mode.replica is not None:
+            raise ContextError(
+                "next(iterator) was called in replica code. Call it outside, and pass the element: "
+                "strategy.run(fn, args=(next(iterator),))."
+            )
+        with self._cross("next(iterator)", ""):
+            return
+
+    def note_alone(self, what: str) -> None:
+        """Warn, once, if replica code communicates where no strategy is, in a job of many ranks."""
+        if self._warned or self.parts.lockstep.comm.size < size_of_job():
+            return
+        if size_of_job() > 1:
+            self._warned = True
+            warnings.warn(
+                f"{what} was called under {self!r}, which never communicates, in a job of "
+                f"{size_of_job()} ranks. Make a MirroredStrategy; call it inside strategy.run().",
+                stacklevel=4,
+            )

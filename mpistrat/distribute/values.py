@@ -1,0 +1,183 @@
+"""Values that each replica has its own of, and values that are the same on all.
+
+`repr` and properties never communicate. A replica's larger values show as ``<on rank k>`` to the
+other ranks until `Strategy.experimental_local_results` has fetched them.
+"""
+
+from __future__ import annotations
+
+import abc
+from typing import Any, final
+
+import numpy as np
+
+from mpistrat.errors import StructureError
+
+__all__ = ["DistributedValues", "Mirrored", "OnRank", "PerReplica", "show"]
+
+
+@final
+class OnRank:
+    """Stands for a value that lies on another rank and has not been fetched."""
+
+    def __init__(self, rank: int):
+        """Stand for a value of `rank`."""
+        self.rank = rank
+
+    def __repr__(self) -> str:
+        """Return ``<on rank k>``."""
+        return f"<on rank {self.rank}>"
+
+
+def show(value: Any) -> str:
+    """Return the text of one component: numbers bare, everything else as its repr."""
+    return str(value) if isinstance(value, np.generic) else repr(value)
+
+
+class DistributedValues(abc.ABC):
+    """A value with one component per replica."""
+
+    @property
+    @abc.abstractmethod
+    def local(self) -> Any:
+        """The component of this replica."""
+
+    @property
+    @abc.abstractmethod
+    def values(self) -> tuple[Any, ...]:
+        """The components that this rank can name without communicating."""
+
+
+@final
+class PerReplica(DistributedValues):
+    """One value per replica; each rank holds its own.
+
+    Args:
+      local: The value of this replica.
+      index: The place of this replica among `values`.
+      values: What is known of every replica's value; `OnRank` where nothing is. None for a value
+        that is not placed yet, as programs make them.
+
+    Example:
+      >>> PerReplica(2.5).local
+      2.5
+      >>> PerReplica(1, 1, (OnRank(0), 1))
+      PerReplica:{
+        0: <on rank 0>,
+        1: 1
+      }
+    """
+
+    def __init__(self, local: Any, index: int = 0, values: tuple[Any, ...] | None = None):
+        """Hold `local`, and what is known of the others."""
+        self._local = local
+        self._index = index
+        self._values = values
+
+    @property
+    def local(self) -> Any:
+        """The value of this replica."""
+        return self._local
+
+    @property
+    def known(self) -> bool:
+        """Whether every replica's value is here; equal on all ranks."""
+        return self._values is not None and not any(isinstance(v, OnRank) for v in self._values)
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The values of all replicas, in replica order.
+
+        Raises:
+          StructureError: Some are on other ranks still; properties do not communicate.
+        """
+        if not self.known:
+            raise StructureError(
+                "the values of other replicas are on other ranks. Fetch them first: "
+                "strategy.experimental_local_results(value), on every rank."
+            )
+        return self._values or ()
+
+    def fetched(self, values: tuple[Any, ...]) -> None:
+        """Keep the values of all replicas, once a collective call has brought them."""
+        self._values = values
+
+    def __repr__(self) -> str:
+        """Return ``PerReplica:{...}`` with a line per replica. Never communicates."""
+        if self._values is None:
+            return f"PerReplica:{{\n  local: {show(self._local)}\n}}"
+        lines = [f"  {i}: {show(value)}" for i, value in enumerate(self._values)]
+        return "PerReplica:{\n" + ",\n".join(lines) + "\n}"
+
+
+@final
+class Mirrored(DistributedValues, np.lib.mixins.NDArrayOperatorsMixin):
+    """A value that is the same on every replica, as reductions give it.
+
+    Arithmetic and NumPy functions act on the value itself.
+
+    Args:
+      value: The value.
+      count: The number of replicas.
+
+    Example:
+      >>> Mirrored(np.array([1.0, 2.0]), 2) + 1
+      array([2., 3.])
+    """
+
+    __hash__ = object.__hash__
+
+    def __init__(self, value: Any, count: int = 1):
+        """Hold `value` for `count` replicas."""
+        self._value = value
+        self._count = count
+
+    @property
+    def local(self) -> Any:
+        """The value."""
+        return self._value
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The value, once per replica."""
+        return (self._value,) * self._count
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of the value as an array."""
+        return np.asarray(self._value).dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the value as an array."""
+        return np.shape(self._value)
+
+    def numpy(self) -> Any:
+        """Return a copy of the value as a NumPy array or scalar."""
+        return np.array(self._value)[()]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """Return the value as an array."""
+        return np.array(self._value, dtype, copy=copy)
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        """Apply a NumPy function to the value."""
+        plain = [i.local if isinstance(i, Mirrored) else i for i in inputs]
+        return getattr(ufunc, method)(*plain, **kwargs)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Return a part of the value."""
+        return self._value[key]
+
+    def __float__(self) -> float:
+        """Return the value as a float."""
+        return float(self._value)
+
+    def __int__(self) -> int:
+        """Return the value as an int."""
+        return int(self._value)
+
+    def __repr__(self) -> str:
+        """Return ``Mirrored:{...}`` with a line per replica."""
+        lines = [f"  {i}: {show(value)}" for i, value in enumerate(self.values)]
+        return "Mirrored:{\n" + ",\n".join(lines) + "\n}"

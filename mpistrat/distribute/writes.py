@@ -1,0 +1,121 @@
+"""What is written to a variable, once the replicas have agreed on it.
+
+One row per kind of write: who gives a value, and how the values of the replicas become one.
+Mirrored means mirrored: no row lets the copies of an ON_WRITE variable differ.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpistrat.arrays import Array, spec_text
+from mpistrat.collectives.forms import form
+from mpistrat.collectives.lockstep import Lockstep
+from mpistrat.collectives.reducer import Part, Reducer
+from mpistrat.errors import LockstepError
+from mpistrat.kernels.ops import ReduceOp
+
+if TYPE_CHECKING:
+    from mpistrat.distribute.variables import Variable
+
+__all__ = [
+    "REPLICA",
+    "VariableAggregation",
+    "VariableSynchronization",
+    "digest",
+    "prove_same",
+    "reduced",
+]
+
+
+class VariableSynchronization(enum.Enum):
+    """When the copies of a variable are made equal."""
+
+    AUTO = 0
+    NONE = 1
+    ON_WRITE = 2
+    ON_READ = 3
+
+
+class VariableAggregation(enum.Enum):
+    """How the values that replicas write, or hold, become one."""
+
+    NONE = 0
+    SUM = 1
+    MEAN = 2
+    ONLY_FIRST_REPLICA = 3
+
+
+OPS = {VariableAggregation.SUM: ReduceOp.SUM, VariableAggregation.MEAN: ReduceOp.MEAN}
+
+
+def digest(array: Array) -> bytes:
+    """Return a 128-bit digest of the contents of an array."""
+    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return hashlib.blake2b(data.data, digest_size=16).digest()
+
+
+def prove_same(lockstep: Lockstep, call: str, array: Array, advice: str) -> None:
+    """Prove that all ranks make this call with the same contents.
+
+    Raises:
+      LockstepError: The contents differ; on every rank.
+    """
+    mine = digest(array)
+    shown = str(array.reshape(-1)[0]).encode()[:40] if array.size else b""
+    smalls = lockstep.prove(call, mine + shown).smalls
+    if smalls is not None and all(small[:16] == mine for small in smalls):
+        return
+    first = ""
+    if smalls is not None:
+        firsts = [f"{small[16:].decode()} on rank {rank}" for rank, small in enumerate(smalls[:8])]
+        first = f" The first elements are {', '.join(firsts)}."
+    lockstep.fail(
+        LockstepError(
+            f"{call}: the value differs between ranks (this is rank {lockstep.comm.rank} of "
+            f"{lockstep.comm.size}), so the copies of the variable would drift apart.{first}\n"
+            f"  {advice}"
+        )
+    )
+
+
+def _same(variable: Variable, call: str, value: Array) -> Array:
+    prove_same(
+        variable.strategy.parts.lockstep,
+        call,
+        value,
+        "Reduce it first (ctx.all_reduce), or create the variable with an aggregation.",
+    )
+    return value
+
+
+def reduced(reducer: Reducer, call: str, op: ReduceOp, value: Array) -> Array:
+    """Return `value` folded over all replicas, in its own dtype."""
+    (total,) = reducer.all_reduce(call, op, [Part(value, form(op, value.dtype))])
+    return total
+
+
+def _reduced(variable: Variable, call: str, value: Array) -> Array:
+    return reduced(variable.strategy.parts.reducer, call, OPS[variable.aggregation], value)
+
+
+def _first(variable: Variable, call: str, value: Array) -> Array:
+    lockstep = variable.strategy.parts.lockstep
+    buffer = np.array(value, order="C")
+    lockstep.prove(f"{call} {spec_text(buffer)}")
+    lockstep.comm.bcast(buffer, 0)
+    return buffer
+
+
+# How the values that replicas write to an ON_WRITE variable become the one that is written.
+REPLICA: dict[VariableAggregation, Callable[[Any, str, Array], Array]] = {
+    VariableAggregation.NONE: _same,
+    VariableAggregation.SUM: _reduced,
+    VariableAggregation.MEAN: _reduced,
+    VariableAggregation.ONLY_FIRST_REPLICA: _first,
+}

@@ -1,0 +1,138 @@
+"""Every exception that mpistrat raises on purpose.
+
+The tree; each class is also the built-in it refines, so code that knows only these works::
+
+    MpistratError
+    ├── ContextError    (RuntimeError)   replica code and cross-replica code were mixed up
+    ├── StrategyError   (RuntimeError)   a value, variable or thread of another strategy
+    ├── LockstepError   (RuntimeError, ValueError)   ranks made different collective calls
+    ├── RemoteError     (RuntimeError)   another rank failed; also the built-in it raised there
+    ├── StructureError  (ValueError)     a tree has the wrong shape
+    ├── AxisError       (ValueError)     an axis does not exist, or comes twice
+    ├── DataError       (ValueError)     a data source is ragged, empty-handed or used up
+    ├── LeafTypeError   (TypeError)      a leaf is no array, or its dtype cannot be reduced
+    ├── OptionError     (ValueError)     an option or MPISTRAT_* variable cannot be used
+    └── LaunchError     (RuntimeError)   launcher, MPI library and mpi4py are not one MPI
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+
+__all__ = [
+    "AxisError",
+    "ContextError",
+    "DataError",
+    "LaunchError",
+    "LeafTypeError",
+    "LockstepError",
+    "MpistratError",
+    "OptionError",
+    "RemoteError",
+    "StrategyError",
+    "StructureError",
+    "remote_error",
+]
+
+
+class MpistratError(Exception):
+    """Base of all exceptions that mpistrat raises on purpose."""
+
+
+class ContextError(MpistratError, RuntimeError):
+    """A call was made in the wrong context: replica code, cross-replica code or neither."""
+
+
+class StrategyError(MpistratError, RuntimeError):
+    """A value, variable or call belongs to another strategy, thread or process."""
+
+
+class LockstepError(MpistratError, RuntimeError, ValueError):
+    """The ranks made different collective calls; raised on every rank, before payload moved."""
+
+
+class RemoteError(MpistratError, RuntimeError):
+    """Another rank failed in a call that this rank took part in.
+
+    It also is an instance of the built-in exception class that was raised there, so one
+    ``except ValueError`` works on every rank.
+
+    Attributes:
+      rank: The rank that failed (the lowest one, if several did).
+      kind: The name of the exception class that was raised there.
+      remote_traceback: The text of the traceback on that rank, or an empty string.
+    """
+
+    def __init__(self, message: str, rank: int = -1, kind: str = "", remote_traceback: str = ""):
+        """Keep the message and where it came from."""
+        # Not super().__init__: built-ins mixed in (UnicodeDecodeError) want other arguments.
+        self.args = (message,)
+        self.rank = rank
+        self.kind = kind
+        self.remote_traceback = remote_traceback
+
+    def __str__(self) -> str:
+        """Return the message, whatever the mixed-in built-in would print."""
+        return str(self.args[0])
+
+
+class StructureError(MpistratError, ValueError):
+    """A tree of values does not have the structure that the call needs."""
+
+
+class AxisError(MpistratError, ValueError):
+    """An axis is out of range, repeated, or not an integer."""
+
+
+class DataError(MpistratError, ValueError):
+    """A data source cannot give what was asked of it."""
+
+
+class LeafTypeError(MpistratError, TypeError):
+    """A leaf is not an array that can travel between ranks, or cannot be reduced this way."""
+
+
+class OptionError(MpistratError, ValueError):
+    """An option, or the MPISTRAT_* variable behind it, has a value that cannot be used."""
+
+
+class LaunchError(MpistratError, RuntimeError):
+    """The launcher, the MPI library and mpi4py of this process do not belong together."""
+
+
+@functools.cache
+def _remote_class(name: str) -> type[RemoteError] | None:
+    builtin = getattr(builtins, name, None)
+    if not isinstance(builtin, type) or not issubclass(builtin, Exception):
+        return None
+    if issubclass(RemoteError, builtin):
+        return RemoteError
+    return type("RemoteError", (RemoteError, builtin), {"__module__": RemoteError.__module__})
+
+
+def remote_error(
+    message: str, rank: int, kind: str, names: tuple[str, ...], remote_traceback: str
+) -> RemoteError:
+    """Make the exception that the healthy ranks raise when `rank` failed.
+
+    Args:
+      message: What to say.
+      rank: The rank that failed.
+      kind: Class name of the exception there.
+      names: Names of the built-in classes it derives from, most derived first; the first that
+        is an `Exception` of this interpreter is mixed in.
+      remote_traceback: Text of its traceback.
+
+    Returns:
+      A `RemoteError` that is also an instance of that built-in.
+
+    Example:
+      >>> isinstance(remote_error("rank 1 failed", 1, "KeyError", ("KeyError",), ""), KeyError)
+      True
+    """
+    for name in names:
+        found = _remote_class(name)
+        if found is not None:
+            return found(message, rank, kind, remote_traceback)
+    return RemoteError(message, rank, kind, remote_traceback)

@@ -1,0 +1,76 @@
+"""Trees of values: taken apart into leaves and put together again, by optree.
+
+Nodes are dict, OrderedDict, defaultdict, list, tuple and named tuple. Everything else is a leaf,
+``None`` too. The leaves of a dict come in the order of its sorted keys, as in ``tf.nest``, so ranks
+may fill their dicts in any order.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import optree
+
+__all__ = ["Structure", "describe", "flatten", "map", "path_names", "paths", "unflatten"]
+
+Structure = optree.PyTreeSpec
+
+
+def flatten(tree: Any, none_is_leaf: bool = True) -> tuple[list[Any], Structure]:
+    """Return the leaves of a tree and its structure.
+
+    Args:
+      tree: Any value.
+      none_is_leaf: Treat ``None`` as a leaf, not as an empty node.
+
+    Example:
+      >>> flatten({"b": 2, "a": [1]})[0]
+      [1, 2]
+    """
+    return optree.tree_flatten(tree, none_is_leaf=none_is_leaf)
+
+
+def unflatten(structure: Structure, leaves: list[Any]) -> Any:
+    """Return the tree of that structure with these leaves."""
+    return optree.tree_unflatten(structure, leaves)
+
+
+def map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+    """Return `tree` with every leaf replaced by ``fn(leaf, *leaves of rest)``.
+
+    Raises:
+      ValueError: A tree of `rest` has another structure.
+
+    Example:
+      >>> map(lambda a, b: a + b, {"x": 1}, {"x": 2})
+      {'x': 3}
+    """
+    return optree.tree_map(fn, tree, *rest, none_is_leaf=True)
+
+
+def paths(tree: Any) -> list[str]:
+    """Return the name of each leaf, such as ``layers/3/kernel``, or ``""`` for a lone leaf."""
+    return list(path_names(flatten(tree)[1]))
+
+
+@functools.lru_cache(maxsize=512)
+def path_names(structure: Structure) -> tuple[str, ...]:
+    """Return the leaf names of a structure, in leaf order."""
+    return tuple(
+        "/".join(str(getattr(step, "field", step.entry)) for step in accessor)
+        for accessor in structure.accessors()
+    )
+
+
+@functools.lru_cache(maxsize=512)
+def describe(structure: Structure) -> str:
+    """Return a text that is equal on two ranks exactly if the structures are.
+
+    Example:
+      >>> describe(flatten({"b": 0, "a": (0, 0)})[1])
+      "{'a': (*, *), 'b': *}"
+    """
+    text = str(structure)
+    return text.removeprefix("PyTreeSpec(").removesuffix(", NoneIsLeaf)").removesuffix(")")

@@ -1,0 +1,76 @@
+"""Every knob of mpistrat, its default and its environment variable; the only reader of them.
+
+Each field of `Options` is one knob. ``MPISTRAT_<FIELD>`` sets it for a process; an unknown
+``MPISTRAT_`` name or a value that does not parse is an error, never ignored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mpistrat.errors import OptionError
+
+__all__ = ["PREFIX", "Options", "read"]
+
+PREFIX = "MPISTRAT_"
+
+
+def _flag(text: str) -> bool:
+    known = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
+    return known[text.strip().lower()]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The knobs of one process.
+
+    Attributes:
+      numba: Use the compiled kernels. Off, their NumPy twins do the same work.
+        ``MPISTRAT_NUMBA``: 0 or 1.
+    """
+
+    numba: bool = True
+
+
+_PARSERS: Mapping[str, tuple[Callable[[str], Any], str]] = {
+    "numba": (_flag, "0 or 1"),
+}
+
+
+def read(env: Mapping[str, str] | None = None) -> Options:
+    """Return the options that an environment asks for.
+
+    Args:
+      env: The environment, or None for that of this process.
+
+    Returns:
+      Defaults, overridden by the ``MPISTRAT_*`` variables.
+
+    Raises:
+      OptionError: A name is unknown or a value does not parse.
+
+    Example:
+      >>> read({"MPISTRAT_NUMBA": "0"}).numba
+      False
+    """
+    env = os.environ if env is None else env
+    found: dict[str, Any] = {}
+    for name, text in env.items():
+        if not name.startswith(PREFIX):
+            continue
+        field = name[len(PREFIX) :].lower()
+        if field not in _PARSERS:
+            near = difflib.get_close_matches(field, _PARSERS, n=1)
+            known = ", ".join(PREFIX + f.upper() for f in sorted(_PARSERS))
+            hint = f" Did you mean {PREFIX}{near[0].upper()}?" if near else ""
+            raise OptionError(f"{name} is not an option of mpistrat. Known: {known}.{hint}")
+        parse, wanted = _PARSERS[field]
+        try:
+            found[field] = parse(text)
+        except (KeyError, ValueError):
+            raise OptionError(f"{name}={text!r} cannot be used; it wants {wanted}.") from None
+    return Options(**found)
