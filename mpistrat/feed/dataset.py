@@ -1,0 +1,299 @@
+"""The public `Dataset`: examples or batches, rearranged and mapped lazily, equal on every rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, ClassVar, final
+
+import numpy as np
+
+from mpistrat.errors import DataError
+from mpistrat.feed.pieces import Piece
+from mpistrat.feed.pipeline import Batches, Examples, begin
+from mpistrat.feed.prefetch import prefetched
+from mpistrat.feed.sources import INFINITE, UNKNOWN, Stream, stacked
+from mpistrat.feed.steps import Batch, Map, Repeat, Shuffle, Step, Take, whole_number
+
+__all__ = ["Dataset"]
+
+
+@final
+class Dataset:
+    """Examples or batches, described now and read when they are asked for.
+
+    Made from arrays, its elements are examples (rows) until `batch` joins them; made from an
+    iterable, its elements are batches. Every method returns a new dataset; the order of the steps
+    means what it means in ``tf.data``. A count out of range is a DataError at the call.
+
+    A dataset never communicates. Equal datasets give equal elements on every rank, so each replica
+    can take its own part of a global batch: of L rows, replica i of n takes
+    ``[i * k, min((i + 1) * k, L))`` with ``k = ceil(L / n)``, and reads no other row of an array.
+    The arrays it gives are NumPy arrays that the caller owns: copies, never views of the source.
+
+    Args:
+      source: One of
+
+        - a tree (dict, tuple, named tuple, nested) of arrays with the same first dimension: NumPy,
+          memmap, an HDF5 dataset, a Zarr array, anything with ``shape``, ``dtype`` and slicing
+          ``a[lo:hi]``. Integer index arrays are used where the source knows them;
+        - an iterable of batches, which are trees of arrays with a leading axis of one size. An
+          iterator serves for one epoch only;
+        - a callable without arguments that returns such an iterable, called once an epoch.
+
+    Raises:
+      DataError: Leaves differ in their first dimension or have none, or there is no leaf.
+
+    Example:
+      >>> import numpy as np
+      >>> dataset = Dataset({"x": np.arange(10.0), "y": np.arange(10)}).shuffle(seed=0).batch(4)
+      >>> [len(batch["x"]) for batch in dataset]
+      [4, 4, 2]
+      >>> for piece in dataset.pieces(epoch=0, seeds=[]):
+      ...     print([len(piece.cut(replica, 4)["x"]) for replica in range(4)])
+      [1, 1, 1, 1]
+      [1, 1, 1, 1]
+      [1, 1, 0, 0]
+    """
+
+    INFINITE: ClassVar[int] = INFINITE
+    UNKNOWN: ClassVar[int] = UNKNOWN
+
+    __slots__ = ("_depth", "_epochs", "_level", "_seeds")
+
+    def __init__(self, source: Any):
+        """Look at the shapes of the source; nothing is read."""
+        if isinstance(source, Dataset):
+            raise TypeError("This already is a Dataset; use it as it is.")
+        self._set(begin(source), depth=0, seeds=0)
+
+    def _set(self, level: Examples | Batches, depth: int, seeds: int) -> None:
+        self._level = level
+        self._depth = depth
+        self._seeds = seeds
+        self._epochs = itertools.count()
+
+    def _with(self, level: Examples | Batches, seeds: int = 0) -> Dataset:
+        new = object.__new__(Dataset)
+        new._set(level, self._depth, self._seeds + seeds)
+        return new
+
+    def _then(self, step: Step, seeds: int = 0) -> Dataset:
+        # One more step on either level; only an Arrange ever comes here for examples.
+        steps: tuple[Any, ...] = (*self._level.steps, step)
+        return self._with(dataclasses.replace(self._level, steps=steps), seeds)
+
+    @staticmethod
+    def from_tensor_slices(tensors: Any) -> Dataset:
+        """Return a dataset of the rows of arrays, where a list is an array.
+
+        Args:
+          tensors: A tree as `Dataset` takes it. A list in it becomes one array, so ``[a, b]`` has
+            two rows; ``(a, b)`` has as many as `a` and `b` each. A ragged list is a DataError.
+
+        Example:
+          >>> Dataset.from_tensor_slices(([1.0, 2.0], [3, 4])).cardinality()
+          2
+        """
+        return Dataset(stacked(tensors))
+
+    @staticmethod
+    def from_batches(batches: Iterable[Any] | Callable[[], Iterable[Any]]) -> Dataset:
+        """Return a dataset whose elements are batches.
+
+        Args:
+          batches: An iterable of batches, or a callable that returns one for every epoch. Here a
+            tuple too is a sequence of batches. Each is a tree of arrays with a leading axis.
+
+        Example:
+          >>> [len(batch) for batch in Dataset.from_batches(lambda: (np.ones(n) for n in (3, 2)))]
+          [3, 2]
+        """
+        new = object.__new__(Dataset)
+        new._set(Batches(Stream(batches)), depth=0, seeds=0)
+        return new
+
+    @staticmethod
+    def range(*args: int) -> Dataset:
+        """Return a dataset of int64 numbers, with the arguments of the built-in ``range``.
+
+        Example:
+          >>> [batch.tolist() for batch in Dataset.range(5).batch(2)]
+          [[0, 1], [2, 3], [4]]
+        """
+        return Dataset(np.array(range(*args), np.int64))
+
+    def shuffle(self, seed: int | None = None) -> Dataset:
+        """Return a dataset in random order: a permutation of the whole epoch, another for each.
+
+        Seed and number of the epoch determine the order, on every rank alike and without NumPy's
+        global generator. Before `batch` it permutes examples, after it batches.
+
+        Args:
+          seed: At least 0. Without one, each plain iteration draws its own, and a distributed one
+            brings one that all ranks share; see `seeds_needed`.
+
+        Raises:
+          DataError: The end is unknown: after ``repeat()``, or for batches from a callable or
+            iterator. Shuffle before ``repeat()``; pass batches as a list.
+
+        Cost:
+          Eight bytes of memory per example; batches of a list are all read before the first comes.
+
+        Example:
+          >>> sorted(Dataset.range(4).shuffle(seed=1)) == [0, 1, 2, 3]
+          True
+        """
+        seed = None if seed is None else whole_number("shuffle(seed)", seed, 0)
+        Shuffle.check(self.cardinality())
+        return self._then(Shuffle(seed, self._seeds), seeds=seed is None)
+
+    def batch(self, batch_size: int, drop_remainder: bool = False) -> Dataset:
+        """Return a dataset of successive elements joined along a new first axis.
+
+        Args:
+          batch_size: How many, at least 1; for a distributed dataset the *global* batch size.
+            Batches are joined to batches of batches; they must have the same shape then.
+          drop_remainder: Leave out the last batch if it has fewer.
+
+        Example:
+          >>> [batch.tolist() for batch in Dataset.range(5).batch(2, drop_remainder=True)]
+          [[0, 1], [2, 3]]
+        """
+        step = Batch(whole_number("batch(batch_size)", batch_size, 1), bool(drop_remainder))
+        if isinstance(self._level, Examples):
+            return self._with(Batches((self._level, step)))
+        return self._then(step)
+
+    def repeat(self, count: int | None = None) -> Dataset:
+        """Return a dataset of `count` epochs in a row, each shuffled anew; None for no end.
+
+        ``repeat(2).batch(n)`` has batches across the end of an epoch, ``batch(n).repeat(2)`` none.
+
+        Example:
+          >>> [batch.tolist() for batch in Dataset.range(3).repeat(2).batch(4)]
+          [[0, 1, 2, 0], [1, 2]]
+        """
+        if count is not None:
+            count = whole_number("repeat(count)", count, 0)
+        return self._then(Repeat(count))
+
+    def map(self, fn: Callable[..., Any], rowwise: bool = False) -> Dataset:
+        """Return a dataset of ``fn(element)``, or ``fn(*element)`` for elements that are tuples.
+
+        Before `batch`, `fn` gets one example. After it, `fn` gets the whole global batch, on every
+        replica, because only then is the result the same at any number of replicas (think of
+        subtracting the mean of the batch); the price is that **every rank reads every row**. If
+        `fn` treats each row on its own, say ``rowwise=True``: then a replica reads and maps its
+        own rows only.
+
+        A replica without rows calls a rowwise `fn` with arrays of 0 rows. For an `fn` before
+        `batch` it shows dtype and shape of earlier examples; if it has not read any yet, it reads
+        one row of the batch to learn them, although that row belongs to another replica.
+
+        Args:
+          fn: Returns a tree of arrays; of batches each with a leading axis of one size.
+          rowwise: `fn` makes each row of its result from the same row of its arguments alone.
+
+        Raises:
+          DataError: `rowwise` before `batch`, where it has no meaning. While reading: the result is
+            no batch, or a rowwise `fn` changed the number of rows.
+
+        Example:
+          >>> [x.tolist() for x in Dataset.range(3).map(lambda i: i * 10).batch(2).map(np.negative)]
+          [[0, -10], [-20]]
+        """
+        if not callable(fn):
+            raise TypeError(f"map(fn) wants a function, not {fn!r} ({type(fn).__name__}).")
+        if isinstance(self._level, Batches):
+            return self._then(Map(fn, bool(rowwise)))
+        if rowwise:
+            raise DataError("map before batch gets one example anyway; leave rowwise=True out.")
+        return self._with(self._level.mapped(fn))
+
+    def prefetch(self, buffer_size: int) -> Dataset:
+        """Return a dataset that holds `buffer_size` elements ready, made in a background thread.
+
+        Wherever it stands, it is about the elements that the finished dataset gives; the last call
+        counts, and 0 means none. The thread ends with the iteration, finished or not.
+        """
+        new = self._with(self._level)
+        new._depth = whole_number("prefetch(buffer_size)", buffer_size, 0)
+        return new
+
+    def take(self, count: int) -> Dataset:
+        """Return a dataset of the first `count` elements: of examples, after `batch` of batches.
+
+        Example:
+          >>> [batch.tolist() for batch in Dataset.range(9).batch(2).take(2)]
+          [[0, 1], [2, 3]]
+        """
+        return self._then(Take(whole_number("take(count)", count, 0)))
+
+    @property
+    def batched(self) -> bool:
+        """Whether the elements are batches; those of arrays without `batch` are examples."""
+        return isinstance(self._level, Batches)
+
+    @property
+    def depth(self) -> int:
+        """How many elements `prefetch` asked to hold ready; 0 for none."""
+        return self._depth
+
+    @property
+    def seeds_needed(self) -> int:
+        """How many seeds `pieces` wants: one for each shuffle that has none of its own."""
+        return self._seeds
+
+    @property
+    def element_spec(self) -> Any:
+        """The tree of `Spec(shape, dtype)` of an element, where None is a number of rows.
+
+        None if only reading could tell: after a map, or for batches from an iterable.
+        """
+        return self._level.spec()
+
+    def cardinality(self) -> int:
+        """Return how many elements an iteration has, or `INFINITE` (-1), or `UNKNOWN` (-2)."""
+        return self._level.cardinality()
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over the whole elements of the next epoch; nothing is divided."""
+        seeds = np.random.SeedSequence().generate_state(self._seeds, np.uint64).tolist()
+        elements = self._level.elements(tuple(seeds), (next(self._epochs),))
+        return prefetched(elements, self._depth)
+
+    def pieces(self, epoch: int, seeds: Sequence[int]) -> Iterator[Piece]:
+        """Iterate over the global batches of one epoch, each to be cut for a replica.
+
+        The same arguments give the same batches in the same order on every rank. Cut each before
+        asking for the next. To read ahead:
+        ``prefetched((p.cut(rank, size) for p in dataset.pieces(epoch, seeds)), dataset.depth)``.
+
+        Args:
+          epoch: The number of the epoch, at least 0.
+          seeds: `seeds_needed` numbers of at least 0, equal on all ranks; they may stay the same
+            for all epochs, which differ in their order anyway.
+
+        Raises:
+          DataError: The elements are no batches; there are too many or too few seeds.
+
+        Example:
+          >>> [p.cut(1, 2).tolist() for p in Dataset.range(5).batch(4).pieces(0, [])]
+          [[2, 3], []]
+        """
+        if not isinstance(self._level, Batches):
+            raise DataError(
+                "Elements of this dataset are single examples, which cannot be divided between "
+                "replicas; call batch(global_batch_size) first."
+            )
+        if len(seeds) != self._seeds:
+            raise DataError(f"This dataset needs {self._seeds} seeds, {len(seeds)} were given.")
+        path = (whole_number("pieces(epoch)", epoch, 0),)
+        return self._level.stream(tuple(whole_number("pieces(seeds)", s, 0) for s in seeds), path)
+
+    def __repr__(self) -> str:
+        """Return what the elements are and how many there are."""
+        kind = "batches" if self.batched else "examples"
+        return f"<Dataset of {kind}, cardinality {self.cardinality()}>"

@@ -1,0 +1,131 @@
+"""A dataset as data: its source, the steps on its examples, the steps on its batches.
+
+`Examples` are rows of arrays before ``batch``, `Batches` are what comes after it or was given in
+batches. Both are immutable, and an epoch of either follows from seeds and the number of the epoch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, final
+
+from mpistrat.feed.orders import Order, Straight
+from mpistrat.feed.pieces import ExampleReader, Given, MapFn, Piece
+from mpistrat.feed.sources import INFINITE, Arrays, Stream, is_array
+from mpistrat.feed.steps import Arrange, Batch, Map, Path, Pieces, Seeds, Step
+
+__all__ = ["Batches", "Examples", "begin"]
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Examples:
+    """A dataset before ``batch``: rows of arrays.
+
+    Attributes:
+      reader: The arrays and the maps on examples.
+      steps: What arranges the rows.
+    """
+
+    reader: ExampleReader
+    steps: tuple[Arrange, ...] = ()
+
+    def cardinality(self) -> int:
+        """Return the number of examples in one epoch."""
+        return functools.reduce(lambda n, step: step.cardinality(n), self.steps, self.rows)
+
+    @property
+    def rows(self) -> int:
+        """The number of rows of the arrays."""
+        return self.reader.arrays.rows
+
+    def order(self, seeds: Seeds, path: Path) -> Order:
+        """Return the rows of one epoch."""
+        make: Callable[[Path], Order] = self._begin
+        for step in self.steps:
+            make = functools.partial(step.order, make, seeds)
+        return make(path)
+
+    def _begin(self, path: Path) -> Order:
+        return Straight(self.rows)
+
+    def elements(self, seeds: Seeds, path: Path) -> Iterator[Any]:
+        """Iterate over the examples of one epoch."""
+        order = self.order(seeds, path)
+        endless = order.length == INFINITE
+        for position in itertools.count() if endless else range(order.length):
+            yield self.reader.example(int(order.span(position, position + 1)[0]))
+
+    def spec(self, *leading: None) -> Any:
+        """Return the tree of `Spec`, or None if only a map knows; see `Arrays.specs`."""
+        return None if self.reader.fns else self.reader.arrays.specs(*leading)
+
+    def mapped(self, fn: MapFn) -> Examples:
+        """Return these examples with one more map; arranging and mapping do not interfere."""
+        reader = ExampleReader(self.reader.arrays, (*self.reader.fns, fn))
+        return dataclasses.replace(self, reader=reader)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Batches:
+    """A dataset after ``batch``, or one that was given in batches.
+
+    Attributes:
+      source: Examples and how they are batched, or a stream of batches.
+      steps: What happens to the batches.
+    """
+
+    source: tuple[Examples, Batch] | Stream
+    steps: tuple[Step, ...] = ()
+
+    def cardinality(self) -> int:
+        """Return the number of batches in one epoch."""
+        if isinstance(self.source, Stream):
+            count = self.source.cardinality
+        else:
+            examples, batch = self.source
+            count = batch.cardinality(examples.cardinality())
+        return functools.reduce(lambda n, step: step.cardinality(n), self.steps, count)
+
+    def stream(self, seeds: Seeds, path: Path) -> Iterator[Piece]:
+        """Iterate over one epoch."""
+        make: Pieces = functools.partial(self._begin, seeds)
+        for step in self.steps:
+            make = functools.partial(step.stream, make, seeds)
+        return make(path)
+
+    def elements(self, seeds: Seeds, path: Path) -> Iterator[Any]:
+        """Iterate over the whole batches of one epoch."""
+        for piece in self.stream(seeds, path):
+            yield piece.cut(0, 1)
+
+    def spec(self) -> Any:
+        """Return the tree of `Spec` of a batch, or None if only reading could tell."""
+        if isinstance(self.source, Stream) or any(isinstance(step, Map) for step in self.steps):
+            return None
+        axes = 1 + sum(isinstance(step, Batch) for step in self.steps)
+        return self.source[0].spec(*[None] * axes)
+
+    def _begin(self, seeds: Seeds, path: Path) -> Iterator[Piece]:
+        if isinstance(self.source, Stream):
+            for index, batch in enumerate(self.source()):
+                yield Given(batch, index)
+        else:
+            examples, batch = self.source
+            yield from batch.examples(examples.reader, examples.order(seeds, path))
+
+
+def begin(source: Any) -> Examples | Batches:
+    """Return the dataset of a source: examples of a tree of arrays, or batches of anything else.
+
+    Raises:
+      DataError: The arrays do not fit together.
+      TypeError: It is no source.
+    """
+    if is_array(source) or isinstance(source, (dict, tuple)):
+        return Examples(ExampleReader(Arrays(source, "the source of the dataset")))
+    return Batches(Stream(source))

@@ -1,0 +1,263 @@
+"""Where examples and batches come from: arrays that are read by rows, streams of batches.
+
+A `Column` reads rows of one array-like (NumPy, memmap, HDF5, Zarr or anything with a shape, a dtype
+and slicing) and touches no other row. `Arrays` is a tree of columns of equal length. A `Stream`
+hands out batches, epoch by epoch.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from typing import Any, NamedTuple, TypeAlias, final
+
+import numpy as np
+import numpy.typing as npt
+
+from mpistrat import nest
+from mpistrat.errors import DataError
+
+__all__ = [
+    "INFINITE",
+    "UNKNOWN",
+    "Arrays",
+    "Column",
+    "Rows",
+    "Spec",
+    "Stream",
+    "is_array",
+    "stacked",
+]
+
+INFINITE = -1
+UNKNOWN = -2
+
+Rows: TypeAlias = npt.NDArray[np.int64]
+
+# What sources raise for an index array that they cannot use. Anything else is a reading error.
+_NO_FANCY = (TypeError, IndexError, ValueError, NotImplementedError)
+
+
+class Spec(NamedTuple):
+    """What is known of one leaf before it is read.
+
+    Attributes:
+      shape: Its shape; None stands for a number of rows that may differ between elements.
+      dtype: Its NumPy dtype.
+    """
+
+    shape: tuple[int | None, ...]
+    dtype: np.dtype[Any]
+
+
+def is_array(value: object) -> bool:
+    """Return whether a value looks like an array: it has a shape, a dtype and can be indexed."""
+    return all(hasattr(value, name) for name in ("shape", "dtype", "__getitem__"))
+
+
+@final
+class Column:
+    """One array-like, read by rows.
+
+    Every array that it gives is a copy that the caller owns, never a view of the source.
+
+    Args:
+      array: The array-like; what is no array is converted with `numpy.asarray`.
+      name: What to call it in errors.
+
+    Raises:
+      DataError: It has no first dimension, or is of a kind whose rows cannot be read by position.
+    """
+
+    def __init__(self, array: Any, name: str):
+        """Check the array; nothing is read."""
+        if hasattr(array, "iloc"):
+            raise DataError(
+                f"{name} is a pandas {type(array).__name__}, which slices by label; "
+                "pass array.to_numpy()."
+            )
+        if isinstance(array, np.ma.MaskedArray):
+            raise DataError(
+                f"{name} is a masked array, and its mask would be lost; pass data and mask."
+            )
+        self.array = array if is_array(array) else np.asarray(array)
+        self.name = name
+        self.shape = tuple(self.array.shape)
+        if not self.shape:
+            raise DataError(
+                f"{name} has no first dimension to divide into rows: it is "
+                f"{type(array).__name__} of shape (). Give it a leading axis."
+            )
+        self._takes_index_arrays = True
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The NumPy dtype of the rows."""
+        try:
+            return np.dtype(self.array.dtype)
+        except TypeError:  # another library's dtype object: let its own conversion say
+            return np.asarray(self.array[0:0]).dtype
+
+    def read(self, rows: Rows) -> npt.NDArray[Any]:
+        """Return the named rows, in their order, touching no other row."""
+        if not len(rows):
+            return np.empty((0, *self.shape[1:]), self.dtype)
+        if np.all(np.diff(rows) == 1):
+            return self.span(int(rows[0]), int(rows[-1]) + 1)
+        if isinstance(self.array, np.ndarray):
+            return np.asarray(self.array)[rows]
+        # HDF5 takes increasing indices only; reading forward suits every file format.
+        unique, place = np.unique(rows, return_inverse=True)
+        data = self._increasing(unique)
+        return data if np.array_equal(unique, rows) else data[place]
+
+    def span(self, lo: int, hi: int) -> npt.NDArray[Any]:
+        """Return rows lo to hi (exclusive)."""
+        if lo >= hi:
+            return np.empty((0, *self.shape[1:]), self.dtype)
+        return self._owned(self.array[lo:hi], hi - lo)
+
+    def _owned(self, found: Any, rows: int) -> npt.NDArray[Any]:
+        array = np.asarray(found)
+        if array.shape[:1] != (rows,):
+            raise DataError(
+                f"{self.name}: asked for {rows} rows, {type(self.array).__name__} gave an array of "
+                f"shape {array.shape}. Slicing a[lo:hi] must give hi - lo rows."
+            )
+        return array if array.flags.owndata and array.flags.writeable else array.copy()
+
+    def _increasing(self, rows: Rows) -> npt.NDArray[Any]:
+        if self._takes_index_arrays:
+            try:
+                return self._owned(self.array[rows], len(rows))
+            except _NO_FANCY:
+                pass  # no index arrays here; the slices below raise what is really wrong
+        out = np.empty((len(rows), *self.shape[1:]), self.dtype)
+        starts = np.flatnonzero(np.diff(rows, prepend=rows[0] - 2) != 1)
+        for start, stop in zip(starts, [*starts[1:], len(rows)], strict=True):
+            out[start:stop] = self.span(int(rows[start]), int(rows[stop - 1]) + 1)
+        self._takes_index_arrays = False
+        return out
+
+
+@final
+class Arrays:
+    """A tree of array-likes with the same number of rows.
+
+    Args:
+      tree: The tree; nodes as in `mpistrat.nest`.
+      what: What to call it in errors.
+
+    Raises:
+      DataError: It holds no array, a leaf has no first dimension, or the leaves differ in rows.
+    """
+
+    def __init__(self, tree: Any, what: str):
+        """Check all leaves; nothing is read."""
+        leaves, self.structure = nest.flatten(tree)
+        names = [f"{what}: leaf {path!r}" if path else what for path in nest.paths(tree)]
+        if not leaves:
+            raise DataError(f"{what} holds no array.")
+        self.columns = [Column(*pair) for pair in zip(leaves, names, strict=True)]
+        self.rows = int(self.columns[0].shape[0])
+        if any(column.shape[0] != self.rows for column in self.columns):
+            sizes = ", ".join(
+                f"{path!r} has {column.shape[0]}"
+                for path, column in zip(nest.paths(tree), self.columns, strict=True)
+            )
+            raise DataError(f"{what}: the leaves must have the same number of rows, but {sizes}.")
+
+    def read(self, rows: Rows) -> Any:
+        """Return the tree of the named rows, in their order."""
+        return nest.unflatten(self.structure, [column.read(rows) for column in self.columns])
+
+    def span(self, lo: int, hi: int) -> Any:
+        """Return the tree of rows lo to hi (exclusive)."""
+        return nest.unflatten(self.structure, [column.span(lo, hi) for column in self.columns])
+
+    def whole(self) -> Any:
+        """Return the tree with its leaves as NumPy arrays, not copied."""
+        return nest.unflatten(self.structure, [np.asarray(column.array) for column in self.columns])
+
+    def specs(self, *leading: None) -> Any:
+        """Return the tree of `Spec` of one row, with `leading` dimensions before it."""
+        specs = [Spec((*leading, *column.shape[1:]), column.dtype) for column in self.columns]
+        return nest.unflatten(self.structure, specs)
+
+
+def stacked(tree: Any) -> Any:
+    """Return a tree with every list in it made one array, and every other leaf an array.
+
+    Raises:
+      DataError: The items of a list differ in shape.
+
+    Example:
+      >>> stacked({"x": [[1, 2], [3, 4]]})["x"].shape
+      (2, 2)
+    """
+    if isinstance(tree, dict):
+        result = copy.copy(tree)  # keeps OrderedDict and the factory of a defaultdict
+        result.update({key: stacked(value) for key, value in tree.items()})
+        return result
+    if isinstance(tree, tuple):
+        items = [stacked(value) for value in tree]
+        return type(tree)(*items) if hasattr(tree, "_fields") else tuple(items)
+    if is_array(tree):
+        return tree
+    try:
+        return np.asarray(tree)
+    except ValueError as error:
+        raise DataError(f"A list in from_tensor_slices becomes one array, but {error}") from None
+
+
+@final
+class Stream:
+    """Batches from an iterable, or from a callable that returns one; one pass per epoch.
+
+    Args:
+      source: An iterable of batches, or a callable without arguments that returns one.
+
+    Raises:
+      TypeError: It is neither.
+      DataError: It is text or a mapping, whose items are no batches.
+    """
+
+    def __init__(self, source: Iterable[Any] | Callable[[], Iterable[Any]]):
+        """Keep the source; nothing is read."""
+        if isinstance(source, (str, bytes, Mapping)):
+            raise DataError(
+                f"A {type(source).__name__} is no source of batches; pass a tree of arrays, "
+                "an iterable of batches, or a callable that returns one."
+            )
+        if not isinstance(source, Iterable) and not callable(source):
+            raise TypeError(
+                "Dataset wants a tree of arrays, an iterable of batches or a callable that "
+                f"returns one, not {type(source).__name__}."
+            )
+        self._source = source
+        # Held weakly where possible, so that an abandoned generator is closed at once.
+        self._last: Callable[[], Any] = lambda: None
+        self.cardinality = UNKNOWN
+        if isinstance(source, Iterable) and isinstance(source, Sized):
+            self.cardinality = len(source)
+
+    def __call__(self) -> Iterator[Any]:
+        """Return an iterator over the batches of the next epoch.
+
+        Raises:
+          DataError: The source gives the iterator that it gave before.
+        """
+        source = self._source
+        batches = iter(source if isinstance(source, Iterable) else source())
+        if batches is self._last():
+            raise DataError(
+                "The batches of this dataset come from an iterator that can be read only once, and "
+                "another epoch was asked for; pass a callable instead, which returns a new "
+                "iterator every time it is called."
+            )
+        try:
+            self._last = weakref.ref(batches)
+        except TypeError:
+            self._last = lambda: batches
+        return batches

@@ -1,0 +1,263 @@
+"""The steps of a dataset as data, each with what it does to examples and to batches.
+
+A `Step` is one method call of the user. Before ``batch`` the elements are rows of arrays and a step
+only rearranges row numbers (an `Order`); after it they are `Piece` objects, one after the other.
+Repetitions are numbered by a path: the epoch, then the repetition of each ``repeat`` around a step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import TypeAlias, final
+
+import numpy as np
+
+from mpistrat.errors import DataError
+from mpistrat.feed.orders import Listed, Order, Repeated, Taken
+from mpistrat.feed.pieces import (
+    ExampleReader,
+    Grouped,
+    MapFn,
+    Mapped,
+    Piece,
+    RowMapped,
+    Selected,
+)
+from mpistrat.feed.sources import INFINITE, UNKNOWN
+
+__all__ = [
+    "Arrange",
+    "Batch",
+    "Map",
+    "Path",
+    "Pieces",
+    "Repeat",
+    "Seeds",
+    "Shuffle",
+    "Step",
+    "Take",
+    "whole_number",
+]
+
+Path: TypeAlias = tuple[int, ...]
+Seeds: TypeAlias = tuple[int, ...]
+Pieces: TypeAlias = Callable[[Path], Iterator[Piece]]
+
+
+def whole_number(call: str, value: object, least: int) -> int:
+    """Return an argument as an int.
+
+    Args:
+      call: What to call it in errors.
+      value: The argument.
+      least: The smallest number allowed.
+
+    Raises:
+      TypeError: It is no integer; a bool is none.
+      DataError: It is too small.
+
+    Example:
+      >>> whole_number("take(count)", 3, 0)
+      3
+    """
+    if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__"):
+        raise TypeError(f"{call} wants an integer, not {value!r} ({type(value).__name__}).")
+    number = operator.index(value)
+    if number < least:
+        raise DataError(f"{call} wants an integer of at least {least}, not {number}.")
+    return number
+
+
+class Step(ABC):
+    """One transformation."""
+
+    @abstractmethod
+    def cardinality(self, before: int) -> int:
+        """Return the number of elements after the step, given that before it."""
+
+    @abstractmethod
+    def stream(self, before: Pieces, seeds: Seeds, path: Path) -> Iterator[Piece]:
+        """Iterate over one epoch of batches."""
+
+
+class Arrange(Step):
+    """A step that chooses and orders elements and leaves each as it is."""
+
+    @abstractmethod
+    def order(self, before: Callable[[Path], Order], seeds: Seeds, path: Path) -> Order:
+        """Return one epoch of examples."""
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Shuffle(Arrange):
+    """A permutation of the whole epoch, drawn from the seed and the path alone.
+
+    Attributes:
+      seed: The seed, or None for one that comes with each pass.
+      slot: Which of those it is.
+    """
+
+    seed: int | None
+    slot: int
+
+    def cardinality(self, before: int) -> int:
+        """Return the same number."""
+        return before
+
+    @staticmethod
+    def check(before: int) -> None:
+        """Raise if there is no permutation of that many elements.
+
+        Raises:
+          DataError: There is no end, or it is not known.
+        """
+        if before == INFINITE:
+            raise DataError("An endless dataset has no permutation; call shuffle before repeat().")
+        if before == UNKNOWN:
+            raise DataError(
+                "The number of these batches is not known before they are read, so they cannot be "
+                "permuted; shuffle where they are made, or pass them as a list."
+            )
+
+    def _generator(self, seeds: Seeds, path: Path) -> np.random.Generator:
+        seed = seeds[self.slot] if self.seed is None else self.seed
+        return np.random.default_rng(np.random.SeedSequence([seed, *path]))
+
+    def order(self, before: Callable[[Path], Order], seeds: Seeds, path: Path) -> Order:
+        """Return the permuted rows."""
+        order = before(path)
+        return Listed(self._generator(seeds, path).permutation(order.span(0, order.length)))
+
+    def stream(self, before: Pieces, seeds: Seeds, path: Path) -> Iterator[Piece]:
+        """Iterate over the permuted batches; those that an iterable gave are held meanwhile."""
+        pieces = list(before(path))
+        for index in self._generator(seeds, path).permutation(len(pieces)):
+            yield pieces[index]
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Take(Arrange):
+    """The first elements.
+
+    Attributes:
+      count: How many at most.
+    """
+
+    count: int
+
+    def cardinality(self, before: int) -> int:
+        """Return the smaller number."""
+        if before == INFINITE or self.count == 0:
+            return self.count
+        return UNKNOWN if before == UNKNOWN else min(before, self.count)
+
+    def order(self, before: Callable[[Path], Order], seeds: Seeds, path: Path) -> Order:
+        """Return the first rows."""
+        return Taken(before(path), self.count)
+
+    def stream(self, before: Pieces, seeds: Seeds, path: Path) -> Iterator[Piece]:
+        """Iterate over the first batches; no other is asked for."""
+        return itertools.islice(before(path), self.count)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Repeat(Arrange):
+    """Several epochs in a row, each with orders of its own.
+
+    Attributes:
+      count: How many, or None for no end.
+    """
+
+    count: int | None
+
+    def cardinality(self, before: int) -> int:
+        """Return the product."""
+        if before == 0 or self.count == 0:
+            return 0
+        if self.count is None:
+            return INFINITE
+        return before if before < 0 else before * self.count
+
+    def order(self, before: Callable[[Path], Order], seeds: Seeds, path: Path) -> Order:
+        """Return the rows of all repetitions."""
+        first = before((*path, 0))
+        length = self.cardinality(first.length)
+        return Repeated(first, lambda index: before((*path, index)), length)
+
+    def stream(self, before: Pieces, seeds: Seeds, path: Path) -> Iterator[Piece]:
+        """Iterate over all repetitions; nothing for ever is nothing."""
+        for index in itertools.count() if self.count is None else range(self.count):
+            empty = True
+            for piece in before((*path, index)):
+                empty = False
+                yield piece
+            if empty and self.count is None:
+                return
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Map(Step):
+    """A function applied to batches.
+
+    Attributes:
+      fn: The function.
+      rowwise: It treats each row on its own.
+    """
+
+    fn: MapFn
+    rowwise: bool
+
+    def cardinality(self, before: int) -> int:
+        """Return the same number."""
+        return before
+
+    def stream(self, before: Pieces, seeds: Seeds, path: Path) -> Iterator[Piece]:
+        """Iterate over the mapped batches; the function runs when one is cut."""
+        kind = RowMapped if self.rowwise else Mapped
+        return (kind(piece, self.fn) for piece in before(path))
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Batch(Step):
+    """Successive elements joined to one.
+
+    Attributes:
+      size: How many.
+      drop_remainder: Leave out a last one of fewer.
+    """
+
+    size: int
+    drop_remainder: bool
+
+    def cardinality(self, before: int) -> int:
+        """Return the number of batches."""
+        if before < 0:
+            return before
+        return before // self.size if self.drop_remainder else -(-before // self.size)
+
+    def stream(self, before: Pieces, seeds: Seeds, path: Path) -> Iterator[Piece]:
+        """Iterate over batches of batches."""
+        pieces = before(path)
+        while group := list(itertools.islice(pieces, self.size)):
+            if len(group) < self.size and self.drop_remainder:
+                return
+            yield Grouped(group)
+
+    def examples(self, reader: ExampleReader, order: Order) -> Iterator[Piece]:
+        """Iterate over batches of examples."""
+        for lo in itertools.count(0, self.size):
+            hi = lo + self.size
+            if order.length != INFINITE and hi > order.length:
+                if lo < order.length and not self.drop_remainder:
+                    yield Selected(reader, order, lo, order.length)
+                return
+            yield Selected(reader, order, lo, hi)

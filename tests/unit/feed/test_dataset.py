@@ -1,0 +1,429 @@
+"""Datasets in one process: construction, the order of steps, epochs, arguments."""
+
+from __future__ import annotations
+
+import collections
+
+import numpy as np
+import pytest
+
+from mpistrat.errors import DataError
+from mpistrat.feed.dataset import Dataset
+from mpistrat.feed.sources import Spec
+
+Pair = collections.namedtuple("Pair", "x y")
+
+
+def lists(dataset):
+    return [np.asarray(element).tolist() for element in dataset]
+
+
+class TestOrderOfSteps:
+    def test_repeat_before_batch_spans_the_epoch(self):
+        assert lists(Dataset.range(3).repeat(2).batch(4)) == [[0, 1, 2, 0], [1, 2]]
+
+    def test_repeat_after_batch_does_not(self):
+        assert lists(Dataset.range(3).batch(2).repeat(2)) == [[0, 1], [2], [0, 1], [2]]
+
+    def test_take_takes_elements_of_its_place(self):
+        assert lists(Dataset.range(9).take(3).batch(2)) == [[0, 1], [2]]
+        assert lists(Dataset.range(9).batch(2).take(3)) == [[0, 1], [2, 3], [4, 5]]
+        assert lists(Dataset.range(2).repeat().take(5)) == [0, 1, 0, 1, 0]
+        assert lists(Dataset.range(2).batch(1).repeat().take(3)) == [[0], [1], [0]]
+        assert lists(Dataset.range(3).take(9)) == [0, 1, 2]
+
+    def test_a_batch_spans_several_short_epochs(self):
+        assert lists(Dataset.range(2).repeat(4).batch(7)) == [[0, 1, 0, 1, 0, 1, 0], [1]]
+        assert lists(Dataset.range(2).take(1).repeat(2).repeat(2).batch(9)) == [[0, 0, 0, 0]]
+
+    def test_batch_of_batches_stacks(self):
+        assert lists(Dataset.range(8).batch(2).batch(3)) == [[[0, 1], [2, 3], [4, 5]], [[6, 7]]]
+        dropped = Dataset.range(8).batch(2).batch(3, drop_remainder=True)
+        assert lists(dropped) == [[[0, 1], [2, 3], [4, 5]]]
+        with pytest.raises(DataError, match=r"same shape.*drop_remainder"):
+            lists(Dataset.range(5).batch(2).batch(3))
+
+    def test_batches_of_batches_are_cut_along_the_new_axis(self):
+        (piece,) = Dataset.range(6).batch(2).batch(5).pieces(0, [])
+        assert piece.rows == 3
+        assert [piece.cut(i, 3).tolist() for i in range(3)] == [[[0, 1]], [[2, 3]], [[4, 5]]]
+        assert piece.cut(3, 4).shape == (0, 2)
+
+    def test_drop_remainder(self):
+        assert lists(Dataset.range(5).batch(2, drop_remainder=True)) == [[0, 1], [2, 3]]
+        assert lists(Dataset.range(4).batch(2, drop_remainder=True)) == [[0, 1], [2, 3]]
+        assert lists(Dataset.range(1).batch(2, drop_remainder=True)) == []
+
+    def test_shuffle_after_batch_moves_batches_only(self):
+        got = lists(Dataset.range(64).batch(4).shuffle(1))
+        assert got != sorted(got)
+        assert sorted(got) == lists(Dataset.range(64).batch(4))
+
+    def test_shuffle_after_repeat_mixes_epochs(self):
+        got = lists(Dataset.range(50).repeat(2).shuffle(0))
+        assert sorted(got) == sorted([*range(50)] * 2)
+        assert len(set(got[:50])) < 50
+
+    def test_shuffle_of_given_batches(self):
+        given = [np.full(1, i) for i in range(30)]
+        got = lists(Dataset(given).shuffle(4))
+        assert sorted(got) == [[i] for i in range(30)] != got
+
+    def test_map_sees_tuples_unpacked_and_nothing_else(self):
+        x, y = np.arange(3), np.arange(3) * 10
+        assert lists(Dataset((x, y)).map(lambda a, b: a + b)) == [0, 11, 22]
+        assert lists(Dataset(Pair(x, y)).map(lambda p: p.x + p.y)) == [0, 11, 22]
+        assert lists(Dataset({"x": x}).map(lambda d: d["x"])) == [0, 1, 2]
+        assert lists(Dataset((x, y)).batch(2).map(lambda a, b: a + b)) == [[0, 11], [22]]
+
+    def test_map_keeps_dtypes(self):
+        (batch,) = Dataset(np.arange(3, dtype=np.uint8)).map(lambda x: x).batch(3)
+        assert batch.dtype == np.uint8
+
+    @pytest.mark.parametrize(
+        ("fn", "message"),
+        [
+            (lambda x: x.sum(), "result of map has no first dimension"),
+            (lambda x: None, "result of map has no first dimension"),
+            (lambda x: {"a": x, "b": x[:1]}, "'a' has 3, 'b' has 1"),
+            (lambda x: (), "holds no array"),
+        ],
+    )
+    def test_a_map_of_batches_must_give_batches(self, fn, message):
+        with pytest.raises(DataError, match=message):
+            lists(Dataset.range(3).batch(3).map(fn))
+
+    @pytest.mark.parametrize(
+        ("fn", "message"),
+        [
+            (lambda x: np.zeros(x), r"\[\(0,\), \(1,\)\]"),
+            (lambda x: {"a": x} if x else {"b": x}, "element 1 is"),
+        ],
+    )
+    def test_examples_that_do_not_fit_into_one_batch(self, fn, message):
+        with pytest.raises(DataError, match=message):
+            lists(Dataset.range(2).map(fn).batch(2))
+
+    def test_errors_of_the_map_pass_unchanged(self):
+        with pytest.raises(ZeroDivisionError):
+            lists(Dataset.range(2).map(lambda x: 1 // int(x)))
+
+
+class TestEpochs:
+    def test_each_iteration_has_its_own_order(self):
+        dataset = Dataset.range(40).shuffle(seed=3)
+        epochs = [tuple(dataset) for _ in range(4)]
+        assert len(set(epochs)) == 4
+        assert all(sorted(epoch) == list(range(40)) for epoch in epochs)
+
+    def test_each_repetition_has_its_own_order(self):
+        for repeated in (
+            Dataset.range(40).shuffle(3).repeat(3).batch(40),
+            Dataset.range(40).shuffle(3).batch(40).repeat(3),
+        ):
+            orders = [tuple(batch) for epoch in range(2) for batch in repeated]
+            assert len(set(orders)) == 6
+
+    def test_the_same_seed_gives_the_same_orders(self):
+        one, two = Dataset.range(40).shuffle(3).batch(8), Dataset.range(40).shuffle(3).batch(8)
+        assert [lists(one) for _ in range(3)] == [lists(two) for _ in range(3)]
+        assert lists(one) != lists(Dataset.range(40).shuffle(4).batch(8))
+
+    def test_iteration_and_pieces_agree(self):
+        dataset = Dataset.range(40).shuffle(3).batch(8)
+        for epoch in range(3):
+            pieces = [piece.cut(0, 1).tolist() for piece in dataset.pieces(epoch, [])]
+            assert lists(dataset) == pieces
+
+    def test_the_order_is_the_one_of_seed_and_epoch(self):
+        rng = np.random.default_rng(np.random.SeedSequence([3, 1]))
+        (piece,) = Dataset.range(20).shuffle(3).batch(20).pieces(1, [])
+        assert piece.cut(0, 1).tolist() == rng.permutation(20).tolist()
+
+    def test_unseeded_orders_differ_and_leave_the_global_generator_alone(self):
+        np.random.seed(0)
+        before = np.random.get_state()[1].tolist()
+        dataset = Dataset.range(40).shuffle()
+        assert tuple(dataset) != tuple(dataset)
+        assert tuple(Dataset.range(40).shuffle()) != tuple(Dataset.range(40).shuffle())
+        assert np.random.get_state()[1].tolist() == before
+
+    def test_a_method_leaves_its_dataset_as_it_was(self):
+        dataset = Dataset.range(4)
+        dataset.shuffle(0).repeat(3).batch(2).prefetch(1).map(np.negative).take(1)
+        assert lists(dataset) == [0, 1, 2, 3]
+        assert (dataset.batched, dataset.depth, dataset.seeds_needed) == (False, 0, 0)
+
+    def test_two_iterations_at_once(self):
+        dataset = Dataset.range(6).batch(2)
+        assert [(a.tolist(), b.tolist()) for a, b in zip(dataset, dataset, strict=True)] == [
+            ([0, 1], [0, 1]),
+            ([2, 3], [2, 3]),
+            ([4, 5], [4, 5]),
+        ]
+
+
+class TestStreams:
+    def test_a_one_shot_iterator_serves_one_epoch(self):
+        dataset = Dataset(np.ones(n) for n in (2, 1)).map(np.negative)
+        assert lists(dataset) == [[-1, -1], [-1]]
+        with pytest.raises(DataError, match="pass a callable instead"):
+            list(dataset)
+
+    @pytest.mark.parametrize("kind", [iter, lambda lots: zip(lots, lots, strict=True)])
+    def test_iterators_of_any_kind(self, kind):
+        dataset = Dataset(kind([np.ones(2)])).repeat(2)
+        with pytest.raises(DataError, match="only once"):
+            list(dataset)
+
+    def test_a_callable_that_returns_a_used_iterator_is_found_out(self):
+        lots = (np.ones(1) for _ in range(2))
+        dataset = Dataset(lambda: lots)
+        assert len(list(dataset)) == 2
+        with pytest.raises(DataError, match="only once"):
+            list(dataset)
+
+    def test_an_unused_iteration_uses_nothing_up(self):
+        dataset = Dataset(np.ones(1) for _ in range(2))
+        iter(dataset)
+        assert len(list(dataset)) == 2
+
+    def test_a_callable_is_called_once_an_epoch(self):
+        calls = []
+
+        def batches():
+            calls.append(1)
+            yield {"x": np.arange(3), "y": (np.ones((3, 2)),)}
+
+        dataset = Dataset(batches).repeat(2)
+        assert len(list(dataset)) == len(calls) == 2
+        assert dataset.cardinality() == Dataset.UNKNOWN
+
+    def test_take_asks_for_no_more_than_it_gives(self):
+        asked = []
+
+        def batches():
+            for i in range(9):
+                asked.append(i)
+                yield np.ones(1)
+
+        assert len(list(Dataset(batches).take(2))) == 2
+        assert len(list(Dataset(batches).take(0))) == 0
+        assert asked == [0, 1]
+
+    def test_an_abandoned_generator_is_closed(self):
+        closed = []
+
+        def batches():
+            try:
+                while True:
+                    yield np.ones(1)
+            finally:
+                closed.append(True)
+
+        dataset = Dataset(batches).take(2)
+        assert len(list(dataset)) == 2
+        assert closed == [True]  # while the dataset still lives
+
+    def test_batches_can_hold_lists_of_arrays(self):
+        (batch,) = Dataset.from_batches([[np.ones(2), np.zeros(2)]])
+        assert [leaf.tolist() for leaf in batch] == [[1, 1], [0, 0]]
+
+    def test_from_batches_takes_tuples_and_arrays_as_sequences(self):
+        assert lists(Dataset.from_batches((np.ones(2), np.ones(1)))) == [[1, 1], [1]]
+        assert lists(Dataset.from_batches(np.eye(2))) == [[1, 0], [0, 1]]
+
+    @pytest.mark.parametrize(
+        ("batch", "message"),
+        [
+            ({"x": np.ones(3), "y": np.ones(2)}, "batch 1 of the iterable.*'x' has 3, 'y' has 2"),
+            (3.0, "batch 1 of the iterable has no first dimension"),
+            ([1, 2], "batch 1 of the iterable: leaf '0' has no first dimension"),
+            ({}, "holds no array"),
+            ({"x": None}, "leaf 'x' has no first dimension"),
+        ],
+    )
+    def test_bad_batches_are_named(self, batch, message):
+        with pytest.raises(DataError, match=message):
+            list(Dataset([np.ones(2), batch]))
+
+    def test_errors_of_the_source_pass_unchanged(self):
+        def batches():
+            yield np.ones(1)
+            raise OSError("disk")
+
+        iterator = iter(Dataset(batches))
+        next(iterator)
+        with pytest.raises(OSError, match="disk"):
+            next(iterator)
+
+
+class TestConstruction:
+    def test_from_tensor_slices_makes_lists_arrays(self):
+        assert lists(Dataset.from_tensor_slices([[1, 2], [3, 4]])) == [[1, 2], [3, 4]]
+        a, b = np.ones(3), np.zeros(3)
+        assert lists(Dataset.from_tensor_slices([a, b])) == [[1, 1, 1], [0, 0, 0]]
+        assert len(list(Dataset.from_tensor_slices((a, b)))) == 3
+
+    def test_from_tensor_slices_keeps_the_nodes(self):
+        tree = {"p": Pair([1, 2], (np.ones(2),)), "o": collections.OrderedDict(z=[1, 2], a=[3, 4])}
+        (element, _) = Dataset.from_tensor_slices(tree)
+        assert type(element["p"]) is Pair
+        assert type(element["o"]) is collections.OrderedDict
+        assert list(element["o"]) == ["z", "a"]
+        assert type(tree["p"].x) is list  # the caller's tree stays
+
+    def test_unequal_first_dimensions_name_leaf_and_sizes(self):
+        with pytest.raises(ValueError, match="'x' has 3, 'y' has 2"):
+            Dataset.from_tensor_slices({"x": [1, 2, 3], "y": np.ones((2, 5))})
+        with pytest.raises(DataError, match="'0' has 3, '1' has 2"):
+            Dataset((np.ones(3), np.ones(2)))
+
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda: Dataset(np.float64(1)),
+            lambda: Dataset({"x": np.array(1)}),
+            lambda: Dataset({"x": np.ones(2), "y": None}),
+            lambda: Dataset({}),
+            lambda: Dataset(()),
+            lambda: Dataset("abc"),
+            lambda: Dataset((np.ones(2), [1, 2])),
+            lambda: Dataset.from_tensor_slices(3),
+            lambda: Dataset.from_tensor_slices([[1], [2, 3]]),
+            lambda: Dataset.from_batches({"x": np.ones(2)}),
+            lambda: Dataset(np.ma.array([1, 2], mask=[0, 1])),
+        ],
+    )
+    def test_bad_sources_are_data_errors(self, make):
+        with pytest.raises(DataError):
+            make()
+
+    @pytest.mark.parametrize("source", [3, None, 1.5, object(), Dataset.range(2)])
+    def test_what_is_no_source_is_a_type_error(self, source):
+        with pytest.raises(TypeError):
+            Dataset(source)
+
+    def test_pandas_is_sent_to_numpy(self):
+        pandas = pytest.importorskip("pandas")
+        with pytest.raises(DataError, match="to_numpy"):
+            Dataset({"x": pandas.Series([1, 2], index=[1, 0])})
+        with pytest.raises(DataError, match="to_numpy"):
+            Dataset((pandas.DataFrame({"a": [1]}),))
+
+    def test_range(self):
+        assert lists(Dataset.range(4)) == [0, 1, 2, 3]
+        assert lists(Dataset.range(8, 2, -3)) == [8, 5]
+        assert Dataset.range(4).element_spec == Spec((), np.dtype("i8"))
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda d: d.batch(0), DataError),
+        (lambda d: d.batch(-1), DataError),
+        (lambda d: d.batch(2.0), TypeError),
+        (lambda d: d.batch("2"), TypeError),
+        (lambda d: d.batch(True), TypeError),
+        (lambda d: d.batch(None), TypeError),
+        (lambda d: d.take(-1), DataError),
+        (lambda d: d.take(1.5), TypeError),
+        (lambda d: d.repeat(-1), DataError),
+        (lambda d: d.repeat(1.5), TypeError),
+        (lambda d: d.prefetch(-1), DataError),
+        (lambda d: d.prefetch(None), TypeError),
+        (lambda d: d.shuffle(-1), DataError),
+        (lambda d: d.shuffle(0.5), TypeError),
+        (lambda d: d.repeat().shuffle(0), DataError),
+        (lambda d: d.batch(2).repeat().shuffle(0), DataError),
+        (lambda d: Dataset(lambda: iter([])).shuffle(0), DataError),
+        (lambda d: d.map(3), TypeError),
+        (lambda d: d.batch(2).map(None), TypeError),
+        (lambda d: d.map(abs, rowwise=True), DataError),
+    ],
+)
+def test_bad_arguments_are_refused_at_the_call(call, error):
+    with pytest.raises(error) as caught:
+        call(Dataset.range(4))
+    assert len(str(caught.value)) > 20
+
+
+def test_numpy_integers_are_integers():
+    dataset = Dataset.range(10).shuffle(np.uint8(3)).batch(np.int64(4)).take(np.int32(2))
+    assert dataset.cardinality() == 2
+
+
+@pytest.mark.parametrize(
+    ("dataset", "expected"),
+    [
+        (Dataset.range(10), 10),
+        (Dataset.range(10).batch(4), 3),
+        (Dataset.range(10).batch(4, drop_remainder=True), 2),
+        (Dataset.range(10).batch(4).batch(2), 2),
+        (Dataset.range(10).repeat(2).batch(4), 5),
+        (Dataset.range(10).batch(4).repeat(2), 6),
+        (Dataset.range(10).repeat(), -1),
+        (Dataset.range(10).repeat().batch(4), -1),
+        (Dataset.range(10).repeat().take(7).batch(4), 2),
+        (Dataset.range(10).repeat(0), 0),
+        (Dataset.range(0).repeat(), 0),
+        (Dataset.range(0).batch(3), 0),
+        (Dataset.range(10).take(3).shuffle(0).map(abs).prefetch(3), 3),
+        (Dataset([np.ones(2)] * 3).batch(2).repeat(2), 4),
+        (Dataset(lambda: []), -2),
+        (Dataset(lambda: []).batch(2).repeat(2), -2),
+        (Dataset(lambda: []).take(3), -2),
+        (Dataset(lambda: []).take(0), 0),
+        (Dataset(lambda: []).repeat(0), 0),
+        (Dataset(lambda: []).repeat(), -1),
+        (Dataset(iter([np.ones(1)])), -2),
+    ],
+)
+def test_cardinality_is_what_iterating_finds(dataset, expected):
+    assert dataset.cardinality() == expected
+    assert (Dataset.INFINITE, Dataset.UNKNOWN) == (-1, -2)
+    if expected >= 0:
+        assert len(list(dataset)) == expected
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        Dataset.range(0).repeat(),
+        Dataset.range(0).shuffle(0).batch(3),
+        Dataset.range(0).repeat().batch(3),
+        Dataset.range(0).batch(3).repeat(),
+        Dataset.range(3).batch(3, drop_remainder=True).take(0).repeat(),
+        Dataset([]),
+        Dataset(lambda: []).repeat(),
+        Dataset.range(5).repeat(0).batch(2),
+    ],
+)
+def test_nothing_gives_nothing_and_ends(dataset):
+    assert list(dataset) == []
+    if dataset.batched:
+        assert list(dataset.pieces(0, [])) == []
+
+
+def test_element_spec_is_known_without_reading(recorder):
+    source = recorder(np.ones((4, 3), np.float32))
+    dataset = Dataset({"x": source, "y": np.ones(4, ">i2")})
+    assert dataset.element_spec == {"x": Spec((3,), np.dtype("f4")), "y": Spec((), np.dtype(">i2"))}
+    batched = dataset.shuffle(0).batch(2).repeat().prefetch(2)
+    assert batched.element_spec["x"] == Spec((None, 3), np.dtype("f4"))
+    assert batched.batch(2).element_spec["x"].shape == (None, None, 3)
+    assert dataset.map(lambda d: d).element_spec is None
+    assert batched.map(lambda d: d).element_spec is None
+    assert Dataset([np.ones(2)]).element_spec is None
+    assert source.keys == []
+
+
+def test_batched_tells_examples_from_batches():
+    assert not Dataset.range(3).shuffle(0).repeat().batched
+    assert Dataset.range(3).batch(2).batched
+    assert Dataset([np.ones(3)]).batched
+
+
+def test_repr_says_what_it_is():
+    assert repr(Dataset.range(5).batch(2)) == "<Dataset of batches, cardinality 3>"
+    assert repr(Dataset.range(5)) == "<Dataset of examples, cardinality 5>"
