@@ -16,8 +16,8 @@ class _Mark(NamedTuple):
     launcher: str
 
 
-# First match wins. Slurm's mark needs the step: a batch script has SLURM_PROCID too, yet is no rank.
-# Hydra inside an allocation starts its proxies with srun, so its ranks carry both marks.
+# First match wins. Slurm's mark needs the step: a batch script has SLURM_PROCID too, yet is no
+# rank. Hydra inside an allocation starts its proxies with srun, so its ranks carry both marks.
 _MARKS = (
     _Mark(("OMPI_COMM_WORLD_SIZE",), "mpiexec of Open MPI"),
     _Mark(("PALS_RANKID",), "mpiexec of PALS"),

@@ -50,14 +50,15 @@ def default_parent() -> Any:
     try:
         return library().COMM_WORLD
     except (ImportError, RuntimeError) as error:
+        why = str(error).splitlines()[0]
         launcher = launched_by()
         if launcher is not None:
             raise ImportError(
-                f"{launcher} started this process, but mpi4py cannot load an MPI library: {error}. "
+                f"{launcher} started this process, but mpi4py cannot load an MPI library ({why}). "
                 "Install one into this environment, for example: pip install mpich"
             ) from error
         warnings.warn(
-            f"no MPI library can be loaded ({error}); going on with one rank. "
+            f"no MPI library can be loaded ({why}); going on with one rank. "
             "For more: pip install mpich",
             stacklevel=3,
         )

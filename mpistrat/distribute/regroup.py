@@ -58,14 +58,10 @@ class Regroup:
         Raises:
           LockstepError: The structures differ.
         """
-        if failure is not None:
+        if failure is not None or not self.view.wraps:
             self.lockstep.prove(call, failure=failure)
-        if not self.view.wraps:
-            self.lockstep.prove(call)
             return select(tree)
-        leaves, structure = nest.flatten(tree)
-        leaves = [leaf.local if isinstance(leaf, PerReplica) else leaf for leaf in leaves]
-        rows = self._shared(f"{call} {nest.describe(structure)}", leaves)
+        structure, leaves, rows = self._shared(call, tree)
         wrapped = []
         for i, leaf in enumerate(leaves):
             entries = [row[i] for row in rows]
@@ -82,23 +78,27 @@ class Regroup:
         Raises:
           LockstepError: The structures differ.
         """
-        if failure is not None:
+        if failure is not None or not self.view.wraps:
             self.lockstep.prove(call, failure=failure)
-        if not self.view.wraps:
-            self.lockstep.prove(call)
             return self.wrap_input(tree)
-        leaves, structure = nest.flatten(tree)
-        rows = self._shared(f"{call} {nest.describe(structure)}", leaves)
+        structure, leaves, rows = self._shared(call, tree)
         wrapped = [self._wrap(leaf, [row[i] for row in rows]) for i, leaf in enumerate(leaves)]
         return nest.unflatten(structure, wrapped)
 
-    def _shared(self, call: str, leaves: list[Any]) -> list[list[tuple[bytes, bytes]]]:
-        entries = [_entry(leaf, whole=False) for leaf in leaves]
-        small = b"d" + pack(entries)
-        if not self.lockstep.fits(len(small)):
-            noted = [kind if kind in _UNWRAPPED else _ELSEWHERE for kind, _ in entries]
-            small = b"k" + b"".join(noted)
-        return [self._read(message) for message in self.lockstep.share(call, small)]
+    def _shared(
+        self, call: str, tree: Any
+    ) -> tuple[nest.Structure, list[Any], list[list[tuple[bytes, bytes]]]]:
+        """Return structure and leaves of this tree, and what every rank says of its own."""
+        with self.lockstep.preparing(call):
+            leaves, structure = nest.flatten(tree)
+            leaves = [leaf.local if isinstance(leaf, PerReplica) else leaf for leaf in leaves]
+            entries = [_entry(leaf, whole=False) for leaf in leaves]
+            small = b"d" + pack(entries)
+            if not self.lockstep.fits(len(small)):
+                noted = [kind if kind in _UNWRAPPED else _ELSEWHERE for kind, _ in entries]
+                small = b"k" + b"".join(noted)
+        messages = self.lockstep.share(f"{call} {nest.describe(structure)}", small)
+        return structure, leaves, [self._read(message) for message in messages]
 
     @staticmethod
     def _read(message: bytes) -> list[tuple[bytes, bytes]]:
@@ -112,8 +112,10 @@ class Regroup:
             OnRank(rank) if kind in elsewhere else decode(kind, data)
             for rank, (kind, data) in enumerate(entries)
         ]
+        # Whether all are known is decided from what rode, so alike on every rank.
+        known = not any(kind in elsewhere for kind, _ in entries)
         values[self.rank] = leaf
-        return PerReplica(leaf, self.rank, tuple(values))
+        return PerReplica(leaf, self.rank, tuple(values), known)
 
     def wrap_input(self, tree: Any) -> Any:
         """Return `tree`, this replica's input, with every leaf as `PerReplica` if the view wraps.
@@ -123,12 +125,12 @@ class Regroup:
         if not self.view.wraps_inputs:
             return tree
         if not self.view.wraps:
-            return nest.map(lambda leaf: PerReplica(leaf, 0, (leaf,)), tree)
+            return nest.map(lambda leaf: PerReplica(leaf, 0, (leaf,), known=True), tree)
         others = [OnRank(rank) for rank in range(self.size)]
 
         def wrap(leaf: Any) -> PerReplica:
             values = (*others[: self.rank], leaf, *others[self.rank + 1 :])
-            return PerReplica(leaf, self.rank, values)
+            return PerReplica(leaf, self.rank, values, known=self.size == 1)
 
         return nest.map(wrap, tree)
 

@@ -57,6 +57,7 @@ class PerReplica(DistributedValues):
       index: The place of this replica among `values`.
       values: What is known of every replica's value; `OnRank` where nothing is. None for a value
         that is not placed yet, as programs make them.
+      known: Whether every rank knows all of them.
 
     Example:
       >>> PerReplica(2.5).local
@@ -68,11 +69,18 @@ class PerReplica(DistributedValues):
       }
     """
 
-    def __init__(self, local: Any, index: int = 0, values: tuple[Any, ...] | None = None):
+    def __init__(
+        self,
+        local: Any,
+        index: int = 0,
+        values: tuple[Any, ...] | None = None,
+        known: bool = False,
+    ):
         """Hold `local`, and what is known of the others."""
         self._local = local
         self._index = index
         self._values = values
+        self._known = known
 
     @property
     def local(self) -> Any:
@@ -82,7 +90,7 @@ class PerReplica(DistributedValues):
     @property
     def known(self) -> bool:
         """Whether every replica's value is here; equal on all ranks."""
-        return self._values is not None and not any(isinstance(v, OnRank) for v in self._values)
+        return self._known
 
     @property
     def values(self) -> tuple[Any, ...]:
@@ -91,16 +99,17 @@ class PerReplica(DistributedValues):
         Raises:
           StructureError: Some are on other ranks still; properties do not communicate.
         """
-        if not self.known:
+        if not self._known or self._values is None:
             raise StructureError(
                 "the values of other replicas are on other ranks. Fetch them first: "
                 "strategy.experimental_local_results(value), on every rank."
             )
-        return self._values or ()
+        return self._values
 
     def fetched(self, values: tuple[Any, ...]) -> None:
         """Keep the values of all replicas, once a collective call has brought them."""
         self._values = values
+        self._known = True
 
     def __repr__(self) -> str:
         """Return ``PerReplica:{...}`` with a line per replica. Never communicates."""

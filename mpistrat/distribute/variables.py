@@ -74,8 +74,9 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
             self.name = f"{name or 'Variable'}:0"
             self.trainable = True if trainable is None else bool(trainable)
             value = initial_value() if callable(initial_value) else initial_value
-            source = as_array(_plain(value), self.name) if not isinstance(value, list) else value
-            self._array = np.array(source, dtype, order="C")
+            source = np.asarray(value) if isinstance(value, list | tuple) else _plain(value)
+            source = np.array(as_array(source, self.name), dtype, order="C")
+            self._array = as_array(source, self.name)
             self.synchronization, self.aggregation = self._kinds(synchronization, aggregation)
         lockstep.session.variables += 1
         self._number = lockstep.session.variables
@@ -271,7 +272,8 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
                 f"{kind} of ON_READ variable {self.name!r} with aggregation SUM has no meaning in "
                 "cross-replica code. Do it in replica code, or assign."
             )
-        array = as_array(np.asarray(value) if isinstance(value, list) else _plain(value), self.name)
+        source = np.asarray(value) if isinstance(value, list | tuple) else _plain(value)
+        array = as_array(source, self.name)
         if array.shape != self.shape:
             raise StructureError(
                 f"{kind} of {self.name!r}: wanted shape {self.shape}, got {array.shape}."

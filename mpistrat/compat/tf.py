@@ -1,0 +1,88 @@
+"""The few ``tf.*`` names that programs for tf.distribute without models need.
+
+``from mpistrat.compat import tf`` instead of ``import tensorflow as tf``. Tensors are NumPy arrays;
+Python numbers become int32 and float32, as they do there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mpistrat.compat import tf_distribute as distribute
+from mpistrat.distribute.context import get_replica_context
+from mpistrat.distribute.variables import Variable, VariableAggregation, VariableSynchronization
+
+__all__ = [
+    "Variable",
+    "VariableAggregation",
+    "VariableSynchronization",
+    "bool",
+    "cast",
+    "constant",
+    "distribute",
+    "float32",
+    "float64",
+    "get_replica_context",
+    "identity",
+    "int32",
+    "int64",
+    "ones",
+    "range",
+    "zeros",
+]
+
+bool = np.bool_
+float32 = np.float32
+float64 = np.float64
+int32 = np.int32
+int64 = np.int64
+_NARROW = {"i": np.int32, "f": np.float32}
+
+
+def constant(value: Any, dtype: Any = None, shape: Any = None) -> Any:
+    """Return a fresh array; Python integers become int32 and Python floats float32.
+
+    Args:
+      value: Number, nested list or array.
+      dtype: Dtype; of arrays their own if None.
+      shape: Shape to fill or reshape to; None for that of `value`.
+
+    Example:
+      >>> constant([1, 2]).dtype
+      dtype('int32')
+    """
+    array = np.array(value)
+    if dtype is None and not hasattr(value, "dtype"):
+        dtype = _NARROW.get(array.dtype.kind)
+    array = array.astype(dtype) if dtype is not None else array
+    if shape is None:
+        return array
+    return np.full(shape, array) if array.size == 1 else array.reshape(shape)
+
+
+def identity(value: Any) -> Any:
+    """Return a copy of `value`, as `constant` makes it."""
+    return constant(value)
+
+
+def cast(value: Any, dtype: Any) -> Any:
+    """Return `value` as an array of `dtype`."""
+    return np.asarray(value).astype(dtype)
+
+
+def zeros(shape: Any, dtype: Any = float32) -> Any:
+    """Return an array of zeros."""
+    return np.zeros(shape, dtype)
+
+
+def ones(shape: Any, dtype: Any = float32) -> Any:
+    """Return an array of ones."""
+    return np.ones(shape, dtype)
+
+
+def range(*args: Any, dtype: Any = None) -> Any:
+    """Return evenly spaced numbers, int32 or float32 unless `dtype` says otherwise."""
+    array = np.arange(*args)
+    return array.astype(dtype or _NARROW[array.dtype.kind])

@@ -1,0 +1,109 @@
+"""N ranks as threads of one process."""
+
+from __future__ import annotations
+
+import contextvars
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from mpistrat.collectives.blame import ranks_text
+from mpistrat.comm.loopback import LoopbackComm, LoopbackWorld
+from mpistrat.comm.world import as_world
+
+__all__ = ["RanksFailed", "run_ranks"]
+
+
+class RanksFailed(AssertionError):
+    """Some ranks raised, or did not end.
+
+    Attributes:
+      errors: What each rank raised; ranks that ended well are missing.
+    """
+
+    def __init__(self, message: str, errors: dict[int, BaseException]):
+        """Keep what each rank raised."""
+        super().__init__(message)
+        self.errors = errors
+
+
+def run_ranks(fn: Callable[..., Any], size: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+    """Call ``fn(comm, *args)`` on `size` ranks, each a thread, and return what each returned.
+
+    In `fn` the group of ranks is also the default one, so programs that make a strategy without
+    naming a communicator run unchanged.
+
+    Args:
+      fn: The program of one rank.
+      size: The number of ranks.
+      args: Further arguments.
+      timeout: Seconds after which ranks that have not ended are a failure.
+
+    Returns:
+      The results in rank order.
+
+    Raises:
+      RanksFailed: A rank raised, or did not end in time; says which, and where they are.
+
+    Example:
+      >>> import mpistrat as ms
+      >>> def program(comm):
+      ...     strategy = ms.MirroredStrategy()
+      ...     return strategy.run(lambda: ms.get_replica_context().all_reduce("sum", 1)).local
+      >>> [int(total) for total in run_ranks(program, 3)]
+      [3, 3, 3]
+    """
+    world = LoopbackWorld(size, patience=timeout)
+    results: list[Any] = [None] * size
+    errors: dict[int, BaseException] = {}
+
+    def body(rank: int) -> None:
+        comm = LoopbackComm(world, rank)
+        try:
+            with as_world(comm):
+                results[rank] = fn(comm, *args)
+        except BaseException as error:
+            errors[rank] = error
+        finally:
+            comm.free()
+
+    threads = [
+        # A fresh context each: ranks must not see each other's strategy.
+        threading.Thread(
+            target=contextvars.Context().run, args=(body, rank), name=f"rank {rank}", daemon=True
+        )
+        for rank in range(size)
+    ]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + timeout + 1
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    stuck = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
+    if stuck or errors:
+        raise RanksFailed(_explain(stuck, errors, threads, timeout), errors)
+    return results
+
+
+def _explain(
+    stuck: list[int],
+    errors: dict[int, BaseException],
+    threads: list[threading.Thread],
+    timeout: float,
+) -> str:
+    lines = []
+    frames = sys._current_frames()
+    for rank in stuck:
+        lines.append(f"rank {rank} has not ended after {timeout:g} s; it is here:")
+        frame = frames.get(threads[rank].ident or -1)
+        lines += traceback.format_stack(frame) if frame is not None else []
+    groups: dict[str, list[int]] = {}
+    for rank, error in sorted(errors.items()):
+        groups.setdefault(f"{type(error).__name__}: {error}", []).append(rank)
+    for text, ranks in groups.items():
+        lines.append(f"{ranks_text(ranks)} raised {text}")
+    lines += ["".join(traceback.format_exception(error)) for error in list(errors.values())[:1]]
+    return "\n".join(lines)

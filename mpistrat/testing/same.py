@@ -1,0 +1,57 @@
+"""Checks that fail on every rank or on none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mpistrat import nest
+from mpistrat.arrays import as_array, label
+from mpistrat.collectives.blame import ranks_text
+from mpistrat.collectives.lockstep import Lockstep
+from mpistrat.comm.session import Session
+from mpistrat.distribute.regroup import select
+from mpistrat.distribute.writes import digest
+
+__all__ = ["same"]
+
+
+def same(comm: Any, value: Any, wanted: Any = None) -> None:
+    """Fail on every rank unless all ranks hold the same bits, and these equal `wanted`.
+
+    Collective over `comm`. Cost: the proof, with a digest per leaf.
+
+    Args:
+      comm: An mpi4py intracommunicator or a `Comm`.
+      value: Tree of arrays or numbers.
+      wanted: A tree of the same structure with the right values, or None to compare ranks only.
+
+    Raises:
+      AssertionError: Somewhere they differ; says on which ranks and in which leaf.
+    """
+    lockstep = Lockstep(Session.on(comm))
+    leaves, structure = nest.flatten(select(value))
+    paths = nest.path_names(structure)
+    arrays = [as_array(leaf, path) for leaf, path in zip(leaves, paths, strict=True)]
+    wrong = b""
+    if wanted is not None:
+        goals = nest.flatten(select(wanted))[0]
+        for array, goal, path in zip(arrays, goals, paths, strict=True):
+            if not np.array_equal(array, goal, equal_nan=array.dtype.kind in "fc"):
+                wrong = f"{label(path)} is {array}, wanted {goal}".encode()
+                break
+    prints = b"".join(
+        digest(array) + digest(np.frombuffer(str((array.dtype, array.shape)).encode(), np.uint8))
+        for array in arrays
+    )
+    rows = lockstep.share(f"same {nest.describe(structure)}", prints)
+    complaints = lockstep.texts(wrong)
+    for i, path in enumerate(paths):
+        cells = [row[32 * i : 32 * i + 32] for row in rows]
+        differ = [rank for rank, cell in enumerate(cells) if cell != cells[0]]
+        if differ:
+            raise AssertionError(f"{label(path)} differs from rank 0's on {ranks_text(differ)}.")
+    found = [f"rank {rank}: {text.decode()}" for rank, text in enumerate(complaints) if text]
+    if found:
+        raise AssertionError("\n".join(found))
