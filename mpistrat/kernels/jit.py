@@ -1,0 +1,218 @@
+"""The one door to Numba, opened by the first call of a kernel and not before.
+
+A kernel is a module-level function under `kernel`, with a NumPy twin that does the same work::
+
+    @helper                                  # a part of kernels; no twin, no use of its own
+    def _square(x): return x * x
+
+    def _squares_twin(values, out): out[...] = values * values
+
+    @kernel(_squares_twin)
+    def squares(values, out):
+        for i in range(values.size):
+            out[i] = _square(values[i])      # kernels and helpers call each other by name
+
+The first call in a process decides for all kernels: compiled, or twins everywhere if Numba is not
+wanted (`mpistrat.options`) or cannot be imported. `compiling` tells which; ranks that must agree
+on the bits of a result have to agree on it.
+
+Two rules for who writes one. Module level only: Numba's cache on disk never finds a closure again.
+A helper lives in the module of the kernels that call it: the cache watches that one file for edits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any, Generic, ParamSpec, TypeVar, final
+
+from mpistrat import options
+
+__all__ = ["Kernel", "compiling", "helper", "kernel"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@final
+class Kernel(Generic[P, R]):
+    """A function that runs compiled, or as its NumPy twin.
+
+    Attributes:
+      twin: The NumPy function of the same arguments and the same meaning.
+    """
+
+    def __init__(self, function: Callable[P, R], twin: Callable[P, R]):
+        """Keep both forms; nothing is compiled, and Numba is not imported."""
+        functools.update_wrapper(self, function)
+        self.twin = twin
+        self._function = function
+        self._run: Callable[P, R] = self._first_run
+        self._compiled: Callable[P, R] | None = None
+        self._lock = threading.Lock()
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run the form that this process uses."""
+        return self._run(*args, **kwargs)
+
+    def _first_run(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        # From here on a call costs no decision any more.
+        self._run = self.compiled() if compiling() else self.twin
+        return self._run(*args, **kwargs)
+
+    def compiled(self) -> Callable[P, R]:
+        """Return Numba's form of the function, whatever the options say.
+
+        Machine code is made, or loaded from Numba's cache on disk, when the result is first called
+        with arguments of new types.
+
+        Raises:
+          ImportError: Numba cannot be imported.
+
+        Cost: About a second for the first call in a process, which imports Numba.
+        """
+        with self._lock:
+            if self._compiled is None:
+                self._compiled = _compile(self._function)
+            return self._compiled
+
+
+def kernel(twin: Callable[P, R]) -> Callable[[Callable[P, R]], Kernel[P, R]]:
+    """Make a decorator that turns a module-level function into a kernel.
+
+    Args:
+      twin: Does the same in NumPy, with the same arguments: the fallback and the oracle.
+
+    Returns:
+      A decorator that returns a `Kernel`, to be called like the function.
+
+    Example:
+      >>> import numpy as np
+      >>> def twin(values):
+      ...     return values.sum()
+      >>> def loop(values):
+      ...     total = 0.0
+      ...     for value in values:
+      ...         total += value
+      ...     return total
+      >>> total = kernel(twin)(loop)
+      >>> float(total.twin(np.ones(3)))
+      3.0
+    """
+
+    def decorate(function: Callable[P, R]) -> Kernel[P, R]:
+        return Kernel(function, twin)
+
+    return decorate
+
+
+def helper(function: Callable[P, R]) -> Kernel[P, R]:
+    """Turn a module-level function into a part that kernels of its module call by name.
+
+    It has no twin of its own, as only compiled kernels reach it: without Numba the twin of the
+    kernel runs in the kernel's place.
+
+    Example:
+      >>> def twice(x):
+      ...     return x + x
+      >>> helper(twice).twin(4)
+      8
+    """
+    return Kernel(function, function)
+
+
+@functools.cache
+def compiling() -> bool:
+    """Return whether this process runs compiled kernels; decided once, then kept.
+
+    Warns:
+      RuntimeWarning: Numba is wanted but cannot be imported; said once.
+
+    Cost: The first call imports Numba, if the options want it.
+    """
+    if not options.read().numba:
+        return False
+    try:
+        _numba()
+    except Exception as error:  # a broken Numba may also raise OSError, SystemError and others
+        warnings.warn(
+            f"Numba cannot be imported ({type(error).__name__}: {error}); mpistrat uses its NumPy "
+            "twins, which are slower. Install numba, or set MPISTRAT_NUMBA=0 to choose them.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        return False
+    return True
+
+
+@functools.cache
+def _numba() -> Any:
+    # import_module: Numba's annotations are partial, and mypy must pass where it is not installed.
+    numba = importlib.import_module("numba")
+    # Compiled code that names a Kernel means its compiled form.
+    typeof = importlib.import_module("numba.extending").typeof_impl
+    typeof.register(Kernel)(_typeof_kernel)
+    return numba
+
+
+def _typeof_kernel(value: Kernel[..., Any], context: object) -> Any:
+    return _numba().typeof(value.compiled())
+
+
+def _compile(function: Callable[P, R]) -> Callable[P, R]:
+    numba = _numba()
+    try:
+        compiled = numba.njit(nogil=True, cache=True)(function)
+    except RuntimeError as error:
+        if "cannot cache" not in str(error):
+            raise
+        # A read-only installation of a user without a writable home: each process compiles.
+        return numba.njit(nogil=True)(function)  # type: ignore[no-any-return]  # untyped import
+    cache: Any = getattr(compiled, "_cache", None)  # absent under NUMBA_DISABLE_JIT
+    if hasattr(cache, "_cache_file"):
+        cache._cache_file = _CacheFiles(cache._cache_file)
+    return compiled  # type: ignore[no-any-return]  # untyped import
+
+
+@final
+class _CacheFiles:
+    """Numba's cache files of one function, kept apart by signature, and never fatal.
+
+    Numba keeps one index per function and numbers the code files. Two ranks that compile different
+    signatures at once both take number 1, and afterwards the index of one names the code of the
+    other. With an index per signature they can only write the same thing. A file that is torn, or
+    cannot be read or written, costs a compilation and nothing else.
+    """
+
+    def __init__(self, whole: Any):
+        self._whole = whole
+
+    def _file(self, key: tuple[Any, ...]) -> Any:
+        # The key holds types, processor and bytecode; their text is the same in every process.
+        digest = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
+        index = self._whole._index_name.removesuffix(".nbi")
+        return type(self._whole)(
+            self._whole._cache_path, f"{index}-{digest}", self._whole._source_stamp
+        )
+
+    def load(self, key: tuple[Any, ...]) -> Any:
+        file = self._file(key)
+        try:
+            return file.load(key)
+        except Exception:  # torn bytes make the reader raise almost anything
+            with contextlib.suppress(OSError):
+                file.flush()
+            return None
+
+    def save(self, key: tuple[Any, ...], data: Any) -> None:
+        # Disk full, read-only, or a torn index that could not be replaced: the code still runs.
+        with contextlib.suppress(Exception):
+            self._file(key).save(key, data)
+
+    def flush(self) -> None:
+        """Do nothing: whoever recompiles overwrites the file of that signature."""

@@ -1,0 +1,51 @@
+"""Reduce operations by name.
+
+The names SUM and MEAN are those of ``tf.distribute.ReduceOp``; MIN, MAX and PROD are additions.
+"""
+
+from __future__ import annotations
+
+import enum
+
+__all__ = ["ReduceOp"]
+
+
+class ReduceOp(enum.Enum):
+    """How the values of several replicas become one.
+
+    ``MEAN`` is weighted wherever a count or a weight is known. ``MIN`` and ``MAX`` propagate NaN,
+    as `numpy.minimum` and `numpy.maximum` do.
+
+    Example:
+      >>> ReduceOp.parse("mean")
+      <ReduceOp.MEAN: 'MEAN'>
+    """
+
+    SUM = "SUM"
+    MEAN = "MEAN"
+    MIN = "MIN"
+    MAX = "MAX"
+    PROD = "PROD"
+
+    @classmethod
+    def parse(cls, op: ReduceOp | str) -> ReduceOp:
+        """Return the operation that `op` names.
+
+        Args:
+          op: A `ReduceOp`, or its name in any case.
+
+        Raises:
+          ValueError: The name is unknown.
+          TypeError: `op` is neither.
+        """
+        if isinstance(op, cls):
+            return op
+        if isinstance(op, str):
+            try:
+                return cls(op.upper())
+            except ValueError:
+                known = ", ".join(member.value for member in cls)
+                raise ValueError(f"{op!r} is not a valid ReduceOp. Known: {known}.") from None
+        raise TypeError(
+            f"reduce_op must be a ReduceOp or its name, not {op!r} ({type(op).__name__})."
+        )

@@ -1,0 +1,187 @@
+"""The door to Numba: when it opens, what runs without it, and its cache on disk."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mpistrat.kernels import jit
+
+ROOT = Path(__file__).parents[3]
+
+MODULE = """
+import numpy as np
+from mpistrat.kernels import jit
+
+@jit.helper
+def square(x):
+    return x * x
+
+def sum_twin(values):
+    return values.sum()
+
+@jit.kernel(sum_twin)
+def sum_all(values):
+    total = values.dtype.type(0)
+    for value in values:
+        total += value
+    return total
+
+def squares_twin(values):
+    return 1000 + (values * values).sum()   # recognisable, so wrong on purpose
+
+@jit.kernel(squares_twin)
+def squares(values):
+    out = np.empty_like(values)
+    for i in range(values.size):
+        out[i] = square(values[i])
+    return sum_all(out)
+"""
+
+
+def twin(values):
+    return values.sum() + 0.5
+
+
+def loop(values):
+    total = 0.0
+    for value in values:
+        total += value
+    return total
+
+
+@pytest.fixture
+def program(tmp_path):
+    """Run a program beside a module with kernels, in a process and a cache directory of its own."""
+    (tmp_path / "kernels_here.py").write_text(MODULE)
+    (tmp_path / "cache").mkdir()
+
+    def start(code: str, **env: str) -> subprocess.Popen[str]:
+        path = os.pathsep.join([str(tmp_path), str(ROOT)])
+        env = {"PYTHONPATH": path, "NUMBA_CACHE_DIR": str(tmp_path / "cache")} | env
+        kept = {name: value for name, value in os.environ.items() if "MPISTRAT" not in name}
+        return subprocess.Popen(
+            [sys.executable, "-W", "error", "-c", "import sys, numpy as np\n" + code],
+            env=kept | env,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+
+    def run(code: str, **env: str) -> list[str]:
+        process = start(code, **env)
+        text = process.communicate(timeout=60)[0]
+        assert process.returncode == 0, text
+        return text.split()
+
+    run.start = start
+    run.cache = tmp_path / "cache"
+    return run
+
+
+CALL = "from kernels_here import *\nprint(squares(np.arange(4, dtype={dtype!r})))\n"
+HITS = "print(sum(squares.compiled().stats.cache_hits.values()))\n"
+
+
+class TestKernel:
+    def test_both_forms_and_the_call_agree_with_their_oracles(self):
+        total = jit.kernel(twin)(loop)
+        values = np.array([1.0, 2.0, 4.0])
+        assert total.twin(values) == 7.5
+        assert total.compiled()(values) == 7.0
+        assert total(values) == (7.0 if jit.compiling() else 7.5)
+        assert total.compiled() is total.compiled()
+
+    def test_it_keeps_the_name_and_the_docstring(self):
+        def documented():
+            """Say something."""
+
+        made = jit.kernel(documented)(documented)
+        assert made.__name__ == "documented"
+        assert made.__doc__ == "Say something."
+
+    def test_compiled_code_without_a_place_for_a_cache_works(self):
+        # Numba has no file to put a cache beside, as in a read-only installation without a home.
+        names: dict = {}
+        exec("def triple(x):\n    return 3 * x", names)
+        assert jit.kernel(names["triple"])(names["triple"]).compiled()(5) == 15
+
+
+class TestDoor:
+    def test_importing_and_decorating_leave_numba_alone(self, program):
+        assert program("import kernels_here\nprint('numba' in sys.modules)") == ["False"]
+
+    def test_kernels_call_helpers_and_kernels(self, program):
+        assert program(CALL.format(dtype="f8")) == ["14.0"]
+
+    def test_the_option_chooses_twins_without_numba(self, program):
+        code = CALL.format(dtype="f8") + "print('numba' in sys.modules, jit.compiling())"
+        assert program(code, MPISTRAT_NUMBA="0") == ["1014.0", "False", "False"]
+
+    def test_without_numba_twins_run_after_one_warning(self, program):
+        code = """
+import warnings
+sys.modules["numba"] = None
+from kernels_here import *
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    print(squares(np.arange(4.0)), sum_all(np.arange(4.0)))
+print(len(said), "Install" in str(said[0].message))
+"""
+        assert program(code) == ["1014.0", "6.0", "1", "True"]
+
+    def test_the_choice_is_made_once(self, program):
+        code = """
+import os
+from kernels_here import *
+print(sum_all(np.arange(4.0)))
+os.environ["MPISTRAT_NUMBA"] = "1"
+print(squares(np.arange(4.0)))
+"""
+        assert program(code, MPISTRAT_NUMBA="0") == ["6.0", "1014.0"]
+
+    def test_numba_switched_off_by_its_own_variable_runs_the_loop(self, program):
+        assert program(CALL.format(dtype="f8"), NUMBA_DISABLE_JIT="1") == ["14.0"]
+
+
+class TestCache:
+    def test_a_second_process_compiles_nothing(self, program):
+        assert program(CALL.format(dtype="f8") + HITS) == ["14.0", "0"]
+        assert program(CALL.format(dtype="f8") + HITS) == ["14.0", "1"]
+
+    @pytest.mark.parametrize("damage", ["torn", "garbage"])
+    def test_damaged_files_cost_a_compilation_only(self, program, damage):
+        program(CALL.format(dtype="f8"))
+        files = [path for path in program.cache.rglob("*") if path.suffix in (".nbi", ".nbc")]
+        assert files
+        for path in files:
+            old = path.read_bytes()
+            new = {"torn": old[: len(old) // 2], "garbage": b"\x93" * len(old)}
+            path.write_bytes(new[damage])
+        assert program(CALL.format(dtype="f8") + HITS) == ["14.0", "0"]
+        assert program(CALL.format(dtype="f8") + HITS) == ["14.0", "1"]  # and is whole again
+
+    def test_processes_that_compile_different_types_at_once_do_not_mix_them_up(self, program):
+        both = [program.start(CALL.format(dtype=dtype)) for dtype in ("f8", "i8")]
+        assert [process.communicate(timeout=60)[0] for process in both] == ["14.0\n", "14\n"]
+        code = CALL.format(dtype="f8") + "print(squares(np.arange(4)))\n" + HITS
+        assert program(code) == ["14.0", "14", "2"]
+        # A shared index is what they could have overwritten for each other.
+        assert len(list(program.cache.rglob("*squares*.nbi"))) == 2
+
+    def test_a_cache_that_cannot_be_written_does_not_matter(self, program):
+        code = """
+import errno
+from kernels_here import *
+from numba.core import caching
+def full(self, path):
+    raise OSError(errno.ENOSPC, "no space left on device")
+caching.IndexDataCacheFile._open_for_write = full
+"""
+        assert program(code + CALL.format(dtype="f8") + HITS) == ["14.0", "0"]
+        assert not list(program.cache.rglob("*.nb?"))
