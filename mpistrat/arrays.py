@@ -78,8 +78,8 @@ def _convert(value: Any, path: str) -> Array:
             return np.asarray(value)
         if hasattr(value, "__dlpack__"):
             return np.from_dlpack(value)
-        if isinstance(value, memoryview | bytearray):
-            return np.asarray(value)
+        if not isinstance(value, str | bytes | None):
+            return np.asarray(memoryview(value))
     except (TypeError, ValueError, RuntimeError, BufferError) as error:
         raise LeafTypeError(
             f"{label(path)} ({type(value).__name__}) cannot be seen as an array: {error}"

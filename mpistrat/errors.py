@@ -18,6 +18,7 @@ The tree; each class is also the built-in it refines, so code that knows only th
 from __future__ import annotations
 
 import builtins
+import contextlib
 import functools
 
 __all__ = [
@@ -133,6 +134,9 @@ def remote_error(
     """
     for name in names:
         found = _remote_class(name)
-        if found is not None:
+        if found is None:
+            continue
+        # Some built-ins cannot be made from a message alone, such as exception groups.
+        with contextlib.suppress(TypeError):
             return found(message, rank, kind, remote_traceback)
     return RemoteError(message, rank, kind, remote_traceback)

@@ -88,13 +88,28 @@ def _place(error: BaseException) -> str:
     return f"{Path(last.filename).name}:{last.lineno} ({last.name})"
 
 
+def _text(error: BaseException) -> str:
+    # An exception in here would leave the other ranks waiting for this one's text.
+    try:
+        return str(error)
+    except Exception as worse:
+        return f"<no text: its __str__ raised {type(worse).__name__}>"
+
+
+def _traceback(error: BaseException) -> str:
+    try:
+        return "".join(traceback.format_exception(error))
+    except Exception:
+        return "".join(traceback.format_tb(error.__traceback__))
+
+
 def _report(error: BaseException) -> bytes:
     known: dict[str, Any] = {
         "kind": type(error).__name__,
         "builtins": [c.__name__ for c in type(error).__mro__ if c.__module__ == "builtins"],
-        "text": str(error),
+        "text": _text(error),
         "place": _place(error),
-        "traceback": "".join(traceback.format_exception(error)),
+        "traceback": _traceback(error),
     }
     return json.dumps(known).encode()
 

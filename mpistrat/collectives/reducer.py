@@ -31,6 +31,8 @@ _FOLDS: dict[ReduceOp, Callable[..., Any]] = {
     ReduceOp.MIN: np.minimum,
     ReduceOp.MAX: np.maximum,
 }
+# Whole numbers up to here are exact in float32.
+_EXACT = 2**24
 _MPI_NAMES = {op: op.value for op in ReduceOp} | {ReduceOp.MEAN: "SUM"}
 
 
@@ -62,7 +64,7 @@ class Reducer:
         self.comm = lockstep.comm
 
     def all_reduce(
-        self, call: str, op: ReduceOp, parts: Sequence[Part], scaled: bool = False
+        self, call: str, op: ReduceOp, parts: Sequence[Part], weigh: bool = False
     ) -> list[Array]:
         """Fold every leaf over all ranks.
 
@@ -72,29 +74,40 @@ class Reducer:
           call: The text of the call; shapes and dtypes of the parts are added to it.
           op: The fold. MEAN divides by the sum of the weights.
           parts: One per leaf; equal shapes and dtypes on all ranks.
-          scaled: The values are sums over their examples already (not means to be weighted).
+          weigh: Multiply the values by their weights first; otherwise they are sums over their
+            examples already.
 
         Returns:
           One fresh array per leaf, of the form's result dtype, with the same bits on all ranks.
         """
-        wires = [_wire(op, part, scaled) for part in parts]
-        weights = struct.pack(f"<{len(parts)}d", *(part.weight for part in parts))
-        header = weights if op is ReduceOp.MEAN else b""
-        text = f"{call} {', '.join(spec_text(part.value) for part in parts)}"
-        payload = sum(wire.nbytes for wire in wires)
-        if self.lockstep.fits(len(header) + payload):
-            smalls = self.lockstep.share(text, header + b"".join(w.tobytes() for w in wires))
-            totals = _fold_frames(op, wires, smalls, len(header))
-        else:
-            outs = [np.empty(wire.shape, wire.dtype) for wire in wires]
-            smalls = self.lockstep.share(text, header)
-            totals = self._native(op, wires, outs)
-        if op is ReduceOp.MEAN:
-            totals = _divide(totals, [small[: len(header)] for small in smalls])
-        return [
-            total.astype(part.form.result, copy=False)
-            for total, part in zip(totals, parts, strict=True)
-        ]
+        with self.lockstep.preparing(call), np.errstate(all="ignore"):
+            wires = [_wire(op, part, weigh) for part in parts]
+            text = f"{call} {', '.join(spec_text(part.value) for part in parts)}"
+            header = b""
+            if op is ReduceOp.MEAN:
+                header = struct.pack(f"<{len(parts)}d", *(part.weight for part in parts))
+            small = self.lockstep.fits(len(header) + sum(wire.nbytes for wire in wires))
+            outs = [] if small else [np.empty(wire.shape, wire.dtype) for wire in wires]
+        riding = b"".join(wire.tobytes() for wire in wires) if small else b""
+        smalls = self.lockstep.share(text, header + riding)
+        scales = _scales(smalls, len(parts)) if header else None
+        with np.errstate(all="ignore"):
+            if small:
+                totals = _fold_frames(op, wires, smalls, len(header), scales if weigh else None)
+            else:
+                if weigh and scales is not None:
+                    for wire, scale in zip(wires, scales[self.comm.rank], strict=True):
+                        np.multiply(wire, wire.dtype.type(scale), out=wire)
+                totals = self._native(op, wires, outs)
+            if scales is not None:
+                totals = [
+                    np.asarray(total / total.dtype.type(math.fsum(scales[:, i])))
+                    for i, total in enumerate(totals)
+                ]
+            return [
+                total.astype(part.form.result, copy=False)
+                for total, part in zip(totals, parts, strict=True)
+            ]
 
     def _native(self, op: ReduceOp, wires: list[Array], outs: list[Array]) -> list[Array]:
         sends, recvs = wires, outs
@@ -190,36 +203,41 @@ def _cut(small: bytes, counts: Array, sends: list[Array], index: int) -> bytes:
     return small[begin : begin + sizes[index]]
 
 
-def _wire(op: ReduceOp, part: Part, scaled: bool) -> Array:
+def _wire(op: ReduceOp, part: Part, weigh: bool) -> Array:
     dtype = part.form.wire
     if part.weight == 0 and op is ReduceOp.MEAN:
         return np.zeros(part.value.shape, dtype)
-    if op is ReduceOp.MEAN and not scaled and part.weight != 1:
-        return np.asarray(np.multiply(part.value, dtype.type(part.weight), dtype=dtype), order="C")
+    if weigh:  # a copy, to be multiplied once all weights are known
+        return np.array(part.value, dtype, order="C")
     return np.asarray(part.value, dtype, order="C")
 
 
-def _fold_frames(op: ReduceOp, wires: list[Array], smalls: list[bytes], start: int) -> list[Array]:
+def _scales(smalls: list[bytes], count: int) -> Array:
+    """Return every rank's weights (rows) of every leaf (columns), as far as they matter.
+
+    Counts stay what they are: their products with values lose least. Other weights are taken
+    relative to the largest, so that they keep within the range of float32 whatever they are.
+    """
+    table = np.array([np.frombuffer(small[: 8 * count], np.float64) for small in smalls])
+    counts = (table <= _EXACT) & (table == np.floor(table))
+    largest = table.max(axis=0)
+    scales: Array = table / np.where(counts.all(axis=0) | (largest == 0), 1, largest)
+    return scales
+
+
+def _fold_frames(
+    op: ReduceOp, wires: list[Array], smalls: list[bytes], start: int, scales: Array | None
+) -> list[Array]:
     totals = []
-    with np.errstate(all="ignore"):
-        for wire in wires:
-            stop = start + wire.nbytes
-            everyones = np.frombuffer(b"".join(s[start:stop] for s in smalls), wire.dtype)
-            stacked = everyones.reshape(len(smalls), wire.size)
-            total = stacked[0].copy()
-            for other in stacked[1:]:
-                _FOLDS[op](total, other, out=total)
-            totals.append(total.reshape(wire.shape))
-            start = stop
+    for i, wire in enumerate(wires):
+        stop = start + wire.nbytes
+        everyones = np.frombuffer(b"".join(s[start:stop] for s in smalls), wire.dtype)
+        stacked = everyones.reshape(len(smalls), wire.size)
+        if scales is not None:
+            stacked = stacked * scales[:, i : i + 1].astype(wire.dtype)
+        total = stacked[0].copy()
+        for other in stacked[1:]:
+            _FOLDS[op](total, other, out=total)
+        totals.append(total.reshape(wire.shape))
+        start = stop
     return totals
-
-
-def _divide(totals: list[Array], weights: list[bytes]) -> list[Array]:
-    table = np.array([np.frombuffer(w, np.float64) for w in weights])
-    means = []
-    with np.errstate(all="ignore"):
-        for i, total in enumerate(totals):
-            # fsum: the sum of the weights is exact, whatever their order.
-            divisor = math.fsum(table[:, i])
-            means.append(np.asarray(total / total.dtype.type(divisor)))
-    return means

@@ -26,7 +26,7 @@ def _array(value: Any) -> bytes | None:
     token = array.dtype.str if array.dtype.kind != "V" else array.dtype.name
     if array.dtype.hasobject or array.dtype.names is not None:
         return None
-    head = f"{token}|{','.join(map(str, array.shape))}|".encode()
+    head = f"{token};{','.join(map(str, array.shape))};".encode()
     return head + array.tobytes()
 
 
@@ -86,7 +86,7 @@ def decode(kind: bytes, data: bytes) -> Any:
         return data.decode()
     if kind == b"p":
         return pickle.loads(data)
-    token, shape, raw = data.split(b"|", 2)
+    token, shape, raw = data.split(b";", 2)
     sizes = [int(n) for n in shape.split(b",")] if shape else []
     array = np.frombuffer(raw, np.dtype(token.decode())).reshape(sizes).copy()
     return array[()] if kind == b"g" else array

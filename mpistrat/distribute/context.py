@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 from mpistrat import nest
-from mpistrat.arrays import as_array, finish, is_scalar, label
+from mpistrat.arrays import as_array, finish, label
 from mpistrat.collectives.forms import form
 from mpistrat.collectives.reducer import Part
 from mpistrat.distribute.default import current_strategy, default_strategy
@@ -52,7 +53,8 @@ def in_cross_replica_context() -> bool:
     return mode is not None and mode.replica is None
 
 
-def get_replica_context() -> ReplicaContext | None:
+# "| Any", not "| None": in replica code, where it is of use, it never is None.
+def get_replica_context() -> ReplicaContext | Any:
     """Return the context of the replica that runs this code; None in cross-replica code.
 
     Outside of any strategy it is the context of the default strategy's one replica.
@@ -168,14 +170,15 @@ class ReplicaContext:
             weighted = _weight(op, weight)
             leaves, structure = nest.flatten(select(value))
             if parts.view is ALONE:
-                self._strategy.note_alone("all_reduce")
+                _note_alone(self._strategy, "all_reduce")
                 return nest.unflatten(structure, [_plain(leaf) for leaf in leaves])
             contributions = _contributions(op, leaves, nest.path_names(structure), weighted)
         if not leaves:
             return value
         how = op.value if weight is None else f"{op.value} weighted"
         call = f"all_reduce({how}, {nest.describe(structure)})"
-        totals = parts.reducer.all_reduce(call, op, contributions)
+        weigh = weight is not None
+        totals = parts.reducer.all_reduce(call, op, contributions, weigh=weigh)
         return nest.unflatten(structure, list(map(finish, totals, leaves)))
 
     def all_gather(self, value: Any, axis: int) -> Any:
@@ -206,7 +209,7 @@ class ReplicaContext:
         self._enter("all_gather")
         parts = self._strategy.parts
         if parts.view is ALONE:
-            self._strategy.note_alone("all_gather")
+            _note_alone(self._strategy, "all_gather")
         return gather(parts, "all_gather", select(value), axis)
 
     def merge_call(
@@ -246,14 +249,24 @@ class ReplicaContext:
         return select(merged)
 
 
+def _note_alone(strategy: Strategy, what: str) -> None:
+    # OneDeviceStrategy was chosen; the default strategy may be an oversight.
+    if strategy is default_strategy():
+        strategy.note_alone(what)
+
+
 def _weight(op: ReduceOp, weight: float | None) -> float:
     if weight is None:
         return 1.0
     if op is not ReduceOp.MEAN:
         raise ValueError(f"weight is for MEAN; {op.value} has none.")
-    if not is_scalar(weight) or not math.isfinite(weight) or weight < 0:
+    try:
+        number = float(weight)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number) or number < 0:
         raise ValueError(f"weight must be a number of examples, 0 or more, not {weight!r}.")
-    return float(weight)
+    return number
 
 
 def _contributions(
@@ -273,8 +286,9 @@ def _plain(leaf: Any) -> Any:
 def gather(parts: Parts, name: str, value: Any, axis: int) -> Any:
     """Concatenate this rank's `value` with the others'; see `ReplicaContext.all_gather`."""
     with parts.lockstep.preparing(name):
-        if not isinstance(axis, int) or isinstance(axis, bool):
+        if isinstance(axis, bool) or not hasattr(axis, "__index__"):
             raise TypeError(f"{name}: axis must be an integer, not {axis!r}.")
+        axis = operator.index(axis)
         leaves, structure = nest.flatten(value)
         paths = nest.path_names(structure)
         arrays = [as_array(leaf, path) for leaf, path in zip(leaves, paths, strict=True)]

@@ -113,7 +113,7 @@ def reduce_over_axis(parts: Parts, reduce_op: Any, value: Any, axis: Any) -> Any
     call = f"reduce({op.value}, axis={axis!r}, {nest.describe(structure)})"
     if op in (ReduceOp.MIN, ReduceOp.MAX):
         _refuse_nothing(parts, call, contributions, paths)
-    totals = parts.reducer.all_reduce(call, op, contributions, scaled=True)
+    totals = parts.reducer.all_reduce(call, op, contributions)
     return nest.unflatten(structure, [total[()] for total in totals])
 
 

@@ -165,15 +165,18 @@ class Regroup:
             message = pack([encode(value, whole=True) for value in mine])
         self.lockstep.prove(f"experimental_local_results of {len(unknown)} values")
         rows = [unpack(text) for text in self.lockstep.texts(message)]
-        found: dict[int, tuple[Any, ...]] = {}
-        for i, leaf in enumerate(unknown):
-            values = [
-                decode(*row[i]) if rank != self.rank else mine[i] for rank, row in enumerate(rows)
+        with self.lockstep.preparing("experimental_local_results"):
+            columns = [
+                tuple(mine[i] if r == self.rank else decode(*row[i]) for r, row in enumerate(rows))
+                for i in range(len(unknown))
             ]
-            found[id(leaf)] = tuple(values)
+        if any(kind == b"p" for row in rows for kind, _ in row):
+            # An object may be packed on its rank and fail to be unpacked on another.
+            self.lockstep.prove("experimental_local_results, unpacked")
+        for leaf, column in zip(unknown, columns, strict=True):
             if _is_per(leaf):
-                leaf.fetched(found[id(leaf)])
-        return found
+                leaf.fetched(column)
+        return {id(leaf): column for leaf, column in zip(unknown, columns, strict=True)}
 
 
 def _is_per(leaf: Any) -> bool:

@@ -345,9 +345,7 @@ class Strategy:
 
     def note_alone(self, what: str) -> None:
         """Warn, once, if replica code communicates where no strategy is, in a job of many ranks."""
-        if self._warned or self.parts.lockstep.comm.size < size_of_job():
-            return
-        if size_of_job() > 1:
+        if not self._warned and size_of_job() > 1:
             self._warned = True
             warnings.warn(
                 f"{what} was called under {self!r}, which never communicates, in a job of "

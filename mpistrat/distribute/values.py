@@ -7,6 +7,7 @@ other ranks until `Strategy.experimental_local_results` has fetched them.
 from __future__ import annotations
 
 import abc
+import operator
 from typing import Any, final
 
 import numpy as np
@@ -171,12 +172,30 @@ class Mirrored(DistributedValues, np.lib.mixins.NDArrayOperatorsMixin):
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         """Apply a NumPy function to the value."""
+        if any(isinstance(out, Mirrored) for out in kwargs.get("out", ())):
+            raise TypeError("a Mirrored value cannot be written to; use value.numpy() for a copy.")
         plain = [i.local if isinstance(i, Mirrored) else i for i in inputs]
         return getattr(ufunc, method)(*plain, **kwargs)
 
     def __getitem__(self, key: Any) -> Any:
         """Return a part of the value."""
         return self._value[key]
+
+    def __len__(self) -> int:
+        """Return the length of the value's first axis."""
+        return len(self._value)
+
+    def __iter__(self) -> Any:
+        """Iterate over the value's first axis."""
+        return iter(self._value)
+
+    def __bool__(self) -> bool:
+        """Return the truth of the value."""
+        return bool(self._value)
+
+    def __index__(self) -> int:
+        """Return the value as an index."""
+        return operator.index(self._value)
 
     def __float__(self) -> float:
         """Return the value as a float."""

@@ -78,10 +78,11 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
             source = np.array(as_array(source, self.name), dtype, order="C")
             self._array = as_array(source, self.name)
             self.synchronization, self.aggregation = self._kinds(synchronization, aggregation)
-        lockstep.session.variables += 1
-        self._number = lockstep.session.variables
+        # Counted only once the proof has passed: a creation that failed must not leave ranks apart.
+        self._number = lockstep.session.variables + 1
         kinds = f"{self.synchronization.name}, {self.aggregation.name}"
         lockstep.prove(f"Variable({self._spec()}, {kinds})")
+        lockstep.session.variables = self._number
         lockstep.comm.bcast(self._array, 0)
 
     def _kinds(

@@ -7,7 +7,6 @@ same number of steps.
 
 from __future__ import annotations
 
-import itertools
 import secrets
 import struct
 from collections.abc import Callable, Iterator
@@ -61,16 +60,17 @@ class DistributedDataset:
         self._dataset = dataset
         self._door = door
         self._cut = cut
-        self._epochs = itertools.count()
+        self._epoch = 0
 
     def __iter__(self) -> DistributedIterator:
         """Return an iterator over the next epoch. Unseeded shuffles take rank 0's seed."""
         self._door.check()
-        epoch = next(self._epochs)
+        epoch = self._epoch
         needed = self._dataset.seeds_needed
         seeds = np.array([secrets.randbits(62) for _ in range(needed)], np.int64)
         call = f"iter(dataset) epoch {epoch}"
         first = self._door.lockstep.share(call, seeds.tobytes())[0]
+        self._epoch += 1
         shared = np.frombuffer(first, np.int64).tolist() if self._cut else seeds.tolist()
         return DistributedIterator(self._elements(epoch, shared), self._door, self._cut)
 
@@ -149,7 +149,7 @@ class DistributedIterator:
         told = [_STEP.unpack(s) for s in self._door.lockstep.share(call, small, failure)]
         if not any(has for has, _, _ in told):
             return False, None
-        self._check_rows(call, [rows for has, _, rows in told if has])
+        self._check_rows(call, [rows if has else 0 for has, _, rows in told])
         if any(lost for _, lost, _ in told):
             self._learn(item is not None)
         return True, self._empty if item is None else item[1]
@@ -163,8 +163,8 @@ class DistributedIterator:
         if self._cut and len(set(rows)) > 1:
             self._door.lockstep.fail(
                 LockstepError(
-                    f"{call}: the ranks read global batches of different sizes {rows}, so they do "
-                    "not hold the same dataset. Give every rank the same one, or use "
+                    f"{call}: the ranks read global batches of different sizes {rows} (0: the "
+                    "end), so they do not hold the same dataset. Give every rank the same one, or use "
                     "distribute_datasets_from_function for a dataset per rank."
                 )
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -31,27 +32,26 @@ def same(comm: Any, value: Any, wanted: Any = None) -> None:
       AssertionError: Somewhere they differ; says on which ranks and in which leaf.
     """
     lockstep = Lockstep(Session.on(comm))
-    leaves, structure = nest.flatten(select(value))
-    paths = nest.path_names(structure)
-    arrays = [as_array(leaf, path) for leaf, path in zip(leaves, paths, strict=True)]
-    wrong = b""
-    if wanted is not None:
-        goals = nest.flatten(select(wanted))[0]
-        for array, goal, path in zip(arrays, goals, paths, strict=True):
-            if not np.array_equal(array, goal, equal_nan=array.dtype.kind in "fc"):
-                wrong = f"{label(path)} is {array}, wanted {goal}".encode()
-                break
-    prints = b"".join(
-        digest(array) + digest(np.frombuffer(str((array.dtype, array.shape)).encode(), np.uint8))
-        for array in arrays
-    )
+    with lockstep.preparing("same"):
+        leaves, structure = nest.flatten(select(value))
+        paths = nest.path_names(structure)
+        arrays = [as_array(leaf, path) for leaf, path in zip(leaves, paths, strict=True)]
+        wrong = _wrong(arrays, paths, nest.flatten(select(wanted))[0]) if wanted is not None else ""
+        prints = b"".join(digest(array) for array in arrays)
     rows = lockstep.share(f"same {nest.describe(structure)}", prints)
-    complaints = lockstep.texts(wrong)
+    complaints = lockstep.texts(wrong.encode())
     for i, path in enumerate(paths):
-        cells = [row[32 * i : 32 * i + 32] for row in rows]
+        cells = [row[16 * i : 16 * i + 16] for row in rows]
         differ = [rank for rank, cell in enumerate(cells) if cell != cells[0]]
         if differ:
             raise AssertionError(f"{label(path)} differs from rank 0's on {ranks_text(differ)}.")
     found = [f"rank {rank}: {text.decode()}" for rank, text in enumerate(complaints) if text]
     if found:
         raise AssertionError("\n".join(found))
+
+
+def _wrong(arrays: list[Any], paths: Sequence[str], goals: list[Any]) -> str:
+    for array, goal, path in zip(arrays, goals, paths, strict=True):
+        if not np.array_equal(array, goal, equal_nan=array.dtype.kind in "fc"):
+            return f"{label(path)} is {array}, wanted {goal}"
+    return ""
