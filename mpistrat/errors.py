@@ -56,8 +56,8 @@ class LockstepError(MpistratError, RuntimeError, ValueError):
 class RemoteError(MpistratError, RuntimeError):
     """Another rank failed in a call that this rank took part in.
 
-    It also is an instance of the built-in exception class that was raised there, so one
-    ``except ValueError`` works on every rank.
+    It also is an instance of the built-in exception class, or the class of mpistrat, that was
+    raised there, so one ``except ValueError`` works on every rank.
 
     Attributes:
       rank: The rank that failed (the lowest one, if several did).
@@ -104,12 +104,12 @@ class LaunchError(MpistratError, RuntimeError):
 
 @functools.cache
 def _remote_class(name: str) -> type[RemoteError] | None:
-    builtin = getattr(builtins, name, None)
-    if not isinstance(builtin, type) or not issubclass(builtin, Exception):
+    known = globals().get(name) if name in __all__ else getattr(builtins, name, None)
+    if not isinstance(known, type) or not issubclass(known, Exception):
         return None
-    if issubclass(RemoteError, builtin):
+    if issubclass(RemoteError, known):
         return RemoteError
-    return type("RemoteError", (RemoteError, builtin), {"__module__": RemoteError.__module__})
+    return type("RemoteError", (RemoteError, known), {"__module__": RemoteError.__module__})
 
 
 def remote_error(
@@ -121,12 +121,12 @@ def remote_error(
       message: What to say.
       rank: The rank that failed.
       kind: Class name of the exception there.
-      names: Names of the built-in classes it derives from, most derived first; the first that
-        is an `Exception` of this interpreter is mixed in.
+      names: Names of the classes of mpistrat and of the built-in classes that it derives from,
+        most derived first; the first that can be is mixed in.
       remote_traceback: Text of its traceback.
 
     Returns:
-      A `RemoteError` that is also an instance of that built-in.
+      A `RemoteError` that is also an instance of that class.
 
     Example:
       >>> isinstance(remote_error("rank 1 failed", 1, "KeyError", ("KeyError",), ""), KeyError)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import traceback
@@ -18,10 +19,15 @@ __all__ = ["mismatch", "ranks_text", "remote", "where"]
 
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
 _EXAMPLES = str(Path(_PACKAGE, "examples"))
-_LIMIT = 600
+# Modules whose exception classes are the same on every rank.
+_SHARED = ("builtins", "mpistrat.errors")
+_LIMIT = 300
+_HEAD = 60
 
 
 def _ours(filename: str) -> bool:
+    if filename == contextlib.__file__:  # a stop on the way through `Lockstep.preparing`
+        return True
     return filename.startswith(_PACKAGE) and not filename.startswith(_EXAMPLES)
 
 
@@ -52,15 +58,21 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(parts)
 
 
-def _short(text: str) -> str:
-    return text if len(text) <= _LIMIT else text[:_LIMIT] + " ..."
+def _window(text: str, at: int = 0) -> str:
+    """Return a text, or of a long one its head and what stands around position `at`."""
+    if len(text) <= _LIMIT:
+        return text
+    start = max(_HEAD, at - _HEAD)
+    gap = " ... " if start > _HEAD else ""
+    end = start + _LIMIT - _HEAD
+    return text[:_HEAD] + gap + text[start:end] + (" ..." if end < len(text) else "")
 
 
 def mismatch(lockstep: Lockstep, call: str) -> LockstepError:
     """Return the error of every rank when the calls differ. Collective."""
     comm = lockstep.comm
     number = lockstep.session.calls
-    mine = json.dumps([number, where(), _short(call)]).encode()
+    mine = json.dumps([number, where(), call]).encode()
     calls: dict[tuple[int, str, str], list[int]] = {}
     for rank, text in enumerate(lockstep.texts(mine)):
         calls.setdefault(tuple(json.loads(text)), []).append(rank)
@@ -69,9 +81,13 @@ def mismatch(lockstep: Lockstep, call: str) -> LockstepError:
         f"call {number})"
     ]
     width = max(len(ranks_text(ranks)) for ranks in calls.values())
+    columns = enumerate(zip(*(what for _, _, what in calls), strict=False))
+    first = next((at for at, letters in columns if len(set(letters)) > 1), 0)
     for (other, place, what), ranks in calls.items():
         no = "" if other == number else f"call {other}: "
-        lines.append(f"  {ranks_text(ranks) + ':':{width + 1}} {place}   {no}{what}")
+        lines.append(
+            f"  {ranks_text(ranks) + ':':{width + 1}} {place}   {no}{_window(what, first)}"
+        )
     lines.append(
         "  Every rank must make the same calls in the same order, with the same structure, shapes "
         "and dtypes. Look for a collective under `if rank == ...`, or an early `break`."
@@ -106,7 +122,7 @@ def _traceback(error: BaseException) -> str:
 def _report(error: BaseException) -> bytes:
     known: dict[str, Any] = {
         "kind": type(error).__name__,
-        "builtins": [c.__name__ for c in type(error).__mro__ if c.__module__ == "builtins"],
+        "names": [c.__name__ for c in type(error).__mro__ if c.__module__ in _SHARED],
         "text": _text(error),
         "place": _place(error),
         "traceback": _traceback(error),
@@ -130,6 +146,6 @@ def remote(lockstep: Lockstep, call: str, failure: BaseException | None) -> Base
     message = (
         f"replica {rank} raised {known['kind']} in {known['place']}: {known['text']}{also}\n"
         f"  This is replica {lockstep.comm.rank} of {lockstep.comm.size}, in {where()}, "
-        f"{_short(call)}.\n  On replica {rank}:\n{known['traceback']}"
+        f"{_window(call)}.\n  On replica {rank}:\n{known['traceback']}"
     )
-    return remote_error(message, rank, known["kind"], tuple(known["builtins"]), known["traceback"])
+    return remote_error(message, rank, known["kind"], tuple(known["names"]), known["traceback"])

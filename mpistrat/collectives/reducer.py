@@ -43,11 +43,13 @@ class Part(NamedTuple):
       value: Any layout; the dtype of `form`'s wire, or one that converts to it.
       form: How it travels and comes back.
       weight: How many examples it stands for; 0 means that `value` is never read.
+      path: The name of the leaf.
     """
 
     value: Array
     form: Form
     weight: float = 1
+    path: str = ""
 
 
 @final
@@ -82,7 +84,7 @@ class Reducer:
         """
         with self.lockstep.preparing(call), np.errstate(all="ignore"):
             wires = [_wire(op, part, weigh) for part in parts]
-            text = f"{call} {', '.join(spec_text(part.value) for part in parts)}"
+            text = f"{call} {', '.join(_named(p.path, spec_text(p.value)) for p in parts)}"
             header = b""
             if op is ReduceOp.MEAN:
                 header = struct.pack(f"<{len(parts)}d", *(part.weight for part in parts))
@@ -90,7 +92,7 @@ class Reducer:
             outs = [] if small else [np.empty(wire.shape, wire.dtype) for wire in wires]
         riding = b"".join(wire.tobytes() for wire in wires) if small else b""
         smalls = self.lockstep.share(text, header + riding)
-        scales = _scales(smalls, len(parts)) if header else None
+        scales = _scales(smalls, len(parts), weigh) if header else None
         with np.errstate(all="ignore"):
             if small:
                 totals = _fold_frames(op, wires, smalls, len(header), scales if weigh else None)
@@ -142,7 +144,9 @@ class Reducer:
             self.comm.allgather(send, everyones)
             recv[...] = _FOLDS[op].reduce(everyones, axis=0)  # type: ignore[attr-defined]  # ufunc
 
-    def all_gather(self, call: str, axis: Sequence[int], leaves: Sequence[Array]) -> list[Array]:
+    def all_gather(
+        self, call: str, axis: Sequence[int], leaves: Sequence[Array], paths: Sequence[str]
+    ) -> list[Array]:
         """Concatenate every leaf over all ranks, in rank order.
 
         Collective. Cost: the proof, and one MPI_Allgatherv per leaf unless all ride in the proof.
@@ -151,13 +155,15 @@ class Reducer:
           call: The text of the call; dtypes and the shapes that must agree are added to it.
           axis: The axis of each leaf, not negative.
           leaves: Arrays; sizes along the axis may differ between ranks, also be 0.
+          paths: The names of the leaves.
 
         Returns:
           One fresh C-ordered array per leaf, with the same bits on all ranks.
         """
         fronts = [np.moveaxis(leaf, a, 0) for leaf, a in zip(leaves, axis, strict=True)]
         sends = [np.ascontiguousarray(front) for front in fronts]
-        text = f"{call} {', '.join(map(_open_spec, leaves, axis))}"
+        specs = map(_named, paths, map(_open_spec, leaves, axis))
+        text = f"{call} {', '.join(specs)}"
         sizes = np.array([len(send) for send in sends], np.int64)
         rides = self.lockstep.fits(sizes.nbytes + sum(send.nbytes for send in sends))
         data = b"".join(send.tobytes() for send in sends) if rides else b""
@@ -189,6 +195,10 @@ class Reducer:
         return out
 
 
+def _named(path: str, spec: str) -> str:
+    return f"{path}: {spec}" if path else spec
+
+
 def _open_spec(leaf: Array, axis: int) -> str:
     dims = ["*" if i == axis else str(n) for i, n in enumerate(leaf.shape)]
     return f"{leaf.dtype.name}[{','.join(dims)}]"
@@ -212,13 +222,15 @@ def _wire(op: ReduceOp, part: Part, weigh: bool) -> Array:
     return np.asarray(part.value, dtype, order="C")
 
 
-def _scales(smalls: list[bytes], count: int) -> Array:
+def _scales(smalls: list[bytes], count: int, weigh: bool) -> Array:
     """Return every rank's weights (rows) of every leaf (columns), as far as they matter.
 
     Counts stay what they are: their products with values lose least. Other weights are taken
     relative to the largest, so that they keep within the range of float32 whatever they are.
     """
     table = np.array([np.frombuffer(small[: 8 * count], np.float64) for small in smalls])
+    if not weigh:
+        return table
     counts = (table <= _EXACT) & (table == np.floor(table))
     largest = table.max(axis=0)
     scales: Array = table / np.where(counts.all(axis=0) | (largest == 0), 1, largest)

@@ -7,6 +7,8 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, final
 
+import numpy as np
+
 from mpistrat import nest
 from mpistrat.arrays import as_array, finish, label
 from mpistrat.collectives.forms import form
@@ -113,7 +115,7 @@ class ReplicaContext:
     @property
     def devices(self) -> tuple[str, ...]:
         """The label of this replica's device, as a tuple of one."""
-        return (self._strategy.extended.worker_devices[self._id],)
+        return (self._strategy.device_labels[self._id],)
 
     def __repr__(self) -> str:
         """Return which replica of which strategy this is."""
@@ -260,10 +262,8 @@ def _weight(op: ReduceOp, weight: float | None) -> float:
         return 1.0
     if op is not ReduceOp.MEAN:
         raise ValueError(f"weight is for MEAN; {op.value} has none.")
-    try:
-        number = float(weight)
-    except (TypeError, ValueError):
-        number = math.nan
+    given = np.asarray(weight)
+    number = float(given) if given.ndim == 0 and given.dtype.kind in "iuf" else math.nan
     if not math.isfinite(number) or number < 0:
         raise ValueError(f"weight must be a number of examples, 0 or more, not {weight!r}.")
     return number
@@ -274,7 +274,7 @@ def _contributions(
 ) -> list[Part]:
     arrays = [as_array(leaf, path) for leaf, path in zip(leaves, paths, strict=True)]
     return [
-        Part(array, form(op, array.dtype, path), weight)
+        Part(array, form(op, array.dtype, path), weight, path)
         for array, path in zip(arrays, paths, strict=True)
     ]
 
@@ -291,12 +291,14 @@ def gather(parts: Parts, name: str, value: Any, axis: int) -> Any:
         axis = operator.index(axis)
         leaves, structure = nest.flatten(value)
         paths = nest.path_names(structure)
-        arrays = [as_array(leaf, path) for leaf, path in zip(leaves, paths, strict=True)]
+        # Of a variable each replica's copy, which reading it here might make one.
+        copies = [leaf.component() if isinstance(leaf, Variable) else leaf for leaf in leaves]
+        arrays = [as_array(leaf, path) for leaf, path in zip(copies, paths, strict=True)]
         axes = [_axis(name, a, axis, path) for a, path in zip(arrays, paths, strict=True)]
     if not leaves:
         return value
     call = f"{name}(axis={axis}, {nest.describe(structure)})"
-    return nest.unflatten(structure, parts.reducer.all_gather(call, axes, arrays))
+    return nest.unflatten(structure, parts.reducer.all_gather(call, axes, arrays, paths))
 
 
 def _axis(name: str, array: Any, axis: int, path: str) -> int:

@@ -12,12 +12,13 @@ from mpistrat import nest
 from mpistrat.arrays import as_array, is_scalar, spec_text
 from mpistrat.comm.codec import decode, encode
 from mpistrat.distribute import writes
+from mpistrat.distribute.default import default_strategy
 from mpistrat.distribute.mode import Mode, cross_replica, current, entered
 from mpistrat.distribute.reductions import reduce_over_replicas
 from mpistrat.distribute.regroup import select
 from mpistrat.distribute.values import DistributedValues, Mirrored, PerReplica
 from mpistrat.distribute.variables import Variable
-from mpistrat.errors import StrategyError, StructureError
+from mpistrat.errors import ContextError, StrategyError, StructureError
 
 if TYPE_CHECKING:
     from mpistrat.distribute.strategy import Strategy
@@ -40,8 +41,24 @@ class StrategyExtended:
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
-        """The label of every replica's device, such as ``"rank:0"``."""
+        """The label of every replica's device, such as ``"rank:0"``.
+
+        Raises:
+          ContextError: This is the default strategy, which has none.
+        """
+        if self.strategy is default_strategy():
+            raise ContextError("the default strategy has no worker_devices; make a strategy.")
         return self.strategy.device_labels
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """Whether this rank is the one to write files: rank 0."""
+        return self.strategy.parts.lockstep.comm.rank == 0
+
+    @property
+    def should_save_summary(self) -> bool:
+        """Whether this rank is the one to report: rank 0."""
+        return self.should_checkpoint
 
     def call_for_each_replica(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -161,8 +178,7 @@ class StrategyExtended:
     ) -> Any:
         """Call ``fn(var, *args, **kwargs)`` on every rank, where it may write its copy of `var`.
 
-        Collective: all ranks call it, with the same arguments. From replica code it goes through
-        ``merge_call``.
+        Collective: all ranks call it, with the same arguments; from replica code too.
 
         Args:
           var: A variable of this strategy.
@@ -184,9 +200,10 @@ class StrategyExtended:
         """
         mode = current()
         if mode is not None and mode.replica is not None:
-            return mode.replica.merge_call(
-                lambda _, *a, **k: self.update(var, fn, a, k, group), args, kwargs
-            )
+            # Not through merge_call, which would make values per replica of the arguments: they
+            # are proved to be the same on all replicas, as in cross-replica code.
+            with entered(Mode(self.strategy)):
+                return select(self.update(var, fn, args, kwargs, group))
         with self._cross("update", "get_replica_context().merge_call(...)"):
             given = (tuple(args), dict(kwargs or {}))
             self._prove_update(var, given)

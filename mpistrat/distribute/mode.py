@@ -78,8 +78,9 @@ def cross_replica(strategy: Strategy, what: str, instead: str) -> Any:
 
     Raises:
       ContextError: This is replica code.
-      StrategyError: This is code of another strategy.
+      StrategyError: This is code of another strategy, or another thread than the strategy's.
     """
+    strategy.parts.lockstep.session.check()
     mode = same_strategy(strategy, what)
     if mode is not None and mode.replica is not None:
         replica = mode.replica

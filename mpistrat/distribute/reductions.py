@@ -60,7 +60,7 @@ def reduce_over_replicas(parts: Parts, name: str, reduce_op: Any, value: Any) ->
         for source, path, moves in zip(sources, paths, moving, strict=True):
             if moves:
                 array = as_array(source, path)
-                contributions.append(Part(array, form(op, array.dtype, path)))
+                contributions.append(Part(array, form(op, array.dtype, path), path=path))
     which = "".join("*" if moves else "." for moves in moving)
     call = f"{name}({op.value}, {nest.describe(structure)} {which})"
     totals = iter(parts.reducer.all_reduce(call, op, contributions))
@@ -122,12 +122,12 @@ def _over_axis(op: ReduceOp, array: Array, axis: Any, path: str) -> Part:
     axes = _axes(axis, array, path)
     if op in (ReduceOp.SUM, ReduceOp.MEAN):
         total, count = local_sum(array, axes, how.wire)
-        return Part(total, how, count)
+        return Part(total, how, count, path)
     count = int(np.prod([array.shape[a] for a in axes], dtype=np.int64))
     start = identity(op, how.wire)
     with np.errstate(all="ignore"):
         total = _ORDER[op].reduce(array, axis=axes, dtype=how.wire, initial=start)
-    return Part(np.asarray(total), how, count)
+    return Part(np.asarray(total), how, count, path)
 
 
 def _refuse_nothing(parts: Parts, call: str, all_: Sequence[Part], paths: Sequence[str]) -> None:

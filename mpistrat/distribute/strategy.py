@@ -17,6 +17,7 @@ from mpistrat.distribute.parts import Parts
 from mpistrat.distribute.regroup import select
 from mpistrat.distribute.running import run
 from mpistrat.distribute.values import PerReplica
+from mpistrat.distribute.variables import Variable
 from mpistrat.distribute.views import ALONE, Plain
 from mpistrat.errors import ContextError
 from mpistrat.feed.dataset import Dataset
@@ -202,7 +203,8 @@ class Strategy:
         """
         with self._cross("gather", "get_replica_context().all_gather(...)"):
             each = self.parts.view.plain is Plain.EACH
-            if not each and not isinstance(value, PerReplica | dict | list | tuple):
+            held = isinstance(value, PerReplica | Variable | dict | list | tuple)
+            if not each and not held:
                 return select(value)
             return gather(self.parts, "gather", select(value), axis)
 
@@ -252,6 +254,7 @@ class Strategy:
         Cost: one proof; small values ride in it.
         """
         comm = self.parts.lockstep.comm
+        self.parts.lockstep.session.check()
         failure, made = None, None
         try:
             made = value_fn(ValueContext(comm.rank, comm.size))

@@ -11,6 +11,7 @@ from mpistrat.distribute import writes
 from mpistrat.distribute.default import current_strategy
 from mpistrat.distribute.mode import current, same_strategy
 from mpistrat.distribute.values import Mirrored, PerReplica
+from mpistrat.distribute.views import ALONE
 from mpistrat.distribute.writes import VariableAggregation, VariableSynchronization
 from mpistrat.errors import LeafTypeError, StructureError
 
@@ -126,6 +127,21 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
     def shape(self) -> tuple[int, ...]:
         """The shape."""
         return self._array.shape
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return self._array.ndim
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return self._array.size
+
+    @property
+    def T(self) -> Array:  # NumPy's name
+        """The value, transposed; a read-only view."""
+        return self._read().T
 
     @property
     def distribute_strategy(self) -> Any:
@@ -267,7 +283,8 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
                 f"{kind} of {self.name!r}: got a value per replica, which would make the copies "
                 "differ. Reduce it first (strategy.reduce, extended.reduce_to)."
             )
-        summed = self.on_read and self.aggregation is VariableAggregation.SUM
+        several = self.strategy.parts.view is not ALONE
+        summed = self.on_read and several and self.aggregation is VariableAggregation.SUM
         if summed and kind != "assign" and not replica:
             raise ValueError(
                 f"{kind} of ON_READ variable {self.name!r} with aggregation SUM has no meaning in "
