@@ -49,7 +49,8 @@ class ClusterSpec:
 
     def _tasks(self, job: str) -> dict[int, str]:
         if job not in self._jobs:
-            raise ValueError(f"No such job in cluster: {job!r}. Known: {', '.join(self.jobs)}.")
+            known = ", ".join(self.jobs) or "none"
+            raise ValueError(f"No such job in cluster: {job!r}. Known: {known}.")
         return self._jobs[job]
 
     def num_tasks(self, job_name: str) -> int:

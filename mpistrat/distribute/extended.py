@@ -94,8 +94,8 @@ class StrategyExtended:
             parts = self.strategy.parts
             with parts.lockstep.preparing("reduce_to"):
                 _check_destinations(destinations)
-            reduced = reduce_over_replicas(parts, "reduce_to", reduce_op, value)
-            return self._mirrored(reduced, destinations)
+            mirrors = parts.view.mirrors and not isinstance(destinations, str)
+            return reduce_over_replicas(parts, "reduce_to", reduce_op, value, mirrors)
 
     def batch_reduce_to(
         self, reduce_op: Any, value_destination_pairs: Sequence[tuple[Any, Any]]
@@ -126,9 +126,10 @@ class StrategyExtended:
                 for _, destinations in pairs:
                     _check_destinations(destinations)
             values = [value for value, _ in pairs]
-            reduced = reduce_over_replicas(parts, "batch_reduce_to", reduce_op, values)
+            mirrors = parts.view.mirrors
+            reduced = reduce_over_replicas(parts, "batch_reduce_to", reduce_op, values, mirrors)
             return [
-                self._mirrored(one, destinations)
+                select(one) if isinstance(destinations, str) else one
                 for one, (_, destinations) in zip(reduced, pairs, strict=True)
             ]
 

@@ -28,7 +28,7 @@ _ORDER = {ReduceOp.PROD: np.multiply, ReduceOp.MIN: np.minimum, ReduceOp.MAX: np
 _IDEMPOTENT = frozenset({ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX})
 
 
-def _moves(op: ReduceOp, leaf: Any, plain: Plain, path: str) -> bool:
+def _moves(name: str, op: ReduceOp, leaf: Any, plain: Plain, path: str) -> bool:
     """Tell whether the replicas' values of this leaf must meet; raise if the question is wrong."""
     if isinstance(leaf, PerReplica) or (isinstance(leaf, Variable) and leaf.on_read):
         return True
@@ -41,20 +41,25 @@ def _moves(op: ReduceOp, leaf: Any, plain: Plain, path: str) -> bool:
         return False
     kind = "the same on all replicas" if mirrored else "not a value per replica"
     raise StructureError(
-        f"reduce({op.value}): {label(path)} is {kind}, so its {op.value} over replicas is a "
+        f"{name}({op.value}): {label(path)} is {kind}, so its {op.value} over replicas is a "
         "question of the program. Multiply it by strategy.num_replicas_in_sync, or reduce what "
         "strategy.run returned."
     )
 
 
-def reduce_over_replicas(parts: Parts, name: str, reduce_op: Any, value: Any) -> Any:
-    """Fold each leaf over the replicas; shapes stay. Collective."""
+def reduce_over_replicas(
+    parts: Parts, name: str, reduce_op: Any, value: Any, mirrors: bool = False
+) -> Any:
+    """Fold each leaf over the replicas; shapes stay. Collective.
+
+    With `mirrors`, what was folded or is mirrored already comes back as `Mirrored`.
+    """
     with parts.lockstep.preparing(name):
         op = ReduceOp.parse(reduce_op)
         leaves, structure = nest.flatten(value)
         paths = nest.path_names(structure)
         plain = parts.view.plain
-        moving = [_moves(op, leaf, plain, p) for leaf, p in zip(leaves, paths, strict=True)]
+        moving = [_moves(name, op, leaf, plain, p) for leaf, p in zip(leaves, paths, strict=True)]
         sources = [_component(leaf) for leaf in leaves]
         contributions = []
         for source, path, moves in zip(sources, paths, moving, strict=True):
@@ -64,13 +69,13 @@ def reduce_over_replicas(parts: Parts, name: str, reduce_op: Any, value: Any) ->
     which = "".join("*" if moves else "." for moves in moving)
     call = f"{name}({op.value}, {nest.describe(structure)} {which})"
     totals = iter(parts.reducer.all_reduce(call, op, contributions))
-    return nest.unflatten(
-        structure,
-        [
-            finish(next(totals), source) if moves else source
-            for source, moves in zip(sources, moving, strict=True)
-        ],
-    )
+    results = []
+    for leaf, source, moves in zip(leaves, sources, moving, strict=True):
+        result = finish(next(totals), source) if moves else source
+        if mirrors and (moves or isinstance(leaf, Mirrored | Variable)):
+            result = Mirrored(result, parts.lockstep.comm.size)
+        results.append(result)
+    return nest.unflatten(structure, results)
 
 
 def _component(leaf: Any) -> Any:

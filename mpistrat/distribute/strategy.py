@@ -95,7 +95,7 @@ class Strategy:
           ...     ms.get_strategy() is strategy
           True
         """
-        with self._cross("scope", "nothing; replica code is in the scope"):
+        with self._cross("scope", "what you need; replica code is in the scope"):
             yield self
 
     def _cross(self, name: str, instead: str) -> Any:

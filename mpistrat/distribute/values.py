@@ -107,6 +107,20 @@ class PerReplica(DistributedValues):
             )
         return self._values
 
+    # NumPy leaves operators to Python, which has none here, instead of making an object array.
+    __array_ufunc__ = None
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """Refuse: a value per replica is no array.
+
+        Raises:
+          StructureError: Always.
+        """
+        raise StructureError(
+            "a PerReplica is not an array. In replica code pass it through strategy.run; elsewhere "
+            "use value.local, strategy.reduce, or strategy.experimental_local_results."
+        )
+
     def fetched(self, values: tuple[Any, ...]) -> None:
         """Keep the values of all replicas, once a collective call has brought them."""
         self._values = values

@@ -164,8 +164,8 @@ class DistributedIterator:
             self._door.lockstep.fail(
                 LockstepError(
                     f"{call}: the ranks read global batches of different sizes {rows} (0: the "
-                    "end), so they do not hold the same dataset. Give every rank the same one, or use "
-                    "distribute_datasets_from_function for a dataset per rank."
+                    "end), so they do not hold the same dataset. Give every rank the same one, or "
+                    "use distribute_datasets_from_function for a dataset per rank."
                 )
             )
 

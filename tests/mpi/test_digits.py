@@ -1,0 +1,33 @@
+"""The digits program under mpiexec trains the model that plain NumPy trains."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import mpistrat
+from mpistrat.examples.digits import Settings, train
+from mpistrat.testing import same
+
+PLAIN = Path(__file__).parents[1] / "unit" / "examples" / "plain_digits.py"
+# 1,409 is 11 x 128 + 1 too: a last batch of one image in half as many steps.
+SHORT = Settings(epochs=2, batch=128, seed=2, hidden=24)
+
+pytestmark = pytest.mark.mpi
+
+
+def test_parameters_and_figures_are_those_of_plain_numpy(world):
+    images = mpistrat.Dataset(np.arange(1409)).shuffle(SHORT.seed).batch(SHORT.batch)
+    orders = [list(images) for _ in range(SHORT.epochs)]
+    values, history = runpy.run_path(str(PLAIN))["simulate"](
+        orders, seed=SHORT.seed, epochs=SHORT.epochs, lr=SHORT.lr, hidden=SHORT.hidden
+    )
+    result = train(mpistrat.MirroredStrategy(), SHORT)
+    same(world, result.parameters)
+    for got, want in zip(result.parameters, values, strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-11)
+    got = [(epoch.loss, epoch.accuracy, epoch.test_accuracy) for epoch in result.history]
+    np.testing.assert_allclose(got, history, rtol=0, atol=1e-11)

@@ -1,0 +1,247 @@
+"""The digits program: the same answer at any number of ranks, and what it prints."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import runpy
+import statistics
+import struct
+import subprocess
+import sys
+import termios
+import threading
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+from threadpoolctl import threadpool_limits
+
+import mpistrat
+from mpistrat.cluster.detect import launched_by
+from mpistrat.examples import digits, mlp
+from mpistrat.examples.digits import SEEDS, Settings, train
+from mpistrat.launch.mpiexec import find
+from mpistrat.testing import run_ranks
+
+PLAIN = runpy.run_path(str(Path(__file__).with_name("plain_digits.py")))
+SHORT = Settings(epochs=3, seed=1, hidden=32)
+CONTROL = re.compile(r"[^\n\x20-\x7e]")
+
+
+def orders(settings):
+    """For every epoch the batches, as numbers of images."""
+    images = mpistrat.Dataset(np.arange(1409)).shuffle(settings.seed).batch(settings.batch)
+    return [list(images) for _ in range(settings.epochs)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread_for_each_rank():
+    """Threads of the linear algebra library that wait for a core would make these tests slow."""
+    with threadpool_limits(1):
+        yield
+
+
+@pytest.fixture(scope="module")
+def plain():
+    chosen = {name: getattr(SHORT, name) for name in ("seed", "epochs", "lr", "hidden")}
+    return PLAIN["simulate"](orders(SHORT), **chosen)
+
+
+@pytest.fixture(scope="module")
+def results():
+    """What each rank got, for every number of ranks."""
+    return {
+        size: run_ranks(lambda comm: train(mpistrat.MirroredStrategy(), SHORT), size)
+        for size in (1, 2, 3, 4)
+    }
+
+
+def test_batches_are_22_of_64_and_one_of_one():
+    for epoch in orders(SHORT):
+        assert [len(batch) for batch in epoch] == [64] * 22 + [1]
+        assert sorted(np.concatenate(epoch)) == list(range(1409))
+
+
+def test_every_digit_has_its_share_of_the_training_images():
+    (x, y), (x_test, y_test) = digits.load(seed=0)
+    assert x.shape == (1409, 64)
+    assert x_test.shape == (388, 64)
+    assert x.dtype == np.float64
+    assert (x.min(), x.max()) == (0.0, 1.0)
+    every = np.bincount(np.concatenate([y, y_test]))
+    assert np.abs(np.bincount(y) - every * 1409 / 1797).max() < 1
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_parameters_are_those_of_plain_numpy(size, results, plain):
+    values, _ = plain
+    for result in results[size]:
+        for got, want in zip(result.parameters, values, strict=True):
+            np.testing.assert_allclose(got, want, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_parameters_are_those_of_one_rank(size, results):
+    [alone] = results[1]
+    for result in results[size]:
+        for got, want in zip(result.parameters, alone.parameters, strict=True):
+            np.testing.assert_allclose(got, want, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_all_ranks_hold_the_same_bits(size, results):
+    first = results[size][0]
+    for result in results[size][1:]:
+        for got, want in zip(result.parameters, first.parameters, strict=True):
+            assert got.tobytes() == want.tobytes()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_figures_of_an_epoch_count_every_example_once(size, results, plain):
+    _, history = plain
+    for result in results[size]:
+        assert [epoch.number for epoch in result.history] == [1, 2, 3]
+        got = [(epoch.loss, epoch.accuracy, epoch.test_accuracy) for epoch in result.history]
+        np.testing.assert_allclose(got, history, rtol=0, atol=1e-11)
+        assert result.accuracy == result.history[-1].test_accuracy
+
+
+def test_all_replicas_but_one_meet_an_empty_batch_in_every_epoch(monkeypatch):
+    seen = defaultdict(list)
+    real = mlp.gradients
+
+    def noted(parameters, x, y):
+        seen[threading.current_thread().name].append(len(y))
+        return real(parameters, x, y)
+
+    monkeypatch.setattr(mlp, "gradients", noted)
+    run_ranks(lambda comm: train(mpistrat.MirroredStrategy(), SHORT._replace(epochs=2)), 3)
+    assert seen == {
+        "rank 0": ([22] * 22 + [1]) * 2,
+        "rank 1": ([22] * 22 + [0]) * 2,
+        "rank 2": ([20] * 22 + [0]) * 2,
+    }
+
+
+@pytest.mark.parametrize(
+    "make",
+    [mpistrat.MultiWorkerMirroredStrategy, lambda: mpistrat.OneDeviceStrategy("cpu")],
+    ids=["multi-worker", "one device"],
+)
+def test_other_strategies_train_the_same_model(make, plain):
+    def program(comm):
+        return train(make(), SHORT)
+
+    values, history = plain
+    for result in run_ranks(program, 2):
+        for got, want in zip(result.parameters, values, strict=True):
+            np.testing.assert_allclose(got, want, rtol=0, atol=1e-11)
+        assert result.accuracy == history[-1][2]
+
+
+def test_median_accuracy_over_the_listed_seeds_is_97_percent():
+    assert len(set(SEEDS)) == 5
+    strategy = mpistrat.OneDeviceStrategy("cpu")
+    found = [train(strategy, Settings(seed=seed)).accuracy for seed in SEEDS]
+    assert statistics.median(found) >= 0.97, found
+
+
+@pytest.mark.parametrize("words", [["--epochs", "0"], ["--batch", "-1"], ["--hidden", "x"]])
+def test_numbers_that_make_no_sense_are_refused(words, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        digits.main(words)
+    assert exit_.value.code == 2
+    assert words[0] in capsys.readouterr().err
+
+
+# The program as a user starts it.
+
+PROGRAM = (sys.executable, "-m", "mpistrat.examples.digits", "--epochs", "2", "--hidden", "16")
+LACKING = """
+import runpy, sys
+import mpistrat
+me = mpistrat.MirroredStrategy().run(
+    lambda: mpistrat.get_replica_context().replica_id_in_sync_group)
+if me.local == {rank}:
+    sys.modules["tqdm"] = None
+runpy.run_module("mpistrat.examples.digits", run_name="__main__")
+"""
+no_job_in_a_job = pytest.mark.skipif(
+    launched_by() is not None, reason="this process is itself a rank of a job"
+)
+
+
+def start(ranks, program, directory, stderr=subprocess.PIPE):
+    """Run a program on some ranks, or plainly if None is given."""
+    env = dict(os.environ)
+    if ranks is not None:
+        program, more = find()[0].command(ranks, program)
+        env.update(more)
+    root = str(Path(mpistrat.__file__).parents[1])
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (root, env.get("PYTHONPATH"))))
+    return subprocess.run(
+        program,
+        cwd=directory,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+@no_job_in_a_job
+@pytest.mark.parametrize("ranks", [None, 2])
+def test_one_rank_prints_plain_lines_and_writes_the_picture(ranks, tmp_path):
+    done = start(ranks, PROGRAM, tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.split("   ")[0] for line in lines[:2]] == ["epoch 1 of 2", "epoch 2 of 2"]
+    assert [re.split("  +", line)[0] for line in lines[2:]] == [
+        "test accuracy",
+        "examples per second",
+        "ranks",
+        "picture",
+    ]
+    assert lines[4].split() == ["ranks", str(ranks or 1)]
+    assert not CONTROL.search(done.stdout + done.stderr)
+    assert "step" not in done.stderr  # the bar's unit
+    assert [path.name for path in tmp_path.iterdir()] == ["digits.png"]
+
+
+@no_job_in_a_job
+def test_on_a_terminal_a_bar_is_shown_and_stdout_stays_plain(tmp_path):
+    ours, theirs = pty.openpty()
+    # 24 lines of 80 columns; a bar has no room on the 0 columns of a new one.
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
+    os.set_blocking(ours, False)
+    with os.fdopen(ours, "rb") as screen, os.fdopen(theirs, "wb") as stderr:
+        done = start(None, PROGRAM, tmp_path, stderr)
+        shown = (screen.read() or b"").decode()
+    assert done.returncode == 0, shown
+    assert re.search(r"\r.*/46 .*step/s", shown)
+    assert not CONTROL.search(done.stdout)
+    assert done.stdout.startswith("epoch 1 of 2")
+
+
+@no_job_in_a_job
+@pytest.mark.parametrize(("ranks", "rank"), [(None, 0), (2, 1)])
+def test_what_is_missing_on_one_rank_ends_the_program_with_one_sentence(ranks, rank, tmp_path):
+    done = start(ranks, (sys.executable, "-c", LACKING.format(rank=rank)), tmp_path)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.count("pip install 'mpistrat[examples]'") == 1
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@no_job_in_a_job
+def test_picture_that_cannot_be_written_ends_every_rank_with_an_error(tmp_path):
+    done = start(None, (*PROGRAM, "--output", "absent/digits.png"), tmp_path)
+    assert done.returncode == 1
+    assert "absent" in done.stderr
