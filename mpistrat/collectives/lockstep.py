@@ -148,6 +148,8 @@ class Lockstep:
 
     def _check(self, failure: BaseException | None) -> None:
         self.session.check()
+        if failure is not None and failure is self.session.failed:
+            raise failure  # every rank has it already
         if self.session.failed is not None and self.session.open_runs:
             raise ContextError(
                 f"rank {self.comm.rank}: this run has failed ({self.session.failed}); nothing can "

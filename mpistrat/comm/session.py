@@ -30,6 +30,7 @@ class Session:
       open_runs: How many ``Strategy.run`` this rank is inside of.
       failed: The exception that closed them, if one did.
       variables: How many variables have been created; equal on all ranks.
+      datasets: How many datasets have been distributed; equal on all ranks.
     """
 
     def __init__(self, comm: Comm, owned: bool = True):
@@ -39,6 +40,7 @@ class Session:
         self.open_runs = 0
         self.failed: BaseException | None = None
         self.variables = 0
+        self.datasets = 0
         self._owner = threading.get_ident() if owned else None
         self._pid = os.getpid()
 

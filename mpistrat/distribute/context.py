@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from mpistrat import nest
-from mpistrat.arrays import as_array, finish, label
+from mpistrat.arrays import Array, as_array, finish, label
 from mpistrat.collectives.forms import form
 from mpistrat.collectives.reducer import Part
 from mpistrat.distribute.default import current_strategy, default_strategy
@@ -171,10 +171,11 @@ class ReplicaContext:
             op = ReduceOp.parse(reduce_op)
             weighted = _weight(op, weight)
             leaves, structure = nest.flatten(select(value))
-            if parts.view is ALONE:
-                _note_alone(self._strategy, "all_reduce")
-                return nest.unflatten(structure, [_plain(leaf) for leaf in leaves])
             contributions = _contributions(op, leaves, nest.path_names(structure), weighted)
+        if parts.view is ALONE:
+            _note_alone(self._strategy, "all_reduce")
+            alone = [_alone(op, part) for part in contributions]
+            return nest.unflatten(structure, list(map(finish, alone, leaves)))
         if not leaves:
             return value
         how = op.value if weight is None else f"{op.value} weighted"
@@ -279,8 +280,11 @@ def _contributions(
     ]
 
 
-def _plain(leaf: Any) -> Any:
-    return leaf.read_value() if isinstance(leaf, Variable) else leaf
+def _alone(op: ReduceOp, part: Part) -> Array:
+    # One replica by construction: its value, with its dtype, even for a mean of integers.
+    if op is ReduceOp.MEAN and part.weight == 0:
+        return np.full(part.value.shape, np.nan, part.form.result)
+    return np.array(part.value)
 
 
 def gather(parts: Parts, name: str, value: Any, axis: int) -> Any:

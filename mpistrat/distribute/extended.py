@@ -137,7 +137,7 @@ class StrategyExtended:
         if not self.strategy.parts.view.mirrors or isinstance(destinations, str):
             return tree
         size = self.strategy.num_replicas_in_sync
-        return nest.map(lambda leaf: Mirrored(leaf, size) if _is_data(leaf) else leaf, tree)
+        return nest.map(lambda leaf: Mirrored(leaf, size, True) if _is_data(leaf) else leaf, tree)
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
         """Give replica 0's value to every replica.
@@ -211,12 +211,12 @@ class StrategyExtended:
             failure, result = None, None
             try:
                 mine, named = select(given)
-                with entered(Mode(self.strategy, updating=True)):
+                with entered(Mode(self.strategy, updating=var)):
                     result = fn(var, *mine, **named)
             except Exception as error:
                 failure = error
-            self.strategy.parts.lockstep.prove("end of update", failure=failure)
-            return self._grouped(result) if group else self._ungrouped(result)
+            self._prove_result(result, failure)
+            return self._mirrored(result, None) if group else self._ungrouped(result)
 
     def _prove_update(self, var: Any, given: Any) -> None:
         lockstep = self.strategy.parts.lockstep
@@ -234,11 +234,19 @@ class StrategyExtended:
                 )
             contents = b"".join(writes.digest(as_array(x)) for x in leaves if _is_plain_data(x))
             fingerprint = np.frombuffer(contents, np.uint8)
-        call = f"update({var.name!r}, {nest.describe(structure)})"
+        call = f"update({var.spec()}, {nest.describe(structure)})"
         writes.prove_same(lockstep, call, fingerprint, "Compute the arguments alike on all ranks.")
 
-    def _grouped(self, result: Any) -> Any:
-        return self._mirrored(result, None)
+    def _prove_result(self, result: Any, failure: BaseException | None) -> None:
+        lockstep = self.strategy.parts.lockstep
+        if failure is not None:
+            lockstep.prove("end of update", failure=failure)
+        with lockstep.preparing("end of update"):
+            leaves, structure = nest.flatten(result)
+            contents = b"".join(writes.digest(as_array(x)) for x in leaves if _is_plain_data(x))
+        call = f"end of update, returning {nest.describe(structure)}"
+        fingerprint = np.frombuffer(contents, np.uint8)
+        writes.prove_same(lockstep, call, fingerprint, "fn must do the same on every rank.")
 
     def _ungrouped(self, result: Any) -> tuple[Any, ...]:
         seen = self.strategy.num_replicas_in_sync if self.strategy.parts.view.mirrors else 1
@@ -250,7 +258,7 @@ def _is_data(leaf: Any) -> bool:
 
 
 def _is_plain_data(leaf: Any) -> bool:
-    return _is_data(leaf) and not isinstance(leaf, DistributedValues | Variable)
+    return _is_data(leaf) or (isinstance(leaf, Mirrored) and not leaf.proved)
 
 
 def _check_destinations(destinations: Any) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from mpistrat.errors import ContextError, StrategyError
 if TYPE_CHECKING:
     from mpistrat.distribute.context import ReplicaContext
     from mpistrat.distribute.strategy import Strategy
+    from mpistrat.distribute.variables import Variable
 
 __all__ = ["Mode", "cross_replica", "current", "entered", "same_strategy"]
 
@@ -27,12 +29,12 @@ class Mode:
     Attributes:
       strategy: The strategy that rules here.
       replica: The replica context, in replica code; None in cross-replica code.
-      updating: Inside the function that ``extended.update`` calls.
+      updating: The variable whose copy ``extended.update`` lets its function write here.
     """
 
     strategy: Strategy
     replica: ReplicaContext | None = None
-    updating: bool = False
+    updating: Variable | None = None
 
 
 _mode: contextvars.ContextVar[Mode | None] = contextvars.ContextVar("mpistrat_mode", default=None)
@@ -45,12 +47,26 @@ def current() -> Mode | None:
 
 @contextlib.contextmanager
 def entered(mode: Mode) -> Iterator[None]:
-    """Run the body in `mode`."""
+    """Run the body in `mode`.
+
+    Raises:
+      ContextError: A scope that was entered later has not been left yet.
+    """
+    mode = dataclasses.replace(mode)  # an object of its own, to be known by
     token = _mode.set(mode)
     try:
         yield
     finally:
-        _mode.reset(token)
+        in_order = _mode.get() is mode
+        if in_order:
+            _mode.reset(token)
+        else:
+            _mode.set(None)
+    if not in_order:
+        raise ContextError(
+            f"scopes were left out of order: that of {mode.strategy!r} before one that was "
+            "entered in it. All are left now; use `with strategy.scope():`."
+        )
 
 
 def same_strategy(strategy: Strategy, what: str) -> Mode | None:

@@ -73,7 +73,7 @@ def reduce_over_replicas(
     for leaf, source, moves in zip(leaves, sources, moving, strict=True):
         result = finish(next(totals), source) if moves else source
         if mirrors and (moves or isinstance(leaf, Mirrored | Variable)):
-            result = Mirrored(result, parts.lockstep.comm.size)
+            result = Mirrored(result, parts.lockstep.comm.size, proved=True)
         results.append(result)
     return nest.unflatten(structure, results)
 

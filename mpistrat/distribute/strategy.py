@@ -266,7 +266,7 @@ class Strategy:
     def experimental_distribute_dataset(self, dataset: Dataset, options: None = None) -> Any:
         """Cut every global batch of `dataset` over the replicas.
 
-        Not collective itself; iterating is.
+        Collective: all ranks call it; iterating is collective too.
 
         Args:
           dataset: The same on every rank. Batched by the *global* batch size; an unbatched one is
@@ -281,11 +281,12 @@ class Strategy:
         Raises:
           TypeError: `dataset` is no `Dataset`.
         """
-        self._check_dataset("experimental_distribute_dataset", dataset, options)
-        if self.parts.view is ALONE:
-            return dataset
-        if not dataset.batched:
-            dataset = dataset.batch(self.num_replicas_in_sync)
+        with self.parts.lockstep.preparing("experimental_distribute_dataset"):
+            self._check_dataset("experimental_distribute_dataset", dataset, options)
+            if self.parts.view is ALONE:
+                return dataset
+            if not dataset.batched:
+                dataset = dataset.batch(self.num_replicas_in_sync)
         return DistributedDataset(dataset, self._door(), cut=True)
 
     def distribute_datasets_from_function(
@@ -293,8 +294,8 @@ class Strategy:
     ) -> Any:
         """Let every replica bring its own dataset, batched for one replica.
 
-        Not collective itself; iterating is. Replicas whose data end early get empty batches until
-        all have ended.
+        Collective: all ranks call it; iterating is collective too. Replicas whose data end early
+        get empty batches until all have ended.
 
         Args:
           dataset_fn: ``dataset_fn(InputContext)``, called once on each rank.

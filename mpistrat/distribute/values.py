@@ -143,6 +143,8 @@ class Mirrored(DistributedValues, np.lib.mixins.NDArrayOperatorsMixin):
     Args:
       value: The value.
       count: The number of replicas.
+      proved: It is known to be the same on all replicas, as results of collectives are; otherwise
+        it is compared before it is written to a variable.
 
     Example:
       >>> Mirrored(np.array([1.0, 2.0]), 2) + 1
@@ -151,10 +153,11 @@ class Mirrored(DistributedValues, np.lib.mixins.NDArrayOperatorsMixin):
 
     __hash__ = object.__hash__
 
-    def __init__(self, value: Any, count: int = 1):
+    def __init__(self, value: Any, count: int = 1, proved: bool = False):
         """Hold `value` for `count` replicas."""
         self._value = value
         self._count = count
+        self.proved = proved
 
     @property
     def local(self) -> Any:

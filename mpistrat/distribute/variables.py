@@ -82,7 +82,7 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
         # Counted only once the proof has passed: a creation that failed must not leave ranks apart.
         self._number = lockstep.session.variables + 1
         kinds = f"{self.synchronization.name}, {self.aggregation.name}"
-        lockstep.prove(f"Variable({self._spec()}, {kinds})")
+        lockstep.prove(f"Variable({self.spec()}, {kinds})")
         lockstep.session.variables = self._number
         lockstep.comm.bcast(self._array, 0)
 
@@ -110,7 +110,8 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
             synchronization = VariableSynchronization.ON_WRITE
         return synchronization, aggregation
 
-    def _spec(self) -> str:
+    def spec(self) -> str:
+        """Return name, number, dtype and shape, as messages and proofs show them."""
         return f"{self.name!r} no. {self._number} {spec_text(self._array)}"
 
     @property
@@ -171,11 +172,11 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
 
     def _read(self) -> Array:
         mode = same_strategy(self.strategy, f"variable {self.name!r}")
-        own = mode is not None and (mode.replica is not None or mode.updating)
+        own = mode is not None and (mode.replica is not None or mode.updating is self)
         if not self.on_read or own:
             return self.component()
         parts = self.strategy.parts
-        call = f"read({self._spec()})"
+        call = f"read({self.spec()})"
         if self.aggregation is VariableAggregation.NONE:
             raise ValueError(
                 f"ON_READ variable {self.name!r} has aggregation NONE, so cross-replica code "
@@ -251,13 +252,14 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
 
     def _write(self, kind: str, value: Any) -> Variable:
         mode = same_strategy(self.strategy, f"variable {self.name!r}")
-        if mode is not None and (mode.updating or (mode.replica is not None and self.on_read)):
+        replica = mode is not None and mode.replica is not None
+        if (mode is not None and mode.updating is self) or (replica and self.on_read):
             self._apply(kind, self._incoming(kind, value))
             return self
-        call = f"{kind}({self._spec()})"
+        call = f"{kind}({self.spec()})"
         with self.strategy.parts.lockstep.preparing(call):
             array = self._incoming(kind, value)
-        if mode is not None and mode.replica is not None:
+        if replica:
             array = writes.REPLICA[self.aggregation](self, call, array)
         else:
             self._prove_cross(call, value, array)
@@ -268,7 +270,7 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
 
     def _prove_cross(self, call: str, value: Any, array: Array) -> None:
         lockstep = self.strategy.parts.lockstep
-        if isinstance(value, Mirrored):
+        if isinstance(value, Mirrored) and value.proved:
             lockstep.prove(f"{call} mirrored")
             return
         writes.prove_same(
@@ -277,7 +279,7 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
 
     def _incoming(self, kind: str, value: Any) -> Array:
         mode = current()
-        replica = mode is not None and (mode.replica is not None or mode.updating)
+        replica = mode is not None and (mode.replica is not None or mode.updating is self)
         if isinstance(value, PerReplica) and not replica:
             raise StructureError(
                 f"{kind} of {self.name!r}: got a value per replica, which would make the copies "

@@ -51,7 +51,7 @@ class DistributedDataset:
     in pieces of ``ceil(L / n)``, or by ``distribute_datasets_from_function``, where every replica
     brings its own batches. Each ``iter()`` is the next epoch, in its own order.
 
-    Collective: ``iter()`` and each ``next()``.
+    Collective: making it, ``iter()`` and each ``next()``.
     Cost: one proof each.
     """
 
@@ -61,6 +61,10 @@ class DistributedDataset:
         self._door = door
         self._cut = cut
         self._epoch = 0
+        session = door.lockstep.session
+        self._name = f"dataset no. {session.datasets + 1}"
+        door.lockstep.prove(f"distribute {self._name}, {'cut' if cut else 'a part on each rank'}")
+        session.datasets += 1
 
     def __iter__(self) -> DistributedIterator:
         """Return an iterator over the next epoch. Unseeded shuffles take rank 0's seed."""
@@ -68,11 +72,12 @@ class DistributedDataset:
         epoch = self._epoch
         needed = self._dataset.seeds_needed
         seeds = np.array([secrets.randbits(62) for _ in range(needed)], np.int64)
-        call = f"iter(dataset) epoch {epoch}"
+        call = f"iter({self._name}) epoch {epoch}"
         first = self._door.lockstep.share(call, seeds.tobytes())[0]
         self._epoch += 1
         shared = np.frombuffer(first, np.int64).tolist() if self._cut else seeds.tolist()
-        return DistributedIterator(self._elements(epoch, shared), self._door, self._cut)
+        elements = self._elements(epoch, shared)
+        return DistributedIterator(elements, self._door, self._cut, self._name)
 
     def _elements(self, epoch: int, seeds: list[int]) -> Iterator[tuple[int, Any]]:
         comm = self._door.lockstep.comm
@@ -98,8 +103,9 @@ class DistributedIterator:
     After the end, and after an error on any rank, it gives nothing more on every rank.
     """
 
-    def __init__(self, elements: Iterator[tuple[int, Any]], door: Door, cut: bool):
+    def __init__(self, elements: Iterator[tuple[int, Any]], door: Door, cut: bool, name: str):
         """Give out `elements`, pairs of the rows of the global batch and this replica's part."""
+        self._name = name
         self._elements = elements
         self._door = door
         self._cut = cut
@@ -144,7 +150,7 @@ class DistributedIterator:
             failure = error
         lost = item is None and self._empty is None
         small = _STEP.pack(item is not None, lost, -1 if item is None else item[0])
-        call = f"next(dataset) step {self._steps}"
+        call = f"next({self._name}) step {self._steps}"
         self._steps += 1
         told = [_STEP.unpack(s) for s in self._door.lockstep.share(call, small, failure)]
         if not any(has for has, _, _ in told):

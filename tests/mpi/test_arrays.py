@@ -69,7 +69,9 @@ def test_memmaps_and_broadcast_views(world, tmp_path):
     mapped[:] = world.rank
     view = np.broadcast_to(np.float32(world.rank), (70, 300))
     strategy = ms.MirroredStrategy()
-    total = strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", [mapped, view, view[:0]]))
+    total = strategy.run(
+        lambda: ms.get_replica_context().all_reduce("SUM", [mapped, view, view[:0]])
+    )
     n = world.size
     want = np.full((70, 300), n * (n - 1) / 2, np.float32)
     same(world, [leaf.local for leaf in total], [want, want, want[:0]])

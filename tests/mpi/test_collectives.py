@@ -1,4 +1,4 @@
-"""Every dtype, operation and path through the MPI library itself, against NumPy; same bits everywhere."""
+"""Every dtype, operation and path through the MPI library, against NumPy; same bits everywhere."""
 
 from __future__ import annotations
 
@@ -117,9 +117,7 @@ def test_gathers(world, axis, scale, pattern):
     dtypes = [np.dtype(c) for c in "?bHiqefdgFG"] + [BF16]
     tree = [part(world.rank, d) for d in dtypes]
     got = ms.MirroredStrategy().gather([ms.PerReplica(leaf) for leaf in tree], axis)
-    want = [
-        np.concatenate([part(r, d) for r in range(world.size)], axis=axis) for d in dtypes
-    ]
+    want = [np.concatenate([part(r, d) for r in range(world.size)], axis=axis) for d in dtypes]
     same(world, got, want)
 
 
@@ -145,3 +143,35 @@ def test_reduce_over_uneven_rows(world):
             got = strategy.reduce(op, mine, axis=axis)
             same(world, got)
             same(world, np.int8(np.allclose(got, f(every, axis=axis))), np.int8(1))
+
+
+@pytest.mark.parametrize("count", [5, 5000, 200_000])
+@pytest.mark.parametrize("code", ["f4", "f8"])
+def test_not_a_number_has_the_same_bits_everywhere(world, count, code):
+    """Sign and payload of a NaN, and of the NaN that infinities make, may depend on the order."""
+    quiet = {"f4": (0x7FC00000, 0xFFC00000), "f8": (0x7FF8 << 48, 0xFFF8 << 48)}[code]
+    nan = np.full(count, quiet[world.rank % 2] + world.rank, f"u{code[1]}").view(code)
+    infinite = np.full(count, [np.inf, -np.inf][world.rank % 2], code)
+    for op in ("SUM", "MEAN", "PROD", "MIN", "MAX"):
+        with np.errstate(all="ignore"):
+            same(world, reduced(op, [nan, infinite]))
+
+
+@pytest.mark.parametrize("op", ["SUM", "MAX"])
+def test_what_an_mpi_cannot_take_at_once_goes_in_pieces(world, monkeypatch, op):
+    """Seven elements stand for two thousand millions."""
+    monkeypatch.setattr("mpistrat.comm.mpi._PIECE", 7)
+    tree = [value(np.dtype(c), world.rank, (45, 2)) for c in "dig"]
+    want = [
+        fold(op, [value(np.dtype(c), r, (45, 2)) for r in range(world.size)], np.dtype(c))
+        for c in "dig"
+    ]
+    same(world, reduced(op, tree), want)
+    rows = ms.MirroredStrategy().gather([ms.PerReplica(leaf) for leaf in tree], 0)
+    everyones = [
+        np.concatenate([value(np.dtype(c), r, (45, 2)) for r in range(world.size)]) for c in "dig"
+    ]
+    same(world, rows, everyones)
+    with ms.MirroredStrategy().scope():
+        variable = ms.Variable(np.arange(50.0) + world.rank)
+    same(world, variable.numpy(), np.arange(50.0))

@@ -110,7 +110,9 @@ def test_variables_that_differ(world):
         caught(
             world,
             ms.LockstepError,
-            lambda: ms.Variable(1.0) if r == 1 else strategy.reduce("SUM", ms.PerReplica(1.0), None),
+            lambda: (
+                ms.Variable(1.0) if r == 1 else strategy.reduce("SUM", ms.PerReplica(1.0), None)
+            ),
         )
         w = ms.Variable(2.0, name="w")
     caught(world, ms.LockstepError, lambda: v.assign(np.full(3, float(r))))
@@ -124,7 +126,8 @@ def _fault(choice, odd, rank):
     if rank not in odd:
         ctx().all_reduce("SUM", np.ones(3))
         ctx().merge_call(lambda s, x: s.reduce("SUM", x, None), args=(1.0,))
-        return ctx().all_gather(np.ones(rank), 0) and None if False else 1
+        ctx().all_gather(np.ones(rank), 0)
+        return 1
     if choice == 0:
         raise ValueError("fault")
     if choice == 1:

@@ -1,4 +1,4 @@
-"""One duplicate for all strategies on a communicator, and no interference with the program's own."""
+"""One duplicate for all strategies on a communicator; no interference with the program's own."""
 
 from __future__ import annotations
 

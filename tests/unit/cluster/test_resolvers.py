@@ -1,0 +1,120 @@
+"""Resolvers: names from MPI and from TF_CONFIG, which never decide the rank."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import mpistrat as ms
+from mpistrat.cluster.resolvers import default_resolver
+from mpistrat.cluster_resolver import (
+    ClusterResolver,
+    ClusterSpec,
+    MPIClusterResolver,
+    TFConfigClusterResolver,
+)
+from mpistrat.testing import run_ranks
+
+CLUSTER = {"worker": ["h1:1", "h2:2"], "ps": ["h3:3"]}
+
+
+def config(kind="worker", index=1, **more):
+    return {
+        "TF_CONFIG": json.dumps(
+            {"cluster": CLUSTER, "task": {"type": kind, "index": index}, **more}
+        )
+    }
+
+
+def test_from_mpi():
+    resolver = MPIClusterResolver(2, 4)
+    assert (resolver.task_type, resolver.task_id, resolver.environment) == ("worker", 2, "")
+    assert resolver.cluster_spec().num_tasks("worker") == 4
+    assert resolver.master() == "rank:0"
+    assert resolver.master("worker", 3) == "rank:3"
+    with pytest.raises(ValueError, match="No task"):
+        resolver.master("worker", 4)
+
+
+def test_from_tf_config():
+    resolver = TFConfigClusterResolver(env=config(rpc_layer="grpc", environment="cloud"))
+    assert (resolver.task_type, resolver.task_id) == ("worker", 1)
+    assert (resolver.rpc_layer, resolver.environment) == ("grpc", "cloud")
+    assert resolver.cluster_spec() == ClusterSpec(CLUSTER)
+    assert resolver.master() == "grpc://h2:2"
+    assert resolver.master("ps", 0) == "grpc://h3:3"
+    assert resolver.master("worker", 0, "mpi") == "mpi://h1:1"
+
+
+def test_arguments_win():
+    resolver = TFConfigClusterResolver("ps", 0, "x", "y", env=config(rpc_layer="grpc"))
+    assert (resolver.task_type, resolver.task_id, resolver.rpc_layer) == ("ps", 0, "x")
+    assert resolver.environment == "y"
+    assert resolver.master() == "x://h3:3"
+    assert TFConfigClusterResolver(task_id="0", env=config()).task_id == 0
+
+
+@pytest.mark.parametrize("env", [{}, {"TF_CONFIG": ""}, {"TF_CONFIG": "{}"}])
+def test_without_a_cluster(env):
+    resolver = TFConfigClusterResolver(env=env)
+    assert resolver.task_type is None
+    assert resolver.task_id is None
+    assert resolver.master() == ""
+    assert not resolver.cluster_spec()
+
+
+def test_special_masters():
+    assert TFConfigClusterResolver(env=config(session_master="mine")).master() == "mine"
+    single = {"TF_CONFIG": json.dumps({"cluster": {"worker": ["a:1"]}})}
+    assert TFConfigClusterResolver(env=single).master() == ""
+
+
+def test_it_is_read_at_each_question():
+    env = config()
+    resolver = TFConfigClusterResolver(env=env)
+    assert resolver.task_type == "worker"
+    env.update(config("ps", 0))
+    assert (resolver.task_type, resolver.task_id) == ("ps", 0)
+
+
+@pytest.mark.parametrize("text", ["no json", "{", "[1]", "5"])
+def test_texts_that_are_no_configuration(text):
+    with pytest.raises(ValueError, match=r"."):
+        TFConfigClusterResolver(env={"TF_CONFIG": text}).task_type  # noqa: B018
+
+
+def test_unknown_tasks():
+    with pytest.raises(ValueError, match="No task with index 9 in job 'worker'"):
+        TFConfigClusterResolver(env=config(index=9)).master()
+    with pytest.raises(ValueError, match="No such job in cluster: 'zzz'"):
+        TFConfigClusterResolver(env=config("zzz")).master()
+
+
+def test_which_is_the_default():
+    assert isinstance(default_resolver(0, 1, {}), MPIClusterResolver)
+    assert isinstance(default_resolver(0, 1, config()), TFConfigClusterResolver)
+    with pytest.raises(TypeError, match="abstract"):
+        ClusterResolver()
+
+
+def test_the_rank_comes_from_mpi_whatever_tf_config_says(monkeypatch):
+    monkeypatch.setenv("TF_CONFIG", config("worker", 1)["TF_CONFIG"])
+
+    def rank(comm):
+        strategy = ms.MultiWorkerMirroredStrategy()
+        r = strategy.run(lambda: ms.get_replica_context().replica_id_in_sync_group)
+        return r, strategy.num_replicas_in_sync, strategy.cluster_resolver.task_id
+
+    assert run_ranks(rank, 3) == [(r, 3, 1) for r in range(3)]
+
+
+def test_a_resolver_of_ones_own():
+    def rank(comm):
+        mine = MPIClusterResolver(comm.rank, comm.size)
+        strategy = ms.MultiWorkerMirroredStrategy(mine)
+        with pytest.raises(TypeError, match="ClusterResolver"):
+            ms.MultiWorkerMirroredStrategy("worker")
+        return strategy.cluster_resolver is mine, ms.MirroredStrategy().cluster_resolver
+
+    assert run_ranks(rank, 2) == [(True, None)] * 2

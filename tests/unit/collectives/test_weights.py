@@ -1,0 +1,119 @@
+"""Weighted means: sums of weight times value over the sum of weights, whatever else is in there."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import mpistrat as ms
+from mpistrat.testing import run_ranks
+
+
+def mean(strategy_on, size, values, weights, op="MEAN"):
+    """Return what every rank got."""
+
+    def rank(comm):
+        def fn():
+            ctx = ms.get_replica_context()
+            return ctx.all_reduce(op, values[comm.rank], weight=weights[comm.rank])
+
+        return strategy_on(comm).run(fn).local
+
+    return run_ranks(rank, size)
+
+
+@pytest.mark.parametrize("count", [3, 300])
+@pytest.mark.parametrize("code", ["f8", "f4", "f2", "g", "c16", "i4", "u1", "bfloat16"])
+@pytest.mark.parametrize("weights", [[1, 2, 5], [0, 3, 1], [4, 0, 0], [0.5, 0.25, 0.25]], ids=str)
+def test_means_are_weighted(strategy_on, count, code, weights):
+    dtype = np.dtype(ml_dtypes.bfloat16 if code == "bfloat16" else code)
+    values = [((np.arange(count) * (r + 1)) % 16).astype(dtype) for r in range(3)]
+    exact = sum(v.astype("c16") * w for v, w in zip(values, weights, strict=True)) / sum(weights)
+    for got in mean(strategy_on, 3, values, weights):
+        shown = got.astype("c16")
+        tolerance = {"f2": 1e-3, "bfloat16": 8e-3}.get(code, 2e-7)
+        assert np.allclose(shown, exact, rtol=tolerance, atol=0)
+
+
+@pytest.mark.parametrize("count", [2, 500])
+def test_a_value_of_weight_zero_is_never_read(strategy_on, count):
+    values = [np.full(count, np.nan), np.full(count, 3.0), np.full(count, 5.0)]
+    for got in mean(strategy_on, 3, values, [0, 1, 3]):
+        assert got.tolist() == [4.5] * count
+
+
+@pytest.mark.parametrize("count", [2, 500])
+@pytest.mark.parametrize("size", [1, 2])
+def test_all_weights_zero_gives_nan_everywhere(strategy_on, count, size):
+    for got in mean(strategy_on, size, [np.ones(count, np.float32)] * size, [0] * size):
+        assert got.dtype == np.float32
+        assert np.isnan(got).all()
+
+
+def test_the_sum_of_weights_is_exact(strategy_on):
+    """In any order of plain additions the small one would be lost."""
+    values = [np.zeros(1), np.ones(1), np.zeros(1)]
+    for got in mean(strategy_on, 3, values, [2.0**53, 2.0, 2.0**53]):
+        assert got[0] == 2.0 / (2.0**54 + 2.0)
+
+
+@pytest.mark.parametrize("weight", [1e-60, 1e-30, 1e30, 1e60])
+def test_only_the_ratio_of_weights_matters(strategy_on, weight):
+    values = [np.full(3, 2.0, np.float32), np.full(3, 4.0, np.float32)]
+    for got in mean(strategy_on, 2, values, [weight, weight]):
+        assert got == pytest.approx(3.0, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "weight", [-1, np.nan, np.inf, "3", 1j, [1], None.__class__], ids=lambda w: repr(w)[:20]
+)
+def test_a_weight_that_is_none_is_refused_on_every_rank(weight):
+    def rank(comm):
+        strategy = ms.MirroredStrategy()
+        with pytest.raises((ValueError, TypeError)) as caught:
+            strategy.run(
+                lambda: ms.get_replica_context().all_reduce(
+                    "MEAN", np.ones(2), weight=weight if comm.rank == 1 else 1
+                )
+            )
+        again = strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", 1))
+        return isinstance(caught.value, ms.RemoteError), int(again.local)
+
+    assert run_ranks(rank, 2) == [(True, 2), (False, 2)]
+
+
+@pytest.mark.parametrize("op", ["SUM", "MAX", "MIN", "PROD"])
+def test_only_means_have_weights(strategy_on, op):
+    def rank(comm):
+        strategy = strategy_on(comm)
+        with pytest.raises(ValueError, match="MEAN"):
+            strategy.run(lambda: ms.get_replica_context().all_reduce(op, 1.0, weight=1))
+
+    run_ranks(rank, 2)
+
+
+def test_a_weight_on_some_ranks_only_is_a_difference(strategy_on):
+    def rank(comm):
+        weight = 1 if comm.rank else None
+        strategy = strategy_on(comm)
+        with pytest.raises(ms.LockstepError):
+            strategy.run(lambda: ms.get_replica_context().all_reduce("MEAN", 1.0, weight=weight))
+
+    run_ranks(rank, 2)
+
+
+def test_many_leaves_have_their_weights_too(strategy_on):
+    """More weights than a frame has room for."""
+    values = [[np.full(2, float(r * 100 + i)) for i in range(60)] for r in range(2)]
+
+    def rank(comm):
+        ctx_weight = 1 + 2 * comm.rank
+        fn = lambda: ms.get_replica_context().all_reduce(  # noqa: E731
+            "MEAN", values[comm.rank], weight=ctx_weight
+        )
+        return [leaf.local for leaf in strategy_on(comm).run(fn)]
+
+    for got in run_ranks(rank, 2):
+        for i, leaf in enumerate(got):
+            assert leaf.tolist() == [(i + 3 * (100 + i)) / 4] * 2

@@ -1,0 +1,97 @@
+"""Values as bytes: what goes in comes out, of the same type and bits."""
+
+from __future__ import annotations
+
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from mpistrat.comm.codec import decode, encode, pack, unpack
+from mpistrat.errors import LeafTypeError
+
+CODES = ["?", "b", "B", "h", "H", "i", "I", "l", "L", "e", "f", "d", "g", "F", "D", "G"]
+CODES += ["M8[ns]", "m8[s]", "U3", "S2", ">f8", ">i4", ml_dtypes.bfloat16]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("dtype", CODES, ids=str)
+@pytest.mark.parametrize("shape", [(), (3,), (0,), (0, 3), (2, 2)], ids=str)
+def test_arrays_and_their_scalars(dtype, shape, whole):
+    array = np.ones(shape, np.int8).astype(dtype)
+    kind, data = encode(array, whole)
+    if kind == b"o":
+        assert not whole
+        return
+    again = decode(kind, data)
+    assert (again.dtype, again.shape) == (array.dtype, array.shape)
+    assert again.tobytes() == array.tobytes()
+    assert again.flags.writeable
+    if array.size:
+        scalar = array.reshape(-1)[0]
+        back = decode(*encode(scalar, True))
+        assert back == scalar
+        assert isinstance(back, str) if dtype == "U3" else type(back) is type(scalar)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        True,
+        False,
+        0,
+        -(2**70),
+        1.5,
+        -0.0,
+        math.inf,
+        "",
+        "text|with|bars",
+        "ä" * 300,
+        2j,
+        b"b",
+    ],
+    ids=repr,
+)
+def test_python_values(value):
+    again = decode(*encode(value, True))
+    assert again == value
+    assert type(again) is type(value)
+    if isinstance(value, float):
+        assert math.copysign(1, again) == math.copysign(1, value)
+
+
+def test_nan_and_any_object():
+    assert math.isnan(decode(*encode(math.nan, True)))
+    assert decode(*encode({"a": {1, 2}}, True)) == {"a": {1, 2}}
+    assert decode(*encode(np.array([None, "x"], object), True)).tolist() == [None, "x"]
+    record = np.array([(1, 2.0)], [("a", "i4"), ("b", "f8")])
+    assert decode(*encode(record, True)).tolist() == record.tolist()
+
+
+def test_what_is_large_or_has_to_be_pickled_is_only_noted():
+    for value in (np.zeros(100), {"a": 1}, "x" * 100, 1j, object()):
+        assert encode(value, False) == (b"o", b"")
+
+
+def test_numbers_are_never_pickled():
+    for value in (np.zeros(1000), np.float32(1), 1, 2.5, True, np.zeros(3, ml_dtypes.bfloat16)):
+        assert encode(value, True)[0] != b"p"
+
+
+def test_what_cannot_be_pickled_is_a_type_error():
+    with pytest.raises(LeafTypeError, match="function"):
+        encode(lambda: 0, True)
+
+
+def test_layouts_travel_as_values():
+    array = np.arange(12.0).reshape(3, 4)
+    for given in (array.T, array[::-1, ::2], np.broadcast_to(array[0], (2, 4))):
+        assert np.array_equal(decode(*encode(given, True)), given)
+
+
+@pytest.mark.parametrize("sizes", [[], [0], [254, 255, 256, 70000], [1] * 300])
+def test_pack_and_unpack(sizes):
+    entries = [(b"x", bytes([size % 251]) * size) for size in sizes]
+    assert unpack(pack(entries)) == entries

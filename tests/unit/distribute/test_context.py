@@ -1,0 +1,216 @@
+"""Who rules where: the states, how they are entered, and what is refused in which."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+
+import mpistrat as ms
+from mpistrat.testing import run_ranks
+
+
+def state():
+    """What the four questions answer, with the strategy's type name for the strategy."""
+    context = ms.get_replica_context()
+    return (
+        None if context is None else context.replica_id_in_sync_group,
+        ms.in_cross_replica_context(),
+        type(ms.get_strategy()).__name__,
+        ms.has_strategy(),
+    )
+
+
+def test_the_default_state():
+    assert state() == (0, False, "DefaultStrategy", False)
+    assert ms.get_strategy().num_replicas_in_sync == 1
+    assert ms.get_strategy() is ms.get_strategy()
+    context = ms.get_replica_context()
+    assert context.strategy is ms.get_strategy()
+    assert context.merge_call(lambda s: state()) == (None, True, "DefaultStrategy", False)
+    assert ms.get_strategy().run(state) == (0, False, "DefaultStrategy", False)
+
+
+@pytest.mark.parametrize("make", [ms.MirroredStrategy, ms.MultiWorkerMirroredStrategy])
+def test_the_states_of_a_strategy(make):
+    def rank(comm):
+        strategy = make()
+        name = type(strategy).__name__
+        cross, own = (None, True, name, True), (comm.rank, False, name, True)
+        seen = []
+
+        def fn():
+            seen.append(state() == own)
+            assert ms.get_replica_context() is ms.get_replica_context()
+            ms.get_replica_context().merge_call(lambda s: seen.append((state(), s is strategy)))
+            seen.append(state() == own)
+
+        with strategy.scope() as entered:
+            assert entered is strategy
+            assert state() == cross
+            with strategy.scope():
+                strategy.run(fn)
+            assert state() == cross
+        strategy.run(fn)
+        assert state() == (0, False, "DefaultStrategy", False)
+        with strategy.scope():
+            variable = ms.Variable(1.0)
+        strategy.extended.update(variable, lambda v: seen.append(state() == cross))
+        return seen == [True, (cross, True), True] * 2 + [True]
+
+    assert run_ranks(rank, 2) == [True, True]
+
+
+def test_states_are_left_after_errors():
+    def rank(comm):
+        strategy = ms.MirroredStrategy()
+        with pytest.raises(ZeroDivisionError), strategy.scope():
+            strategy.run(lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            strategy.run(lambda: ms.get_replica_context().merge_call(lambda s: 1 / 0))
+        return state()
+
+    assert run_ranks(rank, 2) == [(0, False, "DefaultStrategy", False)] * 2
+
+
+CROSS = {
+    "run": lambda s: s.run(lambda: 1),
+    "reduce": lambda s: s.reduce("SUM", ms.PerReplica(1.0), None),
+    "gather": lambda s: s.gather(ms.PerReplica(np.ones(1)), 0),
+    "scope": lambda s: s.scope().__enter__(),
+    "experimental_make_numpy_dataset": lambda s: s.experimental_make_numpy_dataset(np.ones(2)),
+    "reduce_to": lambda s: s.extended.reduce_to("SUM", ms.PerReplica(1.0), "cpu"),
+    "batch_reduce_to": lambda s: s.extended.batch_reduce_to("SUM", [(ms.PerReplica(1.0), "cpu")]),
+    "broadcast_to": lambda s: s.extended.broadcast_to(np.ones(1), "cpu"),
+}
+INSTEAD = {"reduce": "all_reduce", "gather": "all_gather", "reduce_to": "all_reduce"}
+
+
+@pytest.mark.parametrize("call", CROSS)
+@pytest.mark.parametrize("make", [ms.MirroredStrategy, ms.MultiWorkerMirroredStrategy])
+def test_cross_replica_calls_in_replica_code(call, make):
+    def rank(comm):
+        strategy = make()
+        with pytest.raises(ms.ContextError) as caught:
+            strategy.run(lambda: CROSS[call](strategy))
+        assert isinstance(caught.value, RuntimeError)
+        return str(caught.value)
+
+    for at, text in enumerate(run_ranks(rank, 3)):
+        assert f".{call}() is cross-replica code" in text
+        assert f"replica {at} of 3" in text
+        assert INSTEAD.get(call, "merge_call") in text
+
+
+@pytest.mark.parametrize("call", CROSS)
+def test_calls_of_another_strategy(call):
+    def rank(comm):
+        one, two = ms.MirroredStrategy(), ms.MultiWorkerMirroredStrategy()
+        with one.scope(), pytest.raises(ms.StrategyError, match="Mixing different"):
+            CROSS[call](two)
+        with pytest.raises(ms.StrategyError, match="Mixing different"):
+            one.run(lambda: CROSS[call](two))
+        with one.scope(), pytest.raises(ms.StrategyError):
+            CROSS[call](ms.OneDeviceStrategy("cpu"))
+        return float(two.reduce("SUM", ms.PerReplica(1.0), None))
+
+    assert run_ranks(rank, 2) == [2.0, 2.0]
+
+
+def test_variables_and_data_of_another_strategy():
+    def rank(comm):
+        one, two = ms.MirroredStrategy(), ms.MirroredStrategy()
+        with one.scope():
+            variable = ms.Variable(1.0)
+        data = one.experimental_distribute_dataset(ms.Dataset.range(4).batch(2))
+        with two.scope():
+            for call in (
+                lambda: variable.assign(2.0),
+                lambda: variable.read_value(),
+                lambda: iter(data),
+                lambda: two.extended.update(variable, lambda v: None),
+            ):
+                with pytest.raises(ms.StrategyError):
+                    call()
+        return float(variable.numpy())
+
+    assert run_ranks(rank, 2) == [1.0, 1.0]
+
+
+def test_a_context_is_of_use_in_its_run_only():
+    def rank(comm):
+        strategy = ms.MirroredStrategy()
+        kept = []
+        strategy.run(lambda: kept.append(ms.get_replica_context()))
+        (old,) = kept
+        for call in (
+            lambda: old.all_reduce("SUM", 1.0),
+            lambda: old.all_gather(np.ones(1), 0),
+            lambda: old.merge_call(lambda s: 1),
+        ):
+            with pytest.raises(ms.ContextError, match="outside run"):
+                call()
+            with pytest.raises(ms.ContextError, match="another run"):
+                strategy.run(call)
+            with strategy.scope(), pytest.raises(ms.ContextError, match="cross-replica"):
+                call()
+
+        def inside():
+            mine = ms.get_replica_context()
+            mine.merge_call(lambda s: mine.merge_call(lambda s: 1))
+
+        with pytest.raises(ms.ContextError, match="cross-replica"):
+            strategy.run(inside)
+        return float(strategy.reduce("SUM", ms.PerReplica(1.0), None))
+
+    assert run_ranks(rank, 2) == [2.0, 2.0]
+
+
+def test_what_a_context_says_of_itself():
+    def rank(comm):
+        strategy = ms.MirroredStrategy(["a", "b"])
+
+        def fn():
+            c = ms.get_replica_context()
+            return c.strategy is strategy, c.num_replicas_in_sync, c.devices, repr(c)
+
+        same, count, devices, text = strategy.run(fn)
+        return same.local, count.local, devices[0].local, text.local
+
+    for at, (same, count, device, text) in enumerate(run_ranks(rank, 2)):
+        assert same is True
+        assert count == 2
+        assert device == "ab"[at]
+        assert f"{at} of 2" in text
+    with pytest.raises(ValueError, match="integer"):
+        ms.ReplicaContext(ms.get_strategy(), "0")
+
+
+def test_the_default_strategy_warns_once_in_a_job_of_several_ranks():
+    def rank(comm):
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                assert ms.get_replica_context().all_reduce("SUM", 2.0) == 2.0
+        return [str(w.message) for w in seen]
+
+    assert run_ranks(rank, 1) == [[]]
+    # Python's record of warnings is shared by threads: one rank sees them all.
+    texts = [text for found in run_ranks(rank, 1 + 1) for text in found]
+    assert 1 <= len(texts) <= 2
+    assert "2 ranks" in texts[0]
+
+
+def test_next_in_replica_code():
+    def rank(comm):
+        strategy = ms.MirroredStrategy()
+        data = strategy.experimental_distribute_dataset(ms.Dataset.range(4).batch(2))
+        iterator = iter(data)
+        with pytest.raises(ms.ContextError, match="next"):
+            strategy.run(lambda: next(iterator))
+        with pytest.raises(ms.ContextError):
+            strategy.run(lambda: iter(data))
+        return [x.local.tolist() for x in iterator]
+
+    assert run_ranks(rank, 2) == [[[0], [2]], [[1], [3]]]

@@ -1,0 +1,126 @@
+"""`extended.update`: each rank writes its copy, and the copies stay equal."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import mpistrat as ms
+from mpistrat.testing import run_ranks
+
+Sync, Agg = ms.VariableSynchronization, ms.VariableAggregation
+
+
+@pytest.mark.parametrize("make", [ms.MirroredStrategy, ms.MultiWorkerMirroredStrategy])
+def test_arguments_and_results(make):
+    def rank(comm):
+        s = make()
+        with s.scope():
+            v = ms.Variable(np.zeros(2))
+        step = lambda var, a, b=0.0: (var.assign_sub(a), var.assign_add([b, b]), np.ones(1))  # noqa: E731
+        gradient = s.extended.reduce_to("SUM", ms.PerReplica(np.ones(2)), v)
+        got = s.extended.update(v, step, args=(gradient,), kwargs={"b": 0.5})
+        assert got[0] is v
+        one = s.extended.update(v, step, args=(np.ones(2),), group=False)
+        kind = type(got[2]).__name__
+        return v.numpy().tolist(), kind, len(one)
+
+    mirrored = make is ms.MirroredStrategy
+    want = ([-3.5, -3.5], "Mirrored" if mirrored else "ndarray", 3 if mirrored else 1)
+    assert run_ranks(rank, 3) == [([-3.5, -3.5], *want[1:])] * 3
+
+
+def test_reading_and_writing_inside_are_local():
+    def rank(comm):
+        s = ms.MirroredStrategy()
+        with s.scope():
+            v = ms.Variable(2.0, aggregation=Agg.SUM)
+
+        def fn(var):
+            assert ms.in_cross_replica_context()
+            for _ in range(comm.rank):
+                var.read_value()
+            var.assign(var.read_value() * 3)
+            return float(var.numpy())
+
+        return np.asarray(s.extended.update(v, fn)).tolist(), float(v.numpy())
+
+    assert run_ranks(rank, 2) == [(6.0, 6.0)] * 2
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (lambda r: ms.PerReplica(np.ones(2)), ValueError),
+        (lambda r: np.full(2, float(r)), ms.LockstepError),
+        (lambda r: float(r), ms.LockstepError),
+        (lambda r: [np.float32(1.0), np.int32(1065353216)][r], ms.LockstepError),
+        (lambda r: np.zeros([(2, 3), (3, 2)][r]), ms.LockstepError),
+        (lambda r: [1.0] * (1 + r), ms.LockstepError),
+    ],
+    ids=["per replica", "array", "number", "same bits", "shape", "structure"],
+)
+def test_arguments_that_would_make_the_copies_differ(make, error):
+    def rank(comm):
+        s = ms.MirroredStrategy()
+        with s.scope():
+            v = ms.Variable(np.zeros(2))
+        called = []
+        with pytest.raises(error):
+            s.extended.update(v, lambda var, x: called.append(1), args=(make(comm.rank),))
+        return called, v.numpy().tolist(), float(s.reduce("SUM", ms.PerReplica(1.0), None))
+
+    assert run_ranks(rank, 2) == [([], [0, 0], 2.0)] * 2
+
+
+def test_a_variable_that_each_replica_owns_takes_values_per_replica():
+    def rank(comm):
+        s = ms.MirroredStrategy()
+        with s.scope():
+            v = ms.Variable(0.0, synchronization=Sync.ON_READ, aggregation=Agg.SUM)
+        value = s.run(lambda: float(comm.rank + 1))
+        s.extended.update(v, lambda var, x: var.assign(x), args=(value,))
+        return float(v.numpy())
+
+    assert run_ranks(rank, 3) == [6.0] * 3
+
+
+def test_an_exception_on_one_rank_is_one_on_all():
+    def rank(comm):
+        s = ms.MirroredStrategy()
+        with s.scope():
+            v = ms.Variable(0.0)
+
+        def fn(var):
+            if comm.rank == 1:
+                raise KeyError("mine")
+
+        with pytest.raises(KeyError) as caught:
+            s.extended.update(v, fn)
+        return isinstance(caught.value, ms.RemoteError), float(
+            s.reduce("SUM", ms.PerReplica(1.0), None)
+        )
+
+    assert run_ranks(rank, 2) == [(True, 2.0), (False, 2.0)]
+
+
+@pytest.mark.parametrize("what", [5, None, np.zeros(2), "other"], ids=str)
+def test_what_is_no_variable_of_this_strategy(what):
+    def rank(comm):
+        s = ms.MirroredStrategy()
+        var = ms.Variable(1.0) if isinstance(what, str) else what
+        with pytest.raises(RuntimeError, match="update"):
+            s.extended.update(var, lambda v: None)
+
+    run_ranks(rank, 2)
+
+
+def test_from_replica_code_it_goes_through_merge_call():
+    def rank(comm):
+        s = ms.MirroredStrategy()
+        with s.scope():
+            v = ms.Variable(1.0)
+        s.run(lambda: s.extended.update(v, lambda var: var.assign_add(1.0)) and None)
+        return float(v.numpy())
+
+    assert run_ranks(rank, 2) == [2.0, 2.0]

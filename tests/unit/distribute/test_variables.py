@@ -1,0 +1,230 @@
+"""Variables: creation, reading, what each kind of write does, and what is refused."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import mpistrat as ms
+from mpistrat.testing import run_ranks
+
+Agg, Sync = ms.VariableAggregation, ms.VariableSynchronization
+ctx = ms.get_replica_context
+
+
+def made(strategy, *args, **kwargs):
+    with strategy.scope():
+        return ms.Variable(*args, **kwargs)
+
+
+@pytest.mark.parametrize("make", [ms.MirroredStrategy, ms.MultiWorkerMirroredStrategy])
+@pytest.mark.parametrize("value", [5.0, np.arange(3), np.arange(1000.0), "call"], ids=str)
+def test_the_initial_value_is_that_of_rank_0(make, value):
+    def rank(comm):
+        base = np.arange(4.0) if isinstance(value, str) else np.asarray(value)
+        mine = base + comm.rank
+        v = made(make(), (lambda: mine) if isinstance(value, str) else mine)
+        return v.numpy() - base
+
+    for got in run_ranks(rank, 3):
+        assert not np.any(got)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (0, 3), (2, 2)], ids=str)
+@pytest.mark.parametrize("code", ["?", "i1", "u8", "f2", "f4", ">f8", "g", "c16", "bfloat16"])
+def test_dtypes_and_shapes(shape, code):
+    dtype = np.dtype(ml_dtypes.bfloat16 if code == "bfloat16" else code)
+
+    def rank(comm):
+        v = made(ms.MirroredStrategy(), np.ones(shape, dtype), aggregation=Agg.NONE)
+        v.assign(np.zeros(shape, dtype))
+        return v.dtype, v.shape, np.asarray(v).tolist()
+
+    want = (dtype.newbyteorder("="), shape, np.zeros(shape, dtype).tolist())
+    assert run_ranks(rank, 2) == [want, want]
+
+
+def test_it_does_not_alias_what_it_was_made_from_or_assigned():
+    def rank(comm):
+        source = np.zeros(3)
+        v = made(ms.MirroredStrategy(), source)
+        source[:] = 7
+        assert v.numpy().tolist() == [0, 0, 0]
+        v.assign(source)
+        source[:] = 9
+        return v.numpy().tolist()
+
+    assert run_ranks(rank, 2) == [[7, 7, 7]] * 2
+
+
+def test_views_are_live_and_read_only_and_copies_are_copies():
+    def rank(comm):
+        v = made(ms.MirroredStrategy(), np.zeros(3))
+        view, copy = np.asarray(v), v.numpy()
+        with pytest.raises(ValueError, match="read-only"):
+            view[0] = 1
+        copy[:] = 5
+        v.assign_add(np.ones(3))
+        with pytest.raises(TypeError, match="assign"):
+            np.add(v, 1, out=v)
+        with pytest.raises(TypeError, match="assign"):
+            v += 1
+        assert np.array(v, copy=True).flags.writeable
+        assert np.asarray(v, np.float32).dtype == np.float32
+        return view.tolist(), v.read_value().tolist(), v.value().tolist()
+
+    assert run_ranks(rank, 2) == [([1] * 3,) * 3] * 2
+
+
+def test_operators_read():
+    v = ms.Variable([1.0, 2.0])
+    w = ms.Variable(3.0)
+    assert (v + v).tolist() == [2, 4]
+    assert (2 - v / w).tolist() == pytest.approx([5 / 3, 4 / 3])
+    assert (v @ np.ones(2)) == 3
+    assert (v == 1).tolist() == [True, False]
+    assert np.concatenate([v, v]).tolist() == [1, 2, 1, 2]
+    assert (v[1], float(w), int(w), bool(w)) == (2, 3.0, 3, True)
+    assert len({v, w}) == 2
+    assert isinstance(w.numpy(), np.float64)
+
+
+def test_overlapping_writes_are_right():
+    def rank(comm):
+        v = made(ms.MirroredStrategy(), np.arange(1000.0))
+        v.assign(np.asarray(v)[::-1])
+        v.assign_add(np.asarray(v)[::-1])
+        v.assign_sub(v)
+        return v.numpy()
+
+    for got in run_ranks(rank, 2):
+        assert not got.any()
+
+
+def test_created_on_one_rank_only_is_an_error_on_all_and_the_next_works():
+    def rank(comm):
+        s = ms.MirroredStrategy()
+        with s.scope():
+            for _ in range(2):
+                with pytest.raises(ms.LockstepError):
+                    if comm.rank == 0:
+                        ms.Variable(1.0)
+                    else:
+                        s.reduce("SUM", ms.PerReplica(1.0), None)
+            with pytest.raises(TypeError):
+                ms.Variable("text" if comm.rank else 1.0)
+            for bad in ({"name": f"v{comm.rank}"}, {"dtype": ["f4", "f8"][comm.rank]}):
+                with pytest.raises(ms.LockstepError):
+                    ms.Variable(1.0, **bad)
+            with pytest.raises(ms.LockstepError):
+                ms.Variable(np.zeros(2 + comm.rank))
+            with pytest.raises(ms.LockstepError):
+                ms.Variable(1.0, aggregation=[Agg.SUM, Agg.MEAN][comm.rank])
+            return float(ms.Variable(2.0).numpy())
+
+    assert run_ranks(rank, 2) == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"synchronization": Sync.NONE},
+        {"synchronization": 9},
+        {"aggregation": 9},
+        {"aggregation": Agg.MEAN, "dtype": np.int32},
+        {"aggregation": Agg.MEAN, "dtype": bool, "synchronization": Sync.ON_READ},
+    ],
+    ids=str,
+)
+def test_kinds_that_mean_nothing(kwargs):
+    def rank(comm):
+        s = ms.MirroredStrategy()
+        with pytest.raises(ValueError, match=r"Variable:0"):
+            made(s, 1, **kwargs)
+        v = made(s, 1, name="w")
+        return v.synchronization, v.name, v.trainable, v.strategy is s, v.distribute_strategy is s
+
+    assert run_ranks(rank, 2) == [(Sync.ON_WRITE, "w:0", True, True, True)] * 2
+
+
+@pytest.mark.parametrize(
+    "value", [[object()], ["a"], "text", None, object(), np.ma.ones(2), np.array(["a"])], ids=repr
+)
+def test_what_is_no_number_cannot_be_a_variable(value):
+    with pytest.raises(TypeError):
+        ms.Variable(value)
+
+
+@pytest.mark.parametrize("kind", ["assign", "assign_add", "assign_sub"])
+@pytest.mark.parametrize("sync", [Sync.ON_WRITE, Sync.ON_READ])
+def test_values_that_do_not_fit(kind, sync):
+    def rank(comm):
+        s = ms.MirroredStrategy()
+        v = made(s, np.zeros(3, np.int32), synchronization=sync, aggregation=Agg.NONE)
+        cases = [
+            (np.zeros(2, np.int32), ValueError),
+            (5, ValueError),
+            (np.zeros((1, 3), np.int32), ValueError),
+            (np.ones(3) * 0.5, TypeError),
+            (np.zeros(3, complex), TypeError),
+            ("text", TypeError),
+            (ms.PerReplica(np.zeros(3, np.int32)), ValueError),
+            (np.full(3, comm.rank, np.int32), ms.LockstepError),
+        ]
+        for value, error in cases:
+            with pytest.raises(error):
+                getattr(v, kind)(value)
+        small = made(s, np.uint8(1))
+        with pytest.raises(TypeError):
+            getattr(small, kind)(-1)
+        assert np.asarray(s.experimental_local_results(v)[0]).tolist() == [0, 0, 0]
+
+    run_ranks(rank, 2)
+
+
+def test_a_value_that_depends_on_the_rank_names_both():
+    def rank(comm):
+        v = made(ms.MirroredStrategy(), 0.0)
+        with pytest.raises(ms.LockstepError, match=r"0\.5 on rank 0, 1\.5 on rank 1"):
+            v.assign(comm.rank + 0.5)
+        with pytest.raises(ms.LockstepError):
+            v.assign(1.0 if comm.rank else ms.Mirrored(1.0, proved=True))
+        return float(v.numpy())
+
+    assert run_ranks(rank, 2) == [0.0, 0.0]
+
+
+def test_equal_longdoubles_are_equal_whatever_their_padding():
+    def rank(comm):
+        x = np.array([1, 2], np.longdouble)
+        if x.itemsize == 16:
+            x.view(np.uint8).reshape(2, 16)[:, 10:] = comm.rank
+        v = made(ms.MirroredStrategy(), np.zeros(2, np.longdouble))
+        v.assign(x)
+        with pytest.raises(ms.LockstepError):
+            v.assign(x + comm.rank * np.longdouble(1e-17) * 8)
+        return v.numpy().tolist()
+
+    assert run_ranks(rank, 2) == [[1, 2]] * 2
+
+
+def test_bfloat16_takes_floats():
+    v = ms.Variable(np.zeros(2, ml_dtypes.bfloat16))
+    v.assign([1.5, 2.0])
+    v.assign_add(np.ones(2, np.float32))
+    assert v.dtype == ml_dtypes.bfloat16
+    assert v.numpy().tolist() == [2.5, 3]
+
+
+def test_created_in_replica_code():
+    def rank(comm):
+        s = ms.MirroredStrategy()
+        v = s.run(lambda: ms.Variable(np.full(2, float(comm.rank))))
+        assert isinstance(v, ms.Variable)
+        with pytest.raises(ms.LockstepError):
+            s.run(lambda: ms.Variable(1.0) if comm.rank == 0 else None)
+        w = s.run(lambda: ms.Variable(3.0))
+        return v.numpy().tolist(), v.strategy is s, float(w.numpy())
+
+    assert run_ranks(rank, 2) == [([0, 0], True, 3.0)] * 2

@@ -1,0 +1,238 @@
+"""Distributed datasets: the exact split, each example once, the same steps on all ranks."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+import mpistrat as ms
+from mpistrat.testing import run_ranks
+
+VIEWS = [ms.MirroredStrategy, ms.MultiWorkerMirroredStrategy]
+
+
+def lists(distributed):
+    return [element.local.tolist() for element in distributed]
+
+
+def whole_step(parts):
+    return [row for part in parts for row in part]
+
+
+def split(rows, n, r):
+    k = math.ceil(len(rows) / n)
+    return rows[r * k : (r + 1) * k]
+
+
+@pytest.mark.parametrize("make", VIEWS)
+@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize(
+    ("length", "batch"), [(10, 4), (9, 4), (7, 7), (3, 8), (1, 1), (0, 4), (64, 5)]
+)
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_every_batch_is_cut_exactly(make, depth, length, batch, n):
+    def rank(comm):
+        data = ms.Dataset.range(length).batch(batch).prefetch(depth)
+        return lists(make().experimental_distribute_dataset(data))
+
+    batches = [list(range(length))[i : i + batch] for i in range(0, length, batch)]
+    for at, got in enumerate(run_ranks(rank, n)):
+        assert got == [split(rows, n, at) for rows in batches]
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_each_example_once_an_epoch_in_a_new_order(seed, n):
+    def rank(comm):
+        data = ms.Dataset.range(23).shuffle(seed).batch(6)
+        distributed = ms.MirroredStrategy().experimental_distribute_dataset(data)
+        return [lists(distributed) for _ in range(3)]
+
+    everyones = run_ranks(rank, n)
+    orders = []
+    for epoch in range(3):
+        steps = zip(*(found[epoch] for found in everyones), strict=True)
+        order = [row for step in steps for part in step for row in part]
+        assert sorted(order) == list(range(23))
+        orders.append(order)
+    assert len({tuple(order) for order in orders}) == 3
+    if seed is not None:
+        again = run_ranks(rank, n)
+        assert again == everyones
+
+
+def test_the_order_does_not_depend_on_the_number_of_ranks():
+    def rank(comm):
+        data = ms.Dataset.range(20).shuffle(5).batch(8)
+        return lists(ms.MirroredStrategy().experimental_distribute_dataset(data))
+
+    whole = [whole_step(step) for step in zip(*run_ranks(rank, 1), strict=True)]
+    for n in (2, 3, 4):
+        assert [whole_step(step) for step in zip(*run_ranks(rank, n), strict=True)] == whole
+
+
+def test_unbatched_data_give_one_example_per_replica():
+    def rank(comm):
+        return lists(ms.MirroredStrategy().experimental_distribute_dataset(ms.Dataset.range(5)))
+
+    assert run_ranks(rank, 2) == [[[0], [2], [4]], [[1], [3], []]]
+
+
+@pytest.mark.parametrize("code", ["u1", "?", "f2", "U4", "M8[s]", "c8"])
+def test_replicas_without_rows_get_the_right_dtype_and_shape(code):
+    def rank(comm):
+        x = np.ones((5, 2, 3), np.int8).astype(code)
+        tree = {"x": x, "y": np.arange(5)}
+        data = ms.MirroredStrategy().experimental_distribute_dataset(ms.Dataset(tree).batch(4))
+        last = list(data)[-1]
+        return last["x"].local.dtype, last["x"].local.shape, last["y"].local.shape
+
+    for at, (dtype, shape, labels) in enumerate(run_ranks(rank, 3)):
+        assert dtype == np.dtype(code)
+        assert shape == ((1 if at == 0 else 0), 2, 3)
+        assert labels == ((1 if at == 0 else 0),)
+
+
+@pytest.mark.parametrize("make", VIEWS)
+@pytest.mark.parametrize("lengths", [[3, 1, 0], [0, 0, 2], [0, 0, 0], [2, 2, 2]], ids=str)
+def test_datasets_of_uneven_length(make, lengths):
+    """Who has ended gets empties; also who never had anything."""
+
+    def rank(comm):
+        def dataset_fn(context):
+            assert context.num_replicas_in_sync == 3
+            assert context.input_pipeline_id == comm.rank
+            assert context.get_per_replica_batch_size(6) == 2
+            rows = lengths[comm.rank] * 2
+            images = np.full((rows, 4), comm.rank, np.uint8)
+            return ms.Dataset({"x": images, "y": np.arange(rows)}).batch(2)
+
+        data = make().distribute_datasets_from_function(dataset_fn)
+        out = []
+        for _ in range(2):
+            steps = [(e["x"].local, e["y"].local.tolist()) for e in data]
+            assert all(x.dtype == np.uint8 and x.shape[1:] == (4,) for x, _ in steps)
+            out.append([y for _, y in steps])
+        return out
+
+    for at, (first, second) in enumerate(run_ranks(rank, 3)):
+        own = [[2 * i, 2 * i + 1] for i in range(lengths[at])]
+        assert first == second == own + [[]] * (max(lengths) - len(own))
+
+
+def test_one_array_of_bytes_where_a_replica_never_had_any():
+    def rank(comm):
+        data = ms.Dataset(np.zeros((4 * comm.rank, 2), np.uint8)).batch(2)
+        distributed = ms.MirroredStrategy().distribute_datasets_from_function(lambda c: data)
+        return [(e.local.dtype.name, e.local.shape) for e in distributed]
+
+    zero, one = run_ranks(rank, 2)
+    assert zero == [("uint8", (0, 2))] * 2
+    assert one == [("uint8", (2, 2))] * 2
+
+
+@pytest.mark.parametrize("lengths", [(8, 6), (6, 8), (8, 7), (0, 8), (8, 16)], ids=str)
+def test_different_datasets_are_an_error_on_every_rank(lengths):
+    def rank(comm):
+        data = ms.Dataset.range(lengths[comm.rank]).batch(2)
+        strategy = ms.MirroredStrategy()
+        with pytest.raises(ms.LockstepError):
+            list(strategy.experimental_distribute_dataset(data))
+        return float(strategy.reduce("SUM", ms.PerReplica(1.0), None))
+
+    assert run_ranks(rank, 2) == [2.0, 2.0]
+
+
+def test_an_error_in_reading_on_one_rank_is_one_on_all_and_ends_the_epoch():
+    def rank(comm):
+        def fn(x):
+            if comm.rank == 1 and x[0] == 4:
+                raise KeyError("bad row")
+            return x
+
+        data = ms.Dataset.range(8).batch(2).map(fn)
+        distributed = ms.MirroredStrategy().experimental_distribute_dataset(data)
+        iterator, seen = iter(distributed), 0
+        with pytest.raises(KeyError, match="bad row"):
+            while True:
+                next(iterator)
+                seen += 1
+        assert list(iterator) == []
+        return seen
+
+    assert run_ranks(rank, 2) == [2, 2]
+
+
+def test_iter_on_one_rank_only_is_an_error_and_the_next_epoch_works():
+    def rank(comm):
+        strategy = ms.MirroredStrategy()
+        data = strategy.experimental_distribute_dataset(ms.Dataset.range(4).shuffle(1).batch(2))
+        with pytest.raises(ms.LockstepError):
+            iter(data) if comm.rank == 0 else strategy.run(lambda: 1)
+        return lists(data)
+
+    both = run_ranks(rank, 2)
+    assert sorted(row for found in both for part in found for row in part) == [0, 1, 2, 3]
+
+
+def test_an_early_break_on_one_rank_is_reported():
+    def rank(comm):
+        strategy = ms.MirroredStrategy()
+        data = strategy.experimental_distribute_dataset(ms.Dataset.range(8).batch(2))
+        with pytest.raises(ms.LockstepError, match="next"):
+            for _ in data:
+                if comm.rank == 1:
+                    break
+            strategy.reduce("SUM", ms.PerReplica(1.0), None)
+        return True
+
+    assert run_ranks(rank, 2) == [True, True]
+
+
+@pytest.mark.parametrize(
+    "name", ["experimental_distribute_dataset", "distribute_datasets_from_function"]
+)
+def test_what_is_no_dataset(name):
+    def rank(comm):
+        with pytest.raises(TypeError, match=r"mpistrat\.Dataset"):
+            getattr(ms.MirroredStrategy(), name)(
+                np.ones(3) if name.endswith("dataset") else lambda c: [1, 2]
+            )
+
+    run_ranks(rank, 2)
+
+
+def test_a_dataset_fn_that_fails_on_one_rank():
+    def rank(comm):
+        def dataset_fn(context):
+            if comm.rank == 1:
+                raise OSError("no file")
+            return ms.Dataset.range(2).batch(1)
+
+        strategy = ms.MirroredStrategy()
+        with pytest.raises(OSError, match="no file"):
+            iter(strategy.distribute_datasets_from_function(dataset_fn))
+        return float(strategy.reduce("SUM", ms.PerReplica(1.0), None))
+
+    assert run_ranks(rank, 2) == [2.0, 2.0]
+
+
+def test_one_replica_by_construction_gets_the_dataset_itself():
+    data = ms.Dataset.range(4).batch(2)
+    for strategy in (ms.OneDeviceStrategy("cpu"), ms.get_strategy()):
+        assert strategy.experimental_distribute_dataset(data) is data
+        assert strategy.distribute_datasets_from_function(lambda c: data) is data
+
+
+def test_means_over_a_last_batch_count_its_examples():
+    """A last batch of six over two replicas is four and two, and the mean divides by six."""
+
+    def rank(comm):
+        s = ms.MirroredStrategy()
+        data = s.experimental_distribute_dataset(ms.Dataset(np.arange(14.0)).batch(8))
+        return [float(s.reduce("MEAN", s.run(lambda x: x, args=(b,)), axis=0)) for b in data]
+
+    for n in (1, 2, 3, 4):
+        assert run_ranks(rank, n) == [[3.5, 10.5]] * n

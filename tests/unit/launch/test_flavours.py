@@ -1,0 +1,55 @@
+"""The rows against what real libraries and launchers print (first lines, as recorded)."""
+
+from __future__ import annotations
+
+import pytest
+
+from mpistrat.launch.flavours import FLAVOURS, UNKNOWN, of_launcher, of_library, version
+
+LIBRARIES = {
+    "MPICH Version:      5.0.2\nMPICH Release date: Fri Sep 25 20:45:26 UTC 2026\n": "MPICH",
+    "Open MPI v5.0.11, package: Open MPI user@localhost Distribution, ident: 5.0.11": "Open MPI",
+    "Open MPI v4.1.4, package: Debian OpenMPI, ident: 4.1.4, repo rev: v4.1.4": "Open MPI",
+    "Intel(R) MPI Library 2021.18.1 for Linux* OS\n": "Intel MPI",
+    "MPI VERSION    : CRAY MPICH version 8.1.25.17 (ANL base 3.4a2)": "unknown",
+}
+LAUNCHERS = {
+    "HYDRA build details:\n    Version:                                 5.0.2\n": "MPICH",
+    "mpiexec (Open MPI) 5.0.11\n\nReport bugs to https://www.open-mpi.org\n": "Open MPI",
+    "mpiexec (OpenRTE) 4.1.4\n\nReport bugs to http://www.open-mpi.org\n": "Open MPI",
+    "prterun (PRRTE) 3.0.12\n": "Open MPI",
+    "Intel(R) MPI Library for Linux* OS, Version 2021.18.1 Build 20260626\n": "Intel MPI",
+    "mpiexec: illegal option -- version": "unknown",
+}
+
+
+@pytest.mark.parametrize(("text", "name"), LIBRARIES.items())
+def test_library_is_recognised(text, name):
+    assert of_library(text).name == name
+
+
+@pytest.mark.parametrize(("text", "name"), LAUNCHERS.items())
+def test_launcher_is_recognised(text, name):
+    assert of_launcher(text).name == name
+
+
+def test_generations_of_open_mpi_differ_in_flags():
+    old, new = of_launcher("mpiexec (OpenRTE) 4.1.4"), of_launcher("mpiexec (Open MPI) 5.0.11")
+    assert "--oversubscribe" in old.flags
+    assert "--oversubscribe" not in new.flags
+    assert new.env == {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
+    assert not old.env
+
+
+def test_last_row_takes_what_no_other_knows():
+    assert FLAVOURS[-1] is UNKNOWN
+    assert of_library("") is of_launcher("") is UNKNOWN
+
+
+@pytest.mark.parametrize("text", ["MPICH Version:   5.0.2", "mpiexec (X) 5.0.2", "v5.0.2, 4.1"])
+def test_version_is_the_first_number_with_a_dot(text):
+    assert version(text) == "5.0.2"
+
+
+def test_version_of_a_text_without_one_is_empty():
+    assert version("MPICH, release 5") == ""

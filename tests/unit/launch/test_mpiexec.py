@@ -1,0 +1,142 @@
+"""Which launcher is taken, how it is called, and what is said when none fits."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from mpistrat.errors import LaunchError
+from mpistrat.launch import mpiexec
+from mpistrat.launch.flavours import FLAVOURS, UNKNOWN, of_launcher, of_library
+from mpistrat.launch.mpiexec import Launcher, find, library, rows_fit
+
+TEXTS = {
+    "MPICH": "HYDRA build details:\n    Version:  9.9.9",
+    "Open MPI": "mpiexec (Open MPI) 9.9.9",
+    "Intel MPI": "Intel(R) MPI Library for Linux* OS, Version 2099.9",
+}
+
+
+def pretender(directory, text):
+    """A launcher that only prints."""
+    directory.mkdir(exist_ok=True)
+    path = directory / "mpiexec"
+    path.write_text(f"#!/bin/sh\ncat <<'END'\n{text}\nEND\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def other_text():
+    return next(text for name, text in TEXTS.items() if name != library().flavour.name)
+
+
+@pytest.fixture
+def fresh_probe():
+    library.cache_clear()
+    yield
+    library.cache_clear()
+
+
+def test_launcher_of_this_environment_fits_its_library():
+    launcher, loaded = find()
+    assert rows_fit(launcher.flavour, loaded.flavour)
+    assert loaded.text
+    assert Path(launcher.path).is_file()
+
+
+def test_launcher_beside_the_interpreter_comes_before_path(tmp_path, monkeypatch):
+    near = pretender(tmp_path / "near", "x")
+    far = pretender(tmp_path / "far", "x")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "near" / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path / "far"))
+    found = mpiexec.candidates()
+    assert found[0] == near
+    assert found[-1] == far
+
+
+def test_launcher_of_another_mpi_is_passed_over(tmp_path):
+    wrong = pretender(tmp_path, other_text())
+    right, _ = find()
+    assert find([wrong, right.path])[0] == right
+
+
+def test_only_launchers_of_another_mpi_is_an_error_that_names_both(tmp_path):
+    wrong = pretender(tmp_path, other_text())
+    with pytest.raises(LaunchError) as error:
+        find([wrong])
+    text = str(error.value)
+    assert wrong in text
+    assert str(library()) in text
+    assert of_launcher(other_text()).name in text
+    assert "Mend it" in text
+
+
+def test_no_launcher_is_an_error_that_says_what_to_install():
+    with pytest.raises(LaunchError, match="there is no mpiexec for"):
+        find([])
+
+
+def test_interpreter_without_mpi_is_an_error_that_says_what_to_install(tmp_path, fresh_probe):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 'ModuleNotFoundError: no mpi4py' >&2\nexit 1\n")
+    python.chmod(0o755)
+    with pytest.raises(LaunchError, match=r"ModuleNotFoundError: no mpi4py") as error:
+        library(str(python))
+    assert "pip install 'mpistrat[mpich]'" in str(error.value)
+
+
+@pytest.mark.parametrize("row", FLAVOURS)
+def test_unknown_may_fit_everything_and_others_only_their_name(row):
+    assert rows_fit(UNKNOWN, row)
+    assert rows_fit(row, UNKNOWN)
+    for other in FLAVOURS[:-1]:
+        assert rows_fit(row, other) == (row is UNKNOWN or row.name == other.name)
+
+
+def command(text, ranks, program=("python", "x y.py"), cores=2, uid=1000, monkeypatch=None):
+    monkeypatch.setattr(mpiexec, "cores", lambda: cores)
+    monkeypatch.setattr(os, "getuid", lambda: uid)
+    return Launcher("/bin/mpiexec", of_launcher(text), text).command(ranks, program)
+
+
+def test_hydra_needs_no_flags(monkeypatch):
+    got = command(TEXTS["MPICH"], 64, uid=0, monkeypatch=monkeypatch)
+    assert str(got) == "/bin/mpiexec -n 64 python 'x y.py'"
+    assert not got.env
+
+
+def test_open_mpi_yields_only_when_crowded(monkeypatch):
+    flag = ("--mca", "mpi_yield_when_idle", "1")
+    assert flag[1] not in command(TEXTS["Open MPI"], 2, monkeypatch=monkeypatch).argv
+    argv = command(TEXTS["Open MPI"], 3, monkeypatch=monkeypatch).argv
+    assert argv[:7] == ("/bin/mpiexec", "--bind-to", "none", *flag, "-n")
+
+
+@pytest.mark.parametrize("uid", [0, 1000])
+def test_open_mpi_runs_as_root_only_for_root(uid, monkeypatch):
+    got = command(TEXTS["Open MPI"], 1, uid=uid, monkeypatch=monkeypatch)
+    assert ("OMPI_ALLOW_RUN_AS_ROOT" in got.env) == (uid == 0)
+    assert got.env["PRTE_MCA_rmaps_default_mapping_policy"] == ":oversubscribe"
+
+
+def test_printed_line_is_what_a_shell_takes_apart_again(monkeypatch):
+    got = command(TEXTS["Open MPI"], 1, ["a;b", "it's", ""], monkeypatch=monkeypatch)
+    words = shlex.split(str(got))
+    assert words[-3:] == ["a;b", "it's", ""]
+    assert words[0] == "PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe"
+
+
+@pytest.mark.parametrize("ranks", [0, -1])
+def test_less_than_one_rank_is_refused(ranks, monkeypatch):
+    with pytest.raises(LaunchError, match=f"{ranks} were asked for"):
+        command(TEXTS["MPICH"], ranks, monkeypatch=monkeypatch)
+
+
+def test_library_is_named_on_one_line():
+    text = "MPICH Version:      5.0.2\nMPICH Release date: x"
+    loaded = mpiexec.Library(of_library(text), text, "/lib/libmpi.so")
+    assert str(loaded) == "MPICH Version: 5.0.2 (/lib/libmpi.so)"

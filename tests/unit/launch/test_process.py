@@ -1,0 +1,104 @@
+"""A launcher's end: its code, its time, its signals, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mpistrat.launch.mpiexec import Command
+from mpistrat.launch.process import TIMED_OUT, descendants, run_job
+
+
+def shell(script):
+    return Command(("/bin/sh", "-c", script), {})
+
+
+def alive(pid):
+    try:
+        # A killed process whose new parent has not looked yet is no longer running.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("code", [0, 1, 7, 255])
+def test_exit_code_is_the_launchers(code):
+    assert run_job(shell(f"exit {code}")).code == code
+
+
+def test_end_by_signal_is_128_more():
+    assert run_job(shell("kill -9 $$")).code == 128 + 9
+
+
+def test_output_and_variables_reach_the_job(tmp_path):
+    command = Command(("/bin/sh", "-c", "echo $WORD; echo err >&2; pwd"), {"WORD": "word"})
+    with (tmp_path / "out").open("wb") as output:
+        run_job(command, output=output, cwd=tmp_path)
+    assert (tmp_path / "out").read_text().split() == ["word", "err", str(tmp_path)]
+    assert "WORD" not in os.environ
+
+
+def test_job_that_takes_too_long_is_asked_to_end(tmp_path):
+    said = tmp_path / "said"
+    outcome = run_job(
+        shell(f"trap 'echo asked > {said}; exit 0' TERM; while :; do sleep 0.1; done"), 1
+    )
+    assert outcome.timed_out
+    assert outcome.code == TIMED_OUT
+    assert outcome.seconds < 4
+    assert said.read_text() == "asked\n"
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes in /proc")
+def test_processes_that_do_not_listen_are_ended_wherever_they_are(tmp_path):
+    """Below the launcher, in a session of their own and deaf to SIGTERM."""
+    pids = tmp_path / "pids"
+    deaf = f"trap '' TERM; echo $$ >> {pids}; while :; do sleep 0.1; done"
+    outcome = run_job(shell(f'setsid sh -c "{deaf.replace("$", chr(92) + "$")}" & {deaf}'), 1)
+    assert outcome.timed_out
+    assert 5 <= outcome.seconds < 10  # the grace period
+    numbers = [int(pid) for pid in pids.read_text().split()]
+    assert len(numbers) == 2
+    time.sleep(0.1)
+    assert not any(alive(pid) for pid in numbers)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes in /proc")
+def test_descendants_are_children_and_grandchildren():
+    process = subprocess.Popen(["/bin/sh", "-c", "sh -c 'sleep 30; :' & wait"])
+    try:
+        end = time.monotonic() + 10
+        while len(descendants(process.pid)) < 2 and time.monotonic() < end:
+            time.sleep(0.01)
+        found = descendants(process.pid)
+        assert len(found) == 2
+        assert process.pid not in found
+    finally:
+        for pid in [*descendants(process.pid), process.pid]:
+            os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1"])
+def test_signal_is_handed_on_once(name, tmp_path):
+    said = tmp_path / "said"
+    short = name.removeprefix("SIG")
+    wait = "for i in 1 2 3 4 5 6 7 8 9 10; do sleep 0.1; done"
+    job = f"trap 'echo {name} >> {said}' {short}; touch {tmp_path}/up; {wait}"
+    program = (
+        "from mpistrat.launch.process import run_job; from mpistrat.launch.mpiexec import Command\n"
+        f"raise SystemExit(run_job(Command(('/bin/sh', '-c', {job!r} + '; exit 5'), {{}})).code)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], start_new_session=True)
+    end = time.monotonic() + 30
+    while not (tmp_path / "up").exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    os.killpg(process.pid, getattr(signal, name))  # as a terminal does
+    assert process.wait(30) == 5
+    assert said.read_text() == f"{name}\n"

@@ -1,0 +1,162 @@
+"""The array door: what comes in as a view, what as a copy, what not at all."""
+
+from __future__ import annotations
+
+import decimal
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from mpistrat.arrays import as_array, finish, spec_text
+from mpistrat.errors import LeafTypeError
+
+NUMBERS = ["?", "b", "h", "i", "l", "q", "B", "H", "I", "L", "Q", "e", "f", "d", "g", "F", "D", "G"]
+
+
+@pytest.mark.parametrize("code", NUMBERS)
+@pytest.mark.parametrize("order", ["=", ">", "<"])
+def test_every_number_dtype_comes_in_native_with_its_values(code, order):
+    native = np.arange(6).reshape(2, 3).astype(code)
+    given = native.astype(np.dtype(code).newbyteorder(order))
+    seen = as_array(given)
+    assert seen.dtype.isnative
+    assert seen.dtype == np.dtype(code)
+    assert np.array_equal(seen, native)
+
+
+def test_bfloat16_comes_in():
+    seen = as_array(np.array([1.5, -2], ml_dtypes.bfloat16))
+    assert seen.dtype == ml_dtypes.bfloat16
+    assert seen.tolist() == [1.5, -2]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda a: a,
+        lambda a: a[::-1],
+        lambda a: a[:, ::2],
+        lambda a: a.T,
+        lambda a: np.broadcast_to(a[0], (5, 4)),
+        lambda a: a[:0],
+        lambda a: a[0, 0, ...],
+        lambda a: np.asfortranarray(a),
+    ],
+)
+def test_a_native_array_of_any_layout_is_not_copied(make):
+    given = make(np.arange(12.0).reshape(3, 4))
+    seen = as_array(given)
+    assert seen.shape == given.shape
+    assert seen.strides == given.strides
+    assert seen.__array_interface__["data"][0] == given.__array_interface__["data"][0]
+
+
+def test_read_only_arrays_memmaps_and_subclasses_are_seen_as_they_are(tmp_path):
+    class Sub(np.ndarray):
+        pass
+
+    fixed = np.arange(3.0)
+    fixed.flags.writeable = False
+    assert np.shares_memory(as_array(fixed), fixed)
+    mapped = np.memmap(tmp_path / "a", np.float32, "w+", shape=(4,))
+    mapped[:] = [1, 2, 3, 4]
+    assert type(as_array(mapped)) is np.ndarray
+    assert as_array(mapped).tolist() == [1, 2, 3, 4]
+    sub = np.arange(3.0).view(Sub)
+    assert type(as_array(sub)) is np.ndarray
+    assert np.shares_memory(as_array(sub), sub)
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [
+        (True, "?"),
+        (3, "int64"),
+        (2.5, "f8"),
+        (1j, "c16"),
+        (np.float32(1), "f4"),
+        (np.int8(1), "i1"),
+    ],
+)
+def test_numbers_come_in_as_arrays_without_dimensions(value, dtype):
+    seen = as_array(value)
+    assert seen.shape == ()
+    assert seen.dtype == np.dtype(dtype)
+    assert seen[()] == value
+
+
+def test_buffers_and_dlpack_come_in():
+    class Tensor:
+        def __init__(self, array):
+            self._array = array
+
+        def __dlpack__(self, **kwargs):
+            return self._array.__dlpack__(**kwargs)
+
+        def __dlpack_device__(self):
+            return self._array.__dlpack_device__()
+
+    assert as_array(Tensor(np.arange(3.0))).tolist() == [0, 1, 2]
+    assert as_array(memoryview(np.arange(3.0))).tolist() == [0, 1, 2]
+
+
+def test_pandas_comes_in_if_it_holds_numbers():
+    pandas = pytest.importorskip("pandas")
+    assert as_array(pandas.Series([1.0, 2.0])).tolist() == [1, 2]
+    assert as_array(pandas.DataFrame({"a": [1, 2], "b": [3, 4]})).tolist() == [[1, 3], [2, 4]]
+    with pytest.raises(LeafTypeError, match="object"):
+        as_array(pandas.Series(["a", "b"], dtype=object))
+
+
+class Broken:
+    def __array__(self, dtype=None, copy=None):
+        raise RuntimeError("not today")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "text",
+        b"bytes",
+        None,
+        object(),
+        [1, 2],
+        decimal.Decimal(1),
+        10**30,
+        np.array(["a"]),
+        np.array([b"a"]),
+        np.array([None]),
+        np.array(["2020-01-01"], "M8[D]"),
+        np.array([1], "m8[s]"),
+        np.zeros(2, [("x", "f4")]),
+        np.zeros(2, "V4"),
+        np.ma.array([1.0, 2.0], mask=[0, 1]),
+        np.zeros(2, ml_dtypes.float8_e4m3fn),
+        Broken(),
+        np.ndarray,
+    ],
+    ids=repr,
+)
+def test_what_cannot_travel_is_refused_by_name(value):
+    with pytest.raises(TypeError, match="layers/3/kernel") as caught:
+        as_array(value, "layers/3/kernel")
+    assert isinstance(caught.value, LeafTypeError)
+
+
+def test_a_lone_value_is_called_the_value():
+    with pytest.raises(LeafTypeError, match="the value is 'text'"):
+        as_array("text")
+
+
+def test_numbers_come_back_as_numbers_and_arrays_as_arrays():
+    result = np.array(2.5)
+    assert isinstance(finish(result, 1.0), np.float64)
+    assert isinstance(finish(result, np.float32(1)), np.float64)
+    assert isinstance(finish(result, np.array(1.0)), np.ndarray)
+    assert finish(np.ones(3), 1.0).shape == (3,)
+
+
+def test_a_spec_names_dtype_and_shape():
+    assert spec_text(np.zeros((2, 0), ">i2")) == "int16[2,0]"
+    assert spec_text(np.zeros((), np.float32)) == "float32[]"

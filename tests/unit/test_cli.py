@@ -1,0 +1,93 @@
+"""The words after `mpistrat`: what is taken, what is refused, what is handed on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from mpistrat import cli
+from mpistrat.errors import LaunchError
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Record what `run` was asked for instead of starting it."""
+    recorded = []
+
+    def launch(ranks, program, module=False, timeout=None):
+        recorded.append((ranks, list(program), module, timeout))
+        return 17
+
+    monkeypatch.setattr("mpistrat.launch.run.run", launch)
+    return recorded
+
+
+@pytest.mark.parametrize(
+    ("words", "call"),
+    [
+        ("-n 2 train.py", (2, ["train.py"], False, None)),
+        ("-n 2 train.py -n 5 -m x", (2, ["train.py", "-n", "5", "-m", "x"], False, None)),
+        ("-n 2 train.py --timeout 1", (2, ["train.py", "--timeout", "1"], False, None)),
+        ("-n 2 -m pkg.mod --epochs 3", (2, ["pkg.mod", "--epochs", "3"], True, None)),
+        ("-n 2 -m pkg.mod -n 7", (2, ["pkg.mod", "-n", "7"], True, None)),
+        ("--timeout 1.5 -n 1 -m pkg", (1, ["pkg"], True, 1.5)),
+    ],
+)
+def test_program_and_its_arguments_are_handed_on(words, call, calls):
+    assert cli.main(["run", *words.split()]) == 17
+    assert calls == [call]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("-n 0 x.py", "at least 1, got '0'"),
+        ("-n -1 x.py", "-n"),
+        ("-n two x.py", "at least 1, got 'two'"),
+        ("-n 1.5 x.py", "at least 1, got '1.5'"),
+        ("x.py", "-n"),
+        ("-n 1 --timeout 0 x.py", "greater than 0, got '0'"),
+        ("-n 1 --timeout nan x.py", "greater than 0, got 'nan'"),
+        ("-n 1 --timeout soon x.py", "greater than 0, got 'soon'"),
+        ("-n 1 --speed 3 x.py", "--speed"),
+    ],
+)
+def test_words_that_cannot_be_used_are_refused(words, message, calls, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["run", *words.split()])
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not calls
+
+
+@pytest.mark.parametrize("words", ["-n 2", "-n 2 -m"])
+def test_no_program_is_refused(words, calls, capsys):
+    assert cli.main(["run", *words.split()]) == 2
+    assert "wants a SCRIPT or -m MODULE" in capsys.readouterr().err
+    assert not calls
+
+
+def test_errors_of_mpistrat_are_told_without_a_traceback(monkeypatch, capsys):
+    def launch(*args, **kwargs):
+        raise LaunchError("no launcher")
+
+    monkeypatch.setattr("mpistrat.launch.run.run", launch)
+    assert cli.main(["run", "-n", "1", "x.py"]) == 2
+    assert capsys.readouterr().err == "mpistrat run: error: no launcher\n"
+
+
+@pytest.mark.parametrize("name", sorted(cli.COMMANDS))
+def test_help_of_a_command_is_its_docstring(name, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        cli.main([name, "--help"])
+    assert exit_.value.code == 0
+    assert cli.COMMANDS[name].function.__doc__.splitlines()[0] in capsys.readouterr().out
+
+
+def test_module_is_the_command():
+    got = subprocess.run(
+        [sys.executable, "-m", "mpistrat", "--help"], capture_output=True, text=True, check=True
+    )
+    assert all(name in got.stdout for name in cli.COMMANDS)

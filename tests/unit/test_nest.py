@@ -1,0 +1,81 @@
+"""Trees: leaves in the order of sorted keys, None a leaf, names for every leaf."""
+
+from __future__ import annotations
+
+import collections
+
+import numpy as np
+import pytest
+
+from mpistrat import nest
+
+Point = collections.namedtuple("Point", "x y")
+
+
+@pytest.mark.parametrize(
+    ("tree", "leaves", "names"),
+    [
+        (5, [5], [""]),
+        (None, [None], [""]),
+        ([], [], []),
+        ({}, [], []),
+        ({"b": 1, "a": 2}, [2, 1], ["a", "b"]),
+        ([1, (2, [3])], [1, 2, 3], ["0", "1/0", "1/1/0"]),
+        (Point(1, {"k": 2}), [1, 2], ["x", "y/k"]),
+        (
+            {"layers": [{"kernel": 1, "bias": None}]},
+            [None, 1],
+            ["layers/0/bias", "layers/0/kernel"],
+        ),
+        ("text", ["text"], [""]),
+    ],
+)
+def test_a_tree_comes_apart_and_together(tree, leaves, names):
+    found, structure = nest.flatten(tree)
+    assert found == leaves
+    assert nest.paths(tree) == names
+    again = nest.unflatten(structure, found)
+    assert again == tree
+    assert type(again) is type(tree)
+
+
+def test_dicts_of_any_insertion_order_are_the_same_structure():
+    one = nest.flatten({"a": 1, "b": 2})
+    two = nest.flatten({"b": 2, "a": 1})
+    assert one[0] == two[0]
+    assert nest.describe(one[1]) == nest.describe(two[1])
+
+
+@pytest.mark.parametrize(
+    ("one", "two"),
+    [
+        ([1, 2], (1, 2)),
+        ([1, 2], [1, 2, 3]),
+        ({"a": 1}, {"b": 1}),
+        ([1], 1),
+        (Point(1, 2), (1, 2)),
+        ({"a": [1]}, {"a": (1,)}),
+    ],
+)
+def test_different_structures_have_different_texts(one, two):
+    assert nest.describe(nest.flatten(one)[1]) != nest.describe(nest.flatten(two)[1])
+
+
+def test_map_over_several_trees_refuses_another_structure():
+    assert nest.map(lambda a, b: a * b, [2, {"x": 3}], [5, {"x": 7}]) == [10, {"x": 21}]
+    with pytest.raises(ValueError, match=r"."):
+        nest.map(lambda a, b: a, [1, 2], [1])
+
+
+def test_an_array_is_a_leaf():
+    array = np.zeros((2, 3))
+    (leaf,), _ = nest.flatten(array)
+    assert leaf is array
+
+
+def test_an_ordered_dict_comes_back_as_one():
+    tree = collections.OrderedDict([("z", 1), ("a", 2)])
+    leaves, structure = nest.flatten(tree)
+    again = nest.unflatten(structure, leaves)
+    assert type(again) is collections.OrderedDict
+    assert again == tree

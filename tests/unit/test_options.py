@@ -1,0 +1,45 @@
+"""Knobs: every name known, every value parsed, nothing ignored."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from mpistrat import options
+from mpistrat.errors import OptionError
+
+
+def test_an_empty_environment_gives_the_defaults():
+    assert options.read({}) == options.Options()
+    assert options.read({"PATH": "x", "mpistrat_numba": "0"}) == options.Options()
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [("0", False), ("1", True), ("off", False), ("ON", True), (" true ", True), ("False", False)],
+)
+def test_flags(text, wanted):
+    assert options.read({"MPISTRAT_NUMBA": text}).numba is wanted
+
+
+@pytest.mark.parametrize("text", ["", "2", "yes!", "no"])
+def test_a_value_that_does_not_parse_is_named(text):
+    with pytest.raises(OptionError, match="MPISTRAT_NUMBA"):
+        options.read({"MPISTRAT_NUMBA": text})
+
+
+def test_an_unknown_name_is_an_error_with_a_guess():
+    with pytest.raises(ValueError, match="Did you mean MPISTRAT_NUMBA"):
+        options.read({"MPISTRAT_NUMBAA": "1"})
+
+
+def test_every_field_has_a_name_in_the_environment():
+    for field in dataclasses.fields(options.Options):
+        with pytest.raises(OptionError, match=f"MPISTRAT_{field.name.upper()}"):
+            options.read({f"MPISTRAT_{field.name.upper()}": "?!"})
+
+
+def test_the_environment_of_the_process_is_the_default(monkeypatch):
+    monkeypatch.setenv("MPISTRAT_NUMBA", "0")
+    assert options.read().numba is False

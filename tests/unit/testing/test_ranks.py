@@ -1,0 +1,65 @@
+"""Ranks as threads: results in order, failures all named, nothing left to wait for."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+import mpistrat as ms
+from mpistrat.testing import RanksFailed, run_ranks
+
+
+def test_results_come_in_rank_order():
+    assert run_ranks(lambda comm, x: (comm.rank, comm.size, x), 4, "x") == [
+        (r, 4, "x") for r in range(4)
+    ]
+
+
+def test_strategies_without_a_communicator_are_over_these_ranks():
+    assert run_ranks(lambda comm: ms.MirroredStrategy().num_replicas_in_sync, 3) == [3] * 3
+
+
+def test_ranks_do_not_see_each_others_scope():
+    barrier = threading.Barrier(2)
+
+    def rank(comm):
+        strategy = ms.MirroredStrategy()
+        with strategy.scope():
+            barrier.wait(5)
+            return ms.get_strategy() is strategy
+
+    assert run_ranks(rank, 2) == [True, True]
+
+
+def test_failures_name_every_rank():
+    def rank(comm):
+        if comm.rank != 1:
+            raise ValueError("odd" if comm.rank == 3 else "even")
+
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(rank, 4)
+    assert set(caught.value.errors) == {0, 2, 3}
+    assert "ranks 0, 2 raised ValueError: even" in str(caught.value)
+    assert "rank 3 raised ValueError: odd" in str(caught.value)
+
+
+def test_a_rank_that_does_not_end_is_named_with_its_place():
+    gate = threading.Event()
+
+    def stuck_here(comm):
+        if comm.rank == 1:
+            gate.wait(20)
+
+    began = time.monotonic()
+    with pytest.raises(RanksFailed, match=r"rank 1 has not ended(.|\n)*stuck_here"):
+        run_ranks(stuck_here, 2, timeout=0.1)
+    assert time.monotonic() - began < 10
+    gate.set()
+
+
+def test_a_thread_leaves_nothing_behind():
+    before = set(threading.enumerate())
+    run_ranks(lambda comm: ms.MirroredStrategy().run(lambda: 1), 3)
+    assert set(threading.enumerate()) <= before
