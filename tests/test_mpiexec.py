@@ -1,0 +1,182 @@
+"""Starts the third rung: the tests in `tests/mpi` on several ranks, with this environment's MPI.
+
+Each number of ranks is one test here, which lists every failing test of that job once.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import textwrap
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from mpistrat.cluster.detect import launched_by
+from mpistrat.launch.mpiexec import find
+from mpistrat.launch.process import Outcome, run_job
+from mpistrat.testing.rank_report import Failure, RankLog, failures, read
+
+ROOT = Path(__file__).parent.parent
+RUNG = ROOT / "tests" / "mpi"
+LONGEST = 300  # seconds for one job
+# Plugins whose import costs more than the tests (1.3 s for each rank); ranks must not draw examples
+# of their own anyway.
+WITHOUT = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-p", "no:zarr")
+TAIL = 3000  # characters of a job's output that a failure quotes
+
+pytestmark = [
+    pytest.mark.timeout(LONGEST + 30),
+    pytest.mark.skipif(launched_by() is not None, reason="this process is itself a rank of a job"),
+]
+
+
+class Job(NamedTuple):
+    """A job of pytests: how it ended, what each rank wrote, what it printed."""
+
+    outcome: Outcome
+    logs: list[RankLog]
+    output: str
+
+    def failures(self) -> list[Failure]:
+        return failures(self.logs, self.outcome.code)
+
+    def report(self) -> str:
+        """Every failing test once; the job's output if it did not come to its end."""
+        parts = [str(failure) for failure in self.failures()]
+        if self.outcome.timed_out:
+            parts.insert(0, f"the job was ended after {self.outcome.seconds:.0f} s")
+        if not all(log.ended for log in self.logs):
+            parts.append(f"--- end of the job's output ---\n{self.output[-TAIL:]}")
+        return "\n\n".join(parts)
+
+
+def run_rung(size, tests, directory, *options, longest=LONGEST):
+    """Run the tests in a directory on `size` ranks."""
+    reports = directory / "ranks"
+    launcher, _ = find()
+    program = [sys.executable, "-m", "pytest", str(tests), "--with-mpi", "-q", *WITHOUT]
+    # pytest-timeout's clock stops this process only; the reporter's tells what all ranks do.
+    program += ["--timeout=0", f"--rank-report={reports}", *options]
+    printed = directory / "printed"
+    with printed.open("wb") as output:
+        outcome = run_job(launcher.command(size, program), longest, output, cwd=ROOT)
+    return Job(outcome, read(reports, size), printed.read_text(errors="replace"))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 6])
+def test_rung(size, tmp_path):
+    job = run_rung(size, RUNG, tmp_path)
+    if job.failures():
+        pytest.fail(f"on {size} ranks:\n\n{job.report()}", pytrace=False)
+    assert all(log.passed for log in job.logs), job.report()
+
+
+# The driver itself: a rung of one test that goes wrong in one way.
+
+
+def broken_rung(tmp_path, size, body, *options, longest=LONGEST):
+    """Run one test function `test_it(world)` with this body, and tests before and after it."""
+    rung = tmp_path / "rung"
+    rung.mkdir()
+    shutil.copy(RUNG / "conftest.py", rung)
+    (rung / "test_broken.py").write_text(
+        "import os, time\n\n"
+        "def test_before(world):\n    assert world.size\n\n"
+        f"def test_it(world):\n{textwrap.indent(textwrap.dedent(body), '    ')}\n\n"
+        "def test_after(world):\n    world.Barrier()\n"
+    )
+    options = ("--rootdir", str(rung), "-c", str(rung / "pytest.ini"), *options)
+    (rung / "pytest.ini").write_text("[pytest]\n")
+    return run_rung(size, rung, tmp_path, *options, longest=longest)
+
+
+def test_failure_on_one_rank_is_reported_once_with_its_rank(tmp_path):
+    job = broken_rung(tmp_path, 2, "assert world.rank != 1, 'one is wrong'")
+    [failure] = job.failures()
+    assert failure.test.endswith("test_broken.py::test_it")
+    assert failure.ranks == [1]
+    assert "one is wrong" in failure.text
+    assert job.logs[0].passed == 3
+    assert job.logs[1].passed == 2  # the tests before and after it
+
+
+def test_failure_on_all_ranks_is_reported_once_with_the_text_of_the_lowest(tmp_path):
+    job = broken_rung(tmp_path, 3, "assert world.rank == 0, f'rank {world.rank} is wrong'")
+    [failure] = job.failures()
+    assert failure.ranks == [1, 2]
+    assert "rank 1 is wrong" in failure.text
+    assert job.report().count("is wrong") == failure.text.count("is wrong")
+
+
+def test_hang_names_the_test_the_ranks_in_it_and_where(tmp_path):
+    body = "if world.rank == 1:\n    world.recv(source=1)"
+    job = broken_rung(tmp_path, 2, body, "--rank-timeout=2", longest=60)
+    assert not job.outcome.timed_out
+    assert job.outcome.seconds < 20
+    [failure] = job.failures()
+    assert failure.test.endswith("test_broken.py::test_it")
+    assert failure.ranks == [1]
+    assert "HUNG" in failure.text
+    assert "test_broken.py" in failure.text
+    assert "in test_it" in failure.text
+    assert "ranks [0] had left it" in failure.text
+
+
+def test_hang_of_all_ranks_is_one_failure(tmp_path):
+    job = broken_rung(tmp_path, 2, "time.sleep(600)", "--rank-timeout=2", longest=60)
+    [failure] = job.failures()
+    assert failure.ranks == [0, 1]
+    assert "HUNG" in failure.text
+
+
+def test_rank_that_fails_while_others_wait_does_not_hang_the_job(tmp_path):
+    body = "assert world.rank != 0, 'zero leaves'\nworld.Barrier()"
+    job = broken_rung(tmp_path, 2, body, "--rank-patience=1", longest=60)
+    assert not job.outcome.timed_out
+    assert job.outcome.seconds < 20
+    [failure] = job.failures()
+    assert failure.ranks == [0]
+    assert "zero leaves" in failure.text
+    assert "ranks [1] did not leave it in time" in failure.text
+
+
+def test_rank_that_ends_its_process_is_a_failure(tmp_path):
+    job = broken_rung(tmp_path, 2, "if world.rank == 1:\n    os._exit(3)\nworld.Barrier()")
+    assert job.outcome.code != 0
+    [failure] = job.failures()
+    assert failure.test.endswith("test_broken.py::test_it")
+    assert 1 in failure.ranks
+    assert "ENDED" in failure.text
+
+
+def test_rank_that_ends_its_process_with_code_0_is_a_failure(tmp_path):
+    job = broken_rung(tmp_path, 2, "os._exit(0)")
+    [failure] = job.failures()
+    assert failure.test.endswith("test_broken.py::test_it")
+    assert failure.ranks == [0, 1]
+
+
+def test_module_that_one_rank_cannot_import_is_a_failure(tmp_path):
+    rung = tmp_path / "rung"
+    rung.mkdir()
+    shutil.copy(RUNG / "conftest.py", rung)
+    (rung / "pytest.ini").write_text("[pytest]\n")
+    (rung / "test_half.py").write_text(
+        "from mpi4py import MPI\n"
+        "assert MPI.COMM_WORLD.rank == 0, 'only rank 0 may'\n\n"
+        "def test_it(world):\n    world.Barrier()\n"
+    )
+    job = run_rung(2, rung, tmp_path, "-c", str(rung / "pytest.ini"), longest=60)
+    assert not job.outcome.timed_out
+    [failure] = [failure for failure in job.failures() if "only rank 0 may" in failure.text]
+    assert failure.ranks == [1]
+
+
+def test_job_that_never_ends_is_ended(tmp_path):
+    job = broken_rung(tmp_path, 2, "time.sleep(600)", longest=8)
+    assert job.outcome.timed_out
+    assert job.outcome.seconds < 25
+    [failure] = job.failures()
+    assert failure.test.endswith("test_broken.py::test_it")
