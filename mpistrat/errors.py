@@ -13,6 +13,7 @@ The tree; each class is also the built-in it refines, so code that knows only th
     ├── LeafTypeError   (TypeError)      a leaf is no array, or its dtype cannot be reduced
     ├── OptionError     (ValueError)     an option or MPISTRAT_* variable cannot be used
     └── LaunchError     (RuntimeError)   launcher, MPI library and mpi4py are not one MPI
+        └── PreflightError               the ranks run different versions or options
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ __all__ = [
     "LockstepError",
     "MpistratError",
     "OptionError",
+    "PreflightError",
     "RemoteError",
     "StrategyError",
     "StructureError",
@@ -100,6 +102,10 @@ class OptionError(MpistratError, ValueError):
 
 class LaunchError(MpistratError, RuntimeError):
     """The launcher, the MPI library and mpi4py of this process do not belong together."""
+
+
+class PreflightError(LaunchError):
+    """The ranks of this job run different versions of what they share, or with other options."""
 
 
 @functools.cache

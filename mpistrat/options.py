@@ -29,15 +29,31 @@ class Options:
     """The knobs of one process.
 
     Attributes:
+      ranks: How many ranks the launcher was asked for; a job of another size does not start.
+        ``MPISTRAT_RANKS``; `mpistrat run` sets it.
+      record: A file for the exit code, written when all ranks have left. ``MPISTRAT_RECORD``;
+        `mpistrat run` sets it, and takes a job without one for failed.
+      grace: Seconds that a rank which leaves with a failure waits for the others to come to a call,
+        before it ends the job. ``MPISTRAT_GRACE``.
+      terminal: What the job prints goes to a terminal, although a rank sees a pipe.
+        ``MPISTRAT_TERMINAL``: 0 or 1; `mpistrat run` sets it.
       numba: Use the compiled kernels. Off, their NumPy twins do the same work.
         ``MPISTRAT_NUMBA``: 0 or 1.
     """
 
     numba: bool = True
+    ranks: int = 0
+    record: str = ""
+    grace: float = 30.0
+    terminal: bool = False
 
 
 _PARSERS: Mapping[str, tuple[Callable[[str], Any], str]] = {
     "numba": (_flag, "0 or 1"),
+    "ranks": (int, "a number of ranks"),
+    "record": (str, "a file name"),
+    "grace": (float, "seconds"),
+    "terminal": (_flag, "0 or 1"),
 }
 
 

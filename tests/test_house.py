@@ -47,7 +47,7 @@ ENVIRONMENT_NAMES = {"environ", "environb", "getenv", "getenvb", "putenv", "unse
 UNSAFE = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 UNSAFE_ALLOWED = ("comm/",)
 
-LONGEST_MODULE = 300
+LONGEST_MODULE = 300  # lines without docstrings
 LONGEST_FUNCTION = 40  # lines without the docstring
 LONG_MODULES: dict[str, str] = {}  # path -> why it has to be
 LONG_FUNCTIONS: dict[str, str] = {}  # path:name -> why it has to be
@@ -143,6 +143,10 @@ def test_nothing_that_runs_code_is_read(module):
 @pytest.mark.parametrize("module", MODULES)
 def test_modules_are_short(module):
     length = len((PACKAGE / module).read_text().splitlines())
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    for node in ast.walk(tree(module)):
+        if isinstance(node, kinds) and ast.get_docstring(node) is not None:
+            length -= node.body[0].end_lineno - node.body[0].lineno + 1
     assert length <= LONGEST_MODULE or module in LONG_MODULES, f"{module} has {length} lines"
 
 

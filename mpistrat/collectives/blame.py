@@ -15,7 +15,7 @@ from mpistrat.errors import LockstepError, remote_error
 if TYPE_CHECKING:
     from mpistrat.collectives.lockstep import Lockstep
 
-__all__ = ["mismatch", "ranks_text", "remote", "where"]
+__all__ = ["mismatch", "ranks_text", "remote", "report", "where"]
 
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
 _EXAMPLES = str(Path(_PACKAGE, "examples"))
@@ -119,7 +119,8 @@ def _traceback(error: BaseException) -> str:
         return "".join(traceback.format_tb(error.__traceback__))
 
 
-def _report(error: BaseException) -> bytes:
+def report(error: BaseException) -> bytes:
+    """Return what other ranks are told of an exception, as JSON."""
     known: dict[str, Any] = {
         "kind": type(error).__name__,
         "names": [c.__name__ for c in type(error).__mro__ if c.__module__ in _SHARED],
@@ -136,7 +137,7 @@ def remote(lockstep: Lockstep, call: str, failure: BaseException | None) -> Base
     The rank that failed gets its own exception back; the others a `RemoteError` about the lowest
     rank that failed.
     """
-    texts = lockstep.texts(b"" if failure is None else _report(failure))
+    texts = lockstep.texts(b"" if failure is None else report(failure))
     if failure is not None:
         return failure
     rank = next(r for r, text in enumerate(texts) if text)

@@ -9,7 +9,7 @@ A frame::
 
     bytes 0-15    digest of the call (BLAKE2b, 128 bits)
     bytes 16-23   number of the call
-    bytes 24-27   flags: FAILED, MORE, LARGE
+    bytes 24-27   flags: FAILED, MORE, LARGE, LEAVING
     bytes 28-31   how many payload bytes follow
     bytes 32-255  payload, up to ROOM bytes
 
@@ -27,9 +27,9 @@ from typing import NamedTuple, NoReturn, final
 
 import numpy as np
 
-from mpistrat.collectives import blame
+from mpistrat.collectives import blame, leaving
 from mpistrat.comm.session import Session
-from mpistrat.errors import ContextError
+from mpistrat.errors import ContextError, LockstepError
 
 __all__ = ["FRAME", "FRAME_RANKS", "ROOM", "Lockstep", "Proof"]
 
@@ -38,7 +38,8 @@ ROOM = 224
 FRAME_RANKS = 64
 
 _HEAD = struct.Struct("<16sQII")
-_FAILED, _MORE, _LARGE = 1, 2, 4
+_FAILED, _MORE, _LARGE, _LEAVING = 1, 2, 4, 8
+_LEAVE = "leave the program"
 
 
 class Proof(NamedTuple):
@@ -111,11 +112,31 @@ class Lockstep:
         flags = (_FAILED if failure is not None else 0) | (_MORE if more else 0)
         exchange = self._exchange_frames if self.frames else self._exchange_words
         union, same, smalls = exchange(_digest(call), small, flags)
+        if union & _LEAVING:
+            self.session.gone = leaving.left(self, call)
+            self.fail(failure or self.session.gone)
         if union & _FAILED:
             self.fail(blame.remote(self, call, failure))
         if not same:
             self.fail(blame.mismatch(self, call))
         return Proof(smalls, bool(union & _MORE))
+
+    def leave(self, code: int, failure: BaseException | None = None) -> leaving.Farewell:
+        """Take part in the last proof, and agree with the others on the exit code.
+
+        Collective with whatever the others call. Nothing may be called afterwards.
+
+        Args:
+          code: The exit code that this rank would leave with.
+          failure: The exception that it leaves with, if any.
+        """
+        self.session.calls += 1
+        exchange = self._exchange_frames if self.frames else self._exchange_words
+        exchange(_digest(_LEAVE), b"", _LEAVING)
+        told = leaving.farewell(self, code, failure)
+        self.session.gone = LockstepError("this rank has left the program.")
+        self.session.exit_code = told.code
+        return told
 
     def share(self, call: str, small: bytes, failure: BaseException | None = None) -> list[bytes]:
         """Prove the call and return every rank's `small`, riding in the proof where it fits."""
@@ -150,6 +171,11 @@ class Lockstep:
         self.session.check()
         if failure is not None and failure is self.session.failed:
             raise failure  # every rank has it already
+        if self.session.gone is not None:
+            raise LockstepError(
+                f"rank {self.comm.rank}: ranks have left the program; nothing can be called any "
+                f"more. {self.session.gone}"
+            ) from failure
         if self.session.failed is not None and self.session.open_runs:
             raise ContextError(
                 f"rank {self.comm.rank}: this run has failed ({self.session.failed}); nothing can "

@@ -55,6 +55,11 @@ class Comm(abc.ABC):
     def bcast(self, buffer: Buffer, root: int) -> None:
         """Copy `buffer` of rank `root` into `buffer` of every rank."""
 
+    @property
+    def ended(self) -> bool:
+        """Whether the transport has been shut down, so that nothing can be called any more."""
+        return False
+
     @abc.abstractmethod
     def free(self) -> None:
         """Give the group back. Collective. Nothing may be called afterwards."""

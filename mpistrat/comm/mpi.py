@@ -15,7 +15,7 @@ import numpy as np
 
 from mpistrat.comm.base import Buffer, Comm
 
-__all__ = ["MPIComm", "initialized", "is_communicator", "library"]
+__all__ = ["MPIComm", "abort", "initialized", "is_communicator", "library", "world_size"]
 
 # MPI counts are C ints in MPI 3, and Open MPI 5 still refuses more (MPI_ERR_ARG at 2**31 elements).
 _PIECE = 2**30
@@ -40,6 +40,16 @@ def initialized() -> bool:
 def is_communicator(value: object) -> bool:
     """Tell whether `value` is an mpi4py intracommunicator, without starting MPI."""
     return "mpi4py.MPI" in sys.modules and isinstance(value, library().Intracomm)
+
+
+def world_size() -> int:
+    """Return the number of ranks of ``MPI.COMM_WORLD``."""
+    return int(library().COMM_WORLD.size)
+
+
+def abort(code: int) -> None:
+    """End the job with an exit code that every launcher passes on as it is."""
+    library().COMM_WORLD.Abort(code)
 
 
 @functools.cache
@@ -93,6 +103,11 @@ class MPIComm(Comm):
         for low in range(0, flat.size, _PIECE):
             piece = flat[low : low + _PIECE]
             self._comm.Bcast([piece, piece.nbytes, library().BYTE], root=root)
+
+    @property
+    def ended(self) -> bool:
+        """Whether MPI has been finalized."""
+        return bool(library().Is_finalized())
 
     def free(self) -> None:
         """Free the duplicate. Collective; nothing happens once MPI is finalized."""

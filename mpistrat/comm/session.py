@@ -28,7 +28,11 @@ class Session:
       comm: The private communicator.
       calls: How many calls have been proved so far; equal on all ranks.
       open_runs: How many ``Strategy.run`` this rank is inside of.
+      begun: What happens once for a session has happened.
       failed: The exception that closed them, if one did.
+      gone: The error that told that ranks have left the program, if they have.
+      speaks: This rank is the one to print that error.
+      exit_code: What the ranks agreed to leave with, once one has left.
       variables: How many variables have been created; equal on all ranks.
       datasets: How many datasets have been distributed; equal on all ranks.
     """
@@ -38,7 +42,11 @@ class Session:
         self.comm = comm
         self.calls = 0
         self.open_runs = 0
+        self.begun = False
         self.failed: BaseException | None = None
+        self.gone: BaseException | None = None
+        self.speaks = False
+        self.exit_code = 0
         self.variables = 0
         self.datasets = 0
         self._owner = threading.get_ident() if owned else None
@@ -75,6 +83,11 @@ class Session:
         """Raise StrategyError unless this thread and process own the session."""
         if self._owner is None:
             return
+        if self.comm.ended:
+            raise StrategyError(
+                f"rank {self.comm.rank}: MPI has been finalized, so strategies cannot be used any "
+                "more. Leave MPI.Finalize to mpi4py, which does it at exit."
+            )
         if threading.get_ident() != self._owner:
             raise StrategyError(
                 f"rank {self.comm.rank}: a collective was called from thread "

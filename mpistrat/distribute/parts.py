@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, final
 
+from mpistrat.collectives.begin import begin
 from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.collectives.reducer import Reducer
 from mpistrat.comm.session import Session
@@ -48,4 +49,5 @@ class Parts:
         else:
             session = Session.on(default_parent() if parent is None else parent)
         lockstep = Lockstep(session)
+        begin(lockstep)
         return Parts(view, lockstep, Reducer(lockstep), Regroup(lockstep, view))

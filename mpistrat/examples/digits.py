@@ -219,7 +219,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         on_first(strategy, lambda: print(ADVICE, file=sys.stderr, flush=True))
         return 1
     # Comes with scikit-learn, and without type information.
-    from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]  # has no types
+    from threadpoolctl import threadpool_limits
 
     steps = settings.epochs * math.ceil(TRAINING / settings.batch)
     # One thread per rank: matrices this small gain nothing from more, and where several ranks share

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any, final
 
+from mpistrat import options
+
 __all__ = ["Progress"]
 
 
@@ -14,6 +16,8 @@ class Progress:
 
     Lines go to stdout, the bar to stderr. A bar is drawn with control characters, which belong in
     no file.
+
+    A rank that a launcher started sees a pipe; `mpistrat run` says whether a terminal is behind it.
 
     Args:
       steps: How many steps there will be.
@@ -30,7 +34,7 @@ class Progress:
         """Show a bar at 0, if there is a terminal."""
         self._shown = shown
         self._bar: Any = None
-        if shown and sys.stderr.isatty():
+        if shown and (sys.stderr.isatty() or options.read().terminal):
             from tqdm import tqdm
 
             self._bar = tqdm(total=steps, unit="step", leave=False)

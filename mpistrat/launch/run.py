@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-from mpistrat.cluster.detect import launched_by
+from mpistrat.cluster.detect import environment, launched_by
 from mpistrat.errors import LaunchError
 from mpistrat.launch.flavours import version
-from mpistrat.launch.mpiexec import Launcher, Library, find
+from mpistrat.launch.mpiexec import Launcher, Library, cores, find
 from mpistrat.launch.process import run_job
 
-__all__ = ["plan_note", "python_program", "refuse_inside", "run"]
+__all__ = ["UNRECORDED", "plan_note", "python_program", "refuse_inside", "run"]
+
+UNRECORDED = 70  # the launcher reports success, the ranks do not
 
 
 def python_program(program: Sequence[str], module: bool) -> list[str]:
@@ -23,11 +27,9 @@ def python_program(program: Sequence[str], module: bool) -> list[str]:
 
     Example:
       >>> python_program(["train.py", "--fast"], module=False)[1:]
-      ['-m', 'mpi4py', 'train.py', '--fast']
+      ['-m', 'mpistrat.launch.rank', 'train.py', '--fast']
     """
-    # mpi4py's runner calls MPI_Abort when an exception or a non-zero SystemExit leaves the program;
-    # without it the other ranks wait for ever in MPI_Finalize.
-    return [sys.executable, "-m", "mpi4py", *(["-m"] if module else []), *program]
+    return [sys.executable, "-m", "mpistrat.launch.rank", *(["-m"] if module else []), *program]
 
 
 def refuse_inside(env: Mapping[str, str] | None = None) -> None:
@@ -42,7 +44,7 @@ def refuse_inside(env: Mapping[str, str] | None = None) -> None:
             f"this process already is one rank of a job ({launcher} started it), and a job\n"
             "  in a job would start ranks x ranks processes. Drop one of the two: either\n"
             "  `mpistrat run -n N train.py` in a plain shell or batch script, or\n"
-            "  `srun python -m mpi4py train.py`."
+            "  `srun python -m mpistrat.launch.rank train.py`."
         )
 
 
@@ -70,7 +72,8 @@ def run(
       timeout: Seconds after which the job is ended, or None for never.
 
     Returns:
-      The launcher's exit code; 124 if the time ran out.
+      The exit code that the ranks agreed on, else the launcher's; 70 if the launcher reports
+      success but the ranks have not left in order; 124 if the time ran out.
 
     Raises:
       LaunchError: No launcher fits, `ranks` is less than 1, or this process already is a rank.
@@ -81,11 +84,45 @@ def run(
     note = plan_note(launcher, loaded)
     if note:
         _say(f"note: {note}")
+    command = command._replace(env={**command.env, **_threads(ranks)})
     _say(str(command))
-    outcome = run_job(command, timeout)
+    with tempfile.TemporaryDirectory(prefix="mpistrat-") as directory:
+        record = Path(directory, "exit-code")
+        told = {
+            "MPISTRAT_RANKS": str(ranks),
+            "MPISTRAT_RECORD": str(record),
+            "MPISTRAT_TERMINAL": str(int(sys.stderr.isatty())),
+        }
+        outcome = run_job(command._replace(env={**command.env, **told}), timeout)
+        recorded = int(record.read_text(encoding="ascii")) if record.exists() else None
     if outcome.timed_out:
         _say(f"the job was ended: it ran longer than --timeout {timeout:g} s")
-    return outcome.code
+        return outcome.code
+    return _verdict(outcome.code, recorded)
+
+
+def _threads(ranks: int) -> dict[str, str]:
+    """Return a share of the cores for each rank's BLAS, unless the user has chosen."""
+    chosen = {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"}
+    if chosen & environment({}).keys():
+        return {}
+    return {"OMP_NUM_THREADS": str(max(1, cores() // ranks))}
+
+
+def _verdict(code: int, recorded: int | None) -> int:
+    """Return the exit code of the job: the launcher's, unless the ranks know better.
+
+    Args:
+      code: The launcher's exit code.
+      recorded: What the ranks agreed on in their last proof; None if there was none.
+    """
+    if recorded is None and code == 0:
+        _say(
+            "the launcher reports success, but not every rank has left the program in order (a "
+            "call of os._exit, perhaps); the job counts as failed"
+        )
+        return UNRECORDED
+    return recorded or code
 
 
 def _say(text: str) -> None:

@@ -11,7 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 from mpistrat.collectives.blame import ranks_text
+from mpistrat.collectives.exits import code_of
+from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.comm.loopback import LoopbackComm, LoopbackWorld
+from mpistrat.comm.session import Session
 from mpistrat.comm.world import as_world
 
 __all__ = ["RanksFailed", "run_ranks"]
@@ -62,11 +65,16 @@ def run_ranks(fn: Callable[..., Any], size: int, *args: Any, timeout: float = 60
 
     def body(rank: int) -> None:
         comm = LoopbackComm(world, rank)
+        failure: BaseException | None = None
         try:
             with as_world(comm):
                 results[rank] = fn(comm, *args)
         except BaseException as error:
-            errors[rank] = error
+            failure = errors[rank] = error
+        try:
+            _leave(comm, failure)
+        except Exception as error:
+            errors.setdefault(rank, error)
         finally:
             comm.free()
 
@@ -86,6 +94,13 @@ def run_ranks(fn: Callable[..., Any], size: int, *args: Any, timeout: float = 60
     if stuck or errors:
         raise RanksFailed(_explain(stuck, errors, threads, timeout), errors)
     return results
+
+
+def _leave(comm: LoopbackComm, failure: BaseException | None) -> None:
+    # Leaving is a call, here as under MPI; but a program that made no strategy has none to leave.
+    session: Session | None = vars(comm).get("session")
+    if session is not None and session.gone is None:
+        Lockstep(session).leave(code_of(failure), failure)
 
 
 def _explain(

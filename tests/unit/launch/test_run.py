@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 
 import pytest
@@ -57,18 +59,56 @@ def test_all_ranks_start_and_the_line_is_printed(tmp_path, capfd):
     assert run(3, [str(program), "--flag"]) == 0
     out, err = capfd.readouterr()
     assert sorted(out.split("\n"))[-3:] == [f"rank {r} of 3 --flag" for r in range(3)]
-    assert err.startswith("mpistrat: ")
-    assert f"-n 3 {sys.executable} -m mpi4py '{program}' --flag" in err.splitlines()[0]
+    assert err.startswith("mpistrat: OMP_NUM_THREADS=") or "OMP_NUM_THREADS" in os.environ
+    line = err.splitlines()[0]
+    assert line.startswith("mpistrat: OMP_NUM_THREADS=") or "OMP_NUM_THREADS" in os.environ
 
 
 @pytest.mark.parametrize("failure", ["raise ValueError('one rank')", "raise SystemExit(9)"])
-def test_failure_on_one_rank_ends_the_job(failure, tmp_path):
+def test_failure_on_one_rank_ends_a_job_that_waits_for_it(failure, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("MPISTRAT_GRACE", "1")
     program = tmp_path / "fails.py"
     program.write_text(
         "from mpi4py import MPI\n"
         f"if MPI.COMM_WORLD.rank == 1:\n    {failure}\nMPI.COMM_WORLD.Barrier()\n"
     )
     assert run(2, [str(program)], timeout=30) not in (0, 124)
+    assert "rank 1 of 2 failed, and the others have not come" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "told"),
+    [
+        ("", 0, ""),
+        ("import sys; sys.exit(5 if rank else 0)", 5, ""),
+        ("if rank: raise ValueError('only here')", 1, "ValueError: only here"),
+        ("raise ValueError('everywhere')", 1, "on 2 ranks of 2"),
+        ("if rank: import no_such_module", 1, "No module named 'no_such_module'"),
+        ("import os; os._exit(0)", 70, "not every rank has left the program in order"),
+        ("raise KeyboardInterrupt", 130, "KeyboardInterrupt"),
+    ],
+    ids=["end", "exit", "one", "all", "import", "os._exit", "interrupt"],
+)
+def test_ways_out(body, code, told, tmp_path, capfd):
+    program = tmp_path / "leaves.py"
+    program.write_text(f"from mpi4py import MPI\nrank = MPI.COMM_WORLD.rank\n{body}\n")
+    assert run(2, [str(program)], timeout=60) == code
+    err = capfd.readouterr().err
+    assert told in err
+    assert err.count("ValueError: ") <= 1  # an exception is printed once
+
+
+def test_jobs_of_one_rank_each_are_found_out(tmp_path, capfd, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_RANKS", "3")
+    job = subprocess.run(
+        [sys.executable, "-m", "mpistrat.launch.rank", "never.py"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert job.returncode == 78
+    assert "3 ranks were started, but MPI says that this job has 1" in job.stderr
 
 
 def test_job_that_takes_too_long_is_ended(tmp_path, capfd):
@@ -81,7 +121,7 @@ def test_job_that_takes_too_long_is_ended(tmp_path, capfd):
 def test_module_is_run_as_python_does():
     assert python_program(["pkg.mod", "a"], module=True)[1:] == [
         "-m",
-        "mpi4py",
+        "mpistrat.launch.rank",
         "-m",
         "pkg.mod",
         "a",

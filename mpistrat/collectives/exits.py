@@ -1,0 +1,180 @@
+"""The ways out of this process, each of them led through the proof of leaving.
+
+Armed when the first session on MPI is made: an exception hook notes the exception that ends the
+program, ``sys.exit`` notes its code, and at exit every session takes part in its last proof. Then
+all ranks leave with the code that they agreed on. An exception that all ranks raised alike is
+printed once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, NoReturn, final
+
+from mpistrat import options
+from mpistrat.collectives.leaving import MISMATCH
+from mpistrat.collectives.lockstep import Lockstep
+from mpistrat.comm import mpi
+from mpistrat.comm.session import Session
+from mpistrat.errors import LockstepError, PreflightError, RemoteError
+
+__all__ = ["PREFLIGHT", "Exits", "code_of", "exits"]
+
+PREFLIGHT = 78
+
+# Seconds after which an exception is printed although the other ranks have not come to leave.
+_PATIENCE = 3.0
+
+
+def code_of(failure: BaseException | None) -> int:
+    """Return the exit code that Python gives to a program that ends with `failure`.
+
+    Example:
+      >>> code_of(SystemExit(3)), code_of(SystemExit("text")), code_of(KeyError()), code_of(None)
+      (3, 1, 1, 0)
+    """
+    if failure is None:
+        return 0
+    if isinstance(failure, KeyboardInterrupt):
+        return 128 + signal.SIGINT
+    if isinstance(failure, LockstepError):
+        return MISMATCH
+    if isinstance(failure, PreflightError):
+        return PREFLIGHT
+    if isinstance(failure, SystemExit) and isinstance(failure.code, int | None):
+        return failure.code or 0
+    return 1
+
+
+@final
+class Exits:
+    """The way out of one process."""
+
+    def __init__(self) -> None:
+        """Know of no session yet."""
+        self.sessions: list[Session] = []
+        self.failure: BaseException | None = None
+        self.recorder: Callable[[int], None] | None = None
+        self._pid = os.getpid()
+        self._printed = threading.Lock()
+
+    def arm(self, session: Session) -> None:
+        """Lead the ways out of this process through the last proof of `session` too."""
+        if any(known is session for known in self.sessions):
+            return
+        self.sessions.append(session)
+        if len(self.sessions) > 1:
+            return
+        atexit.register(self.at_exit)
+        if not hasattr(sys, "ps1") and not sys.flags.interactive:
+            sys.excepthook = self.uncaught
+            sys.exit = self.exit
+
+    def exit(self, status: Any = None, /) -> NoReturn:
+        """Do what ``sys.exit`` does, and remember the code for the last proof."""
+        self.failure = SystemExit(status)
+        raise self.failure
+
+    def uncaught(
+        self,
+        kind: type[BaseException],
+        value: BaseException,
+        trace: TracebackType | None,
+    ) -> None:
+        """Remember the exception that ends the program; it is printed at exit."""
+        self.failure = value.with_traceback(trace)
+
+    def note(self, failure: BaseException | None) -> None:
+        """Remember what ends the program, as who runs it saw it."""
+        self.failure = failure
+
+    def _print(self, header: str = "") -> None:
+        failure = self.failure
+        if failure is None or isinstance(failure, SystemExit):
+            return
+        if not self._printed.acquire(blocking=False):
+            return
+        text = "".join(traceback.format_exception(failure))
+        print(f"{header}{text}", end="", file=sys.stderr, flush=True)
+
+    def at_exit(self) -> None:
+        """Take part in the last proof of every session, and leave with the agreed code."""
+        code = code_of(self.failure)
+        if os.getpid() != self._pid:  # a forked child: MPI_Finalize is its parent's business
+            self._print()
+            _leave_at_once(code)
+        if not mpi.initialized():
+            self._print()
+            return
+        timers = [threading.Timer(_PATIENCE, self._print)]
+        if code:
+            timers.append(threading.Timer(options.read().grace, self._give_up, (code,)))
+        for timer in timers:
+            timer.daemon = True
+            timer.start()
+        agreed = [self._part(session, code) for session in self.sessions]
+        for timer in timers:
+            timer.cancel()
+        self._leave(next((one for one in agreed if one), code))
+
+    def _give_up(self, code: int) -> None:
+        # The others may be waiting for this rank in calls of their own on MPI, which no proof ends.
+        self._print()
+        comm = self.sessions[0].comm
+        print(
+            f"mpistrat: rank {comm.rank} of {comm.size} failed, and the others have not come to a "
+            f"call of mpistrat for {options.read().grace:g} s (MPISTRAT_GRACE); ending the job.",
+            file=sys.stderr,
+            flush=True,
+        )
+        mpi.abort(code)
+
+    def _part(self, session: Session, code: int) -> int:
+        comm = session.comm
+        if session.gone is None:
+            told = Lockstep(session).leave(code, self.failure)
+            if told.speaks:
+                who = f"rank {comm.rank}" if told.also == 1 else f"{told.also} ranks"
+                self._print(f"mpistrat: on {who} of {comm.size}:\n" if comm.size > 1 else "")
+            return told.code
+        # An echo of what the rank that left prints itself is not worth a second traceback.
+        echo = self.failure is session.gone and isinstance(session.gone, RemoteError)
+        if not echo and (self.failure is not session.gone or session.speaks):
+            self._print(f"mpistrat: on rank {comm.rank} of {comm.size}:\n")
+        return session.exit_code or code
+
+    def _leave(self, code: int) -> None:
+        comm = self.sessions[0].comm
+        if self.recorder is not None and comm.rank == 0:
+            self.recorder(code)
+        if not code or comm.size < max(2, mpi.world_size()):
+            return
+        # Launchers do not pass on codes of several ranks: MPICH's kills the others when the first
+        # leaves with one, and then reports the kill. An abort, once all have said what they had to
+        # say, is passed on by all of them.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        Lockstep(self.sessions[0]).texts(b"")
+        if comm.rank == 0:
+            mpi.abort(code)
+        Lockstep(self.sessions[0]).texts(b"")
+
+
+def _leave_at_once(code: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+@functools.cache
+def exits() -> Exits:
+    """Return the one `Exits` of this process."""
+    return Exits()

@@ -1,0 +1,106 @@
+"""Leaving the program is a call too.
+
+Whatever way a rank leaves, by its end, an exception, ``sys.exit`` or Ctrl-C, it takes part in one
+more proof, whose call is "leave the program". So a rank that leaves while others are in a call is
+found out at once by all of them, and ranks that leave together agree on one exit code (MPICH's
+launcher would OR different ones).
+
+Exit codes: 0, every rank left well; 77, a rank left while others had more to do; else the code of
+the lowest rank that failed by itself.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from mpistrat.collectives import blame
+from mpistrat.errors import LockstepError, RemoteError, remote_error
+
+if TYPE_CHECKING:
+    from mpistrat.collectives.lockstep import Lockstep
+
+__all__ = ["MISMATCH", "Farewell", "farewell", "left"]
+
+MISMATCH = 77
+
+
+class Farewell(NamedTuple):
+    """What the ranks agreed on when one or more of them left.
+
+    Attributes:
+      code: The exit code of the job.
+      alone: Some rank left while others were in a call.
+      speaks: This rank is the one to print the exception that it left with.
+      also: How many ranks left with the same exception.
+    """
+
+    code: int
+    alone: bool
+    speaks: bool
+    also: int
+
+
+def _row(code: int, failure: BaseException | None) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "leaving": True,
+        "code": code,
+        "echo": isinstance(failure, RemoteError),
+    }
+    if failure is not None and not isinstance(failure, SystemExit):
+        row |= json.loads(blame.report(failure))
+    return row
+
+
+def _agreed(rows: list[dict[str, Any]]) -> int:
+    leavers = [row for row in rows if row["leaving"]]
+    own = [row["code"] for row in leavers if row["code"] and not row["echo"]]
+    echoed = [row["code"] for row in leavers if row["code"]]
+    well = 0 if len(leavers) == len(rows) else MISMATCH
+    return int(next(iter([*own, *echoed, well])))
+
+
+def farewell(lockstep: Lockstep, code: int, failure: BaseException | None) -> Farewell:
+    """Exchange why each rank leaves, and agree. Collective; the part of who leaves."""
+    mine = _row(code, failure)
+    rows = [json.loads(text) for text in lockstep.texts(json.dumps(mine).encode())]
+    key = (mine.get("kind"), mine.get("place"))
+    alike = [rank for rank, row in enumerate(rows) if (row.get("kind"), row.get("place")) == key]
+    # An echo of another rank's exception is not worth printing where that rank prints it itself.
+    speaks = alike[0] == lockstep.comm.rank and not mine["echo"]
+    alone = not all(row["leaving"] for row in rows)
+    return Farewell(_agreed(rows), alone, speaks, len(alike))
+
+
+def left(lockstep: Lockstep, call: str) -> BaseException:
+    """Learn who has left while this rank was in `call`. Collective; the part of who stays.
+
+    Returns:
+      The error to raise; the session remembers it and the exit code.
+    """
+    session, comm = lockstep.session, lockstep.comm
+    mine = {"leaving": False, "code": 0, "echo": False}
+    rows = [json.loads(text) for text in lockstep.texts(json.dumps(mine).encode())]
+    session.exit_code = _agreed(rows)
+    stayed = [rank for rank, row in enumerate(rows) if not row["leaving"]]
+    session.speaks = stayed[0] == comm.rank
+    gone = [rank for rank, row in enumerate(rows) if row["leaving"]]
+    here = f"this is rank {comm.rank} of {comm.size}, call {session.calls}: {blame.where()} {call}"
+    culprits = [rank for rank in gone if "kind" in rows[rank] and not rows[rank]["echo"]]
+    if culprits:
+        row, rank = rows[culprits[0]], culprits[0]
+        return remote_error(
+            f"replica {rank} raised {row['kind']} in {row['place']} and left the program: "
+            f"{row['text']}\n  ({here})\n  On replica {rank}:\n{row['traceback']}",
+            rank,
+            row["kind"],
+            tuple(row["names"]),
+            row["traceback"],
+        )
+    codes = ", ".join(str(rows[rank]["code"]) for rank in gone)
+    verb = "has" if len(gone) == 1 else "have"
+    return LockstepError(
+        f"{blame.ranks_text(gone)} {verb} left the program (exit code {codes}) while others had "
+        f"more to do ({here}).\n  Every rank must make the same calls. Look for an early return or "
+        "break, a sys.exit, or a loop of another length on one rank."
+    )

@@ -1,0 +1,81 @@
+"""What `mpistrat run` starts on each rank: ``python -m mpistrat.launch.rank [-m] PROGRAM ...``.
+
+MPI and the session start before the program is even imported, so a program that cannot be imported
+on one rank ends the job on all of them, and ranks that the launcher started each for itself find
+out before they compute anything. A batch script may start it with ``srun`` in the same way.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from mpistrat import options
+from mpistrat.collectives.begin import begin
+from mpistrat.collectives.exits import code_of, exits
+from mpistrat.collectives.lockstep import Lockstep
+from mpistrat.comm.mpi import library
+from mpistrat.comm.session import Session
+from mpistrat.errors import PreflightError
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run a program as one rank.
+
+    Args:
+      argv: ``-m`` and a module, or a script; then its arguments.
+    """
+    chosen = options.read()
+    session = Session.on(library().COMM_WORLD)
+    out = exits()
+    try:
+        out.arm(session)
+        if chosen.record:
+            out.recorder = lambda code: _record(chosen.record, code)
+        _check_size(chosen.ranks, session.comm.size)
+        begin(Lockstep(session))
+        _run(list(argv))
+    except BaseException as error:
+        # Frames of runpy and of this file say nothing about the program.
+        trace = error.__traceback__
+        while trace is not None and trace.tb_next is not None and _ours(trace.tb_frame.f_code):
+            trace = trace.tb_next
+        out.note(error.with_traceback(trace))
+        # It is printed in the last proof, once; here the process only has to end.
+        raise SystemExit(code_of(error)) from None
+
+
+def _ours(code: object) -> bool:
+    name = getattr(code, "co_filename", "")
+    return name in (__file__, runpy.__file__) or name.startswith("<frozen runpy")
+
+
+def _check_size(wanted: int, got: int) -> None:
+    if wanted and wanted != got:
+        raise PreflightError(
+            f"{wanted} ranks were started, but MPI says that this job has {got}: the launcher is "
+            "not of the MPI that mpi4py uses, so every rank is alone. `mpistrat doctor` shows both."
+        )
+
+
+def _record(path: str, code: int) -> None:
+    Path(path).write_text(f"{code}\n", encoding="ascii")
+
+
+def _run(argv: list[str]) -> None:
+    if argv[0] == "-m":
+        sys.argv = argv[1:]
+        sys.path.insert(0, str(Path.cwd()))
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+        return
+    sys.argv = argv
+    sys.path.insert(0, str(Path(argv[0]).resolve().parent))
+    runpy.run_path(argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
