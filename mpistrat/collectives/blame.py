@@ -88,6 +88,11 @@ def mismatch(lockstep: Lockstep, call: str) -> LockstepError:
         lines.append(
             f"  {ranks_text(ranks) + ':':{width + 1}} {place}   {no}{_window(what, first)}"
         )
+    if all(", after assign" in what for _, _, what in calls):
+        lines.append(
+            "  If what they wrote to a variable differs: reduce it first (ctx.all_reduce), or "
+            "create the variable with an aggregation. The writes are undone."
+        )
     lines.append(
         "  Every rank must make the same calls in the same order, with the same structure, shapes "
         "and dtypes. Look for a collective under `if rank == ...`, or an early `break`."

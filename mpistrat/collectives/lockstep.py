@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple, NoReturn, final
 
@@ -109,17 +109,22 @@ class Lockstep:
         """
         self._check(failure)
         self.session.calls += 1
+        writes, self.session.unproved = self.session.unproved, []
+        if writes:
+            call = f"{call}, after {'; '.join(text for text, _ in writes)}"
         flags = (_FAILED if failure is not None else 0) | (_MORE if more else 0)
         exchange = self._exchange_frames if self.frames else self._exchange_words
         union, same, smalls = exchange(_digest(call), small, flags)
+        if same and not union & (_LEAVING | _FAILED):
+            return Proof(smalls, bool(union & _MORE))
+        for _, undo in reversed(writes):
+            undo()
         if union & _LEAVING:
             self.session.gone = leaving.left(self, call)
             self.fail(failure or self.session.gone)
         if union & _FAILED:
             self.fail(blame.remote(self, call, failure))
-        if not same:
-            self.fail(blame.mismatch(self, call))
-        return Proof(smalls, bool(union & _MORE))
+        self.fail(blame.mismatch(self, call))
 
     def leave(self, code: int, failure: BaseException | None = None) -> leaving.Farewell:
         """Take part in the last proof, and agree with the others on the exit code.
@@ -137,6 +142,18 @@ class Lockstep:
         self.session.gone = LockstepError("this rank has left the program.")
         self.session.exit_code = told.code
         return told
+
+    def later(self, text: str, undo: Callable[[], None]) -> None:
+        """Let the next proof show that all ranks have done alike.
+
+        No communication of its own. At the latest it is the proof that ends the run.
+
+        Args:
+          text: What was done; equal on all ranks exactly if they have done alike.
+          undo: Undoes it, if that proof fails.
+        """
+        self._check(None)
+        self.session.unproved.append((text, undo))
 
     def share(self, call: str, small: bytes, failure: BaseException | None = None) -> list[bytes]:
         """Prove the call and return every rank's `small`, riding in the proof where it fits."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
+from collections.abc import Callable
 from typing import Any, final
 
 from mpistrat.comm.base import Comm
@@ -33,6 +34,8 @@ class Session:
       gone: The error that told that ranks have left the program, if they have.
       speaks: This rank is the one to print that error.
       exit_code: What the ranks agreed to leave with, once one has left.
+      unproved: Writes that the next proof will show to be alike on all ranks, or undo: what each
+        is, and how to undo it.
       variables: How many variables have been created; equal on all ranks.
       datasets: How many datasets have been distributed; equal on all ranks.
     """
@@ -47,6 +50,7 @@ class Session:
         self.gone: BaseException | None = None
         self.speaks = False
         self.exit_code = 0
+        self.unproved: list[tuple[str, Callable[[], None]]] = []
         self.variables = 0
         self.datasets = 0
         self._owner = threading.get_ident() if owned else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, final
 
 import numpy as np
@@ -312,6 +313,15 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
             return np.array(value, self.dtype)
         except OverflowError as error:
             raise LeafTypeError(f"{kind} of {self.name!r}: {error}.") from error
+
+    def restorer(self) -> Callable[[], None]:
+        """Return a function that puts this replica's copy back to what it is now."""
+        before = self._array.copy()
+
+        def restore() -> None:
+            self._array[...] = before
+
+        return restore
 
     def _apply(self, kind: str, array: Array) -> None:
         if kind == "assign":

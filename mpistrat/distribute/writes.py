@@ -98,12 +98,11 @@ def prove_same(lockstep: Lockstep, call: str, array: Array, advice: str) -> None
 
 
 def _same(variable: Variable, call: str, value: Array) -> Array:
-    prove_same(
-        variable.strategy.parts.lockstep,
-        call,
-        value,
-        "Reduce it first (ctx.all_reduce), or create the variable with an aggregation.",
-    )
+    # A step writes many variables; that all wrote alike is shown once, by the proof that comes next
+    # anyway. Until then the old value is kept, to be put back if they did not.
+    first = value.reshape(-1)[:1].tolist()
+    text = f"{call} of {first[0] if first else 'nothing'} {digest(value).hex()[:16]}"
+    variable.strategy.parts.lockstep.later(text, variable.restorer())
     return value
 
 
