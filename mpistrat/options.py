@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -24,6 +25,13 @@ def _flag(text: str) -> bool:
     return known[text.strip().lower()]
 
 
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds < math.inf:
+        raise ValueError(text)
+    return seconds
+
+
 @dataclasses.dataclass(frozen=True)
 class Options:
     """The knobs of one process.
@@ -35,6 +43,9 @@ class Options:
         `mpistrat run` sets it, and takes a job without one for failed.
       grace: Seconds that a rank which leaves with a failure waits for the others to come to a call,
         before it ends the job. ``MPISTRAT_GRACE``.
+      warn: Seconds after which a rank that the others wait for is named. ``MPISTRAT_WARN``.
+      timeout: Seconds after which a job whose ranks wait for one another in vain is ended, with
+        exit code 75. ``MPISTRAT_TIMEOUT``.
       terminal: What the job prints goes to a terminal, although a rank sees a pipe.
         ``MPISTRAT_TERMINAL``: 0 or 1; `mpistrat run` sets it.
       numba: Use the compiled kernels. Off, their NumPy twins do the same work.
@@ -45,6 +56,8 @@ class Options:
     ranks: int = 0
     record: str = ""
     grace: float = 30.0
+    warn: float = 60.0
+    timeout: float = 1800.0
     terminal: bool = False
 
 
@@ -52,7 +65,9 @@ _PARSERS: Mapping[str, tuple[Callable[[str], Any], str]] = {
     "numba": (_flag, "0 or 1"),
     "ranks": (int, "a number of ranks"),
     "record": (str, "a file name"),
-    "grace": (float, "seconds"),
+    "grace": (_seconds, "seconds, more than 0"),
+    "warn": (_seconds, "seconds, more than 0"),
+    "timeout": (_seconds, "seconds, more than 0"),
     "terminal": (_flag, "0 or 1"),
 }
 

@@ -123,7 +123,11 @@ class Exits:
         agreed = [self._part(session, code) for session in self.sessions]
         for timer in timers:
             timer.cancel()
+        # Before MPI is finalized no watchdog may be inside it any more.
+        calm = [session.board.close() for session in self.sessions]
         self._leave(next((one for one in agreed if one), code))
+        if not all(calm):
+            _leave_at_once(code)
 
     def _give_up(self, code: int) -> None:
         # The others may be waiting for this rank in calls of their own on MPI, which no proof ends.

@@ -28,6 +28,8 @@ from typing import NamedTuple, NoReturn, final
 import numpy as np
 
 from mpistrat.collectives import blame, leaving
+from mpistrat.collectives.watched import Watched
+from mpistrat.comm.base import Comm
 from mpistrat.comm.session import Session
 from mpistrat.errors import ContextError, LockstepError
 
@@ -70,7 +72,8 @@ class Lockstep:
     def __init__(self, session: Session, frame_ranks: int = FRAME_RANKS):
         """Prove calls of `session`."""
         self.session = session
-        self.comm = session.comm
+        self.comm: Comm = Watched(session)
+        self._raw = session.comm
         self.frames = self.comm.size <= frame_ranks
         self._send = np.zeros(FRAME, np.uint8)
         self._recv = np.zeros((self.comm.size, FRAME), np.uint8)
@@ -113,10 +116,24 @@ class Lockstep:
         if writes:
             call = f"{call}, after {'; '.join(text for text, _ in writes)}"
         flags = (_FAILED if failure is not None else 0) | (_MORE if more else 0)
-        exchange = self._exchange_frames if self.frames else self._exchange_words
-        union, same, smalls = exchange(_digest(call), small, flags)
-        if same and not union & (_LEAVING | _FAILED):
-            return Proof(smalls, bool(union & _MORE))
+        board = self.session.board
+        board.enter(self.session.calls, call)
+        try:
+            exchange = self._exchange_frames if self.frames else self._exchange_words
+            union, same, smalls = exchange(_digest(call), small, flags)
+            if same and not union & (_LEAVING | _FAILED):
+                return Proof(smalls, bool(union & _MORE))
+            self._explain(call, failure, union, writes)
+        finally:
+            board.leave()
+
+    def _explain(
+        self,
+        call: str,
+        failure: BaseException | None,
+        union: int,
+        writes: list[tuple[str, Callable[[], None]]],
+    ) -> NoReturn:
         for _, undo in reversed(writes):
             undo()
         if union & _LEAVING:
@@ -136,9 +153,14 @@ class Lockstep:
           failure: The exception that it leaves with, if any.
         """
         self.session.calls += 1
-        exchange = self._exchange_frames if self.frames else self._exchange_words
-        exchange(_digest(_LEAVE), b"", _LEAVING)
-        told = leaving.farewell(self, code, failure)
+        board = self.session.board
+        board.enter(self.session.calls, _LEAVE)
+        try:
+            exchange = self._exchange_frames if self.frames else self._exchange_words
+            exchange(_digest(_LEAVE), b"", _LEAVING)
+            told = leaving.farewell(self, code, failure)
+        finally:
+            board.leave()
         self.session.gone = LockstepError("this rank has left the program.")
         self.session.exit_code = told.code
         return told
@@ -212,7 +234,7 @@ class Lockstep:
             flags, small = flags | _LARGE, b""
         frame = _HEAD.pack(digest, self.session.calls, flags, len(small)) + small
         self._send[: len(frame)] = np.frombuffer(frame, np.uint8)
-        self.comm.allgather(self._send, self._recv)
+        self._raw.allgather(self._send, self._recv)
         got = self._recv.tobytes()
         heads = [_HEAD.unpack_from(got, at) for at in range(0, len(got), FRAME)]
         union = 0
@@ -236,7 +258,7 @@ class Lockstep:
         asserted = np.concatenate([call, payload])
         send = np.concatenate([asserted, ~asserted, np.array([flags], np.uint64)])
         recv = np.empty_like(send)
-        self.comm.allreduce(send, recv, "BOR")
+        self._raw.allreduce(send, recv, "BOR")
         differing = recv[:3] & recv[3:6]
         smalls = None if differing[2] else [small] * self.comm.size
         return int(recv[6]), not differing[:2].any(), smalls

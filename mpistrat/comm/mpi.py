@@ -60,7 +60,7 @@ def _ops() -> dict[str, Any]:
 
 @final
 class MPIComm(Comm):
-    """A private duplicate of an MPI communicator.
+    """A private duplicate of an MPI communicator; `mpi` is mpi4py's object for it.
 
     The duplicate is made once, so that traffic of the program on its own communicator and traffic
     of mpistrat never meet (MPI 4.1, section 7.4: contexts of communication).
@@ -72,7 +72,7 @@ class MPIComm(Comm):
         """Duplicate `parent`, an mpi4py intracommunicator. Collective over it."""
         if library().Is_finalized():
             raise RuntimeError("MPI has been finalized in this process; no strategy can be made.")
-        self._comm = parent.Dup()
+        self._comm = self.mpi = parent.Dup()
         self.rank = self._comm.rank
         self.size = self._comm.size
 

@@ -11,14 +11,64 @@ import functools
 import os
 import threading
 from collections.abc import Callable
-from typing import Any, final
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol, final
 
 from mpistrat.comm.base import Comm
 from mpistrat.comm.loopback import LoopbackComm
 from mpistrat.comm.mpi import MPIComm, is_communicator, library
 from mpistrat.errors import StrategyError
 
-__all__ = ["Session"]
+__all__ = ["Board", "Session", "Unwatched"]
+
+
+class Board(Protocol):
+    """Where a rank says what it is doing; see `mpistrat.board.board.Board`."""
+
+    @property
+    def enter(self) -> Callable[[int, str], None]:
+        """Say that this rank makes the call of that number and text."""
+
+    @property
+    def resume(self) -> Callable[[], None]:
+        """Say that it enters the next part of the same call."""
+
+    @property
+    def leave(self) -> Callable[[], None]:
+        """Say that it is done with the call, or the part."""
+
+    def long_operation(self, name: str, max_seconds: float) -> AbstractContextManager[None]:
+        """Declare that the body may keep other ranks waiting."""
+
+    def close(self) -> bool:
+        """Stop watching; tell whether MPI may be finalized."""
+
+    def free(self) -> None:
+        """Close, and give back what it holds. Collective."""
+
+
+@final
+class Unwatched:
+    """The board of ranks that nobody watches: one alone, or threads of one process."""
+
+    def __init__(self) -> None:
+        """Take no notice of anything."""
+        self.enter: Callable[[int, str], None] = lambda number, text: None
+        self.resume: Callable[[], None] = lambda: None
+        self.leave: Callable[[], None] = lambda: None
+
+    def long_operation(self, name: str, max_seconds: float) -> AbstractContextManager[None]:
+        """Check the arguments as a watched board does, and do nothing."""
+        if not max_seconds > 0:
+            raise ValueError(f"long_operation({name!r}) wants max_seconds > 0, not {max_seconds}.")
+        return nullcontext()
+
+    def close(self) -> bool:
+        """Return True."""
+        return True
+
+    def free(self) -> None:
+        """Do nothing."""
 
 
 @final
@@ -29,6 +79,7 @@ class Session:
       comm: The private communicator.
       calls: How many calls have been proved so far; equal on all ranks.
       open_runs: How many ``Strategy.run`` this rank is inside of.
+      board: Where this rank says what it is doing, for the watchdog.
       begun: What happens once for a session has happened.
       failed: The exception that closed them, if one did.
       gone: The error that told that ranks have left the program, if they have.
@@ -46,6 +97,7 @@ class Session:
         self.calls = 0
         self.open_runs = 0
         self.begun = False
+        self.board: Board = Unwatched()
         self.failed: BaseException | None = None
         self.gone: BaseException | None = None
         self.speaks = False
@@ -111,6 +163,7 @@ def _attribute() -> int:
     # frees the parent (collective), the duplicate goes with it; at exit MPI_Finalize does the rest.
     def freed(parent: Any, key: int, session: Session) -> None:
         if parent != library().COMM_WORLD and parent != library().COMM_SELF:
+            session.board.free()
             session.comm.free()
 
     return int(library().Comm.Create_keyval(delete_fn=freed))

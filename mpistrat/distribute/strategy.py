@@ -347,6 +347,27 @@ class Strategy:
         with self._cross("next(iterator)", ""):
             return
 
+    def long_operation(self, name: str, max_seconds: float) -> Any:
+        """Return a context manager in whose body this rank may keep the others waiting.
+
+        Not collective. A rank that others wait for is named after ``MPISTRAT_WARN`` seconds, and
+        the job ended after ``MPISTRAT_TIMEOUT``; while this body runs it is not, for up to
+        `max_seconds`.
+
+        Args:
+          name: What messages call it, such as ``"evaluate"``.
+          max_seconds: How long it may take.
+
+        Raises:
+          ValueError: `max_seconds` is not positive.
+
+        Example:
+          >>> import mpistrat as ms
+          >>> with ms.MirroredStrategy().long_operation("evaluate", max_seconds=600):
+          ...     pass
+        """
+        return self.parts.lockstep.session.board.long_operation(name, max_seconds)
+
     def note_alone(self, what: str) -> None:
         """Warn, once, if replica code communicates where no strategy is, in a job of many ranks."""
         if not self._warned and size_of_job() > 1:

@@ -1,0 +1,191 @@
+"""The interface of this room: say where this rank is, and have it watched."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, final
+
+from mpistrat.board.link import Link
+from mpistrat.board.observer import Limits, Observer
+from mpistrat.board.page import BETWEEN, Page, Slot, page_bytes
+from mpistrat.board.proc import Launcher, look
+from mpistrat.board.reporter import Reporter, dump_signal, say
+from mpistrat.board.rows import Row
+from mpistrat.board.shared import shared_memory
+from mpistrat.board.watchdog import Watchdog
+from mpistrat.comm.nodes import Mailbox, Nodes, before_finalize, nodes_of, share, threads_allowed
+
+__all__ = ["Board"]
+
+_SECOND = 1_000_000_000
+_CLOSE = 5.0  # seconds that leaving waits for other nodes
+
+
+@final
+class Board:
+    """Where this rank is, for the other ranks to see.
+
+    Attributes:
+      enter: ``enter(number, text)``: this rank makes that call. Below a microsecond, as the others.
+      resume: It enters the next part of the same call, such as the payload after the proof.
+      leave: It is done with the call, or the part.
+
+    Example:
+      >>> board = Board()
+      >>> board.enter(1, "barrier()")
+      >>> board.leave()
+      >>> with board.long_operation("evaluate", max_seconds=600):
+      ...     pass
+      >>> board.close()
+      True
+    """
+
+    def __init__(self, page: Page | None = None, index: int = 0):
+        """Make a board on memory of this process, which nobody watches, unless a page is given."""
+        self.page = page or Page(memoryview(bytearray(page_bytes(1))), 1)
+        self.slot: Slot = self.page.slot(index)
+        self.enter = self.slot.enter
+        self.resume = self.slot.resume
+        self.leave = self.slot.leave
+        self._watchdog: Watchdog | None = None
+        self._nodes: Nodes | None = None
+        self._ended: bool | None = None
+        self._closes: Callable[[], None] | None = None
+
+    @staticmethod
+    def on(
+        comm: Any, limits: Limits | None = None, node: Any | None = None, launched: bool = True
+    ) -> Board:
+        """Open the board of a communicator and have it watched.
+
+        Collective: over `comm`. Cost: two splits and a few small all-gathers; then a thread that
+        sleeps, and four times a second takes about 0.1 ms.
+
+        Args:
+          comm: An mpi4py intracommunicator. The board makes its own from it. `comm` itself is kept
+            only to abort the job.
+          limits: How patient to be; by default 60 s and 1800 s.
+          node: The ranks to take as one node, if not those that MPI says share memory.
+          launched: A launcher started this process, which is to end when that one is gone.
+        """
+        limits = limits or Limits()
+        nodes = nodes_of(comm, node)
+        size, index = nodes.node.size, nodes.node.rank
+
+        def together(data: bytes) -> list[bytes]:
+            return share(nodes.node, data)
+
+        memory = None if size == 1 else shared_memory(together, index == 0, page_bytes(size))
+        shared = size == 1 or memory is not None
+        if not shared:
+            size, index = 1, 0
+            _once(comm, "the ranks of a node cannot share memory, so each watches itself only")
+        page = Page(memory or memoryview(bytearray(page_bytes(size))), size)
+        board = Board(page, index)
+        board._nodes = nodes
+        mine = look(os.getpid())
+        board.slot.open(comm.rank, os.getpid(), mine.born if mine else 0, dump_signal())
+        # Everybody's slot is open after this, which the observer relies on.
+        everybody = [json.loads(told) for told in together(json.dumps(comm.rank).encode())]
+        own = tuple(everybody) if shared else (comm.rank,)
+        board._watch(comm, limits, index, own, launched)
+        return board
+
+    def _watch(
+        self, comm: Any, limits: Limits, index: int, ranks: tuple[int, ...], launched: bool
+    ) -> None:
+        host = platform.node()
+        leaders = self._nodes.leaders if self._nodes is not None else None
+        home, link = 0, None
+        if leaders is not None and leaders.size > 1:
+            home = leaders.rank
+            told = share(leaders, json.dumps([host, ranks]).encode())
+            if threads_allowed():
+                rows = [_unknown(number, *json.loads(text)) for number, text in enumerate(told)]
+                silent = max(3 * limits.interval, limits.stale)
+                now = time.monotonic_ns() / _SECOND
+                link = Link(Mailbox(leaders), rows, limits.interval, silent, now)
+            else:
+                _once(leaders, "MPI has no THREAD_MULTIPLE, so each node is watched by itself")
+        observer = Observer(self.page, comm.size, host, home, limits, say, _ender(comm), os.kill)
+        reporter = Reporter(self.slot, comm.rank, threading.get_ident())
+        launcher = Launcher(os.getpid(), os.getppid) if launched else None
+        self._watchdog = Watchdog(index, reporter, observer, limits, link, launcher)
+        self._watchdog.start()
+        # Runs before mpi4py's own hook, which finalizes MPI.
+        atexit.register(self.close)
+        self._closes = before_finalize(self.close)
+
+    @contextmanager
+    def long_operation(self, name: str, max_seconds: float) -> Iterator[None]:
+        """Declare that the body may keep other ranks waiting for up to `max_seconds`.
+
+        Raises:
+          ValueError: `max_seconds` is not positive.
+        """
+        if not max_seconds > 0:
+            raise ValueError(f"long_operation({name!r}) wants max_seconds > 0, not {max_seconds}.")
+        before = (self.slot.operation, self.slot.deadline)
+        until = time.monotonic_ns() + int(min(max_seconds, 1e9) * _SECOND)
+        self.slot.declare(name, until)
+        try:
+            yield
+        finally:
+            self.slot.declare(*before)
+
+    def close(self) -> bool:
+        """Say that this rank has left, and stop the watchdog; call it before MPI is finalized.
+
+        It waits up to 5 s for the watchdogs of other nodes if they are not leaving too.
+
+        Returns:
+          Whether MPI may be finalized: no thread is or will be inside it.
+        """
+        if self._ended is None:
+            self.slot.close()
+            self._ended = self._watchdog is None or self._watchdog.stop(_CLOSE)
+            # A reference that would keep the page of a session alive that was given up.
+            atexit.unregister(self.close)
+        return self._ended
+
+    def free(self) -> None:
+        """Close, and give the communicators back. Collective."""
+        if self._closes is not None:
+            self._closes()
+            self._closes = None
+        if self.close() and self._nodes is not None:
+            self._nodes.free()
+            self._nodes = None
+
+
+def _unknown(home: int, host: str, ranks: list[int]) -> list[Row]:
+    return [Row(tuple(ranks), host, home, 0, BETWEEN, 0.0)]
+
+
+def _once(comm: Any, text: str) -> None:
+    if comm.rank == 0:
+        say(f"mpistrat: {text}.")
+
+
+def _ender(comm: Any) -> Callable[[int], None]:
+    """Return what ends the job; where MPI cannot, it ends this process, which the launcher sees."""
+
+    def end(code: int) -> None:
+        # Time for the stacks that were asked for; then MPI, which may itself be stuck.
+        time.sleep(0.3)
+        fallback = threading.Timer(2.0, os._exit, (code,))
+        fallback.daemon = True
+        fallback.start()
+        if threads_allowed():
+            with suppress(RuntimeError):
+                comm.Abort(code)
+        os._exit(code)
+
+    return end

@@ -1,0 +1,161 @@
+"""The watching processes of the nodes tell each other what their pages say, once a second.
+
+The first node collects: every other one sends it its rows, and gets those of all nodes as the
+answer. A node sends again only after it was answered, so there is at most one message on its way
+between two nodes, it always finds a receive that waits for it, and nothing is left over at the end:
+the last message of a pair says that it is the last one. Nobody blocks; whoever does not answer is
+known by the age of what it said last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, final
+
+from mpistrat.board.rows import SILENT, Row, decode, encode
+
+__all__ = ["Channel", "Link"]
+
+_MORE, _LAST = b"\0", b"\1"
+
+
+class Channel(Protocol):
+    """Messages between the watching processes of the nodes; nothing here waits."""
+
+    rank: int
+    size: int
+    limit: int
+
+    def expect(self, peer: int) -> None:
+        """Be ready to receive one message of `peer`, of at most `limit` bytes."""
+
+    def arrived(self, peer: int) -> bytes | None:
+        """Return the message that was expected, once, or None."""
+
+    def send(self, peer: int, data: bytes) -> None:
+        """Send a message. The one before has been `sent`."""
+
+    def sent(self, peer: int) -> bool:
+        """Tell whether the last message to `peer` has left."""
+
+
+@final
+class Link:
+    """One node's end.
+
+    Args:
+      channel: How messages travel.
+      rows: What is known of every node before it has said anything, node by node.
+      interval: Seconds between two messages.
+      silent: Seconds after which a node that has said nothing counts as silent.
+      now: The time, seconds.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        rows: Sequence[Sequence[Row]],
+        interval: float,
+        silent: float,
+        now: float,
+    ):
+        """Be ready to hear the others."""
+        self._channel = channel
+        self._interval, self._silent = interval, silent
+        self.leads = channel.rank == 0
+        self._peers = set(range(1, channel.size)) if self.leads else {0}
+        # Of the first node: what each other one said. Of the others: what the first one answered.
+        self._heard: dict[int, tuple[float, Sequence[Row]]] = {
+            peer: (now, rows[peer] if self.leads else [row for part in rows for row in part])
+            for peer in self._peers
+        }
+        self._due = now
+        self._owed: set[int] = set()  # leading: nodes that wait for an answer
+        self._waits = False  # not leading: an answer is on its way
+        for peer in self._peers if self.leads else ():
+            channel.expect(peer)
+
+    @property
+    def done(self) -> bool:
+        """Nothing will be sent or received any more."""
+        return not self._peers
+
+    def cut_off(self, now: float) -> bool:
+        """Tell whether the first node, which speaks for all, is silent."""
+        return not self.leads and 0 in self._peers and now - self._heard[0][0] > self._silent
+
+    def step(self, now: float, mine: Callable[[], Sequence[Row]], closing: bool) -> None:
+        """Send and receive what can be.
+
+        Args:
+          now: The time, seconds.
+          mine: Returns the rows of this node.
+          closing: This node is leaving: say so to the others, and send nothing after that.
+        """
+        if self.leads:
+            self._collect(now, mine, closing)
+        elif self._peers:
+            self._report(now, mine, closing)
+
+    def _collect(self, now: float, mine: Callable[[], Sequence[Row]], closing: bool) -> None:
+        for peer in self._peers - self._owed:
+            data = self._channel.arrived(peer)
+            if data is not None:
+                self._heard[peer] = (now, decode(data[1:]))
+                if data[:1] == _LAST:
+                    self._peers.discard(peer)
+                else:
+                    self._owed.add(peer)
+        ready = [peer for peer in self._owed if self._channel.sent(peer)]
+        if ready:
+            answer = (_LAST if closing else _MORE) + encode(
+                self.everybody(now, mine()), self._channel.limit - 1
+            )
+            for peer in ready:
+                self._owed.discard(peer)
+                if closing:
+                    self._peers.discard(peer)
+                else:
+                    self._channel.expect(peer)
+                self._channel.send(peer, answer)
+
+    def _report(self, now: float, mine: Callable[[], Sequence[Row]], closing: bool) -> None:
+        if self._waits:
+            data = self._channel.arrived(0)
+            if data is None:
+                return
+            self._waits = False
+            self._heard[0] = (now, decode(data[1:]))
+            if data[:1] == _LAST:
+                self._peers.discard(0)
+                return
+        if (now >= self._due or closing) and self._channel.sent(0):
+            if closing:
+                self._peers.discard(0)
+            else:
+                self._channel.expect(0)
+                self._waits = True
+                self._due = now + self._interval
+            self._channel.send(
+                0, (_LAST if closing else _MORE) + encode(mine(), self._channel.limit - 1)
+            )
+
+    def everybody(self, now: float, mine: Sequence[Row]) -> list[Row]:
+        """Return the rows of all nodes, as far as they are known; those of this one are `mine`.
+
+        They are as old as they were when they were told: a rank may have gone on since. Only those
+        of a silent node grow older.
+        """
+        rows = list(mine)
+        own = {rank for row in mine for rank in row.ranks}
+        for peer, (when, said) in self._heard.items():
+            past = now - when
+            for row in said:
+                ranks = tuple(rank for rank in row.ranks if rank not in own)
+                # The first node says what others said; only its own ranks are silent when it is.
+                silent = peer in self._peers and row.home == peer and past > self._silent
+                if ranks:
+                    doing = SILENT if silent else row.doing
+                    age = row.age + past if silent else row.age
+                    rows.append(row._replace(ranks=ranks, age=age, doing=doing))
+        return rows

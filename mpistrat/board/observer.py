@@ -1,0 +1,211 @@
+"""What the watching process of a node makes of its page: rows, warnings, the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, final
+
+from mpistrat.board.page import INSIDE, LEFT, Entry, Page
+from mpistrat.board.proc import Look, ended, look
+from mpistrat.board.rows import COMPUTING, DEAD, HELD, STOPPED, TROUBLES, Row, grouped
+from mpistrat.board.verdict import Verdict, ending, judge, warning
+
+__all__ = ["HUNG", "Limits", "Observer"]
+
+HUNG = 75  # EX_TEMPFAIL of sysexits.h: it is safe to start the job again
+
+_SECOND = 1e9
+_STATES = {"t": STOPPED, "I": "S", "Z": DEAD, "x": DEAD}
+
+
+class Limits(NamedTuple):
+    """How patient a watchdog is.
+
+    Attributes:
+      warn: Seconds after which a missing rank is named.
+      timeout: Seconds after which the job is ended.
+    """
+
+    warn: float = 60.0
+    timeout: float = 1800.0
+
+    @property
+    def tick(self) -> float:
+        """Seconds between two looks of a process at itself."""
+        return min(0.25, self.warn / 8)
+
+    @property
+    def interval(self) -> float:
+        """Seconds between two looks at everybody, and between two messages to other nodes."""
+        return min(1.0, self.warn / 4)
+
+    @property
+    def grace(self) -> float:
+        """Seconds that a node leaves the first one to end the job."""
+        return max(1.0, 2 * self.interval)
+
+    @property
+    def stale(self) -> float:
+        """Seconds without a heartbeat after which a process counts as not running Python."""
+        return min(5.0, max(1.0, self.warn / 2))
+
+
+@final
+class Observer:
+    """Looks at all slots of a node and says what is wrong.
+
+    Args:
+      page: The page of the node.
+      size: The number of ranks of the job.
+      node: The name of the node.
+      home: The number of the node.
+      limits: How patient to be.
+      look: Looks at a process.
+      say: Prints a report.
+      end: Ends the job with an exit code.
+      rouse: Makes a process print its stacks although it does not run Python: (pid, signal).
+    """
+
+    def __init__(
+        self,
+        page: Page,
+        size: int,
+        node: str,
+        home: int,
+        limits: Limits,
+        say: Callable[[str], None],
+        end: Callable[[int], None],
+        rouse: Callable[[int, int], None],
+        look: Look = look,
+    ):
+        """Observe a page on which all ranks have opened their slots."""
+        self.page = page
+        self._size = size
+        self.limits = limits
+        self._node, self._home = node, home
+        self._say, self._end, self._rouse, self._look = say, end, rouse, look
+        self._entries: list[Entry | None] = [page.read(i) for i in range(page.size)]
+        # In another pid namespace a number means nothing, or another process.
+        self._visible = [e is not None and not self._ended(e) for e in self._entries]
+        self._warned: tuple[object, ...] = ()
+        self._asked: set[tuple[int, int]] = set()
+        self._roused: set[int] = set()
+
+    def _ended(self, entry: Entry) -> bool:
+        return ended(self._look(entry.pid), entry.born)
+
+    def rows(self, now: int) -> list[Row]:
+        """Return what the ranks of this node do."""
+        found = []
+        for index in range(self.page.size):
+            entry = self.page.read(index) or self._entries[index]
+            self._entries[index] = entry
+            if entry is not None:
+                found.append(self._row(index, entry, now))
+        return grouped(found)
+
+    def _row(self, index: int, entry: Entry, now: int) -> Row:
+        # The operating system is asked about ranks only that have not moved for a while.
+        moves = (now - entry.changed) / _SECOND < self.limits.interval
+        doing = COMPUTING if moves else self._doing(index, entry, now)
+        until, busy = entry.deadline, entry.operation or "a long operation"
+        if doing == DEAD:
+            until = 0
+        elif entry.compiling > now:
+            until, busy = entry.compiling, "compiling"
+        age = (now - max(entry.changed, until)) / _SECOND
+        return Row(
+            (entry.rank,),
+            self._node,
+            self._home,
+            entry.key,
+            entry.state,
+            max(0.0, age),
+            doing,
+            entry.place,
+            entry.text if entry.state == INSIDE else "",
+            busy if until else "",
+            0 < until < now,
+        )
+
+    def _doing(self, index: int, entry: Entry, now: int) -> str:
+        """Return what a rank does that has not moved since the last look."""
+        if entry.state == LEFT:
+            return COMPUTING
+        stale = (now - entry.heartbeat) / _SECOND > self.limits.stale
+        if not self._visible[index]:
+            return HELD if stale else COMPUTING
+        found = self._look(entry.pid)
+        if found is None or ended(found, entry.born):
+            return DEAD
+        state = _STATES.get(found.state, found.state)
+        return HELD if stale and state != STOPPED else state
+
+    def act(self, rows: Sequence[Row], speaks: bool = True) -> None:
+        """Warn, ask for stacks, or end the job.
+
+        Args:
+          rows: What all ranks of the job do, as far as it is known here.
+          speaks: Nobody else says the same. Otherwise only the ranks of this node are asked for
+            their stacks, and the job is ended a little later, should the other fail to.
+        """
+        verdict = judge(rows, self._size)
+        warn, timeout = self.limits
+        if verdict is None or verdict.seconds < min(warn, timeout):
+            if verdict is None:
+                self._warned = ()
+            return
+        # Again when another rank is missing or gets into trouble; not for each line it computes in.
+        signs = frozenset(
+            (rank, row.doing if row.doing in TROUBLES else "")
+            for row in verdict.missing
+            if row.age >= warn
+            for rank in row.ranks
+        )
+        if self._warned != (verdict.key, signs):
+            self._warned = (verdict.key, signs)
+            if speaks:
+                self._say(warning(verdict, warn, timeout))
+            self._ask(verdict)
+        # A rank of which nothing is known here may have declared why it is late.
+        if verdict.seconds < timeout or (verdict.unknown and not verdict.missing):
+            return
+        self._rouse_all(verdict)
+        if verdict.seconds >= timeout + (0.0 if speaks else self.limits.grace):
+            self._say(ending(verdict, timeout, HUNG))
+            self._end(HUNG)
+
+    def _here(self, verdict: Verdict) -> list[tuple[int, Entry, Row]]:
+        """Return the missing ranks of this node, or all of it if none is missing anywhere."""
+        rows = verdict.missing or verdict.waiting
+        return [
+            (index, entry, row)
+            for index, entry in enumerate(self._entries)
+            if entry is not None
+            for row in rows
+            if entry.rank in row.ranks
+        ]
+
+    def _ask(self, verdict: Verdict) -> None:
+        for index, entry, _ in self._here(verdict):
+            if (entry.rank, verdict.key) not in self._asked and entry.state != LEFT:
+                self._asked.add((entry.rank, verdict.key))
+                self.page.ask(index)
+
+    def _rouse_all(self, verdict: Verdict) -> None:
+        """Make processes that do not answer print their stacks, now that nothing can be spoilt."""
+        for index, entry, row in self._here(verdict):
+            known = self._visible[index] and not self._ended(entry)
+            if row.doing == HELD and entry.signal and known and index not in self._roused:
+                self._roused.add(index)
+                self._say(f"mpistrat: the stacks of rank {entry.rank}:")
+                self._rouse(entry.pid, entry.signal)
+
+    def stuck(self, now: int) -> list[int]:
+        """Return the pids of this node that cannot see by themselves that the launcher is gone."""
+        return [
+            entry.pid
+            for index, entry in enumerate(self._entries)
+            if entry is not None and self._visible[index] and not self._ended(entry)
+            and self._doing(index, entry, now) in (STOPPED, HELD)
+        ]  # fmt: skip

@@ -1,0 +1,97 @@
+"""What the operating system knows of a process: its state, its parent, whether it is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple, final
+
+__all__ = ["LAUNCHERS", "Launcher", "Look", "Process", "look"]
+
+# Programs that start ranks and end when their job does, as the kernel names them (15 characters).
+LAUNCHERS = frozenset(
+    (
+        *("hydra_pmi_proxy", "mpiexec", "mpiexec.hydra", "mpiexec.gforker", "mpirun"),
+        *("orted", "orterun", "prte", "prted", "prterun", "slurmstepd", "srun"),
+    )
+)
+_ENDED = "ZXx"
+
+
+class Process(NamedTuple):
+    """One process.
+
+    Attributes:
+      state: The letter of proc(5): R running, S sleeping, D waiting for a device, T stopped.
+      parent: Pid of its parent.
+      born: When it started, clock ticks after boot; tells it from a later process of the same pid.
+      name: What it is called, up to 15 characters.
+    """
+
+    state: str
+    parent: int
+    born: int
+    name: str
+
+
+Look = Callable[[int], "Process | None"]
+
+
+def look(pid: int) -> Process | None:
+    """Return what ``/proc`` says of a process, or None where it says nothing.
+
+    Example:
+      >>> import os
+      >>> mine = look(os.getpid())
+      >>> mine is None or mine.parent == os.getppid()
+      True
+    """
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    # The name is in parentheses and may itself contain some.
+    head, _, tail = text.rpartition(")")
+    fields = tail.split()
+    return Process(fields[0], int(fields[1]), int(fields[19]), head.partition("(")[2])
+
+
+def ended(found: Process | None, born: int) -> bool:
+    """Tell whether the process that started at `born` is no more."""
+    return found is None or found.born != born or found.state in _ENDED
+
+
+@final
+class Launcher:
+    """The processes that this one was started by, and whether they are still there.
+
+    These are the nearest launcher above this process and the launchers directly above that one
+    (Hydra's proxy and ``mpiexec``). Where no launcher is known by name, it is the parent.
+
+    Args:
+      pid: This process.
+      parent: Returns the pid of its parent, as ``os.getppid``.
+      look: Looks at a process.
+    """
+
+    def __init__(self, pid: int, parent: Callable[[], int], look: Look = look):
+        """Look who started this process."""
+        self._look = look
+        self._parent = parent
+        self._first = parent()
+        self._watched: list[tuple[int, int]] = []
+        at = pid
+        while (process := look(at)) is not None and process.parent > 0:
+            at = process.parent
+            above = look(at)
+            known = above is not None and above.name in LAUNCHERS
+            if above is not None and known:
+                self._watched.append((at, above.born))
+            elif self._watched:
+                break
+
+    def lost(self) -> bool:
+        """Tell whether a launcher is gone."""
+        if not self._watched:
+            return self._parent() != self._first
+        return any(ended(self._look(pid), born) for pid, born in self._watched)

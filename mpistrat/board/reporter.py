@@ -1,0 +1,115 @@
+"""What a process writes about itself, about four times a second, from its own thread."""
+
+from __future__ import annotations
+
+import faulthandler
+import functools
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
+from typing import final
+
+from mpistrat.board.page import Slot
+from mpistrat.board.places import compiles, place_of
+
+__all__ = ["Reporter", "dump_signal", "dump_stacks", "frame_of", "say"]
+
+_SECOND = 1_000_000_000
+# Looking for the compiler walks the whole stack, so only where a rank stays for a while.
+_STAYS = _SECOND
+_COMPILES = 10 * _SECOND
+# No compilation of one kernel takes longer; whatever does is watched again.
+_COMPILES_AT_MOST = 3600 * _SECOND
+
+
+def frame_of(thread: int) -> FrameType | None:
+    """Return where a thread is now."""
+    return sys._current_frames().get(thread)
+
+
+def say(text: str) -> None:
+    """Write a line to standard error as one piece, whatever holds the lock of `sys.stderr`."""
+    with suppress(OSError):  # nobody reads it any more
+        os.write(2, f"{text}\n".encode(errors="replace"))
+
+
+def dump_stacks(rank: int) -> None:
+    """Print the stacks of all threads to standard error."""
+    say(f"mpistrat: the stacks of rank {rank}:")
+    faulthandler.dump_traceback(2, all_threads=True)
+
+
+@functools.cache
+def dump_signal() -> int:
+    """Return a signal that makes this process print its stacks, also while a C call holds the GIL.
+
+    The handler is faulthandler's, which runs in C. The signal is sent only when the job is about
+    to be ended: a handler of any kind can cut a system call short. 0 if the signal is in use or
+    there is none to spare.
+    """
+    last: int = getattr(signal, "SIGRTMAX", 0)
+    number = last - 5
+    if not last or signal.getsignal(number) is not signal.SIG_DFL:
+        return 0
+    faulthandler.register(number, file=2, all_threads=True, chain=False)
+    return number
+
+
+@final
+class Reporter:
+    """Keeps the slot of this process up to date.
+
+    Args:
+      slot: The slot.
+      rank: Whose it is.
+      thread: Identifier of the thread that makes the calls.
+      frame: Returns the frame that a thread is in.
+      dump: Prints the stacks of this process; gets the rank.
+    """
+
+    def __init__(
+        self,
+        slot: Slot,
+        rank: int,
+        thread: int,
+        frame: Callable[[int], FrameType | None] = frame_of,
+        dump: Callable[[int], None] = dump_stacks,
+    ):
+        """Report about `thread`."""
+        self._slot = slot
+        self._rank = rank
+        self._thread = thread
+        self._frame = frame
+        self._dump = dump
+        self._last: tuple[int, str, str] = (0, "", "")
+        self._word = self._since = 0
+        self._compiles_since = 0
+
+    def look(self, now: int, asked: bool) -> None:
+        """Write down where the thread is.
+
+        Args:
+          now: The time, ns.
+          asked: Somebody wants to see the stacks.
+        """
+        frame = self._frame(self._thread)
+        slot = self._slot
+        found = (slot.word, place_of(frame), slot.operation)
+        if found[0] != self._word:
+            self._word, self._since = found[0], now
+        if found != self._last and slot.describe(found[1]):
+            self._last = found
+        slot.beat(now, self._compiling(now, frame))
+        if asked:
+            self._dump(self._rank)
+
+    def _compiling(self, now: int, frame: FrameType | None) -> int:
+        """Return until when this process is known to compile, or 0."""
+        if now - self._since < _STAYS or not compiles(frame):
+            self._compiles_since = 0
+            return 0
+        self._compiles_since = self._compiles_since or now
+        return now + _COMPILES if now - self._compiles_since < _COMPILES_AT_MOST else 0

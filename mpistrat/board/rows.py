@@ -1,0 +1,139 @@
+"""Ranks that are in the same place, as one row; and rows as few bytes, to travel between nodes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Final, NamedTuple
+
+from mpistrat.board.places import runs_of
+
+__all__ = [
+    "COMPUTING",
+    "DEAD",
+    "HELD",
+    "SILENT",
+    "STOPPED",
+    "TROUBLES",
+    "Row",
+    "decode",
+    "encode",
+    "grouped",
+]
+
+# What a rank does. Letters of proc(5), and three of our own.
+COMPUTING: Final = "R"
+STOPPED: Final = "T"
+DEAD: Final = "X"
+HELD: Final = "H"
+SILENT: Final = "Q"
+TROUBLES: Final = frozenset((STOPPED, DEAD, HELD, SILENT))
+_RUNS = 32  # pairs of first and last rank per row, where not all fit
+
+
+class Row(NamedTuple):
+    """Ranks that are in the same place.
+
+    Attributes:
+      ranks: Which ranks.
+      node: The name of their node; empty if they are on several.
+      home: The number of the node whose watchdog said so.
+      key: Call and part of the call that they have come to.
+      state: `BETWEEN`, `INSIDE` or `LEFT`.
+      age: Seconds since the last of them went on, or since its long operation is over time.
+      doing: A letter: `COMPUTING`, ``"S"`` sleeping, ``"D"`` waiting for a device, or a trouble.
+      place: ``file:line``; empty if not known.
+      text: Text of the call.
+      busy: Name of the long operation that they have declared, or an empty string.
+      overdue: It has lasted longer than declared.
+    """
+
+    ranks: tuple[int, ...]
+    node: str
+    home: int
+    key: int
+    state: int
+    age: float
+    doing: str = COMPUTING
+    place: str = ""
+    text: str = ""
+    busy: str = ""
+    overdue: bool = False
+
+
+def grouped(rows: Iterable[Row]) -> list[Row]:
+    """Put rows that differ in ranks and age only together; the group is as young as its youngest.
+
+    Example:
+      >>> rows = [Row((0,), "a", 0, 7, 2, 1.0), Row((1,), "a", 0, 7, 2, 2.0)]
+      >>> [row.ranks for row in grouped(rows)]
+      [(0, 1)]
+    """
+    groups: dict[Row, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row._replace(ranks=(), age=0.0), []).append(row)
+    return [
+        kind._replace(
+            ranks=tuple(sorted(rank for row in members for rank in row.ranks)),
+            age=min(row.age for row in members),
+        )
+        for kind, members in groups.items()
+    ]
+
+
+def _whole(row: Row) -> Row:
+    return row
+
+
+def _brief(row: Row) -> Row:
+    return row._replace(text=row.text[:60], place=row.place[-40:])
+
+
+def _placeless(row: Row) -> Row:
+    return row._replace(text="", place="", node="")
+
+
+def _bare(row: Row) -> Row:
+    return _placeless(row)._replace(home=-1, busy=row.busy[:20])
+
+
+def _few(row: Row) -> Row:
+    """Keep the first ranks only, so that a single row is never too long."""
+    runs = runs_of(row.ranks)[:_RUNS]
+    return row._replace(ranks=tuple(r for first, last in runs for r in range(first, last + 1)))
+
+
+def encode(rows: Sequence[Row], limit: int) -> bytes:
+    """Return rows as at most `limit` bytes.
+
+    If they are too many, texts are cut, then left out; at last ranks are, and rows in the middle
+    of the sequence of calls: whoever waits is at its end, whoever is missing at its beginning.
+    """
+    found: list[Row] = []
+    for shorten in (_whole, _brief, _placeless, _bare):
+        found = grouped(map(shorten, rows))
+        data = _dump(found)
+        if len(data) <= limit:
+            return data
+    found = sorted((_few(row) for row in found), key=lambda row: row.key)
+    while len(data := _dump(found)) > limit:
+        found.pop(len(found) // 2)
+    return data
+
+
+def _dump(rows: Iterable[Row]) -> bytes:
+    plain = [[runs_of(row.ranks), *row[1:5], round(row.age, 3), *row[6:]] for row in rows]
+    return json.dumps(plain, separators=(",", ":")).encode()
+
+
+def decode(data: bytes) -> list[Row]:
+    """Return the rows that `encode` took.
+
+    Example:
+      >>> decode(encode([Row((0, 1, 4), "a", 0, 7, 2, 1.5)], 4096))[0].ranks
+      (0, 1, 4)
+    """
+    return [
+        Row(tuple(rank for first, last in runs for rank in range(first, last + 1)), *rest)
+        for runs, *rest in json.loads(data)
+    ]

@@ -1,0 +1,179 @@
+"""Who keeps whom waiting, and the text that says so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from mpistrat.board.page import INSIDE, LEFT, number_of
+from mpistrat.board.places import ranks_text
+from mpistrat.board.rows import DEAD, SILENT, TROUBLES, Row
+
+__all__ = ["Verdict", "ending", "judge", "warning"]
+
+_SHOWN = 8  # rows of missing ranks that one report names
+
+_DOING = {
+    "R": "computing",
+    "S": "sleeping, or waiting for something",
+    "D": "waiting for a disk or a device",
+    "T": "stopped by a signal",
+    "X": "its process is gone",
+    "H": "its Python stands still: a call in C holds the GIL, or the machine is overloaded",
+    "Q": "its node does not answer: stopped, starved, or gone",
+}
+
+
+class Verdict(NamedTuple):
+    """Ranks wait, and this is why.
+
+    Attributes:
+      key: The call that they wait in, and the part of it.
+      seconds: How long nothing has moved.
+      missing: The ranks that they wait for, longest first. Empty: all have come to the call, and
+        none comes out of it.
+      waiting: The ranks that wait.
+      unknown: How many ranks of the job nothing is known of here.
+    """
+
+    key: int
+    seconds: float
+    missing: tuple[Row, ...]
+    waiting: tuple[Row, ...]
+    unknown: int = 0
+
+
+def judge(rows: Sequence[Row], size: int = 0) -> Verdict | None:
+    """Return who keeps whom waiting, or None if nobody waits or the wait has a declared reason.
+
+    Seconds count from the later of two moments: the first rank began to wait in that call; the
+    missing rank did something that the board sees.
+
+    Args:
+      rows: What all ranks do, as far as it is known.
+      size: How many ranks there are; 0 for as many as `rows` know.
+    """
+    unknown = max(0, size - sum(len(row.ranks) for row in rows))
+    inside = [row for row in rows if row.state == INSIDE and row.doing not in TROUBLES]
+    if not inside:
+        return None
+    key = max(row.key for row in inside)
+    waiting = tuple(row for row in inside if row.key == key)
+    missing = [
+        row
+        for row in rows
+        if row not in waiting and (row.key < key or row.state == LEFT or row.doing in TROUBLES)
+    ]
+    # Of a silent node only those count that had not come as far, unless nobody else is missing.
+    missing = [row for row in missing if row.doing != SILENT or row.key < key] or missing
+    if not missing:
+        # Also since the last one came out: of the others it may only not be known yet.
+        return Verdict(key, min(row.age for row in rows), (), waiting, unknown)
+    undeclared = [row for row in missing if not row.busy or row.overdue]
+    if not undeclared:
+        return None
+    waited = max(row.age for row in waiting)
+    undeclared.sort(key=lambda row: -row.age)
+    return Verdict(key, min(waited, undeclared[0].age), tuple(undeclared), waiting, unknown)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
+
+
+def _what(row: Row) -> str:
+    """Return what the ranks of a row do, in words."""
+    what = _DOING.get(row.doing, row.doing)
+    if len(row.ranks) > 1:
+        what = what.replace("its process is", "their processes are").replace("its ", "their ")
+    if row.overdue:
+        what += f"; over the time declared for {row.busy!r}"
+    return what
+
+
+def _whereabouts(row: Row, key: int) -> str:
+    many = len(row.ranks) > 1
+    seen = row.doing in TROUBLES and row.doing != "T"
+    pronoun = "They" if many else "It"
+    verb = ("were" if many else "was") + " last seen in" if seen else "are in" if many else "is in"
+    call = ""
+    if row.state == INSIDE and number_of(row.key) != number_of(key):
+        call = f" of call {number_of(row.key)}" + (f", {row.text}" if row.text else "")
+    if not row.place:
+        return f"Its place is not known ({_what(row)})."
+    return f"{pronoun} {verb} {row.place}{call} ({_what(row)})."
+
+
+def _missing(row: Row, key: int, seconds: float) -> str:
+    """Return who is missing where for how long."""
+    many = len(row.ranks) > 1
+    node = f" ({row.node})" if row.node else ""
+    who = f"{ranks_text(row.ranks)}{node}"
+    number = number_of(key)
+    if row.state == LEFT:
+        return f"{who} {'have' if many else 'has'} left the program before call {number}."
+    if number_of(row.key) < number:
+        said = f"{'have' if many else 'has'} not reached call {number}"
+    else:
+        said = f"{'have' if many else 'has'} not gone on in call {number}"
+    return f"{who} {said} for {_seconds(seconds)}. {_whereabouts(row, key)}"
+
+
+def _waiting(verdict: Verdict) -> str:
+    places: dict[tuple[str, str], list[int]] = {}
+    for row in verdict.waiting:
+        places.setdefault((row.place, row.text), []).extend(row.ranks)
+    parts = []
+    for (place, text), ranks in places.items():
+        what = " ".join(part for part in (place, text) if part)
+        verb = "wait in" if len(ranks) > 1 else "waits in"
+        parts.append(f"{ranks_text(ranks)} {verb} {what or f'call {number_of(verdict.key)}'}")
+    return "; ".join(parts)
+
+
+def _body(verdict: Verdict, least: float) -> tuple[str, str]:
+    """Return who is missing, and who waits."""
+    late = [row for row in verdict.missing if row.age >= least or row.doing == DEAD]
+    if not verdict.missing:
+        ranks = [rank for row in verdict.waiting for rank in row.ranks]
+        come = f"{ranks_text(ranks)} {'have' if len(ranks) > 1 else 'has'} come to call"
+        what = f"{come} {number_of(verdict.key)} and not out of it for {_seconds(verdict.seconds)}."
+        if verdict.unknown:
+            what += f" Of the other {verdict.unknown} nothing is known here."
+        return what, _waiting(verdict)
+    lines = [_missing(row, verdict.key, min(verdict.seconds, row.age)) for row in late[:_SHOWN]]
+    if len(late) > _SHOWN:
+        lines.append(f"({len(late) - _SHOWN} more like these)")
+    return "\n  ".join(lines), _waiting(verdict)
+
+
+def warning(verdict: Verdict, warn: float, timeout: float) -> str:
+    """Return what to say after `warn` seconds.
+
+    Example:
+      >>> from mpistrat.board.page import BETWEEN
+      >>> rows = [
+      ...     Row((5,), "node12", 0, 411 << 20, BETWEEN, 80.0, "T", "data.py:31"),
+      ...     Row((0, 1, 2, 3, 4, 6, 7), "node12", 0, 412 << 20, INSIDE, 60.0, "S", "train.py:88",
+      ...         "all_reduce(SUM, float32[1024] 'grads')"),
+      ... ]
+      >>> print(warning(judge(rows), 60, 1800))
+      mpistrat: rank 5 (node12) has not reached call 412 for 60 s. It is in data.py:31 (stopped by
+        a signal).
+        ranks 0-4, 6, 7 wait in train.py:88 all_reduce(SUM, float32[1024] 'grads'). The job ends
+        after 1800 s of this; MPISTRAT_TIMEOUT changes that.
+    """
+    missing, waiting = _body(verdict, warn)
+    return (
+        f"mpistrat: {missing}\n  {waiting}. The job ends after {timeout:g} s of this; "
+        "MPISTRAT_TIMEOUT changes that."
+    )
+
+
+def ending(verdict: Verdict, timeout: float, code: int) -> str:
+    """Return what to say when the job is ended after `timeout` seconds."""
+    missing, waiting = _body(verdict, timeout)
+    return (
+        f"mpistrat: the job ends with exit code {code}: nothing moved for {timeout:g} s.\n"
+        f"  {missing}\n  {waiting}."
+    )

@@ -1,0 +1,148 @@
+"""The thread that keeps this rank's slot up to date and, on one process of a node, watches all."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import final
+
+from mpistrat.board.link import Link
+from mpistrat.board.observer import Limits, Observer
+from mpistrat.board.proc import Launcher
+from mpistrat.board.reporter import Reporter, say
+from mpistrat.board.rows import Row
+
+__all__ = ["ORPHANED", "Watchdog"]
+
+ORPHANED = 76  # the launcher is gone
+
+_SECOND = 1e9
+_CLOSING = 0.01  # seconds between two looks while the last messages are exchanged
+
+
+@final
+class Watchdog:
+    """Watches, from a thread of its own; sleeps in between.
+
+    Args:
+      index: The number of this rank on its node.
+      reporter: Writes this rank's slot.
+      observer: Reads all slots of the node. Every process has one, and the first process of the
+        node that runs Python uses it.
+      limits: How patient to be.
+      link: To the other nodes; None where there are none, or on a process that does not lead.
+      launcher: What started this process, or None if it may live on without.
+      clock: Returns the time in ns, monotonic.
+      leave: Ends this process at once with an exit code.
+      kill: Sends a signal to a process.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        reporter: Reporter,
+        observer: Observer,
+        limits: Limits,
+        link: Link | None = None,
+        launcher: Launcher | None = None,
+        clock: Callable[[], int] = time.monotonic_ns,
+        leave: Callable[[int], None] = os._exit,
+        kill: Callable[[int, int], None] = os.kill,
+    ):
+        """Make a watchdog that does not run yet."""
+        self._index, self._reporter, self._observer = index, reporter, observer
+        self._limits, self._link, self._launcher = limits, link, launcher
+        self._clock, self._leave, self._kill = clock, leave, kill
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._looked = self._ticked = clock()
+        self._resumed = 0
+        self._rows: list[Row] = []
+        self._failed = False
+
+    def start(self) -> None:
+        """Watch from now on."""
+        self._thread = threading.Thread(target=self._run, name="mpistrat watchdog", daemon=True)
+        self._thread.start()
+
+    def stop(self, patience: float) -> bool:
+        """Stop watching. The thread is then outside MPI and will not enter it again.
+
+        Args:
+          patience: Seconds to wait for the last messages of other nodes.
+
+        Returns:
+          Whether the thread has ended; if not, MPI must not be finalized.
+        """
+        self._stop.set()
+        if self._thread is None:
+            return True
+        self._thread.join(patience)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._limits.tick):
+            try:
+                self.tick()
+            except Exception as error:
+                # The program goes on; a watchdog that dies silently would be worse than none.
+                if not self._failed:
+                    self._failed = True
+                    say(f"mpistrat: the watchdog failed, once reported: {error!r}")
+                    traceback.print_exception(error, file=sys.__stderr__)
+        while self._link is not None and not self._link.done:
+            self._link.step(self._clock() / _SECOND, self._own_rows, closing=True)
+            time.sleep(_CLOSING)
+
+    def tick(self) -> None:
+        """Look once."""
+        now = self._clock()
+        if self._launcher is not None and self._launcher.lost():
+            self._orphaned(now)
+            return
+        if now - self._ticked > self._limits.stale * _SECOND:
+            # This process stood still, so perhaps all did (SLURM suspends jobs): patience anew.
+            self._resumed = now
+        self._ticked = now
+        page = self._observer.page
+        self._reporter.look(now, page.asked(self._index))
+        if self._link is not None:
+            self._link.step(now / _SECOND, self._own_rows, closing=False)
+        if (now - self._looked) / _SECOND >= self._limits.interval and self._acts(now):
+            self._looked = now
+            self._watch(now)
+
+    def _acts(self, now: int) -> bool:
+        """Tell whether no process before this one on its node runs Python."""
+        oldest = now - self._limits.stale * _SECOND
+        page = self._observer.page
+        return all(page.heartbeat(index) < oldest for index in range(self._index))
+
+    def _own_rows(self) -> Sequence[Row]:
+        return self._rows
+
+    def _watch(self, now: int) -> None:
+        self._rows = self._observer.rows(now)
+        rows, speaks = self._rows, True
+        if self._link is not None:
+            seconds = now / _SECOND
+            rows = self._link.everybody(seconds, rows)
+            speaks = self._link.leads or self._link.cut_off(seconds)
+        if self._resumed:
+            most = (now - self._resumed) / _SECOND
+            rows = [row._replace(age=min(row.age, most)) for row in rows]
+        self._observer.act(rows, speaks)
+
+    def _orphaned(self, now: int) -> None:
+        """End this process, and those of the node that are stopped and cannot do it themselves."""
+        say("mpistrat: the launcher of this job is gone; this rank ends.")
+        for pid in self._observer.stuck(now):
+            with suppress(OSError):
+                self._kill(pid, signal.SIGKILL)
+        self._leave(ORPHANED)

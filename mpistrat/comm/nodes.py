@@ -1,0 +1,127 @@
+"""Which ranks share a node, and messages between the first ranks of the nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, final
+
+from mpistrat.comm.mpi import library
+
+__all__ = ["Mailbox", "Nodes", "before_finalize", "nodes_of", "share", "threads_allowed"]
+
+_TAG = 75
+_LIMIT = 4096
+
+
+class Nodes(NamedTuple):
+    """A communicator cut at the borders of shared memory.
+
+    Attributes:
+      node: The ranks of this node, an mpi4py communicator.
+      leaders: The first rank of every node; None on ranks that are not the first of theirs.
+    """
+
+    node: Any
+    leaders: Any | None
+
+    def free(self) -> None:
+        """Give both back. Collective over the communicator that was cut."""
+        self.node.Free()
+        if self.leaders is not None:
+            self.leaders.Free()
+
+
+def nodes_of(comm: Any, node: Any | None = None) -> Nodes:
+    """Cut an mpi4py communicator at the borders of shared memory.
+
+    Collective: over `comm`. Cost: two splits.
+
+    Args:
+      comm: An mpi4py intracommunicator.
+      node: The ranks to take as this node, if not those that MPI says share memory.
+    """
+    mpi = library()
+    if node is None:
+        node = comm.Split_type(mpi.COMM_TYPE_SHARED, comm.rank)
+    leaders = comm.Split(0 if node.rank == 0 else mpi.UNDEFINED, comm.rank)
+    return Nodes(node, None if leaders == mpi.COMM_NULL else leaders)
+
+
+def share(comm: Any, data: bytes) -> list[bytes]:
+    """Return the bytes of every rank, of any length. Collective."""
+    found: list[bytes] = comm.allgather(data)
+    return found
+
+
+def threads_allowed() -> bool:
+    """Tell whether any thread may call MPI at any time."""
+    mpi = library()
+    return bool(mpi.Query_thread() == mpi.THREAD_MULTIPLE)
+
+
+def before_finalize(call: Callable[[], object]) -> Callable[[], None]:
+    """Call `call` when the program itself finalizes MPI, before anything is torn down.
+
+    MPI empties the attributes of COMM_SELF first of all (MPI 4.1, section 11.2.4).
+
+    Returns:
+      What makes it be called now instead, and never again.
+    """
+    mpi = library()
+    key = mpi.Comm.Create_keyval(delete_fn=lambda comm, key, value: call())
+    mpi.COMM_SELF.Set_attr(key, call)
+
+    def now() -> None:
+        if not mpi.Is_finalized():
+            mpi.COMM_SELF.Delete_attr(key)
+            mpi.Comm.Free_keyval(key)
+
+    return now
+
+
+@final
+class Mailbox:
+    """Messages between ranks of a communicator that nobody else uses; nothing waits.
+
+    Args:
+      comm: An mpi4py communicator.
+    """
+
+    limit = _LIMIT
+
+    def __init__(self, comm: Any):
+        """Expect nothing yet."""
+        self.rank: int = comm.rank
+        self.size: int = comm.size
+        self._comm = comm
+        self._receives: dict[int, tuple[Any, bytearray]] = {}
+        self._sends: dict[int, tuple[Any, bytes]] = {}
+
+    def expect(self, peer: int) -> None:
+        """Post the receive of one message of `peer`."""
+        room = bytearray(_LIMIT)
+        request = self._comm.Irecv([room, library().BYTE], source=peer, tag=_TAG)
+        self._receives[peer] = (request, room)
+
+    def arrived(self, peer: int) -> bytes | None:
+        """Return the message that was expected, once, or None."""
+        request, room = self._receives[peer]
+        status = library().Status()
+        if not request.Test(status):
+            return None
+        del self._receives[peer]
+        return bytes(room[: status.Get_count(library().BYTE)])
+
+    def send(self, peer: int, data: bytes) -> None:
+        """Send a message; its bytes are kept until they have left."""
+        request = self._comm.Isend([data, library().BYTE], dest=peer, tag=_TAG)
+        self._sends[peer] = (request, data)
+
+    def sent(self, peer: int) -> bool:
+        """Tell whether the last message to `peer` has left."""
+        if peer not in self._sends:
+            return True
+        done = bool(self._sends[peer][0].Test())
+        if done:
+            del self._sends[peer]
+        return done

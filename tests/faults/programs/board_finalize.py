@@ -1,0 +1,20 @@
+"""A job that finalizes MPI itself while the watchdogs of two nodes talk to each other."""
+
+from __future__ import annotations
+
+import time
+
+from mpi4py import MPI
+
+from mpistrat.board.board import Board
+from mpistrat.board.observer import Limits
+
+comm = MPI.COMM_WORLD
+board = Board.on(comm, Limits(0.1, 5.0), comm.Split(comm.rank % 2, comm.rank))
+board.enter(1, "barrier()")
+comm.Barrier()
+board.leave()
+time.sleep(0.3)
+start = time.perf_counter()
+MPI.Finalize()
+print(f"finalized: {board.close()} in {time.perf_counter() - start:.3f} s", flush=True)
