@@ -25,6 +25,13 @@ def _flag(text: str) -> bool:
     return known[text.strip().lower()]
 
 
+def _count(text: str) -> int:
+    count = int(text)
+    if count < 0:
+        raise ValueError(text)
+    return count
+
+
 def _seconds(text: str) -> float:
     seconds = float(text)
     if not 0 < seconds < math.inf:
@@ -63,7 +70,7 @@ class Options:
 
 _PARSERS: Mapping[str, tuple[Callable[[str], Any], str]] = {
     "numba": (_flag, "0 or 1"),
-    "ranks": (int, "a number of ranks"),
+    "ranks": (_count, "a number of ranks"),
     "record": (str, "a file name"),
     "grace": (_seconds, "seconds, more than 0"),
     "warn": (_seconds, "seconds, more than 0"),

@@ -35,9 +35,28 @@ def test_an_unknown_name_is_an_error_with_a_guess():
 
 
 def test_every_field_has_a_name_in_the_environment():
+    texts = {"record"}  # a file may have any name
     for field in dataclasses.fields(options.Options):
+        if field.name in texts:
+            assert (
+                getattr(options.read({f"MPISTRAT_{field.name.upper()}": "?!"}), field.name) == "?!"
+            )
+            continue
         with pytest.raises(OptionError, match=f"MPISTRAT_{field.name.upper()}"):
             options.read({f"MPISTRAT_{field.name.upper()}": "?!"})
+
+
+@pytest.mark.parametrize("name", ["WARN", "TIMEOUT", "GRACE"])
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "soon"])
+def test_seconds_are_positive_numbers(name, text):
+    with pytest.raises(OptionError, match=rf"MPISTRAT_{name}='{text}' .* seconds, more than 0"):
+        options.read({f"MPISTRAT_{name}": text})
+
+
+def test_a_number_of_ranks_is_not_negative():
+    assert options.read({"MPISTRAT_RANKS": "4"}).ranks == 4
+    with pytest.raises(OptionError, match="MPISTRAT_RANKS"):
+        options.read({"MPISTRAT_RANKS": "-4"})
 
 
 def test_the_environment_of_the_process_is_the_default(monkeypatch):
