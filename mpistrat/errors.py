@@ -6,6 +6,8 @@ The tree; each class is also the built-in it refines, so code that knows only th
     ├── ContextError    (RuntimeError)   replica code and cross-replica code were mixed up
     ├── StrategyError   (RuntimeError)   a value, variable or thread of another strategy
     ├── LockstepError   (RuntimeError, ValueError)   ranks made different collective calls
+    ├── DivergenceError (RuntimeError)   the copies of a variable are no longer equal
+    ├── NonFiniteError  (FloatingPointError)   a NaN or infinity was about to spread
     ├── RemoteError     (RuntimeError)   another rank failed; also the built-in it raised there
     ├── StructureError  (ValueError)     a tree has the wrong shape
     ├── AxisError       (ValueError)     an axis does not exist, or comes twice
@@ -26,10 +28,12 @@ __all__ = [
     "AxisError",
     "ContextError",
     "DataError",
+    "DivergenceError",
     "LaunchError",
     "LeafTypeError",
     "LockstepError",
     "MpistratError",
+    "NonFiniteError",
     "OptionError",
     "PreflightError",
     "RemoteError",
@@ -78,6 +82,14 @@ class RemoteError(MpistratError, RuntimeError):
     def __str__(self) -> str:
         """Return the message, whatever the mixed-in built-in would print."""
         return str(self.args[0])
+
+
+class DivergenceError(MpistratError, RuntimeError):
+    """The copies of a mirrored variable are no longer equal; raised on every rank."""
+
+
+class NonFiniteError(MpistratError, FloatingPointError):
+    """A rank was about to give a NaN or infinity to all; raised on every rank."""
 
 
 class StructureError(MpistratError, ValueError):

@@ -25,6 +25,12 @@ def _flag(text: str) -> bool:
     return known[text.strip().lower()]
 
 
+def _alarm(text: str) -> str:
+    if text not in ("off", "report", "raise"):
+        raise ValueError(text)
+    return text
+
+
 def _count(text: str) -> int:
     count = int(text)
     if count < 0:
@@ -53,6 +59,11 @@ class Options:
       warn: Seconds after which a rank that the others wait for is named. ``MPISTRAT_WARN``.
       timeout: Seconds after which a job whose ranks wait for one another in vain is ended, with
         exit code 75. ``MPISTRAT_TIMEOUT``.
+      nan: What happens when a rank is about to give a NaN or infinity to a reduction: ``off``,
+        nothing is looked for; ``report``, a line on stderr says which rank, leaf, index and step;
+        ``raise``, every rank raises `NonFiniteError`. ``MPISTRAT_NAN``.
+      check_every: Every so many steps (calls of ``run``) the copies of one variable are compared,
+        another one each time; 0 for never. ``MPISTRAT_CHECK_EVERY``.
       terminal: What the job prints goes to a terminal, although a rank sees a pipe.
         ``MPISTRAT_TERMINAL``: 0 or 1; `mpistrat run` sets it.
       numba: Use the compiled kernels. Off, their NumPy twins do the same work.
@@ -65,6 +76,8 @@ class Options:
     grace: float = 30.0
     warn: float = 60.0
     timeout: float = 1800.0
+    nan: str = "off"
+    check_every: int = 100
     terminal: bool = False
 
 
@@ -72,6 +85,8 @@ _PARSERS: Mapping[str, tuple[Callable[[str], Any], str]] = {
     "numba": (_flag, "0 or 1"),
     "ranks": (_count, "a number of ranks"),
     "record": (str, "a file name"),
+    "nan": (_alarm, "off, report or raise"),
+    "check_every": (_count, "a number of steps, or 0"),
     "grace": (_seconds, "seconds, more than 0"),
     "warn": (_seconds, "seconds, more than 0"),
     "timeout": (_seconds, "seconds, more than 0"),

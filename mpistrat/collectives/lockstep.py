@@ -9,7 +9,7 @@ A frame::
 
     bytes 0-15    digest of the call (BLAKE2b, 128 bits)
     bytes 16-23   number of the call
-    bytes 24-27   flags: FAILED, MORE, LARGE, LEAVING
+    bytes 24-27   flags: FAILED, MORE, LARGE, LEAVING, ALARM
     bytes 28-31   how many payload bytes follow
     bytes 32-255  payload, up to ROOM bytes
 
@@ -21,17 +21,19 @@ from __future__ import annotations
 
 import hashlib
 import struct
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple, NoReturn, final
 
 import numpy as np
 
+from mpistrat import options
 from mpistrat.collectives import blame, leaving
 from mpistrat.collectives.watched import Watched
 from mpistrat.comm.base import Comm
 from mpistrat.comm.session import Session
-from mpistrat.errors import ContextError, LockstepError
+from mpistrat.errors import ContextError, LockstepError, NonFiniteError
 
 __all__ = ["FRAME", "FRAME_RANKS", "ROOM", "Lockstep", "Proof"]
 
@@ -40,7 +42,7 @@ ROOM = 224
 FRAME_RANKS = 64
 
 _HEAD = struct.Struct("<16sQII")
-_FAILED, _MORE, _LARGE, _LEAVING = 1, 2, 4, 8
+_FAILED, _MORE, _LARGE, _LEAVING, _ALARM = 1, 2, 4, 8, 16
 _LEAVE = "leave the program"
 
 
@@ -74,6 +76,7 @@ class Lockstep:
         self.session = session
         self.comm: Comm = Watched(session)
         self._raw = session.comm
+        self.options = options.read()
         self.frames = self.comm.size <= frame_ranks
         self._send = np.zeros(FRAME, np.uint8)
         self._recv = np.zeros((self.comm.size, FRAME), np.uint8)
@@ -88,6 +91,7 @@ class Lockstep:
         small: bytes = b"",
         failure: BaseException | None = None,
         more: bool = False,
+        alarm: str = "",
     ) -> Proof:
         """Prove that all ranks make this call, or raise on all of them.
 
@@ -99,6 +103,7 @@ class Lockstep:
           small: Payload that may differ between ranks.
           failure: What this rank failed with before it could make the call, if it did.
           more: This rank has more to give than `small`; every rank is told.
+          alarm: What is wrong with the numbers that this rank is about to give, if anything is.
 
         Returns:
           The payload of every rank. It could not ride if some rank's was larger than `ROOM`, or if
@@ -108,6 +113,7 @@ class Lockstep:
           BaseException: `failure`, on the rank that gave it.
           RemoteError: Another rank failed.
           LockstepError: No rank failed, but the calls differ.
+          NonFiniteError: Some rank has an alarm, and the options say that it is an error.
           ContextError: This run has failed already.
         """
         self._check(failure)
@@ -116,16 +122,28 @@ class Lockstep:
         if writes:
             call = f"{call}, after {'; '.join(text for text, _ in writes)}"
         flags = (_FAILED if failure is not None else 0) | (_MORE if more else 0)
+        flags |= _ALARM if alarm else 0
         board = self.session.board
         board.enter(self.session.calls, call)
         try:
             exchange = self._exchange_frames if self.frames else self._exchange_words
             union, same, smalls = exchange(_digest(call), small, flags)
             if same and not union & (_LEAVING | _FAILED):
+                if union & _ALARM:
+                    self._sound(alarm)
                 return Proof(smalls, bool(union & _MORE))
             self._explain(call, failure, union, writes)
         finally:
             board.leave()
+
+    def _sound(self, alarm: str) -> None:
+        rows = [text.decode() for text in self.texts(alarm.encode())]
+        text = "\n".join(f"rank {rank}: {row}" for rank, row in enumerate(rows) if row)
+        first = next(rank for rank, row in enumerate(rows) if row)
+        if self.options.nan == "raise":
+            self.fail(NonFiniteError(text))
+        if self.comm.rank == first:
+            print(f"mpistrat: {text}", file=sys.stderr, flush=True)
 
     def _explain(
         self,
@@ -177,9 +195,11 @@ class Lockstep:
         self._check(None)
         self.session.unproved.append((text, undo))
 
-    def share(self, call: str, small: bytes, failure: BaseException | None = None) -> list[bytes]:
+    def share(
+        self, call: str, small: bytes, failure: BaseException | None = None, alarm: str = ""
+    ) -> list[bytes]:
         """Prove the call and return every rank's `small`, riding in the proof where it fits."""
-        smalls = self.prove(call, small, failure).smalls
+        smalls = self.prove(call, small, failure, alarm=alarm).smalls
         return self.texts(small) if smalls is None else smalls
 
     @contextmanager

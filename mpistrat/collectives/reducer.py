@@ -12,17 +12,19 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import numpy as np
 
 from mpistrat.arrays import Array, spec_text
 from mpistrat.collectives import bucket
-from mpistrat.collectives.forms import Form, decode_order, encode_order, ordered
+from mpistrat.collectives.alarms import first_nonfinite
+from mpistrat.collectives.forms import decode_order, encode_order, ordered
 from mpistrat.collectives.lockstep import Lockstep
+from mpistrat.collectives.part import Part
 from mpistrat.kernels.ops import ReduceOp
 
-__all__ = ["Part", "Reducer"]
+__all__ = ["Reducer"]
 
 _FOLDS: dict[ReduceOp, Callable[..., Any]] = {
     ReduceOp.SUM: np.add,
@@ -34,22 +36,6 @@ _FOLDS: dict[ReduceOp, Callable[..., Any]] = {
 # Whole numbers up to here are exact in float32.
 _EXACT = 2**24
 _MPI_NAMES = {op: op.value for op in ReduceOp} | {ReduceOp.MEAN: "SUM"}
-
-
-class Part(NamedTuple):
-    """What one rank gives to the reduction of one leaf.
-
-    Attributes:
-      value: Any layout; the dtype of `form`'s wire, or one that converts to it.
-      form: How it travels and comes back.
-      weight: How many examples it stands for; 0 means that `value` is never read.
-      path: The name of the leaf.
-    """
-
-    value: Array
-    form: Form
-    weight: float = 1
-    path: str = ""
 
 
 @final
@@ -90,8 +76,10 @@ class Reducer:
                 header = struct.pack(f"<{len(parts)}d", *(part.weight for part in parts))
             small = self.lockstep.fits(len(header) + sum(wire.nbytes for wire in wires))
             outs = [] if small else [np.empty(wire.shape, wire.dtype) for wire in wires]
+            watched = self.lockstep.options.nan != "off"
+            alarm = first_nonfinite(call, self.lockstep.session.steps, parts) if watched else ""
         riding = b"".join(wire.tobytes() for wire in wires) if small else b""
-        smalls = self.lockstep.share(text, header + riding)
+        smalls = self.lockstep.share(text, header + riding, alarm=alarm)
         scales = _scales(smalls, len(parts), weigh) if header else None
         with np.errstate(all="ignore"):
             if small:

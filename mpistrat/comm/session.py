@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, final
+from weakref import WeakValueDictionary
 
 from mpistrat.comm.base import Comm
 from mpistrat.comm.loopback import LoopbackComm
@@ -89,6 +90,8 @@ class Session:
         is, and how to undo it.
       variables: How many variables have been created; equal on all ranks.
       datasets: How many datasets have been distributed; equal on all ranks.
+      steps: How many ``Strategy.run`` have ended well; equal on all ranks.
+      copies: The mirrored variables by number, as long as they live.
     """
 
     def __init__(self, comm: Comm, owned: bool = True):
@@ -105,6 +108,8 @@ class Session:
         self.unproved: list[tuple[str, Callable[[], None]]] = []
         self.variables = 0
         self.datasets = 0
+        self.steps = 0
+        self.copies: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self._owner = threading.get_ident() if owned else None
         self._pid = os.getpid()
 

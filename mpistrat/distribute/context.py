@@ -12,7 +12,7 @@ import numpy as np
 from mpistrat import nest
 from mpistrat.arrays import Array, as_array, finish, label
 from mpistrat.collectives.forms import form
-from mpistrat.collectives.reducer import Part
+from mpistrat.collectives.part import Part
 from mpistrat.distribute.default import current_strategy, default_strategy
 from mpistrat.distribute.mode import Mode, current, entered
 from mpistrat.distribute.parts import Parts

@@ -11,7 +11,7 @@ import numpy as np
 from mpistrat import nest
 from mpistrat.arrays import Array, as_array, finish, label
 from mpistrat.collectives.forms import form, identity
-from mpistrat.collectives.reducer import Part
+from mpistrat.collectives.part import Part
 from mpistrat.distribute.parts import Parts
 from mpistrat.distribute.regroup import select
 from mpistrat.distribute.values import Mirrored, PerReplica

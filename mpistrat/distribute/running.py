@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from mpistrat.collectives.alarms import compare_copies
 from mpistrat.distribute.context import ReplicaContext
 from mpistrat.distribute.mode import Mode, entered
 from mpistrat.distribute.regroup import select
@@ -23,7 +24,8 @@ def run(strategy: Strategy, fn: Callable[..., Any], args: Any, kwargs: Any) -> A
     exception on all of them or on none. When a call inside `fn` failed on all ranks, it has been
     that proof, and none follows.
     """
-    session = strategy.parts.lockstep.session
+    lockstep = strategy.parts.lockstep
+    session = lockstep.session
     failure: BaseException | None = None
     result: Any = None
     session.open_runs += 1
@@ -34,7 +36,12 @@ def run(strategy: Strategy, fn: Callable[..., Any], args: Any, kwargs: Any) -> A
             failure = error
         if session.failed is not None:
             raise failure or session.failed
-        return strategy.parts.regroup.gathered("end of run", result, failure)
+        seen = strategy.parts.regroup.gathered("end of run", result, failure)
+        session.steps += 1
+        every = lockstep.options.check_every
+        if every and session.steps % every == 0 and session.comm.size > 1:
+            compare_copies(lockstep)
+        return seen
     finally:
         session.open_runs -= 1
         if not session.open_runs:

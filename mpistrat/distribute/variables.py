@@ -85,6 +85,8 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
         kinds = f"{self.synchronization.name}, {self.aggregation.name}"
         lockstep.prove(f"Variable({self.spec()}, {kinds})")
         lockstep.session.variables = self._number
+        if not self.on_read:
+            lockstep.session.copies[self._number] = self
         lockstep.comm.bcast(self._array, 0)
 
     def _kinds(

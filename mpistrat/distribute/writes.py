@@ -16,7 +16,8 @@ import numpy as np
 from mpistrat.arrays import Array, spec_text
 from mpistrat.collectives.forms import form
 from mpistrat.collectives.lockstep import Lockstep
-from mpistrat.collectives.reducer import Part, Reducer
+from mpistrat.collectives.part import Part
+from mpistrat.collectives.reducer import Reducer
 from mpistrat.errors import LockstepError
 from mpistrat.kernels.ops import ReduceOp
 
