@@ -6,6 +6,7 @@ names the leaf.
 
 from __future__ import annotations
 
+import functools
 import numbers
 from typing import Any
 
@@ -14,7 +15,16 @@ import numpy.typing as npt
 
 from mpistrat.errors import LeafTypeError
 
-__all__ = ["Array", "as_array", "finish", "is_bfloat16", "is_scalar", "label", "spec_text"]
+__all__ = [
+    "Array",
+    "as_array",
+    "dtype_name",
+    "finish",
+    "is_bfloat16",
+    "is_scalar",
+    "label",
+    "spec_text",
+]
 
 Array = npt.NDArray[Any]
 
@@ -28,7 +38,7 @@ def label(path: str) -> str:
 
 def is_bfloat16(dtype: np.dtype[Any]) -> bool:
     """Tell whether `dtype` is the bfloat16 of ml_dtypes (also used by JAX and TensorFlow)."""
-    return dtype.name == "bfloat16"
+    return dtype_name(dtype) == "bfloat16"
 
 
 def is_scalar(value: Any) -> bool:
@@ -99,6 +109,12 @@ def finish(result: Array, like: Any) -> Any:
     return result[()] if result.ndim == 0 and is_scalar(like) else result
 
 
+@functools.lru_cache(maxsize=256)
+def dtype_name(dtype: np.dtype[Any]) -> str:
+    """Return the name of a dtype; NumPy makes it anew each time, in a microsecond."""
+    return str(dtype.name)
+
+
 def spec_text(array: Array) -> str:
     """Return dtype and shape as messages and proofs show them.
 
@@ -106,4 +122,4 @@ def spec_text(array: Array) -> str:
       >>> spec_text(np.zeros((2, 3), np.float32))
       'float32[2,3]'
     """
-    return f"{array.dtype.name}[{','.join(map(str, array.shape))}]"
+    return f"{dtype_name(array.dtype)}[{','.join(map(str, array.shape))}]"

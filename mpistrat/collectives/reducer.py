@@ -68,20 +68,19 @@ class Reducer:
         Returns:
           One fresh array per leaf, of the form's result dtype, with the same bits on all ranks.
         """
-        with self.lockstep.preparing(call), np.errstate(all="ignore"):
-            wires = [_wire(op, part, weigh) for part in parts]
-            text = f"{call} {', '.join(_named(p.path, spec_text(p.value)) for p in parts)}"
-            header = b""
-            if op is ReduceOp.MEAN:
-                header = struct.pack(f"<{len(parts)}d", *(part.weight for part in parts))
-            small = self.lockstep.fits(len(header) + sum(wire.nbytes for wire in wires))
-            outs = [] if small else [np.empty(wire.shape, wire.dtype) for wire in wires]
-            watched = self.lockstep.options.nan != "off"
-            alarm = first_nonfinite(call, self.lockstep.session.steps, parts) if watched else ""
-        riding = b"".join(wire.tobytes() for wire in wires) if small else b""
-        smalls = self.lockstep.share(text, header + riding, alarm=alarm)
-        scales = _scales(smalls, len(parts), weigh) if header else None
         with np.errstate(all="ignore"):
+            try:
+                wires = [_wire(op, part, weigh) for part in parts]
+                text = f"{call} {', '.join(_named(p.path, spec_text(p.value)) for p in parts)}"
+                header = _header(parts) if op is ReduceOp.MEAN else b""
+                small = self.lockstep.fits(len(header) + sum(wire.nbytes for wire in wires))
+                outs = [] if small else [np.empty(wire.shape, wire.dtype) for wire in wires]
+                alarm = self._alarm(call, parts)
+            except Exception as error:
+                self.lockstep.refuse(call, error)
+            riding = b"".join([wire.tobytes() for wire in wires]) if small else b""
+            smalls = self.lockstep.share(text, header + riding, alarm=alarm)
+            scales = _scales(smalls, len(parts), weigh) if header else None
             if small:
                 totals = _fold_frames(op, wires, smalls, len(header), scales if weigh else None)
             else:
@@ -98,6 +97,11 @@ class Reducer:
                 total.astype(part.form.result, copy=False)
                 for total, part in zip(totals, parts, strict=True)
             ]
+
+    def _alarm(self, call: str, parts: Sequence[Part]) -> str:
+        if self.lockstep.options.nan == "off":
+            return ""
+        return first_nonfinite(call, self.lockstep.session.steps, parts)
 
     def _native(self, op: ReduceOp, wires: list[Array], outs: list[Array]) -> list[Array]:
         sends, recvs = wires, outs
@@ -201,6 +205,10 @@ def _cut(small: bytes, counts: Array, sends: list[Array], index: int) -> bytes:
     return small[begin : begin + sizes[index]]
 
 
+def _header(parts: Sequence[Part]) -> bytes:
+    return struct.pack(f"<{len(parts)}d", *[part.weight for part in parts])
+
+
 def _wire(op: ReduceOp, part: Part, weigh: bool) -> Array:
     dtype = part.form.wire
     if part.weight == 0 and op is ReduceOp.MEAN:
@@ -231,13 +239,13 @@ def _fold_frames(
     totals = []
     for i, wire in enumerate(wires):
         stop = start + wire.nbytes
-        everyones = np.frombuffer(b"".join(s[start:stop] for s in smalls), wire.dtype)
-        stacked = everyones.reshape(len(smalls), wire.size)
+        values = [np.frombuffer(small[start:stop], wire.dtype) for small in smalls]
         if scales is not None:
-            stacked = stacked * scales[:, i : i + 1].astype(wire.dtype)
-        total = stacked[0].copy()
-        for other in stacked[1:]:
-            _FOLDS[op](total, other, out=total)
+            weights = scales[:, i].astype(wire.dtype)
+            values = [value * weight for value, weight in zip(values, weights, strict=True)]
+        total = values[0].copy()
+        for value in values[1:]:
+            _FOLDS[op](total, value, out=total)
         totals.append(total.reshape(wire.shape))
         start = stop
     return totals

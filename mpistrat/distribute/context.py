@@ -17,6 +17,7 @@ from mpistrat.distribute.default import current_strategy, default_strategy
 from mpistrat.distribute.mode import Mode, current, entered
 from mpistrat.distribute.parts import Parts
 from mpistrat.distribute.regroup import select
+from mpistrat.distribute.values import DistributedValues
 from mpistrat.distribute.variables import Variable
 from mpistrat.distribute.views import ALONE
 from mpistrat.errors import AxisError, ContextError
@@ -167,11 +168,14 @@ class ReplicaContext:
         """
         self._enter("all_reduce")
         parts = self._strategy.parts
-        with parts.lockstep.preparing("all_reduce"):
+        try:
             op = ReduceOp.parse(reduce_op)
             weighted = _weight(op, weight)
-            leaves, structure = nest.flatten(select(value))
+            leaves, structure = nest.flatten(value)
+            leaves = [x.local if isinstance(x, DistributedValues) else x for x in leaves]
             contributions = _contributions(op, leaves, nest.path_names(structure), weighted)
+        except Exception as error:
+            parts.lockstep.refuse("all_reduce", error)
         if parts.view is ALONE:
             _note_alone(self._strategy, "all_reduce")
             alone = [_alone(op, part) for part in contributions]

@@ -41,11 +41,11 @@ class ReduceOp(enum.Enum):
         if isinstance(op, cls):
             return op
         if isinstance(op, str):
-            try:
-                return cls(op.upper())
-            except ValueError:
+            found = cls.__members__.get(op.upper())
+            if found is None:
                 known = ", ".join(member.value for member in cls)
-                raise ValueError(f"{op!r} is not a valid ReduceOp. Known: {known}.") from None
+                raise ValueError(f"{op!r} is not a valid ReduceOp. Known: {known}.")
+            return found
         raise TypeError(
             f"reduce_op must be a ReduceOp or its name, not {op!r} ({type(op).__name__})."
         )
