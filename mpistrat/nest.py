@@ -2,7 +2,7 @@
 
 Nodes are dict, OrderedDict, defaultdict, list, tuple and named tuple. Everything else is a leaf,
 ``None`` too. The leaves of a dict come in the order of its sorted keys, as in ``tf.nest``, so ranks
-may fill their dicts in any order.
+may fill their dicts in any order; only an OrderedDict keeps its own.
 """
 
 from __future__ import annotations
@@ -72,5 +72,15 @@ def describe(structure: Structure) -> str:
       >>> describe(flatten({"b": 0, "a": (0, 0)})[1])
       "{'a': (*, *), 'b': *}"
     """
-    text = str(structure)
-    return text.removeprefix("PyTreeSpec(").removesuffix(", NoneIsLeaf)").removesuffix(")")
+    if structure.is_leaf(strict=True):
+        return "*"
+    inner = [describe(child) for child in structure.children()]
+    kind = structure.type
+    if kind in (list, tuple):
+        return f"[{', '.join(inner)}]" if kind is list else f"({', '.join(inner)})"
+    pairs = zip(structure.entries(), inner, strict=True)
+    if kind is dict:
+        return f"{{{', '.join(f'{key!r}: {text}' for key, text in pairs)}}}"
+    # Of other kinds the name stands for the class: a defaultdict's factory has an address.
+    named = ", ".join(f"{key!r}: {text}" for key, text in pairs)
+    return f"{getattr(kind, '__name__', kind)}({named})"

@@ -31,6 +31,12 @@ def _alarm(text: str) -> str:
     return text
 
 
+def _pairs(text: str) -> str:
+    if text and any(pair.count("=") != 1 for pair in text.split(";")):
+        raise ValueError(text)
+    return text
+
+
 def _count(text: str) -> int:
     count = int(text)
     if count < 0:
@@ -66,6 +72,8 @@ class Options:
         another one each time; 0 for never. ``MPISTRAT_CHECK_EVERY``.
       terminal: What the job prints goes to a terminal, although a rank sees a pipe.
         ``MPISTRAT_TERMINAL``: 0 or 1; `mpistrat run` sets it.
+      fault: What one rank is to do wrong, for tests of programs; see `mpistrat.testing.inject`.
+        ``MPISTRAT_FAULT``.
       numba: Use the compiled kernels. Off, their NumPy twins do the same work.
         ``MPISTRAT_NUMBA``: 0 or 1.
     """
@@ -79,6 +87,7 @@ class Options:
     nan: str = "off"
     check_every: int = 100
     terminal: bool = False
+    fault: str = ""
 
 
 _PARSERS: Mapping[str, tuple[Callable[[str], Any], str]] = {
@@ -91,6 +100,7 @@ _PARSERS: Mapping[str, tuple[Callable[[str], Any], str]] = {
     "warn": (_seconds, "seconds, more than 0"),
     "timeout": (_seconds, "seconds, more than 0"),
     "terminal": (_flag, "0 or 1"),
+    "fault": (_pairs, "rank=R;call=N;phase=P;do=ACTION"),
 }
 
 

@@ -7,9 +7,12 @@ from mpistrat.board.board import Board
 from mpistrat.board.observer import Limits
 from mpistrat.cluster.detect import launched_by
 from mpistrat.collectives.exits import exits
+from mpistrat.collectives.inject import Injection, parse
 from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.collectives.preflight import preflight
-from mpistrat.comm.mpi import MPIComm
+from mpistrat.comm.base import Comm
+from mpistrat.comm.mpi import MPIComm, world_size
+from mpistrat.errors import OptionError
 
 __all__ = ["begin"]
 
@@ -20,19 +23,37 @@ def begin(lockstep: Lockstep) -> None:
     Collective the first time that a session is given, if it has more than one rank.
 
     Raises:
+      OptionError: A variable ``MPISTRAT_*`` cannot be used.
       PreflightError: The ranks run different versions or options.
     """
     session = lockstep.session
     if session.begun:
         return
     session.begun = True
+    parallel = session.comm.size > 1
+    failure: Exception | None = None
+    fault = None
+    try:
+        session.options = options.read()
+        fault = parse(session.options.fault, _world(session.comm))
+    except OptionError as error:
+        # Not raised yet: the ways out come first, or the other ranks would never hear of it.
+        failure = error
     if isinstance(session.comm, MPIComm):
-        if session.comm.size > 1:
-            chosen = options.read()
-            limits = Limits(warn=chosen.warn, timeout=chosen.timeout)
+        if parallel:
+            limits = Limits(warn=session.options.warn, timeout=session.options.timeout)
             launched = launched_by() is not None
             session.board = Board.on(session.comm.mpi, limits, launched=launched)
         # After the board: what is registered last is called first at exit.
         exits().arm(session)
-    if session.comm.size > 1:
+    if fault is not None and _world(session.comm):
+        Injection(session, fault)
+    if failure is not None or parallel:
+        lockstep.prove("read the options", failure=failure)
+    if parallel:
         preflight(lockstep)
+
+
+def _world(comm: Comm) -> Comm | None:
+    """Return `comm` if its ranks are those of the job, of whom ``MPISTRAT_FAULT`` speaks."""
+    return comm if isinstance(comm, MPIComm) and comm.size == world_size() else None

@@ -15,7 +15,7 @@ from mpistrat.errors import LockstepError, remote_error
 if TYPE_CHECKING:
     from mpistrat.collectives.lockstep import Lockstep
 
-__all__ = ["mismatch", "ranks_text", "remote", "report", "where"]
+__all__ = ["mismatch", "ours", "ranks_text", "remote", "report", "where"]
 
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
 _EXAMPLES = str(Path(_PACKAGE, "examples"))
@@ -25,7 +25,8 @@ _LIMIT = 300
 _HEAD = 60
 
 
-def _ours(filename: str) -> bool:
+def ours(filename: str) -> bool:
+    """Tell whether a file is of mpistrat itself, and not one of its examples."""
     if filename == contextlib.__file__:  # a stop on the way through `Lockstep.preparing`
         return True
     return filename.startswith(_PACKAGE) and not filename.startswith(_EXAMPLES)
@@ -34,7 +35,7 @@ def _ours(filename: str) -> bool:
 def where() -> str:
     """Return ``file:line`` of the innermost caller outside mpistrat."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and _ours(frame.f_code.co_filename):
+    while frame.f_back is not None and ours(frame.f_code.co_filename):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
@@ -102,7 +103,7 @@ def mismatch(lockstep: Lockstep, call: str) -> LockstepError:
 
 def _place(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if not _ours(frame.filename)]
+    theirs = [frame for frame in frames if not ours(frame.filename)]
     if not theirs:
         return where()
     last = theirs[-1]

@@ -14,15 +14,16 @@ import os
 import signal
 import sys
 import threading
-import traceback
+import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn, final
 
-from mpistrat import options
+from mpistrat.collectives.interrupts import defer_interrupts
 from mpistrat.collectives.leaving import MISMATCH
 from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.comm import mpi
+from mpistrat.comm.nodes import threads_allowed
 from mpistrat.comm.session import Session
 from mpistrat.errors import LockstepError, PreflightError, RemoteError
 
@@ -32,6 +33,8 @@ PREFLIGHT = 78
 
 # Seconds after which an exception is printed although the other ranks have not come to leave.
 _PATIENCE = 3.0
+# Seconds that launchers get to pass on what the ranks have printed; an abort may cut it off.
+_LAST_WORDS = 0.2
 
 
 def code_of(failure: BaseException | None) -> int:
@@ -65,6 +68,12 @@ class Exits:
         self.recorder: Callable[[int], None] | None = None
         self._pid = os.getpid()
         self._printed = threading.Lock()
+        self._hook = sys.excepthook  # the program's own, if it has one
+        self._exit: SystemExit | None = None
+        frame = sys._getframe()
+        while frame.f_back is not None:
+            frame = frame.f_back
+        self._bottom = frame.f_code
 
     def arm(self, session: Session) -> None:
         """Lead the ways out of this process through the last proof of `session` too."""
@@ -74,14 +83,28 @@ class Exits:
         if len(self.sessions) > 1:
             return
         atexit.register(self.at_exit)
+        defer_interrupts()
         if not hasattr(sys, "ps1") and not sys.flags.interactive:
             sys.excepthook = self.uncaught
             sys.exit = self.exit
 
     def exit(self, status: Any = None, /) -> NoReturn:
-        """Do what ``sys.exit`` does, and remember the code for the last proof."""
-        self.failure = SystemExit(status)
-        raise self.failure
+        """Do what ``sys.exit`` does, and remember it, in case it is what ends the program."""
+        leaving = SystemExit(status)
+        if threading.current_thread() is threading.main_thread():
+            self._exit = leaving
+        raise leaving
+
+    def _exited(self) -> SystemExit | None:
+        """Return the exception of the last ``sys.exit``, if nothing has caught it.
+
+        What has caught it has run on: the outermost frame that it went through is not the bottom of
+        the stack, or does not stand where it left it.
+        """
+        trace = None if self._exit is None else self._exit.__traceback__
+        if trace is None or trace.tb_frame.f_lasti != trace.tb_lasti:
+            return None
+        return self._exit if trace.tb_frame.f_code is self._bottom else None
 
     def uncaught(
         self,
@@ -91,6 +114,10 @@ class Exits:
     ) -> None:
         """Remember the exception that ends the program; it is printed at exit."""
         self.failure = value.with_traceback(trace)
+
+    @property
+    def _grace(self) -> float:
+        return self.sessions[0].options.grace
 
     def note(self, failure: BaseException | None) -> None:
         """Remember what ends the program, as who runs it saw it."""
@@ -102,25 +129,28 @@ class Exits:
             return
         if not self._printed.acquire(blocking=False):
             return
-        text = "".join(traceback.format_exception(failure))
-        print(f"{header}{text}", end="", file=sys.stderr, flush=True)
+        print(header, end="", file=sys.stderr, flush=True)
+        self._hook(type(failure), failure, failure.__traceback__)
+        sys.stderr.flush()
 
     def at_exit(self) -> None:
         """Take part in the last proof of every session, and leave with the agreed code."""
+        self.failure = self.failure or self._exited()
         code = code_of(self.failure)
         if os.getpid() != self._pid:  # a forked child: MPI_Finalize is its parent's business
             self._print()
             _leave_at_once(code)
-        if not mpi.initialized():
+        self.sessions = [session for session in self.sessions if not session.freed]
+        if not mpi.initialized() or not self.sessions:
             self._print()
             return
         timers = [threading.Timer(_PATIENCE, self._print)]
         if code:
-            timers.append(threading.Timer(options.read().grace, self._give_up, (code,)))
+            timers.append(threading.Timer(self._grace, self._give_up, (code,)))
         for timer in timers:
             timer.daemon = True
             timer.start()
-        agreed = [self._part(session, code) for session in self.sessions]
+        agreed = self._parts(code)
         for timer in timers:
             timer.cancel()
         # Before MPI is finalized no watchdog may be inside it any more.
@@ -135,11 +165,31 @@ class Exits:
         comm = self.sessions[0].comm
         print(
             f"mpistrat: rank {comm.rank} of {comm.size} failed, and the others have not come to a "
-            f"call of mpistrat for {options.read().grace:g} s (MPISTRAT_GRACE); ending the job.",
+            f"call of mpistrat for {self._grace:g} s (MPISTRAT_GRACE); ending the job.",
             file=sys.stderr,
             flush=True,
         )
+        time.sleep(_LAST_WORDS)
         mpi.abort(code)
+
+    def _parts(self, code: int) -> list[int]:
+        """Take part in the last proofs of all sessions at once: others may be in a call on any."""
+        found = [code] * len(self.sessions)
+
+        def take(index: int) -> None:
+            found[index] = self._part(self.sessions[index], code)
+
+        others = range(1, len(self.sessions)) if threads_allowed() else ()
+        threads = [threading.Thread(target=take, args=(i,), daemon=True) for i in others]
+        for thread in threads:
+            thread.start()
+        take(0)
+        for thread in threads:
+            thread.join()
+        if not threads:
+            for index in range(1, len(self.sessions)):
+                take(index)
+        return found
 
     def _part(self, session: Session, code: int) -> int:
         comm = session.comm
@@ -168,6 +218,7 @@ class Exits:
         sys.stderr.flush()
         Lockstep(self.sessions[0]).texts(b"")
         if comm.rank == 0:
+            time.sleep(_LAST_WORDS)
             mpi.abort(code)
         Lockstep(self.sessions[0]).texts(b"")
 

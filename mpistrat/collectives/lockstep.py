@@ -29,12 +29,12 @@ from typing import NamedTuple, NoReturn, final
 
 import numpy as np
 
-from mpistrat import options
 from mpistrat.collectives import blame, leaving
 from mpistrat.collectives.watched import Watched
 from mpistrat.comm.base import Comm
 from mpistrat.comm.session import Session
 from mpistrat.errors import ContextError, LockstepError, NonFiniteError
+from mpistrat.options import Options
 
 __all__ = ["FRAME", "FRAME_RANKS", "ROOM", "Lockstep", "Proof"]
 
@@ -78,11 +78,15 @@ class Lockstep:
         self.session = session
         self.comm: Comm = Watched(session)
         self._raw = session.comm
-        self.options = options.read()
         self.frames = self.comm.size <= frame_ranks
         self._send = np.zeros(FRAME, np.uint8)
         self._frame = self._send.data
         self._recv = np.zeros((self.comm.size, FRAME), np.uint8)
+
+    @property
+    def options(self) -> Options:
+        """The knobs of the session."""
+        return self.session.options
 
     def fits(self, nbytes: int) -> bool:
         """Tell whether payloads of that size ride in the proof."""
@@ -235,23 +239,25 @@ class Lockstep:
 
     def _check(self, failure: BaseException | None) -> None:
         self.session.check()
-        if failure is not None and failure is self.session.failed:
-            raise failure  # every rank has it already
+        if failure is not None and failure is self.session.raised:
+            raise failure  # every rank has raised already
         if self.session.gone is not None:
             raise LockstepError(
                 f"rank {self.comm.rank}: ranks have left the program; nothing can be called any "
                 f"more. {self.session.gone}"
             ) from failure
-        if self.session.failed is not None and self.session.open_runs:
+        run = self.session.run
+        if run.failed is not None and run.depth:
             raise ContextError(
-                f"rank {self.comm.rank}: this run has failed ({self.session.failed}); nothing can "
-                "be called until it has ended. Let the exception leave fn."
-            ) from (failure or self.session.failed)
+                f"rank {self.comm.rank}: this run has failed ({run.failed}); nothing can be called "
+                "until it has ended. Let the exception leave fn."
+            ) from (failure or run.failed)
 
     def fail(self, error: BaseException) -> NoReturn:
         """Raise `error`, which every rank raises here, and close the runs that this rank is in."""
-        if self.session.open_runs:
-            self.session.failed = error
+        self.session.raised = error
+        if self.session.run.depth:
+            self.session.run.failed = error
         raise error
 
     def _exchange_frames(

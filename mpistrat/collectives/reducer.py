@@ -16,11 +16,10 @@ from typing import Any, final
 
 import numpy as np
 
-from mpistrat.arrays import Array, spec_text
-from mpistrat.collectives import bucket
+from mpistrat.arrays import Array, dtype_name, spec_text
 from mpistrat.collectives.alarms import first_nonfinite
-from mpistrat.collectives.forms import decode_order, encode_order, ordered
 from mpistrat.collectives.lockstep import Lockstep
+from mpistrat.collectives.messages import Message, finished, messages, scale
 from mpistrat.collectives.part import Part
 from mpistrat.kernels.ops import ReduceOp
 
@@ -35,6 +34,8 @@ _FOLDS: dict[ReduceOp, Callable[..., Any]] = {
 }
 # Whole numbers up to here are exact in float32.
 _EXACT = 2**24
+# A gather of more bytes than this is worth a second proof that every rank has the memory.
+_LARGE = 16 * 1024 * 1024
 _MPI_NAMES = {op: op.value for op in ReduceOp} | {ReduceOp.MEAN: "SUM"}
 
 
@@ -74,7 +75,7 @@ class Reducer:
                 text = f"{call} {', '.join(_named(p.path, spec_text(p.value)) for p in parts)}"
                 header = _header(parts) if op is ReduceOp.MEAN else b""
                 small = self.lockstep.fits(len(header) + sum(wire.nbytes for wire in wires))
-                outs = [] if small else [np.empty(wire.shape, wire.dtype) for wire in wires]
+                travelling = [] if small else messages(op, wires, self.comm.size)
                 alarm = self._alarm(call, parts)
             except Exception as error:
                 self.lockstep.refuse(call, error)
@@ -85,9 +86,9 @@ class Reducer:
                 totals = _fold_frames(op, wires, smalls, len(header), scales if weigh else None)
             else:
                 if weigh and scales is not None:
-                    for wire, scale in zip(wires, scales[self.comm.rank], strict=True):
-                        np.multiply(wire, wire.dtype.type(scale), out=wire)
-                totals = self._native(op, wires, outs)
+                    for message in travelling:
+                        scale(message, wires, scales[self.comm.rank])
+                totals = self._native(op, wires, travelling)
             if scales is not None:
                 totals = [
                     np.asarray(total / total.dtype.type(math.fsum(scales[:, i])))
@@ -103,38 +104,15 @@ class Reducer:
             return ""
         return first_nonfinite(call, self.lockstep.session.steps, parts)
 
-    def _native(self, op: ReduceOp, wires: list[Array], outs: list[Array]) -> list[Array]:
-        sends, recvs = wires, outs
-        keys = [ordered(op, wire.dtype) for wire in wires]
-        if any(keys):
-            sends = [encode_order(w, op) if k else w for w, k in zip(wires, keys, strict=True)]
-            recvs = [np.empty_like(send) for send in sends]
-        for b in bucket.plan(tuple((send.dtype, send.size) for send in sends)):
-            if op in (ReduceOp.MIN, ReduceOp.MAX) and b.dtype.kind == "f":
-                self._gathered(op, [sends[i] for i in b.leaves], [recvs[i] for i in b.leaves])
-            elif len(b.leaves) == 1:
-                (only,) = b.leaves
-                self.comm.allreduce(sends[only], recvs[only], _MPI_NAMES[op])
+    def _native(self, op: ReduceOp, wires: list[Array], travelling: list[Message]) -> list[Array]:
+        for i, message in enumerate(travelling):
+            if message.gathered:
+                self.comm.allgather(message.send, message.recv)
+                fold: Any = _FOLDS[op]
+                travelling[i] = message._replace(recv=fold.reduce(message.recv, axis=0))
             else:
-                self._packed(_MPI_NAMES[op], b, sends, recvs)
-        return [
-            decode_order(recv, op) if key else recv for recv, key in zip(recvs, keys, strict=True)
-        ]
-
-    def _packed(self, name: str, b: bucket.Bucket, sends: list[Array], recvs: list[Array]) -> None:
-        packed = np.concatenate([sends[i].reshape(-1) for i in b.leaves])
-        folded = np.empty_like(packed)
-        self.comm.allreduce(packed, folded, name)
-        at = 0
-        for i in b.leaves:
-            recvs[i].reshape(-1)[:] = folded[at : at + recvs[i].size]
-            at += recvs[i].size
-
-    def _gathered(self, op: ReduceOp, sends: list[Array], recvs: list[Array]) -> None:
-        for send, recv in zip(sends, recvs, strict=True):
-            everyones = np.empty((self.comm.size, *send.shape), send.dtype)
-            self.comm.allgather(send, everyones)
-            recv[...] = _FOLDS[op].reduce(everyones, axis=0)  # type: ignore[attr-defined]  # ufunc
+                self.comm.allreduce(message.send, message.recv, _MPI_NAMES[op])
+        return finished(op, wires, travelling)
 
     def all_gather(
         self, call: str, axis: Sequence[int], leaves: Sequence[Array], paths: Sequence[str]
@@ -152,25 +130,39 @@ class Reducer:
         Returns:
           One fresh C-ordered array per leaf, with the same bits on all ranks.
         """
-        fronts = [np.moveaxis(leaf, a, 0) for leaf, a in zip(leaves, axis, strict=True)]
-        sends = [np.ascontiguousarray(front) for front in fronts]
-        specs = map(_named, paths, map(_open_spec, leaves, axis))
-        text = f"{call} {', '.join(specs)}"
-        sizes = np.array([len(send) for send in sends], np.int64)
-        rides = self.lockstep.fits(sizes.nbytes + sum(send.nbytes for send in sends))
-        data = b"".join(send.tobytes() for send in sends) if rides else b""
+        with self.lockstep.preparing(call):
+            fronts = [np.moveaxis(leaf, a, 0) for leaf, a in zip(leaves, axis, strict=True)]
+            sends = [np.ascontiguousarray(front) for front in fronts]
+            text = f"{call} {', '.join(map(_named, paths, map(_open_spec, leaves, axis)))}"
+            sizes = np.array([len(send) for send in sends], np.int64)
+            rides = self.lockstep.fits(sizes.nbytes + sum(send.nbytes for send in sends))
+            data = b"".join(send.tobytes() for send in sends) if rides else b""
         proof = self.lockstep.prove(text, sizes.tobytes() + data, more=not rides)
         counts = self._counts(sizes, proof.smalls)
-        outs = []
-        for i, send in enumerate(sends):
-            shape = (int(counts[:, i].sum()), *send.shape[1:])
-            if proof.smalls is None or proof.more:
-                out = self._allgatherv(send, shape, counts[:, i])
-            else:
-                parts = [_cut(small, counts[r], sends, i) for r, small in enumerate(proof.smalls)]
-                out = np.frombuffer(b"".join(parts), send.dtype).reshape(shape).copy()
-            outs.append(np.ascontiguousarray(np.moveaxis(out, 0, axis[i])))
-        return outs
+        if proof.smalls is None or proof.more:
+            outs = self._rooms(call, sends, counts)
+            for i, send in enumerate(sends):
+                self._allgatherv(send, outs[i], counts[:, i])
+        else:
+            outs = [
+                np.concatenate([_cut(s, counts[r], sends, i) for r, s in enumerate(proof.smalls)])
+                for i in range(len(sends))
+            ]
+        return [
+            np.ascontiguousarray(np.moveaxis(out, 0, a)) for out, a in zip(outs, axis, strict=True)
+        ]
+
+    def _rooms(self, call: str, sends: list[Array], counts: Array) -> list[Array]:
+        # How much memory it takes is known only now; whether every rank has it, is asked again.
+        with self.lockstep.preparing(f"{call}, room for it"):
+            totals = counts.sum(axis=0).tolist()
+            rooms = [
+                np.empty((total, *send.shape[1:]), send.dtype)
+                for total, send in zip(totals, sends, strict=True)
+            ]
+        if sum(room.nbytes for room in rooms) > _LARGE:
+            self.lockstep.prove(f"{call}, room for it")
+        return rooms
 
     def _counts(self, sizes: Array, smalls: list[bytes] | None) -> Array:
         if smalls is not None:
@@ -179,12 +171,10 @@ class Reducer:
         self.comm.allgather(sizes, counts)
         return counts
 
-    def _allgatherv(self, send: Array, shape: tuple[int, ...], rows: Array) -> Array:
-        out = np.empty(shape, send.dtype)
-        row = math.prod(shape[1:]) * send.dtype.itemsize
+    def _allgatherv(self, send: Array, out: Array, rows: Array) -> None:
+        row = math.prod(out.shape[1:]) * send.dtype.itemsize
         mine, everyones = send.reshape(-1).view(np.uint8), out.reshape(-1).view(np.uint8)
         self.comm.allgatherv(mine, everyones, (rows * row).tolist())
-        return out
 
 
 def _named(path: str, spec: str) -> str:
@@ -193,16 +183,18 @@ def _named(path: str, spec: str) -> str:
 
 def _open_spec(leaf: Array, axis: int) -> str:
     dims = ["*" if i == axis else str(n) for i, n in enumerate(leaf.shape)]
-    return f"{leaf.dtype.name}[{','.join(dims)}]"
+    return f"{dtype_name(leaf.dtype)}[{','.join(dims)}]"
 
 
-def _cut(small: bytes, counts: Array, sends: list[Array], index: int) -> bytes:
+def _cut(small: bytes, counts: Array, sends: list[Array], index: int) -> Array:
     sizes = [
         int(count) * math.prod(send.shape[1:]) * send.dtype.itemsize
         for count, send in zip(counts, sends, strict=True)
     ]
     begin = counts.nbytes + sum(sizes[:index])
-    return small[begin : begin + sizes[index]]
+    send = sends[index]
+    part = np.frombuffer(small[begin : begin + sizes[index]], send.dtype)
+    return part.reshape(int(counts[index]), *send.shape[1:])
 
 
 def _header(parts: Sequence[Part]) -> bytes:

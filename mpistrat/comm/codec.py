@@ -6,6 +6,7 @@ neither are pickled, and only when a program asks for them; ranks of one job tru
 
 from __future__ import annotations
 
+import importlib
 import pickle
 import struct
 from typing import Any
@@ -21,8 +22,10 @@ _SHORT, _LONG = struct.Struct("<cB"), struct.Struct("<cBQ")
 _TINY = 64
 
 
-def _array(value: Any) -> bytes | None:
+def _array(value: Any, whole: bool) -> bytes | None:
     array = np.asarray(value)
+    if array.dtype.kind == "V" and not (whole and array.dtype.name == "bfloat16"):
+        return None
     token = array.dtype.str if array.dtype.kind != "V" else array.dtype.name
     if array.dtype.hasobject or array.dtype.names is not None:
         return None
@@ -56,7 +59,7 @@ def encode(value: Any, whole: bool) -> tuple[bytes, bytes]:
     if isinstance(value, str) and (whole or len(value) <= _TINY):
         return b"s", value.encode()
     if isinstance(value, np.ndarray | np.generic) and not isinstance(value, np.ma.MaskedArray):
-        data = _array(value) if whole or value.nbytes <= _TINY else None
+        data = _array(value, whole) if whole or value.nbytes <= _TINY else None
         if data is not None:
             return b"g" if isinstance(value, np.generic) else b"a", data
     return (b"p", _pickled(value)) if whole else (b"o", b"")
@@ -88,6 +91,8 @@ def decode(kind: bytes, data: bytes) -> Any:
         return pickle.loads(data)
     token, shape, raw = data.split(b";", 2)
     sizes = [int(n) for n in shape.split(b",")] if shape else []
+    if token == b"bfloat16":
+        importlib.import_module("ml_dtypes")  # which makes the name known to NumPy
     array = np.frombuffer(raw, np.dtype(token.decode())).reshape(sizes).copy()
     return array[()] if kind == b"g" else array
 

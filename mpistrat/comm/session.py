@@ -19,8 +19,9 @@ from mpistrat.comm.base import Comm
 from mpistrat.comm.loopback import LoopbackComm
 from mpistrat.comm.mpi import MPIComm, is_communicator, library
 from mpistrat.errors import StrategyError
+from mpistrat.options import Options
 
-__all__ = ["Board", "Session", "Unwatched"]
+__all__ = ["Board", "RunState", "Session", "Unwatched"]
 
 
 class Board(Protocol):
@@ -72,6 +73,18 @@ class Unwatched:
         """Do nothing."""
 
 
+class RunState(threading.local):
+    """Whether this thread is inside ``Strategy.run``.
+
+    Attributes:
+      depth: How many it is inside of.
+      failed: The exception that closed them, if one did.
+    """
+
+    depth = 0
+    failed: BaseException | None = None
+
+
 @final
 class Session:
     """The private communicator of one parent, and how far its sequence of calls has come.
@@ -79,10 +92,12 @@ class Session:
     Attributes:
       comm: The private communicator.
       calls: How many calls have been proved so far; equal on all ranks.
-      open_runs: How many ``Strategy.run`` this rank is inside of.
       board: Where this rank says what it is doing, for the watchdog.
+      options: The knobs; the defaults until the session has begun.
+      raised: The last exception that every rank has raised.
+      freed: The parent has been freed.
       begun: What happens once for a session has happened.
-      failed: The exception that closed them, if one did.
+      run: The ``Strategy.run`` that this rank is inside of.
       gone: The error that told that ranks have left the program, if they have.
       speaks: This rank is the one to print that error.
       exit_code: What the ranks agreed to leave with, once one has left.
@@ -98,10 +113,13 @@ class Session:
         """Begin a life on `comm`, owned by the calling thread unless it never communicates."""
         self.comm = comm
         self.calls = 0
-        self.open_runs = 0
         self.begun = False
+        self.options = Options()
+        self.raised: BaseException | None = None
+        self.freed = False
         self.board: Board = Unwatched()
-        self.failed: BaseException | None = None
+        # Per thread: a strategy that never communicates may be used by any.
+        self.run = RunState()
         self.gone: BaseException | None = None
         self.speaks = False
         self.exit_code = 0
@@ -144,6 +162,11 @@ class Session:
         """Raise StrategyError unless this thread and process own the session."""
         if self._owner is None:
             return
+        if self.freed:
+            raise StrategyError(
+                "the communicator of this strategy has been freed by the program, so the strategy "
+                "cannot be used any more."
+            )
         if self.comm.ended:
             raise StrategyError(
                 f"rank {self.comm.rank}: MPI has been finalized, so strategies cannot be used any "
@@ -168,6 +191,7 @@ def _attribute() -> int:
     # frees the parent (collective), the duplicate goes with it; at exit MPI_Finalize does the rest.
     def freed(parent: Any, key: int, session: Session) -> None:
         if parent != library().COMM_WORLD and parent != library().COMM_SELF:
+            session.freed = True
             session.board.free()
             session.comm.free()
 

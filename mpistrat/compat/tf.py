@@ -6,13 +6,16 @@ Python numbers become int32 and float32, as they do there.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from mpistrat.compat import tf_distribute as distribute
+from mpistrat.distribute import variables
 from mpistrat.distribute.context import get_replica_context
-from mpistrat.distribute.variables import Variable, VariableAggregation, VariableSynchronization
+from mpistrat.distribute.writes import VariableAggregation, VariableSynchronization
+from mpistrat.feed.dataset import Dataset
 
 __all__ = [
     "Variable",
@@ -21,9 +24,11 @@ __all__ = [
     "bool",
     "cast",
     "constant",
+    "data",
     "distribute",
     "float32",
     "float64",
+    "function",
     "get_replica_context",
     "identity",
     "int32",
@@ -38,7 +43,25 @@ float32 = np.float32
 float64 = np.float64
 int32 = np.int32
 int64 = np.int64
+data = SimpleNamespace(Dataset=Dataset)
 _NARROW = {"i": np.int32, "f": np.float32}
+
+
+def function(fn: Any = None, **_: Any) -> Any:
+    """Return `fn` as it is; everything runs eagerly. A decorator, with or without arguments."""
+    return fn if fn is not None else lambda inner: inner
+
+
+def Variable(initial_value: Any, *args: Any, **kwargs: Any) -> variables.Variable:
+    """Return an `mpistrat.Variable` whose initial value is taken as `constant` takes it.
+
+    Example:
+      >>> Variable([1.0, 2.0]).dtype
+      dtype('float32')
+    """
+    if callable(initial_value):
+        return variables.Variable(lambda: constant(initial_value()), *args, **kwargs)
+    return variables.Variable(constant(initial_value), *args, **kwargs)
 
 
 def constant(value: Any, dtype: Any = None, shape: Any = None) -> Any:

@@ -137,7 +137,7 @@ class StrategyExtended:
         if not self.strategy.parts.view.mirrors or isinstance(destinations, str):
             return tree
         size = self.strategy.num_replicas_in_sync
-        return nest.map(lambda leaf: Mirrored(leaf, size, True) if _is_data(leaf) else leaf, tree)
+        return nest.map(lambda leaf: Mirrored(leaf, size) if _is_data(leaf) else leaf, tree)
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
         """Give replica 0's value to every replica.
@@ -197,7 +197,7 @@ class StrategyExtended:
           StrategyError: `var` is no variable of this strategy.
           LockstepError: An argument differs between ranks.
 
-        Cost: two proofs, and a hash of the plain arguments.
+        Cost: one proof, with a hash of the variable, and a copy of it until then.
         """
         mode = current()
         if mode is not None and mode.replica is not None:
@@ -206,47 +206,39 @@ class StrategyExtended:
             with entered(Mode(self.strategy)):
                 return select(self.update(var, fn, args, kwargs, group))
         with self._cross("update", "get_replica_context().merge_call(...)"):
+            lockstep = self.strategy.parts.lockstep
             given = (tuple(args), dict(kwargs or {}))
-            self._prove_update(var, given)
-            failure, result = None, None
+            with lockstep.preparing("update"):
+                self._check_update(var, given)
+                undo = var.restorer()
+            failure, result, call = None, None, f"update({var.spec()})"
             try:
                 mine, named = select(given)
                 with entered(Mode(self.strategy, updating=var)):
                     result = fn(var, *mine, **named)
+                call += f" of {nest.describe(nest.flatten((given, result))[1])}"
+                contents = _contents(var, (given, result))
             except Exception as error:
-                failure = error
-            self._prove_result(result, failure)
+                failure, contents = error, b""
+            try:
+                advice = "fn must write, and return, the same on every rank."
+                writes.prove_same(lockstep, call, contents, advice, failure)
+            except Exception:
+                undo()
+                raise
             return self._mirrored(result, None) if group else self._ungrouped(result)
 
-    def _prove_update(self, var: Any, given: Any) -> None:
-        lockstep = self.strategy.parts.lockstep
-        with lockstep.preparing("update"):
-            if not isinstance(var, Variable) or var.strategy is not self.strategy:
-                raise StrategyError(
-                    f"update: wanted a variable created in the scope of {self.strategy!r}, got "
-                    f"{var!r:.80}."
-                )
-            leaves, structure = nest.flatten(given)
-            if not var.on_read and any(isinstance(leaf, PerReplica) for leaf in leaves):
-                raise StructureError(
-                    f"update of {var.name!r}: an argument is a value per replica, which would make "
-                    "the copies differ. Reduce it first: extended.reduce_to(op, value, variable)."
-                )
-            contents = b"".join(writes.digest(as_array(x)) for x in leaves if _is_plain_data(x))
-            fingerprint = np.frombuffer(contents, np.uint8)
-        call = f"update({var.spec()}, {nest.describe(structure)})"
-        writes.prove_same(lockstep, call, fingerprint, "Compute the arguments alike on all ranks.")
-
-    def _prove_result(self, result: Any, failure: BaseException | None) -> None:
-        lockstep = self.strategy.parts.lockstep
-        if failure is not None:
-            lockstep.prove("end of update", failure=failure)
-        with lockstep.preparing("end of update"):
-            leaves, structure = nest.flatten(result)
-            contents = b"".join(writes.digest(as_array(x)) for x in leaves if _is_plain_data(x))
-        call = f"end of update, returning {nest.describe(structure)}"
-        fingerprint = np.frombuffer(contents, np.uint8)
-        writes.prove_same(lockstep, call, fingerprint, "fn must do the same on every rank.")
+    def _check_update(self, var: Any, given: Any) -> None:
+        if not isinstance(var, Variable) or var.strategy is not self.strategy:
+            raise StrategyError(
+                f"update: wanted a variable created in the scope of {self.strategy!r}, got "
+                f"{var!r:.80}."
+            )
+        if not var.on_read and any(isinstance(leaf, PerReplica) for leaf in nest.flatten(given)[0]):
+            raise StructureError(
+                f"update of {var.name!r}: an argument is a value per replica, which would make "
+                "the copies differ. Reduce it first: extended.reduce_to(op, value, variable)."
+            )
 
     def _ungrouped(self, result: Any) -> tuple[Any, ...]:
         seen = self.strategy.num_replicas_in_sync if self.strategy.parts.view.mirrors else 1
@@ -257,8 +249,14 @@ def _is_data(leaf: Any) -> bool:
     return isinstance(leaf, np.ndarray) or is_scalar(leaf)
 
 
-def _is_plain_data(leaf: Any) -> bool:
-    return _is_data(leaf) or (isinstance(leaf, Mirrored) and not leaf.proved)
+def _contents(var: Variable, given_and_result: Any) -> bytes:
+    """Return digests of what has to be alike on all ranks after an update of `var`."""
+    digests = [] if var.on_read else [writes.digest(var.component())]
+    for leaf in nest.flatten(given_and_result)[0]:
+        unproved = isinstance(leaf, Mirrored) and not leaf.proved
+        if (_is_data(leaf) or unproved) and not var.on_read:
+            digests.append(writes.digest(as_array(leaf)))
+    return b"".join(digests)
 
 
 def _check_destinations(destinations: Any) -> None:

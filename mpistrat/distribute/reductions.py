@@ -70,10 +70,17 @@ def reduce_over_replicas(
     call = f"{name}({op.value}, {nest.describe(structure)} {which})"
     totals = iter(parts.reducer.all_reduce(call, op, contributions))
     results = []
-    for leaf, source, moves in zip(leaves, sources, moving, strict=True):
+    for i, (leaf, source, moves) in enumerate(zip(leaves, sources, moving, strict=True)):
         result = finish(next(totals), source) if moves else source
-        if mirrors and (moves or isinstance(leaf, Mirrored | Variable)):
-            result = Mirrored(result, parts.lockstep.comm.size, proved=True)
+        if mirrors and moves:
+            proof = f"{parts.lockstep.session.calls}/{i}"
+            result = Mirrored(result, parts.lockstep.comm.size, proof)
+        elif mirrors and isinstance(leaf, Mirrored | Variable):
+            result = (
+                leaf
+                if isinstance(leaf, Mirrored)
+                else Mirrored(result, leaf.strategy.num_replicas_in_sync)
+            )
         results.append(result)
     return nest.unflatten(structure, results)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, final
 
+import numpy as np
+
 from mpistrat import nest
 from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.comm.codec import decode, encode, pack, unpack
@@ -114,7 +116,8 @@ class Regroup:
         ]
         # Whether all are known is decided from what rode, so alike on every rank.
         known = not any(kind in elsewhere for kind, _ in entries)
-        values[self.rank] = leaf
+        # Not the live array: what is known of a replica is the same on every rank.
+        values[self.rank] = leaf.copy() if isinstance(leaf, np.ndarray) and known else leaf
         return PerReplica(leaf, self.rank, tuple(values), known)
 
     def wrap_input(self, tree: Any) -> Any:
@@ -167,7 +170,10 @@ class Regroup:
         rows = [unpack(text) for text in self.lockstep.texts(message)]
         with self.lockstep.preparing("experimental_local_results"):
             columns = [
-                tuple(mine[i] if r == self.rank else decode(*row[i]) for r, row in enumerate(rows))
+                tuple(
+                    _own(mine[i]) if r == self.rank else decode(*row[i])
+                    for r, row in enumerate(rows)
+                )
                 for i in range(len(unknown))
             ]
         if any(kind == b"p" for row in rows for kind, _ in row):
@@ -177,6 +183,10 @@ class Regroup:
             if _is_per(leaf):
                 leaf.fetched(column)
         return {id(leaf): column for leaf, column in zip(unknown, columns, strict=True)}
+
+
+def _own(value: Any) -> Any:
+    return value.copy() if isinstance(value, np.ndarray) else value
 
 
 def _is_per(leaf: Any) -> bool:

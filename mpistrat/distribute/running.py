@@ -28,14 +28,14 @@ def run(strategy: Strategy, fn: Callable[..., Any], args: Any, kwargs: Any) -> A
     session = lockstep.session
     failure: BaseException | None = None
     result: Any = None
-    session.open_runs += 1
+    session.run.depth += 1
     try:
         try:
             result = _call(strategy, fn, args, kwargs)
         except BaseException as error:
             failure = error
-        if session.failed is not None:
-            raise failure or session.failed
+        if session.run.failed is not None:
+            raise failure or session.run.failed
         seen = strategy.parts.regroup.gathered("end of run", result, failure)
         session.steps += 1
         every = lockstep.options.check_every
@@ -43,9 +43,9 @@ def run(strategy: Strategy, fn: Callable[..., Any], args: Any, kwargs: Any) -> A
             compare_copies(lockstep)
         return seen
     finally:
-        session.open_runs -= 1
-        if not session.open_runs:
-            session.failed = None
+        session.run.depth -= 1
+        if not session.run.depth:
+            session.run.failed = None
 
 
 def _call(strategy: Strategy, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:

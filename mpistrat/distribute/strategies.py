@@ -47,6 +47,8 @@ class MirroredStrategy(Strategy):
 
     def __init__(self, devices: Sequence[str] | None = None, *, comm: Any = None):
         """Make a strategy over all ranks of `comm`."""
+        if isinstance(devices, str):
+            raise TypeError(f"devices must be a list of labels, not {devices!r}.")
         labels = tuple(devices or ())
         if len(set(labels)) != len(labels):
             raise ValueError(f"devices must be different labels, got {list(labels)}.")

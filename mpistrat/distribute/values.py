@@ -143,8 +143,9 @@ class Mirrored(DistributedValues, np.lib.mixins.NDArrayOperatorsMixin):
     Args:
       value: The value.
       count: The number of replicas.
-      proved: It is known to be the same on all replicas, as results of collectives are; otherwise
-        it is compared before it is written to a variable.
+      proved: The name of the proof that showed it to be the same on all replicas, as results of
+        collectives have; without one it is compared before it is written to a variable. A proved
+        array is read-only.
 
     Example:
       >>> Mirrored(np.array([1.0, 2.0]), 2) + 1
@@ -153,8 +154,11 @@ class Mirrored(DistributedValues, np.lib.mixins.NDArrayOperatorsMixin):
 
     __hash__ = object.__hash__
 
-    def __init__(self, value: Any, count: int = 1, proved: bool = False):
+    def __init__(self, value: Any, count: int = 1, proved: str = ""):
         """Hold `value` for `count` replicas."""
+        if proved and isinstance(value, np.ndarray):
+            value = value.view()
+            value.flags.writeable = False
         self._value = value
         self._count = count
         self.proved = proved

@@ -143,11 +143,6 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
         return self._array.size
 
     @property
-    def T(self) -> Array:  # NumPy's name
-        """The value, transposed; a read-only view."""
-        return self._read().T
-
-    @property
     def distribute_strategy(self) -> Any:
         """The strategy that it belongs to."""
         return self.strategy
@@ -274,7 +269,7 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
     def _prove_cross(self, call: str, value: Any, array: Array) -> None:
         lockstep = self.strategy.parts.lockstep
         if isinstance(value, Mirrored) and value.proved:
-            lockstep.prove(f"{call} mirrored")
+            lockstep.prove(f"{call} of what call {value.proved} gave")
             return
         writes.prove_same(
             lockstep, call, array, "Compute it alike on all ranks, or broadcast or reduce it first."

@@ -74,19 +74,35 @@ def _canonical(array: Array) -> list[Array]:
     return [array]
 
 
-def prove_same(lockstep: Lockstep, call: str, array: Array, advice: str) -> None:
+def prove_same(
+    lockstep: Lockstep,
+    call: str,
+    contents: Array | bytes,
+    advice: str,
+    failure: BaseException | None = None,
+) -> None:
     """Prove that all ranks make this call with the same contents.
+
+    Args:
+      lockstep: Proves it.
+      call: The text of the call.
+      contents: What has to be the same: an array, or digests of several.
+      advice: What to do if it is not.
+      failure: What this rank failed with before it had contents.
 
     Raises:
       LockstepError: The contents differ; on every rank.
     """
-    mine = digest(array)
-    shown = str(array.reshape(-1)[0]).encode()[:40] if array.size else b""
-    smalls = lockstep.prove(call, mine + shown).smalls
+    if isinstance(contents, bytes):
+        mine, shown = hashlib.blake2b(contents, digest_size=16).digest(), b""
+    else:
+        mine = digest(contents)
+        shown = str(contents.reshape(-1)[0]).encode()[:40] if contents.size else b""
+    smalls = lockstep.prove(call, mine + shown, failure).smalls
     if smalls is not None and all(small[:16] == mine for small in smalls):
         return
     first = ""
-    if smalls is not None:
+    if smalls is not None and shown:
         firsts = [f"{small[16:].decode()} on rank {rank}" for rank, small in enumerate(smalls[:8])]
         first = f" The first elements are {', '.join(firsts)}."
     lockstep.fail(

@@ -7,6 +7,7 @@ same number of steps.
 
 from __future__ import annotations
 
+import ast
 import secrets
 import struct
 from collections.abc import Callable, Iterator
@@ -176,9 +177,21 @@ class DistributedIterator:
             )
 
     def _learn(self, known: bool) -> None:
-        # Only a replica that has never had an element has to ask what one looks like.
-        kind, data = encode(self._empty, whole=True) if known else (b"n", b"")
-        texts = self._door.lockstep.texts(kind + data)
-        if self._empty is None:
-            text = next(text for text in texts if text[:1] != b"n")
-            self._empty = decode(text[:1], text[1:])
+        # Only a replica that has never had an element has to ask what one looks like; it is told
+        # dtypes and shapes.
+        lockstep = self._door.lockstep
+        call = f"an element of {self._name}"
+        with lockstep.preparing(call):
+            looks = nest.map(lambda a: f"{a.dtype.name} {a.shape}", self._empty) if known else None
+            kind, data = encode(looks, whole=True)
+        texts = lockstep.share(call, kind + data)
+        with lockstep.preparing(call):
+            if self._empty is None:
+                text = next(text for text in texts if text[:1] != b"n")
+                self._empty = nest.map(_empty, decode(text[:1], text[1:]))
+        lockstep.prove(f"{call}, understood")
+
+
+def _empty(looks: str) -> Any:
+    name, _, shape = looks.partition(" ")
+    return np.empty(ast.literal_eval(shape), np.dtype(name))

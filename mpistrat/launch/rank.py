@@ -12,7 +12,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mpistrat import options
 from mpistrat.collectives.begin import begin
 from mpistrat.collectives.exits import code_of, exits
 from mpistrat.collectives.lockstep import Lockstep
@@ -29,15 +28,14 @@ def main(argv: Sequence[str]) -> None:
     Args:
       argv: ``-m`` and a module, or a script; then its arguments.
     """
-    chosen = options.read()
     session = Session.on(library().COMM_WORLD)
     out = exits()
     try:
-        out.arm(session)
+        begin(Lockstep(session))
+        chosen = session.options
         if chosen.record:
             out.recorder = lambda code: _record(chosen.record, code)
         _check_size(chosen.ranks, session.comm.size)
-        begin(Lockstep(session))
         _run(list(argv))
     except BaseException as error:
         # Frames of runpy and of this file say nothing about the program.

@@ -65,12 +65,50 @@ def test_arguments_that_would_make_the_copies_differ(make, error):
         s = ms.MirroredStrategy()
         with s.scope():
             v = ms.Variable(np.zeros(2))
-        called = []
+        called: list[int] = []
         with pytest.raises(error):
             s.extended.update(v, lambda var, x: called.append(1), args=(make(comm.rank),))
-        return called, v.numpy().tolist(), float(s.reduce("SUM", ms.PerReplica(1.0), None))
+        with pytest.raises(error):  # and what it has written is undone
+            s.extended.update(v, lambda var, x: var.assign_add([1, 1]), args=(make(comm.rank),))
+        return v.numpy().tolist(), float(s.reduce("SUM", ms.PerReplica(1.0), None))
 
-    assert run_ranks(rank, 2) == [([], [0, 0], 2.0)] * 2
+    assert run_ranks(rank, 2) == [([0, 0], 2.0)] * 2
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_what_it_writes_is_proved_and_undone(broken):
+    def rank(comm):
+        s = ms.MirroredStrategy()
+        with s.scope():
+            v = ms.Variable(np.zeros(2))
+
+        def fn(var):
+            var.assign([3.0, 3.0 + (comm.rank and not broken)])
+            if broken and comm.rank == 0:
+                raise KeyError("after the write")
+
+        with pytest.raises(KeyError if broken else ms.LockstepError):
+            s.extended.update(v, fn)
+        return v.numpy().tolist(), float(s.reduce("SUM", ms.PerReplica(1.0), None))
+
+    assert run_ranks(rank, 2) == [([0, 0], 2.0)] * 2
+
+
+def test_mirrored_values_of_two_reductions_are_told_apart():
+    def rank(comm):
+        s = ms.MirroredStrategy()
+        with s.scope():
+            v = ms.Variable(0.0)
+        one, two = (s.extended.reduce_to("SUM", ms.PerReplica(float(k)), v) for k in (1, 7))
+        with pytest.raises(ms.LockstepError):
+            v.assign(one if comm.rank else two)
+        array = s.extended.reduce_to("SUM", ms.PerReplica(np.ones(2)), v)
+        with pytest.raises(ValueError, match="read-only"):
+            np.asarray(array)[0] = comm.rank
+        v.assign(one)
+        return float(v.numpy())
+
+    assert run_ranks(rank, 2) == [2.0] * 2
 
 
 def test_a_variable_that_each_replica_owns_takes_values_per_replica():

@@ -46,7 +46,7 @@ def test_small_values_are_known_at_once_and_large_ones_when_asked_for():
             assert strategy.parts.lockstep.session.calls == calls + 1
         assert "<on rank" not in repr(large)
         assert len(large.values) == 2
-        assert got[comm.rank] is large.local
+        assert got[comm.rank] is not large.local  # which the program may still write to
 
     run_ranks(rank, 2)
 

@@ -10,7 +10,8 @@ import pytest
 
 from mpistrat.errors import LaunchError
 from mpistrat.launch.flavours import of_launcher, of_library
-from mpistrat.launch.mpiexec import Launcher, Library
+from mpistrat.launch.mpiexec import Launcher, Library, find
+from mpistrat.launch.process import run_job
 from mpistrat.launch.run import plan_note, python_program, refuse_inside, run
 
 STEPS = {
@@ -96,6 +97,69 @@ def test_ways_out(body, code, told, tmp_path, capfd):
     err = capfd.readouterr().err
     assert told in err
     assert err.count("ValueError: ") <= 1  # an exception is printed once
+
+
+HEAD = """
+import mpistrat as ms, sys, threading
+s = ms.MirroredStrategy()
+rank = int(s.run(lambda: ms.get_replica_context().replica_id_in_sync_group).local)
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "told"),
+    [
+        ("pass", 0, ""),
+        ("if rank: sys.exit(5)", 5, ""),
+        ("try:\n    sys.exit(2)\nexcept SystemExit:\n    pass", 0, ""),
+        (
+            "def f():\n    try:\n        sys.exit(2)\n    except SystemExit:\n        pass\nf()",
+            0,
+            "",
+        ),
+        ("t = threading.Thread(target=sys.exit, args=(3,))\nt.start()\nt.join()", 0, ""),
+        ("if rank: raise ValueError('only here')\ns.run(lambda: 1)", 1, "only here"),
+        ("if rank: sys.exit()\ns.run(lambda: 1)", 77, "rank 1 has left the program (exit code 0)"),
+        ("sys.excepthook\nraise KeyError('all')", 1, "on 2 ranks of 2"),
+        (
+            "from mpi4py import MPI\nc = MPI.COMM_WORLD.Dup()\n"
+            "ms.MirroredStrategy(comm=c)\nc.Free()",
+            0,
+            "",
+        ),
+        (
+            "from mpi4py import MPI\nt = ms.MirroredStrategy(comm=MPI.COMM_WORLD.Dup())\n"
+            "if rank: raise ValueError('before its call')\nt.run(lambda: 1)",
+            1,
+            "before its call",
+        ),
+    ],
+    ids=["end", "exit", "caught", "caught deep", "thread", "one", "early", "all", "freed", "two"],
+)
+def test_ways_out_without_the_runner(body, code, told, tmp_path):
+    program, output = tmp_path / "leaves.py", tmp_path / "output"
+    program.write_text(HEAD + body + "\n")
+    launcher, _ = find()
+    with output.open("wb") as file:
+        outcome = run_job(launcher.command(2, [sys.executable, str(program)]), 60, file)
+    assert (outcome.code, outcome.timed_out) == (code, False), output.read_text()
+    assert outcome.seconds < 25  # not by the grace of a timer
+    assert told in output.read_text()
+
+
+def test_an_option_that_one_rank_cannot_use_ends_the_job(tmp_path):
+    program, output = tmp_path / "never.py", tmp_path / "output"
+    program.write_text(
+        "import os\nfrom mpi4py import MPI\n"
+        "if MPI.COMM_WORLD.rank: os.environ['MPISTRAT_NUMBA'] = 'maybe'\n"
+        "import mpistrat as ms\nms.MirroredStrategy()\nprint('never')\n"
+    )
+    launcher, _ = find()
+    with output.open("wb") as file:
+        outcome = run_job(launcher.command(2, [sys.executable, str(program)]), 60, file)
+    assert outcome.code == 1
+    assert "MPISTRAT_NUMBA='maybe' cannot be used" in output.read_text()
+    assert "never\n" not in output.read_text()
 
 
 def test_jobs_of_one_rank_each_are_found_out(tmp_path, capfd, monkeypatch):

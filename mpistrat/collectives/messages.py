@@ -1,0 +1,73 @@
+"""What one rank gives to MPI in a reduction, made before the proof: after it nothing can fail."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from mpistrat.arrays import Array
+from mpistrat.collectives import bucket
+from mpistrat.collectives.forms import decode_order, encode_order, ordered
+from mpistrat.kernels.ops import ReduceOp
+
+__all__ = ["Message", "finished", "messages", "scale"]
+
+
+class Message(NamedTuple):
+    """One bucket of leaves, ready to travel.
+
+    Attributes:
+      leaves: The positions of the leaves in the list.
+      send: Their values, in one piece: a leaf where it lies, or several packed.
+      recv: Where the fold goes; with a leading axis of ranks if all values are gathered instead.
+      outs: Where each leaf's part goes; empty if `recv` is the result.
+      gathered: MPI's own fold may lose a NaN, so every rank folds everybody's values.
+    """
+
+    leaves: tuple[int, ...]
+    send: Array
+    recv: Array
+    outs: tuple[Array, ...]
+    gathered: bool
+
+
+def messages(op: ReduceOp, wires: Sequence[Array], size: int) -> list[Message]:
+    """Return what travels of these leaves among `size` ranks, with all the memory it takes."""
+    found = []
+    keys = [encode_order(w, op) if ordered(op, w.dtype) else w for w in wires]
+    for b in bucket.plan(tuple((key.dtype, key.size) for key in keys)):
+        parts = [keys[i] for i in b.leaves]
+        send = parts[0] if len(parts) == 1 else np.concatenate([p.reshape(-1) for p in parts])
+        gathered = op in (ReduceOp.MIN, ReduceOp.MAX) and b.dtype.kind == "f"
+        recv = np.empty((size, *send.shape) if gathered else send.shape, send.dtype)
+        outs = tuple(np.empty_like(part) for part in parts) if len(parts) > 1 else ()
+        found.append(Message(b.leaves, send, recv, outs, gathered))
+    return found
+
+
+def scale(message: Message, wires: Sequence[Array], scales: Sequence[float]) -> None:
+    """Multiply each leaf of a message by its scale, in place."""
+    flat, at = message.send.reshape(-1), 0
+    for i in message.leaves:
+        part = flat[at : at + wires[i].size]
+        np.multiply(part, part.dtype.type(scales[i]), out=part)
+        at += wires[i].size
+
+
+def finished(op: ReduceOp, wires: Sequence[Array], sent: Sequence[Message]) -> list[Array]:
+    """Return the folded leaves, in their own dtypes; leaves that did not travel are empty."""
+    totals = [np.empty_like(wire) if wire.size == 0 else wire for wire in wires]
+    for message in sent:
+        flat, at = message.recv.reshape(-1), 0
+        for i, out in zip(message.leaves, message.outs, strict=False):
+            out.reshape(-1)[:] = flat[at : at + out.size]
+            at += out.size
+            totals[i] = out
+        if not message.outs:
+            totals[message.leaves[0]] = message.recv
+    return [
+        decode_order(total, op) if ordered(op, wire.dtype) and wire.size else total
+        for total, wire in zip(totals, wires, strict=True)
+    ]

@@ -1,0 +1,74 @@
+"""Faults on purpose, to see what a program does when a rank fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from mpistrat.collectives.inject import InjectedError, Injection, parse
+from mpistrat.comm.session import Session
+from mpistrat.comm.world import default_parent
+
+__all__ = ["InjectedError", "inject"]
+
+
+@contextmanager
+def inject(fault: str, comm: Any = None) -> Iterator[Injection]:
+    """Let one rank fail in the calls of the body.
+
+    All ranks call this alike; it does not communicate, but for the first use of a communicator.
+    For a whole job, without a change of its program, set ``MPISTRAT_FAULT`` to the same text; calls
+    are then numbered as in the messages of mpistrat, from the start of the program.
+
+    Args:
+      fault: Pairs ``key=value`` with semicolons between them, such as
+        ``rank=1;call=5;phase=proof;do=kill``:
+
+        - ``rank``: the rank that fails.
+        - ``call``: in which call of mpistrat, counted from 1 in the body. The end of ``run`` is one
+          too.
+        - ``phase``: ``before`` the call, of which the others hear nothing (the default); in its
+          ``proof``, the first message; on the way into its ``payload``; ``after`` the first message
+          of the payload has arrived, before anything is done with it; in ``fn``, the function of
+          ``run``, of which `call` then is the number; ``exit``, in the last proof. What is small
+          has no payload but rides in the proof.
+        - ``do``: ``raise`` an `InjectedError`; ``exit:K``, by ``sys.exit``; ``sleep:S`` seconds;
+          ``bitflip``, in what has arrived; ``kill``, ``stop`` or ``os_exit:K`` the process, which
+          ranks that are threads refuse.
+      comm: The ranks; None for the default ones.
+
+    Yields:
+      What tells by its attribute ``happened`` whether the fault has been made on this rank.
+
+    Raises:
+      OptionError: The fault cannot be read, or cannot happen on these ranks.
+      AssertionError: The body ended well on the rank, but the fault has not happened.
+
+    Example:
+      >>> import mpistrat as ms
+      >>> from mpistrat.testing import run_ranks
+      >>> def program(comm):
+      ...     strategy = ms.MirroredStrategy()
+      ...     with inject("rank=1;call=1;do=raise"):
+      ...         try:
+      ...             strategy.run(lambda: ms.get_replica_context().all_reduce("sum", 1))
+      ...         except RuntimeError as error:
+      ...             return type(error).__name__
+      >>> run_ranks(program, 3)
+      ['RemoteError', 'InjectedError', 'RemoteError']
+    """
+    session = Session.on(default_parent() if comm is None else comm)
+    found = parse(fault, session.comm)
+    if found is None:
+        raise ValueError("inject wants a fault, not an empty text.")
+    injection = Injection(session, found, before=session.calls)
+    try:
+        yield injection
+    finally:
+        injection.remove()
+    if injection.here and not injection.happened and found.phase != "exit":
+        raise AssertionError(
+            f"rank {found.rank}: the fault {fault!r} has not happened; the body made "
+            f"{session.calls - injection.before} calls."
+        )
