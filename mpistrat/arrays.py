@@ -29,6 +29,7 @@ __all__ = [
 Array = npt.NDArray[Any]
 
 _TRAVELS = frozenset("biufc")
+_FOREIGN = 256  # NPY_USERDEF: type numbers from here on are not NumPy's own
 
 
 def label(path: str) -> str:
@@ -72,7 +73,9 @@ def as_array(value: Any, path: str = "") -> Array:
             "for a mean, the number of valid elements as weight."
         )
     array = _convert(value, path)
-    if array.dtype.kind not in _TRAVELS and not is_bfloat16(array.dtype):
+    # Types of other packages, such as float8, may call themselves floats; MPI does not know them.
+    foreign = array.dtype.kind not in _TRAVELS or array.dtype.num >= _FOREIGN
+    if foreign and not is_bfloat16(array.dtype):
         raise LeafTypeError(
             f"{label(path)} has dtype {array.dtype}, which cannot travel between ranks. "
             "Numbers can: integers, floating point, complex, bool (gathers only)."

@@ -12,6 +12,7 @@ from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.collectives.preflight import preflight
 from mpistrat.comm.base import Comm
 from mpistrat.comm.mpi import MPIComm, world_size
+from mpistrat.comm.session import Unwatched
 from mpistrat.errors import OptionError
 
 __all__ = ["begin"]
@@ -29,7 +30,6 @@ def begin(lockstep: Lockstep) -> None:
     session = lockstep.session
     if session.begun:
         return
-    session.begun = True
     parallel = session.comm.size > 1
     failure: Exception | None = None
     fault = None
@@ -40,7 +40,7 @@ def begin(lockstep: Lockstep) -> None:
         # Not raised yet: the ways out come first, or the other ranks would never hear of it.
         failure = error
     if isinstance(session.comm, MPIComm):
-        if parallel:
+        if parallel and isinstance(session.board, Unwatched):
             limits = Limits(warn=session.options.warn, timeout=session.options.timeout)
             launched = launched_by() is not None
             session.board = Board.on(session.comm.mpi, limits, launched=launched)
@@ -52,6 +52,7 @@ def begin(lockstep: Lockstep) -> None:
         lockstep.prove("read the options", failure=failure)
     if parallel:
         preflight(lockstep)
+    session.begun = True
 
 
 def _world(comm: Comm) -> Comm | None:

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, NoReturn, final
 
 from mpistrat.collectives.interrupts import defer_interrupts
@@ -69,11 +69,7 @@ class Exits:
         self._pid = os.getpid()
         self._printed = threading.Lock()
         self._hook = sys.excepthook  # the program's own, if it has one
-        self._exit: SystemExit | None = None
-        frame = sys._getframe()
-        while frame.f_back is not None:
-            frame = frame.f_back
-        self._bottom = frame.f_code
+        self._exit: tuple[SystemExit, FrameType, int] | None = None
 
     def arm(self, session: Session) -> None:
         """Lead the ways out of this process through the last proof of `session` too."""
@@ -92,19 +88,19 @@ class Exits:
         """Do what ``sys.exit`` does, and remember it, in case it is what ends the program."""
         leaving = SystemExit(status)
         if threading.current_thread() is threading.main_thread():
-            self._exit = leaving
+            bottom = _bottom()
+            self._exit = (leaving, bottom, bottom.f_lasti)
         raise leaving
 
     def _exited(self) -> SystemExit | None:
         """Return the exception of the last ``sys.exit``, if nothing has caught it.
 
-        What has caught it has run on: the outermost frame that it went through is not the bottom of
-        the stack, or does not stand where it left it.
+        If something has, the frame at the bottom of the stack has gone on since.
         """
-        trace = None if self._exit is None else self._exit.__traceback__
-        if trace is None or trace.tb_frame.f_lasti != trace.tb_lasti:
+        if self._exit is None:
             return None
-        return self._exit if trace.tb_frame.f_code is self._bottom else None
+        leaving, bottom, stood = self._exit
+        return leaving if bottom.f_lasti == stood else None
 
     def uncaught(
         self,
@@ -198,6 +194,9 @@ class Exits:
             if told.speaks:
                 who = f"rank {comm.rank}" if told.also == 1 else f"{told.also} ranks"
                 self._print(f"mpistrat: on {who} of {comm.size}:\n" if comm.size > 1 else "")
+                if code and isinstance(self.failure, SystemExit) and comm.size > 1:
+                    said = f"mpistrat: {who} of {comm.size} left with exit code {code}."
+                    print(said, file=sys.stderr, flush=True)
             return told.code
         # An echo of what the rank that left prints itself is not worth a second traceback.
         echo = self.failure is session.gone and isinstance(session.gone, RemoteError)
@@ -221,6 +220,13 @@ class Exits:
             time.sleep(_LAST_WORDS)
             mpi.abort(code)
         Lockstep(self.sessions[0]).texts(b"")
+
+
+def _bottom() -> FrameType:
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+    return frame
 
 
 def _leave_at_once(code: int) -> NoReturn:

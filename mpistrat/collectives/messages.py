@@ -12,7 +12,7 @@ from mpistrat.collectives import bucket
 from mpistrat.collectives.forms import decode_order, encode_order, ordered
 from mpistrat.kernels.ops import ReduceOp
 
-__all__ = ["Message", "finished", "messages", "scale"]
+__all__ = ["Message", "divide", "finished", "messages", "multiply", "scale"]
 
 
 class Message(NamedTuple):
@@ -47,12 +47,34 @@ def messages(op: ReduceOp, wires: Sequence[Array], size: int) -> list[Message]:
     return found
 
 
+def real(array: Array) -> Array:
+    """Return a view of a contiguous complex array as real numbers; of others itself.
+
+    To scale a complex number is to scale its parts: inf + 1j times 2 + 0j would be NaN.
+    """
+    if array.dtype.kind != "c":
+        return array
+    return array.reshape(-1).view(np.dtype(f"f{array.dtype.itemsize // 2}"))
+
+
+def multiply(array: Array, factor: float) -> None:
+    """Multiply a contiguous array by a real number, in place."""
+    parts = real(array)
+    np.multiply(parts, parts.dtype.type(factor), out=parts)
+
+
+def divide(array: Array, divisor: float) -> None:
+    """Divide a contiguous array by a real number, in place."""
+    parts = real(array)
+    np.divide(parts, parts.dtype.type(divisor), out=parts)
+
+
 def scale(message: Message, wires: Sequence[Array], scales: Sequence[float]) -> None:
     """Multiply each leaf of a message by its scale, in place."""
     flat, at = message.send.reshape(-1), 0
     for i in message.leaves:
         part = flat[at : at + wires[i].size]
-        np.multiply(part, part.dtype.type(scales[i]), out=part)
+        multiply(part, scales[i])
         at += wires[i].size
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from mpistrat.arrays import Array, dtype_name, spec_text
 from mpistrat.collectives.alarms import first_nonfinite
 from mpistrat.collectives.lockstep import Lockstep
-from mpistrat.collectives.messages import Message, finished, messages, scale
+from mpistrat.collectives.messages import Message, divide, finished, messages, multiply, scale
 from mpistrat.collectives.part import Part
 from mpistrat.kernels.ops import ReduceOp
 
@@ -90,10 +90,8 @@ class Reducer:
                         scale(message, wires, scales[self.comm.rank])
                 totals = self._native(op, wires, travelling)
             if scales is not None:
-                totals = [
-                    np.asarray(total / total.dtype.type(math.fsum(scales[:, i])))
-                    for i, total in enumerate(totals)
-                ]
+                for i, total in enumerate(totals):
+                    divide(total, math.fsum(scales[:, i]))
             return [
                 total.astype(part.form.result, copy=False)
                 for total, part in zip(totals, parts, strict=True)
@@ -233,8 +231,9 @@ def _fold_frames(
         stop = start + wire.nbytes
         values = [np.frombuffer(small[start:stop], wire.dtype) for small in smalls]
         if scales is not None:
-            weights = scales[:, i].astype(wire.dtype)
-            values = [value * weight for value, weight in zip(values, weights, strict=True)]
+            values = [value.copy() for value in values]
+            for value, weight in zip(values, scales[:, i], strict=True):
+                multiply(value, weight)
         total = values[0].copy()
         for value in values[1:]:
             _FOLDS[op](total, value, out=total)

@@ -104,6 +104,7 @@ class Session:
       unproved: Writes that the next proof will show to be alike on all ranks, or undo: what each
         is, and how to undo it.
       variables: How many variables have been created; equal on all ranks.
+      on_fn: Called on the way into the function of a ``run``; for tests of faults.
       datasets: How many datasets have been distributed; equal on all ranks.
       steps: How many ``Strategy.run`` have ended well; equal on all ranks.
       copies: The mirrored variables by number, as long as they live.
@@ -126,6 +127,7 @@ class Session:
         self.unproved: list[tuple[str, Callable[[], None]]] = []
         self.variables = 0
         self.datasets = 0
+        self.on_fn: Callable[[], None] | None = None
         self.steps = 0
         self.copies: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self._owner = threading.get_ident() if owned else None

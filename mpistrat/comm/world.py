@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import multiprocessing
+import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +15,7 @@ from mpistrat.cluster.job import job_size
 from mpistrat.comm.base import Comm
 from mpistrat.comm.loopback import LoopbackComm, LoopbackWorld
 from mpistrat.comm.mpi import initialized, library
+from mpistrat.errors import StrategyError
 
 __all__ = ["alone", "as_world", "default_parent", "size_of_job"]
 
@@ -42,11 +45,17 @@ def default_parent() -> Any:
     ``python train.py`` works on a laptop without MPI.
 
     Raises:
+      StrategyError: This is a child that multiprocessing has started.
       ImportError: mpi4py finds no MPI library, although a launcher started this process.
     """
     here = _here.get()
     if here is not None:
         return here
+    if "multiprocessing" in sys.modules and multiprocessing.parent_process() is not None:
+        raise StrategyError(
+            "this process was started by multiprocessing and is no rank. Make strategies "
+            'only under `if __name__ == "__main__":`, which children do not run.'
+        )
     try:
         return library().COMM_WORLD
     except (ImportError, RuntimeError) as error:

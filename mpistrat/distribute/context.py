@@ -173,7 +173,7 @@ class ReplicaContext:
             weighted = _weight(op, weight)
             leaves, structure = nest.flatten(value)
             leaves = [x.local if isinstance(x, DistributedValues) else x for x in leaves]
-            contributions = _contributions(op, leaves, nest.path_names(structure), weighted)
+            contributions = _contributions(op, leaves, named(leaves, structure), weighted)
         except Exception as error:
             parts.lockstep.refuse("all_reduce", error)
         if parts.view is ALONE:
@@ -298,7 +298,7 @@ def gather(parts: Parts, name: str, value: Any, axis: int) -> Any:
             raise TypeError(f"{name}: axis must be an integer, not {axis!r}.")
         axis = operator.index(axis)
         leaves, structure = nest.flatten(value)
-        paths = nest.path_names(structure)
+        paths = named(leaves, structure)
         # Of a variable each replica's copy, which reading it here might make one.
         copies = [leaf.component() if isinstance(leaf, Variable) else leaf for leaf in leaves]
         arrays = [as_array(leaf, path) for leaf, path in zip(copies, paths, strict=True)]
@@ -307,6 +307,17 @@ def gather(parts: Parts, name: str, value: Any, axis: int) -> Any:
         return value
     call = f"{name}(axis={axis}, {nest.describe(structure)})"
     return nest.unflatten(structure, parts.reducer.all_gather(call, axes, arrays, paths))
+
+
+def named(leaves: Sequence[Any], structure: nest.Structure) -> Sequence[str]:
+    """Return the names of the leaves; of a variable it says which one it is."""
+    paths = nest.path_names(structure)
+    if not any(isinstance(leaf, Variable) for leaf in leaves):
+        return paths
+    return [
+        f"{path}={leaf.name}(no. {leaf.number})" if isinstance(leaf, Variable) else path
+        for leaf, path in zip(leaves, paths, strict=True)
+    ]
 
 
 def _axis(name: str, array: Any, axis: int, path: str) -> int:

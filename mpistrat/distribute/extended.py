@@ -95,7 +95,8 @@ class StrategyExtended:
             with parts.lockstep.preparing("reduce_to"):
                 _check_destinations(destinations)
             mirrors = parts.view.mirrors and not isinstance(destinations, str)
-            return reduce_over_replicas(parts, "reduce_to", reduce_op, value, mirrors)
+            to = _place(destinations)
+            return reduce_over_replicas(parts, "reduce_to", reduce_op, value, mirrors, to)
 
     def batch_reduce_to(
         self, reduce_op: Any, value_destination_pairs: Sequence[tuple[Any, Any]]
@@ -127,7 +128,9 @@ class StrategyExtended:
                     _check_destinations(destinations)
             values = [value for value, _ in pairs]
             mirrors = parts.view.mirrors
-            reduced = reduce_over_replicas(parts, "batch_reduce_to", reduce_op, values, mirrors)
+            to = "".join(_place(destinations) for _, destinations in pairs)
+            name = "batch_reduce_to"
+            reduced = reduce_over_replicas(parts, name, reduce_op, values, mirrors, to)
             return [
                 select(one) if isinstance(destinations, str) else one
                 for one, (_, destinations) in zip(reduced, pairs, strict=True)
@@ -165,7 +168,7 @@ class StrategyExtended:
                 kind, data = encode(tensor, whole=True)
                 call = f"broadcast_to({type(tensor).__name__})"
                 return decode(kind, parts.lockstep.share(call, data)[0])
-            parts.lockstep.prove(f"broadcast_to({spec_text(array)})")
+            parts.lockstep.prove(f"broadcast_to({spec_text(array)}){_place(destinations)}")
             parts.lockstep.comm.bcast(array, 0)
             return self._mirrored(array, destinations)
 
@@ -257,6 +260,12 @@ def _contents(var: Variable, given_and_result: Any) -> bytes:
         if (_is_data(leaf) or unproved) and not var.on_read:
             digests.append(writes.digest(as_array(leaf)))
     return b"".join(digests)
+
+
+def _place(destinations: Any) -> str:
+    if isinstance(destinations, Variable):
+        return f" to {destinations.spec()}"
+    return f" to {destinations!r}" if isinstance(destinations, str) else " to a value"
 
 
 def _check_destinations(destinations: Any) -> None:

@@ -12,6 +12,7 @@ from mpistrat import nest
 from mpistrat.arrays import Array, as_array, finish, label
 from mpistrat.collectives.forms import form, identity
 from mpistrat.collectives.part import Part
+from mpistrat.distribute.context import named
 from mpistrat.distribute.parts import Parts
 from mpistrat.distribute.regroup import select
 from mpistrat.distribute.values import Mirrored, PerReplica
@@ -48,16 +49,17 @@ def _moves(name: str, op: ReduceOp, leaf: Any, plain: Plain, path: str) -> bool:
 
 
 def reduce_over_replicas(
-    parts: Parts, name: str, reduce_op: Any, value: Any, mirrors: bool = False
+    parts: Parts, name: str, reduce_op: Any, value: Any, mirrors: bool = False, to: str = ""
 ) -> Any:
     """Fold each leaf over the replicas; shapes stay. Collective.
 
-    With `mirrors`, what was folded or is mirrored already comes back as `Mirrored`.
+    The text `to` says where the results go. With `mirrors`, what was folded or is mirrored already
+    comes back as `Mirrored`.
     """
     with parts.lockstep.preparing(name):
         op = ReduceOp.parse(reduce_op)
         leaves, structure = nest.flatten(value)
-        paths = nest.path_names(structure)
+        paths = named(leaves, structure)
         plain = parts.view.plain
         moving = [_moves(name, op, leaf, plain, p) for leaf, p in zip(leaves, paths, strict=True)]
         sources = [_component(leaf) for leaf in leaves]
@@ -67,7 +69,7 @@ def reduce_over_replicas(
                 array = as_array(source, path)
                 contributions.append(Part(array, form(op, array.dtype, path), path=path))
     which = "".join("*" if moves else "." for moves in moving)
-    call = f"{name}({op.value}, {nest.describe(structure)} {which})"
+    call = f"{name}({op.value}, {nest.describe(structure)} {which}){to}"
     totals = iter(parts.reducer.all_reduce(call, op, contributions))
     results = []
     for i, (leaf, source, moves) in enumerate(zip(leaves, sources, moving, strict=True)):
@@ -117,12 +119,13 @@ def reduce_over_axis(parts: Parts, reduce_op: Any, value: Any, axis: Any) -> Any
     with parts.lockstep.preparing("reduce"):
         op = ReduceOp.parse(reduce_op)
         leaves, structure = nest.flatten(value)
-        paths = nest.path_names(structure)
+        paths = named(leaves, structure)
         contributions = [
             _over_axis(op, as_array(_component(leaf), path), axis, path)
             for leaf, path in zip(leaves, paths, strict=True)
         ]
-    call = f"reduce({op.value}, axis={axis!r}, {nest.describe(structure)})"
+        over = tuple(map(operator.index, axis if isinstance(axis, tuple | list) else (axis,)))
+    call = f"reduce({op.value}, axis={over}, {nest.describe(structure)})"
     if op in (ReduceOp.MIN, ReduceOp.MAX):
         _refuse_nothing(parts, call, contributions, paths)
     totals = parts.reducer.all_reduce(call, op, contributions)

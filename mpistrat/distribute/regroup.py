@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from mpistrat.comm.codec import decode, encode, pack, unpack
 from mpistrat.distribute.values import DistributedValues, Mirrored, OnRank, PerReplica
 from mpistrat.distribute.variables import Variable
 from mpistrat.distribute.views import View
+from mpistrat.errors import LockstepError
 
 __all__ = ["Regroup", "select"]
 
@@ -26,7 +27,7 @@ def select(tree: Any) -> Any:
 
 def _entry(leaf: Any, whole: bool) -> tuple[bytes, bytes]:
     if isinstance(leaf, Variable):
-        return _VARIABLE, b""
+        return _VARIABLE, str(leaf.number).encode()
     if isinstance(leaf, Mirrored):
         return _MIRRORED, b""
     return encode(leaf, whole)
@@ -69,7 +70,9 @@ class Regroup:
             entries = [row[i] for row in rows]
             kinds = {kind for kind, _ in entries}
             same = len(kinds) == 1 and kinds <= _UNWRAPPED
-            wrapped.append(leaf if same else self._wrap(leaf, entries))
+            if same and len(set(entries)) > 1:
+                self._refuse(call, entries)
+            wrapped.append(leaf if same else self._wrap(leaf, entries, i))
         return nest.unflatten(structure, wrapped)
 
     def inputs(self, call: str, tree: Any, failure: BaseException | None = None) -> Any:
@@ -84,7 +87,7 @@ class Regroup:
             self.lockstep.prove(call, failure=failure)
             return self.wrap_input(tree)
         structure, leaves, rows = self._shared(call, tree)
-        wrapped = [self._wrap(leaf, [row[i] for row in rows]) for i, leaf in enumerate(leaves)]
+        wrapped = [self._wrap(leaf, [r[i] for r in rows], i) for i, leaf in enumerate(leaves)]
         return nest.unflatten(structure, wrapped)
 
     def _shared(
@@ -108,7 +111,16 @@ class Regroup:
             return [(bytes([kind]), b"") for kind in message[1:]]
         return unpack(message[1:])
 
-    def _wrap(self, leaf: Any, entries: list[tuple[bytes, bytes]]) -> PerReplica:
+    def _refuse(self, call: str, entries: list[tuple[bytes, bytes]]) -> NoReturn:
+        held = ", ".join(f"no. {data.decode()} on rank {r}" for r, (_, data) in enumerate(entries))
+        self.lockstep.fail(
+            LockstepError(
+                f"{call}: the replicas hold different variables in the same place: {held} (this "
+                f"is rank {self.rank} of {self.size})."
+            )
+        )
+
+    def _wrap(self, leaf: Any, entries: list[tuple[bytes, bytes]], place: int) -> PerReplica:
         elsewhere = {_ELSEWHERE, _VARIABLE, _MIRRORED}
         values = [
             OnRank(rank) if kind in elsewhere else decode(kind, data)
@@ -118,7 +130,8 @@ class Regroup:
         known = not any(kind in elsewhere for kind, _ in entries)
         # Not the live array: what is known of a replica is the same on every rank.
         values[self.rank] = leaf.copy() if isinstance(leaf, np.ndarray) and known else leaf
-        return PerReplica(leaf, self.rank, tuple(values), known)
+        birth = f"{self.lockstep.session.calls}/{place}"
+        return PerReplica(leaf, self.rank, tuple(values), known, birth)
 
     def wrap_input(self, tree: Any) -> Any:
         """Return `tree`, this replica's input, with every leaf as `PerReplica` if the view wraps.
@@ -130,10 +143,11 @@ class Regroup:
         if not self.view.wraps:
             return nest.map(lambda leaf: PerReplica(leaf, 0, (leaf,), known=True), tree)
         others = [OnRank(rank) for rank in range(self.size)]
+        birth = str(self.lockstep.session.calls)
 
         def wrap(leaf: Any) -> PerReplica:
             values = (*others[: self.rank], leaf, *others[self.rank + 1 :])
-            return PerReplica(leaf, self.rank, values, known=self.size == 1)
+            return PerReplica(leaf, self.rank, values, self.size == 1, birth)
 
         return nest.map(wrap, tree)
 
@@ -166,7 +180,8 @@ class Regroup:
         with self.lockstep.preparing("experimental_local_results"):
             mine = [leaf.component() if _is_on_read(leaf) else leaf.local for leaf in unknown]
             message = pack([encode(value, whole=True) for value in mine])
-        self.lockstep.prove(f"experimental_local_results of {len(unknown)} values")
+        names = [leaf.spec() if _is_on_read(leaf) else leaf.birth or "made" for leaf in unknown]
+        self.lockstep.prove(f"experimental_local_results of {', '.join(names)}")
         rows = [unpack(text) for text in self.lockstep.texts(message)]
         with self.lockstep.preparing("experimental_local_results"):
             columns = [

@@ -36,7 +36,7 @@ def run(strategy: Strategy, fn: Callable[..., Any], args: Any, kwargs: Any) -> A
             failure = error
         if session.run.failed is not None:
             raise failure or session.run.failed
-        seen = strategy.parts.regroup.gathered("end of run", result, failure)
+        seen = strategy.parts.regroup.gathered("run, whose function returned", result, failure)
         session.steps += 1
         every = lockstep.options.check_every
         if every and session.steps % every == 0 and session.comm.size > 1:
@@ -57,4 +57,7 @@ def _call(strategy: Strategy, fn: Callable[..., Any], args: Any, kwargs: Any) ->
     replica = ReplicaContext(strategy, strategy.parts.lockstep.comm.rank)
     mine, named = select((tuple(args), dict(kwargs or {})))
     with entered(Mode(strategy, replica)):
+        on_fn = strategy.parts.lockstep.session.on_fn
+        if on_fn is not None:
+            on_fn()
         return fn(*mine, **named)

@@ -53,14 +53,20 @@ class MirroredStrategy(Strategy):
         if len(set(labels)) != len(labels):
             raise ValueError(f"devices must be different labels, got {list(labels)}.")
         super().__init__(Parts.over(GLOBAL, comm), labels)
-        size, rank = self.num_replicas_in_sync, self.parts.lockstep.comm.rank
-        if labels and len(labels) != size and rank == 0:
-            warnings.warn(
-                f"MirroredStrategy was given {len(labels)} devices, {list(labels)}, but this job "
-                f"has {size} ranks, and one rank is one replica. Start that many: "
-                f"mpistrat run -n {len(labels)} program.py",
-                stacklevel=2,
-            )
+        if labels and len(labels) != self.num_replicas_in_sync:
+            self._warn(labels)
+
+    def _warn(self, labels: tuple[str, ...]) -> None:
+        lockstep = self.parts.lockstep
+        with lockstep.preparing("MirroredStrategy"):  # a warning may be an error, on one rank only
+            if lockstep.comm.rank == 0:
+                warnings.warn(
+                    f"MirroredStrategy was given {len(labels)} devices, {list(labels)}, but this "
+                    f"job has {lockstep.comm.size} ranks, and one rank is one replica. Start that "
+                    f"many: mpistrat run -n {len(labels)} program.py",
+                    stacklevel=3,
+                )
+        lockstep.prove(f"MirroredStrategy({list(labels)})")
 
 
 @final

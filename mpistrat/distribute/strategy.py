@@ -285,9 +285,8 @@ class Strategy:
             self._check_dataset("experimental_distribute_dataset", dataset, options)
             if self.parts.view is ALONE:
                 return dataset
-            if not dataset.batched:
-                dataset = dataset.batch(self.num_replicas_in_sync)
-        return DistributedDataset(dataset, self._door(), cut=True)
+            batched = dataset if dataset.batched else dataset.batch(self.num_replicas_in_sync)
+        return DistributedDataset(batched, self._door(), cut=True, origin=dataset)
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Dataset], options: None = None

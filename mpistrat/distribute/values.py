@@ -59,6 +59,7 @@ class PerReplica(DistributedValues):
       values: What is known of every replica's value; `OnRank` where nothing is. None for a value
         that is not placed yet, as programs make them.
       known: Whether every rank knows all of them.
+      birth: Which call made it; equal on all ranks.
 
     Example:
       >>> PerReplica(2.5).local
@@ -76,12 +77,14 @@ class PerReplica(DistributedValues):
         index: int = 0,
         values: tuple[Any, ...] | None = None,
         known: bool = False,
+        birth: str = "",
     ):
         """Hold `local`, and what is known of the others."""
         self._local = local
         self._index = index
         self._values = values
         self._known = known
+        self.birth = birth
 
     @property
     def local(self) -> Any:

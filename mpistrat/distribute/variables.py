@@ -81,12 +81,12 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
             self._array = as_array(source, self.name)
             self.synchronization, self.aggregation = self._kinds(synchronization, aggregation)
         # Counted only once the proof has passed: a creation that failed must not leave ranks apart.
-        self._number = lockstep.session.variables + 1
-        kinds = f"{self.synchronization.name}, {self.aggregation.name}"
+        self.number = lockstep.session.variables + 1
+        kinds = f"{self.synchronization.name}, {self.aggregation.name}, trainable={self.trainable}"
         lockstep.prove(f"Variable({self.spec()}, {kinds})")
-        lockstep.session.variables = self._number
+        lockstep.session.variables = self.number
         if not self.on_read:
-            lockstep.session.copies[self._number] = self
+            lockstep.session.copies[self.number] = self
         lockstep.comm.bcast(self._array, 0)
 
     def _kinds(
@@ -115,7 +115,7 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
 
     def spec(self) -> str:
         """Return name, number, dtype and shape, as messages and proofs show them."""
-        return f"{self.name!r} no. {self._number} {spec_text(self._array)}"
+        return f"{self.name!r} no. {self.number} {spec_text(self._array)}"
 
     @property
     def on_read(self) -> bool:
@@ -211,6 +211,9 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
         In cross-replica code the value must be the same on all ranks. In replica code the values of
         the replicas become one by `aggregation`. An ON_READ variable with SUM takes ``value / n``
         on each replica in cross-replica code, so that it reads as `value`.
+
+        What replicas write without aggregation is shown alike by the next collective call, at the
+        latest the end of the run; if that fails, for whatever reason, the write is undone.
 
         Args:
           value: Array or number of the variable's shape, of a dtype that converts to its own.

@@ -18,6 +18,7 @@ from mpistrat.collectives.forms import form
 from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.collectives.part import Part
 from mpistrat.collectives.reducer import Reducer
+from mpistrat.distribute.views import ALONE
 from mpistrat.errors import LockstepError
 from mpistrat.kernels.ops import ReduceOp
 
@@ -115,6 +116,8 @@ def prove_same(
 
 
 def _same(variable: Variable, call: str, value: Array) -> Array:
+    if variable.strategy.parts.view is ALONE:
+        return value
     # A step writes many variables; that all wrote alike is shown once, by the proof that comes next
     # anyway. Until then the old value is kept, to be put back if they did not.
     first = value.reshape(-1)[:1].tolist()

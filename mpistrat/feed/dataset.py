@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, final
 
@@ -60,7 +59,7 @@ class Dataset:
     INFINITE: ClassVar[int] = INFINITE
     UNKNOWN: ClassVar[int] = UNKNOWN
 
-    __slots__ = ("_depth", "_epochs", "_level", "_seeds")
+    __slots__ = ("_depth", "_epoch", "_level", "_seeds")
 
     def __init__(self, source: Any):
         """Look at the shapes of the source; nothing is read."""
@@ -72,7 +71,7 @@ class Dataset:
         self._level = level
         self._depth = depth
         self._seeds = seeds
-        self._epochs = itertools.count()
+        self._epoch = 0
 
     def _with(self, level: Examples | Batches, seeds: int = 0) -> Dataset:
         new = object.__new__(Dataset)
@@ -258,10 +257,20 @@ class Dataset:
         """Return how many elements an iteration has, or `INFINITE` (-1), or `UNKNOWN` (-2)."""
         return self._level.cardinality()
 
+    @property
+    def epoch(self) -> int:
+        """The number of the next epoch, from 0."""
+        return self._epoch
+
+    def begin_after(self, epoch: int) -> None:
+        """Let the next epoch be the one after `epoch`; ranks agree on it this way."""
+        self._epoch = epoch + 1
+
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the whole elements of the next epoch; nothing is divided."""
         seeds = np.random.SeedSequence().generate_state(self._seeds, np.uint64).tolist()
-        elements = self._level.elements(tuple(seeds), (next(self._epochs),))
+        elements = self._level.elements(tuple(seeds), (self.epoch,))
+        self.begin_after(self.epoch)
         return prefetched(elements, self._depth)
 
     def pieces(self, epoch: int, seeds: Sequence[int]) -> Iterator[Piece]:

@@ -56,12 +56,16 @@ class DistributedDataset:
     Cost: one proof each.
     """
 
-    def __init__(self, dataset: Dataset, door: Door, cut: bool):
-        """Distribute `dataset`; `cut` its batches, or give each replica its own whole."""
+    def __init__(self, dataset: Dataset, door: Door, cut: bool, origin: Dataset | None = None):
+        """Distribute `dataset`; `cut` its batches, or give each replica its own whole.
+
+        The epochs are counted by `origin`, the dataset as the program knows it, so that
+        distributing it anew in each epoch gives each its own order too.
+        """
         self._dataset = dataset
+        self._origin = origin or dataset
         self._door = door
         self._cut = cut
-        self._epoch = 0
         session = door.lockstep.session
         self._name = f"dataset no. {session.datasets + 1}"
         door.lockstep.prove(f"distribute {self._name}, {'cut' if cut else 'a part on each rank'}")
@@ -70,27 +74,23 @@ class DistributedDataset:
     def __iter__(self) -> DistributedIterator:
         """Return an iterator over the next epoch. Unseeded shuffles take rank 0's seed."""
         self._door.check()
-        epoch = self._epoch
         needed = self._dataset.seeds_needed
-        seeds = np.array([secrets.randbits(62) for _ in range(needed)], np.int64)
-        call = f"iter({self._name}) epoch {epoch}"
-        first = self._door.lockstep.share(call, seeds.tobytes())[0]
-        self._epoch += 1
-        shared = np.frombuffer(first, np.int64).tolist() if self._cut else seeds.tolist()
-        elements = self._elements(epoch, shared)
-        return DistributedIterator(elements, self._door, self._cut, self._name)
-
-    def _elements(self, epoch: int, seeds: list[int]) -> Iterator[tuple[int, Any]]:
+        mine = [self._origin.epoch, *(secrets.randbits(62) for _ in range(needed))]
+        told = self._door.lockstep.share(f"iter({self._name})", np.array(mine, np.int64).tobytes())
+        epoch, *seeds = np.frombuffer(told[0], np.int64).tolist()
+        if not self._cut:
+            return self._given(iter(self._dataset))
+        self._origin.begin_after(epoch)
         comm = self._door.lockstep.comm
-        elements: Iterator[tuple[int, Any]]
-        if self._cut:
-            elements = (
-                (-1 if piece.rows is None else piece.rows, piece.cut(comm.rank, comm.size))
-                for piece in self._dataset.pieces(epoch, seeds)
-            )
-        else:
-            elements = ((-1, element) for element in self._dataset)
-        return prefetched(elements, self._dataset.depth) if self._dataset.depth else elements
+        elements = (
+            (-1 if piece.rows is None else piece.rows, piece.cut(comm.rank, comm.size))
+            for piece in self._dataset.pieces(epoch, seeds)
+        )
+        ahead = prefetched(elements, self._dataset.depth) if self._dataset.depth else elements
+        return DistributedIterator(ahead, self._door, True, self._name)
+
+    def _given(self, elements: Iterator[Any]) -> DistributedIterator:
+        return DistributedIterator(((-1, e) for e in elements), self._door, False, self._name)
 
     def __repr__(self) -> str:
         """Return what is distributed."""
