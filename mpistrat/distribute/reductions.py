@@ -18,6 +18,7 @@ from mpistrat.distribute.regroup import select
 from mpistrat.distribute.values import Mirrored, PerReplica
 from mpistrat.distribute.variables import Variable
 from mpistrat.distribute.views import Plain
+from mpistrat.distribute.writes import digest
 from mpistrat.errors import AxisError, StructureError
 from mpistrat.kernels.local import local_sum
 from mpistrat.kernels.ops import ReduceOp
@@ -63,13 +64,16 @@ def reduce_over_replicas(
         plain = parts.view.plain
         moving = [_moves(name, op, leaf, plain, p) for leaf, p in zip(leaves, paths, strict=True)]
         sources = [_component(leaf) for leaf in leaves]
-        contributions = []
-        for source, path, moves in zip(sources, paths, moving, strict=True):
+        contributions, plain_values = [], ""
+        for leaf, source, path, moves in zip(leaves, sources, paths, moving, strict=True):
+            array = as_array(source, path)
             if moves:
-                array = as_array(source, path)
                 contributions.append(Part(array, form(op, array.dtype, path), path=path))
+            elif plain is Plain.REFUSED and not isinstance(leaf, Mirrored | Variable):
+                # It is returned as it is, so it has to be the same on all ranks.
+                plain_values += f" {digest(array).hex()[:16]}"
     which = "".join("*" if moves else "." for moves in moving)
-    call = f"{name}({op.value}, {nest.describe(structure)} {which}){to}"
+    call = f"{name}({op.value}, {nest.describe(structure)} {which}{plain_values}){to}"
     totals = iter(parts.reducer.all_reduce(call, op, contributions))
     results = []
     for i, (leaf, source, moves) in enumerate(zip(leaves, sources, moving, strict=True)):

@@ -79,6 +79,8 @@ def run(
       LaunchError: No launcher fits, `ranks` is less than 1, or this process already is a rank.
     """
     refuse_inside()
+    if not module and not Path(program[0]).is_file():
+        raise LaunchError(f"there is no program {program[0]!r}; for a module write -m before it.")
     launcher, loaded = find()
     command = launcher.command(ranks, python_program(program, module))
     note = plan_note(launcher, loaded)
