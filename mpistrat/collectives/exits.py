@@ -129,6 +129,10 @@ class Exits:
         self._hook(type(failure), failure, failure.__traceback__)
         sys.stderr.flush()
 
+    def _say(self, text: str) -> None:
+        if self._printed.acquire(blocking=False):
+            print(text, file=sys.stderr, flush=True)
+
     def at_exit(self) -> None:
         """Take part in the last proof of every session, and leave with the agreed code."""
         self.failure = self.failure or self._exited()
@@ -195,8 +199,7 @@ class Exits:
                 who = f"rank {comm.rank}" if told.also == 1 else f"{told.also} ranks"
                 self._print(f"mpistrat: on {who} of {comm.size}:\n" if comm.size > 1 else "")
                 if code and isinstance(self.failure, SystemExit) and comm.size > 1:
-                    said = f"mpistrat: {who} of {comm.size} left with exit code {code}."
-                    print(said, file=sys.stderr, flush=True)
+                    self._say(f"mpistrat: {who} of {comm.size} left with exit code {code}.")
             return told.code
         # An echo of what the rank that left prints itself is not worth a second traceback.
         echo = self.failure is session.gone and isinstance(session.gone, RemoteError)

@@ -142,8 +142,12 @@ def _check(fault: Fault, comm: Comm | None) -> None:
         raise _refusal(text, f"unknown phase={phase!r}; known: {', '.join(_PHASES)}")
     if phase == "exit" and (fault.call or do in ("raise", "exit", "bitflip")):
         raise _refusal(text, "phase=exit takes no call, and only kill, stop, os_exit or sleep")
-    if do == "bitflip" and phase not in ("proof", "after"):
-        raise _refusal(text, "do=bitflip wants phase=proof or phase=after, when data has arrived")
+    if do == "bitflip" and phase != "after":
+        raise _refusal(text, "do=bitflip wants phase=after, when data has arrived")
+    if do in ("raise", "exit") and phase in ("proof", "payload"):
+        # The others would take this rank's next message for its part of the payload.
+        where = "wants phase=fn, before or after"
+        raise _refusal(text, f"between proof and payload nothing raises; do={do} {where}")
     if comm is None:
         return
     if fault.rank >= comm.size:
@@ -202,7 +206,7 @@ class Injection:
 
     def _before(self, check: Callable[[], None]) -> Callable[[], None]:
         def checked() -> None:
-            # Others ask too, such as those who are only on their way to a call; then it is too soon.
+            # Others ask too, who are only on their way to a call; then it is too soon.
             caller = sys._getframe(1).f_back
             proves = caller is not None and caller.f_code is Lockstep.prove.__code__
             phase = self._fault.phase

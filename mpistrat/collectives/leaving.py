@@ -56,6 +56,9 @@ def _agreed(rows: list[dict[str, Any]]) -> int:
     leavers = [row for row in rows if row["leaving"]]
     own = [row["code"] for row in leavers if row["code"] and not row["echo"]]
     echoed = [row["code"] for row in leavers if row["code"]]
+    left_well = [row for row in leavers if not row["code"]]
+    if echoed and not own and left_well:  # a sys.exit(0) that the others heard of as an exception
+        return MISMATCH
     well = 0 if len(leavers) == len(rows) else MISMATCH
     return int(next(iter([*own, *echoed, well])))
 
@@ -67,7 +70,8 @@ def farewell(lockstep: Lockstep, code: int, failure: BaseException | None) -> Fa
     key = (mine.get("kind"), mine.get("place"))
     alike = [rank for rank, row in enumerate(rows) if (row.get("kind"), row.get("place")) == key]
     # An echo of another rank's exception is not worth printing where that rank prints it itself.
-    speaks = alike[0] == lockstep.comm.rank and not mine["echo"]
+    printed = any("kind" in row and not row["echo"] for row in rows)
+    speaks = alike[0] == lockstep.comm.rank and not (mine["echo"] and printed)
     alone = not all(row["leaving"] for row in rows)
     return Farewell(_agreed(rows), alone, speaks, len(alike))
 

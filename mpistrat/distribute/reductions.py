@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat import nest
-from mpistrat.arrays import Array, as_array, finish, label
+from mpistrat.arrays import Array, as_array, dtype_name, finish, label
 from mpistrat.collectives.forms import form, identity
 from mpistrat.collectives.part import Part
 from mpistrat.distribute.context import named
@@ -69,9 +69,11 @@ def reduce_over_replicas(
             array = as_array(source, path)
             if moves:
                 contributions.append(Part(array, form(op, array.dtype, path), path=path))
-            elif plain is Plain.REFUSED and not isinstance(leaf, Mirrored | Variable):
+            elif plain is not Plain.SAME:
                 # It is returned as it is, so it has to be the same on all ranks.
-                plain_values += f" {digest(array).hex()[:16]}"
+                known = isinstance(leaf, Variable) or (isinstance(leaf, Mirrored) and leaf.proved)
+                plain_values += f" {path}" if known else f" {digest(array).hex()[:16]}"
+                plain_values += f" {leaf.proved}" if isinstance(leaf, Mirrored) else ""
     which = "".join("*" if moves else "." for moves in moving)
     call = f"{name}({op.value}, {nest.describe(structure)} {which}{plain_values}){to}"
     totals = iter(parts.reducer.all_reduce(call, op, contributions))
@@ -138,15 +140,17 @@ def reduce_over_axis(parts: Parts, reduce_op: Any, value: Any, axis: Any) -> Any
 
 def _over_axis(op: ReduceOp, array: Array, axis: Any, path: str) -> Part:
     how = form(op, array.dtype, path)
+    # What travels is the local total, perhaps in a wider dtype: the leaf's own goes into the text.
+    spec = f"{path} of {dtype_name(array.dtype)}"
     axes = _axes(axis, array, path)
     if op in (ReduceOp.SUM, ReduceOp.MEAN):
         total, count = local_sum(array, axes, how.wire)
-        return Part(total, how, count, path)
+        return Part(total, how, count, spec)
     count = int(np.prod([array.shape[a] for a in axes], dtype=np.int64))
     start = identity(op, how.wire)
     with np.errstate(all="ignore"):
         total = _ORDER[op].reduce(array, axis=axes, dtype=how.wire, initial=start)
-    return Part(np.asarray(total), how, count, path)
+    return Part(np.asarray(total), how, count, spec)
 
 
 def _refuse_nothing(parts: Parts, call: str, all_: Sequence[Part], paths: Sequence[str]) -> None:

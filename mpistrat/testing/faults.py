@@ -32,10 +32,11 @@ def inject(fault: str, comm: Any = None) -> Iterator[Injection]:
           ``proof``, the first message; on the way into its ``payload``; ``after`` the first message
           of the payload has arrived, before anything is done with it; in ``fn``, the function of
           ``run``, of which `call` then is the number; ``exit``, in the last proof. What is small
-          has no payload but rides in the proof.
-        - ``do``: ``raise`` an `InjectedError`; ``exit:K``, by ``sys.exit``; ``sleep:S`` seconds;
-          ``bitflip``, in what has arrived; ``kill``, ``stop`` or ``os_exit:K`` the process, which
-          ranks that are threads refuse.
+          rides in the proof, and has no ``payload`` and no ``after``.
+        - ``do``: ``raise`` an `InjectedError` or ``exit:K`` by ``sys.exit``, where the code of a
+          program runs (``fn``, ``before``, ``after``); ``sleep:S`` seconds; ``bitflip``, in what
+          has arrived (``after``); ``kill``, ``stop`` or ``os_exit:K`` the process, which ranks that
+          are threads refuse.
       comm: The ranks; None for the default ones.
 
     Yields:
