@@ -225,8 +225,11 @@ class StrategyExtended:
                 failure, contents = error, b""
             try:
                 advice = "fn must write, and return, the same on every rank."
+                # Undone by the proof if that fails, before what was written earlier in the run.
+                lockstep.session.unproved.append((f"{call} itself", undo))
                 writes.prove_same(lockstep, call, contents, advice, failure)
             except Exception:
+                lockstep.session.unproved.clear()
                 undo()
                 raise
             return self._mirrored(result, None) if group else self._ungrouped(result)

@@ -315,11 +315,12 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
             raise LeafTypeError(f"{kind} of {self.name!r}: {error}.") from error
 
     def restorer(self) -> Callable[[], None]:
-        """Return a function that puts this replica's copy back to what it is now."""
-        before = self._array.copy()
+        """Return a function that puts this replica's copy back to what it is now; once."""
+        before = [self._array.copy()]
 
         def restore() -> None:
-            self._array[...] = before
+            if before:
+                self._array[...] = before.pop()
 
         return restore
 

@@ -162,3 +162,23 @@ def test_from_replica_code_it_goes_through_merge_call():
         return float(v.numpy())
 
     assert run_ranks(rank, 2) == [2.0, 2.0]
+
+
+def test_an_update_after_a_write_of_the_same_run_is_undone_in_order():
+    def rank(comm):
+        s = ms.MirroredStrategy()
+        with s.scope():
+            v = ms.Variable([0, 0])
+
+        def fn():
+            if comm.rank == 0:
+                raise ValueError("before its writes")
+            v.assign([5, 5])
+            s.extended.update(v, lambda var: var.assign_add([1, 1]))
+
+        with pytest.raises(ValueError, match="before its writes"):
+            s.run(fn)
+        after = s.run(lambda: ms.get_replica_context().all_reduce("sum", 1.0))
+        return v.numpy().tolist(), float(after.local)
+
+    assert run_ranks(rank, 3) == [([0, 0], 3.0)] * 3
