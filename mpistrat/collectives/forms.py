@@ -7,7 +7,7 @@ float16, bfloat16               float32    as it came               as it came
 float32, float64, longdouble    itself     as it came               as it came
 complex                         itself     as it came; no MIN, MAX  as it came
 integers of 32 and 64 bits      itself     as it came, may wrap     float64, never wraps
-integers of 8 and 16 bits       itself     as it came, may wrap     float32, never wraps
+integers of 8 and 16 bits       32 bits    as it came, may wrap     float32, never wraps
 bool                            refused    refused                  refused
 ==============================  =========  =======================  =====================
 
@@ -54,6 +54,9 @@ def _form(op: ReduceOp, dtype: DType) -> Form | str:
         return Form(
             np.dtype(np.float64), np.dtype(np.float64 if dtype.itemsize >= 4 else np.float32)
         )
+    if dtype.kind in "iu" and dtype.itemsize < 4 and op in (ReduceOp.SUM, ReduceOp.PROD):
+        # Open MPI's vector units saturate small integers (open-mpi/ompi#8045) where others wrap.
+        return Form(np.dtype(f"{dtype.kind}4"), dtype)
     return Form(dtype, dtype)
 
 
