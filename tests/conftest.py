@@ -5,10 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 MPI_RUNG = Path(__file__).parent / "mpi"
+# Programs that tests start as jobs; they are no modules to look for examples in.
+PROGRAMS = Path(__file__).parent / "faults" / "programs"
 
 
 def pytest_ignore_collect(collection_path, config):
     """Leave the third rung to `test_mpiexec.py`, unless this pytest is one of its ranks."""
     if collection_path == MPI_RUNG and not config.getoption("--with-mpi"):
+        return True
+    if collection_path == PROGRAMS:
         return True
     return None
