@@ -37,7 +37,7 @@ def fold(op, values, dtype):
         return (total / len(values)).astype("f8" if dtype.itemsize > 2 else "f4")
     stacked = np.stack([v.astype(wide) for v in values])
     if op == "MEAN":
-        total = np.add.reduce(stacked, axis=0, dtype=wide)
+        total = np.array(np.add.reduce(stacked, axis=0, dtype=wide))
         if dtype.kind == "c":  # by a real number; NumPy's complex division rounds once more
             total.real /= len(values)
             total.imag /= len(values)
