@@ -13,7 +13,7 @@ from typing import Any
 
 import optree
 
-__all__ = ["Structure", "describe", "flatten", "map", "path_names", "paths", "unflatten"]
+__all__ = ["Structure", "describe", "flatten", "is_lone", "map", "path_names", "paths", "unflatten"]
 
 Structure = optree.PyTreeSpec
 
@@ -35,6 +35,16 @@ def flatten(tree: Any, none_is_leaf: bool = True) -> tuple[list[Any], Structure]
 def unflatten(structure: Structure, leaves: list[Any]) -> Any:
     """Return the tree of that structure with these leaves."""
     return optree.tree_unflatten(structure, leaves)
+
+
+def is_lone(structure: Structure) -> bool:
+    """Tell whether this is the structure of a lone leaf.
+
+    Example:
+      >>> is_lone(flatten(1)[1]), is_lone(flatten([1])[1])
+      (True, False)
+    """
+    return bool(structure.is_leaf(strict=True))
 
 
 def map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:

@@ -40,6 +40,7 @@ _ACTIONS: dict[str, tuple[Callable[[str], float] | None, bool]] = {
 _METHODS = ("allgather", "allgatherv", "allreduce", "bcast")
 # A rank that waits in the proof for others that are late has sent its part by then.
 _SENT = 0.05
+_PROVES = frozenset({Lockstep.prove.__code__, Lockstep.ride.__code__})
 
 
 class InjectedError(RuntimeError):
@@ -207,8 +208,8 @@ class Injection:
     def _before(self, check: Callable[[], None]) -> Callable[[], None]:
         def checked() -> None:
             # Others ask too, who are only on their way to a call; then it is too soon.
-            caller = sys._getframe(1).f_back
-            proves = caller is not None and caller.f_code is Lockstep.prove.__code__
+            callers = sys._getframe(1), sys._getframe(1).f_back
+            proves = any(caller is not None and caller.f_code in _PROVES for caller in callers)
             phase = self._fault.phase
             if proves and phase == "before" and self._session.calls + 1 == self._call:
                 self._act()

@@ -29,6 +29,7 @@ from typing import NamedTuple, NoReturn, final
 
 import numpy as np
 
+from mpistrat.arrays import Array
 from mpistrat.collectives import blame, leaving
 from mpistrat.collectives.watched import Watched
 from mpistrat.comm.base import Comm
@@ -36,13 +37,14 @@ from mpistrat.comm.session import Session
 from mpistrat.errors import ContextError, LockstepError, NonFiniteError
 from mpistrat.options import Options
 
-__all__ = ["FRAME", "FRAME_RANKS", "ROOM", "Lockstep", "Proof"]
+__all__ = ["FRAME", "FRAME_RANKS", "HEAD", "ROOM", "Lockstep", "Proof", "digest_of"]
 
 FRAME = 256
 ROOM = 224
 FRAME_RANKS = 64
 
 _HEAD = struct.Struct("<16sQII")
+HEAD = _HEAD.size
 _FAILED, _MORE, _LARGE, _LEAVING, _ALARM = 1, 2, 4, 8, 16
 _LEAVE = "leave the program"
 
@@ -60,7 +62,8 @@ class Proof(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def _digest(text: str) -> bytes:
+def digest_of(text: str) -> bytes:
+    """Return what a frame says of a call."""
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
@@ -82,11 +85,22 @@ class Lockstep:
         self._send = np.zeros(FRAME, np.uint8)
         self._frame = self._send.data
         self._recv = np.zeros((self.comm.size, FRAME), np.uint8)
+        self._starts = range(0, self._recv.nbytes, FRAME)
 
     @property
     def options(self) -> Options:
         """The knobs of the session."""
         return self.session.options
+
+    @property
+    def frames_received(self) -> Array:
+        """The frames of the last proof: uint8 of shape (number of ranks, `FRAME`)."""
+        return self._recv
+
+    @property
+    def received(self) -> Array:
+        """The payloads of the last proof: uint8 of shape (number of ranks, `ROOM`)."""
+        return self._recv[:, HEAD:]
 
     def fits(self, nbytes: int) -> bool:
         """Tell whether payloads of that size ride in the proof."""
@@ -134,12 +148,46 @@ class Lockstep:
         board.enter(self.session.calls, call)
         try:
             exchange = self._exchange_frames if self.frames else self._exchange_words
-            union, same, smalls = exchange(_digest(call), small, flags)
-            if same and not union & (_LEAVING | _FAILED):
-                if union & _ALARM:
-                    self._sound(alarm)
-                return Proof(smalls, bool(union & _MORE))
-            self._explain(call, failure, union, writes)
+            union, same, smalls = exchange(digest_of(call), small, flags)
+            if not same or union & (_LEAVING | _FAILED):
+                self._explain(call, failure, union, writes)
+            if union & _ALARM:
+                self._sound(alarm)
+            return Proof(smalls, bool(union & _MORE))
+        finally:
+            board.leave()
+
+    def ride(self, call: str, digest: bytes, payload: bytes) -> None:
+        """Prove a call that was proved before, and have every rank's payload in `received`.
+
+        Collective. It is `prove` for what is called most, and does nothing twice that the first
+        time has done: of the calls that it meets, and raises, it is the same.
+
+        Args:
+          call: As `prove` takes it.
+          digest: `digest_of` it.
+          payload: As long on all ranks as `call` says; up to `ROOM` bytes.
+        """
+        session = self.session
+        if session.unproved:
+            self.prove(call, payload)
+            return
+        session.check()
+        if session.gone is not None or session.run.failed is not None:
+            self._check(None)
+        session.calls = number = session.calls + 1
+        head = _HEAD.pack(digest, number, 0, len(payload))
+        board = session.board
+        board.enter(number, call)
+        try:
+            self._frame[: len(head) + len(payload)] = head + payload
+            self._raw.allgather(self._send, self._recv)
+            got = self._recv.tobytes()
+            for at in self._starts:
+                if got[at : at + HEAD] != head:
+                    union, same, _ = self._read(digest, payload, 0)
+                    if not same or union & (_LEAVING | _FAILED):
+                        self._explain(call, None, union, [])
         finally:
             board.leave()
 
@@ -182,7 +230,7 @@ class Lockstep:
         board.enter(self.session.calls, _LEAVE)
         try:
             exchange = self._exchange_frames if self.frames else self._exchange_words
-            exchange(_digest(_LEAVE), b"", _LEAVING)
+            exchange(digest_of(_LEAVE), b"", _LEAVING)
             told = leaving.farewell(self, code, failure)
         finally:
             board.leave()
@@ -238,15 +286,18 @@ class Lockstep:
         return [whole[end - count : end] for end, count in zip(ends, counts.tolist(), strict=True)]
 
     def _check(self, failure: BaseException | None) -> None:
-        self.session.check()
-        if failure is not None and failure is self.session.raised:
+        session = self.session
+        session.check()
+        if failure is None and session.gone is None and session.run.failed is None:
+            return
+        if failure is not None and failure is session.raised:
             raise failure  # every rank has raised already
-        if self.session.gone is not None:
+        if session.gone is not None:
             raise LockstepError(
                 f"rank {self.comm.rank}: ranks have left the program; nothing can be called any "
-                f"more. {self.session.gone}"
+                f"more. {session.gone}"
             ) from failure
-        run = self.session.run
+        run = session.run
         if run.failed is not None and run.depth:
             raise ContextError(
                 f"rank {self.comm.rank}: this run has failed ({run.failed}); nothing can be called "
@@ -268,10 +319,16 @@ class Lockstep:
         head = _HEAD.pack(digest, self.session.calls, flags, len(small))
         self._frame[: len(head) + len(small)] = head + small
         self._raw.allgather(self._send, self._recv)
+        return self._read(digest, small, flags)
+
+    def _read(
+        self, digest: bytes, small: bytes, flags: int
+    ) -> tuple[int, bool, list[bytes] | None]:
+        head = _HEAD.pack(digest, self.session.calls, flags, len(small))
         got = self._recv.tobytes()
         start = len(head)
         union, same, smalls = flags, True, []
-        for at in range(0, len(got), FRAME):
+        for at in self._starts:
             size = len(small)
             if got[at : at + start] != head:  # seldom, and then worth a closer look
                 other, number, theirs, size = _HEAD.unpack_from(got, at)

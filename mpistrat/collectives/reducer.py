@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, final
 
 import numpy as np
@@ -21,17 +21,10 @@ from mpistrat.collectives.alarms import first_nonfinite
 from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.collectives.messages import Message, divide, finished, messages, multiply, scale
 from mpistrat.collectives.part import Part
-from mpistrat.kernels.ops import ReduceOp
+from mpistrat.kernels.ops import FOLDS, ReduceOp
 
-__all__ = ["Reducer"]
+__all__ = ["Reducer", "described"]
 
-_FOLDS: dict[ReduceOp, Callable[..., Any]] = {
-    ReduceOp.SUM: np.add,
-    ReduceOp.MEAN: np.add,
-    ReduceOp.PROD: np.multiply,
-    ReduceOp.MIN: np.minimum,
-    ReduceOp.MAX: np.maximum,
-}
 # Whole numbers up to here are exact in float32.
 _EXACT = 2**24
 # A gather of more bytes than this is worth a second proof that every rank has the memory.
@@ -72,7 +65,7 @@ class Reducer:
         with np.errstate(all="ignore"):
             try:
                 wires = [_wire(op, part, weigh) for part in parts]
-                text = f"{call} {', '.join(_named(p.path, spec_text(p.value)) for p in parts)}"
+                text = described(call, parts)
                 header = _header(parts) if op is ReduceOp.MEAN else b""
                 small = self.lockstep.fits(len(header) + sum(wire.nbytes for wire in wires))
                 travelling = [] if small else messages(op, wires, self.comm.size)
@@ -106,7 +99,7 @@ class Reducer:
         for i, message in enumerate(travelling):
             if message.gathered:
                 self.comm.allgather(message.send, message.recv)
-                fold: Any = _FOLDS[op]
+                fold: Any = FOLDS[op]
                 travelling[i] = message._replace(recv=fold.reduce(message.recv, axis=0))
             else:
                 self.comm.allreduce(message.send, message.recv, _MPI_NAMES[op])
@@ -175,6 +168,11 @@ class Reducer:
         self.comm.allgatherv(mine, everyones, (rows * row).tolist())
 
 
+def described(call: str, parts: Sequence[Part]) -> str:
+    """Return the text of a call with the names, dtypes and shapes of its parts."""
+    return f"{call} {', '.join(_named(part.path, spec_text(part.value)) for part in parts)}"
+
+
 def _named(path: str, spec: str) -> str:
     return f"{path}: {spec}" if path else spec
 
@@ -236,7 +234,7 @@ def _fold_frames(
                 multiply(value, weight)
         total = values[0].copy()
         for value in values[1:]:
-            _FOLDS[op](total, value, out=total)
+            FOLDS[op](total, value, out=total)
         totals.append(total.reshape(wire.shape))
         start = stop
     return totals

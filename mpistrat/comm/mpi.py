@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -75,11 +75,14 @@ class MPIComm(Comm):
         self._comm = self.mpi = parent.Dup()
         self.rank = self._comm.rank
         self.size = self._comm.size
+        # Looked up once: every proof passes here, and it takes as long as some of these.
+        self._allgather, self._byte = self._comm.Allgather, library().BYTE
+        self._finalized: Callable[[], bool] = library().Is_finalized
 
     def allgather(self, send: Buffer, recv: Buffer) -> None:
         """Put every rank's `send` into `recv`, in rank order, by MPI_Allgather."""
-        byte = library().BYTE
-        self._comm.Allgather([send, send.nbytes, byte], [recv, send.nbytes, byte])
+        size = send.nbytes
+        self._allgather([send, size, self._byte], [recv, size, self._byte])
 
     def allgatherv(self, send: Buffer, recv: Buffer, counts: Sequence[int]) -> None:
         """Put every rank's bytes into `recv`, in rank order, by MPI_Allgatherv."""
@@ -107,7 +110,7 @@ class MPIComm(Comm):
     @property
     def ended(self) -> bool:
         """Whether MPI has been finalized."""
-        return bool(library().Is_finalized())
+        return self._finalized()
 
     def free(self) -> None:
         """Free the duplicate. Collective; nothing happens once MPI is finalized."""

@@ -164,27 +164,31 @@ class Session:
         """Raise StrategyError unless this thread and process own the session."""
         if self._owner is None:
             return
+        theirs = threading.get_ident() != self._owner or os.getpid() != self._pid
+        if theirs or self.freed or self.comm.ended:
+            raise StrategyError(self._refusal())
+
+    def _refusal(self) -> str:
         if self.freed:
-            raise StrategyError(
+            return (
                 "the communicator of this strategy has been freed by the program, so the strategy "
                 "cannot be used any more."
             )
         if self.comm.ended:
-            raise StrategyError(
+            return (
                 f"rank {self.comm.rank}: MPI has been finalized, so strategies cannot be used any "
                 "more. Leave MPI.Finalize to mpi4py, which does it at exit."
             )
         if threading.get_ident() != self._owner:
-            raise StrategyError(
+            return (
                 f"rank {self.comm.rank}: a collective was called from thread "
                 f"{threading.current_thread().name!r}, but the strategy was made in another one. "
                 "Call strategies from the thread that made them."
             )
-        if os.getpid() != self._pid:
-            raise StrategyError(
-                f"rank {self.comm.rank}: this process was forked after MPI had started; it may not "
-                "communicate. Use threads or multiprocessing's spawn."
-            )
+        return (
+            f"rank {self.comm.rank}: this process was forked after MPI had started; it may not "
+            "communicate. Use threads or multiprocessing's spawn."
+        )
 
 
 @functools.cache

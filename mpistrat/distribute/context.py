@@ -13,6 +13,8 @@ from mpistrat import nest
 from mpistrat.arrays import Array, as_array, finish, label
 from mpistrat.collectives.forms import form
 from mpistrat.collectives.part import Part
+from mpistrat.collectives.plans import request
+from mpistrat.collectives.reducer import described
 from mpistrat.distribute.default import current_strategy, default_strategy
 from mpistrat.distribute.mode import Mode, current, entered
 from mpistrat.distribute.parts import Parts
@@ -168,6 +170,15 @@ class ReplicaContext:
         """
         self._enter("all_reduce")
         parts = self._strategy.parts
+        asked = None
+        if weight is None:
+            plan = parts.plans.lone(reduce_op, value)
+            if plan is not None:
+                return plan.one(value)
+            asked = request(reduce_op, value)
+            plan = parts.plans.find(asked)
+            if plan is not None and asked is not None:
+                return nest.unflatten(asked.structure, plan.all(asked.leaves))
         try:
             op = ReduceOp.parse(reduce_op)
             weighted = _weight(op, weight)
@@ -186,6 +197,8 @@ class ReplicaContext:
         call = f"all_reduce({how}, {nest.describe(structure)})"
         weigh = weight is not None
         totals = parts.reducer.all_reduce(call, op, contributions, weigh=weigh)
+        if asked is not None:
+            parts.plans.learn(asked, op, described(call, contributions), contributions)
         return nest.unflatten(structure, list(map(finish, totals, leaves)))
 
     def all_gather(self, value: Any, axis: int) -> Any:

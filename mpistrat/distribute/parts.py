@@ -7,6 +7,7 @@ from typing import Any, final
 
 from mpistrat.collectives.begin import begin
 from mpistrat.collectives.lockstep import Lockstep
+from mpistrat.collectives.plans import Plans
 from mpistrat.collectives.reducer import Reducer
 from mpistrat.comm.session import Session
 from mpistrat.comm.world import alone, default_parent
@@ -24,12 +25,14 @@ class Parts:
     Attributes:
       view: How much of the other replicas' values cross-replica code sees.
       lockstep: Proves that all ranks make the same call.
+      plans: All-reduces that were made before.
       reducer: Makes the values of the replicas one.
       regroup: Makes one value of the replicas' trees, as the view shows them.
     """
 
     view: View
     lockstep: Lockstep
+    plans: Plans
     reducer: Reducer
     regroup: Regroup
 
@@ -50,4 +53,4 @@ class Parts:
             session = Session.on(default_parent() if parent is None else parent)
         lockstep = Lockstep(session)
         begin(lockstep)
-        return Parts(view, lockstep, Reducer(lockstep), Regroup(lockstep, view))
+        return Parts(view, lockstep, Plans(lockstep), Reducer(lockstep), Regroup(lockstep, view))

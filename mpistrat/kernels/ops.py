@@ -6,8 +6,12 @@ The names SUM and MEAN are those of ``tf.distribute.ReduceOp``; MIN, MAX and PRO
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
+from typing import Any
 
-__all__ = ["ReduceOp"]
+import numpy as np
+
+__all__ = ["FOLDS", "ReduceOp"]
 
 
 class ReduceOp(enum.Enum):
@@ -49,3 +53,13 @@ class ReduceOp(enum.Enum):
         raise TypeError(
             f"reduce_op must be a ReduceOp or its name, not {op!r} ({type(op).__name__})."
         )
+
+
+# What folds two values into one; MEAN divides afterwards.
+FOLDS: dict[ReduceOp, Callable[..., Any]] = {
+    ReduceOp.SUM: np.add,
+    ReduceOp.MEAN: np.add,
+    ReduceOp.PROD: np.multiply,
+    ReduceOp.MIN: np.minimum,
+    ReduceOp.MAX: np.maximum,
+}

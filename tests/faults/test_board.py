@@ -229,10 +229,7 @@ def test_a_sleeping_rank_on_another_node_is_named(culprit, tmp_path, figure):
 
 @pytest.mark.parametrize("culprit", [0, 2])
 def test_a_silent_node_is_named(culprit, tmp_path, figure):
-    """The only rank of a node stops, or the first one of the node that collects.
-
-    Of the latter the other rank of that node knows more.
-    """
+    """The only rank of a node stops, or the first one of the node that collects."""
     job = Job(tmp_path, 3, JOB, "sleeping", culprit, **two_nodes())
     pids = job.pids(3)
     job.wait_for("fault at")
@@ -242,10 +239,10 @@ def test_a_silent_node_is_named(culprit, tmp_path, figure):
     text = job.err.read_text()
     figure(f"two nodes, rank {culprit} stops: end after the fault", job.seconds, T + 2)
     assert code == 75, text
-    what = "stopped by a signal" if culprit == 0 else "its node does not answer"
-    assert re.search(rf"rank {culprit} \(.*\) has not reached call 4 .*{what}", text), text
-    if culprit == 0:
-        assert re.search(r"ranks? 0.* \(.*\) ha.* not reached call 4 .* node does not answer", text)
+    # The rank beside the stopped one knows more than the other node; who of them ends the job is a
+    # race, and both name it.
+    what = "stopped by a signal|node does not answer" if culprit == 0 else "node does not answer"
+    assert re.search(rf"ranks? {culprit}.* \(.*\) ha.* not reached call 4 .*({what})", text), text
     gone(pids.values(), 2 + SLACK)
 
 

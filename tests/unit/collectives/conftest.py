@@ -6,6 +6,7 @@ import pytest
 
 import mpistrat as ms
 from mpistrat.collectives.lockstep import Lockstep
+from mpistrat.collectives.plans import Plans
 from mpistrat.collectives.reducer import Reducer
 from mpistrat.comm.session import Session
 from mpistrat.distribute.parts import Parts
@@ -17,7 +18,9 @@ from mpistrat.distribute.views import GLOBAL
 def _words(comm):
     """Return a strategy that believes its job to be larger than frames are for."""
     lockstep = Lockstep(Session.on(comm), frame_ranks=1)
-    return Strategy(Parts(GLOBAL, lockstep, Reducer(lockstep), Regroup(lockstep, GLOBAL)))
+    return Strategy(
+        Parts(GLOBAL, lockstep, Plans(lockstep), Reducer(lockstep), Regroup(lockstep, GLOBAL))
+    )
 
 
 @pytest.fixture(params=["frames", "words"])

@@ -1,0 +1,240 @@
+"""All-reduces made before: the same bits, the same errors, and the plan is what made them."""
+
+from __future__ import annotations
+
+import collections
+import functools
+
+import numpy as np
+import pytest
+
+import mpistrat as ms
+from mpistrat.testing import run_ranks
+
+Pair = collections.namedtuple("Pair", "a b")
+_FOLDS = {"SUM": np.add, "MEAN": np.add, "PROD": np.multiply, "MIN": np.minimum, "MAX": np.maximum}
+
+
+def random(rank, turn, shape=(), dtype=np.float64):
+    """Numbers whose sum depends on the order of the ranks."""
+    rng = np.random.default_rng([rank, turn])
+    scaled = rng.standard_normal(shape) * 10.0 ** rng.integers(-12, 12, shape)
+    return np.asarray(scaled if np.dtype(dtype).kind == "f" else scaled.view(np.int64)).astype(
+        dtype
+    )
+
+
+def wanted(op, values):
+    with np.errstate(all="ignore"):
+        total = functools.reduce(_FOLDS[op], values)
+        return np.asarray(total / total.dtype.type(len(values)) if op == "MEAN" else total)
+
+
+KINDS = {
+    "number": lambda r, t: float(random(r, t)),
+    "float64": lambda r, t: np.float64(random(r, t)),
+    "float32": lambda r, t: np.float32(random(r, t, dtype=np.float32)),
+    "0-d": lambda r, t: random(r, t),
+    "vector": lambda r, t: random(r, t, (7,)),
+    "matrix, of other layout": lambda r, t: random(r, t, (3, 2)).T[::-1],
+    "list": lambda r, t: [random(r, t, (2,)), random(r, t + 1, (1, 3))],
+    "lone list": lambda r, t: [random(r, t, (2,))],
+    "dict": lambda r, t: {"b": np.float64(random(r, t)), "a": (random(r, t + 1, (3,)),)},
+    "named tuple in a list": lambda r, t: [Pair(random(r, t, (2,)), float(random(r, t)))],
+}
+
+
+@pytest.mark.parametrize("op", list(_FOLDS))
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_the_second_time_has_the_bits_of_the_first(size, kind, op):
+    make = KINDS[kind]
+
+    def program(comm):
+        strategy = ms.MirroredStrategy(comm=comm)
+
+        def fn():
+            ctx = ms.get_replica_context()
+            return [ctx.all_reduce(op, make(comm.rank, turn)) for turn in (0, 10, 20)]
+
+        strategy.run(fn)  # all three kinds of numbers below are planned by now
+        results = strategy.run(fn)
+        remembered = strategy.parts.plans
+        return strategy.experimental_local_results(results)[comm.rank], len(remembered)
+
+    for results, plans in run_ranks(program, size):
+        assert plans == 1
+        for turn, result in zip((0, 10, 20), results, strict=True):
+            given = [ms.nest.flatten(make(rank, turn))[0] for rank in range(size)]
+            got, structure = ms.nest.flatten(result)
+            assert structure == ms.nest.flatten(make(0, turn))[1]
+            for i, leaf in enumerate(got):
+                want = wanted(op, [np.asarray(values[i]) for values in given])
+                assert type(leaf) is (type(given[0][i]) if np.ndim(given[0][i]) else type(leaf))
+                assert np.asarray(leaf).tobytes() == want.tobytes()
+                assert (np.asarray(leaf).dtype, np.shape(leaf)) == (want.dtype, want.shape)
+                assert isinstance(leaf, np.ndarray) == isinstance(given[0][i], np.ndarray)
+
+
+def test_values_that_do_not_align_in_the_frame():
+    def program(comm):
+        strategy = ms.MirroredStrategy(comm=comm)
+        tree = [np.int8([1, -2, comm.rank]), np.float64([0.5, comm.rank]), np.int8([comm.rank])]
+        fn = functools.partial(
+            strategy.run, lambda: ms.get_replica_context().all_reduce("MAX", tree)
+        )
+        fn()
+        return [leaf.local.tolist() for leaf in fn()], len(strategy.parts.plans)
+
+    assert run_ranks(program, 3) == [([[1, -2, 2], [0.5, 2.0], [2]], 1)] * 3
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.array([1.0, 2.0], ">f8"),
+        np.float16([1, 2]),
+        np.int8([1, 2]),
+        np.zeros(0),
+        np.zeros(100),
+        3,
+        np.ma.zeros(2).filled(1).view(np.memmap),
+    ],
+    ids=["swapped", "half", "bytes", "empty", "large", "int", "subclass"],
+)
+def test_what_has_no_plan_goes_the_general_way(value):
+    def program(comm):
+        strategy = ms.MirroredStrategy(comm=comm)
+        both = [
+            strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", value)) for _ in "ab"
+        ]
+        a, b = (strategy.experimental_local_results(x)[0] for x in both)
+        return np.array_equal(a, b) and np.array_equal(a, np.asarray(value) * 2)
+
+    def planned(comm):
+        strategy = ms.MirroredStrategy(comm=comm)
+        strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", value))
+        return len(strategy.parts.plans)
+
+    assert run_ranks(program, 2) == [True, True]
+    assert run_ranks(planned, 2) == [0, 0]
+
+
+def test_results_are_fresh_and_do_not_share_memory():
+    def program(comm):
+        strategy = ms.MirroredStrategy(comm=comm)
+
+        def fn():
+            ctx = ms.get_replica_context()
+            tree = {"a": np.ones(3), "b": np.ones((1, 2))}
+            ctx.all_reduce("SUM", tree)
+            first, second = ctx.all_reduce("SUM", tree), ctx.all_reduce("SUM", tree)
+            first["a"][:] = 7
+            return first["b"].sum() == 2 * comm.size and second["a"].sum() == 3 * comm.size
+
+        return bool(strategy.run(fn).local)
+
+    assert run_ranks(program, 3) == [True] * 3
+
+
+SPOILT = {
+    "shape": lambda tree: tree | {"b": np.zeros(3)},
+    "dtype": lambda tree: tree | {"b": np.zeros(2, np.float32)},
+    "key": lambda tree: {"a": tree["a"], "c": tree["b"]},
+    "kind of tree": lambda tree: list(tree.values()),
+    "a leaf more": lambda tree: tree | {"c": np.zeros(1)},
+}
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("how", list(SPOILT))
+def test_one_leaf_replaced_on_one_rank_is_detected(how, size):
+    def program(comm):
+        strategy = ms.MirroredStrategy(comm=comm)
+        good = {"a": np.ones(2), "b": np.ones(2)}
+        odd = SPOILT[how](good)
+        seen = []
+        for culprit in range(size):
+            for _ in range(2):
+                strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", good))
+            mine = odd if comm.rank == culprit else good
+            with pytest.raises(ms.LockstepError):
+                strategy.run(lambda tree=mine: ms.get_replica_context().all_reduce("SUM", tree))
+            again = strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", good))
+            seen.append(bool((again["a"].local == size).all()))
+        return seen
+
+    assert run_ranks(program, size) == [[True] * size] * size
+
+
+@pytest.mark.parametrize(("mine", "theirs"), [("SUM", "MEAN"), ("MAX", "MIN"), ("sum", "PROD")])
+def test_another_operation_on_one_rank_is_detected(mine, theirs):
+    def program(comm):
+        strategy = ms.MirroredStrategy(comm=comm)
+        for op in (mine, theirs):
+            strategy.run(lambda op=op: ms.get_replica_context().all_reduce(op, 1.0))
+        op = mine if comm.rank else theirs
+        with pytest.raises(ms.LockstepError, match=mine.upper()):
+            strategy.run(lambda: ms.get_replica_context().all_reduce(op, 1.0))
+        return float(strategy.run(lambda: ms.get_replica_context().all_reduce(mine, 1.0)).local)
+
+    assert len(set(run_ranks(program, 2))) == 1
+
+
+def test_a_rank_that_fails_meets_one_that_has_a_plan():
+    def program(comm):
+        strategy = ms.MirroredStrategy(comm=comm)
+
+        def fn(value):
+            return ms.get_replica_context().all_reduce("SUM", value)
+
+        strategy.run(fn, (1.0,))
+        with pytest.raises(TypeError, match=r"leaf|value|rank 1"):
+            strategy.run(fn, ("text" if comm.rank == 1 else 1.0,))
+        with pytest.raises(ValueError, match=r"ReduceOp|rank 0"):
+            strategy.run(
+                lambda: ms.get_replica_context().all_reduce("SUM" if comm.rank else "no", 1.0)
+            )
+        with pytest.raises(TypeError, match=r"reduce_op|rank 0"):
+            strategy.run(
+                lambda: ms.get_replica_context().all_reduce("SUM" if comm.rank else ["SUM"], 1.0)
+            )
+        return float(strategy.run(fn, (1.0,)).local)
+
+    assert run_ranks(program, 3) == [3.0] * 3
+
+
+def test_writes_that_came_before_are_proved_by_a_planned_call():
+    def program(comm):
+        strategy = ms.MirroredStrategy(comm=comm)
+        with strategy.scope():
+            variable = ms.Variable(0.0)
+
+        def fn(number):
+            ctx = ms.get_replica_context()
+            ctx.all_reduce("SUM", 1.0)
+            variable.assign(number)
+            return ctx.all_reduce("SUM", 1.0)
+
+        strategy.run(fn, (1.0,))
+        with pytest.raises(ms.LockstepError):
+            strategy.run(fn, (float(comm.rank),))
+        return float(variable.component())
+
+    assert run_ranks(program, 2) == [1.0, 1.0]
+
+
+def test_the_number_of_plans_is_bounded():
+    def program(comm):
+        strategy = ms.MirroredStrategy(comm=comm)
+
+        def fn():
+            ctx = ms.get_replica_context()
+            for i in range(1500):
+                ctx.all_reduce("SUM", {f"key{i}": 1.0})
+
+        strategy.run(fn)
+        return len(strategy.parts.plans)
+
+    (count,) = run_ranks(program, 1)
+    assert 0 < count <= 1024
