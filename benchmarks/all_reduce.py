@@ -164,14 +164,14 @@ def facts(comm: MPI.Intracomm) -> dict[str, Any]:
     }
 
 
-def print_facts(known: dict[str, Any]) -> None:
+def print_facts(known: dict[str, Any], header: str = HEADER) -> None:
     print(f"MPI     {known['mpi']}")
     print(f"ranks   {known['ranks']} on {known['hosts']} host(s) with {known['cores']} cores")
     print(f"host    {known['cpu']}, {known['system']}, load {known['load']}")
     print(f"with    Python {known['python']}, NumPy {known['numpy']}, mpistrat {known['mpistrat']}")
     if known["hosts"] == 1 and known["ranks"] > known["cores"]:
         print("note    more ranks than cores: times are those of the scheduler")
-    print(f"\n{HEADER}")
+    print(f"\n{header}")
 
 
 def plot(known: dict[str, Any], found: list[Row], path: str) -> None:

@@ -132,8 +132,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("culprit", [0, 1])
-@pytest.mark.parametrize("case", CASES)
+# The rank that reports is another one if it is rank 0 itself that does not arrive.
+WHO = [(case, 1) for case in CASES] + [("sleeping", 0)]
+MORE = [pytest.param(case, 0, marks=pytest.mark.slow) for case in CASES if case != "sleeping"]
+
+
+@pytest.mark.parametrize(("case", "culprit"), WHO + MORE)
 def test_a_rank_that_does_not_arrive_is_named_and_the_job_ends(case, culprit, tmp_path, figure):
     job = Job(tmp_path, 3, JOB, case, culprit)
     code = job.end()
