@@ -3,19 +3,23 @@
 Plain ``pytest`` and a debugger work on it. It is made to be strict, not fast: every message is
 copied, ranks that call different things are told so, and a rank that waits for one that has left
 gets an error instead of waiting for ever.
+
+With a seed, one rank runs at a time: at every call the seed says who goes on, so what happens
+between the ranks is a function of the seed alone, and can be played again.
 """
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, NoReturn, final
 
 import numpy as np
 
 from mpistrat.comm.base import Buffer, Comm
 
-__all__ = ["LoopbackComm", "LoopbackWorld"]
+__all__ = ["Event", "LoopbackComm", "LoopbackWorld"]
 
 _FOLDS: dict[str, Callable[..., Any]] = {
     "SUM": np.add,
@@ -27,6 +31,95 @@ _FOLDS: dict[str, Callable[..., Any]] = {
 }
 
 
+class Event(NamedTuple):
+    """One entry of the trace of a schedule.
+
+    Attributes:
+      rank: Who.
+      what: ``begins``, ``leaves``, ``ends``, ``goes on``, or the call that it has come to.
+    """
+
+    rank: int
+    what: str
+
+
+@final
+class _Turns:
+    """Whose turn it is. Only the rank whose turn it is touches anything in here."""
+
+    def __init__(self, size: int, seed: int, patience: float):
+        self.seed = seed
+        self.trace: list[Event] = []
+        self.waiting: dict[int, tuple[int, str]] = {}
+        self._patience = patience
+        self._random = random.Random(seed)
+        self._gates = [threading.Lock() for _ in range(size)]
+        for gate in self._gates:
+            gate.acquire()
+        self._ready = list(range(size))
+        self._absent = size
+        self._arrival = threading.Lock()
+        self._deadlocked: dict[int, str] = {}
+        self._whose = -1
+
+    def begin(self, rank: int) -> None:
+        # The order in which threads start is the system's, so nobody goes before all are here.
+        with self._arrival:
+            self._absent -= 1
+            last = not self._absent
+        if last:
+            self._gates[self._choose()].release()
+        self._await(rank)
+        self.trace.append(Event(rank, "begins"))
+
+    def end(self, rank: int) -> None:
+        if self._whose != rank:  # it has waited for its turn in vain
+            return
+        self.trace.append(Event(rank, "ends"))
+        if self._ready or self.waiting:
+            self._gates[self._choose()].release()
+
+    def go_on(self, rank: int) -> None:
+        """Give the turn away until `rank`, which waits or is ready, is chosen."""
+        chosen = self._choose()
+        if chosen != rank:
+            self._gates[chosen].release()
+            self._await(rank)
+        self.trace.append(Event(rank, "goes on"))
+        deadlock = self._deadlocked.pop(rank, "")
+        if deadlock:
+            raise RuntimeError(f"rank {rank}: {deadlock}")
+
+    def make_ready(self, *ranks: int) -> None:
+        for rank in ranks:
+            if self.waiting.pop(rank, None) is not None:
+                self._ready.append(rank)
+
+    def _choose(self) -> int:
+        if not self._ready:
+            text = f"deadlock in the schedule of seed {self.seed}: {self._where()}."
+            self._deadlocked = dict.fromkeys(sorted(self.waiting), text)
+            self.make_ready(*self._deadlocked)
+        self._whose = self._ready.pop(self._random.randrange(len(self._ready)))
+        return self._whose
+
+    def check(self, rank: int) -> None:
+        """Raise unless it is this rank's turn."""
+        if self._whose != rank:
+            raise RuntimeError(f"rank {rank} called out of its turn in a seeded schedule.")
+
+    def _where(self) -> str:
+        found = sorted(self.waiting.items())
+        return "; ".join(f"rank {rank} waits in {kind} no. {no}" for rank, (no, kind) in found)
+
+    def _await(self, rank: int) -> None:
+        if not self._gates[rank].acquire(timeout=self._patience):
+            raise TimeoutError(
+                f"rank {rank} did not get its turn within {self._patience:g} s in the schedule of "
+                f"seed {self.seed}: the rank whose turn it is comes to no call. {self._where()}."
+            )
+
+
 @final
 class LoopbackWorld:
     """The meeting place of `size` threads.
@@ -34,9 +127,11 @@ class LoopbackWorld:
     Args:
       size: The number of ranks.
       patience: Seconds that a rank waits for the others before it raises TimeoutError.
+      seed: Let one rank run at a time, in an order that is a function of this number and of what
+        the ranks call. Each thread then says `begin` first and `end` last. None: all at once.
     """
 
-    def __init__(self, size: int, patience: float = 60.0):
+    def __init__(self, size: int, patience: float = 60.0, seed: int | None = None):
         """Make a world in which no rank has arrived yet."""
         self.size = size
         self.patience = patience
@@ -44,20 +139,54 @@ class LoopbackWorld:
         self._rounds: dict[int, dict[int, tuple[str, Any]]] = {}
         self._taken: dict[int, int] = {}
         self._left: set[int] = set()
+        self._turns = None if seed is None else _Turns(size, seed, patience)
+
+    @property
+    def trace(self) -> list[Event]:
+        """What has happened so far, in order; empty without a seed."""
+        return [] if self._turns is None else list(self._turns.trace)
+
+    def begin(self, rank: int) -> None:
+        """Wait until all ranks have begun, and for this one's first turn; nothing without a seed.
+
+        Raises:
+          TimeoutError: The turn did not come within `patience` seconds.
+        """
+        if self._turns is not None:
+            self._turns.begin(rank)
+
+    def end(self, rank: int) -> None:
+        """Give the turn away for good; nothing without a seed."""
+        if self._turns is not None:
+            self._turns.end(rank)
 
     def leave(self, rank: int) -> None:
         """Note that `rank` will call nothing any more."""
         with self._changed:
             self._left.add(rank)
             self._changed.notify_all()
+        if self._turns is not None:
+            self._turns.trace.append(Event(rank, "leaves"))
+            waiting = sorted(self._turns.waiting.items())
+            lost = [other for other, (no, _) in waiting if rank not in self._rounds[no]]
+            self._turns.make_ready(*lost)
 
     def meet(self, rank: int, number: int, kind: str, item: Any) -> list[Any]:
         """Give `item`, wait for everybody's, and return all of them in rank order.
 
         Raises:
-          RuntimeError: Another rank has left, or met for something else.
+          RuntimeError: Another rank has left, or met for something else; with a seed, also if no
+            rank can go on, on all that wait.
           TimeoutError: Another rank did not come within `patience` seconds.
         """
+        gather = self._gather if self._turns is None else self._gather_in_turn
+        arrived = gather(rank, number, kind, item)
+        kinds = [arrived[r][0] for r in range(self.size)]
+        if any(other != kind for other in kinds):
+            raise RuntimeError(f"rank {rank} met in {kind}, but the ranks called {kinds}.")
+        return [arrived[r][1] for r in range(self.size)]
+
+    def _gather(self, rank: int, number: int, kind: str, item: Any) -> dict[int, tuple[str, Any]]:
         with self._changed:
             arrived = self._rounds.setdefault(number, {})
             arrived[rank] = (kind, item)
@@ -66,17 +195,41 @@ class LoopbackWorld:
                 lambda: len(arrived) == self.size or self._left - arrived.keys(), self.patience
             )
             if len(arrived) < self.size:
-                missing = sorted(set(range(self.size)) - arrived.keys())
                 why = "have left" if complete else f"did not come within {self.patience:g} s"
-                error = RuntimeError if complete else TimeoutError
-                raise error(f"rank {rank} waits in {kind} no. {number}: ranks {missing} {why}.")
-            self._taken[number] = self._taken.get(number, 0) + 1
-            if self._taken[number] == self.size:
-                del self._rounds[number], self._taken[number]
-        kinds = [arrived[r][0] for r in range(self.size)]
-        if any(other != kind for other in kinds):
-            raise RuntimeError(f"rank {rank} met in {kind}, but the ranks called {kinds}.")
-        return [arrived[r][1] for r in range(self.size)]
+                self._miss(rank, number, kind, why, RuntimeError if complete else TimeoutError)
+            self._take(number)
+        return arrived
+
+    def _gather_in_turn(
+        self, rank: int, number: int, kind: str, item: Any
+    ) -> dict[int, tuple[str, Any]]:
+        turns = self._turns
+        assert turns is not None
+        turns.check(rank)
+        turns.trace.append(Event(rank, f"{kind} no. {number}"))
+        arrived = self._rounds.setdefault(number, {})
+        arrived[rank] = (kind, item)
+        turns.waiting[rank] = (number, kind)
+        if len(arrived) == self.size:
+            turns.make_ready(*range(self.size))
+        elif self._left - arrived.keys():
+            turns.make_ready(rank)
+        turns.go_on(rank)
+        if len(arrived) < self.size:
+            self._miss(rank, number, kind, "have left", RuntimeError)
+        self._take(number)
+        return arrived
+
+    def _miss(
+        self, rank: int, number: int, kind: str, why: str, error: type[Exception]
+    ) -> NoReturn:
+        missing = sorted(set(range(self.size)) - self._rounds[number].keys())
+        raise error(f"rank {rank} waits in {kind} no. {number}: ranks {missing} {why}.")
+
+    def _take(self, number: int) -> None:
+        self._taken[number] = self._taken.get(number, 0) + 1
+        if self._taken[number] == self.size:
+            del self._rounds[number], self._taken[number]
 
 
 @final

@@ -7,13 +7,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpistrat.collectives.blame import ranks_text
 from mpistrat.collectives.exits import code_of
 from mpistrat.collectives.lockstep import Lockstep
-from mpistrat.comm.loopback import LoopbackComm, LoopbackWorld
+from mpistrat.comm.loopback import Event, LoopbackComm, LoopbackWorld
 from mpistrat.comm.session import Session
 from mpistrat.comm.world import as_world
 
@@ -25,15 +25,23 @@ class RanksFailed(AssertionError):
 
     Attributes:
       errors: What each rank raised; ranks that ended well are missing.
+      trace: What happened in which order, if the ranks ran by a seed.
     """
 
-    def __init__(self, message: str, errors: dict[int, BaseException]):
-        """Keep what each rank raised."""
+    def __init__(self, message: str, errors: dict[int, BaseException], trace: Sequence[Event] = ()):
+        """Keep what each rank raised, and what happened."""
         super().__init__(message)
         self.errors = errors
+        self.trace = tuple(trace)
 
 
-def run_ranks(fn: Callable[..., Any], size: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+def run_ranks(
+    fn: Callable[..., Any],
+    size: int,
+    *args: Any,
+    timeout: float = 60.0,
+    seed: int | None = None,
+) -> list[Any]:
     """Call ``fn(comm, *args)`` on `size` ranks, each a thread, and return what each returned.
 
     In `fn` the group of ranks is also the default one, so programs that make a strategy without
@@ -44,6 +52,10 @@ def run_ranks(fn: Callable[..., Any], size: int, *args: Any, timeout: float = 60
       size: The number of ranks.
       args: Further arguments.
       timeout: Seconds after which ranks that have not ended are a failure.
+      seed: Let one rank run at a time; at every call of the communicator this number decides who
+        goes on. The same seed plays the same schedule again, to be read in ``comm.world.trace``;
+        another one tries another order. A deadlock is found at once, and told with the seed and
+        what each rank waits in. None: all ranks run at once.
 
     Returns:
       The results in rank order.
@@ -58,30 +70,27 @@ def run_ranks(fn: Callable[..., Any], size: int, *args: Any, timeout: float = 60
       ...     return strategy.run(lambda: ms.get_replica_context().all_reduce("sum", 1)).local
       >>> [int(total) for total in run_ranks(program, 3)]
       [3, 3, 3]
+
+      One schedule of many, the same each time:
+
+      >>> def order(comm, came):
+      ...     came.append(comm.rank)
+      ...     ms.MirroredStrategy().run(lambda: None)
+      ...     return came
+      >>> run_ranks(order, 3, [], seed=7)[0] == run_ranks(order, 3, [], seed=7)[0]
+      True
     """
-    world = LoopbackWorld(size, patience=timeout)
+    world = LoopbackWorld(size, patience=timeout, seed=seed)
     results: list[Any] = [None] * size
     errors: dict[int, BaseException] = {}
-
-    def body(rank: int) -> None:
-        comm = LoopbackComm(world, rank)
-        failure: BaseException | None = None
-        try:
-            with as_world(comm):
-                results[rank] = fn(comm, *args)
-        except BaseException as error:
-            failure = errors[rank] = error
-        try:
-            _leave(comm, failure)
-        except Exception as error:
-            errors.setdefault(rank, error)
-        finally:
-            comm.free()
 
     threads = [
         # A fresh context each: ranks must not see each other's strategy.
         threading.Thread(
-            target=contextvars.Context().run, args=(body, rank), name=f"rank {rank}", daemon=True
+            target=contextvars.Context().run,
+            args=(_run, LoopbackComm(world, rank), fn, args, results, errors),
+            name=f"rank {rank}",
+            daemon=True,
         )
         for rank in range(size)
     ]
@@ -92,8 +101,34 @@ def run_ranks(fn: Callable[..., Any], size: int, *args: Any, timeout: float = 60
         thread.join(max(0.0, deadline - time.monotonic()))
     stuck = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
     if stuck or errors:
-        raise RanksFailed(_explain(stuck, errors, threads, timeout), errors)
+        message = _explain(stuck, errors, threads, timeout)
+        if seed is not None:
+            message = f"in the schedule of seed {seed}:\n{message}"
+        raise RanksFailed(message, errors, world.trace)
     return results
+
+
+def _run(
+    comm: LoopbackComm,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    results: list[Any],
+    errors: dict[int, BaseException],
+) -> None:
+    failure: BaseException | None = None
+    try:
+        comm.world.begin(comm.rank)
+        with as_world(comm):
+            results[comm.rank] = fn(comm, *args)
+    except BaseException as error:
+        failure = errors[comm.rank] = error
+    try:
+        _leave(comm, failure)
+    except Exception as error:
+        errors.setdefault(comm.rank, error)
+    finally:
+        comm.free()
+        comm.world.end(comm.rank)
 
 
 def _leave(comm: LoopbackComm, failure: BaseException | None) -> None:
