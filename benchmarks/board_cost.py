@@ -20,7 +20,7 @@ from mpistrat.board.observer import Limits, Observer
 from mpistrat.board.page import Page, page_bytes
 from mpistrat.board.proc import look
 from mpistrat.board.reporter import Reporter
-from mpistrat.board.shared import shared_memory
+from mpistrat.memory.shared import shared_memory
 from mpistrat.board.watchdog import Watchdog
 
 TEXT = "all_reduce(SUM, {'b': float32[10], 'w': float32[128,10]})"
@@ -64,7 +64,7 @@ def microseconds(call: Callable[[], object], repeats: int = 200) -> float:
 
 def main() -> None:
     """Print the figures."""
-    memory = shared_memory(lambda data: [data], True, page_bytes(128))
+    memory = shared_memory(lambda data: [data], True, page_bytes(128), "board")
     if memory is None:
         raise SystemExit("memory cannot be shared here")
     page = Page(memory, 128)

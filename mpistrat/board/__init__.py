@@ -1,7 +1,6 @@
 """The board: where every rank of the job is now, and who says so when one does not arrive.
 
 - `page`: memory that the ranks of a node share, one slot per rank.
-- `shared`: how they come by it without a name that could be left behind.
 - `proc`: what the operating system knows of a process.
 - `places`: file and line of a frame, in words.
 - `rows`: ranks that are in the same place, small enough to travel between nodes.

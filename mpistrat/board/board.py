@@ -18,7 +18,7 @@ from mpistrat.board.page import BETWEEN, Page, Slot, page_bytes
 from mpistrat.board.proc import Launcher, look
 from mpistrat.board.reporter import Reporter, dump_signal, say
 from mpistrat.board.rows import Row
-from mpistrat.board.shared import shared_memory
+from mpistrat.memory.shared import shared_memory
 from mpistrat.board.watchdog import Watchdog
 from mpistrat.comm.nodes import Mailbox, Nodes, before_finalize, nodes_of, share, threads_allowed
 
@@ -82,7 +82,9 @@ class Board:
         def together(data: bytes) -> list[bytes]:
             return share(nodes.node, data)
 
-        memory = None if size == 1 else shared_memory(together, index == 0, page_bytes(size))
+        memory = (
+            None if size == 1 else shared_memory(together, index == 0, page_bytes(size), "board")
+        )
         shared = size == 1 or memory is not None
         if not shared:
             size, index = 1, 0

@@ -55,6 +55,25 @@ class Comm(abc.ABC):
     def bcast(self, buffer: Buffer, root: int) -> None:
         """Copy `buffer` of rank `root` into `buffer` of every rank."""
 
+    @abc.abstractmethod
+    def barrier(self) -> None:
+        """Wait for every rank. What any of them wrote to shared memory before is seen after."""
+
+    @abc.abstractmethod
+    def split(self, color: int) -> Comm:
+        """Return the group of the ranks that give the same `color`, in the order of this one."""
+
+    @abc.abstractmethod
+    def by_node(self) -> Comm:
+        """Return the group of the ranks that can share memory with this one; maybe this group."""
+
+    @abc.abstractmethod
+    def shared(self, nbytes: int) -> memoryview | None:
+        """Return zeroed bytes that all ranks of this group see, or None on all of them.
+
+        The memory lives as long as anything refers to it, and leaves nothing behind.
+        """
+
     @property
     def ended(self) -> bool:
         """Whether the transport has been shut down, so that nothing can be called any more."""

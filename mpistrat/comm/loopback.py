@@ -283,6 +283,26 @@ class LoopbackComm(Comm):
         parts = self._meet(f"bcast of {buffer.nbytes} bytes from {root}", mine)
         buffer[...] = parts[root]
 
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        self._meet("barrier", None)
+
+    def split(self, color: int) -> LoopbackComm:
+        """Return the ranks that give the same `color`, in a world of their own."""
+        ranks = [rank for rank, other in enumerate(self._meet("split", color)) if other == color]
+        world = LoopbackWorld(len(ranks), self.world.patience)
+        worlds = self._meet("worlds of a split", world)
+        return LoopbackComm(worlds[ranks[0]], ranks.index(self.rank))
+
+    def by_node(self) -> LoopbackComm:
+        """Return all ranks: they are threads of one process."""
+        return self
+
+    def shared(self, nbytes: int) -> memoryview | None:
+        """Return zeroed bytes that all ranks see."""
+        offered = bytearray(nbytes) if self.rank == 0 else None
+        return memoryview(self._meet(f"shared memory of {nbytes} bytes", offered)[0])
+
     def free(self) -> None:
         """Leave the world."""
         self.world.leave(self.rank)

@@ -14,6 +14,7 @@ from typing import Any, final
 import numpy as np
 
 from mpistrat.comm.base import Buffer, Comm
+from mpistrat.memory.shared import shared_memory
 
 __all__ = ["MPIComm", "abort", "initialized", "is_communicator", "library", "world_size"]
 
@@ -68,11 +69,16 @@ class MPIComm(Comm):
 
     name = "MPI"
 
-    def __init__(self, parent: Any):
-        """Duplicate `parent`, an mpi4py intracommunicator. Collective over it."""
+    def __init__(self, parent: Any, owned: bool = False):
+        """Duplicate `parent`, an mpi4py intracommunicator. Collective over it.
+
+        Args:
+          parent: What to duplicate.
+          owned: It is ours already, so there is nothing to duplicate.
+        """
         if library().Is_finalized():
             raise RuntimeError("MPI has been finalized in this process; no strategy can be made.")
-        self._comm = self.mpi = parent.Dup()
+        self._comm = self.mpi = parent if owned else parent.Dup()
         self.rank = self._comm.rank
         self.size = self._comm.size
         # Looked up once: every proof passes here, and it takes as long as some of these.
@@ -106,6 +112,23 @@ class MPIComm(Comm):
         for low in range(0, flat.size, _PIECE):
             piece = flat[low : low + _PIECE]
             self._comm.Bcast([piece, piece.nbytes, library().BYTE], root=root)
+
+    def barrier(self) -> None:
+        """Wait for every rank, by MPI_Barrier."""
+        self._comm.Barrier()
+
+    def split(self, color: int) -> MPIComm:
+        """Return the ranks that give the same `color`, by MPI_Comm_split."""
+        return MPIComm(self._comm.Split(color, self.rank), owned=True)
+
+    def by_node(self) -> MPIComm:
+        """Return the ranks that share memory with this one, by MPI_Comm_split_type."""
+        kind = library().COMM_TYPE_SHARED
+        return MPIComm(self._comm.Split_type(kind, self.rank), owned=True)
+
+    def shared(self, nbytes: int) -> memoryview | None:
+        """Return zeroed bytes that the processes of this group map; None if they cannot."""
+        return shared_memory(self._comm.allgather, self.rank == 0, nbytes, "arena")
 
     @property
     def ended(self) -> bool:

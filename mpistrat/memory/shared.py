@@ -18,32 +18,47 @@ from pathlib import Path
 
 __all__ = ["Share", "shared_memory"]
 
+# From here on larger pages are asked for; they save time when memory is first touched.
+_HUGE = 2 * 1024 * 1024
 # Gives the bytes of every rank of the node, in order, for those of this one. Collective.
 Share = Callable[[bytes], list[bytes]]
 
 
-def _memfd(size: int) -> tuple[int, str]:
-    fd = os.memfd_create("mpistrat-board", os.MFD_CLOEXEC)
-    os.ftruncate(fd, size)
+def _memfd(size: int, what: str) -> tuple[int, str]:
+    fd = os.memfd_create(f"mpistrat-{what}", os.MFD_CLOEXEC)
+    _reserve(fd, size)
     return fd, f"/proc/{os.getpid()}/fd/{fd}"
 
 
-def _named(size: int) -> tuple[int, str]:
+def _named(size: int, what: str) -> tuple[int, str]:
     room = Path("/dev/shm")
     place = str(room) if os.access(room, os.W_OK) else tempfile.gettempdir()
-    path = Path(place, f"mpistrat-board-{secrets.token_hex(16)}")
+    path = Path(place, f"mpistrat-{what}-{secrets.token_hex(16)}")
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    os.ftruncate(fd, size)
+    try:
+        _reserve(fd, size)
+    except OSError:
+        path.unlink()
+        raise
     return fd, str(path)
 
 
-Way = Callable[[int], tuple[int, str]]
+def _reserve(fd: int, size: int) -> None:
+    # Only to set the length would end the process with SIGBUS when the memory turns out too small.
+    try:
+        getattr(os, "posix_fallocate", lambda fd, _, size: os.ftruncate(fd, size))(fd, 0, size)
+    except OSError:
+        os.close(fd)
+        raise
 
 
-def _offer(way: Way, size: int, token: bytes) -> tuple[int, str]:
+Way = Callable[[int, str], tuple[int, str]]
+
+
+def _offer(way: Way, size: int, what: str, token: bytes) -> tuple[int, str]:
     """Make the memory with a token in it, or return an empty path."""
     with contextlib.suppress(OSError, AttributeError):
-        fd, path = way(size)
+        fd, path = way(size, what)
         os.pwrite(fd, token, 0)
         return fd, path
     return -1, ""
@@ -62,13 +77,16 @@ def _map(path: str, size: int, token: bytes) -> mmap.mmap | None:
             found = mmap.mmap(fd, size)
         finally:
             os.close(fd)
+        if size >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):
+                found.madvise(mmap.MADV_HUGEPAGE)
         if found[: len(token)] == token:
             return found
     return None
 
 
 def shared_memory(
-    share: Share, first: bool, size: int, ways: tuple[Way, ...] = (_memfd, _named)
+    share: Share, first: bool, size: int, what: str, ways: tuple[Way, ...] = (_memfd, _named)
 ) -> memoryview | None:
     """Return `size` zero bytes that all ranks of the node share, or None on all of them.
 
@@ -78,11 +96,12 @@ def shared_memory(
       share: All-gathers bytes over the node.
       first: This is the first rank of the node; it makes the memory.
       size: How many bytes.
+      what: What it is for; part of a name that shows in lists of mappings.
       ways: How to make it, best first.
     """
     for way in ways:
         token = secrets.token_bytes(16)
-        fd, path = _offer(way, size, token) if first else (-1, "")
+        fd, path = _offer(way, size, what, token) if first else (-1, "")
         told = json.loads(share(json.dumps([path, token.hex()]).encode())[0])
         found = _map(told[0], size, bytes.fromhex(told[1]))
         everywhere = b"\0" not in share(b"\1" if found is not None else b"\0")

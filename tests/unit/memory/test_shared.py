@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.board import shared
-from mpistrat.board.shared import shared_memory
+from mpistrat.memory import shared
+from mpistrat.memory.shared import shared_memory
 
 SIZE = 4096
 
@@ -36,13 +36,13 @@ def names():
     return {path.name for path in Path("/dev/shm").glob("mpistrat*")}
 
 
-def forbidden(size):
+def forbidden(size, what):
     raise OSError("forbidden")
 
 
-def elsewhere(size):
+def elsewhere(size, what):
     """As in another pid namespace: the path is something else for the others."""
-    fd, _ = shared._memfd(size)
+    fd, _ = shared._memfd(size, what)
     other = os.open("/dev/zero", os.O_RDWR)
     return fd, f"/proc/{os.getpid()}/fd/{other}"
 
@@ -58,7 +58,9 @@ WAYS = {
 @pytest.mark.parametrize("ways", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_what_one_writes_all_read(ways, size):
-    memories = together(size, lambda share, rank: shared_memory(share, rank == 0, SIZE, ways))
+    memories = together(
+        size, lambda share, rank: shared_memory(share, rank == 0, SIZE, "test", ways)
+    )
     assert all(len(memory) == SIZE and not any(memory) for memory in memories)
     for rank, memory in enumerate(memories):
         memory[rank] = 7
@@ -69,7 +71,9 @@ def test_what_one_writes_all_read(ways, size):
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_where_it_is_forbidden_nobody_gets_any(size):
     ways = (forbidden, forbidden)
-    assert together(size, lambda s, r: shared_memory(s, r == 0, SIZE, ways)) == [None] * size
+    assert (
+        together(size, lambda s, r: shared_memory(s, r == 0, SIZE, "test", ways)) == [None] * size
+    )
 
 
 @pytest.mark.parametrize("way", [shared._memfd, shared._named])
@@ -85,7 +89,7 @@ def test_if_one_rank_cannot_nobody_does(way, monkeypatch):
     def program(share, rank):
         if rank == 1:
             blind.append(threading.current_thread())
-        return shared_memory(share, rank == 0, SIZE, (way,))
+        return shared_memory(share, rank == 0, SIZE, "test", (way,))
 
     monkeypatch.setattr(shared, "_map", one_is_blind)
     assert together(3, program) == [None] * 3
@@ -94,7 +98,7 @@ def test_if_one_rank_cannot_nobody_does(way, monkeypatch):
 
 def test_no_file_descriptor_is_left():
     before = len(list(Path("/proc/self/fd").iterdir()))
-    kept = together(2, lambda share, rank: shared_memory(share, rank == 0, SIZE))
+    kept = together(2, lambda share, rank: shared_memory(share, rank == 0, SIZE, "test"))
     # A mapping keeps a duplicate of its descriptor (mmap of CPython), and nothing else is open.
     assert len(list(Path("/proc/self/fd").iterdir())) <= before + 2
     del kept

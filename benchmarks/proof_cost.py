@@ -1,0 +1,181 @@
+"""What does the proof cost, beside the same call without it?
+
+    mpiexec -n 2 python benchmarks/proof_cost.py [--json PATH] [--check]
+
+``proved`` is the public ``ctx.all_reduce`` in replica code, every guard on. ``bare`` is the same
+public call on a strategy whose collectives move their payload and prove nothing: no frame, no
+digest, no board, no look at thread and process. ``raw`` is mpi4py's ``Allreduce`` of the same bytes
+into a buffer that is there already. All three run in one job and take turns, in blocks of calls;
+a block's time is that of the slowest rank, and a row shows the median over blocks.
+
+``--check`` fails if the proof adds more than 5 us to a number, or more than 5 % to 1 MB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from all_reduce import facts, print_facts
+from mpi4py import MPI
+
+import mpistrat
+from mpistrat.collectives.lockstep import Lockstep
+from mpistrat.collectives.reducer import Reducer
+from mpistrat.comm.mpi import MPIComm
+from mpistrat.distribute.parts import Parts
+from mpistrat.distribute.strategy import Strategy
+
+BLOCKS = 60
+CASES = {
+    "a number": (lambda: np.float64(1.5), 400),
+    "8 numbers": (lambda: np.ones(8), 400),
+    "4 KiB": (lambda: np.ones(512), 200),
+    "64 KiB": (lambda: np.ones(8192), 100),
+    "1 MB": (lambda: np.ones(125_000), 10),
+    "8 MB": (lambda: np.ones(1_000_000), 3),
+}
+
+
+class Bare:
+    """Stands where the proof stands, and lets every call pass unseen."""
+
+    def __init__(self, lockstep: Lockstep, comm: MPIComm):
+        self.session, self.options, self.comm = lockstep.session, lockstep.options, comm
+
+    def fits(self, nbytes: int) -> bool:
+        """Nothing rides where there is no frame."""
+        return False
+
+    def share(self, call: str, small: bytes, alarm: str = "") -> list[bytes]:
+        """A sum of no weights needs nothing of the others."""
+        return [small] * self.comm.size
+
+
+class BarePlan:
+    """A small array without the proof: two copies and ``Allreduce``."""
+
+    def __init__(self, comm: MPIComm, like: Any):
+        self.comm, self.lone = comm, not isinstance(like, np.ndarray)
+        self.send = np.array(like, ndmin=1)
+
+    def one(self, value: Any) -> Any:
+        self.send[...] = value
+        total = np.empty_like(self.send)
+        self.comm.allreduce(self.send, total, "SUM")
+        return total[0] if self.lone else total
+
+
+def bare_strategy(comm: MPI.Intracomm) -> Strategy:
+    """Return a strategy that proves nothing once its replicas have begun to run."""
+    own = mpistrat.MirroredStrategy(comm=comm).parts
+    reducer = Reducer(Bare(own.lockstep, MPIComm(comm)))  # type: ignore[arg-type]
+    return Strategy(Parts(own.view, own.lockstep, own.plans, reducer, own.regroup))
+
+
+def contestants(comm: MPI.Intracomm, proved: Strategy, bare: Strategy) -> dict[str, Any]:
+    """Return for each peer a function from a value to its call."""
+    inner = MPIComm(comm.Dup())
+
+    def ours(value: Any) -> Callable[[], Any]:
+        return lambda: mpistrat.get_replica_context().all_reduce("SUM", value)
+
+    def unproved(value: Any) -> Callable[[], Any]:
+        key = ("SUM", value.dtype, value.shape) if value.ndim else ("SUM", type(value))
+        if value.nbytes <= 200:
+            bare.parts.plans._lone[key] = BarePlan(inner, value)
+        return ours(value)
+
+    def raw(value: Any) -> Callable[[], Any]:
+        send = np.array(value, ndmin=1)
+        recv = np.empty_like(send)
+        return lambda: comm.Allreduce(send, recv)
+
+    return {"raw": raw, "bare": unproved, "proved": ours}
+
+
+def block(comm: MPI.Intracomm, run: Callable[..., Any], call: Callable[[], Any], n: int) -> float:
+    """Return this rank's seconds per call over `n` calls."""
+
+    def timed() -> float:
+        for _ in range(3):
+            call()
+        comm.Barrier()
+        begin = time.perf_counter()
+        for _ in range(n):
+            call()
+        return (time.perf_counter() - begin) / n
+
+    return run(timed)
+
+
+def measure(comm: MPI.Intracomm, proved: Strategy, bare: Strategy, name: str) -> dict[str, Any]:
+    """Return one row: medians in us, and what the proof adds. Collective."""
+    make, calls = CASES[name]
+    value = make()
+    runs = {"raw": lambda f: f(), "bare": inside(bare), "proved": inside(proved)}
+    made = {peer: build(value) for peer, build in contestants(comm, proved, bare).items()}
+    times: dict[str, list[float]] = {peer: [] for peer in made}
+    for number in range(BLOCKS):
+        for peer in list(made) if number % 2 else list(made)[::-1]:
+            times[peer].append(block(comm, runs[peer], made[peer], calls))
+    row: dict[str, Any] = {"case": name, "bytes": int(value.nbytes)}
+    for peer, seconds in times.items():
+        worst = np.empty(BLOCKS)
+        comm.Allreduce(np.array(seconds), worst, op=MPI.MAX)
+        row[f"{peer}_us"] = float(np.median(worst) * 1e6)
+    row["added_us"] = row["proved_us"] - row["bare_us"]
+    row["added_percent"] = 100 * row["added_us"] / row["bare_us"]
+    row["times_raw"] = row["proved_us"] / row["raw_us"]
+    return row
+
+
+def inside(strategy: Strategy) -> Callable[[Callable[[], float]], float]:
+    """Return what runs a function in replica code of `strategy`, and returns its own number."""
+
+    def run(timed: Callable[[], float]) -> float:
+        seconds: list[float] = []
+        strategy.run(lambda: seconds.append(timed()))
+        return seconds[0]
+
+    return run
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", metavar="PATH", help="where the numbers go")
+    parser.add_argument("--check", action="store_true", help="fail above 5 us, or 5 % at 1 MB")
+    chosen = parser.parse_args()
+    comm = MPI.COMM_WORLD.Dup()
+    proved = mpistrat.MirroredStrategy()
+    bare = bare_strategy(MPI.COMM_WORLD.Dup())
+    known = facts(comm)
+    rows = []
+    if comm.rank == 0:
+        print_facts(known, "")
+        print("case           raw us    bare us  proved us   added us   added %   x raw")
+    for name in CASES:
+        row = measure(comm, proved, bare, name)
+        rows.append(row)
+        if comm.rank == 0:
+            print(
+                f"{name:10} {row['raw_us']:10.2f} {row['bare_us']:10.2f} {row['proved_us']:10.2f} "
+                f"{row['added_us']:10.2f} {row['added_percent']:9.1f} {row['times_raw']:7.2f}",
+                flush=True,
+            )
+    if comm.rank == 0 and chosen.json:
+        Path(chosen.json).write_text(json.dumps({**known, "rows": rows}, indent=2) + "\n")
+    by = {row["case"]: row for row in rows}
+    good = by["a number"]["added_us"] <= 5 and by["1 MB"]["added_percent"] <= 5
+    # Rank 0 decides, so that all leave alike.
+    return int(chosen.check and not comm.bcast(good))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

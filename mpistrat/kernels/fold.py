@@ -1,0 +1,160 @@
+"""Folds of the rows of a matrix into each other: what an all-reduce is, in shared memory.
+
+Row r holds the values of rank r; each rank folds its own slice of columns, in rank order, so the
+result has the same bits whoever computed it and however the columns are cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpistrat.kernels import jit
+
+__all__ = ["fold_rows", "spread_rows"]
+
+Array: TypeAlias = NDArray[Any]
+
+_TILE = 2048  # elements folded at once; of float64 16 KiB, half of a first-level cache
+_BLOCK = 32768  # the same for NumPy, whose calls cost more than its loops
+# From here on a slice is worth a compiler, if none has run yet.
+_COMPILE = 1 << 18
+_COMPILED = frozenset(map(np.dtype, ("f4", "f8", "i4", "i8", "u4", "u8")))
+
+
+def fold_rows(
+    fold: Callable[..., Any],
+    rows: Array,
+    out: Array,
+    start: int,
+    stop: int,
+    scales: Array | None = None,
+    divisor: float = 1.0,
+) -> None:
+    """Fold columns `start` to `stop` of all rows, and write the result to the rows of `out`.
+
+    Replaces k - 1 calls of ``np.add`` and k of ``np.copyto`` by one pass that reads and writes each
+    element once. Measured on 25.6 million float32 in two rows, each of two processes one half:
+    8.6 ms, 10.1 ms by NumPy in blocks, 17.4 ms a copy of one row, 71 ms by ``MPI_Allreduce``.
+
+    Args:
+      fold: ``np.add``, ``np.multiply``, ``np.minimum`` or ``np.maximum``.
+      rows: C-ordered matrix, one row for each rank.
+      out: C-ordered matrix of the same dtype and number of columns, which may be `rows` itself.
+      start: The first column.
+      stop: The column after the last.
+      scales: What to multiply each row by; a row of 0 is never read. None for all ones.
+      divisor: What to divide the result by.
+
+    Cost: One pass over the slice of all rows. New dtypes compile for a second or two, once per
+      cache on disk; slices below 256 Ki elements do not wait for it.
+    """
+    if stop <= start:
+        return
+    if scales is not None and bool((scales == 1).all()):
+        scales = None
+    plain = fold is np.add and scales is None and divisor == 1.0 and rows.dtype in _COMPILED
+    if plain and stop - start >= _COMPILE:
+        _sum_rows(rows, out, start, stop)
+    else:
+        with np.errstate(all="ignore"):
+            _fold_blocks(fold, rows, out, start, stop, scales, divisor)
+
+
+def _fold_blocks(
+    fold: Callable[..., Any],
+    rows: Array,
+    out: Array,
+    start: int,
+    stop: int,
+    scales: Array | None,
+    divisor: float,
+) -> None:
+    room = np.empty(min(_BLOCK, stop - start), rows.dtype)
+    spare = np.empty_like(room) if scales is not None else room
+    for low in range(start, stop, _BLOCK):
+        high = min(low + _BLOCK, stop)
+        total, part = room[: high - low], spare[: high - low]
+        if scales is None:
+            if len(rows) > 1:
+                fold(rows[0, low:high], rows[1, low:high], out=total)
+            else:
+                total[:] = rows[0, low:high]
+            for row in rows[2:]:
+                fold(total, row[low:high], out=total)
+        else:
+            _scaled(rows[0, low:high], scales[0], total)
+            for row, factor in zip(rows[1:], scales[1:], strict=True):
+                fold(total, _scaled(row[low:high], factor, part), out=total)
+        if divisor != 1.0:
+            _divide(total, divisor)
+        out[:, low:high] = total
+
+
+def _real(array: Array) -> Array:
+    # To scale a complex number is to scale its parts: inf + 1j times 2 + 0j would be NaN.
+    if array.dtype.kind != "c":
+        return array
+    return array.view(np.dtype(f"f{array.dtype.itemsize // 2}"))
+
+
+def _scaled(row: Array, factor: float, out: Array) -> Array:
+    if factor == 0:
+        out[:] = 0
+    else:
+        parts = _real(row)
+        np.multiply(parts, parts.dtype.type(factor), out=_real(out))
+    return out
+
+
+def _divide(total: Array, divisor: float) -> None:
+    parts = _real(total)
+    np.divide(parts, parts.dtype.type(divisor), out=parts)
+
+
+def _sum_rows_twin(rows: Array, out: Array, start: int, stop: int) -> None:
+    with np.errstate(all="ignore"):
+        _fold_blocks(np.add, rows, out, start, stop, None, 1.0)
+
+
+@jit.kernel(_sum_rows_twin)
+def _sum_rows(rows: Array, out: Array, start: int, stop: int) -> None:
+    total = np.empty(_TILE, rows.dtype)
+    for low in range(start, stop, _TILE):
+        high = min(low + _TILE, stop)
+        # Slices, not indices into the matrix: only so are the loops vector code.
+        first = rows[0, low:high]
+        if rows.shape[0] > 1:
+            second = rows[1, low:high]
+            for i in range(high - low):
+                total[i] = first[i] + second[i]
+        else:
+            for i in range(high - low):
+                total[i] = first[i]
+        for r in range(2, rows.shape[0]):
+            row = rows[r, low:high]
+            for i in range(high - low):
+                total[i] += row[i]
+        for r in range(out.shape[0]):
+            place = out[r, low:high]
+            for i in range(high - low):
+                place[i] = total[i]
+
+
+def spread_rows(rows: Array, source: int, start: int, stop: int, divisor: float = 1.0) -> None:
+    """Copy columns `start` to `stop` of row `source`, divided by `divisor`, to all rows.
+
+    Cost: One pass over the slice.
+    """
+    for low in range(start, stop, _BLOCK):
+        high = min(low + _BLOCK, stop)
+        total = rows[source, low:high]
+        if divisor != 1.0:
+            with np.errstate(all="ignore"):
+                _divide(total, divisor)
+        for r in range(len(rows)):
+            if r != source:
+                rows[r, low:high] = total

@@ -1,0 +1,175 @@
+"""The shared memory of one strategy: what its reductions pass through, and what programs write to.
+
+Life of an `Arena`: it is made empty; at the first call that needs it, the ranks find out who shares
+a node; each block is made by a collective call, and lives as long as its arrays do. Nothing has a
+name, so nothing can be left behind, whatever becomes of the ranks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NamedTuple, final
+
+import numpy as np
+
+from mpistrat.arrays import Array
+from mpistrat.comm.base import Comm
+from mpistrat.memory.layout import Layout, Place, Specs, lay_out
+from mpistrat.memory.nodes import Nodes, find_nodes
+
+__all__ = ["Arena", "Block", "Home"]
+
+# Two result rows beside the ranks' own: a rank that is ahead writes the one, while others that are
+# behind still read the other.
+_RESULTS = 2
+
+
+@final
+class Block:
+    """Arrays of every rank of the node, where all of them can be read and folded.
+
+    Attributes:
+      number: How many blocks the strategy had made before; equal on all ranks.
+      layout: Where the leaves lie.
+      matrices: The matrices, with one row for each rank of the node.
+    """
+
+    def __init__(self, number: int, layout: Layout, memory: memoryview, rows: int):
+        """Look at `memory` as a block of `rows` ranks."""
+        self.number, self.layout = number, layout
+        self.matrices = tuple(
+            np.frombuffer(memory, m.dtype, m.columns * rows, m.offset).reshape(rows, m.columns)
+            for m in layout.matrices
+        )
+
+    def leaf(self, index: int, row: int) -> Array:
+        """Return leaf `index` of the rank whose row this is; a new writable view."""
+        place = self.layout.places[index]
+        return self.matrices[place.matrix][row, place.start : place.stop].reshape(place.shape)
+
+
+class Home(NamedTuple):
+    """Where an array of a block lies.
+
+    Attributes:
+      block: Which block.
+      leaf: Which of its leaves.
+    """
+
+    block: Block
+    leaf: int
+
+    @property
+    def place(self) -> Place:
+        """The columns of the leaf."""
+        return self.block.layout.places[self.leaf]
+
+
+@final
+class Arena:
+    """The blocks of one strategy.
+
+    Args:
+      comm: The ranks of the strategy.
+      per_node: Take so many consecutive ranks as one node; 0 to ask MPI.
+    """
+
+    def __init__(self, comm: Comm, per_node: int = 0):
+        """Make no block yet, and ask nobody anything."""
+        self._comm, self._per_node = comm, per_node
+        self._nodes: Nodes | None = None
+        self._count = 0
+        # By address, and checked to be the same object: an address is used again after its array.
+        self._homes: dict[int, tuple[weakref.ref[Any], Home]] = {}
+        self._scratch: memoryview | None = None
+        self._rooms: dict[np.dtype[Any], Array] = {}
+        self._refused = False
+
+    @property
+    def known(self) -> bool:
+        """Whether the ranks have found out who shares a node."""
+        return self._nodes is not None
+
+    def nodes(self) -> Nodes:
+        """Return who shares a node. Collective the first time."""
+        if self._nodes is None:
+            self._nodes = find_nodes(self._comm, self._per_node)
+        return self._nodes
+
+    def block(self, specs: Specs) -> list[Array] | None:
+        """Make a block for leaves of these ``(dtype, shape)``.
+
+        Collective. Cost: the memory is reserved at once, some 0.25 s per GB.
+
+        Returns:
+          This rank's arrays, zeroed and writable; None on every rank of the job if some node has
+          not the memory.
+        """
+        node = self.nodes().node
+        layout = lay_out(specs, node.size)
+        memory = node.shared(layout.nbytes)
+        if not self._everywhere(memory is not None) or memory is None:
+            return None
+        self._count += 1
+        block = Block(self._count, layout, memory, node.size)
+        arrays = [block.leaf(index, node.rank) for index in range(len(specs))]
+        for index, array in enumerate(arrays):
+            self._remember(array, Home(block, index))
+        return arrays
+
+    def _remember(self, array: Array, home: Home) -> None:
+        key, homes = id(array), self._homes
+
+        def forget(_: Any) -> None:
+            homes.pop(key, None)
+
+        # Only this keeps the block: it goes when the last of its arrays is gone.
+        homes[key] = (weakref.ref(array, forget), home)
+
+    def home(self, array: Any) -> Home | None:
+        """Return where an array lies, if it is one of a block."""
+        found = self._homes.get(id(array))
+        return found[1] if found is not None and found[0]() is array else None
+
+    def _everywhere(self, good: bool) -> bool:
+        told = np.empty(1, np.int64)
+        self._comm.allreduce(np.array([int(good)]), told, "MIN")
+        return bool(told[0])
+
+    def has_room(self, nbytes: int) -> bool:
+        """Tell whether `scratch` for so many bytes per rank needs no communication."""
+        return self._scratch is not None and self._row() >= nbytes
+
+    def _row(self) -> int:
+        assert self._scratch is not None
+        return len(self._scratch) // (self.nodes().node.size + _RESULTS)
+
+    def make_room(self, nbytes: int) -> bool:
+        """Have `scratch` of at least so many bytes per rank from now on, or tell that nobody can.
+
+        Collective.
+        """
+        if self._refused:
+            return False
+        node = self.nodes().node
+        row = 1 << max(16, (nbytes - 1).bit_length())
+        self._rooms.clear()
+        self._scratch = None
+        memory = node.shared(row * (node.size + _RESULTS))
+        self._refused = not self._everywhere(memory is not None)
+        if not self._refused:
+            self._scratch = memory
+        return not self._refused
+
+    def scratch(self, dtype: np.dtype[Any]) -> Array:
+        """Return the scratch memory as rows of `dtype`: one per rank of the node, two of results.
+
+        What is in it means something within one reduction only.
+        """
+        room = self._rooms.get(dtype)
+        if room is None:
+            assert self._scratch is not None
+            rows = self.nodes().node.size + _RESULTS
+            room = np.frombuffer(self._scratch, dtype, self._row() // dtype.itemsize * rows)
+            room = self._rooms[dtype] = room.reshape(rows, -1)
+        return room

@@ -1,0 +1,55 @@
+"""Which ranks share memory, and which of them talk to the other nodes.
+
+Ranks of one node fold in shared memory. Between nodes a fold is cut into as many *lanes* as the
+smallest node has ranks; in each lane one rank of every node talks to its twins about its own slice
+only, so that all lanes move at once (multi-leader; Bayatpour et al., "Scalable Reduction
+Collectives with Data Partitioning-based Multi-Leader Design", SC 2017).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from mpistrat.comm.base import Comm
+
+__all__ = ["Nodes", "find_nodes"]
+
+
+class Nodes(NamedTuple):
+    """A group of ranks, cut at the borders of shared memory.
+
+    Attributes:
+      node: The ranks of this node; the group itself if there is only one node.
+      lanes: How many ranks of every node talk to the other nodes: those whose rank in `node` is
+        less.
+      lane: This rank and its twins on the other nodes; None if it has no lane, or there is only
+        one node.
+      count: How many nodes there are.
+    """
+
+    node: Comm
+    lanes: int
+    lane: Comm | None
+    count: int
+
+
+def find_nodes(comm: Comm, per_node: int = 0) -> Nodes:
+    """Cut `comm` at the borders of shared memory.
+
+    Collective. Cost: two splits and two small all-reduces, once.
+
+    Args:
+      comm: The group.
+      per_node: Take so many consecutive ranks as one node, whatever they share; 0 to ask MPI.
+    """
+    node = comm.split(comm.rank // per_node) if per_node else comm.by_node()
+    if node.size == comm.size:
+        return Nodes(comm, comm.size, None, 1)
+    lanes, count = np.empty(1, np.int64), np.empty(1, np.int64)
+    comm.allreduce(np.array([node.size]), lanes, "MIN")
+    comm.allreduce(np.array([int(node.rank == 0)]), count, "SUM")
+    leads = node.rank < lanes[0]
+    lane = comm.split(node.rank if leads else int(lanes[0]))
+    return Nodes(node, int(lanes[0]), lane if leads else None, int(count[0]))
