@@ -46,6 +46,14 @@ class KubernetesClusterResolver(ClusterResolver):
       ImportError: No client is given, and the package ``kubernetes`` is not installed.
 
     As: ``tf.distribute.cluster_resolver.KubernetesClusterResolver``.
+
+    Example:
+      >>> from types import SimpleNamespace as Thing
+      >>> status = Thing(phase="Running", host_ip="10.0.0.1")
+      >>> pods = Thing(items=[Thing(metadata=Thing(name="a"), status=status)])
+      >>> client = Thing(list_pod_for_all_namespaces=lambda label_selector: pods)
+      >>> KubernetesClusterResolver(override_client=client).master("worker", 0)
+      'grpc://10.0.0.1:8470'
     """
 
     def __init__(

@@ -25,6 +25,9 @@ class SlurmClusterResolver(ClusterResolver):
     `port_base`, the next the port after it. Jobs get their tasks in the order of their names. The
     environment is read when the resolver is made; neither MPI nor another program is started.
 
+    Under ``mpiexec`` in an allocation these variables belong to the launcher's own process on each
+    node and are equal on all its ranks; there `MPIClusterResolver` and `tf_config` know better.
+
     Args:
       jobs: How many tasks each job has; None for one job ``worker`` with all tasks of the step.
       port_base: The port of the first task of each node.
