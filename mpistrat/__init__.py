@@ -17,8 +17,11 @@ _NAMES = {
     "MirroredStrategy": "mpistrat.distribute.strategies",
     "MultiWorkerMirroredStrategy": "mpistrat.distribute.strategies",
     "OneDeviceStrategy": "mpistrat.distribute.strategies",
+    "ParameterServerStrategy": "mpistrat.refused",
     "Strategy": "mpistrat.distribute.strategy",
     "StrategyExtended": "mpistrat.distribute.extended",
+    # started by the launcher
+    "Server": "mpistrat.refused",
     # contexts
     "ReplicaContext": "mpistrat.distribute.context",
     "get_replica_context": "mpistrat.distribute.context",
@@ -51,11 +54,12 @@ _NAMES = {
     "NonFiniteError": "mpistrat.errors",
     "OptionError": "mpistrat.errors",
     "PreflightError": "mpistrat.errors",
+    "RefusedError": "mpistrat.errors",
     "RemoteError": "mpistrat.errors",
     "StrategyError": "mpistrat.errors",
     "StructureError": "mpistrat.errors",
 }
-_MODULES = ("cluster_resolver", "testing")
+_MODULES = ("cluster_resolver", "coordinator", "experimental", "testing")
 
 __all__ = [
     "AxisError",
@@ -77,11 +81,14 @@ __all__ = [
     "NonFiniteError",
     "OneDeviceStrategy",
     "OptionError",
+    "ParameterServerStrategy",
     "PerReplica",
     "PreflightError",
     "ReduceOp",
+    "RefusedError",
     "RemoteError",
     "ReplicaContext",
+    "Server",
     "Strategy",
     "StrategyError",
     "StrategyExtended",
@@ -92,6 +99,8 @@ __all__ = [
     "VariableSynchronization",
     "__version__",
     "cluster_resolver",
+    "coordinator",
+    "experimental",
     "get_replica_context",
     "get_strategy",
     "has_strategy",
@@ -100,7 +109,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from mpistrat import cluster_resolver, testing
+    from mpistrat import cluster_resolver, coordinator, experimental, testing
     from mpistrat.distribute.context import (
         ReplicaContext,
         get_replica_context,
@@ -131,6 +140,7 @@ if TYPE_CHECKING:
         NonFiniteError,
         OptionError,
         PreflightError,
+        RefusedError,
         RemoteError,
         StrategyError,
         StructureError,
@@ -138,6 +148,7 @@ if TYPE_CHECKING:
     from mpistrat.feed.dataset import Dataset
     from mpistrat.feed.distributed import DistributedDataset, DistributedIterator
     from mpistrat.kernels.ops import ReduceOp
+    from mpistrat.refused import ParameterServerStrategy, Server
 
 
 def __getattr__(name: str) -> Any:

@@ -13,6 +13,7 @@ The tree; each class is also the built-in it refines, so code that knows only th
     ├── AxisError       (ValueError)     an axis does not exist, or comes twice
     ├── DataError       (ValueError)     a data source is ragged, empty-handed or used up
     ├── LeafTypeError   (TypeError)      a leaf is no array, or its dtype cannot be reduced
+    ├── RefusedError    (NotImplementedError)   a name of tf.distribute with no meaning here
     ├── OptionError     (ValueError)     an option or MPISTRAT_* variable cannot be used
     └── LaunchError     (RuntimeError)   launcher, MPI library and mpi4py are not one MPI
         └── PreflightError               the ranks run different versions or options
@@ -36,6 +37,7 @@ __all__ = [
     "NonFiniteError",
     "OptionError",
     "PreflightError",
+    "RefusedError",
     "RemoteError",
     "StrategyError",
     "StructureError",
@@ -110,6 +112,10 @@ class LeafTypeError(MpistratError, TypeError):
 
 class OptionError(MpistratError, ValueError):
     """An option, or the MPISTRAT_* variable behind it, has a value that cannot be used."""
+
+
+class RefusedError(MpistratError, NotImplementedError):
+    """A name of tf.distribute was used that has no meaning here; says what to use instead."""
 
 
 class LaunchError(MpistratError, RuntimeError):

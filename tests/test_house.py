@@ -26,7 +26,8 @@ ROWS = (
     ("optim", "checkpoint", "watch"),
     (
         *("launch", "compat", "integrations", "testing", "examples", "cli", "__main__"),
-        *("__init__", "cluster_resolver"),  # public names, bound here and made elsewhere
+        # Public names, bound here and made elsewhere; and those that are refused.
+        *("__init__", "cluster_resolver", "coordinator", "experimental", "refused"),
     ),
 )
 LAYER = {room: number for number, row in enumerate(ROWS) for room in row}

@@ -5,5 +5,12 @@ The rank always comes from MPI; resolvers only add names.
 - `detect`, `job`: what the launcher's environment says, without starting MPI.
 - `spec`: `ClusterSpec`, jobs and the addresses of their tasks.
 - `resolver`: `ClusterResolver`, what every resolver answers.
-- `resolvers`: from MPI, and from ``TF_CONFIG``.
+- `resolvers`: from MPI, which is the default, and from ``TF_CONFIG``. `tpu`: MPI again, under the
+  words of a TPU.
+- `simple`: what the program says, and several resolvers as one. `slurm`, `clouds`: from Slurm's
+  environment, written as `hostlist` reads it; from Kubernetes and Compute Engine.
+- `roles`: which task is the chief, and who counts as a worker.
+- `tf_config`: the text of ``TF_CONFIG``; `mpistrat.launch.tf_config` asks the ranks for it.
+
+A resolver more is one file here, one line in `mpistrat.cluster_resolver` and one test class.
 """

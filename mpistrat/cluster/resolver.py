@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import abc
+from typing import Any
 
 from mpistrat.cluster.spec import ClusterSpec
 
-__all__ = ["ClusterResolver"]
+__all__ = ["ClusterResolver", "chosen_master", "url"]
 
 
 class ClusterResolver(abc.ABC):
     """Names this process in the job. It never decides which rank this is; MPI does.
 
+    A resolver of one's own defines `cluster_spec` and `master`, and sets ``task_type`` and
+    ``task_id`` if it knows them.
+
     As: ``tf.distribute.cluster_resolver.ClusterResolver``.
     """
+
+    _task_type: str | None = None
+    _task_id: int | None = None
 
     @abc.abstractmethod
     def cluster_spec(self) -> ClusterSpec:
@@ -28,17 +35,62 @@ class ClusterResolver(abc.ABC):
     ) -> str:
         """Return the address of a task, or of whoever leads the session."""
 
-    @property
-    @abc.abstractmethod
-    def task_type(self) -> str | None:
-        """The job that this process is in."""
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
+    ) -> dict[str, int]:
+        """Return how many devices of each kind, other than CPUs, a task has.
+
+        Args:
+          task_type: The job of the task; None for that of this process.
+          task_id: Which task of it; None for this process.
+          config_proto: Not looked at.
+
+        Returns:
+          Kind to count; empty unless the resolver was told, for mpistrat computes on CPUs and
+          looks for no devices.
+        """
+        return {}
 
     @property
-    @abc.abstractmethod
+    def task_type(self) -> str | None:
+        """The job that this process is in; None if nothing says. Can be set."""
+        return self._task_type
+
+    @task_type.setter
+    def task_type(self, value: str | None) -> None:
+        self._task_type = value
+
+    @property
     def task_id(self) -> int | None:
-        """Which task of that job this process is."""
+        """Which task of that job this process is; None if nothing says. Can be set."""
+        return self._task_id
+
+    @task_id.setter
+    def task_id(self, value: int | None) -> None:
+        self._task_id = value
 
     @property
     def environment(self) -> str:
         """What kind of place the cluster runs in; empty where nothing says."""
         return ""
+
+
+def url(address: str, rpc_layer: str | None) -> str:
+    """Return an address with the way of talking to it before it, if there is one.
+
+    Example:
+      >>> url("a:1", "grpc"), url("a:1", None)
+      ('grpc://a:1', 'a:1')
+    """
+    return f"{rpc_layer}://{address}" if rpc_layer else address
+
+
+def chosen_master(
+    resolver: ClusterResolver, task_type: str | None, task_id: int | None, rpc_layer: str | None
+) -> str:
+    """Return the address of the named task, else of this process; empty if neither is known."""
+    kind = resolver.task_type if task_type is None else task_type
+    index = resolver.task_id if task_id is None else task_id
+    if kind is None or index is None:
+        return ""
+    return url(resolver.cluster_spec().task_address(kind, index), rpc_layer)

@@ -7,10 +7,13 @@ import os
 from collections.abc import Mapping
 from typing import Any, final
 
-from mpistrat.cluster.resolver import ClusterResolver
+from mpistrat.cluster.resolver import ClusterResolver, url
 from mpistrat.cluster.spec import ClusterSpec
+from mpistrat.comm.world import default_parent
 
-__all__ = ["MPIClusterResolver", "TFConfigClusterResolver", "default_resolver"]
+__all__ = ["LABEL", "MPIClusterResolver", "TFConfigClusterResolver", "default_resolver"]
+
+LABEL = "rank:"  # before the number of a rank that has no address
 
 
 @final
@@ -18,22 +21,32 @@ class MPIClusterResolver(ClusterResolver):
     """Every rank is a worker, numbered by its rank.
 
     Args:
-      rank: This rank.
-      size: The number of ranks.
+      rank: This rank; None to ask MPI for rank and size, which starts MPI.
+      size: The number of ranks; not looked at if `rank` is None.
+      job: What to call the job.
+
+    Raises:
+      ValueError: `rank` is none of `size` ranks.
 
     Example:
       >>> MPIClusterResolver(1, 2).cluster_spec()
       ClusterSpec({'worker': ['rank:0', 'rank:1']})
     """
 
-    def __init__(self, rank: int, size: int):
+    def __init__(self, rank: int | None = None, size: int = 1, job: str = "worker"):
         """Be rank `rank` of `size`."""
-        self._rank = rank
+        if rank is None:
+            world = default_parent()
+            rank, size = world.rank, world.size
+        if not 0 <= rank < size:
+            raise ValueError(f"rank must be in 0..{size - 1} for {size} ranks, got {rank}.")
         self._size = size
+        self._job = self._task_type = job
+        self._task_id = rank
 
     def cluster_spec(self) -> ClusterSpec:
-        """Return one job ``worker`` with a task per rank; the addresses are the ranks' labels."""
-        return ClusterSpec({"worker": [f"rank:{rank}" for rank in range(self._size)]})
+        """Return one job with a task per rank; the addresses are the ranks' labels."""
+        return ClusterSpec({self._job: [f"{LABEL}{rank}" for rank in range(self._size)]})
 
     def master(
         self,
@@ -42,17 +55,7 @@ class MPIClusterResolver(ClusterResolver):
         rpc_layer: str | None = None,
     ) -> str:
         """Return the label of a task; of rank 0 if none is named."""
-        return self.cluster_spec().task_address(task_type or "worker", task_id or 0)
-
-    @property
-    def task_type(self) -> str:
-        """Always ``"worker"``."""
-        return "worker"
-
-    @property
-    def task_id(self) -> int:
-        """The rank."""
-        return self._rank
+        return self.cluster_spec().task_address(task_type or self._job, task_id or 0)
 
 
 @final
@@ -102,20 +105,32 @@ class TFConfigClusterResolver(ClusterResolver):
 
     @property
     def task_type(self) -> str | None:
-        """The job that ``TF_CONFIG`` puts this process in."""
+        """The job that ``TF_CONFIG`` puts this process in. Can be set."""
         found = self._config().get("task", {}).get("type") if self._type is None else self._type
         return None if found is None else str(found)
 
+    @task_type.setter
+    def task_type(self, value: str | None) -> None:
+        self._type = value
+
     @property
     def task_id(self) -> int | None:
-        """The task that ``TF_CONFIG`` makes this process."""
+        """The task that ``TF_CONFIG`` makes this process. Can be set."""
         found = self._config().get("task", {}).get("index") if self._id is None else self._id
         return None if found is None else int(found)
 
+    @task_id.setter
+    def task_id(self, value: int | None) -> None:
+        self._id = value
+
     @property
     def rpc_layer(self) -> str | None:
-        """How ``TF_CONFIG`` says that tasks talk."""
+        """How ``TF_CONFIG`` says that tasks talk. Can be set."""
         return self._config().get("rpc_layer") if self._rpc is None else self._rpc
+
+    @rpc_layer.setter
+    def rpc_layer(self, value: str | None) -> None:
+        self._rpc = value
 
     @property
     def environment(self) -> str:
@@ -147,8 +162,7 @@ class TFConfigClusterResolver(ClusterResolver):
         kind = self.task_type if task_type is None else task_type
         index = self.task_id if task_id is None else task_id
         address = spec.task_address(str(kind), int(index or 0))
-        layer = rpc_layer or self.rpc_layer
-        return f"{layer}://{address}" if layer else address
+        return url(address, rpc_layer or self.rpc_layer)
 
 
 def default_resolver(rank: int, size: int, env: Mapping[str, str] | None = None) -> ClusterResolver:

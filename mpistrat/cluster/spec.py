@@ -3,9 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
-__all__ = ["ClusterSpec"]
+__all__ = ["ClusterDef", "ClusterSpec", "JobDef"]
+
+
+class JobDef(NamedTuple):
+    """One job of a `ClusterDef`.
+
+    Attributes:
+      name: Its name.
+      tasks: Addresses by index.
+    """
+
+    name: str
+    tasks: dict[int, str]
+
+
+class ClusterDef(NamedTuple):
+    """A cluster with the attributes of the protocol buffer of that name.
+
+    Attributes:
+      job: The jobs, sorted by name.
+    """
+
+    job: tuple[JobDef, ...]
 
 
 @final
@@ -14,10 +36,12 @@ class ClusterSpec:
 
     Args:
       cluster: For each job a list of addresses, or a dict from task index to address; or another
-        `ClusterSpec`.
+        `ClusterSpec`, or what has the attributes of the message ``ClusterDef``. Indices may be
+        digits, as the keys of JSON are.
 
     Raises:
-      TypeError: `cluster` is none of these.
+      TypeError: `cluster` is none of these, or a name, index or address is of another type.
+      ValueError: An index is negative, or comes twice.
 
     As: ``tf.train.ClusterSpec``.
 
@@ -26,21 +50,20 @@ class ClusterSpec:
       'b:1'
     """
 
-    def __init__(self, cluster: Mapping[str, Sequence[str] | Mapping[int, str]] | ClusterSpec):
+    def __init__(
+        self,
+        cluster: Mapping[str, Sequence[str] | Mapping[int, str]] | ClusterDef | ClusterSpec,
+    ):
         """Describe a cluster."""
         if isinstance(cluster, ClusterSpec):
             self._jobs: dict[str, dict[int, str]] = {k: dict(v) for k, v in cluster._jobs.items()}
             return
-        if not isinstance(cluster, Mapping):
+        given: Any = cluster
+        if hasattr(given, "job"):
+            given = {job.name: job.tasks for job in given.job}
+        if not isinstance(given, Mapping):
             raise TypeError(f"a cluster is a dict of jobs, got {cluster!r}.")
-        self._jobs = {}
-        for job, tasks in cluster.items():
-            if isinstance(tasks, Mapping):
-                self._jobs[job] = {int(index): str(address) for index, address in tasks.items()}
-            elif isinstance(tasks, Sequence) and not isinstance(tasks, str):
-                self._jobs[job] = {index: str(address) for index, address in enumerate(tasks)}
-            else:
-                raise TypeError(f"the tasks of job {job!r} are a list or dict, got {tasks!r}.")
+        self._jobs = {_text(job, "a job"): _tasks(job, tasks) for job, tasks in given.items()}
 
     @property
     def jobs(self) -> list[str]:
@@ -78,8 +101,12 @@ class ClusterSpec:
         found: dict[str, Any] = {}
         for job, tasks in self._jobs.items():
             dense = sorted(tasks) == list(range(len(tasks)))
-            found[job] = [tasks[i] for i in sorted(tasks)] if dense else dict(tasks)
+            found[job] = list(tasks.values()) if dense else dict(tasks)
         return found
+
+    def as_cluster_def(self) -> ClusterDef:
+        """Return the same with the attributes of the message ``tf.train.ClusterDef``."""
+        return ClusterDef(tuple(JobDef(job, dict(self._jobs[job])) for job in self.jobs))
 
     def __bool__(self) -> bool:
         """Tell whether there is any job."""
@@ -94,3 +121,32 @@ class ClusterSpec:
     def __repr__(self) -> str:
         """Return the jobs."""
         return f"ClusterSpec({self.as_dict()!r})"
+
+
+def _tasks(job: str, tasks: object) -> dict[int, str]:
+    if isinstance(tasks, Mapping):
+        pairs = [(_index(job, index), address) for index, address in tasks.items()]
+    elif isinstance(tasks, Sequence) and not isinstance(tasks, str | bytes):
+        pairs = list(enumerate(tasks))
+    else:
+        raise TypeError(f"the tasks of job {job!r} are a list or dict, got {tasks!r}.")
+    found = {index: _text(address, f"an address of job {job!r}") for index, address in pairs}
+    if len(found) < len(pairs):
+        raise ValueError(f"an index of job {job!r} comes twice: {tasks!r}.")
+    return dict(sorted(found.items()))
+
+
+def _index(job: str, index: object) -> int:
+    if isinstance(index, str) and index.isdecimal():
+        return int(index)
+    if not isinstance(index, int) or isinstance(index, bool):
+        raise TypeError(f"an index of job {job!r} is an integer, got {index!r}.")
+    if index < 0:
+        raise ValueError(f"indices of job {job!r} begin at 0, got {index}.")
+    return index
+
+
+def _text(value: object, what: str) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{what} is a string, got {value!r}.")
+    return value

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from mpistrat.cluster.spec import ClusterSpec
 from mpistrat.compat import tf_distribute as distribute
 from mpistrat.distribute import variables
 from mpistrat.distribute.context import get_replica_context
@@ -35,6 +36,7 @@ __all__ = [
     "int64",
     "ones",
     "range",
+    "train",
     "zeros",
 ]
 
@@ -44,6 +46,7 @@ float64 = np.float64
 int32 = np.int32
 int64 = np.int64
 data = SimpleNamespace(Dataset=Dataset)
+train = SimpleNamespace(ClusterSpec=ClusterSpec)
 _NARROW = {"i": np.int32, "f": np.float32}
 
 

@@ -1,8 +1,6 @@
 """``tf.distribute`` as programs that import `mpistrat.compat.tf` see it."""
 
-from types import SimpleNamespace
-
-from mpistrat import cluster_resolver
+from mpistrat import cluster_resolver, coordinator, experimental
 from mpistrat.distribute.context import (
     ReplicaContext,
     get_replica_context,
@@ -11,7 +9,7 @@ from mpistrat.distribute.context import (
     in_cross_replica_context,
 )
 from mpistrat.distribute.extended import StrategyExtended
-from mpistrat.distribute.inputs import InputContext, ValueContext
+from mpistrat.distribute.inputs import InputContext
 from mpistrat.distribute.strategies import (
     MirroredStrategy,
     MultiWorkerMirroredStrategy,
@@ -21,6 +19,7 @@ from mpistrat.distribute.strategy import Strategy
 from mpistrat.distribute.values import DistributedValues
 from mpistrat.feed.distributed import DistributedDataset, DistributedIterator
 from mpistrat.kernels.ops import ReduceOp
+from mpistrat.refused import refused
 
 __all__ = [
     "DistributedDataset",
@@ -30,11 +29,14 @@ __all__ = [
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
+    "ParameterServerStrategy",
     "ReduceOp",
     "ReplicaContext",
+    "Server",
     "Strategy",
     "StrategyExtended",
     "cluster_resolver",
+    "coordinator",
     "experimental",
     "get_replica_context",
     "get_strategy",
@@ -42,6 +44,5 @@ __all__ = [
     "in_cross_replica_context",
 ]
 
-experimental = SimpleNamespace(
-    MultiWorkerMirroredStrategy=MultiWorkerMirroredStrategy, ValueContext=ValueContext
-)
+ParameterServerStrategy = refused("ParameterServerStrategy")
+Server = refused("Server")

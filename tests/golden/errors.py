@@ -35,6 +35,7 @@ _MANY = "a value per replica where one value is wanted"
 ROWS = (
     Row("ValueError", "boom on replica 1", ("ValueError",), _PROGRAM, "boom on replica 1"),
     Row("KeyError", "boom on replica 0", ("KeyError",), _PROGRAM, "boom on replica 0"),
+    Row("KeyError", "Duplicate keys", ("KeyError",), _SAME, "Duplicate keys"),
     Row("ZeroDivisionError", "in merge_fn", ("ZeroDivisionError",), _PROGRAM, "in merge_fn"),
     Row("ValueError", "outside of replica_fn", ("ContextError",), "one class for a wrong context"),
     Row("ValueError", r"convert a value \(None\)", ("TypeError",), "None is no axis"),
@@ -44,6 +45,7 @@ ROWS = (
     Row("RuntimeError", "", ("RuntimeError",), _SAME),
     Row("StopIteration", "", ("StopIteration",), _SAME),
     Row("JSONDecodeError", "", ("JSONDecodeError",), _SAME),
+    Row("ImportError", "", ("ImportError",), _SAME),
     Row("AttributeError", "'NoneType'.*'dtype'", ("LeafTypeError",), "None is no array"),
     Row("AttributeError", "'NoneType'.*'device'", ("StructureError",), "None is no destination"),
     Row("AttributeError", "'int'.*'shape'", ("StructureError",), "as for any other plain number"),

@@ -44,10 +44,6 @@ def _strategy(name: str) -> Later:
     return Later("older methods of strategies", f"Strategy.{name}")
 
 
-def _resolver(name: str) -> Later:
-    return Later("further cluster resolvers", f"cluster_resolver.{name}")
-
-
 def _cross_device(name: str) -> Later:
     return Later("cross-device operations", name)
 
@@ -120,11 +116,6 @@ LATER = {
         "HierarchicalCopyAllReduce"
     ),
     "options_and_enums/ReductionToOneDevice_*": _cross_device("ReductionToOneDevice"),
-    "cluster_resolvers/simple*": _resolver("SimpleClusterResolver"),
-    "cluster_resolvers/union_*": _resolver("UnionResolver"),
-    "cluster_resolvers/{slurm_*|expand_*}": _resolver("SlurmClusterResolver"),
-    "cluster_resolvers/k8s*": _resolver("KubernetesClusterResolver"),
-    "cluster_resolvers/gce_*": _resolver("GCEClusterResolver"),
     "central_storage/*": Later("one copy of a variable", "CentralStorageStrategy"),
 }
 

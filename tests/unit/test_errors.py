@@ -21,6 +21,7 @@ from mpistrat import errors
         ("DataError", (ValueError,)),
         ("LeafTypeError", (TypeError,)),
         ("OptionError", (ValueError,)),
+        ("RefusedError", (NotImplementedError,)),
         ("LaunchError", (RuntimeError,)),
     ],
 )

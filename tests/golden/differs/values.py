@@ -103,6 +103,24 @@ VALUES = {
             "env": "",
         },
     ),
+    "cluster_resolvers/slurm_no_gpu": Differs(
+        "D17",
+        "tasks without GPUs fail there",
+        lambda n: {
+            "spec": {
+                "worker": [
+                    *("t02n13:8888", "t02n13:8889", "t02n13:8890", "t02n13:8891"),
+                    *("t02n41:8888", "t02n41:8889", "t02n41:8890", "t02n41:8891"),
+                    *("t02n43:8888", "t02n43:8889"),
+                ]
+            },
+            "info": ("worker", 5),
+            "master": "grpc://t02n41:8889",
+            "master_w0": "grpc://t02n13:8888",
+            "acc": {"GPU": 0},
+            "cuda": "0,1,2,3",
+        },
+    ),
     "one_device_strategy/replica_id_type": Differs("H1", "the name of a type", lambda n: "int"),
     "one_device_strategy/mirrored1_run_type": Differs(
         "D2", "wrapped with one replica too", lambda n: "PerReplica"

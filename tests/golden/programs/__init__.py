@@ -12,6 +12,7 @@ from . import (
     one_device,
     options,
     reductions,
+    resolvers,
     running,
     variables,
 )
@@ -27,6 +28,7 @@ _MODULES = (
     extended,
     contexts,
     options,
+    resolvers,
     one_device,
 )
 

@@ -37,6 +37,45 @@ def test_from_mpi():
         resolver.master("worker", 4)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_mpi_is_asked_where_no_rank_is_named(size):
+    def rank(comm):
+        resolver = MPIClusterResolver()
+        return resolver.task_id, resolver.cluster_spec().num_tasks("worker")
+
+    assert run_ranks(rank, size) == [(r, size) for r in range(size)]
+
+
+@pytest.mark.parametrize(("rank", "size"), [(2, 2), (-1, 2), (0, 0)])
+def test_ranks_that_are_none(rank, size):
+    with pytest.raises(ValueError, match=f"got {rank}"):
+        MPIClusterResolver(rank, size)
+
+
+def test_names_can_be_set():
+    for resolver in (MPIClusterResolver(0, 2), TFConfigClusterResolver(env=config())):
+        resolver.task_type, resolver.task_id = "ps", 0
+        assert (resolver.task_type, resolver.task_id) == ("ps", 0)
+        assert resolver.num_accelerators() == {}
+    resolver.rpc_layer = "x"
+    assert resolver.master() == "x://h3:3"
+
+
+def test_a_class_of_ones_own():
+    class Mine(ClusterResolver):
+        def cluster_spec(self):
+            return ClusterSpec(CLUSTER)
+
+        def master(self, task_type=None, task_id=None, rpc_layer=None):
+            return ""
+
+    mine, other = Mine(), Mine()
+    assert (mine.task_type, mine.task_id, mine.environment) == (None, None, "")
+    mine.task_type, mine.task_id = "worker", 1
+    assert (mine.task_type, mine.task_id) == ("worker", 1)
+    assert (other.task_type, other.task_id) == (None, None)
+
+
 def test_from_tf_config():
     resolver = TFConfigClusterResolver(env=config(rpc_layer="grpc", environment="cloud"))
     assert (resolver.task_type, resolver.task_id) == ("worker", 1)

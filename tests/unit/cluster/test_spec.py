@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from types import SimpleNamespace
+
 import pytest
 
 from mpistrat.cluster_resolver import ClusterSpec
@@ -61,6 +64,44 @@ def test_what_it_was_made_from_may_change():
 def test_unknown_jobs_and_tasks(call, text):
     with pytest.raises(ValueError, match=text):
         call(ClusterSpec(DENSE))
+
+
+def test_jobs_in_the_form_of_the_message():
+    message = ClusterSpec({**DENSE, **{"sparse": SPARSE["worker"]}}).as_cluster_def()
+    assert [(job.name, job.tasks) for job in message.job] == [
+        ("ps", {0: "c:3"}),
+        ("sparse", {1: "a:1", 3: "b:2"}),
+        ("worker", {0: "a:1", 1: "b:2"}),
+    ]
+    assert ClusterSpec(message).as_dict() == {**DENSE, "sparse": SPARSE["worker"]}
+    other = SimpleNamespace(job=[SimpleNamespace(name="w", tasks={0: "a"})])
+    assert ClusterSpec(other) == ClusterSpec({"w": ["a"]})
+
+
+def test_the_keys_of_json_are_indices():
+    assert ClusterSpec(json.loads(json.dumps(SPARSE))) == ClusterSpec(SPARSE)
+
+
+def test_dicts_are_sorted_by_index():
+    assert list(ClusterSpec({"w": {3: "c", 0: "a", 2: "b"}}).as_dict()["w"]) == [0, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("cluster", "error", "text"),
+    [
+        ({"w": [5]}, TypeError, "an address of job 'w' is a string, got 5"),
+        ({"w": {0: None}}, TypeError, "an address of job 'w'"),
+        ({5: ["a"]}, TypeError, "a job is a string, got 5"),
+        ({"w": {"one": "a"}}, TypeError, "an index of job 'w' is an integer, got 'one'"),
+        ({"w": {1.5: "a"}}, TypeError, "an index"),
+        ({"w": {True: "a"}}, TypeError, "an index"),
+        ({"w": {-1: "a"}}, ValueError, "begin at 0, got -1"),
+        ({"w": {1: "a", "1": "b"}}, ValueError, "comes twice"),
+    ],
+)
+def test_names_indices_and_addresses_of_other_types(cluster, error, text):
+    with pytest.raises(error, match=text):
+        ClusterSpec(cluster)
 
 
 @pytest.mark.parametrize("cluster", [None, 5, ["a:1"], "a:1", {"w": "a:1"}, {"w": 5}, {"w": None}])

@@ -1,0 +1,217 @@
+"""Resolvers that ask a cloud: Kubernetes, and Google Compute Engine.
+
+The client is an argument, so whatever has these few methods will do.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, final
+
+from mpistrat.cluster.resolver import ClusterResolver, chosen_master
+from mpistrat.cluster.spec import ClusterSpec
+
+__all__ = ["GCEClusterResolver", "KubernetesClusterResolver", "KubernetesExecutableLocation"]
+
+_DEFAULT_JOBS = {"worker": ["job-name=tensorflow"]}
+
+
+@final
+class KubernetesExecutableLocation(enum.Enum):
+    """Where the program runs, which decides how it finds the cluster's interface.
+
+    As: ``tf.distribute.cluster_resolver.KubernetesExecutableLocation``.
+    """
+
+    WITHIN_CLUSTER = 0
+    OFF_CLUSTER = 1
+
+
+@final
+class KubernetesClusterResolver(ClusterResolver):
+    """A task for every pod that carries a label; asked for at each question.
+
+    Args:
+      job_to_label_mapping: Labels of the pods of each job; None for one job ``worker`` of the pods
+        ``job-name=tensorflow``.
+      tf_server_port: The port of every task.
+      rpc_layer: How tasks talk; it comes before every address.
+      override_client: Has ``list_pod_for_all_namespaces(label_selector=...)``, as
+        ``kubernetes.client.CoreV1Api`` has; None to make one from the package ``kubernetes``.
+      executable_location: Which configuration a client made here loads.
+
+    Raises:
+      ImportError: No client is given, and the package ``kubernetes`` is not installed.
+
+    As: ``tf.distribute.cluster_resolver.KubernetesClusterResolver``.
+
+    Example:
+      >>> from types import SimpleNamespace as Thing
+      >>> status = Thing(phase="Running", host_ip="10.0.0.1")
+      >>> pods = Thing(items=[Thing(metadata=Thing(name="a"), status=status)])
+      >>> client = Thing(list_pod_for_all_namespaces=lambda label_selector: pods)
+      >>> KubernetesClusterResolver(override_client=client).master("worker", 0)
+      'grpc://10.0.0.1:8470'
+    """
+
+    def __init__(
+        self,
+        job_to_label_mapping: Mapping[str, Sequence[str]] | None = None,
+        tf_server_port: int = 8470,
+        rpc_layer: str | None = "grpc",
+        override_client: Any = None,
+        executable_location: KubernetesExecutableLocation = (
+            KubernetesExecutableLocation.WITHIN_CLUSTER
+        ),
+    ):
+        """Take the client, or make one."""
+        self._labels = job_to_label_mapping or _DEFAULT_JOBS
+        self._port = tf_server_port
+        self.rpc_layer = rpc_layer
+        self._client = override_client or _kubernetes(executable_location)
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Return the addresses of the pods, by label and name.
+
+        Raises:
+          RuntimeError: A pod is not running.
+        """
+        return ClusterSpec(
+            {
+                job: [address for label in labels for address in self._pods(label)]
+                for job, labels in self._labels.items()
+            }
+        )
+
+    def _pods(self, label: str) -> Iterator[str]:
+        found = self._client.list_pod_for_all_namespaces(label_selector=label)
+        for pod in sorted(found.items, key=lambda pod: str(pod.metadata.name)):
+            if pod.status.phase != "Running":
+                raise RuntimeError(
+                    f"the pod {pod.metadata.name!r} ({label}) should be running, but its phase is "
+                    f"{pod.status.phase!r}; wait until all pods run."
+                )
+            yield f"{pod.status.host_ip}:{self._port}"
+
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        """Return the address of a task; empty unless one is named, here or by setting it."""
+        return chosen_master(self, task_type, task_id, rpc_layer or self.rpc_layer)
+
+
+@final
+class GCEClusterResolver(ClusterResolver):
+    """A task for every running instance of an instance group; asked for at each question.
+
+    Args:
+      project: The project of the group.
+      zone: The zone of the group.
+      instance_group: The name of the group.
+      port: The port of every task.
+      task_type: The job that all instances are in. It cannot be set later.
+      task_id: Which task this process is.
+      rpc_layer: How tasks talk; it comes before every address.
+      credentials: For a service made here; ``"default"`` for those of the application.
+      service: Has ``instanceGroups()`` and ``instances()``, as
+        ``googleapiclient.discovery.build("compute", "v1")`` has; None to make one with it.
+
+    Raises:
+      ImportError: No service is given, and ``google-api-python-client`` is not installed.
+
+    As: ``tf.distribute.cluster_resolver.GCEClusterResolver``.
+    """
+
+    def __init__(
+        self,
+        project: str,
+        zone: str,
+        instance_group: str,
+        port: int,
+        task_type: str = "worker",
+        task_id: int = 0,
+        rpc_layer: str | None = "grpc",
+        credentials: Any = "default",
+        service: Any = None,
+    ):
+        """Take the service, or make one."""
+        self._place = {"project": project, "zone": zone}
+        self._group = instance_group
+        self._port = port
+        self._job = task_type
+        self._task_id = task_id
+        self.rpc_layer = rpc_layer
+        self._service = service or _compute(credentials)
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Return one job with the addresses of the running instances, sorted."""
+        return ClusterSpec({self._job: sorted(self._addresses())})
+
+    def _addresses(self) -> Iterator[str]:
+        groups = self._service.instanceGroups()
+        request = groups.listInstances(
+            **self._place,
+            instanceGroup=self._group,
+            body={"instanceState": "RUNNING"},
+            orderBy="name",
+        )
+        while request is not None:
+            page = request.execute()
+            for item in page.get("items", ()):
+                name = item["instance"].rsplit("/", 1)[-1]
+                instance = self._service.instances().get(**self._place, instance=name).execute()
+                yield f"{instance['networkInterfaces'][0]['networkIP']}:{self._port}"
+            request = groups.listInstances_next(previous_request=request, previous_response=page)
+
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        """Return the address of a task, else of this process."""
+        return chosen_master(self, task_type, task_id, rpc_layer or self.rpc_layer)
+
+    @property
+    def task_type(self) -> str | None:
+        """The job of all instances; setting it is a RuntimeError."""
+        return self._job
+
+    @task_type.setter
+    def task_type(self, value: str | None) -> None:
+        raise RuntimeError(
+            f"the task_type of a GCEClusterResolver is {self._job!r} for ever; make another one "
+            f"for {value!r}."
+        )
+
+
+def _kubernetes(location: KubernetesExecutableLocation) -> Any:
+    try:
+        kubernetes = importlib.import_module("kubernetes")
+    except ImportError as error:
+        raise ImportError(
+            "KubernetesClusterResolver wants a client: give one as override_client, or "
+            "pip install kubernetes"
+        ) from error
+    if KubernetesExecutableLocation(location) is KubernetesExecutableLocation.OFF_CLUSTER:
+        kubernetes.config.load_kube_config()
+    else:
+        kubernetes.config.load_incluster_config()
+    return kubernetes.client.CoreV1Api()
+
+
+def _compute(credentials: Any) -> Any:
+    try:
+        discovery = importlib.import_module("googleapiclient.discovery")
+    except ImportError as error:
+        raise ImportError(
+            "GCEClusterResolver wants a service: give one as service, or "
+            "pip install google-api-python-client"
+        ) from error
+    chosen = None if credentials == "default" else credentials
+    return discovery.build("compute", "v1", credentials=chosen)

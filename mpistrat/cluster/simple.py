@@ -1,0 +1,202 @@
+"""Resolvers of what the program itself says: one cluster, or several put together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, final
+
+from mpistrat.cluster.resolver import ClusterResolver, url
+from mpistrat.cluster.spec import ClusterSpec
+
+__all__ = ["SimpleClusterResolver", "UnionResolver"]
+
+
+@final
+class SimpleClusterResolver(ClusterResolver):
+    """Says what it was told.
+
+    Args:
+      cluster_spec: The jobs and the addresses of their tasks.
+      master: What `master` answers when no task is named.
+      task_type: The job that this process is in.
+      task_id: Which task of that job this process is.
+      environment: What kind of place the cluster runs in.
+      num_accelerators: Kind of device to how many of them a task has; None for none.
+      rpc_layer: How tasks talk, such as ``"grpc"``; it comes before every address.
+
+    Raises:
+      TypeError: `cluster_spec` is no `ClusterSpec`, or `master` no text.
+
+    As: ``tf.distribute.cluster_resolver.SimpleClusterResolver``.
+
+    Example:
+      >>> resolver = SimpleClusterResolver(ClusterSpec({"worker": ["a:1", "b:1"]}))
+      >>> resolver.master("worker", 1, "grpc")
+      'grpc://b:1'
+    """
+
+    def __init__(
+        self,
+        cluster_spec: ClusterSpec,
+        master: str = "",
+        task_type: str | None = None,
+        task_id: int | None = None,
+        environment: str = "",
+        num_accelerators: Mapping[str, int] | None = None,
+        rpc_layer: str | None = None,
+    ):
+        """Remember what was told."""
+        if not isinstance(cluster_spec, ClusterSpec):
+            raise TypeError(f"cluster_spec must be a ClusterSpec, got {cluster_spec!r}.")
+        if not isinstance(master, str):
+            raise TypeError(f"master must be a string, got {master!r}.")
+        self._spec = cluster_spec
+        self._master = master
+        self._task_type = task_type
+        self._task_id = task_id
+        self._environment = environment
+        self._accelerators = dict(num_accelerators or {})
+        self.rpc_layer = rpc_layer
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Return the cluster that was given."""
+        return self._spec
+
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        """Return the address of a task; the master that was given, unless type and id are named."""
+        named = task_type is not None and task_id is not None
+        address = self._spec.task_address(str(task_type), task_id or 0) if named else self._master
+        return url(address, rpc_layer or self.rpc_layer)
+
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
+    ) -> dict[str, int]:
+        """Return the counts that were given, for whatever task."""
+        return dict(self._accelerators)
+
+    @property
+    def environment(self) -> str:
+        """What was given."""
+        return self._environment
+
+
+@final
+class UnionResolver(ClusterResolver):
+    """Several clusters put together; what only one can answer, the first does.
+
+    The lists of a job are put one after the other. If any resolver gives a job as a dict, all its
+    tasks are put together by their indices.
+
+    Args:
+      args: At least one resolver.
+      kwargs: ``rpc_layer``, ``task_type``, ``task_id``, each instead of that of the first
+        resolver. A ``task_id`` of 0 counts.
+
+    Raises:
+      ValueError: No resolver, or another keyword.
+      TypeError: An argument is no resolver.
+
+    As: ``tf.distribute.cluster_resolver.UnionResolver``.
+
+    Example:
+      >>> one = SimpleClusterResolver(ClusterSpec({"worker": ["a:1"]}))
+      >>> two = SimpleClusterResolver(ClusterSpec({"worker": ["b:1"], "ps": ["c:1"]}))
+      >>> UnionResolver(one, two).cluster_spec()
+      ClusterSpec({'worker': ['a:1', 'b:1'], 'ps': ['c:1']})
+    """
+
+    def __init__(self, *args: ClusterResolver, **kwargs: Any):
+        """Remember the resolvers."""
+        self._rpc_layer: str | None = kwargs.pop("rpc_layer", None)
+        self._task_type = kwargs.pop("task_type", None)
+        self._task_id = kwargs.pop("task_id", None)
+        if kwargs:
+            raise ValueError(
+                f"UnionResolver takes rpc_layer, task_type and task_id, not {sorted(kwargs)}."
+            )
+        if not args:
+            raise ValueError("UnionResolver wants at least one ClusterResolver, got none.")
+        for resolver in args:
+            if not isinstance(resolver, ClusterResolver):
+                raise TypeError(f"UnionResolver takes ClusterResolvers, got {resolver!r}.")
+        self._resolvers = args
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Return the jobs of all resolvers.
+
+        Raises:
+          KeyError: A job is a dict somewhere, and two resolvers have a task with the same index.
+        """
+        parts: dict[str, list[Any]] = {}
+        for resolver in self._resolvers:
+            for job, tasks in resolver.cluster_spec().as_dict().items():
+                parts.setdefault(job, []).append(tasks)
+        return ClusterSpec({job: _merged(job, tasks) for job, tasks in parts.items()})
+
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        """Return the address of a task; the first resolver's, unless type and id are named."""
+        if task_type is not None and task_id is not None:
+            address = self.cluster_spec().task_address(task_type, task_id)
+            return url(address, rpc_layer or self._rpc_layer)
+        return self._resolvers[0].master(rpc_layer=rpc_layer)
+
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
+    ) -> dict[str, int]:
+        """Return what the first resolver says."""
+        return self._resolvers[0].num_accelerators(task_type, task_id, config_proto)
+
+    @property
+    def task_type(self) -> str | None:
+        """The job that was given, else that of the first resolver."""
+        return self._resolvers[0].task_type if self._task_type is None else self._task_type
+
+    @task_type.setter
+    def task_type(self, value: str | None) -> None:
+        self._task_type = value
+
+    @property
+    def task_id(self) -> int | None:
+        """The task that was given, else that of the first resolver."""
+        return self._resolvers[0].task_id if self._task_id is None else self._task_id
+
+    @task_id.setter
+    def task_id(self, value: int | None) -> None:
+        self._task_id = value
+
+    @property
+    def rpc_layer(self) -> str | None:
+        """How tasks talk: what was given, else as the first resolver says. Can be set."""
+        return self._rpc_layer or getattr(self._resolvers[0], "rpc_layer", None)
+
+    @rpc_layer.setter
+    def rpc_layer(self, value: str | None) -> None:
+        self._rpc_layer = value
+
+    @property
+    def environment(self) -> str:
+        """What the first resolver says."""
+        return self._resolvers[0].environment
+
+
+def _merged(job: str, parts: list[Any]) -> list[str] | dict[int, str]:
+    if all(isinstance(part, list) for part in parts):
+        return [address for part in parts for address in part]
+    together: dict[int, str] = {}
+    for part in parts:
+        tasks = dict(enumerate(part)) if isinstance(part, list) else part
+        twice = sorted(tasks.keys() & together.keys())
+        if twice:
+            raise KeyError(f"Duplicate keys: two resolvers have tasks {twice} of job {job!r}.")
+        together.update(tasks)
+    return together

@@ -1,0 +1,176 @@
+"""Names from the environment that Slurm gives to the tasks of a step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, MutableMapping
+from typing import Any, final
+
+from mpistrat.cluster.hostlist import expand_hostlist, expand_tasks_per_node
+from mpistrat.cluster.resolver import ClusterResolver, chosen_master
+from mpistrat.cluster.spec import ClusterSpec
+
+__all__ = ["SlurmClusterResolver"]
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_NO_DEVICES = {"", "-1", "NoDevFiles"}
+
+
+@final
+class SlurmClusterResolver(ClusterResolver):
+    """Names from the environment of a process that ``srun`` started; GPUs are not needed.
+
+    Tasks are numbered node by node, in the order of Slurm's list of nodes, which is how ``srun``
+    numbers them unless it was told to distribute them otherwise. The first on a node gets
+    `port_base`, the next the port after it. Jobs get their tasks in the order of their names. The
+    environment is read when the resolver is made; neither MPI nor another program is started.
+
+    Under ``mpiexec`` in an allocation these variables belong to the launcher's own process on each
+    node and are equal on all its ranks; there `MPIClusterResolver` and `tf_config` know better.
+
+    Args:
+      jobs: How many tasks each job has; None for one job ``worker`` with all tasks of the step.
+      port_base: The port of the first task of each node.
+      gpus_per_node: GPUs of a node; None for as many as ``CUDA_VISIBLE_DEVICES`` or else
+        ``SLURM_GPUS_ON_NODE`` say, which is none where neither is set.
+      gpus_per_task: GPUs of a task; None for an even share.
+      tasks_per_node: Tasks of every node, or a dict from host to tasks; None for what Slurm says.
+      auto_set_gpu: Let `cluster_spec` set ``CUDA_VISIBLE_DEVICES`` to the GPUs of this task. Where
+        tasks have none it is left as it is.
+      rpc_layer: How tasks talk; it comes before every address.
+      env: The environment, or None for that of this process.
+
+    Raises:
+      RuntimeError: This is no task of a step, or jobs, tasks and GPUs do not fit together.
+      ValueError: A number is negative, or Slurm's texts have another form.
+
+    As: ``tf.distribute.cluster_resolver.SlurmClusterResolver``.
+
+    Example:
+      >>> step = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "3"}
+      >>> step |= {"SLURM_STEP_NODELIST": "n[7-8]", "SLURM_STEP_TASKS_PER_NODE": "2,1"}
+      >>> resolver = SlurmClusterResolver(env=step)
+      >>> resolver.cluster_spec()
+      ClusterSpec({'worker': ['n7:8888', 'n7:8889', 'n8:8888']})
+      >>> resolver.get_task_info()
+      ('worker', 2)
+    """
+
+    def __init__(
+        self,
+        jobs: Mapping[str, int] | None = None,
+        port_base: int = 8888,
+        gpus_per_node: int | None = None,
+        gpus_per_task: int | None = None,
+        tasks_per_node: int | Mapping[str, int] | None = None,
+        auto_set_gpu: bool = True,
+        rpc_layer: str | None = "grpc",
+        *,
+        env: MutableMapping[str, str] | None = None,
+    ):
+        """Read the environment, and check that jobs, tasks and GPUs fit together."""
+        self._env = os.environ if env is None else env
+        self._rank = int(_told(self._env, "PROCID"))
+        counts = _tasks(self._env, tasks_per_node)
+        if jobs is None:
+            jobs = {"worker": int(_told(self._env, "STEP_NUM_TASKS"))}
+        self._jobs = dict(sorted(jobs.items()))
+        self._tasks = [
+            (f"{host}:{port_base + place}", place)
+            for host, count in counts.items()
+            for place in range(count)
+        ]
+        most = max(counts.values(), default=0)
+        gpus = _visible(self._env) if gpus_per_node is None else gpus_per_node
+        self._gpus = gpus // max(1, most) if gpus_per_task is None else gpus_per_task
+        self._auto_set_gpu = auto_set_gpu
+        self.rpc_layer = rpc_layer
+        self._check(most, gpus)
+
+    def _check(self, most: int, gpus: int) -> None:
+        numbers = {"jobs": min(self._jobs.values(), default=0), "gpus_per_node": gpus}
+        for name, number in {**numbers, "gpus_per_task": self._gpus}.items():
+            if number < 0:
+                raise ValueError(f"{name} must not be negative, got {number}.")
+        if most * self._gpus > gpus:
+            raise RuntimeError(
+                f"{most} tasks of a node with {self._gpus} GPUs each want more than the {gpus} "
+                "that it has; lower gpus_per_task or tasks_per_node."
+            )
+        wanted, got = sum(self._jobs.values()), len(self._tasks)
+        if wanted != got:
+            raise RuntimeError(f"the jobs {self._jobs} want {wanted} tasks, but there are {got}.")
+        if self._rank >= got:
+            raise RuntimeError(
+                f"rank {self._rank} of the step has no task: tasks_per_node makes {got} of them."
+            )
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Return the jobs and addresses, and note which task this process is.
+
+        Sets ``task_type`` and ``task_id``, and ``CUDA_VISIBLE_DEVICES`` if that was wished.
+        """
+        cluster: dict[str, list[str]] = {}
+        first = 0
+        for job, count in self._jobs.items():
+            cluster[job] = [address for address, _ in self._tasks[first : first + count]]
+            if first <= self._rank < first + count:
+                self._task_type, self._task_id = job, self._rank - first
+            first += count
+        if self._auto_set_gpu and self._gpus:
+            start = self._tasks[self._rank][1] * self._gpus
+            self._env[_VISIBLE] = ",".join(map(str, range(start, start + self._gpus)))
+        return ClusterSpec(cluster)
+
+    def get_task_info(self) -> tuple[str | None, int | None]:
+        """Return the job of this process and which task of it; None before `cluster_spec`."""
+        return self.task_type, self.task_id
+
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        """Return the address of a task, else of this process; empty before `cluster_spec`."""
+        return chosen_master(self, task_type, task_id, rpc_layer or self.rpc_layer)
+
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
+    ) -> dict[str, int]:
+        """Return how many GPUs each task has, under ``"GPU"``."""
+        return {"GPU": self._gpus}
+
+
+def _told(env: Mapping[str, str], name: str) -> str:
+    if f"SLURM_{name}" not in env:
+        raise RuntimeError(
+            f"SLURM_{name} is not set, so this process is no task of a Slurm step. Start it with "
+            "srun, or use another resolver."
+        )
+    return env[f"SLURM_{name}"]
+
+
+def _tasks(
+    env: Mapping[str, str], tasks_per_node: int | Mapping[str, int] | None
+) -> dict[str, int]:
+    """Return how many tasks each host has, in the order of Slurm's list of nodes."""
+    hosts = expand_hostlist(_told(env, "STEP_NODELIST"))
+    if isinstance(tasks_per_node, Mapping):
+        order = {host: place for place, host in enumerate(hosts)}
+        ours = sorted(tasks_per_node, key=lambda host: (order.get(host, len(order)), host))
+        return {host: int(tasks_per_node[host]) for host in ours}
+    if tasks_per_node is not None:
+        return dict.fromkeys(hosts, int(tasks_per_node))
+    counts = expand_tasks_per_node(_told(env, "STEP_TASKS_PER_NODE"))
+    if len(counts) != len(hosts):
+        raise RuntimeError(f"Slurm tells of {len(hosts)} nodes, but tasks for {len(counts)}.")
+    return dict(zip(hosts, counts, strict=True))
+
+
+def _visible(env: Mapping[str, str]) -> int:
+    if _VISIBLE in env:
+        text = env[_VISIBLE].strip()
+        return 0 if text in _NO_DEVICES else len(text.split(","))
+    text = env.get("SLURM_GPUS_ON_NODE", "")
+    return int(text) if text.isdigit() else 0

@@ -1,0 +1,98 @@
+"""The text of ``TF_CONFIG``, which tells a TensorFlow program its cluster and its task."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any
+
+from mpistrat.cluster.resolver import ClusterResolver
+from mpistrat.cluster.resolvers import LABEL
+from mpistrat.cluster.simple import SimpleClusterResolver
+from mpistrat.cluster.spec import ClusterSpec
+
+__all__ = ["TF_CONFIG", "config_text", "export", "placed"]
+
+TF_CONFIG = "TF_CONFIG"
+_PORTS = range(1, 65536)
+
+
+def config_text(resolver: ClusterResolver) -> str:
+    """Return a resolver's answers as JSON.
+
+    Args:
+      resolver: Knows its cluster, and which task this process is.
+
+    Raises:
+      ValueError: It does not know the task, or its addresses are labels that nobody can call.
+
+    Example:
+      >>> spec = ClusterSpec({"worker": ["a:1", "b:1"]})
+      >>> config_text(SimpleClusterResolver(spec, task_type="worker", task_id=1))
+      '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}'
+    """
+    spec = resolver.cluster_spec()  # first: that of Slurm finds its task in doing so
+    kind, index = resolver.task_type, resolver.task_id
+    name = type(resolver).__name__
+    if kind is None or index is None:
+        raise ValueError(
+            f"{name} does not say which task this process is (task_type {kind!r}, task_id "
+            f"{index!r}); set both on it."
+        )
+    if kind != "evaluator":
+        spec.task_address(kind, index)  # an evaluator need not be in the cluster
+    addresses = [address for job in spec.jobs for address in spec.job_tasks(job)]
+    if any(address is not None and address.startswith(LABEL) for address in addresses):
+        raise ValueError(
+            f"the addresses of {name} are labels of ranks, which TensorFlow cannot call. Give no "
+            "resolver, and the ranks tell one another their hosts."
+        )
+    config: dict[str, Any] = {"cluster": spec.as_dict(), "task": {"type": kind, "index": index}}
+    layer = getattr(resolver, "rpc_layer", None)
+    config |= {"rpc_layer": layer} if layer else {}
+    config |= {"environment": resolver.environment} if resolver.environment else {}
+    return json.dumps(config)
+
+
+def placed(
+    hosts: Sequence[str], rank: int, port_base: int, jobs: Mapping[str, int] | None = None
+) -> SimpleClusterResolver:
+    """Return the resolver of one rank among ranks on these hosts.
+
+    Args:
+      hosts: The host of every rank.
+      rank: This rank.
+      port_base: The port of the first rank of a host; the next gets the port after it.
+      jobs: How many ranks each job takes, in this order; None for one job ``worker`` of all.
+
+    Raises:
+      ValueError: The jobs do not take all ranks, or a port is out of range.
+
+    Example:
+      >>> placed(["a", "b", "a"], 2, 9000).cluster_spec()
+      ClusterSpec({'worker': ['a:9000', 'b:9000', 'a:9001']})
+    """
+    jobs = {"worker": len(hosts)} if jobs is None else jobs
+    if sum(jobs.values()) != len(hosts) or min(jobs.values()) < 1:
+        raise ValueError(f"jobs must share out the {len(hosts)} ranks, at least one each: {jobs}.")
+    ports = [port_base + hosts[:place].count(host) for place, host in enumerate(hosts)]
+    if not (min(ports) in _PORTS and max(ports) in _PORTS):
+        raise ValueError(f"ports are 1 to 65535; port_base={port_base} leads to {max(ports)}.")
+    addresses = [f"{host}:{port}" for host, port in zip(hosts, ports, strict=True)]
+    owners = [(job, index) for job, count in jobs.items() for index in range(count)]
+    cluster: dict[str, list[str]] = {job: [] for job in jobs}
+    for (job, _), address in zip(owners, addresses, strict=True):
+        cluster[job].append(address)
+    kind, index = owners[rank]
+    return SimpleClusterResolver(ClusterSpec(cluster), task_type=kind, task_id=index)
+
+
+def export(text: str, env: MutableMapping[str, str] | None = None) -> None:
+    """Set ``TF_CONFIG``.
+
+    Args:
+      text: What to set it to.
+      env: The environment, or None for that of this process and the children it will have.
+    """
+    (os.environ if env is None else env)[TF_CONFIG] = text

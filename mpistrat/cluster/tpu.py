@@ -1,0 +1,85 @@
+"""The resolver of the topology strategy: the ranks of the MPI world under a TPU's words."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+from mpistrat.cluster.resolver import ClusterResolver
+from mpistrat.cluster.resolvers import MPIClusterResolver
+from mpistrat.cluster.spec import ClusterSpec
+
+__all__ = ["TPUClusterResolver"]
+
+
+@final
+class TPUClusterResolver(ClusterResolver):
+    """The ranks of the MPI world, for programs that were written for a TPU; there is no TPU.
+
+    Making one starts MPI, and communicates nothing.
+
+    Args:
+      tpu: A label; it chooses nothing.
+      zone: Not looked at.
+      project: Not looked at.
+      job_name: What to call the job of all ranks.
+      coordinator_name: A further job, if `coordinator_address` is given.
+      coordinator_address: The address of its only task.
+      credentials: Not looked at.
+      service: Not looked at.
+      discovery_url: Not looked at.
+
+    As: ``tf.distribute.cluster_resolver.TPUClusterResolver``.
+
+    Example:
+      >>> TPUClusterResolver(tpu="").cluster_spec()
+      ClusterSpec({'worker': ['rank:0']})
+    """
+
+    def __init__(
+        self,
+        tpu: str | None = None,
+        zone: str | None = None,
+        project: str | None = None,
+        job_name: str = "worker",
+        coordinator_name: str | None = None,
+        coordinator_address: str | None = None,
+        credentials: Any = "default",
+        service: Any = None,
+        discovery_url: str | None = None,
+    ):
+        """Ask MPI for this rank and the number of ranks."""
+        self._ranks = MPIClusterResolver(job=job_name)
+        self._task_type, self._task_id = job_name, self._ranks.task_id
+        self._coordinator: dict[str, list[str]] = {}
+        if coordinator_address is not None:
+            self._coordinator = {coordinator_name or "coordinator": [coordinator_address]}
+        self.tpu = tpu
+
+    @staticmethod
+    def connect(
+        tpu: str | None = None, zone: str | None = None, project: str | None = None
+    ) -> TPUClusterResolver:
+        """Return a resolver. There is nothing to connect to; the first strategy joins the ranks."""
+        return TPUClusterResolver(tpu, zone, project)
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Return the job of all ranks, and the coordinator's if there is one."""
+        return ClusterSpec({**self._ranks.cluster_spec().as_dict(), **self._coordinator})
+
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        """Return the label of a task; of rank 0 if none is named."""
+        job = self._ranks.task_type if task_type is None else task_type
+        return self.cluster_spec().task_address(str(job), task_id or 0)
+
+    def get_master(self) -> str:
+        """Return the label of rank 0."""
+        return self.master()
+
+    def get_job_name(self) -> str | None:
+        """Return what the job of all ranks is called."""
+        return self._ranks.task_type

@@ -1,0 +1,163 @@
+"""Into how many shards a variable is to be cut along one axis: pure functions of shape and dtype.
+
+A partitioner answers with a list of shards per axis, 1 on all axes but the one it cuts. mpistrat
+cuts no variables by itself; programs that do can ask these.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Sequence
+from typing import Any, final
+
+import numpy as np
+
+from mpistrat.errors import AxisError
+
+__all__ = ["FixedShardsPartitioner", "MaxSizePartitioner", "MinSizePartitioner", "Partitioner"]
+
+_TEXT = "SUOT"  # kinds of dtypes whose elements have no size of their own
+
+
+class Partitioner(abc.ABC):
+    """Says into how many shards a variable is to be cut.
+
+    As: ``tf.distribute.experimental.partitioners.Partitioner``.
+    """
+
+    @abc.abstractmethod
+    def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
+        """Return the number of shards on each axis.
+
+        Args:
+          shape: The shape of the variable.
+          dtype: Its dtype, or what NumPy makes one from.
+          axis: The axis to cut.
+
+        Returns:
+          As many integers as there are axes: at least 1 on `axis`, 1 on the others.
+
+        Raises:
+          AxisError: The shape has no such axis.
+        """
+
+
+@final
+class FixedShardsPartitioner(Partitioner):
+    """As many shards as it was told, but none without rows.
+
+    Args:
+      num_shards: The number of shards, at least 1.
+
+    Raises:
+      ValueError: `num_shards` is less than 1.
+
+    As: ``tf.distribute.experimental.partitioners.FixedShardsPartitioner``.
+
+    Example:
+      >>> FixedShardsPartitioner(4)([10, 3], np.float32)
+      [4, 1]
+    """
+
+    def __init__(self, num_shards: int):
+        """Remember the number."""
+        self._shards = _positive(num_shards=num_shards)
+
+    def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
+        """Return the number of shards on each axis; `dtype` does not matter."""
+        return _cut(shape, axis, self._shards)
+
+
+@final
+class MinSizePartitioner(Partitioner):
+    """As many shards as it takes to have about a given number of bytes in each.
+
+    Args:
+      min_shard_bytes: Bytes; the variable's bytes over this, rounded up, are the shards.
+      max_shards: No more shards than this.
+      bytes_per_string: What an element of text or of objects counts.
+
+    Raises:
+      ValueError: One of them is less than 1.
+
+    As: ``tf.distribute.experimental.partitioners.MinSizePartitioner``.
+
+    Example:
+      >>> MinSizePartitioner(min_shard_bytes=4, max_shards=2)([6, 1], np.float32)
+      [2, 1]
+    """
+
+    def __init__(
+        self, min_shard_bytes: int = 256 << 10, max_shards: int = 1, bytes_per_string: int = 16
+    ):
+        """Remember the sizes."""
+        self._bytes = _positive(min_shard_bytes=min_shard_bytes)
+        self._most = _positive(max_shards=max_shards)
+        self._text = _positive(bytes_per_string=bytes_per_string)
+
+    def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
+        """Return the number of shards on each axis."""
+        whole = math.prod(shape) * _size(dtype, self._text)
+        return _cut(shape, axis, min(self._most, -(-whole // self._bytes)))
+
+
+@final
+class MaxSizePartitioner(Partitioner):
+    """As few shards as it takes for none to have more than a given number of bytes.
+
+    A row is never cut, so a shard of one row may be larger; `max_shards` counts more.
+
+    Args:
+      max_shard_bytes: Bytes.
+      max_shards: No more shards than this; None for no limit.
+      bytes_per_string: What an element of text or of objects counts.
+
+    Raises:
+      ValueError: One of them is less than 1.
+
+    As: ``tf.distribute.experimental.partitioners.MaxSizePartitioner``.
+
+    Example:
+      >>> MaxSizePartitioner(max_shard_bytes=8)([6, 1], np.float32)
+      [3, 1]
+    """
+
+    def __init__(
+        self, max_shard_bytes: int, max_shards: int | None = None, bytes_per_string: int = 16
+    ):
+        """Remember the sizes."""
+        self._bytes = _positive(max_shard_bytes=max_shard_bytes)
+        self._most = None if max_shards is None else _positive(max_shards=max_shards)
+        self._text = _positive(bytes_per_string=bytes_per_string)
+
+    def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
+        """Return the number of shards on each axis."""
+        length = shape[_axis(shape, axis)]
+        row = math.prod(shape) // max(1, length) * _size(dtype, self._text)
+        rows = max(1, self._bytes // row if row else length)
+        shards = -(-length // rows)
+        return _cut(shape, axis, shards if self._most is None else min(self._most, shards))
+
+
+def _positive(**given: int) -> int:
+    ((name, value),) = given.items()
+    if value < 1:
+        raise ValueError(f"Argument `{name}` must be positive, got {value}.")
+    return value
+
+
+def _size(dtype: Any, text: int) -> int:
+    found = np.dtype(dtype)
+    return text if found.kind in _TEXT else found.itemsize
+
+
+def _axis(shape: Sequence[int], axis: int) -> int:
+    if not -len(shape) <= axis < len(shape):
+        raise AxisError(f"a variable of shape {tuple(shape)} cannot be cut along axis {axis}.")
+    return axis % len(shape)
+
+
+def _cut(shape: Sequence[int], axis: int, shards: int) -> list[int]:
+    at = _axis(shape, axis)
+    return [max(1, min(shards, n)) if place == at else 1 for place, n in enumerate(shape)]
