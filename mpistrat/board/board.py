@@ -18,9 +18,9 @@ from mpistrat.board.page import BETWEEN, Page, Slot, page_bytes
 from mpistrat.board.proc import Launcher, look
 from mpistrat.board.reporter import Reporter, dump_signal, say
 from mpistrat.board.rows import Row
-from mpistrat.memory.shared import shared_memory
 from mpistrat.board.watchdog import Watchdog
 from mpistrat.comm.nodes import Mailbox, Nodes, before_finalize, nodes_of, share, threads_allowed
+from mpistrat.memory.shared import shared_memory
 
 __all__ = ["Board"]
 

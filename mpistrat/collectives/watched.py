@@ -19,14 +19,15 @@ class Watched(Comm):
     to it is found out as one that does not come to the proof.
 
     Args:
-      session: The session whose communicator and board these are.
+      session: The session whose board this is.
+      comm: The communicator, if not the session's own but a part of it.
     """
 
-    def __init__(self, session: Session):
+    def __init__(self, session: Session, comm: Comm | None = None):
         """Watch the communicator of `session`."""
         self._session = session
-        self._comm = session.comm
-        self.rank, self.size, self.name = session.comm.rank, session.comm.size, session.comm.name
+        self._comm = comm or session.comm
+        self.rank, self.size, self.name = self._comm.rank, self._comm.size, self._comm.name
 
     def allgather(self, send: Buffer, recv: Buffer) -> None:
         """Put every rank's `send` into `recv`, in rank order."""
@@ -61,6 +62,42 @@ class Watched(Comm):
         board.resume()
         try:
             self._comm.bcast(buffer, root)
+        finally:
+            board.leave()
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        board = self._session.board
+        board.resume()
+        try:
+            self._comm.barrier()
+        finally:
+            board.leave()
+
+    def split(self, color: int) -> Watched:
+        """Return the ranks that give the same `color`, watched too."""
+        board = self._session.board
+        board.resume()
+        try:
+            return Watched(self._session, self._comm.split(color))
+        finally:
+            board.leave()
+
+    def by_node(self) -> Watched:
+        """Return the ranks that share memory with this one, watched too."""
+        board = self._session.board
+        board.resume()
+        try:
+            return Watched(self._session, self._comm.by_node())
+        finally:
+            board.leave()
+
+    def shared(self, nbytes: int) -> memoryview | None:
+        """Return bytes that all ranks see, or None on all of them."""
+        board = self._session.board
+        board.resume()
+        try:
+            return self._comm.shared(nbytes)
         finally:
             board.leave()
 

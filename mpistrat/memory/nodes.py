@@ -26,13 +26,13 @@ class Nodes(NamedTuple):
         less.
       lane: This rank and its twins on the other nodes; None if it has no lane, or there is only
         one node.
-      count: How many nodes there are.
+      nodes: How many nodes there are.
     """
 
     node: Comm
     lanes: int
     lane: Comm | None
-    count: int
+    nodes: int
 
 
 def find_nodes(comm: Comm, per_node: int = 0) -> Nodes:
