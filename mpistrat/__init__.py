@@ -34,10 +34,15 @@ _NAMES = {
     "VariableAggregation": "mpistrat.distribute.writes",
     "VariableSynchronization": "mpistrat.distribute.writes",
     # inputs
+    "AutoShardPolicy": "mpistrat.feed.policies",
     "Dataset": "mpistrat.feed.dataset",
+    "DatasetOptions": "mpistrat.feed.policies",
     "DistributedDataset": "mpistrat.feed.distributed",
     "DistributedIterator": "mpistrat.feed.distributed",
     "InputContext": "mpistrat.distribute.inputs",
+    "InputOptions": "mpistrat.distribute.inputs",
+    "InputReplicationMode": "mpistrat.distribute.inputs",
+    "RunOptions": "mpistrat.distribute.inputs",
     "ValueContext": "mpistrat.distribute.inputs",
     # errors
     "AxisError": "mpistrat.errors",
@@ -50,6 +55,7 @@ _NAMES = {
     "MpistratError": "mpistrat.errors",
     "NonFiniteError": "mpistrat.errors",
     "OptionError": "mpistrat.errors",
+    "OutOfRangeError": "mpistrat.errors",
     "PreflightError": "mpistrat.errors",
     "RemoteError": "mpistrat.errors",
     "StrategyError": "mpistrat.errors",
@@ -58,15 +64,19 @@ _NAMES = {
 _MODULES = ("cluster_resolver", "testing")
 
 __all__ = [
+    "AutoShardPolicy",
     "AxisError",
     "ContextError",
     "DataError",
     "Dataset",
+    "DatasetOptions",
     "DistributedDataset",
     "DistributedIterator",
     "DistributedValues",
     "DivergenceError",
     "InputContext",
+    "InputOptions",
+    "InputReplicationMode",
     "LaunchError",
     "LeafTypeError",
     "LockstepError",
@@ -77,11 +87,13 @@ __all__ = [
     "NonFiniteError",
     "OneDeviceStrategy",
     "OptionError",
+    "OutOfRangeError",
     "PerReplica",
     "PreflightError",
     "ReduceOp",
     "RemoteError",
     "ReplicaContext",
+    "RunOptions",
     "Strategy",
     "StrategyError",
     "StrategyExtended",
@@ -109,7 +121,13 @@ if TYPE_CHECKING:
         in_cross_replica_context,
     )
     from mpistrat.distribute.extended import StrategyExtended
-    from mpistrat.distribute.inputs import InputContext, ValueContext
+    from mpistrat.distribute.inputs import (
+        InputContext,
+        InputOptions,
+        InputReplicationMode,
+        RunOptions,
+        ValueContext,
+    )
     from mpistrat.distribute.strategies import (
         MirroredStrategy,
         MultiWorkerMirroredStrategy,
@@ -130,6 +148,7 @@ if TYPE_CHECKING:
         MpistratError,
         NonFiniteError,
         OptionError,
+        OutOfRangeError,
         PreflightError,
         RemoteError,
         StrategyError,
@@ -137,6 +156,7 @@ if TYPE_CHECKING:
     )
     from mpistrat.feed.dataset import Dataset
     from mpistrat.feed.distributed import DistributedDataset, DistributedIterator
+    from mpistrat.feed.policies import AutoShardPolicy, DatasetOptions
     from mpistrat.kernels.ops import ReduceOp
 
 

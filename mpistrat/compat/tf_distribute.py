@@ -11,7 +11,13 @@ from mpistrat.distribute.context import (
     in_cross_replica_context,
 )
 from mpistrat.distribute.extended import StrategyExtended
-from mpistrat.distribute.inputs import InputContext, ValueContext
+from mpistrat.distribute.inputs import (
+    InputContext,
+    InputOptions,
+    InputReplicationMode,
+    RunOptions,
+    ValueContext,
+)
 from mpistrat.distribute.strategies import (
     MirroredStrategy,
     MultiWorkerMirroredStrategy,
@@ -27,11 +33,14 @@ __all__ = [
     "DistributedIterator",
     "DistributedValues",
     "InputContext",
+    "InputOptions",
+    "InputReplicationMode",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
     "ReduceOp",
     "ReplicaContext",
+    "RunOptions",
     "Strategy",
     "StrategyExtended",
     "cluster_resolver",
