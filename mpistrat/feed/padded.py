@@ -74,7 +74,8 @@ class PaddedBatch:
             given = nest.up_to(structure, self.shapes, "padded_shapes")
         found = []
         for i, most in enumerate(longest):
-            shape = (None,) * len(most) if given is None else tuple(given[i])
+            wanted = given and given[i]
+            shape = (None,) * len(most) if wanted is None else tuple(wanted)
             if len(shape) != len(most):
                 raise DataError(
                     f"padded_batch: an example has {len(most)} dimensions, the padded shape "

@@ -137,7 +137,7 @@ class Batches:
         if isinstance(self.source, Stream):
             source = f"{self.source.cardinality} batches of a {self.source.kind}"
         elif isinstance(self.source, Files):
-            source = f"{len(self.source.paths)} files, {named(self.source.read)}"
+            source = f"{self.source.describe()}, {named(self.source.read)}"
         else:
             source = f"{self.source[0].describe()}, {self.source[1]}"
         return _listed(source, [], self.steps)

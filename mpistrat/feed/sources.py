@@ -8,9 +8,11 @@ hands out batches, epoch by epoch.
 from __future__ import annotations
 
 import copy
+import hashlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any, TypeAlias, final
 
 import numpy as np
@@ -285,6 +287,12 @@ class Files:
 
     paths: tuple[str, ...]
     read: Callable[[str], Any]
+
+    def describe(self) -> str:
+        """Return their number and a digest of their names; directories may differ by node."""
+        names = "\n".join(PurePath(path).name for path in self.paths)
+        digest = hashlib.blake2b(names.encode(errors="surrogateescape"), digest_size=8).hexdigest()
+        return f"{len(self.paths)} files {digest}"
 
     def part(self, index: int, count: int) -> Files:
         """Return every count-th file, from number `index`."""
