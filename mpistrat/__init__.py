@@ -37,10 +37,15 @@ _NAMES = {
     "VariableAggregation": "mpistrat.distribute.writes",
     "VariableSynchronization": "mpistrat.distribute.writes",
     # inputs
+    "AutoShardPolicy": "mpistrat.feed.policies",
     "Dataset": "mpistrat.feed.dataset",
+    "DatasetOptions": "mpistrat.feed.policies",
     "DistributedDataset": "mpistrat.feed.distributed",
     "DistributedIterator": "mpistrat.feed.distributed",
     "InputContext": "mpistrat.distribute.inputs",
+    "InputOptions": "mpistrat.distribute.inputs",
+    "InputReplicationMode": "mpistrat.distribute.inputs",
+    "RunOptions": "mpistrat.distribute.inputs",
     "ValueContext": "mpistrat.distribute.inputs",
     # errors
     "AxisError": "mpistrat.errors",
@@ -53,6 +58,7 @@ _NAMES = {
     "MpistratError": "mpistrat.errors",
     "NonFiniteError": "mpistrat.errors",
     "OptionError": "mpistrat.errors",
+    "OutOfRangeError": "mpistrat.errors",
     "PreflightError": "mpistrat.errors",
     "RefusedError": "mpistrat.errors",
     "RemoteError": "mpistrat.errors",
@@ -62,15 +68,19 @@ _NAMES = {
 _MODULES = ("cluster_resolver", "coordinator", "experimental", "testing")
 
 __all__ = [
+    "AutoShardPolicy",
     "AxisError",
     "ContextError",
     "DataError",
     "Dataset",
+    "DatasetOptions",
     "DistributedDataset",
     "DistributedIterator",
     "DistributedValues",
     "DivergenceError",
     "InputContext",
+    "InputOptions",
+    "InputReplicationMode",
     "LaunchError",
     "LeafTypeError",
     "LockstepError",
@@ -81,6 +91,7 @@ __all__ = [
     "NonFiniteError",
     "OneDeviceStrategy",
     "OptionError",
+    "OutOfRangeError",
     "ParameterServerStrategy",
     "PerReplica",
     "PreflightError",
@@ -88,6 +99,7 @@ __all__ = [
     "RefusedError",
     "RemoteError",
     "ReplicaContext",
+    "RunOptions",
     "Server",
     "Strategy",
     "StrategyError",
@@ -118,7 +130,13 @@ if TYPE_CHECKING:
         in_cross_replica_context,
     )
     from mpistrat.distribute.extended import StrategyExtended
-    from mpistrat.distribute.inputs import InputContext, ValueContext
+    from mpistrat.distribute.inputs import (
+        InputContext,
+        InputOptions,
+        InputReplicationMode,
+        RunOptions,
+        ValueContext,
+    )
     from mpistrat.distribute.strategies import (
         MirroredStrategy,
         MultiWorkerMirroredStrategy,
@@ -139,6 +157,7 @@ if TYPE_CHECKING:
         MpistratError,
         NonFiniteError,
         OptionError,
+        OutOfRangeError,
         PreflightError,
         RefusedError,
         RemoteError,
@@ -147,6 +166,7 @@ if TYPE_CHECKING:
     )
     from mpistrat.feed.dataset import Dataset
     from mpistrat.feed.distributed import DistributedDataset, DistributedIterator
+    from mpistrat.feed.policies import AutoShardPolicy, DatasetOptions
     from mpistrat.kernels.ops import ReduceOp
     from mpistrat.refused import ParameterServerStrategy, Server
 

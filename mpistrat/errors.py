@@ -12,6 +12,7 @@ The tree; each class is also the built-in it refines, so code that knows only th
     ├── StructureError  (ValueError)     a tree has the wrong shape
     ├── AxisError       (ValueError)     an axis does not exist, or comes twice
     ├── DataError       (ValueError)     a data source is ragged, empty-handed or used up
+    ├── OutOfRangeError (IndexError)     the data have ended, and another element was asked for
     ├── LeafTypeError   (TypeError)      a leaf is no array, or its dtype cannot be reduced
     ├── RefusedError    (NotImplementedError)   a name of tf.distribute with no meaning here
     ├── OptionError     (ValueError)     an option or MPISTRAT_* variable cannot be used
@@ -36,6 +37,7 @@ __all__ = [
     "MpistratError",
     "NonFiniteError",
     "OptionError",
+    "OutOfRangeError",
     "PreflightError",
     "RefusedError",
     "RemoteError",
@@ -104,6 +106,10 @@ class AxisError(MpistratError, ValueError):
 
 class DataError(MpistratError, ValueError):
     """A data source cannot give what was asked of it."""
+
+
+class OutOfRangeError(MpistratError, IndexError):
+    """The data of all replicas have ended, and another element was asked for."""
 
 
 class LeafTypeError(MpistratError, TypeError):

@@ -13,7 +13,19 @@ from typing import Any
 
 import optree
 
-__all__ = ["Structure", "describe", "flatten", "is_lone", "map", "path_names", "paths", "unflatten"]
+from mpistrat.errors import StructureError
+
+__all__ = [
+    "Structure",
+    "describe",
+    "flatten",
+    "is_lone",
+    "map",
+    "path_names",
+    "paths",
+    "unflatten",
+    "up_to",
+]
 
 Structure = optree.PyTreeSpec
 
@@ -45,6 +57,29 @@ def is_lone(structure: Structure) -> bool:
       (True, False)
     """
     return bool(structure.is_leaf(strict=True))
+
+
+def up_to(structure: Structure, tree: Any, what: str) -> list[Any]:
+    """Return what stands in `tree` where the leaves of `structure` are; each may be a tree.
+
+    Args:
+      structure: The structure of another tree.
+      tree: Any value.
+      what: What to call `tree` in errors.
+
+    Raises:
+      StructureError: `tree` has other nodes above the leaves.
+
+    Example:
+      >>> up_to(flatten({"x": 0, "y": 0})[1], {"x": [1, 2], "y": None}, "sizes")
+      [[1, 2], None]
+    """
+    try:
+        return structure.flatten_up_to(tree)
+    except ValueError as error:
+        raise StructureError(
+            f"{what} must have a value for each leaf of {describe(structure)}: {error}"
+        ) from None
 
 
 def map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:

@@ -16,7 +16,10 @@ from mpistrat.compat import tf_distribute as distribute
 from mpistrat.distribute import variables
 from mpistrat.distribute.context import get_replica_context
 from mpistrat.distribute.writes import VariableAggregation, VariableSynchronization
+from mpistrat.errors import OutOfRangeError
 from mpistrat.feed.dataset import Dataset
+from mpistrat.feed.iterators import Optional
+from mpistrat.feed.policies import AutoShardPolicy, DatasetOptions, DistributeOptions
 
 __all__ = [
     "Variable",
@@ -27,6 +30,8 @@ __all__ = [
     "constant",
     "data",
     "distribute",
+    "errors",
+    "experimental",
     "float32",
     "float64",
     "function",
@@ -45,8 +50,18 @@ float32 = np.float32
 float64 = np.float64
 int32 = np.int32
 int64 = np.int64
-data = SimpleNamespace(Dataset=Dataset)
 train = SimpleNamespace(ClusterSpec=ClusterSpec)
+data = SimpleNamespace(
+    Dataset=Dataset,
+    Options=DatasetOptions,
+    INFINITE_CARDINALITY=Dataset.INFINITE,
+    UNKNOWN_CARDINALITY=Dataset.UNKNOWN,
+    experimental=SimpleNamespace(
+        AutoShardPolicy=AutoShardPolicy, DistributeOptions=DistributeOptions
+    ),
+)
+errors = SimpleNamespace(OutOfRangeError=OutOfRangeError)
+experimental = SimpleNamespace(Optional=Optional)
 _NARROW = {"i": np.int32, "f": np.float32}
 
 

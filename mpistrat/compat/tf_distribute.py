@@ -9,7 +9,12 @@ from mpistrat.distribute.context import (
     in_cross_replica_context,
 )
 from mpistrat.distribute.extended import StrategyExtended
-from mpistrat.distribute.inputs import InputContext
+from mpistrat.distribute.inputs import (
+    InputContext,
+    InputOptions,
+    InputReplicationMode,
+    RunOptions,
+)
 from mpistrat.distribute.strategies import (
     MirroredStrategy,
     MultiWorkerMirroredStrategy,
@@ -26,12 +31,15 @@ __all__ = [
     "DistributedIterator",
     "DistributedValues",
     "InputContext",
+    "InputOptions",
+    "InputReplicationMode",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
     "ParameterServerStrategy",
     "ReduceOp",
     "ReplicaContext",
+    "RunOptions",
     "Server",
     "Strategy",
     "StrategyExtended",

@@ -8,23 +8,27 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from mpistrat.comm.world import size_of_job
-from mpistrat.distribute import reductions
+from mpistrat.distribute import feeding, reductions
 from mpistrat.distribute.context import gather
 from mpistrat.distribute.extended import StrategyExtended
-from mpistrat.distribute.inputs import InputContext, ValueContext
-from mpistrat.distribute.mode import cross_replica, current
+from mpistrat.distribute.inputs import (
+    InputContext,
+    InputOptions,
+    InputReplicationMode,
+    ValueContext,
+)
+from mpistrat.distribute.mode import cross_replica
 from mpistrat.distribute.parts import Parts
 from mpistrat.distribute.regroup import select
 from mpistrat.distribute.running import run
 from mpistrat.distribute.values import PerReplica
 from mpistrat.distribute.variables import Variable
-from mpistrat.distribute.views import ALONE, Plain
-from mpistrat.errors import ContextError
+from mpistrat.distribute.views import Plain
 from mpistrat.feed.dataset import Dataset
-from mpistrat.feed.distributed import DistributedDataset, Door
 
 if TYPE_CHECKING:
     from mpistrat.cluster.resolver import ClusterResolver
+    from mpistrat.distribute.iterators import InputIterator
 
 __all__ = ["Strategy"]
 
@@ -263,15 +267,18 @@ class Strategy:
         call = "experimental_distribute_values_from_function"
         return self.parts.regroup.inputs(call, made, failure)
 
-    def experimental_distribute_dataset(self, dataset: Dataset, options: None = None) -> Any:
-        """Cut every global batch of `dataset` over the replicas.
+    def experimental_distribute_dataset(
+        self, dataset: Dataset, options: InputOptions | None = None
+    ) -> Any:
+        """Divide every global batch of `dataset` over the replicas.
 
         Collective: all ranks call it; iterating is collective too.
 
         Args:
-          dataset: The same on every rank. Batched by the *global* batch size; an unbatched one is
-            taken as if batched by the number of replicas.
-          options: None.
+          dataset: The same on every rank: ranks that made it otherwise, or with another seed, get
+            an error here. Batched by the *global* batch size; an unbatched one is taken as if
+            batched by the number of replicas. Its options choose another `AutoShardPolicy`.
+          options: `InputOptions`, which change nothing here.
 
         Returns:
           A `DistributedDataset`: replica i of n gets the rows ``[i * k, min((i + 1) * k, L))`` of a
@@ -280,16 +287,13 @@ class Strategy:
 
         Raises:
           TypeError: `dataset` is no `Dataset`.
+          LockstepError: The ranks hold datasets of different descriptions.
+          NotImplementedError: The replication mode is PER_REPLICA.
         """
-        with self.parts.lockstep.preparing("experimental_distribute_dataset"):
-            self._check_dataset("experimental_distribute_dataset", dataset, options)
-            if self.parts.view is ALONE:
-                return dataset
-            batched = dataset if dataset.batched else dataset.batch(self.num_replicas_in_sync)
-        return DistributedDataset(batched, self._door(), cut=True, origin=dataset)
+        return feeding.distribute(self, dataset, options)
 
     def distribute_datasets_from_function(
-        self, dataset_fn: Callable[[InputContext], Dataset], options: None = None
+        self, dataset_fn: Callable[[InputContext], Dataset], options: InputOptions | None = None
     ) -> Any:
         """Let every replica bring its own dataset, batched for one replica.
 
@@ -297,22 +301,70 @@ class Strategy:
         get empty batches until all have ended.
 
         Args:
-          dataset_fn: ``dataset_fn(InputContext)``, called once on each rank.
-          options: None.
+          dataset_fn: ``dataset_fn(InputContext)``, called once on each rank: one input pipeline is
+            one rank. Take its part of the data by
+            ``dataset.shard(context.num_input_pipelines, context.input_pipeline_id)``.
+          options: `InputOptions`. Both replication modes are the same here, but PER_REPLICA is for
+            `MirroredStrategy`.
 
         Returns:
           A `DistributedDataset`; under `OneDeviceStrategy` and the default strategy, the dataset.
 
         Raises:
           TypeError: `dataset_fn` returned no `Dataset`.
+          ValueError: The options contradict each other.
+          NotImplementedError: PER_REPLICA under another strategy than `MirroredStrategy`.
         """
-        comm = self.parts.lockstep.comm
-        with self.parts.lockstep.preparing("distribute_datasets_from_function"):
-            dataset = dataset_fn(InputContext(comm.size, comm.rank, comm.size))
-            self._check_dataset("distribute_datasets_from_function", dataset, options)
-        if self.parts.view is ALONE:
-            return dataset
-        return DistributedDataset(dataset, self._door(), cut=False)
+        return feeding.from_function(self, dataset_fn, options)
+
+    experimental_distribute_datasets_from_function = distribute_datasets_from_function
+
+    def make_dataset_iterator(self, dataset: Dataset) -> InputIterator:
+        """Divide `dataset` as `experimental_distribute_dataset` does, for an older loop.
+
+        Collective: all ranks call it; each element is collective too.
+
+        Args:
+          dataset: Batched by the *global* batch size; the same on every rank.
+
+        Returns:
+          An `InputIterator`, to be asked by ``get_next()`` or given to `experimental_run`.
+        """
+        return feeding.dataset_iterator(self, dataset)
+
+    def make_input_fn_iterator(
+        self,
+        input_fn: Callable[[InputContext], Any],
+        replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER,
+    ) -> InputIterator:
+        """Make an iterator over what `input_fn` brings, for an older loop.
+
+        Collective: all ranks call it; each element is collective too. It ends when the data of the
+        first replica end.
+
+        Args:
+          input_fn: ``input_fn(InputContext)``, called once on each rank, returns a dataset batched
+            for one replica, or a callable that returns one element each time. Under
+            `MirroredStrategy` there is one pipeline: the dataset must be the same on every rank,
+            and its batches go to the replicas in turns, each read by its replica only. Elsewhere
+            each rank has a pipeline of its own.
+          replication_mode: PER_WORKER.
+
+        Raises:
+          ValueError: Another mode, or `input_fn` returned something else.
+        """
+        return feeding.input_fn_iterator(self, input_fn, replication_mode)
+
+    def experimental_run(
+        self, fn: Callable[..., Any], input_iterator: InputIterator | None = None
+    ) -> Any:
+        """Call `fn` on every replica, with its part of the next element if there is an iterator.
+
+        Collective; see `run`.
+        """
+        with self._cross("experimental_run", "the function itself"):
+            args = () if input_iterator is None else (input_iterator.get_next(),)
+            return run(self, fn, args, None)
 
     def experimental_make_numpy_dataset(self, numpy_input: Any) -> Dataset:
         """Return an unbatched dataset of the rows of a tree of arrays; a list is stacked.
@@ -322,29 +374,6 @@ class Strategy:
         """
         with self._cross("experimental_make_numpy_dataset", "mpistrat.Dataset(...)"):
             return Dataset.from_tensor_slices(numpy_input)
-
-    @staticmethod
-    def _check_dataset(name: str, dataset: Any, options: Any) -> None:
-        if not isinstance(dataset, Dataset):
-            raise TypeError(
-                f"{name}: wanted an mpistrat.Dataset, got {type(dataset).__name__}. Make one: "
-                "mpistrat.Dataset(arrays).batch(global_batch_size)."
-            )
-        if options is not None:
-            raise TypeError(f"{name}: options must be None, got {options!r}.")
-
-    def _door(self) -> Door:
-        return Door(self.parts.lockstep, self.parts.regroup.wrap_input, self._check_next)
-
-    def _check_next(self) -> None:
-        mode = current()
-        if mode is not None and mode.replica is not None:
-            raise ContextError(
-                "next(iterator) was called in replica code. Call it outside, and pass the element: "
-                "strategy.run(fn, args=(next(iterator),))."
-            )
-        with self._cross("next(iterator)", ""):
-            return
 
     def long_operation(self, name: str, max_seconds: float) -> Any:
         """Return a context manager in whose body this rank may keep the others waiting.

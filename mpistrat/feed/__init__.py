@@ -1,7 +1,8 @@
 """Which examples each replica sees in each step.
 
 - `dataset`: `Dataset`, a description of examples or batches; it never communicates.
-- `sources`, `orders`, `steps`, `pipeline`, `pieces`: what it is made of.
+- `sources`, `orders`, `steps`, `rebatch`, `padded`, `pipeline`, `pieces`: what it is made of.
+- `policies`, `dealing`: the ways to divide it over replicas, without communication.
 - `prefetch`: reading ahead in one thread.
-- `distributed`: every replica's part of each global batch, one proof a step.
+- `iterators`, `distributed`: every replica's part of each step, one proof a step.
 """

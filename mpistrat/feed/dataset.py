@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, final
 
 import numpy as np
 
+from mpistrat import nest
 from mpistrat.errors import DataError
+from mpistrat.feed.iterators import DatasetIterator
+from mpistrat.feed.padded import PaddedBatch
 from mpistrat.feed.pieces import Piece
 from mpistrat.feed.pipeline import Batches, Examples, begin
+from mpistrat.feed.policies import AutoShardPolicy, DatasetOptions
 from mpistrat.feed.prefetch import prefetched
-from mpistrat.feed.sources import INFINITE, UNKNOWN, Stream, stacked
-from mpistrat.feed.steps import Batch, Map, Repeat, Shuffle, Step, Take, whole_number
+from mpistrat.feed.rebatch import Rebatch
+from mpistrat.feed.sources import INFINITE, UNKNOWN, Files, Stream, stacked
+from mpistrat.feed.steps import (
+    Batch,
+    Map,
+    Repeat,
+    Shard,
+    Shuffle,
+    Skip,
+    Step,
+    Take,
+    whole_number,
+)
 
 __all__ = ["Dataset"]
 
@@ -59,7 +76,7 @@ class Dataset:
     INFINITE: ClassVar[int] = INFINITE
     UNKNOWN: ClassVar[int] = UNKNOWN
 
-    __slots__ = ("_depth", "_epoch", "_level", "_seeds")
+    __slots__ = ("_depth", "_epoch", "_level", "_policy", "_seeds")
 
     def __init__(self, source: Any):
         """Look at the shapes of the source; nothing is read."""
@@ -72,10 +89,12 @@ class Dataset:
         self._depth = depth
         self._seeds = seeds
         self._epoch = 0
+        self._policy = AutoShardPolicy.AUTO
 
     def _with(self, level: Examples | Batches, seeds: int = 0) -> Dataset:
         new = object.__new__(Dataset)
         new._set(level, self._depth, self._seeds + seeds)
+        new._policy = self._policy
         return new
 
     def _then(self, step: Step, seeds: int = 0) -> Dataset:
@@ -111,6 +130,29 @@ class Dataset:
         """
         new = object.__new__(Dataset)
         new._set(Batches(Stream(batches)), depth=0, seeds=0)
+        return new
+
+    @staticmethod
+    def from_files(paths: Iterable[Any], read: Callable[[str], Any]) -> Dataset:
+        """Return a dataset whose elements are the files of a list, each one batch.
+
+        Usually followed by `rebatch`. With `AutoShardPolicy.FILE` each replica opens its own files
+        only; otherwise every rank calls `read` for every file, and takes its rows of it.
+
+        Args:
+          paths: Names of files, in the same order on every rank.
+          read: ``read(path)`` returns a tree of arrays with the same first dimension: the rows of
+            the file. Memory-mapped arrays are read by the rows that are needed.
+
+        Example:
+          >>> rows = {"a": np.arange(3), "b": np.arange(3, 5)}
+          >>> dataset = Dataset.from_files(["a", "b"], rows.get).rebatch(2)
+          >>> [batch.tolist() for batch in dataset]
+          [[0, 1], [2, 3], [4]]
+        """
+        new = object.__new__(Dataset)
+        names = tuple(os.fspath(path) for path in paths)
+        new._set(Batches(Files(names, read)), depth=0, seeds=0)
         return new
 
     @staticmethod
@@ -164,6 +206,57 @@ class Dataset:
         if isinstance(self._level, Examples):
             return self._with(Batches((self._level, step)))
         return self._then(step)
+
+    def padded_batch(
+        self,
+        batch_size: int,
+        padded_shapes: Any = None,
+        padding_values: Any = None,
+        drop_remainder: bool = False,
+    ) -> Dataset:
+        """Return a dataset of successive examples, padded to one shape and joined.
+
+        Args:
+          batch_size: How many, at least 1; for a distributed dataset the *global* batch size.
+          padded_shapes: The shape of each leaf, in a tree like that of an example. None in a
+            shape, or instead of it all, pads to the longest of the global batch; then **every
+            rank reads every row**, as for a `map` after `batch`.
+          padding_values: What to pad with: one number, or a tree of them; None for zeros.
+          drop_remainder: Leave out the last batch if it has fewer.
+
+        Raises:
+          DataError: The elements are batches already. While reading: an example is larger than
+            the shape.
+
+        Example:
+          >>> ragged = Dataset.range(1, 4).map(lambda i: np.full(i, i))
+          >>> next(iter(ragged.padded_batch(3, [3]))).tolist()
+          [[1, 0, 0], [2, 2, 0], [3, 3, 3]]
+        """
+        size = whole_number("padded_batch(batch_size)", batch_size, 1)
+        if not isinstance(self._level, Examples):
+            raise DataError("padded_batch joins examples; the elements of this one are batches.")
+        step = PaddedBatch(size, padded_shapes, padding_values, bool(drop_remainder))
+        return self._with(Batches((self._level, step)))
+
+    def rebatch(self, batch_size: int, drop_remainder: bool = False) -> Dataset:
+        """Return a dataset of batches of another size, made of the rows of all in order.
+
+        Args:
+          batch_size: How many rows, at least 1; for a distributed dataset the *global* batch size.
+          drop_remainder: Leave out the last batch if it has fewer.
+
+        Raises:
+          DataError: The elements are no batches.
+
+        Example:
+          >>> [batch.tolist() for batch in Dataset.range(5).batch(4).rebatch(3)]
+          [[0, 1, 2], [3, 4]]
+        """
+        size = whole_number("rebatch(batch_size)", batch_size, 1)
+        if not self.batched:
+            raise DataError("rebatch takes batches apart, and these are examples; call batch.")
+        return self._then(Rebatch(size, bool(drop_remainder)))
 
     def repeat(self, count: int | None = None) -> Dataset:
         """Return a dataset of `count` epochs in a row, each shuffled anew; None for no end.
@@ -230,6 +323,72 @@ class Dataset:
         """
         return self._then(Take(whole_number("take(count)", count, 0)))
 
+    def skip(self, count: int) -> Dataset:
+        """Return a dataset without the first `count` elements.
+
+        Example:
+          >>> [batch.tolist() for batch in Dataset.range(5).skip(2).batch(2)]
+          [[2, 3], [4]]
+        """
+        return self._then(Skip(whole_number("skip(count)", count, 0)))
+
+    def shard(self, num_shards: int, index: int) -> Dataset:
+        """Return a dataset of every num_shards-th element, from number `index`; no other is read.
+
+        In a ``dataset_fn``, ``shard(context.num_input_pipelines, context.input_pipeline_id)``
+        gives each replica its own part. Shard before shuffling without a seed.
+
+        Raises:
+          DataError: There is no such shard.
+
+        Example:
+          >>> [batch.tolist() for batch in Dataset.range(7).shard(3, 0).batch(2)]
+          [[0, 3], [6]]
+        """
+        count = whole_number("shard(num_shards)", num_shards, 1)
+        index = whole_number("shard(index)", index, 0)
+        if index >= count:
+            raise DataError(f"shard({count}, {index}): shards are numbered 0 to {count - 1}.")
+        return self._then(Shard(count, index))
+
+    def with_options(self, options: DatasetOptions) -> Dataset:
+        """Return a dataset that is distributed as `options` say.
+
+        Raises:
+          TypeError: `options` are no `DatasetOptions`.
+
+        Example:
+          >>> options = DatasetOptions()
+          >>> options.experimental_distribute.auto_shard_policy = AutoShardPolicy.OFF
+          >>> Dataset.range(4).batch(2).with_options(options).policy.name
+          'OFF'
+        """
+        if not isinstance(options, DatasetOptions):
+            raise TypeError(f"with_options wants DatasetOptions, not {options!r}.")
+        new = self._with(self._level)
+        new._policy = options.experimental_distribute.auto_shard_policy
+        return new
+
+    def options(self) -> DatasetOptions:
+        """Return the options that `with_options` set."""
+        found = DatasetOptions()
+        found.experimental_distribute.auto_shard_policy = self._policy
+        return found
+
+    def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
+        """Return what is left of `initial_state` after ``reduce_func(state, element)`` on each.
+
+        Example:
+          >>> int(Dataset.range(5).reduce(0, lambda total, x: total + x))
+          10
+        """
+        return functools.reduce(reduce_func, self, initial_state)
+
+    @property
+    def policy(self) -> AutoShardPolicy:
+        """How it is to be distributed."""
+        return self._policy
+
     @property
     def batched(self) -> bool:
         """Whether the elements are batches; those of arrays without `batch` are examples."""
@@ -244,6 +403,41 @@ class Dataset:
     def seeds_needed(self) -> int:
         """How many seeds `pieces` wants: one for each shuffle that has none of its own."""
         return self._seeds
+
+    @property
+    def batch_size(self) -> int | None:
+        """How many rows a full batch has; None for examples, or if only reading could tell."""
+        return self._level.batch_size() if isinstance(self._level, Batches) else None
+
+    @property
+    def full_batches(self) -> bool:
+        """Whether every batch is known to have `batch_size` rows."""
+        specs = nest.flatten(self.element_spec)[0]
+        return self.batched and all(spec is not None and spec.shape[0] for spec in specs)
+
+    @property
+    def files(self) -> int:
+        """How many files the batches come from; 0 if from none."""
+        source = self._level.source if isinstance(self._level, Batches) else None
+        return len(source.paths) if isinstance(source, Files) else 0
+
+    def of_files(self, index: int, count: int) -> Dataset:
+        """Return the same dataset of every count-th file only, from number `index`."""
+        level = self._level
+        if not isinstance(level, Batches) or not isinstance(level.source, Files):
+            raise DataError("The batches of this dataset do not come from Dataset.from_files.")
+        return self._with(dataclasses.replace(level, source=level.source.part(index, count)))
+
+    def describe(self) -> str:
+        """Return source and steps as text: seeds, numbers of rows, dtypes, but no contents.
+
+        Equal on two ranks if they made the dataset alike.
+
+        Example:
+          >>> Dataset.range(4).batch(2).describe()
+          '4 rows of *: int64 (), Batch(size=2, drop_remainder=False), AUTO'
+        """
+        return f"{self._level.describe()}, {self._policy.name}"
 
     @property
     def element_spec(self) -> Any:
@@ -266,12 +460,12 @@ class Dataset:
         """Let the next epoch be the one after `epoch`; ranks agree on it this way."""
         self._epoch = epoch + 1
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> DatasetIterator:
         """Iterate over the whole elements of the next epoch; nothing is divided."""
         seeds = np.random.SeedSequence().generate_state(self._seeds, np.uint64).tolist()
         elements = self._level.elements(tuple(seeds), (self.epoch,))
         self.begin_after(self.epoch)
-        return prefetched(elements, self._depth)
+        return DatasetIterator(prefetched(elements, self._depth), self.element_spec)
 
     def pieces(self, epoch: int, seeds: Sequence[int]) -> Iterator[Piece]:
         """Iterate over the global batches of one epoch, each to be cut for a replica.

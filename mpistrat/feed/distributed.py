@@ -8,9 +8,10 @@ same number of steps.
 from __future__ import annotations
 
 import ast
+import functools
 import secrets
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -21,9 +22,11 @@ from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.comm.codec import decode, encode
 from mpistrat.errors import LockstepError
 from mpistrat.feed.dataset import Dataset
-from mpistrat.feed.prefetch import prefetched
+from mpistrat.feed.dealing import Deal, Parts
+from mpistrat.feed.iterators import ElementIterator
+from mpistrat.feed.sources import Spec
 
-__all__ = ["DistributedDataset", "DistributedIterator", "Door"]
+__all__ = ["DistributedDataset", "DistributedIterator", "Door", "PerReplicaSpec"]
 
 _STEP = struct.Struct("<??q")
 
@@ -37,86 +40,169 @@ class Door:
       lockstep: Proves each step.
       wrap: Makes what cross-replica code sees of this replica's element.
       check: Raises where no data may be asked for, as in replica code.
+      alone: Only this replica's part is shown to cross-replica code.
     """
 
     lockstep: Lockstep
     wrap: Callable[[Any], Any]
     check: Callable[[], None]
+    alone: bool = False
+
+
+@final
+@dataclass(frozen=True)
+class PerReplicaSpec:
+    """What the parts of one leaf look like, on each replica that the strategy shows.
+
+    Attributes:
+      specs: One `Spec` for each.
+    """
+
+    specs: tuple[Spec, ...]
+
+    def __repr__(self) -> str:
+        """Return all of them."""
+        return f"PerReplicaSpec({', '.join(map(repr, self.specs))})"
 
 
 @final
 class DistributedDataset:
-    """A dataset cut over the replicas of a strategy; iterate over it in cross-replica code.
+    """A dataset divided over the replicas of a strategy; iterate over it in cross-replica code.
 
     Made by ``Strategy.experimental_distribute_dataset``, where every global batch of L rows is cut
-    in pieces of ``ceil(L / n)``, or by ``distribute_datasets_from_function``, where every replica
-    brings its own batches. Each ``iter()`` is the next epoch, in its own order.
+    in pieces of ``ceil(L / n)`` unless its options say otherwise, or by
+    ``distribute_datasets_from_function``, where every replica brings its own batches. Each
+    ``iter()`` is the next epoch, in its own order.
 
-    Collective: making it, ``iter()`` and each ``next()``.
+    Collective: making it, ``iter()``, each ``next()``, and `reduce`.
     Cost: one proof each.
+    As: ``tf.distribute.DistributedDataset``.
     """
 
-    def __init__(self, dataset: Dataset, door: Door, cut: bool, origin: Dataset | None = None):
-        """Distribute `dataset`; `cut` its batches, or give each replica its own whole.
+    def __init__(
+        self, deal: Deal, door: Door, origin: Dataset | None = None, together: bool = False
+    ):
+        """Distribute the dataset of `deal`.
 
-        The epochs are counted by `origin`, the dataset as the program knows it, so that
-        distributing it anew in each epoch gives each its own order too.
+        The proof of it holds a description of the dataset where all ranks must have the same:
+        source, steps, seeds, rows and dtypes, but not the contents of arrays.
+
+        Args:
+          deal: How it is divided.
+          door: How the strategy lets data in.
+          origin: The dataset as the program knows it, which counts the epochs, so that
+            distributing it anew in each epoch gives each its own order too.
+          together: End when the first replica's data end, not the last's.
         """
-        self._dataset = dataset
-        self._origin = origin or dataset
+        self._deal = deal
+        self._origin = origin or deal.dataset
         self._door = door
-        self._cut = cut
+        self._together = together
         session = door.lockstep.session
         self._name = f"dataset no. {session.datasets + 1}"
-        door.lockstep.prove(f"distribute {self._name}, {'cut' if cut else 'a part on each rank'}")
+        with door.lockstep.preparing(f"distribute {self._name}"):
+            told = deal.describe()
+        door.lockstep.prove(f"distribute {self._name}, {told}")
         session.datasets += 1
 
     def __iter__(self) -> DistributedIterator:
         """Return an iterator over the next epoch. Unseeded shuffles take rank 0's seed."""
         self._door.check()
-        needed = self._dataset.seeds_needed
+        deal, lockstep = self._deal, self._door.lockstep
+        needed = deal.dataset.seeds_needed
         mine = [self._origin.epoch, *(secrets.randbits(62) for _ in range(needed))]
-        told = self._door.lockstep.share(f"iter({self._name})", np.array(mine, np.int64).tobytes())
-        epoch, *seeds = np.frombuffer(told[0], np.int64).tolist()
-        if not self._cut:
-            return self._given(iter(self._dataset))
-        self._origin.begin_after(epoch)
-        comm = self._door.lockstep.comm
-        elements = (
-            (-1 if piece.rows is None else piece.rows, piece.cut(comm.rank, comm.size))
-            for piece in self._dataset.pieces(epoch, seeds)
-        )
-        ahead = prefetched(elements, self._dataset.depth) if self._dataset.depth else elements
-        return DistributedIterator(ahead, self._door, True, self._name)
+        told = lockstep.share(f"iter({self._name})", np.array(mine, np.int64).tobytes())
+        epoch, *seeds = np.frombuffer(told[0], np.int64).tolist() if deal.same else mine
+        with lockstep.preparing(f"iter({self._name})"):
+            parts = deal.epoch(epoch, seeds)
+        if deal.parts is not None:
+            self._origin.begin_after(epoch)
+        found = DistributedIterator(parts, self._door, deal.cut, self._name, self._together)
+        found.spec = self.element_spec
+        return found
 
-    def _given(self, elements: Iterator[Any]) -> DistributedIterator:
-        return DistributedIterator(((-1, e) for e in elements), self._door, False, self._name)
+    @property
+    def element_spec(self) -> Any:
+        """The tree of `PerReplicaSpec` of a step; None if only reading could tell.
+
+        A number of rows is None unless it is the same in every step and on every replica.
+        """
+        spec = self._deal.dataset.element_spec
+        if spec is None:
+            return None
+        comm = self._door.lockstep.comm
+        shown = 1 if self._door.alone else comm.size
+
+        def part(leaf: Spec) -> PerReplicaSpec:
+            shape = (self._deal.rows, *leaf.shape[1:]) if leaf.shape else ()
+            return PerReplicaSpec((Spec(shape, leaf.dtype),) * shown)
+
+        return nest.map(part, spec)
+
+    @property
+    def cardinality(self) -> int:
+        """How many batches the dataset has on this rank before it is divided, or -1, or -2.
+
+        As `Dataset.cardinality`: -1 for no end, -2 if it is not known.
+        """
+        return self._deal.dataset.cardinality()
+
+    def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
+        """Return what is left of `initial_state` after all steps of one epoch.
+
+        Collective.
+
+        Args:
+          initial_state: What the first call gets.
+          reduce_func: ``reduce_func(state, element)`` returns the next state. It is cross-replica
+            code: `element` is what ``next()`` gives.
+        """
+        return functools.reduce(reduce_func, self, initial_state)
+
+    def auto_shard(self, num_shards: int, shard_ix: int) -> DistributedDataset:
+        """Return a distributed dataset of every num_shards-th batch, from number `shard_ix`.
+
+        Collective: making it is one proof.
+
+        Raises:
+          DataError: There is no such shard.
+        """
+        with self._door.lockstep.preparing("auto_shard"):
+            shard = self._deal.dataset.shard(num_shards, shard_ix)
+        how = f"{self._deal.how}, shard {shard_ix} of {num_shards}"
+        deal = self._deal._replace(dataset=shard, how=how)
+        return DistributedDataset(deal, self._door, shard, self._together)
 
     def __repr__(self) -> str:
         """Return what is distributed."""
-        return f"DistributedDataset({self._dataset!r})"
+        return f"DistributedDataset({self._deal.dataset!r})"
 
 
 @final
-class DistributedIterator:
+class DistributedIterator(ElementIterator):
     """One epoch of a `DistributedDataset`.
 
     After the end, and after an error on any rank, it gives nothing more on every rank.
+
+    As: ``tf.distribute.DistributedIterator``.
     """
 
-    def __init__(self, elements: Iterator[tuple[int, Any]], door: Door, cut: bool, name: str):
-        """Give out `elements`, pairs of the rows of the global batch and this replica's part."""
+    def __init__(self, parts: Parts, door: Door, cut: bool, name: str, together: bool = False):
+        """Give out `parts`, pairs of the rows of the global batch and this replica's part."""
         self._name = name
-        self._elements = elements
+        self._elements = parts
         self._door = door
         self._cut = cut
+        self._together = together
         self._ended = False
         self._empty: Any = None
         self._steps = 0
+        self.spec: Any = None
 
-    def __iter__(self) -> DistributedIterator:
-        """Return itself."""
-        return self
+    @property
+    def element_spec(self) -> Any:
+        """As that of the dataset."""
+        return self.spec
 
     def __next__(self) -> Any:
         """Return the next element, as cross-replica code sees it. Collective.
@@ -154,7 +240,8 @@ class DistributedIterator:
         call = f"next({self._name}) step {self._steps}"
         self._steps += 1
         told = [_STEP.unpack(s) for s in self._door.lockstep.share(call, small, failure)]
-        if not any(has for has, _, _ in told):
+        having = [has for has, _, _ in told]
+        if not any(having) or (self._together and not all(having)):
             return False, None
         self._check_rows(call, [rows if has else 0 for has, _, rows in told])
         if any(lost for _, lost, _ in told):

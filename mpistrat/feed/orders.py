@@ -10,7 +10,7 @@ import numpy as np
 
 from mpistrat.feed.sources import INFINITE, Rows
 
-__all__ = ["Listed", "Order", "Repeated", "Straight", "Taken"]
+__all__ = ["Listed", "Order", "Repeated", "Sharded", "Skipped", "Straight", "Taken"]
 
 
 class Order(ABC):
@@ -66,6 +66,44 @@ class Taken(Order):
     def span(self, lo: int, hi: int) -> Rows:
         """Return the same positions of the other order."""
         return self._inner.span(lo, hi)
+
+
+@final
+class Skipped(Order):
+    """Another order without its first `count`."""
+
+    def __init__(self, inner: Order, count: int):
+        """Keep both."""
+        endless = inner.length == INFINITE
+        self.length = INFINITE if endless else max(inner.length - count, 0)
+        self._inner = inner
+        self._count = count
+
+    def span(self, lo: int, hi: int) -> Rows:
+        """Return the later positions of the other order."""
+        if lo >= hi:
+            return np.empty(0, np.int64)
+        return self._inner.span(self._count + lo, self._count + hi)
+
+
+@final
+class Sharded(Order):
+    """Every count-th of another order, from number `index`."""
+
+    def __init__(self, inner: Order, index: int, count: int):
+        """Keep all three."""
+        endless = inner.length == INFINITE
+        self.length = INFINITE if endless else len(range(index, inner.length, count))
+        self._inner = inner
+        self._index = index
+        self._count = count
+
+    def span(self, lo: int, hi: int) -> Rows:
+        """Return every count-th position of the other order."""
+        if lo >= hi:
+            return np.empty(0, np.int64)
+        first, last = self._index + lo * self._count, self._index + (hi - 1) * self._count
+        return self._inner.span(first, last + 1)[:: self._count]
 
 
 @final

@@ -1,6 +1,7 @@
 """One global batch that nobody has read yet, and the part of it that one replica reads.
 
-Each class is one way a batch comes about. All know a single verb: `cut`.
+Each class is one way a batch comes about. All know one verb, to read a `span` of their rows, and so
+the part that one replica gets: `cut`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,18 @@ from mpistrat.errors import DataError
 from mpistrat.feed.orders import Order
 from mpistrat.feed.sources import Arrays, Rows
 
-__all__ = ["ExampleReader", "Given", "Grouped", "MapFn", "Mapped", "Piece", "RowMapped", "Selected"]
+__all__ = [
+    "ExampleReader",
+    "FileRead",
+    "Given",
+    "Grouped",
+    "MapFn",
+    "Mapped",
+    "Piece",
+    "RowMapped",
+    "Selected",
+    "stack",
+]
 
 MapFn: TypeAlias = Callable[..., Any]
 
@@ -26,8 +38,15 @@ def _apply(fn: MapFn, element: Any) -> Any:
     return fn(*element) if type(element) is tuple else fn(element)
 
 
-def _stack(elements: Sequence[Any]) -> Any:
-    """Return the tree whose leaves have the elements along a new first axis."""
+def stack(elements: Sequence[Any]) -> Any:
+    """Return the tree whose leaves have the elements along a new first axis.
+
+    Args:
+      elements: Trees of one structure and of one shape at each leaf; at least one.
+
+    Raises:
+      DataError: They differ.
+    """
     leaves, structure = nest.flatten(elements[0])
     columns = [[np.asarray(leaf)] for leaf in leaves]
     for index, element in enumerate(elements[1:], 1):
@@ -70,7 +89,20 @@ class Piece(ABC):
     def rows(self) -> int | None:
         """How many rows the whole batch has; None if that shows only when it is read."""
 
+    def count(self) -> int:
+        """Return how many rows the whole batch has, reading it if nothing else can tell."""
+        rows = self.rows
+        if rows is None:
+            raise NotImplementedError(f"{type(self).__name__} must count its rows.")
+        return rows
+
     @abstractmethod
+    def span(self, lo: int, hi: int) -> Any:
+        """Read and return the rows lo to hi (exclusive); ``0 <= lo <= hi <= count()``.
+
+        Without rows these are arrays with 0 rows of the right dtype and trailing shape.
+        """
+
     def cut(self, index: int, count: int) -> Any:
         """Read and return the part of replica `index` of `count`.
 
@@ -81,6 +113,7 @@ class Piece(ABC):
         Raises:
           DataError: There is no such replica, or the data or a map do not fit together.
         """
+        return self.span(*_bounds(self.count(), index, count))
 
 
 @final
@@ -98,6 +131,17 @@ class ExampleReader:
         element = self._rows(np.array([row]))
         return nest.map(lambda leaf: leaf[0], element)
 
+    def examples(self, rows: Rows) -> list[Any]:
+        """Return the examples of these rows, each mapped."""
+        leaves, structure = nest.flatten(self.arrays.read(rows))
+        examples = []
+        for i in range(len(rows)):
+            example = nest.unflatten(structure, [leaf[i] for leaf in leaves])
+            for fn in self.fns:
+                example = _apply(fn, example)
+            examples.append(example)
+        return examples
+
     def read(self, order: Order, lo: int, hi: int, spare: int) -> Any:
         """Return the batch of the examples at positions lo to hi.
 
@@ -112,17 +156,9 @@ class ExampleReader:
         return nest.map(np.copy, self._none)
 
     def _rows(self, rows: Rows) -> Any:
-        batch = self.arrays.read(rows)
         if not self.fns:
-            return batch
-        leaves, structure = nest.flatten(batch)
-        examples = []
-        for i in range(len(rows)):
-            example = nest.unflatten(structure, [leaf[i] for leaf in leaves])
-            for fn in self.fns:
-                example = _apply(fn, example)
-            examples.append(example)
-        result = _stack(examples)
+            return self.arrays.read(rows)
+        result = stack(self.examples(rows))
         if self._none is None:
             self._none = nest.map(lambda leaf: leaf[:0].copy(), result)
         return result
@@ -144,9 +180,8 @@ class Selected(Piece):
         """The number of examples."""
         return self._hi - self._lo
 
-    def cut(self, index: int, count: int) -> Any:
-        """Read the rows of one replica."""
-        lo, hi = _bounds(self.rows, index, count)
+    def span(self, lo: int, hi: int) -> Any:
+        """Read these rows."""
         return self._reader.read(self._order, self._lo + lo, self._lo + hi, self._lo)
 
 
@@ -163,9 +198,38 @@ class Given(Piece):
         """The number of rows."""
         return self._arrays.rows
 
-    def cut(self, index: int, count: int) -> Any:
-        """Copy the rows of one replica."""
-        return self._arrays.span(*_bounds(self.rows, index, count))
+    def span(self, lo: int, hi: int) -> Any:
+        """Copy these rows."""
+        return self._arrays.span(lo, hi)
+
+
+@final
+class FileRead(Piece):
+    """What a function reads of one file, once a row of it is asked for."""
+
+    def __init__(self, path: str, read: Callable[[str], Any]):
+        """Keep both; nothing is read."""
+        self._path = path
+        self._read = read
+        self._arrays: Arrays | None = None
+
+    @property
+    def rows(self) -> int | None:
+        """The number of rows, once the file is open."""
+        return None if self._arrays is None else self._arrays.rows
+
+    def count(self) -> int:
+        """Open the file and return its number of rows."""
+        return self._open().rows
+
+    def span(self, lo: int, hi: int) -> Any:
+        """Open the file and copy these rows."""
+        return self._open().span(lo, hi)
+
+    def _open(self) -> Arrays:
+        if self._arrays is None:
+            self._arrays = Arrays(self._read(self._path), f"what was read of {self._path}")
+        return self._arrays
 
 
 @final
@@ -176,17 +240,32 @@ class Mapped(Piece):
         """Keep both."""
         self._inner = inner
         self._fn = fn
+        self._result: Arrays | None = None
 
     @property
     def rows(self) -> None:
         """Unknown: a map may change the number of rows."""
         return None
 
+    def count(self) -> int:
+        """Map the whole batch, keep the result and return its number of rows."""
+        if self._result is None:
+            self._result = self._map()
+        return self._result.rows
+
+    def span(self, lo: int, hi: int) -> Any:
+        """Copy these rows of the result."""
+        return (self._result or self._map()).span(lo, hi)
+
     def cut(self, index: int, count: int) -> Any:
         """Map the whole batch and copy the rows of one replica."""
-        result = Arrays(_apply(self._fn, self._inner.cut(0, 1)), "the result of map")
+        result = self._result or self._map()
         lo, hi = _bounds(result.rows, index, count)
-        return result.whole() if hi - lo == result.rows else result.span(lo, hi)
+        kept = self._result is not None or hi - lo < result.rows
+        return result.span(lo, hi) if kept else result.whole()
+
+    def _map(self) -> Arrays:
+        return Arrays(_apply(self._fn, self._inner.cut(0, 1)), "the result of map")
 
 
 @final
@@ -203,9 +282,13 @@ class RowMapped(Piece):
         """As before the map."""
         return self._inner.rows
 
-    def cut(self, index: int, count: int) -> Any:
-        """Map the rows of one replica."""
-        batch = self._inner.cut(index, count)
+    def count(self) -> int:
+        """As before the map."""
+        return self._inner.count()
+
+    def span(self, lo: int, hi: int) -> Any:
+        """Map these rows."""
+        batch = self._inner.span(lo, hi)
         given = len(nest.flatten(batch)[0][0])
         result = Arrays(_apply(self._fn, batch), "the result of map with rowwise=True")
         if result.rows != given:
@@ -229,9 +312,8 @@ class Grouped(Piece):
         """The number of batches."""
         return len(self._inner)
 
-    def cut(self, index: int, count: int) -> Any:
-        """Read and stack the batches of one replica; without any, one is read for its shape."""
-        lo, hi = _bounds(self.rows, index, count)
+    def span(self, lo: int, hi: int) -> Any:
+        """Read and stack these batches; without any, one is read for its shape."""
         if lo < hi:
-            return _stack([piece.cut(0, 1) for piece in self._inner[lo:hi]])
-        return nest.map(lambda leaf: leaf[:0].copy(), _stack([self._inner[0].cut(0, 1)]))
+            return stack([piece.cut(0, 1) for piece in self._inner[lo:hi]])
+        return nest.map(lambda leaf: leaf[:0].copy(), stack([self._inner[0].cut(0, 1)]))

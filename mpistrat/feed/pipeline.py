@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterator
 from typing import Any, final
 
 from mpistrat.feed.orders import Order, Straight
-from mpistrat.feed.pieces import ExampleReader, Given, MapFn, Piece
-from mpistrat.feed.sources import INFINITE, Arrays, Stream, is_array
-from mpistrat.feed.steps import Arrange, Batch, Map, Path, Pieces, Seeds, Step
+from mpistrat.feed.padded import PaddedBatch
+from mpistrat.feed.pieces import ExampleReader, FileRead, Given, MapFn, Piece
+from mpistrat.feed.rebatch import Rebatch
+from mpistrat.feed.sources import INFINITE, Arrays, Files, Stream, is_array
+from mpistrat.feed.steps import Arrange, Batch, Map, Path, Pieces, Seeds, Step, named
 
 __all__ = ["Batches", "Examples", "begin"]
 
@@ -59,9 +61,14 @@ class Examples:
         for position in itertools.count() if endless else range(order.length):
             yield self.reader.example(int(order.span(position, position + 1)[0]))
 
-    def spec(self, *leading: None) -> Any:
+    def spec(self, *leading: int | None) -> Any:
         """Return the tree of `Spec`, or None if only a map knows; see `Arrays.specs`."""
         return None if self.reader.fns else self.reader.arrays.specs(*leading)
+
+    def describe(self) -> str:
+        """Return source, maps and steps as text, but not the contents of arrays."""
+        maps = [f"Map({named(fn)})" for fn in self.reader.fns]
+        return _listed(self.reader.arrays.describe(), maps, self.steps)
 
     def mapped(self, fn: MapFn) -> Examples:
         """Return these examples with one more map; arranging and mapping do not interfere."""
@@ -75,17 +82,19 @@ class Batches:
     """A dataset after ``batch``, or one that was given in batches.
 
     Attributes:
-      source: Examples and how they are batched, or a stream of batches.
+      source: Examples and how they are batched, a stream of batches, or files that are one each.
       steps: What happens to the batches.
     """
 
-    source: tuple[Examples, Batch] | Stream
+    source: tuple[Examples, Batch | PaddedBatch] | Stream | Files
     steps: tuple[Step, ...] = ()
 
     def cardinality(self) -> int:
         """Return the number of batches in one epoch."""
         if isinstance(self.source, Stream):
             count = self.source.cardinality
+        elif isinstance(self.source, Files):
+            count = len(self.source.paths)
         else:
             examples, batch = self.source
             count = batch.cardinality(examples.cardinality())
@@ -105,18 +114,48 @@ class Batches:
 
     def spec(self) -> Any:
         """Return the tree of `Spec` of a batch, or None if only reading could tell."""
-        if isinstance(self.source, Stream) or any(isinstance(step, Map) for step in self.steps):
+        mapped = any(isinstance(step, Map) for step in self.steps)
+        if mapped or not isinstance(self.source, tuple):
             return None
-        axes = 1 + sum(isinstance(step, Batch) for step in self.steps)
-        return self.source[0].spec(*[None] * axes)
+        examples, batch = self.source
+        axes = [batch.size if batch.drop_remainder else None]
+        for step in self.steps:
+            if isinstance(step, Batch | Rebatch):
+                rest = axes if isinstance(step, Batch) else axes[1:]
+                axes = [step.size if step.drop_remainder else None, *rest]
+        if isinstance(batch, Batch) or examples.reader.fns:
+            return examples.spec(*axes)
+        return batch.spec(examples.reader.arrays, axes)
+
+    def batch_size(self) -> int | None:
+        """Return how many rows a full batch has, or None if only reading could tell."""
+        size = self.source[1].size if isinstance(self.source, tuple) else None
+        return functools.reduce(lambda n, step: step.batch_size(n), self.steps, size)
+
+    def describe(self) -> str:
+        """Return source and steps as text, but not the contents of arrays."""
+        if isinstance(self.source, Stream):
+            source = f"{self.source.cardinality} batches of a {self.source.kind}"
+        elif isinstance(self.source, Files):
+            source = f"{self.source.describe()}, {named(self.source.read)}"
+        else:
+            source = f"{self.source[0].describe()}, {self.source[1]}"
+        return _listed(source, [], self.steps)
 
     def _begin(self, seeds: Seeds, path: Path) -> Iterator[Piece]:
         if isinstance(self.source, Stream):
             for index, batch in enumerate(self.source()):
                 yield Given(batch, index)
+        elif isinstance(self.source, Files):
+            for name in self.source.paths:
+                yield FileRead(name, self.source.read)
         else:
             examples, batch = self.source
             yield from batch.examples(examples.reader, examples.order(seeds, path))
+
+
+def _listed(source: str, maps: list[str], steps: tuple[Step, ...]) -> str:
+    return ", ".join([source, *maps, *(repr(step) for step in steps)])
 
 
 def begin(source: Any) -> Examples | Batches:

@@ -8,9 +8,12 @@ hands out batches, epoch by epoch.
 from __future__ import annotations
 
 import copy
+import hashlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from typing import Any, NamedTuple, TypeAlias, final
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +26,7 @@ __all__ = [
     "UNKNOWN",
     "Arrays",
     "Column",
+    "Files",
     "Rows",
     "Spec",
     "Stream",
@@ -39,7 +43,9 @@ Rows: TypeAlias = npt.NDArray[np.int64]
 _NO_FANCY = (TypeError, IndexError, ValueError, NotImplementedError)
 
 
-class Spec(NamedTuple):
+@final
+@dataclass(frozen=True)  # no named tuple: it is a leaf of the tree it stands in
+class Spec:
     """What is known of one leaf before it is read.
 
     Attributes:
@@ -176,11 +182,16 @@ class Arrays:
         """Return the tree of rows lo to hi (exclusive)."""
         return nest.unflatten(self.structure, [column.span(lo, hi) for column in self.columns])
 
+    def describe(self) -> str:
+        """Return rows, structure, dtypes and shapes of a row as text; nothing is read."""
+        rows = ", ".join(f"{c.dtype.name} {c.shape[1:]}" for c in self.columns)
+        return f"{self.rows} rows of {nest.describe(self.structure)}: {rows}"
+
     def whole(self) -> Any:
         """Return the tree with its leaves as NumPy arrays, not copied."""
         return nest.unflatten(self.structure, [np.asarray(column.array) for column in self.columns])
 
-    def specs(self, *leading: None) -> Any:
+    def specs(self, *leading: int | None) -> Any:
         """Return the tree of `Spec` of one row, with `leading` dimensions before it."""
         specs = [Spec((*leading, *column.shape[1:]), column.dtype) for column in self.columns]
         return nest.unflatten(self.structure, specs)
@@ -239,6 +250,7 @@ class Stream:
         # Held weakly where possible, so that an abandoned generator is closed at once.
         self._last: Callable[[], Any] = lambda: None
         self.cardinality = UNKNOWN
+        self.kind = type(source).__name__
         if isinstance(source, Iterable) and isinstance(source, Sized):
             self.cardinality = len(source)
 
@@ -261,3 +273,27 @@ class Stream:
         except TypeError:
             self._last = lambda: batches
         return batches
+
+
+@final
+@dataclass(frozen=True)
+class Files:
+    """A list of files, each of which a function reads.
+
+    Attributes:
+      paths: Their names, in order.
+      read: ``read(path)`` returns a tree of arrays with the same first dimension.
+    """
+
+    paths: tuple[str, ...]
+    read: Callable[[str], Any]
+
+    def describe(self) -> str:
+        """Return their number and a digest of their names; directories may differ by node."""
+        names = "\n".join(PurePath(path).name for path in self.paths)
+        digest = hashlib.blake2b(names.encode(errors="surrogateescape"), digest_size=8).hexdigest()
+        return f"{len(self.paths)} files {digest}"
+
+    def part(self, index: int, count: int) -> Files:
+        """Return every count-th file, from number `index`."""
+        return Files(self.paths[index::count], self.read)

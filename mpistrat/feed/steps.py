@@ -12,12 +12,12 @@ import itertools
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import numpy as np
 
 from mpistrat.errors import DataError
-from mpistrat.feed.orders import Listed, Order, Repeated, Taken
+from mpistrat.feed.orders import Listed, Order, Repeated, Sharded, Skipped, Taken
 from mpistrat.feed.pieces import (
     ExampleReader,
     Grouped,
@@ -37,9 +37,13 @@ __all__ = [
     "Pieces",
     "Repeat",
     "Seeds",
+    "Shard",
     "Shuffle",
+    "Skip",
     "Step",
     "Take",
+    "batches_of",
+    "named",
     "whole_number",
 ]
 
@@ -72,6 +76,18 @@ def whole_number(call: str, value: object, least: int) -> int:
     return number
 
 
+def batches_of(size: int, drop_remainder: bool, before: int) -> int:
+    """Return how many batches `before` elements make; no end and unknown stay what they are.
+
+    Example:
+      >>> batches_of(4, False, 10)
+      3
+    """
+    if before < 0:
+        return before
+    return before // size if drop_remainder else -(-before // size)
+
+
 class Step(ABC):
     """One transformation."""
 
@@ -82,6 +98,10 @@ class Step(ABC):
     @abstractmethod
     def stream(self, before: Pieces, seeds: Seeds, path: Path) -> Iterator[Piece]:
         """Iterate over one epoch of batches."""
+
+    def batch_size(self, before: int | None) -> int | None:
+        """Return the rows of a full batch after the step, or None if only reading could tell."""
+        return before
 
 
 class Arrange(Step):
@@ -135,9 +155,11 @@ class Shuffle(Arrange):
 
     def stream(self, before: Pieces, seeds: Seeds, path: Path) -> Iterator[Piece]:
         """Iterate over the permuted batches; those that an iterable gave are held meanwhile."""
-        pieces = list(before(path))
+        pieces: list[Piece | None] = list(before(path))
         for index in self._generator(seeds, path).permutation(len(pieces)):
-            yield pieces[index]
+            piece, pieces[index] = pieces[index], None  # what it has read is not held here
+            assert piece is not None
+            yield piece
 
 
 @final
@@ -164,6 +186,56 @@ class Take(Arrange):
     def stream(self, before: Pieces, seeds: Seeds, path: Path) -> Iterator[Piece]:
         """Iterate over the first batches; no other is asked for."""
         return itertools.islice(before(path), self.count)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Skip(Arrange):
+    """All but the first elements.
+
+    Attributes:
+      count: How many are left out.
+    """
+
+    count: int
+
+    def cardinality(self, before: int) -> int:
+        """Return the rest."""
+        return before if before < 0 else max(before - self.count, 0)
+
+    def order(self, before: Callable[[Path], Order], seeds: Seeds, path: Path) -> Order:
+        """Return the later rows."""
+        return Skipped(before(path), self.count)
+
+    def stream(self, before: Pieces, seeds: Seeds, path: Path) -> Iterator[Piece]:
+        """Iterate over the later batches; the first are not read."""
+        return itertools.islice(before(path), self.count, None)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Shard(Arrange):
+    """Every count-th element.
+
+    Attributes:
+      count: One of how many shards.
+      index: Which one.
+    """
+
+    count: int
+    index: int
+
+    def cardinality(self, before: int) -> int:
+        """Return the number of elements of the shard."""
+        return before if before < 0 else len(range(self.index, before, self.count))
+
+    def order(self, before: Callable[[Path], Order], seeds: Seeds, path: Path) -> Order:
+        """Return every count-th row."""
+        return Sharded(before(path), self.index, self.count)
+
+    def stream(self, before: Pieces, seeds: Seeds, path: Path) -> Iterator[Piece]:
+        """Iterate over every count-th batch; the others are not read."""
+        return itertools.islice(before(path), self.index, None, self.count)
 
 
 @final
@@ -203,7 +275,7 @@ class Repeat(Arrange):
 
 
 @final
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Map(Step):
     """A function applied to batches.
 
@@ -224,6 +296,24 @@ class Map(Step):
         kind = RowMapped if self.rowwise else Mapped
         return (kind(piece, self.fn) for piece in before(path))
 
+    def batch_size(self, before: int | None) -> int | None:
+        """Return the same number where the function treats each row on its own."""
+        return before if self.rowwise else None
+
+    def __repr__(self) -> str:
+        """Return a text that does not depend on the process, as the address of `fn` does."""
+        return f"Map({named(self.fn)}, rowwise={self.rowwise})"
+
+
+def named(fn: Callable[..., Any]) -> str:
+    """Return what a function is called, on every rank alike.
+
+    Example:
+      >>> named(print)
+      'print'
+    """
+    return getattr(fn, "__qualname__", type(fn).__name__)
+
 
 @final
 @dataclasses.dataclass(frozen=True)
@@ -240,9 +330,7 @@ class Batch(Step):
 
     def cardinality(self, before: int) -> int:
         """Return the number of batches."""
-        if before < 0:
-            return before
-        return before // self.size if self.drop_remainder else -(-before // self.size)
+        return batches_of(self.size, self.drop_remainder, before)
 
     def stream(self, before: Pieces, seeds: Seeds, path: Path) -> Iterator[Piece]:
         """Iterate over batches of batches."""
@@ -251,6 +339,10 @@ class Batch(Step):
             if len(group) < self.size and self.drop_remainder:
                 return
             yield Grouped(group)
+
+    def batch_size(self, before: int | None) -> int | None:
+        """Return how many are joined."""
+        return self.size
 
     def examples(self, reader: ExampleReader, order: Order) -> Iterator[Piece]:
         """Iterate over batches of examples."""

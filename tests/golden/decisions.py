@@ -21,6 +21,7 @@ DECISIONS = {
     "D11": "a difference between ranks is a LockstepError on all of them",
     "D12": "a failing rank raises its own error, the others one of the same built-in class",
     "D13": "gathers take negative axes and parts that are all empty, and nothing without axes",
+    "D14": "HINT is DATA",
     "D17": "accidents of the recorded implementation are not copied",
     "D18": "an unbatched dataset is taken as if batched by the number of replicas",
     "D19": "device names are labels; the launcher says how many replicas there are",

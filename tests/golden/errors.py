@@ -44,6 +44,8 @@ ROWS = (
     Row("RuntimeError", "mismatching name", ("LockstepError",), _CALLS),
     Row("RuntimeError", "", ("RuntimeError",), _SAME),
     Row("StopIteration", "", ("StopIteration",), _SAME),
+    Row("OutOfRangeError", "End of sequence", ("OutOfRangeError",), "the end, told by a class"),
+    Row("InvalidArgumentError", "does not have a value", ("DataError",), "an empty Optional"),
     Row("JSONDecodeError", "", ("JSONDecodeError",), _SAME),
     Row("ImportError", "", ("ImportError",), _SAME),
     Row("AttributeError", "'NoneType'.*'dtype'", ("LeafTypeError",), "None is no array"),

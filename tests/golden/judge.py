@@ -57,7 +57,7 @@ def judge(case: Case, found: dict[str, Any]) -> Verdict:
         reason = found.get("failed", {}).get("text", "no program gives it, and it is not in LATER")
         return Verdict(DIFFERENT, problem=reason)
     status, problem = compare(case.recorded, ours)
-    if name == "DIFFERS":
+    if name == "DIFFERS" and case.size in DIFFERS[pattern].sizes:
         difference = DIFFERS[pattern]
         problem = "stands in DIFFERS, but does not" if status != DIFFERENT else ""
         return Verdict(

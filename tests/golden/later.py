@@ -25,12 +25,7 @@ _COMMUNICATION = Later("options of collectives", "CommunicationOptions")
 _SLICES = Later("sparse values", "IndexedSlices")
 _SCATTER = Later("sparse writes to variables", "Variable.scatter_add")
 _GRADIENTS = Later("gradients through collectives, of autodiff libraries", "integrations")
-_POLICY = Later("auto-shard policies", "AutoShardPolicy")
 _V1 = Later("tf.compat.v1.distribute", "compat.tf.compat")
-_V1_ITERATORS = Later("iterators of tf.compat.v1.distribute", "Strategy.make_dataset_iterator")
-_OPTIONAL = Later("optional elements", "DistributedIterator.get_next_as_optional")
-_INPUT_OPTIONS = Later("input options", "InputOptions")
-_RUN_OPTIONS = Later("run options", "RunOptions")
 _GLOBAL = Later("a strategy for the rest of the program", "experimental_set_strategy")
 _COLOCATE = Later("colocation of variables", "StrategyExtended.colocate_vars_with")
 _OWNER = Later("whose variable it is", "StrategyExtended.variable_created_in_scope")
@@ -53,25 +48,6 @@ LATER = {
     "all_reduce_gradient/*": _GRADIENTS,
     "all_reduce_indexed_slices/*": _SLICES,
     "all_gather_errors_int32/indexed_slices": _SLICES,
-    "dataset_partial_batches/padded_batch": Later("padded batches", "Dataset.padded_batch"),
-    "dataset_autoshard_policies/{DATA|OFF|FILE|HINT}_*": _POLICY,
-    "dataset_iteration_protocol/{|drop_remainder_}element_spec": Later(
-        "what a step looks like", "DistributedDataset.element_spec"
-    ),
-    "dataset_iteration_protocol/iterator_element_spec": Later(
-        "what a step looks like", "DistributedIterator.element_spec"
-    ),
-    "dataset_iteration_protocol/get_next_*": Later(
-        "another name for next()", "DistributedIterator.get_next"
-    ),
-    "dataset_iteration_protocol/optional_*": _OPTIONAL,
-    "dataset_iteration_protocol/empty_dataset_optional": _OPTIONAL,
-    "dataset_iteration_protocol/dataset_reduce_method": Later(
-        "folds over a dataset", "DistributedDataset.reduce"
-    ),
-    "dataset_iteration_protocol/cardinality": Later(
-        "how many steps there are", "DistributedDataset.cardinality"
-    ),
     "variables_creation/variable_created_in_scope_*": _OWNER,
     "variables_creation/colocate_vars_with*": _COLOCATE,
     "variables_creation/handle_in_cross": Later("handles of variables", "Variable.handle"),
@@ -92,12 +68,13 @@ LATER = {
     "extended_v1_misc/configure": _strategy("configure"),
     "extended_v1_misc/update_config_proto": _strategy("update_config_proto"),
     "extended_v1_misc/colocate_vars_with_on_strategy": _strategy("colocate_vars_with"),
-    "extended_v1_misc/has_v1_methods_on_v2_strategy": _V1_ITERATORS,
+    "extended_v1_misc/has_v1_methods_on_v2_strategy": _strategy("unwrap"),
     "extended_v1_misc/copy": Later("refusing copies of strategies", "Strategy.__copy__"),
     "v1_strategy/{has|reduce_axis_default_none|get_loss_reduction}": _V1,
     "v1_strategy/{|v2_}extended_is_v1{|_too}": _V1,
-    "v1_strategy/make_*": _V1_ITERATORS,
-    "v1_strategy/experimental_run*": _V1_ITERATORS,
+    "v1_strategy/experimental_run_steps_on_iterator{|@function}": _extended(
+        "experimental_run_steps_on_iterator"
+    ),
     "scopes/{set_strategy_in_scope|experimental_set_strategy|after_set_none}": _GLOBAL,
     "options_and_enums/CommunicationImplementation": Later(
         "options of collectives", "CommunicationImplementation"
@@ -105,12 +82,9 @@ LATER = {
     "options_and_enums/CollectiveCommunication_is": Later(
         "options of collectives", "CollectiveCommunication"
     ),
-    "options_and_enums/InputReplicationMode": Later("input options", "InputReplicationMode"),
     "options_and_enums/{InputReplicationMode|VariableAggregation}_v1": _V1,
     "options_and_enums/options_*": _COMMUNICATION,
     "options_and_enums/hints": Later("options of collectives", "CollectiveHints"),
-    "options_and_enums/{RunOptions|run_options_ignored}": _RUN_OPTIONS,
-    "options_and_enums/InputOptions": _INPUT_OPTIONS,
     "options_and_enums/{num_packs_negative|NcclAllReduce_*}": _cross_device("NcclAllReduce"),
     "options_and_enums/{hier_num_packs_negative|HierarchicalCopyAllReduce_*}": _cross_device(
         "HierarchicalCopyAllReduce"

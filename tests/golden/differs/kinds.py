@@ -27,11 +27,13 @@ class Differs(NamedTuple):
       decision: A key of `DECISIONS`.
       why: What it means here.
       ours: What we give on n replicas.
+      sizes: At which n it is a difference; at others the case is equal.
     """
 
     decision: str
     why: str
     ours: Callable[[int], Any]
+    sizes: tuple[int, ...] = (2, 4)
 
 
 def f32(value: Any) -> Any:

@@ -12,6 +12,28 @@ def _copied(value, n):
     return Copies([value] * n)
 
 
+def _cut(rows, batch):
+    """Return the steps of range(rows) in batches, each cut in pieces of ceil(L / n)."""
+
+    def dealt(n):
+        batches = [np.arange(rows)[at : at + batch] for at in range(0, rows, batch)]
+        found = []
+        for whole in batches:
+            each = -(-len(whole) // n)
+            found.append(Each(whole[i * each : (i + 1) * each] for i in range(n)))
+        return [*found, "StopIteration"]
+
+    return dealt
+
+
+def _spec(rows):
+    def shown(n):
+        spec = f"Spec(shape=({rows(n)},), dtype=dtype('int64'))"
+        return f"PerReplicaSpec({', '.join([spec] * n)})"
+
+    return shown
+
+
 EXTENDED = {
     "extended_reduce_to/bad_op": Differs(
         "D9", "the maximum of 1 to n times a vector", lambda n: _copied(f32([n, 2 * n]), n)
@@ -49,6 +71,24 @@ VALUES = {
             ),
             "StopIteration",
         ],
+    ),
+    "dataset_iteration_protocol/{|iterator_}element_spec": Differs(
+        "H1", "the text of NumPy's shape and dtype", _spec(lambda n: None)
+    ),
+    "dataset_iteration_protocol/drop_remainder_element_spec": Differs(
+        "H1", "the text of NumPy's shape and dtype", _spec(lambda n: 4 // n)
+    ),
+    **{
+        f"dataset_autoshard_policies/HINT_range{rows}_batch{batch}": Differs(
+            "D14", "every batch is cut", _cut(rows, batch), sizes=(size,)
+        )
+        for rows, batch, size in [(10, 4, 2), (14, 8, 2), (6, 8, 2), (13, 7, 2), (10, 5, 4)]
+    },
+    "dataset_autoshard_policies/HINT_range10_batch5_drop": Differs(
+        "D14", "every batch is cut", _cut(10, 5), sizes=(4,)
+    ),
+    "v1_strategy/make_input_fn_iterator_callable": Differs(
+        "H3", "each replica has a function that counts", same(np.array(1, np.int32))
     ),
     "v1_strategy/numpy_dataset_unbatched_distribute": Differs(
         "D18",

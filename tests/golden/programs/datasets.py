@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from ..recorder import Recorder
 from .common import in_scope, ms, np, per_replica, steps, tf
 
@@ -50,6 +52,8 @@ def dataset_partial_batches(s, n, comm):
     r("batch_then_prefetch", lambda: dealt(data.range(10).batch(4).prefetch(2)))
     r("batch_repeat2_range5_batch4", lambda: dealt(data.range(5).batch(4).repeat(2)))
     r("repeat_forever_first3", lambda: dealt(data.range(5).repeat().batch(4), 3))
+    ragged_rows = data.range(1, 6).map(lambda x: np.full([x % 3], x))
+    r("padded_batch", lambda: dealt(ragged_rows.padded_batch(4, padded_shapes=[3])))
     whole = data.from_batches([tf.range(5)]).repeat(2)
     r("from_tensors_static_batch_of_5", lambda: dealt(whole))
     name = "unknown_batch (generator of ragged batches 3,5,1)"
@@ -61,16 +65,18 @@ def dataset_partial_batches(s, n, comm):
 
 
 def dataset_autoshard_policies(s, n, comm):
-    """AUTO only, which is what happens when nothing is asked for."""
     r = Recorder(s, comm)
 
-    def dealt(rows, batch, drop=False):
-        dataset = ms.Dataset.range(rows).batch(batch, drop)
+    def dealt(policy, rows, batch, drop=False):
+        options = tf.data.Options()
+        options.experimental_distribute.auto_shard_policy = policy
+        dataset = ms.Dataset.range(rows).batch(batch, drop).with_options(options)
         return steps(r, iter(s.experimental_distribute_dataset(dataset)))
 
-    for rows, batch in [(10, 4), (14, 8), (6, 8), (10, 5), (10, 3), (13, 7), (3, 1)]:
-        r(f"AUTO_range{rows}_batch{batch}", lambda rows=rows, batch=batch: dealt(rows, batch))
-    r("AUTO_range10_batch5_drop", lambda: dealt(10, 5, True))
+    for policy in ms.AutoShardPolicy:
+        for rows, batch in [(10, 4), (14, 8), (6, 8), (10, 5), (10, 3), (13, 7), (3, 1)]:
+            r(f"{policy.name}_range{rows}_batch{batch}", partial(dealt, policy, rows, batch))
+        r(f"{policy.name}_range10_batch5_drop", partial(dealt, policy, 10, 5, True))
     return r
 
 
@@ -85,29 +91,48 @@ def dataset_iteration_protocol(s, n, comm):
             total += s.reduce("SUM", x, axis=0)
         return total
 
-    def after_end():
-        iterator = iter(distributed)
-        steps(r, iterator)
-        return next(iterator)
-
     def sums():
         return [s.run(np.sum, args=(x,)) for x in distributed]
 
     r("type_dataset", lambda: type(distributed).__name__)
-    r("type_iterator", lambda: type(iter(distributed)).__name__)
-    r("next_after_end", after_end)
+    r("element_spec", lambda: repr(distributed.element_spec))
+    iterator = iter(distributed)
+    r("type_iterator", lambda: type(iterator).__name__)
+    r("iterator_element_spec", lambda: repr(iterator.element_spec))
+    r("get_next_1", iterator.get_next)
+    r("get_next_2", iterator.get_next)
+    r("get_next_3_end", iterator.get_next)
+    r("next_after_end", lambda: next(iterator))
     r("second_epoch_restarts", lambda: steps(r, iter(distributed)))
+    another = iter(distributed)
+    first, second, third = (another.get_next_as_optional() for _ in range(3))
+    r("optional_1_has_value", first.has_value)
+    r("optional_1_value", first.get_value)
+    r("optional_2_value", second.get_value)
+    r("optional_3_has_value", third.has_value)
+    r("optional_3_get_value", third.get_value)
     r("next_in_replica_fn", lambda: s.run(next, args=(iter(distributed),)))
     r("for_loop_run_collect", sums)
     r("for_loop_reduce_sum", lambda: [s.reduce("SUM", x, axis=None) for x in sums()])
+    r(
+        "dataset_reduce_method",
+        lambda: distributed.reduce(np.int64(0), lambda t, x: t + s.reduce("SUM", x, axis=0)),
+    )
     r("len", lambda: len(distributed))
+    r("cardinality", lambda: distributed.cardinality)
     r("bare_next_on_dataset", lambda: next(distributed))
     r(
         "in_scope_same",
         lambda: in_scope(s, lambda: steps(r, iter(s.experimental_distribute_dataset(dataset)))),
     )
+    full = ms.Dataset.range(8).batch(4, drop_remainder=True)
+    r(
+        "drop_remainder_element_spec",
+        lambda: repr(s.experimental_distribute_dataset(full).element_spec),
+    )
     empty = s.experimental_distribute_dataset(ms.Dataset.range(0).batch(4))
     r("empty_dataset_first_next", lambda: next(iter(empty)))
+    r("empty_dataset_optional", lambda: iter(empty).get_next_as_optional().has_value())
     other = ms.OneDeviceStrategy("cpu")
     r("other_strategy_scope_iterates", lambda: in_scope(other, lambda: next(iter(distributed))))
     r("for_in_tf_function", lambda: folded(distributed))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from ..recorder import Recorder
 from .common import ctx, fid, ms, np, per_replica, steps, tf
 
@@ -113,7 +115,44 @@ def v1_strategy(s, n, comm):
         lambda: dealt(make(np.arange(10, dtype="float32")).batch(4)),
     )
     r("numpy_dataset_in_replica", lambda: s.run(lambda: make(np.arange(2))))
+    _iterators(r, s)
     return r
+
+
+def _iterators(r, s):
+    ten = ms.Dataset.range(10).batch(4)
+
+    def three():
+        iterator = s.make_dataset_iterator(ten)
+        return [r.write(iterator.get_next()) for _ in range(3)]
+
+    def from_function():
+        seen = []
+
+        def input_fn(c):
+            seen.append((c.num_input_pipelines, c.input_pipeline_id, c.num_replicas_in_sync))
+            return ms.Dataset.range(8).batch(2)
+
+        return seen, s.make_input_fn_iterator(input_fn).get_next()
+
+    def from_callable():
+        numbers = itertools.count(1)
+        return s.make_input_fn_iterator(lambda c: lambda: tf.constant(next(numbers))).get_next()
+
+    once = ms.InputReplicationMode("PER_REPLICA")
+    r("make_dataset_iterator", three)
+    r("make_input_fn_iterator", from_function)
+    r("make_input_fn_iterator_callable", from_callable)
+    r("make_input_fn_iterator_bad", lambda: s.make_input_fn_iterator(lambda c: 3))
+    r(
+        "make_input_fn_iterator_per_replica",
+        lambda: s.make_input_fn_iterator(lambda c: ms.Dataset.range(4), once),
+    )
+    r(
+        "experimental_run",
+        lambda: s.experimental_run(lambda x: x * 2, s.make_dataset_iterator(ten)),
+    )
+    r("experimental_run_no_iterator", lambda: s.experimental_run(fid))
 
 
 PROGRAMS = (extended_reduce_to, extended_v1_misc, v1_strategy)

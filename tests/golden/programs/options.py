@@ -16,6 +16,9 @@ def options_and_enums(s, n, comm):
         return ms.MirroredStrategy(*devices, comm=comm).num_replicas_in_sync
 
     r("ReduceOp", lambda: members(ms.ReduceOp))
+    r("InputReplicationMode", lambda: members(ms.InputReplicationMode))
+    r("RunOptions", lambda: ms.RunOptions()._asdict())
+    r("InputOptions", lambda: {k: str(v) for k, v in ms.InputOptions()._asdict().items()})
     r("VariableSynchronization", lambda: members(ms.VariableSynchronization))
     r("VariableAggregation", lambda: members(ms.VariableAggregation))
     c = ms.InputContext(num_input_pipelines=2, input_pipeline_id=1, num_replicas_in_sync=6)
@@ -41,6 +44,8 @@ def options_and_enums(s, n, comm):
     r("mirrored_empty_devices", lambda: replicas([]))
     r("mirrored_bad_device", lambda: replicas(["GPU:7"]))
     r("mirrored_default_devices", replicas)
+    dynamic = ms.RunOptions(experimental_enable_dynamic_batch_size=False)
+    r("run_options_ignored", lambda: s.run(lambda: fid(), options=dynamic))
     r("run_options_garbage_ignored", lambda: s.run(lambda: fid(), options="whatever"))
     return r
 

@@ -1,0 +1,132 @@
+"""How datasets come into a strategy: what its methods about inputs do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from mpistrat.distribute.inputs import InputContext, InputOptions, InputReplicationMode
+from mpistrat.distribute.iterators import InputIterator
+from mpistrat.distribute.mode import cross_replica, current
+from mpistrat.distribute.views import ALONE, GLOBAL
+from mpistrat.errors import ContextError, DataError
+from mpistrat.feed.dataset import Dataset
+from mpistrat.feed.dealing import Place, calls, own, policy_deal, turns
+from mpistrat.feed.distributed import DistributedDataset, Door
+
+if TYPE_CHECKING:
+    from mpistrat.distribute.strategy import Strategy
+
+__all__ = ["dataset_iterator", "distribute", "from_function", "input_fn_iterator"]
+
+
+def distribute(strategy: Strategy, dataset: Any, options: Any) -> Any:
+    """Divide a dataset of global batches; see ``Strategy.experimental_distribute_dataset``."""
+    name = "experimental_distribute_dataset"
+    with strategy.parts.lockstep.preparing(name):
+        _check_dataset(name, dataset)
+        if _checked(name, options).per_replica:
+            raise NotImplementedError(
+                f"{name} divides one dataset over all replicas; PER_REPLICA is for "
+                "distribute_datasets_from_function."
+            )
+        if strategy.parts.view is ALONE:
+            return dataset
+        whole = dataset if dataset.batched else dataset.batch(strategy.num_replicas_in_sync)
+        deal = policy_deal(whole, _place(strategy))
+    return DistributedDataset(deal, _door(strategy), dataset)
+
+
+def from_function(
+    strategy: Strategy, dataset_fn: Callable[[InputContext], Any], options: Any
+) -> Any:
+    """Let each rank bring a dataset; see ``Strategy.distribute_datasets_from_function``."""
+    name = "distribute_datasets_from_function"
+    view = strategy.parts.view
+    place = _place(strategy)
+    with strategy.parts.lockstep.preparing(name):
+        checked = _checked(name, options)
+        checked.check()
+        if checked.per_replica and view is not GLOBAL:
+            raise NotImplementedError(
+                f"{name}: PER_REPLICA is for MirroredStrategy. Here leave it out: dataset_fn is "
+                "called on every rank, which is one replica, anyway."
+            )
+        dataset = dataset_fn(InputContext(place.size, place.rank, place.size))
+        _check_dataset(name, dataset)
+    if view is ALONE:
+        return dataset
+    return DistributedDataset(own(dataset), _door(strategy))
+
+
+def dataset_iterator(strategy: Strategy, dataset: Any) -> InputIterator:
+    """Make an iterator of the older kind; see ``Strategy.make_dataset_iterator``."""
+    with strategy.parts.lockstep.preparing("make_dataset_iterator"):
+        _check_dataset("make_dataset_iterator", dataset)
+        if strategy.parts.view is ALONE:
+            deal = own(dataset)
+        else:
+            whole = dataset if dataset.batched else dataset.batch(strategy.num_replicas_in_sync)
+            deal = policy_deal(whole, _place(strategy))
+    return InputIterator(DistributedDataset(deal, _door(strategy), dataset))
+
+
+def input_fn_iterator(
+    strategy: Strategy, input_fn: Callable[[InputContext], Any], mode: Any
+) -> InputIterator:
+    """Make an iterator of the older kind; see ``Strategy.make_input_fn_iterator``."""
+    name = "make_input_fn_iterator"
+    place = _place(strategy)
+    shown = strategy.parts.view is GLOBAL
+    with strategy.parts.lockstep.preparing(name):
+        if mode is not InputReplicationMode.PER_WORKER:
+            raise DataError(f"{name}: input replication mode not supported: {mode!r}.")
+        pipelines, number = (1, 0) if shown else (place.size, place.rank)
+        made = input_fn(InputContext(pipelines, number, place.size))
+        if not isinstance(made, Dataset):
+            if not callable(made):
+                raise DataError(
+                    f"{name}: input_fn must return an mpistrat.Dataset or a callable, not "
+                    f"{type(made).__name__}."
+                )
+            deal = calls(made)
+        else:
+            deal = turns(made, place) if shown else own(made)
+    return InputIterator(DistributedDataset(deal, _door(strategy), together=True))
+
+
+def _place(strategy: Strategy) -> Place:
+    comm = strategy.parts.lockstep.comm
+    return Place(comm.rank, comm.size, strategy.parts.view is not GLOBAL)
+
+
+def _checked(name: str, options: Any) -> InputOptions:
+    if options is None:
+        return InputOptions()
+    if not isinstance(options, InputOptions):
+        raise TypeError(f"{name}: options must be InputOptions or None, got {options!r}.")
+    return options
+
+
+def _check_dataset(name: str, dataset: Any) -> None:
+    if not isinstance(dataset, Dataset):
+        raise TypeError(
+            f"{name}: wanted an mpistrat.Dataset, got {type(dataset).__name__}. Make one: "
+            "mpistrat.Dataset(arrays).batch(global_batch_size)."
+        )
+
+
+def _door(strategy: Strategy) -> Door:
+    parts = strategy.parts
+
+    def check() -> None:
+        mode = current()
+        if mode is not None and mode.replica is not None:
+            raise ContextError(
+                "next(iterator) was called in replica code. Call it outside, and pass the element: "
+                "strategy.run(fn, args=(next(iterator),))."
+            )
+        with cross_replica(strategy, "next(iterator)", ""):
+            return
+
+    return Door(parts.lockstep, parts.regroup.wrap_input, check, parts.view is not GLOBAL)

@@ -1,0 +1,121 @@
+"""Iterators over elements, which also can be asked for the next one in other words."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any, final
+
+from mpistrat.errors import DataError, OutOfRangeError
+
+__all__ = ["DatasetIterator", "ElementIterator", "Optional"]
+
+
+@final
+class Optional:
+    """An element, or nothing, if there was none left.
+
+    As: ``tf.experimental.Optional``.
+
+    Example:
+      >>> Optional.empty().has_value()
+      False
+    """
+
+    __slots__ = ("_held",)
+
+    def __init__(self, *held: Any):
+        """Hold one value, or nothing."""
+        self._held = held
+
+    @staticmethod
+    def from_value(value: Any) -> Optional:
+        """Return one that holds `value`."""
+        return Optional(value)
+
+    @staticmethod
+    def empty(element_spec: Any = None) -> Optional:
+        """Return one that holds nothing, whatever it might have held."""
+        return Optional()
+
+    def has_value(self) -> bool:
+        """Return whether there is an element; the same on every rank."""
+        return bool(self._held)
+
+    def get_value(self) -> Any:
+        """Return the element.
+
+        Raises:
+          DataError: There is none.
+        """
+        if not self._held:
+            raise DataError("This Optional holds no value: the data have ended. Ask has_value().")
+        return self._held[0]
+
+    def __repr__(self) -> str:
+        """Return what it holds."""
+        return f"Optional({self._held[0]!r})" if self._held else "Optional.empty()"
+
+
+class ElementIterator(ABC):
+    """An iterator with the further methods of iterators of ``tf.data``."""
+
+    @abstractmethod
+    def __next__(self) -> Any:
+        """Return the next element."""
+
+    @property
+    @abstractmethod
+    def element_spec(self) -> Any:
+        """What an element looks like."""
+
+    def __iter__(self) -> Any:
+        """Return itself."""
+        return self
+
+    def next(self) -> Any:
+        """Return ``next(self)``."""
+        return next(self)
+
+    def get_next(self) -> Any:
+        """Return the next element; as ``next()``, but for the error at the end.
+
+        Raises:
+          OutOfRangeError: The data have ended.
+        """
+        found = self.get_next_as_optional()
+        if not found.has_value():
+            raise OutOfRangeError("End of sequence: the data of all replicas have ended.")
+        return found.get_value()
+
+    def get_next_as_optional(self) -> Optional:
+        """Return the next element as an `Optional`, which is empty at the end."""
+        try:
+            return Optional(next(self))
+        except StopIteration:
+            return Optional()
+
+
+@final
+class DatasetIterator(ElementIterator):
+    """An iterator over the whole elements of a dataset that is not distributed."""
+
+    def __init__(self, elements: Iterator[Any], spec: Any):
+        """Give `elements`, which look like `spec`."""
+        self._elements = elements
+        self._spec = spec
+
+    def __next__(self) -> Any:
+        """Return the next element."""
+        return next(self._elements)
+
+    @property
+    def element_spec(self) -> Any:
+        """As that of the dataset."""
+        return self._spec
+
+    def close(self) -> None:
+        """End the iteration, and the thread that reads ahead."""
+        close = getattr(self._elements, "close", None)
+        if close is not None:
+            close()

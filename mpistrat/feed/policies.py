@@ -1,0 +1,81 @@
+"""What a program may ask for about how a dataset is distributed."""
+
+from __future__ import annotations
+
+import enum
+from typing import final
+
+__all__ = ["AutoShardPolicy", "DatasetOptions", "DistributeOptions"]
+
+
+@final
+class AutoShardPolicy(enum.IntEnum):
+    """How ``experimental_distribute_dataset`` gives each replica its part.
+
+    - AUTO, DATA, HINT: every global batch of L rows is cut in pieces of ``ceil(L / n)``; each
+      replica reads its own.
+    - OFF: under ``MirroredStrategy`` the rows of all batches are dealt out in turns of the batch
+      size B, of which replica i takes ``B // n`` rows, one more if ``i < B % n``; so a short last
+      batch goes to the first replicas. Under ``MultiWorkerMirroredStrategy`` nothing is divided:
+      every rank goes over its whole dataset, in batches of such sizes.
+    - FILE: for `Dataset.from_files`: replica i reads files i, i + n and so on. Of data that come
+      from no files it is OFF under ``MirroredStrategy``, else an error.
+
+    As: ``tf.data.experimental.AutoShardPolicy``.
+    """
+
+    OFF = -1
+    AUTO = 0
+    FILE = 1
+    DATA = 2
+    HINT = 3
+
+
+@final
+class DistributeOptions:
+    """The part of `DatasetOptions` that is about distribution.
+
+    As: ``tf.data.experimental.DistributeOptions``.
+    """
+
+    __slots__ = ("_policy",)
+
+    def __init__(self) -> None:
+        """Ask for nothing."""
+        self._policy = AutoShardPolicy.AUTO
+
+    @property
+    def auto_shard_policy(self) -> AutoShardPolicy:
+        """How each replica gets its part.
+
+        Raises:
+          TypeError: Set to something else than an `AutoShardPolicy`.
+        """
+        return self._policy
+
+    @auto_shard_policy.setter
+    def auto_shard_policy(self, policy: AutoShardPolicy) -> None:
+        if not isinstance(policy, AutoShardPolicy):
+            raise TypeError(f"auto_shard_policy must be an AutoShardPolicy, got {policy!r}.")
+        self._policy = policy
+
+
+@final
+class DatasetOptions:
+    """What `Dataset.with_options` takes.
+
+    Attributes:
+      experimental_distribute: `DistributeOptions`.
+
+    As: ``tf.data.Options``.
+
+    Example:
+      >>> options = DatasetOptions()
+      >>> options.experimental_distribute.auto_shard_policy = AutoShardPolicy.OFF
+    """
+
+    __slots__ = ("experimental_distribute",)
+
+    def __init__(self) -> None:
+        """Ask for nothing."""
+        self.experimental_distribute = DistributeOptions()

@@ -1,0 +1,111 @@
+"""Options and contexts of inputs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import mpistrat as ms
+from mpistrat.compat import tf
+from mpistrat.testing import run_ranks
+
+PER_REPLICA = ms.InputOptions(experimental_replication_mode=ms.InputReplicationMode.PER_REPLICA)
+
+
+def test_defaults():
+    assert ms.InputOptions() == (True, ms.InputReplicationMode.PER_WORKER, False, 1)
+    assert ms.InputOptions(None).experimental_fetch_to_device is True
+    assert ms.InputOptions(False).experimental_fetch_to_device is False
+    assert ms.RunOptions() == (True, False, None)
+    assert tf.distribute.InputOptions is ms.InputOptions
+    assert tf.distribute.RunOptions is ms.RunOptions
+    assert tf.distribute.InputReplicationMode is ms.InputReplicationMode
+
+
+@pytest.mark.parametrize("make", [ms.MirroredStrategy, ms.MultiWorkerMirroredStrategy])
+def test_one_dataset_is_not_made_per_replica(make):
+    def rank(comm):
+        strategy = make(comm=comm)
+        data = ms.Dataset.range(4).batch(2)
+        with pytest.raises(NotImplementedError, match="PER_REPLICA"):
+            strategy.experimental_distribute_dataset(data, PER_REPLICA)
+        with pytest.raises(TypeError, match="InputOptions"):
+            strategy.experimental_distribute_dataset(data, 3)
+        plain = strategy.experimental_distribute_dataset(data, ms.InputOptions())
+        return [e.local.tolist() for e in plain]
+
+    assert run_ranks(rank, 2) == [[[0], [2]], [[1], [3]]]
+
+
+def test_per_replica_pipelines():
+    def rank(comm):
+        seen = []
+
+        def dataset_fn(context):
+            seen.append(tuple(vars(context).values()))
+            return ms.Dataset(np.full(2 + 2 * comm.rank, comm.rank)).batch(2)
+
+        strategy = ms.MirroredStrategy(comm=comm)
+        data = strategy.experimental_distribute_datasets_from_function(dataset_fn, PER_REPLICA)
+        return seen, [e.local.tolist() for e in data]
+
+    assert run_ranks(rank, 3) == [
+        ([(3, 0, 3)], [[0, 0], [], []]),
+        ([(3, 1, 3)], [[1, 1], [1, 1], []]),
+        ([(3, 2, 3)], [[2, 2], [2, 2], [2, 2]]),
+    ]
+
+
+def test_per_replica_pipelines_elsewhere():
+    def rank(comm):
+        for strategy in (ms.MultiWorkerMirroredStrategy(comm=comm), ms.OneDeviceStrategy("cpu")):
+            with pytest.raises(NotImplementedError, match="MirroredStrategy"):
+                strategy.distribute_datasets_from_function(lambda c: None, PER_REPLICA)
+
+    run_ranks(rank, 2)
+
+
+def test_options_on_one_rank_only_are_an_error_on_all():
+    def rank(comm):
+        options = 3 if comm.rank == 1 else None
+        with pytest.raises(TypeError, match="InputOptions"):
+            ms.MirroredStrategy(comm=comm).experimental_distribute_dataset(
+                ms.Dataset.range(4).batch(2), options
+            )
+
+    run_ranks(rank, 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (ms.InputOptions(experimental_place_dataset_on_device=True), "needs .* PER_REPLICA"),
+        (PER_REPLICA._replace(experimental_place_dataset_on_device=True), "cannot both"),
+    ],
+)
+def test_options_that_contradict_each_other(options, text):
+    with pytest.raises(ValueError, match=text):
+        ms.MirroredStrategy().distribute_datasets_from_function(
+            lambda c: ms.Dataset.range(2).batch(1), options
+        )
+
+
+def test_policies_are_set_by_name_only():
+    options = tf.data.Options()
+    with pytest.raises(TypeError, match="AutoShardPolicy"):
+        options.experimental_distribute.auto_shard_policy = 3
+    with pytest.raises(AttributeError):
+        options.experimental_distribute.auto_shard = ms.AutoShardPolicy.OFF
+    with pytest.raises(TypeError, match="DatasetOptions"):
+        ms.Dataset.range(2).with_options("OFF")
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    data = ms.Dataset.range(4).with_options(options).shuffle(0).batch(2)
+    kept = data.options().experimental_distribute.auto_shard_policy
+    assert kept is data.policy is ms.AutoShardPolicy.OFF
+    assert [(p.name, p.value) for p in ms.AutoShardPolicy] == [
+        ("OFF", -1),
+        ("AUTO", 0),
+        ("FILE", 1),
+        ("DATA", 2),
+        ("HINT", 3),
+    ]
