@@ -70,6 +70,8 @@ class Options:
         ``raise``, every rank raises `NonFiniteError`. ``MPISTRAT_NAN``.
       check_every: Every so many steps (calls of ``run``) the copies of one variable are compared,
         another one each time; 0 for never. ``MPISTRAT_CHECK_EVERY``.
+      ranks_per_node: Take so many consecutive ranks as one node, whatever they share; for tests of
+        what happens between nodes. 0 asks MPI. ``MPISTRAT_RANKS_PER_NODE``.
       terminal: What the job prints goes to a terminal, although a rank sees a pipe.
         ``MPISTRAT_TERMINAL``: 0 or 1; `mpistrat run` sets it.
       fault: What one rank is to do wrong, for tests of programs; see `mpistrat.testing.inject`.
@@ -86,6 +88,7 @@ class Options:
     timeout: float = 1800.0
     nan: str = "off"
     check_every: int = 100
+    ranks_per_node: int = 0
     terminal: bool = False
     fault: str = ""
 
@@ -99,6 +102,7 @@ _PARSERS: Mapping[str, tuple[Callable[[str], Any], str]] = {
     "grace": (_seconds, "seconds, more than 0"),
     "warn": (_seconds, "seconds, more than 0"),
     "timeout": (_seconds, "seconds, more than 0"),
+    "ranks_per_node": (_count, "a number of ranks, or 0"),
     "terminal": (_flag, "0 or 1"),
     "fault": (_pairs, "rank=R;call=N;phase=P;do=ACTION"),
 }

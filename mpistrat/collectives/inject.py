@@ -37,7 +37,7 @@ _ACTIONS: dict[str, tuple[Callable[[str], float] | None, bool]] = {
     "os_exit": (int, True),
     "sleep": (float, False),
 }
-_METHODS = ("allgather", "allgatherv", "allreduce", "bcast")
+_METHODS = ("allgather", "allgatherv", "allreduce", "bcast", "barrier")
 # A rank that waits in the proof for others that are late has sent its part by then.
 _SENT = 0.05
 _PROVES = frozenset({Lockstep.prove.__code__, Lockstep.ride.__code__})
@@ -191,6 +191,7 @@ class Injection:
             self._shadow(session.board, "enter", self._enter(session.board.enter))
             self._shadow(session, "check", self._before(session.check))
             self._shadow(session, "on_fn", self._in_fn)
+            self._shadow(session, "on_moved", self._moved)
 
     def _shadow(self, owner: Any, name: str, value: Any) -> None:
         self._shadowed.append((owner, name, vars(owner).get(name, self)))
@@ -237,7 +238,9 @@ class Injection:
         part, self._part = self._part, self._part + 1
         phase = self._fault.phase
         here = self._leaving if phase == "exit" else self._session.calls == self._call
-        if not here or self.happened or part != (phase in ("payload", "after")):
+        # Through shared memory a payload takes several steps; the reducer says when it is through.
+        later = phase == "after" and self._session.sharing
+        if not here or self.happened or later or part != (phase in ("payload", "after")):
             method(*args)
             return
         if phase == "payload":
@@ -249,7 +252,13 @@ class Injection:
         method(*args)
         timer.cancel()
         if phase != "payload":
-            self._act(args[1] if isinstance(args[1], np.ndarray) else args[0])
+            found = [arg for arg in args if isinstance(arg, np.ndarray)]
+            self._act(found[-1] if found else None)
+
+    def _moved(self, results: list[Any]) -> None:
+        due = self._session.calls == self._call and not self.happened
+        if due and self._fault.phase == "after":
+            self._act(results[0])
 
     def _say(self, what: str) -> None:
         comm = self._session.comm
@@ -283,5 +292,5 @@ class Injection:
 
 def _flip(arrived: Any) -> None:
     # The last bit of the first number, where numbers are stored with their lowest byte first.
-    if arrived.size:
+    if arrived is not None and arrived.size:
         arrived.reshape(-1).view(np.uint8)[0] ^= 1

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpistrat.arrays import Array
 from mpistrat.collectives import bucket
 from mpistrat.collectives.forms import decode_order, encode_order, ordered
-from mpistrat.kernels.ops import ReduceOp
+from mpistrat.comm.base import Comm
+from mpistrat.kernels.ops import FOLDS, ReduceOp
 
-__all__ = ["Message", "divide", "finished", "messages", "multiply", "scale"]
+__all__ = [
+    "Message",
+    "divide",
+    "finished",
+    "messages",
+    "multiply",
+    "reduce_messages",
+    "scale",
+    "travel",
+]
+
+_MPI_NAMES = {op: op.value for op in ReduceOp} | {ReduceOp.MEAN: "SUM"}
 
 
 class Message(NamedTuple):
@@ -76,6 +88,25 @@ def scale(message: Message, wires: Sequence[Array], scales: Sequence[float]) -> 
         part = flat[at : at + wires[i].size]
         multiply(part, scales[i])
         at += wires[i].size
+
+
+def reduce_messages(comm: Comm, op: ReduceOp, wires: Sequence[Array]) -> list[Array]:
+    """Fold these leaves over the ranks of `comm` by MPI's own operations. Collective; unproved."""
+    return travel(comm, op, wires, messages(op, wires, comm.size))
+
+
+def travel(
+    comm: Comm, op: ReduceOp, wires: Sequence[Array], travelling: list[Message]
+) -> list[Array]:
+    """Send these messages of leaves, and return the folded leaves. Collective; unproved."""
+    for i, message in enumerate(travelling):
+        if message.gathered:
+            comm.allgather(message.send, message.recv)
+            fold: Any = FOLDS[op]
+            travelling[i] = message._replace(recv=fold.reduce(message.recv, axis=0))
+        else:
+            comm.allreduce(message.send, message.recv, _MPI_NAMES[op])
+    return finished(op, wires, travelling)
 
 
 def finished(op: ReduceOp, wires: Sequence[Array], sent: Sequence[Message]) -> list[Array]:

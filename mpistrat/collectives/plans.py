@@ -20,9 +20,10 @@ from mpistrat.arrays import Array
 from mpistrat.collectives.lockstep import FRAME, HEAD, Lockstep, digest_of
 from mpistrat.collectives.messages import divide
 from mpistrat.collectives.part import Part
+from mpistrat.collectives.reducer import Folding
 from mpistrat.kernels.ops import FOLDS, ReduceOp
 
-__all__ = ["NumberPlan", "Plan", "Plans", "Request", "request"]
+__all__ = ["NumberPlan", "Plan", "Plans", "Request", "Sketch", "request"]
 
 # Programs have few structures; one that makes new ones for ever must not fill the memory.
 _MOST = 1024
@@ -64,6 +65,18 @@ def request(reduce_op: Any, value: Any) -> Request | None:
         else:
             return None
     return Request((reduce_op, structure, *specs), leaves, structure)
+
+
+class Sketch(NamedTuple):
+    """What the general path found out about a call, whatever its size.
+
+    Attributes:
+      what: The call.
+      like: For each leaf whether it is a number, so that a number comes back.
+    """
+
+    what: Folding
+    like: tuple[bool, ...]
 
 
 class _Run(NamedTuple):
@@ -171,8 +184,11 @@ def _bytes(number: Any) -> bytes:
 def _as_is(leaf: Any, part: Part) -> bool:
     """Tell whether the bytes of a leaf travel and come back as they are."""
     same = part.form.wire == part.form.result == part.value.dtype
-    swapped = type(leaf) is np.ndarray and leaf.dtype != part.value.dtype
-    return same and not swapped and part.value.size > 0
+    return same and _native(leaf, part) and part.value.size > 0
+
+
+def _native(leaf: Any, part: Part) -> bool:
+    return type(leaf) is not np.ndarray or leaf.dtype == part.value.dtype
 
 
 def _runs(
@@ -202,6 +218,7 @@ class Plans:
         """Remember nothing yet."""
         self._lockstep = lockstep
         self._known: dict[tuple[Any, ...], Plan] = {}
+        self._sketches: dict[tuple[Any, ...], Sketch] = {}
         self._lone: dict[tuple[Any, ...], Plan | NumberPlan] = {}
 
     def __len__(self) -> int:
@@ -221,13 +238,29 @@ class Plans:
         """Return the plan of this request, if there is one."""
         return None if asked is None else self._known.get(asked.key)
 
-    def learn(self, asked: Request, op: ReduceOp, text: str, parts: Sequence[Part]) -> None:
-        """Remember how the general path made this request, if a plan can do the same."""
+    def sketch(self, asked: Request | None, weighted: bool) -> Sketch | None:
+        """Return what is known of this request, if anything is."""
+        return None if asked is None else self._sketches.get((weighted, *asked.key))
+
+    def learn(self, asked: Request, what: Folding, parts: Sequence[Part], weighted: bool) -> None:
+        """Remember what the general path has found out about this request."""
+        if self._lockstep.options.nan != "off":
+            return  # it looks at every leaf, and wants its name
+        if len(self._sketches) >= _MOST:
+            self._sketches.clear()
+        # A leaf of foreign byte order is converted by the general path only.
+        if all(_native(leaf, part) for leaf, part in zip(asked.leaves, parts, strict=True)):
+            like = tuple(type(leaf) is not np.ndarray for leaf in asked.leaves)
+            self._sketches[(weighted, *asked.key)] = Sketch(what, like)
+        if not weighted:
+            self._plan(asked, what.op, what.text, parts)
+
+    def _plan(self, asked: Request, op: ReduceOp, text: str, parts: Sequence[Part]) -> None:
         lockstep = self._lockstep
-        header = _ONE * len(parts) if op is ReduceOp.MEAN else b""
+        header = _ONE if op is ReduceOp.MEAN else b""
         as_is = all(_as_is(leaf, part) for leaf, part in zip(asked.leaves, parts, strict=True))
         fits = lockstep.fits(len(header) + sum(part.value.nbytes for part in parts))
-        if not (as_is and fits) or lockstep.options.nan != "off":
+        if not (as_is and fits):
             return
         if len(self) >= _MOST:
             self._known.clear()

@@ -1,35 +1,70 @@
-"""All-reduce, all-gather and broadcast of lists of arrays.
+"""All-reduce of lists of arrays.
 
-Three paths, chosen from sizes and the number of ranks alone, so alike on all ranks:
+Three paths, chosen from sizes, the number of ranks and what the nodes allow, so alike on all ranks:
 
 - *small*: everything fits the proof's frame; folded locally, in rank order.
-- *native*: MPI_Allreduce or MPI_Allgatherv; large leaves from where they lie, small ones packed.
-- *gathered*: for MIN and MAX of dtypes that cannot travel as ordered integers (longdouble).
+- *node*: through memory that the ranks of a node share, between nodes by MPI_Allreduce in lanes.
+- *native*: MPI_Allreduce, where memory cannot be shared; large leaves from where they lie, small
+  ones packed.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
-from collections.abc import Sequence
-from typing import Any, final
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, final
 
 import numpy as np
 
-from mpistrat.arrays import Array, dtype_name, spec_text
+from mpistrat.arrays import Array
 from mpistrat.collectives.alarms import first_nonfinite
+from mpistrat.collectives.forms import Form
+from mpistrat.collectives.gatherer import Gatherer
 from mpistrat.collectives.lockstep import Lockstep
-from mpistrat.collectives.messages import Message, divide, finished, messages, multiply, scale
+from mpistrat.collectives.messages import Message, divide, messages, multiply, scale, travel
+from mpistrat.collectives.node import NodeFolds, Packed, Scales
 from mpistrat.collectives.part import Part
+from mpistrat.collectives.results import Results, results_for
+from mpistrat.collectives.texts import described
 from mpistrat.kernels.ops import FOLDS, ReduceOp
+from mpistrat.memory.arena import Home
 
-__all__ = ["Reducer", "described"]
+__all__ = ["Folding", "Reducer"]
 
 # Whole numbers up to here are exact in float32.
 _EXACT = 2**24
-# A gather of more bytes than this is worth a second proof that every rank has the memory.
-_LARGE = 16 * 1024 * 1024
-_MPI_NAMES = {op: op.value for op in ReduceOp} | {ReduceOp.MEAN: "SUM"}
+
+
+class Folding(NamedTuple):
+    """One all-reduce, as far as it is the same on all ranks.
+
+    Attributes:
+      text: The text of the call, with names, dtypes and shapes.
+      op: The fold.
+      forms: How each leaf travels.
+    """
+
+    text: str
+    op: ReduceOp
+    forms: tuple[Form, ...]
+
+
+class _Way(NamedTuple):
+    """A path that an all-reduce has taken, up to the proof.
+
+    Attributes:
+      suffix: What the text of the call says of it.
+      riding: What rides in the proof.
+      finish: Moves and folds, given the scales and what rode.
+      small: Nothing moves but the proof.
+    """
+
+    suffix: str
+    riding: bytes
+    finish: Callable[[Scales, list[bytes]], list[Array]]
+    small: bool = False
 
 
 @final
@@ -38,19 +73,26 @@ class Reducer:
 
     Args:
       lockstep: Proves each call, and carries what is small.
+
+    Attributes:
+      node: The shared-memory path.
+      all_gather: `mpistrat.collectives.gatherer.Gatherer.all_gather`.
     """
 
     def __init__(self, lockstep: Lockstep):
         """Reduce over the ranks of `lockstep`."""
         self.lockstep = lockstep
         self.comm = lockstep.comm
+        self.node = NodeFolds(lockstep)
+        self.all_gather = Gatherer(lockstep).all_gather
 
     def all_reduce(
         self, call: str, op: ReduceOp, parts: Sequence[Part], weigh: bool = False
     ) -> list[Array]:
         """Fold every leaf over all ranks.
 
-        Collective. Cost: the proof, and unless everything rides in it one MPI_Allreduce per bucket.
+        Collective. Cost: the proof, and unless everything rides in it two barriers of the node, or
+        one MPI_Allreduce per bucket.
 
         Args:
           call: The text of the call; shapes and dtypes of the parts are added to it.
@@ -62,148 +104,190 @@ class Reducer:
         Returns:
           One fresh array per leaf, of the form's result dtype, with the same bits on all ranks.
         """
+        try:
+            text, alarm = described(call, parts), self.alarm(call, parts)
+            forms = tuple(part.form for part in parts)
+            weights = [part.weight for part in parts]
+        except Exception as error:
+            self.lockstep.refuse(call, error)
+        values = [part.value for part in parts]
+        return self.fold(Folding(text, op, forms), values, weights, weigh, alarm=alarm)
+
+    def fold(
+        self,
+        what: Folding,
+        values: Sequence[Array],
+        weights: Sequence[float],
+        weigh: bool = False,
+        outs: Sequence[Array] | None = None,
+        alarm: str = "",
+    ) -> list[Array]:
+        """Fold leaves whose call has its text already; else as `all_reduce`.
+
+        Args:
+          what: The call; equal on all ranks.
+          values: The leaves, in native byte order.
+          weights: How many examples each stands for, or one number for all.
+          weigh: Multiply the values by their weights first.
+          outs: Where the results go: of the forms' result dtypes. Leaves of the strategy's buffers
+            that are given as value and out both are folded where they lie.
+          alarm: What is wrong with the values, if anything is looked for.
+        """
         with np.errstate(all="ignore"):
             try:
-                wires = [_wire(op, part, weigh) for part in parts]
-                text = described(call, parts)
-                header = _header(parts) if op is ReduceOp.MEAN else b""
-                small = self.lockstep.fits(len(header) + sum(wire.nbytes for wire in wires))
-                travelling = [] if small else messages(op, wires, self.comm.size)
-                alarm = self._alarm(call, parts)
+                way = self._way(what, values, weights, weigh, outs)
             except Exception as error:
-                self.lockstep.refuse(call, error)
-            riding = b"".join([wire.tobytes() for wire in wires]) if small else b""
-            smalls = self.lockstep.share(text, header + riding, alarm=alarm)
-            scales = _scales(smalls, len(parts), weigh) if header else None
-            if small:
-                totals = _fold_frames(op, wires, smalls, len(header), scales if weigh else None)
-            else:
-                if weigh and scales is not None:
-                    for message in travelling:
-                        scale(message, wires, scales[self.comm.rank])
-                totals = self._native(op, wires, travelling)
-            if scales is not None:
-                for i, total in enumerate(totals):
-                    divide(total, math.fsum(scales[:, i]))
-            return [
-                total.astype(part.form.result, copy=False)
-                for total, part in zip(totals, parts, strict=True)
-            ]
+                self.lockstep.refuse(what.text, error)
+            smalls = self.lockstep.share(what.text + way.suffix, way.riding, alarm=alarm)
+            scales = Scales()
+            if what.op is ReduceOp.MEAN:
+                table = _scales(smalls, len(weights), weigh)
+                divisors = [math.fsum(column) for column in table.T]
+                scales = Scales(table if weigh else None, divisors)
+            results = way.finish(scales, smalls)
+            moved = self.lockstep.session.on_moved
+            if moved is not None and not way.small:
+                moved(results)
+            if outs is None:
+                return results
+            for out, result in zip(outs, results, strict=True):
+                if out is not result:
+                    out[...] = result
+            return list(outs)
 
-    def _alarm(self, call: str, parts: Sequence[Part]) -> str:
+    def _way(
+        self,
+        what: Folding,
+        values: Sequence[Array],
+        weights: Sequence[float],
+        weigh: bool,
+        outs: Sequence[Array] | None,
+    ) -> _Way:
+        """Choose a path, and do on it what can fail."""
+        homes = None
+        if outs is not None and self.node.possible and all(map(_as_it_is, what.forms)):
+            homes = self.node.homes(values, outs)
+        header = b""
+        if what.op is ReduceOp.MEAN:
+            header = struct.pack(f"<{len(weights)}d", *weights)
+            if 0 in weights and homes is None:  # never read
+                values = _silenced(values, weights)
+        suffix = "" if outs is None else ", out"
+        if homes is not None:
+            finish = functools.partial(self._in_place, what, homes, list(values))
+            return _Way(f"{suffix}, in place {_places(homes)}", header, finish)
+        nbytes = sum(v.size * f.wire.itemsize for v, f in zip(values, what.forms, strict=True))
+        if self.lockstep.fits(len(header) + nbytes):
+            wires = [np.asarray(v, f.wire) for v, f in zip(values, what.forms, strict=True)]
+            riding = header + b"".join([wire.tobytes() for wire in wires])
+            return _Way(suffix, riding, functools.partial(_rode, what, wires, len(header)), True)
+        if not self.node.possible:
+            wires = [_wire(v, f, weigh) for v, f in zip(values, what.forms, strict=True)]
+            sent = messages(what.op, wires, self.comm.size)
+            finish = functools.partial(self._native, what, wires, sent, weigh)
+            return _Way(suffix, header, finish)
+        packed = self.node.prepare(values, [form.wire for form in what.forms])
+        results = results_for(packed.packs, what.forms, values, outs)
+        finish = functools.partial(self._packed, what, packed, values, weigh, results)
+        return _Way(suffix, header, finish)
+
+    def _in_place(
+        self, what: Folding, homes: list[Home], values: list[Array], scales: Scales, _: list[bytes]
+    ) -> list[Array]:
+        self.node.fold_homes(what.op, homes, scales)
+        return values
+
+    def _packed(
+        self,
+        what: Folding,
+        packed: Packed,
+        values: Sequence[Array],
+        weigh: bool,
+        results: Results,
+        scales: Scales,
+        smalls: list[bytes],
+    ) -> list[Array]:
+        if self.node.room(packed):
+            self.node.fold_packed(what.op, packed, scales, results.take)
+            return results.whole()
+        wires = [_wire(v, f, weigh) for v, f in zip(values, what.forms, strict=True)]
+        sent = messages(what.op, wires, self.comm.size)
+        return self._native(what, wires, sent, weigh, scales, smalls)
+
+    def _native(
+        self,
+        what: Folding,
+        wires: list[Array],
+        sent: list[Message],
+        weigh: bool,
+        scales: Scales,
+        _: list[bytes],
+    ) -> list[Array]:
+        if weigh:
+            mine = [scales.of(leaf)[0] for leaf in range(len(wires))]
+            factors = [1.0 if m is None else m[self.comm.rank] for m in mine]
+            for message in sent:
+                scale(message, wires, factors)
+        return _done(what, travel(self.comm, what.op, wires, sent), scales)
+
+    def alarm(self, call: str, parts: Sequence[Part]) -> str:
+        """Return what is wrong with the numbers that this rank is about to give, if asked for."""
         if self.lockstep.options.nan == "off":
             return ""
         return first_nonfinite(call, self.lockstep.session.steps, parts)
 
-    def _native(self, op: ReduceOp, wires: list[Array], travelling: list[Message]) -> list[Array]:
-        for i, message in enumerate(travelling):
-            if message.gathered:
-                self.comm.allgather(message.send, message.recv)
-                fold: Any = FOLDS[op]
-                travelling[i] = message._replace(recv=fold.reduce(message.recv, axis=0))
-            else:
-                self.comm.allreduce(message.send, message.recv, _MPI_NAMES[op])
-        return finished(op, wires, travelling)
 
-    def all_gather(
-        self, call: str, axis: Sequence[int], leaves: Sequence[Array], paths: Sequence[str]
-    ) -> list[Array]:
-        """Concatenate every leaf over all ranks, in rank order.
-
-        Collective. Cost: the proof, and one MPI_Allgatherv per leaf unless all ride in the proof.
-
-        Args:
-          call: The text of the call; dtypes and the shapes that must agree are added to it.
-          axis: The axis of each leaf, not negative.
-          leaves: Arrays; sizes along the axis may differ between ranks, also be 0.
-          paths: The names of the leaves.
-
-        Returns:
-          One fresh C-ordered array per leaf, with the same bits on all ranks.
-        """
-        with self.lockstep.preparing(call):
-            fronts = [np.moveaxis(leaf, a, 0) for leaf, a in zip(leaves, axis, strict=True)]
-            sends = [np.ascontiguousarray(front) for front in fronts]
-            text = f"{call} {', '.join(map(_named, paths, map(_open_spec, leaves, axis)))}"
-            sizes = np.array([len(send) for send in sends], np.int64)
-            rides = self.lockstep.fits(sizes.nbytes + sum(send.nbytes for send in sends))
-            data = b"".join(send.tobytes() for send in sends) if rides else b""
-        proof = self.lockstep.prove(text, sizes.tobytes() + data, more=not rides)
-        counts = self._counts(sizes, proof.smalls)
-        if proof.smalls is None or proof.more:
-            outs = self._rooms(call, sends, counts)
-            for i, send in enumerate(sends):
-                self._allgatherv(send, outs[i], counts[:, i])
-        else:
-            outs = [
-                np.concatenate([_cut(s, counts[r], sends, i) for r, s in enumerate(proof.smalls)])
-                for i in range(len(sends))
-            ]
-        return [
-            np.ascontiguousarray(np.moveaxis(out, 0, a)) for out, a in zip(outs, axis, strict=True)
-        ]
-
-    def _rooms(self, call: str, sends: list[Array], counts: Array) -> list[Array]:
-        # How much memory it takes is known only now; whether every rank has it, is asked again.
-        with self.lockstep.preparing(f"{call}, room for it"):
-            totals = counts.sum(axis=0).tolist()
-            rooms = [
-                np.empty((total, *send.shape[1:]), send.dtype)
-                for total, send in zip(totals, sends, strict=True)
-            ]
-        if sum(room.nbytes for room in rooms) > _LARGE:
-            self.lockstep.prove(f"{call}, room for it")
-        return rooms
-
-    def _counts(self, sizes: Array, smalls: list[bytes] | None) -> Array:
-        if smalls is not None:
-            return np.array([np.frombuffer(s[: sizes.nbytes], np.int64) for s in smalls])
-        counts = np.empty((self.comm.size, sizes.size), np.int64)
-        self.comm.allgather(sizes, counts)
-        return counts
-
-    def _allgatherv(self, send: Array, out: Array, rows: Array) -> None:
-        row = math.prod(out.shape[1:]) * send.dtype.itemsize
-        mine, everyones = send.reshape(-1).view(np.uint8), out.reshape(-1).view(np.uint8)
-        self.comm.allgatherv(mine, everyones, (rows * row).tolist())
-
-
-def described(call: str, parts: Sequence[Part]) -> str:
-    """Return the text of a call with the names, dtypes and shapes of its parts."""
-    return f"{call} {', '.join(_named(part.path, spec_text(part.value)) for part in parts)}"
-
-
-def _named(path: str, spec: str) -> str:
-    return f"{path}: {spec}" if path else spec
-
-
-def _open_spec(leaf: Array, axis: int) -> str:
-    dims = ["*" if i == axis else str(n) for i, n in enumerate(leaf.shape)]
-    return f"{dtype_name(leaf.dtype)}[{','.join(dims)}]"
-
-
-def _cut(small: bytes, counts: Array, sends: list[Array], index: int) -> Array:
-    sizes = [
-        int(count) * math.prod(send.shape[1:]) * send.dtype.itemsize
-        for count, send in zip(counts, sends, strict=True)
+def _silenced(values: Sequence[Array], weights: Sequence[float]) -> list[Array]:
+    spread = list(weights) if len(weights) > 1 else [weights[0]] * len(values)
+    return [
+        np.zeros(value.shape, value.dtype) if weight == 0 else value
+        for value, weight in zip(values, spread, strict=True)
     ]
-    begin = counts.nbytes + sum(sizes[:index])
-    send = sends[index]
-    part = np.frombuffer(small[begin : begin + sizes[index]], send.dtype)
-    return part.reshape(int(counts[index]), *send.shape[1:])
 
 
-def _header(parts: Sequence[Part]) -> bytes:
-    return struct.pack(f"<{len(parts)}d", *[part.weight for part in parts])
+def _as_it_is(form: Form) -> bool:
+    return form.wire == form.result
 
 
-def _wire(op: ReduceOp, part: Part, weigh: bool) -> Array:
-    dtype = part.form.wire
-    if part.weight == 0 and op is ReduceOp.MEAN:
-        return np.zeros(part.value.shape, dtype)
+def _places(homes: Sequence[Home]) -> str:
+    return " ".join(f"{home.block.number}/{home.leaf}" for home in homes)
+
+
+def _wire(value: Array, form: Form, weigh: bool) -> Array:
     if weigh:  # a copy, to be multiplied once all weights are known
-        return np.array(part.value, dtype, order="C")
-    return np.asarray(part.value, dtype, order="C")
+        return np.array(value, form.wire, order="C")
+    return np.asarray(value, form.wire, order="C")
+
+
+def _done(what: Folding, totals: list[Array], scales: Scales) -> list[Array]:
+    for leaf, total in enumerate(totals):
+        divisor = scales.of(leaf)[1]
+        if scales.divisors is not None:
+            divide(total, divisor)
+    return [
+        total.astype(form.result, copy=False)
+        for total, form in zip(totals, what.forms, strict=True)
+    ]
+
+
+def _rode(
+    what: Folding, wires: list[Array], start: int, scales: Scales, smalls: list[bytes]
+) -> list[Array]:
+    totals = []
+    for leaf, wire in enumerate(wires):
+        stop = start + wire.nbytes
+        values = [np.frombuffer(small[start:stop], wire.dtype) for small in smalls]
+        factors = scales.of(leaf)[0]
+        if factors is not None:
+            values = [value.copy() for value in values]
+            for value, weight in zip(values, factors, strict=True):
+                multiply(value, weight)
+        total = values[0].copy()
+        for value in values[1:]:
+            FOLDS[what.op](total, value, out=total)
+        totals.append(total.reshape(wire.shape))
+        start = stop
+    return _done(what, totals, scales)
 
 
 def _scales(smalls: list[bytes], count: int, weigh: bool) -> Array:
@@ -219,22 +303,3 @@ def _scales(smalls: list[bytes], count: int, weigh: bool) -> Array:
     largest = table.max(axis=0)
     scales: Array = table / np.where(counts.all(axis=0) | (largest == 0), 1, largest)
     return scales
-
-
-def _fold_frames(
-    op: ReduceOp, wires: list[Array], smalls: list[bytes], start: int, scales: Array | None
-) -> list[Array]:
-    totals = []
-    for i, wire in enumerate(wires):
-        stop = start + wire.nbytes
-        values = [np.frombuffer(small[start:stop], wire.dtype) for small in smalls]
-        if scales is not None:
-            values = [value.copy() for value in values]
-            for value, weight in zip(values, scales[:, i], strict=True):
-                multiply(value, weight)
-        total = values[0].copy()
-        for value in values[1:]:
-            FOLDS[op](total, value, out=total)
-        totals.append(total.reshape(wire.shape))
-        start = stop
-    return totals

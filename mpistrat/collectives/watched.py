@@ -88,7 +88,8 @@ class Watched(Comm):
         board = self._session.board
         board.resume()
         try:
-            return Watched(self._session, self._comm.by_node())
+            found = self._comm.by_node()
+            return self if found is self._comm else Watched(self._session, found)
         finally:
             board.leave()
 

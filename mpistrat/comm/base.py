@@ -65,7 +65,7 @@ class Comm(abc.ABC):
 
     @abc.abstractmethod
     def by_node(self) -> Comm:
-        """Return the group of the ranks that can share memory with this one; maybe this group."""
+        """Return the ranks that can share memory with this one; this group itself if all can."""
 
     @abc.abstractmethod
     def shared(self, nbytes: int) -> memoryview | None:

@@ -123,8 +123,11 @@ class MPIComm(Comm):
 
     def by_node(self) -> MPIComm:
         """Return the ranks that share memory with this one, by MPI_Comm_split_type."""
-        kind = library().COMM_TYPE_SHARED
-        return MPIComm(self._comm.Split_type(kind, self.rank), owned=True)
+        found = self._comm.Split_type(library().COMM_TYPE_SHARED, self.rank)
+        if found.size < self.size:
+            return MPIComm(found, owned=True)
+        found.Free()
+        return self
 
     def shared(self, nbytes: int) -> memoryview | None:
         """Return zeroed bytes that the processes of this group map; None if they cannot."""

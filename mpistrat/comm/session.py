@@ -105,6 +105,9 @@ class Session:
         is, and how to undo it.
       variables: How many variables have been created; equal on all ranks.
       on_fn: Called on the way into the function of a ``run``; for tests of faults.
+      on_moved: Called with the results of an all-reduce that moved more than its proof; for tests
+        of faults.
+      sharing: An all-reduce is on its way through shared memory.
       datasets: How many datasets have been distributed; equal on all ranks.
       steps: How many ``Strategy.run`` have ended well; equal on all ranks.
       copies: The mirrored variables by number, as long as they live.
@@ -128,6 +131,8 @@ class Session:
         self.variables = 0
         self.datasets = 0
         self.on_fn: Callable[[], None] | None = None
+        self.on_moved: Callable[[list[Any]], None] | None = None
+        self.sharing = False
         self.steps = 0
         self.copies: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self._owner = threading.get_ident() if owned else None

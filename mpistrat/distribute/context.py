@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, final
@@ -11,15 +10,14 @@ import numpy as np
 
 from mpistrat import nest
 from mpistrat.arrays import Array, as_array, finish, label
-from mpistrat.collectives.forms import form
 from mpistrat.collectives.part import Part
 from mpistrat.collectives.plans import request
-from mpistrat.collectives.reducer import described
 from mpistrat.distribute.default import current_strategy, default_strategy
 from mpistrat.distribute.mode import Mode, current, entered
+from mpistrat.distribute.naming import named
 from mpistrat.distribute.parts import Parts
 from mpistrat.distribute.regroup import select
-from mpistrat.distribute.values import DistributedValues
+from mpistrat.distribute.replica_reduce import places, prepared, reduce_in_replica
 from mpistrat.distribute.variables import Variable
 from mpistrat.distribute.views import ALONE
 from mpistrat.errors import AxisError, ContextError
@@ -139,7 +137,12 @@ class ReplicaContext:
         )
 
     def all_reduce(
-        self, reduce_op: ReduceOp | str, value: Any, *, weight: float | None = None
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        *,
+        weight: float | None = None,
+        out: Any = None,
     ) -> Any:
         """Fold the values of all replicas, and return the result on each.
 
@@ -151,27 +154,34 @@ class ReplicaContext:
           weight: For MEAN, how many examples this replica's values stand for: the result is
             ``sum(weight * value) / sum(weight)``. A value of weight 0 is never read, so it may be
             NaN. With all weights 0 the result is NaN.
+          out: Where the results go: a tree of the same structure, of writable arrays of the shapes
+            and dtypes of the results. It may be `value` itself. Arrays of ``Strategy.buffers`` that
+            are value and out both are folded where they lie, without any copy.
 
         Returns:
-          The same tree. Arrays are fresh; numbers come back as NumPy scalars. dtypes are kept,
-          except that MEAN of integers is float64 (float32 for 8 and 16 bits). float16 and bfloat16
-          are folded in float32. All replicas get the same bits.
+          `out` if it was given, else the same tree. Arrays are fresh; numbers come back as NumPy
+          scalars. dtypes are kept, except that MEAN of integers is float64 (float32 for 8 and 16
+          bits). float16 and bfloat16 are folded in float32. All replicas get the same bits.
 
         Raises:
           ContextError: Called outside the run that this context belongs to.
-          LeafTypeError: A leaf is no array, or its dtype cannot be reduced: bool, objects, text.
+          LeafTypeError: A leaf is no array, or its dtype cannot be reduced: bool, objects, text; or
+            a leaf of `out` is no array that can take its result.
           ValueError: The operation is unknown, or a weight is given for another one than MEAN.
           LockstepError: The calls differ between ranks.
           RemoteError: Another rank failed.
 
-        Cost: the proof; for more than some 200 bytes, also one ``MPI_Allreduce`` per 4 MiB of small
-        leaves and per leaf of 64 KiB or more.
+        Cost: the proof, in which up to some 200 bytes ride. More are folded in memory that the
+        ranks of a node share: two barriers of the node, one copy in and one out (neither for arrays
+        of ``Strategy.buffers``), and between nodes one ``MPI_Allreduce`` of each slice. Where it
+        cannot be shared, one ``MPI_Allreduce`` per 4 MiB of small leaves and per leaf of 64 KiB or
+        more.
         As: ``tf.distribute.ReplicaContext.all_reduce``.
         """
         self._enter("all_reduce")
         parts = self._strategy.parts
         asked = None
-        if weight is None:
+        if weight is None and out is None:
             plan = parts.plans.lone(reduce_op, value)
             if plan is not None:
                 return plan.one(value)
@@ -179,27 +189,20 @@ class ReplicaContext:
             plan = parts.plans.find(asked)
             if plan is not None and asked is not None:
                 return nest.unflatten(asked.structure, plan.all(asked.leaves))
-        try:
-            op = ReduceOp.parse(reduce_op)
-            weighted = _weight(op, weight)
-            leaves, structure = nest.flatten(value)
-            leaves = [x.local if isinstance(x, DistributedValues) else x for x in leaves]
-            contributions = _contributions(op, leaves, named(leaves, structure), weighted)
-        except Exception as error:
-            parts.lockstep.refuse("all_reduce", error)
         if parts.view is ALONE:
-            _note_alone(self._strategy, "all_reduce")
-            alone = [_alone(op, part) for part in contributions]
-            return nest.unflatten(structure, list(map(finish, alone, leaves)))
-        if not leaves:
-            return value
-        how = op.value if weight is None else f"{op.value} weighted"
-        call = f"all_reduce({how}, {nest.describe(structure)})"
-        weigh = weight is not None
-        totals = parts.reducer.all_reduce(call, op, contributions, weigh=weigh)
-        if asked is not None:
-            parts.plans.learn(asked, op, described(call, contributions), contributions)
-        return nest.unflatten(structure, list(map(finish, totals, leaves)))
+            return self._alone(reduce_op, value, weight, out)
+        return reduce_in_replica(parts, asked, reduce_op, value, weight, out)
+
+    def _alone(self, reduce_op: Any, value: Any, weight: Any, out: Any) -> Any:
+        call = prepared(reduce_op, value, weight)
+        outs = places(out, call.structure, call.parts)
+        _note_alone(self._strategy, "all_reduce")
+        alone = [_alone(call.op, part) for part in call.parts]
+        if outs is None:
+            return nest.unflatten(call.structure, list(map(finish, alone, call.leaves)))
+        for place, result in zip(outs, alone, strict=True):
+            place[...] = result
+        return out
 
     def all_gather(self, value: Any, axis: int) -> Any:
         """Concatenate the values of all replicas along `axis`, and return the result on each.
@@ -275,28 +278,6 @@ def _note_alone(strategy: Strategy, what: str) -> None:
         strategy.note_alone(what)
 
 
-def _weight(op: ReduceOp, weight: float | None) -> float:
-    if weight is None:
-        return 1.0
-    if op is not ReduceOp.MEAN:
-        raise ValueError(f"weight is for MEAN; {op.value} has none.")
-    given = np.asarray(weight)
-    number = float(given) if given.ndim == 0 and given.dtype.kind in "iuf" else math.nan
-    if not math.isfinite(number) or number < 0:
-        raise ValueError(f"weight must be a number of examples, 0 or more, not {weight!r}.")
-    return number
-
-
-def _contributions(
-    op: ReduceOp, leaves: list[Any], paths: Sequence[str], weight: float
-) -> list[Part]:
-    arrays = [as_array(leaf, path) for leaf, path in zip(leaves, paths, strict=True)]
-    return [
-        Part(array, form(op, array.dtype, path), weight, path)
-        for array, path in zip(arrays, paths, strict=True)
-    ]
-
-
 def _alone(op: ReduceOp, part: Part) -> Array:
     # One replica by construction: its value, with its dtype, even for a mean of integers.
     if op is ReduceOp.MEAN and part.weight == 0:
@@ -320,17 +301,6 @@ def gather(parts: Parts, name: str, value: Any, axis: int) -> Any:
         return value
     call = f"{name}(axis={axis}, {nest.describe(structure)})"
     return nest.unflatten(structure, parts.reducer.all_gather(call, axes, arrays, paths))
-
-
-def named(leaves: Sequence[Any], structure: nest.Structure) -> Sequence[str]:
-    """Return the names of the leaves; of a variable it says which one it is."""
-    paths = nest.path_names(structure)
-    if not any(isinstance(leaf, Variable) for leaf in leaves):
-        return paths
-    return [
-        f"{path}={leaf.name}(no. {leaf.number})" if isinstance(leaf, Variable) else path
-        for leaf, path in zip(leaves, paths, strict=True)
-    ]
 
 
 def _axis(name: str, array: Any, axis: int, path: str) -> int:

@@ -12,7 +12,7 @@ from mpistrat import nest
 from mpistrat.arrays import Array, as_array, dtype_name, finish, label
 from mpistrat.collectives.forms import form, identity
 from mpistrat.collectives.part import Part
-from mpistrat.distribute.context import named
+from mpistrat.distribute.naming import named
 from mpistrat.distribute.parts import Parts
 from mpistrat.distribute.regroup import select
 from mpistrat.distribute.values import Mirrored, PerReplica

@@ -56,9 +56,12 @@ def fold_rows(
         return
     if scales is not None and bool((scales == 1).all()):
         scales = None
-    plain = fold is np.add and scales is None and divisor == 1.0 and rows.dtype in _COMPILED
-    if plain and stop - start >= _COMPILE:
-        _sum_rows(rows, out, start, stop)
+    dtype = rows.dtype
+    plain = scales is None and divisor == 1.0
+    known = dtype in _COMPILED and (plain or dtype.kind == "f")
+    if fold is np.add and known and stop - start >= _COMPILE:
+        factors = np.empty(0, dtype) if scales is None else scales.astype(dtype)
+        _sum_rows(rows, out, start, stop, factors, np.array([divisor], dtype))
     else:
         with np.errstate(all="ignore"):
             _fold_blocks(fold, rows, out, start, stop, scales, divisor)
@@ -115,29 +118,59 @@ def _divide(total: Array, divisor: float) -> None:
     np.divide(parts, parts.dtype.type(divisor), out=parts)
 
 
-def _sum_rows_twin(rows: Array, out: Array, start: int, stop: int) -> None:
+def _sum_rows_twin(
+    rows: Array, out: Array, start: int, stop: int, factors: Array, divisor: Array
+) -> None:
     with np.errstate(all="ignore"):
-        _fold_blocks(np.add, rows, out, start, stop, None, 1.0)
+        scales = factors if factors.size else None
+        _fold_blocks(np.add, rows, out, start, stop, scales, float(divisor[0]))
+
+
+@jit.helper
+def _take(row: Array, factors: Array, r: int, total: Array) -> None:
+    if factors.size == 0:
+        for i in range(row.size):
+            total[i] = row[i]
+    elif factors[r] == 0:
+        for i in range(row.size):
+            total[i] = 0
+    else:
+        factor = factors[
+            r
+        ]  # read in the loop, it might be written there for all the compiler knows
+        for i in range(row.size):
+            total[i] = row[i] * factor
+
+
+@jit.helper
+def _add(row: Array, factors: Array, r: int, total: Array) -> None:
+    if factors.size == 0:
+        for i in range(row.size):
+            total[i] += row[i]
+    elif factors[r] == 0:
+        for i in range(row.size):
+            total[i] += 0
+    else:
+        factor = factors[r]
+        for i in range(row.size):
+            total[i] += row[i] * factor
 
 
 @jit.kernel(_sum_rows_twin)
-def _sum_rows(rows: Array, out: Array, start: int, stop: int) -> None:
+def _sum_rows(
+    rows: Array, out: Array, start: int, stop: int, factors: Array, divisor: Array
+) -> None:
     total = np.empty(_TILE, rows.dtype)
+    by = divisor[0]
     for low in range(start, stop, _TILE):
         high = min(low + _TILE, stop)
         # Slices, not indices into the matrix: only so are the loops vector code.
-        first = rows[0, low:high]
-        if rows.shape[0] > 1:
-            second = rows[1, low:high]
+        _take(rows[0, low:high], factors, 0, total)
+        for r in range(1, rows.shape[0]):
+            _add(rows[r, low:high], factors, r, total)
+        if by != 1:
             for i in range(high - low):
-                total[i] = first[i] + second[i]
-        else:
-            for i in range(high - low):
-                total[i] = first[i]
-        for r in range(2, rows.shape[0]):
-            row = rows[r, low:high]
-            for i in range(high - low):
-                total[i] += row[i]
+                total[i] = total[i] / by
         for r in range(out.shape[0]):
             place = out[r, low:high]
             for i in range(high - low):

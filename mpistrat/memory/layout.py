@@ -67,6 +67,14 @@ class Layout(NamedTuple):
     places: tuple[Place, ...]
     nbytes: int
 
+    def step(self, matrix: int) -> int:
+        """Return at multiples of how many columns leaves begin in that matrix."""
+        return _step(self.matrices[matrix].dtype)
+
+
+def _step(dtype: np.dtype[Any]) -> int:
+    return max(1, LINE // dtype.itemsize)
+
 
 @functools.lru_cache(maxsize=256)
 def lay_out(specs: Specs, rows: int) -> Layout:
@@ -84,7 +92,7 @@ def lay_out(specs: Specs, rows: int) -> Layout:
     for dtype, shape in specs:
         start = columns.get(dtype, 0)
         stop = start + math.prod(shape)
-        step = max(1, LINE // dtype.itemsize)
+        step = _step(dtype)
         columns[dtype] = -(-stop // step) * step
         places.append(Place(list(columns).index(dtype), start, stop, shape))
     matrices, offset = [], 0

@@ -27,12 +27,14 @@ class Nodes(NamedTuple):
       lane: This rank and its twins on the other nodes; None if it has no lane, or there is only
         one node.
       nodes: How many nodes there are.
+      ranks: The ranks of this node, as numbers of the group.
     """
 
     node: Comm
     lanes: int
     lane: Comm | None
     nodes: int
+    ranks: list[int]
 
 
 def find_nodes(comm: Comm, per_node: int = 0) -> Nodes:
@@ -46,10 +48,12 @@ def find_nodes(comm: Comm, per_node: int = 0) -> Nodes:
     """
     node = comm.split(comm.rank // per_node) if per_node else comm.by_node()
     if node.size == comm.size:
-        return Nodes(comm, comm.size, None, 1)
+        return Nodes(comm, comm.size, None, 1, list(range(comm.size)))
     lanes, count = np.empty(1, np.int64), np.empty(1, np.int64)
     comm.allreduce(np.array([node.size]), lanes, "MIN")
     comm.allreduce(np.array([int(node.rank == 0)]), count, "SUM")
     leads = node.rank < lanes[0]
     lane = comm.split(node.rank if leads else int(lanes[0]))
-    return Nodes(node, int(lanes[0]), lane if leads else None, int(count[0]))
+    ranks = np.empty(node.size, np.int64)
+    node.allgather(np.array([comm.rank]), ranks)
+    return Nodes(node, int(lanes[0]), lane if leads else None, int(count[0]), ranks.tolist())

@@ -1,0 +1,110 @@
+"""All-gather of lists of arrays, uneven and empty ones too."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import final
+
+import numpy as np
+
+from mpistrat.arrays import Array, dtype_name
+from mpistrat.collectives.lockstep import Lockstep
+from mpistrat.collectives.texts import spec_of
+
+__all__ = ["Gatherer"]
+
+# A gather of more bytes than this is worth a second proof that every rank has the memory.
+_LARGE = 16 * 1024 * 1024
+
+
+@final
+class Gatherer:
+    """Puts the values of all ranks side by side.
+
+    Args:
+      lockstep: Proves each call, and carries what is small.
+    """
+
+    def __init__(self, lockstep: Lockstep):
+        """Gather over the ranks of `lockstep`."""
+        self.lockstep = lockstep
+        self.comm = lockstep.comm
+
+    def all_gather(
+        self, call: str, axis: Sequence[int], leaves: Sequence[Array], paths: Sequence[str]
+    ) -> list[Array]:
+        """Concatenate every leaf over all ranks, in rank order.
+
+        Collective. Cost: the proof, and one MPI_Allgatherv per leaf unless all ride in the proof.
+
+        Args:
+          call: The text of the call; dtypes and the shapes that must agree are added to it.
+          axis: The axis of each leaf, not negative.
+          leaves: Arrays; sizes along the axis may differ between ranks, also be 0.
+          paths: The names of the leaves.
+
+        Returns:
+          One fresh C-ordered array per leaf, with the same bits on all ranks.
+        """
+        with self.lockstep.preparing(call):
+            fronts = [np.moveaxis(leaf, a, 0) for leaf, a in zip(leaves, axis, strict=True)]
+            sends = [np.ascontiguousarray(front) for front in fronts]
+            text = f"{call} {', '.join(map(spec_of, paths, map(_open_spec, leaves, axis)))}"
+            sizes = np.array([len(send) for send in sends], np.int64)
+            rides = self.lockstep.fits(sizes.nbytes + sum(send.nbytes for send in sends))
+            data = b"".join(send.tobytes() for send in sends) if rides else b""
+        proof = self.lockstep.prove(text, sizes.tobytes() + data, more=not rides)
+        counts = self._counts(sizes, proof.smalls)
+        if proof.smalls is None or proof.more:
+            outs = self._rooms(call, sends, counts)
+            for i, send in enumerate(sends):
+                self._allgatherv(send, outs[i], counts[:, i])
+        else:
+            outs = [
+                np.concatenate([_cut(s, counts[r], sends, i) for r, s in enumerate(proof.smalls)])
+                for i in range(len(sends))
+            ]
+        return [
+            np.ascontiguousarray(np.moveaxis(out, 0, a)) for out, a in zip(outs, axis, strict=True)
+        ]
+
+    def _rooms(self, call: str, sends: list[Array], counts: Array) -> list[Array]:
+        # How much memory it takes is known only now; whether every rank has it, is asked again.
+        with self.lockstep.preparing(f"{call}, room for it"):
+            totals = counts.sum(axis=0).tolist()
+            rooms = [
+                np.empty((total, *send.shape[1:]), send.dtype)
+                for total, send in zip(totals, sends, strict=True)
+            ]
+        if sum(room.nbytes for room in rooms) > _LARGE:
+            self.lockstep.prove(f"{call}, room for it")
+        return rooms
+
+    def _counts(self, sizes: Array, smalls: list[bytes] | None) -> Array:
+        if smalls is not None:
+            return np.array([np.frombuffer(s[: sizes.nbytes], np.int64) for s in smalls])
+        counts = np.empty((self.comm.size, sizes.size), np.int64)
+        self.comm.allgather(sizes, counts)
+        return counts
+
+    def _allgatherv(self, send: Array, out: Array, rows: Array) -> None:
+        row = math.prod(out.shape[1:]) * send.dtype.itemsize
+        mine, everyones = send.reshape(-1).view(np.uint8), out.reshape(-1).view(np.uint8)
+        self.comm.allgatherv(mine, everyones, (rows * row).tolist())
+
+
+def _open_spec(leaf: Array, axis: int) -> str:
+    dims = ["*" if i == axis else str(n) for i, n in enumerate(leaf.shape)]
+    return f"{dtype_name(leaf.dtype)}[{','.join(dims)}]"
+
+
+def _cut(small: bytes, counts: Array, sends: list[Array], index: int) -> Array:
+    sizes = [
+        int(count) * math.prod(send.shape[1:]) * send.dtype.itemsize
+        for count, send in zip(counts, sends, strict=True)
+    ]
+    begin = counts.nbytes + sum(sizes[:index])
+    send = sends[index]
+    part = np.frombuffer(small[begin : begin + sizes[index]], send.dtype)
+    return part.reshape(int(counts[index]), *send.shape[1:])

@@ -1,0 +1,269 @@
+"""All-reduces in memory that the ranks of a node share.
+
+Each rank's values stand in a row of a matrix; rank r of a node folds slice r of the columns of all
+rows, in rank order, so every element is read once and every result has the same bits on all ranks.
+Between nodes the slices go on in lanes (`mpistrat.memory.nodes`), by the MPI library's own
+all-reduce.
+
+Two ways to the matrix: arrays of the arena lie in it, and are folded where they are; others are
+packed into scratch memory, and the results copied out.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, final
+
+import numpy as np
+
+from mpistrat.arrays import Array
+from mpistrat.collectives.lockstep import Lockstep
+from mpistrat.collectives.messages import reduce_messages
+from mpistrat.collectives.packs import LIMIT, Pack, fill, packs
+from mpistrat.kernels.fold import fold_rows, spread_rows
+from mpistrat.kernels.ops import FOLDS, ReduceOp
+from mpistrat.memory.arena import Arena, Home
+
+__all__ = ["NodeFolds", "Packed", "Scales"]
+
+# What goes between nodes at once, in elements; bounds what it takes beside the arena.
+_LANE = 1 << 20
+# Slices begin on cache lines, so that no two ranks write to one.
+_LINE = 64
+
+
+class Scales(NamedTuple):
+    """What the values of each rank are multiplied by, and the sum divided by.
+
+    Attributes:
+      table: One row per rank, one column per leaf or one for all; None for all ones.
+      divisors: One per leaf, or one for all; None for 1.
+    """
+
+    table: Array | None = None
+    divisors: Sequence[float] | None = None
+
+    def of(self, leaf: int) -> tuple[Array | None, float]:
+        """Return what belongs to one leaf."""
+        table, divisors = self.table, self.divisors
+        column = None if table is None else table[:, leaf if table.shape[1] > 1 else 0]
+        divisor = 1.0 if divisors is None else divisors[leaf if len(divisors) > 1 else 0]
+        return column, divisor
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all leaves are treated alike."""
+        one = self.table is None or self.table.shape[1] == 1
+        return one and (self.divisors is None or len(self.divisors) == 1)
+
+
+class _Range(NamedTuple):
+    """Columns of a matrix that are treated alike."""
+
+    start: int
+    stop: int
+    scales: Array | None
+    divisor: float
+
+
+@final
+class NodeFolds:
+    """The shared-memory path of a reducer.
+
+    Attributes:
+      arena: The shared memory.
+    """
+
+    def __init__(self, lockstep: Lockstep):
+        """Make nothing yet."""
+        self._lockstep = lockstep
+        self._size = lockstep.comm.size
+        self.arena = Arena(lockstep.comm, lockstep.options.ranks_per_node)
+        self._turn = 0
+        self._possible = self._size > 1
+
+    @property
+    def possible(self) -> bool:
+        """Whether memory can be shared, as far as is known; equal on all ranks."""
+        return self._possible
+
+    def homes(self, values: Sequence[Array], outs: Sequence[Array] | None) -> list[Home] | None:
+        """Return where all values lie, if every one is to be folded in place."""
+        if outs is None or len(set(map(id, outs))) < len(outs):
+            return None  # what is given twice must not be folded twice
+        found = []
+        for value, out in zip(values, outs, strict=True):
+            home = self.arena.home(value) if value is out else None
+            if home is None:
+                return None
+            found.append(home)
+        return found
+
+    def prepare(self, values: Sequence[Array], wires: Sequence[np.dtype[Any]]) -> Packed:
+        """Plan the packs, and fill the first one if there is room for it already.
+
+        Not collective: it writes to this rank's own row, which nobody reads outside a reduction.
+        """
+        # Pieces are cut from one run of memory.
+        flat = [v if v.flags.c_contiguous or v.nbytes <= LIMIT else v.copy() for v in values]
+        specs = tuple((wire, value.size) for wire, value in zip(wires, values, strict=True))
+        planned = packs(specs)
+        most = max((pack.nbytes for pack in planned), default=0)
+        filled = bool(planned) and self.arena.has_room(most)
+        if filled:
+            fill(planned[0], flat, self._row(planned[0]))
+        return Packed(planned, flat, most, filled)
+
+    def _row(self, pack: Pack) -> Array:
+        row: Array = self.arena.scratch(pack.dtype)[self.arena.nodes().node.rank]
+        return row
+
+    def room(self, packed: Packed) -> bool:
+        """Have scratch memory for these packs, or tell that there is none. Collective."""
+        if packed.filled or not packed.packs:
+            return True
+        with self._sharing():
+            made = self.arena.make_room(packed.most)
+        if made:
+            return True
+        if self._possible and self._lockstep.comm.rank == 0:
+            warnings.warn(
+                "the ranks of a node cannot share memory (too little of it, or not allowed), so "
+                "arrays travel by MPI; the results are the same, and take longer.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        self._possible = False
+        return False
+
+    def fold_packed(
+        self,
+        op: ReduceOp,
+        packed: Packed,
+        scales: Scales,
+        take: Callable[[Pack, Array], None],
+    ) -> None:
+        """Fold all packs, and give each result to ``take(pack, row)``.
+
+        Collective; between the proof and its return only MPI and loops.
+        """
+        with self._sharing():
+            self._fold_packs(op, packed, scales, take)
+
+    def _fold_packs(
+        self,
+        op: ReduceOp,
+        packed: Packed,
+        scales: Scales,
+        take: Callable[[Pack, Array], None],
+    ) -> None:
+        node = self.arena.nodes().node
+        for number, pack in enumerate(packed.packs):
+            # The proof was the barrier after the first pack, if that was filled before it.
+            if number or not packed.filled:
+                fill(pack, packed.values, self._row(pack))
+                node.barrier()
+            rows = self.arena.scratch(pack.dtype)
+            self._turn ^= 1
+            result = rows[node.size + self._turn : node.size + self._turn + 1]
+            spans = [
+                _Range(p.column, p.column + p.stop - p.start, *scales.of(p.leaf))
+                for p in pack.pieces
+            ]
+            if scales.uniform:
+                spans = [_Range(0, pack.columns, *scales.of(0))]
+            self._fold(op, rows[: node.size], result, pack.columns, spans)
+            node.barrier()
+            take(pack, result[0])
+
+    def fold_homes(self, op: ReduceOp, homes: Sequence[Home], scales: Scales) -> None:
+        """Fold arrays where they lie. Collective; the proof was the barrier before it."""
+        spans: dict[tuple[int, int], list[_Range]] = {}
+        for leaf, home in enumerate(homes):
+            place = home.place
+            known = spans.setdefault((home.block.number, place.matrix), [])
+            span = _Range(place.start, place.stop, *scales.of(leaf))
+            # Neighbours are folded as one, with the few columns between them that are nobody's.
+            step = home.block.layout.step(place.matrix)
+            if known and scales.uniform and place.start == -(-known[-1].stop // step) * step:
+                known[-1] = known[-1]._replace(stop=span.stop)
+            else:
+                known.append(span)
+        with self._sharing():
+            self._fold_blocks(op, homes, spans)
+
+    def _fold_blocks(
+        self, op: ReduceOp, homes: Sequence[Home], spans: dict[tuple[int, int], list[_Range]]
+    ) -> None:
+        blocks = {home.block.number: home.block for home in homes}
+        for (number, matrix), ranges in spans.items():
+            rows = blocks[number].matrices[matrix]
+            self._fold(op, rows, rows, rows.shape[1], ranges)
+        self.arena.nodes().node.barrier()
+
+    @contextmanager
+    def _sharing(self) -> Iterator[None]:
+        session = self._lockstep.session
+        session.sharing = True
+        try:
+            yield
+        finally:
+            session.sharing = False
+
+    def _fold(
+        self, op: ReduceOp, rows: Array, out: Array, columns: int, spans: Sequence[_Range]
+    ) -> None:
+        nodes = self.arena.nodes()
+        rank, size = nodes.node.rank, nodes.node.size
+        low, high = _slice(rank, size, columns, rows.dtype)
+        one = nodes.nodes == 1
+        mine = None if one else nodes.ranks
+        for span in spans:
+            table = span.scales if mine is None or span.scales is None else span.scales[mine]
+            start, stop = max(low, span.start), min(high, span.stop)
+            divisor = span.divisor if one else 1.0
+            fold_rows(FOLDS[op], rows, out if one else out[:1], start, stop, table, divisor)
+        if one:
+            return
+        nodes.node.barrier()
+        if nodes.lane is not None:
+            self._across(op, out[0], columns, spans)
+        nodes.node.barrier()
+        for span in spans:
+            start, stop = max(low, span.start), min(high, span.stop)
+            spread_rows(out, 0, start, stop, span.divisor)
+
+    def _across(self, op: ReduceOp, row: Array, columns: int, spans: Sequence[_Range]) -> None:
+        nodes = self.arena.nodes()
+        assert nodes.lane is not None
+        low, high = _slice(nodes.node.rank, nodes.lanes, columns, row.dtype)
+        for span in spans:
+            start, stop = max(low, span.start), min(high, span.stop)
+            for at in range(start, stop, _LANE):
+                part = row[at : min(at + _LANE, stop)]
+                (part[:],) = reduce_messages(nodes.lane, op, [part])
+
+
+class Packed(NamedTuple):
+    """A tree that is to pass through scratch memory.
+
+    Attributes:
+      packs: What is folded at once.
+      values: The leaves.
+      most: The size of the largest pack, in bytes.
+      filled: The first pack is in place already.
+    """
+
+    packs: tuple[Pack, ...]
+    values: Sequence[Array]
+    most: int
+    filled: bool
+
+
+def _slice(rank: int, size: int, columns: int, dtype: np.dtype[Any]) -> tuple[int, int]:
+    step = max(1, _LINE // dtype.itemsize)
+    lines = -(-columns // step)
+    low, high = (min(columns, lines * r // size * step) for r in (rank, rank + 1))
+    return low, high

@@ -1,0 +1,72 @@
+"""Where the results of an all-reduce go, made before the proof."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import numpy as np
+
+from mpistrat.arrays import Array
+from mpistrat.collectives.forms import Form
+from mpistrat.collectives.packs import Pack
+
+__all__ = ["Results", "results_for"]
+
+# Smaller leaves of a pack come back in one piece of memory, since to allocate each costs as much
+# as to copy it. A larger one has its own, so that keeping one keeps nothing else.
+_OWN = 64 * 1024
+
+
+@final
+class Results:
+    """The results of one all-reduce, leaf by leaf.
+
+    Args:
+      shapes: Of the leaves.
+      arrays: Where each leaf goes; C-contiguous. None: to the memory that its pack comes back in.
+    """
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]], arrays: list[Array | None]):
+        """Wait for what is folded."""
+        self._shapes, self._arrays = shapes, arrays
+
+    def take(self, pack: Pack, row: Array) -> None:
+        """Copy a pack's results out of shared memory."""
+        flat: Array | None = None
+        for leaf, start, stop, column, _ in pack.pieces:
+            end = column + stop - start
+            array = self._arrays[leaf]
+            if array is not None:
+                np.copyto(array.reshape(-1)[start:stop], row[column:end], casting="unsafe")
+                continue
+            if flat is None:
+                flat = row[: pack.columns].copy()
+            self._arrays[leaf] = flat[column:end].reshape(self._shapes[leaf])
+
+    def whole(self) -> list[Array]:
+        """Return the results, once all packs have been taken."""
+        return [array for array in self._arrays if array is not None]
+
+
+def results_for(
+    packs: Sequence[Pack],
+    forms: Sequence[Form],
+    values: Sequence[Array],
+    outs: Sequence[Array] | None,
+) -> Results:
+    """Return where the results of these packs go: to `outs` where they are, else to new memory."""
+    together = [False] * len(values)
+    if outs is None:
+        for pack in packs:
+            for piece in pack.pieces:
+                small = (piece.stop - piece.start) * pack.dtype.itemsize < _OWN
+                same = forms[piece.leaf].result == pack.dtype
+                together[piece.leaf] = piece.whole and small and same
+    arrays: list[Array | None] = []
+    for leaf, (value, form) in enumerate(zip(values, forms, strict=True)):
+        if outs is not None and outs[leaf].flags.c_contiguous:
+            arrays.append(outs[leaf])
+        else:
+            arrays.append(None if together[leaf] else np.empty(value.shape, form.result))
+    return Results([value.shape for value in values], arrays)

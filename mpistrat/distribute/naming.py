@@ -1,0 +1,22 @@
+"""What leaves are called in texts and errors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mpistrat import nest
+from mpistrat.distribute.variables import Variable
+
+__all__ = ["named"]
+
+
+def named(leaves: Sequence[Any], structure: nest.Structure) -> Sequence[str]:
+    """Return the names of the leaves; of a variable it says which one it is."""
+    paths = nest.path_names(structure)
+    if not any(isinstance(leaf, Variable) for leaf in leaves):
+        return paths
+    return [
+        f"{path}={leaf.name}(no. {leaf.number})" if isinstance(leaf, Variable) else path
+        for leaf, path in zip(leaves, paths, strict=True)
+    ]

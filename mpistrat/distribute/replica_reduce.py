@@ -1,0 +1,153 @@
+"""``ReplicaContext.all_reduce`` behind its door: what is given made ready, folded, given back."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpistrat import nest
+from mpistrat.arrays import Array, as_array, dtype_name, finish, label, spec_text
+from mpistrat.collectives.forms import form
+from mpistrat.collectives.part import Part
+from mpistrat.collectives.plans import Request, Sketch, request
+from mpistrat.collectives.reducer import Folding
+from mpistrat.collectives.texts import described
+from mpistrat.distribute.naming import named
+from mpistrat.distribute.parts import Parts
+from mpistrat.distribute.values import DistributedValues
+from mpistrat.errors import LeafTypeError, StructureError
+from mpistrat.kernels.ops import ReduceOp
+
+__all__ = ["Call", "places", "prepared", "reduce_in_replica"]
+
+
+class Call(NamedTuple):
+    """One all-reduce, found good.
+
+    Attributes:
+      op: The fold.
+      leaves: The leaves as they were given.
+      structure: Of the tree.
+      parts: What this rank gives, leaf by leaf.
+      weight: How many examples it stands for.
+    """
+
+    op: ReduceOp
+    leaves: list[Any]
+    structure: nest.Structure
+    parts: list[Part]
+    weight: float
+
+
+def prepared(reduce_op: Any, value: Any, weight: Any) -> Call:
+    """Return the call, or raise what is wrong with it. Not collective."""
+    op = ReduceOp.parse(reduce_op)
+    number = _weight(op, weight)
+    leaves, structure = nest.flatten(value)
+    leaves = [x.local if isinstance(x, DistributedValues) else x for x in leaves]
+    paths = named(leaves, structure)
+    arrays = [as_array(leaf, path) for leaf, path in zip(leaves, paths, strict=True)]
+    parts = [
+        Part(array, form(op, array.dtype, path), number, path)
+        for array, path in zip(arrays, paths, strict=True)
+    ]
+    return Call(op, leaves, structure, parts, number)
+
+
+def _weight(op: ReduceOp, weight: float | None) -> float:
+    if weight is None:
+        return 1.0
+    if op is not ReduceOp.MEAN:
+        raise ValueError(f"weight is for MEAN; {op.value} has none.")
+    given = np.asarray(weight)
+    number = float(given) if given.ndim == 0 and given.dtype.kind in "iuf" else math.nan
+    if not math.isfinite(number) or number < 0:
+        raise ValueError(f"weight must be a number of examples, 0 or more, not {weight!r}.")
+    return number
+
+
+def places(out: Any, structure: nest.Structure, parts: list[Part]) -> list[Array] | None:
+    """Return the leaves of `out`, or raise what makes them unfit for the results of `parts`."""
+    if out is None:
+        return None
+    outs, given = nest.flatten(out)
+    if given != structure:
+        raise StructureError(
+            f"out must have the structure of value, {nest.describe(structure)}, not "
+            f"{nest.describe(given)}."
+        )
+    for place, part in zip(outs, parts, strict=True):
+        _fit(place, part.value.shape, part.form.result, part.path)
+    return outs
+
+
+def _fit(place: Any, shape: tuple[int, ...], dtype: np.dtype[Any], path: str) -> None:
+    if not isinstance(place, np.ndarray):
+        raise LeafTypeError(
+            f"out: {label(path)} is {type(place).__name__}; wanted an array to write to."
+        )
+    if place.shape != shape or place.dtype != dtype:
+        wanted = f"{dtype_name(dtype)}[{','.join(map(str, shape))}]"
+        raise LeafTypeError(f"out: {label(path)} is {spec_text(place)}; the result is {wanted}.")
+    if not place.flags.writeable:
+        raise ValueError(f"out: {label(path)} is read-only, so the result cannot go there.")
+
+
+def reduce_in_replica(
+    parts: Parts, asked: Request | None, reduce_op: Any, value: Any, weight: Any, out: Any
+) -> Any:
+    """Fold `value` over the replicas; see `ReplicaContext.all_reduce`. Collective."""
+    asked = asked or request(reduce_op, value)
+    sketch = parts.plans.sketch(asked, weight is not None)
+    if sketch is not None and asked is not None:
+        return _again(parts, asked, sketch, weight, out)
+    try:
+        call = prepared(reduce_op, value, weight)
+        outs = places(out, call.structure, call.parts)
+        how = call.op.value if weight is None else f"{call.op.value} weighted"
+        start = f"all_reduce({how}, {nest.describe(call.structure)})"
+        what = Folding(
+            described(start, call.parts), call.op, tuple(part.form for part in call.parts)
+        )
+        alarm = parts.reducer.alarm(start, call.parts)
+    except Exception as error:
+        parts.lockstep.refuse("all_reduce", error)
+    if not call.leaves:
+        return value
+    weigh = weight is not None
+    values = [part.value for part in call.parts]
+    totals = parts.reducer.fold(what, values, [call.weight], weigh, outs, alarm)
+    if asked is not None:
+        parts.plans.learn(asked, what, call.parts, weigh)
+    if outs is not None:
+        return out
+    return nest.unflatten(call.structure, list(map(finish, totals, call.leaves)))
+
+
+def _again(parts: Parts, asked: Request, sketch: Sketch, weight: Any, out: Any) -> Any:
+    what, numbers = sketch
+    try:
+        number = _weight(what.op, weight)
+        values = [x if type(x) is np.ndarray else np.asarray(x) for x in asked.leaves]
+        outs = None
+        if out is not None:
+            outs, given = nest.flatten(out)
+            if given != asked.structure:
+                places(out, asked.structure, [])  # says so
+            for i, (place, value) in enumerate(zip(outs, values, strict=True)):
+                if place is not value or not value.flags.writeable:
+                    _fit(place, value.shape, what.forms[i].result, _path(asked, i))
+    except Exception as error:
+        parts.lockstep.refuse("all_reduce", error)
+    totals = parts.reducer.fold(what, values, [number], weight is not None, outs)
+    if outs is not None:
+        return out
+    if any(numbers):
+        totals = [t[()] if is_one else t for t, is_one in zip(totals, numbers, strict=True)]
+    return nest.unflatten(asked.structure, totals)
+
+
+def _path(asked: Request, leaf: int) -> str:
+    return nest.path_names(asked.structure)[leaf]
