@@ -21,12 +21,14 @@ _NAMES = {
     "StrategyExtended": "mpistrat.distribute.extended",
     # contexts
     "ReplicaContext": "mpistrat.distribute.context",
+    "experimental_set_strategy": "mpistrat.distribute.context",
     "get_replica_context": "mpistrat.distribute.context",
     "get_strategy": "mpistrat.distribute.context",
     "has_strategy": "mpistrat.distribute.context",
     "in_cross_replica_context": "mpistrat.distribute.context",
     # values and variables
     "DistributedValues": "mpistrat.distribute.values",
+    "IndexedSlices": "mpistrat.distribute.slices",
     "Mirrored": "mpistrat.distribute.values",
     "PerReplica": "mpistrat.distribute.values",
     "ReduceOp": "mpistrat.kernels.ops",
@@ -66,6 +68,7 @@ __all__ = [
     "DistributedIterator",
     "DistributedValues",
     "DivergenceError",
+    "IndexedSlices",
     "InputContext",
     "LaunchError",
     "LeafTypeError",
@@ -92,6 +95,7 @@ __all__ = [
     "VariableSynchronization",
     "__version__",
     "cluster_resolver",
+    "experimental_set_strategy",
     "get_replica_context",
     "get_strategy",
     "has_strategy",
@@ -103,6 +107,7 @@ if TYPE_CHECKING:
     from mpistrat import cluster_resolver, testing
     from mpistrat.distribute.context import (
         ReplicaContext,
+        experimental_set_strategy,
         get_replica_context,
         get_strategy,
         has_strategy,
@@ -110,6 +115,7 @@ if TYPE_CHECKING:
     )
     from mpistrat.distribute.extended import StrategyExtended
     from mpistrat.distribute.inputs import InputContext, ValueContext
+    from mpistrat.distribute.slices import IndexedSlices
     from mpistrat.distribute.strategies import (
         MirroredStrategy,
         MultiWorkerMirroredStrategy,

@@ -14,10 +14,12 @@ import numpy as np
 from mpistrat.compat import tf_distribute as distribute
 from mpistrat.distribute import variables
 from mpistrat.distribute.context import get_replica_context
+from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.distribute.writes import VariableAggregation, VariableSynchronization
 from mpistrat.feed.dataset import Dataset
 
 __all__ = [
+    "IndexedSlices",
     "Variable",
     "VariableAggregation",
     "VariableSynchronization",

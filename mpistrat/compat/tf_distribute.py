@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from mpistrat import cluster_resolver
 from mpistrat.distribute.context import (
     ReplicaContext,
+    experimental_set_strategy,
     get_replica_context,
     get_strategy,
     has_strategy,
@@ -36,6 +37,7 @@ __all__ = [
     "StrategyExtended",
     "cluster_resolver",
     "experimental",
+    "experimental_set_strategy",
     "get_replica_context",
     "get_strategy",
     "has_strategy",

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpistrat.arrays import Array, spec_text
+from mpistrat.arrays import Array, as_array, spec_text
 from mpistrat.collectives.forms import form
 from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.collectives.part import Part
 from mpistrat.collectives.reducer import Reducer
+from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.distribute.views import ALONE
 from mpistrat.errors import LockstepError
 from mpistrat.kernels.ops import ReduceOp
@@ -56,8 +57,16 @@ class VariableAggregation(enum.Enum):
 OPS = {VariableAggregation.SUM: ReduceOp.SUM, VariableAggregation.MEAN: ReduceOp.MEAN}
 
 
-def digest(array: Array) -> bytes:
-    """Return a 128-bit digest of dtype, shape and contents of an array."""
+def digest(value: Any) -> bytes:
+    """Return a 128-bit digest of dtype, shape and contents of an array, or of `IndexedSlices`.
+
+    Raises:
+      LeafTypeError: The value is neither.
+    """
+    if isinstance(value, IndexedSlices):
+        parts = digest(value.values) + digest(value.indices) + repr(value.dense_shape).encode()
+        return hashlib.blake2b(parts, digest_size=16).digest()
+    array = as_array(value)
     found = hashlib.blake2b(spec_text(array).encode(), digest_size=16)
     for part in _canonical(array):
         found.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
