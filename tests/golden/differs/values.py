@@ -34,7 +34,12 @@ EXTENDED = {
     "extended_v1_misc/{should_checkpoint|should_save_summary}": Differs(
         "H3", "one process writes files: the first", lambda n: Ranks(i == 0 for i in range(n))
     ),
-    "extended_v1_misc/worker_devices": Differs(
+    "extended_v1_misc/update_non_slot": Differs(
+        "D17",
+        "what differs is called Mirrored there",
+        lambda n: Each(f32(2.0 * i) for i in range(n)),
+    ),
+    "extended_v1_misc/{worker_devices|parameter_devices|non_slot_devices}": Differs(
         "D19", "ranks, if nothing else is said", lambda n: [f"rank:{i}" for i in range(n)]
     ),
 }
