@@ -11,7 +11,7 @@ from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.comm.codec import decode, encode, pack, unpack
 from mpistrat.distribute.values import DistributedValues, Mirrored, OnRank, PerReplica
 from mpistrat.distribute.variables import Variable
-from mpistrat.distribute.views import View
+from mpistrat.distribute.views import LOCAL, View
 from mpistrat.errors import LockstepError
 
 __all__ = ["Regroup", "select"]
@@ -155,6 +155,11 @@ class Regroup:
         """Return every replica's `value` that the view shows; see the method of `Strategy`."""
         leaves, structure = nest.flatten(value)
         lone = len(leaves) == 1 and leaves[0] is value
+        if self.view is LOCAL:
+            # Of a variable that each replica owns this one's copy, not what all together read as.
+            value = nest.map(
+                lambda leaf: _own(leaf.component()) if _is_on_read(leaf) else leaf, value
+            )
         if not self.view.wraps:
             return (select(value),)
         if lone and not isinstance(value, DistributedValues | Variable):

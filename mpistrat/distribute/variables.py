@@ -14,6 +14,7 @@ from mpistrat.distribute.incoming import incoming, kinds, own_copy
 from mpistrat.distribute.mode import current, same_strategy
 from mpistrat.distribute.reading import Reading, plain
 from mpistrat.distribute.values import Mirrored
+from mpistrat.distribute.views import ALONE
 from mpistrat.distribute.writes import VariableAggregation, VariableSynchronization
 from mpistrat.errors import ContextError, StructureError
 
@@ -200,7 +201,8 @@ class Variable(Reading):
 
     def _read(self) -> Array:
         mode = same_strategy(self.strategy, f"variable {self.name!r}")
-        if not self.on_read or own_copy(self, mode):
+        alone = self.strategy.parts.view is ALONE
+        if not self.on_read or alone or own_copy(self, mode):
             return self.component()
         parts = self.strategy.parts
         call = f"read({self.spec()})"
@@ -281,7 +283,7 @@ class Variable(Reading):
         else:
             self._prove_cross(call, value, array)
             if self.on_read and self.aggregation is VariableAggregation.SUM:
-                array = (array / self.strategy.num_replicas_in_sync).astype(self.dtype)
+                array = writes.share(array, self.strategy.num_replicas_in_sync)
         self.store(kind, array)
         return self
 

@@ -33,6 +33,7 @@ __all__ = [
     "digest",
     "prove_same",
     "reduced",
+    "share",
 ]
 
 
@@ -133,6 +134,23 @@ def _same(variable: Variable, call: str, value: Array) -> Array:
     text = f"{call} of {first[0] if first else 'nothing'} {digest(value).hex()[:16]}"
     variable.strategy.parts.lockstep.later(text, variable.restorer())
     return value
+
+
+def share(array: Array, size: int) -> Array:
+    """Return each replica's part of what is to read as `array` in sum; integers lose the rest.
+
+    Example:
+      >>> share(np.array([7, -7]), 2)
+      array([ 3, -3])
+    """
+    if array.dtype.kind not in "iu":
+        result: Array = (array / size).astype(array.dtype)
+        return result
+    # Not by way of floats, which do not hold every integer of 64 bits; towards zero, as a cast is.
+    wide = array.astype(np.uint64 if array.dtype.kind == "u" else np.int64)
+    whole, rest = np.divmod(wide, wide.dtype.type(size))
+    result = (whole + ((rest != 0) & (wide < 0))).astype(array.dtype)
+    return result
 
 
 def reduced(reducer: Reducer, call: str, op: ReduceOp, value: Array) -> Array:
