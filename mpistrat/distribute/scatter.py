@@ -20,44 +20,128 @@ from mpistrat.errors import LeafTypeError
 if TYPE_CHECKING:
     from mpistrat.distribute.variables import Variable
 
-__all__ = ["REPLICA", "apply", "scatter"]
+__all__ = ["REPLICA", "ScatterUpdates", "apply"]
 
 # How values of several replicas become one is known for these; a sum of bounds bounds nothing.
 _FOLDED = frozenset({"scatter_add", "scatter_sub", "scatter_mul", "scatter_div"})
 _APART = frozenset({VariableAggregation.NONE, VariableAggregation.ONLY_FIRST_REPLICA})
 
 
-def scatter(variable: Variable, kind: str, delta: Any) -> None:
-    """Write `delta` to its rows, after the proof that its place asks for.
+class ScatterUpdates:
+    """The methods of variables that write to some rows."""
 
-    Collective, but in the function of an update.
+    def scatter_add(
+        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
+    ) -> Variable:
+        """Add rows to some rows, and return the variable.
 
-    Args:
-      variable: What is written to.
-      kind: The name of the method.
-      delta: `IndexedSlices`.
+        Collective, but in the function of ``extended.update``. In replica code the rows of all
+        replicas are written one after the other with aggregation SUM; with MEAN, after division by
+        the number of replicas; with ONLY_FIRST_REPLICA, those of replica 0. With NONE, and in
+        cross-replica code, the rows must be the same on all ranks. A row that comes several times
+        is written several times.
 
-    Raises:
-      NotImplementedError: The kind of variable does not take this kind of write.
-    """
-    mode = same_strategy(variable.strategy, f"variable {variable.name!r}")
+        Args:
+          sparse_delta: `IndexedSlices` whose rows have the shape of the variable's rows.
+          use_locking: Ignored; for callers of ``tf.Variable``.
+          name: Ignored.
+
+        Raises:
+          NotImplementedError: The variable is ON_READ.
+          LeafTypeError: `sparse_delta` is no `IndexedSlices`, or its dtype does not convert.
+          StructureError: The rows do not fit, or come per replica in cross-replica code.
+          IndexError: There is no such row.
+          LockstepError: The rows differ between ranks where they may not.
+
+        Cost: the proof with a hash of the rows; in replica code with aggregation, two
+        ``MPI_Allgatherv``.
+
+        Example:
+          >>> import mpistrat as ms
+          >>> v = ms.Variable([4.0, 4.0, 4.0])
+          >>> v.scatter_add(ms.IndexedSlices([1.0, 2.0], [0, 2])).numpy()
+          array([5., 4., 6.])
+        """
+        return _scatter(self, "scatter_add", sparse_delta)
+
+    def scatter_sub(
+        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
+    ) -> Variable:
+        """Subtract rows from some rows, and return the variable; as `scatter_add` in all else."""
+        return _scatter(self, "scatter_sub", sparse_delta)
+
+    def scatter_mul(
+        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
+    ) -> Variable:
+        """Multiply some rows by rows, and return the variable; as `scatter_add` in all else."""
+        return _scatter(self, "scatter_mul", sparse_delta)
+
+    def scatter_div(
+        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
+    ) -> Variable:
+        """Divide some rows by rows, and return the variable; as `scatter_add` in all else.
+
+        Integers divide towards zero.
+
+        Raises:
+          ZeroDivisionError: An integer would be divided by 0.
+        """
+        return _scatter(self, "scatter_div", sparse_delta)
+
+    def scatter_min(
+        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
+    ) -> Variable:
+        """Make some rows no larger than rows, and return the variable; else as `scatter_add`.
+
+        Raises:
+          NotImplementedError: The variable is ON_READ, or its aggregation is SUM or MEAN.
+        """
+        return _scatter(self, "scatter_min", sparse_delta)
+
+    def scatter_max(
+        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
+    ) -> Variable:
+        """Make some rows no smaller than rows, and return the variable; else as `scatter_add`.
+
+        Raises:
+          NotImplementedError: The variable is ON_READ, or its aggregation is SUM or MEAN.
+        """
+        return _scatter(self, "scatter_max", sparse_delta)
+
+    def scatter_update(
+        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
+    ) -> Variable:
+        """Set some rows, and return the variable; as `scatter_add` in all else.
+
+        Of a row that comes several times, the last one stays.
+
+        Raises:
+          NotImplementedError: The variable is ON_READ, or its aggregation is SUM or MEAN.
+        """
+        return _scatter(self, "scatter_update", sparse_delta)
+
+
+def _scatter(variable: Any, kind: str, delta: Any) -> Variable:
+    var: Variable = variable
+    mode = same_strategy(var.strategy, f"variable {var.name!r}")
     if mode is not None and mode.updating is variable:
-        variable.store(kind, *_checked(variable, mode, kind, delta))
-        return
-    lockstep = variable.strategy.parts.lockstep
-    several = variable.strategy.parts.view is not ALONE
-    call = f"{kind}({variable.spec()})"
+        var.store(kind, *_checked(var, mode, kind, delta))
+        return var
+    lockstep = var.strategy.parts.lockstep
+    several = var.strategy.parts.view is not ALONE
+    call = f"{kind}({var.spec()})"
     with lockstep.preparing(call):
         if several:
-            _refuse_kind(variable, kind)
-        values, rows = _checked(variable, mode, kind, delta)
+            _refuse_kind(var, kind)
+        values, rows = _checked(var, mode, kind, delta)
     if mode is None or mode.replica is None:
         advice = "Compute it alike on all ranks, or broadcast or reduce it first."
         contents = writes.digest(values) + writes.digest(rows)
         writes.prove_same(lockstep, f"{call} of rows", contents, advice)
     elif several:
-        values, rows = REPLICA[variable.aggregation](variable, call, values, rows)
-    variable.store(kind, values, rows)
+        values, rows = REPLICA[var.aggregation](var, call, values, rows)
+    var.store(kind, values, rows)
+    return var
 
 
 def _refuse_kind(variable: Variable, kind: str) -> None:

@@ -8,11 +8,12 @@ from typing import Any, final
 import numpy as np
 
 from mpistrat.arrays import Array, as_array, spec_text
-from mpistrat.distribute import scatter, writes
+from mpistrat.distribute import writes
 from mpistrat.distribute.default import current_strategy
 from mpistrat.distribute.incoming import incoming, kinds, own_copy
 from mpistrat.distribute.mode import current, same_strategy
 from mpistrat.distribute.reading import Reading, plain
+from mpistrat.distribute.scatter import ScatterUpdates, apply
 from mpistrat.distribute.values import Mirrored
 from mpistrat.distribute.views import ALONE
 from mpistrat.distribute.writes import VariableAggregation, VariableSynchronization
@@ -24,7 +25,7 @@ _UFUNCS = {"assign_add": np.add, "assign_sub": np.subtract}
 
 
 @final
-class Variable(Reading):
+class Variable(Reading, ScatterUpdates):
     """An array that a strategy keeps on every replica.
 
     Created in a strategy's scope it belongs to that strategy; elsewhere to the default strategy.
@@ -296,103 +297,6 @@ class Variable(Reading):
             lockstep, call, array, "Compute it alike on all ranks, or broadcast or reduce it first."
         )
 
-    def scatter_add(
-        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
-    ) -> Variable:
-        """Add rows to some rows, and return the variable.
-
-        Collective, but in the function of ``extended.update``. In replica code the rows of all
-        replicas are written one after the other with aggregation SUM; with MEAN, after division by
-        the number of replicas; with ONLY_FIRST_REPLICA, those of replica 0. With NONE, and in
-        cross-replica code, the rows must be the same on all ranks. A row that comes several times
-        is written several times.
-
-        Args:
-          sparse_delta: `IndexedSlices` whose rows have the shape of the variable's rows.
-          use_locking: Ignored; for callers of ``tf.Variable``.
-          name: Ignored.
-
-        Raises:
-          NotImplementedError: The variable is ON_READ.
-          LeafTypeError: `sparse_delta` is no `IndexedSlices`, or its dtype does not convert.
-          StructureError: The rows do not fit, or come per replica in cross-replica code.
-          IndexError: There is no such row.
-          LockstepError: The rows differ between ranks where they may not.
-
-        Cost: the proof with a hash of the rows; in replica code with aggregation, two
-        ``MPI_Allgatherv``.
-
-        Example:
-          >>> import mpistrat as ms
-          >>> v = Variable([4.0, 4.0, 4.0])
-          >>> v.scatter_add(ms.IndexedSlices([1.0, 2.0], [0, 2])).numpy()
-          array([5., 4., 6.])
-        """
-        scatter.scatter(self, "scatter_add", sparse_delta)
-        return self
-
-    def scatter_sub(
-        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
-    ) -> Variable:
-        """Subtract rows from some rows, and return the variable; as `scatter_add` in all else."""
-        scatter.scatter(self, "scatter_sub", sparse_delta)
-        return self
-
-    def scatter_mul(
-        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
-    ) -> Variable:
-        """Multiply some rows by rows, and return the variable; as `scatter_add` in all else."""
-        scatter.scatter(self, "scatter_mul", sparse_delta)
-        return self
-
-    def scatter_div(
-        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
-    ) -> Variable:
-        """Divide some rows by rows, and return the variable; as `scatter_add` in all else.
-
-        Integers divide towards zero.
-
-        Raises:
-          ZeroDivisionError: An integer would be divided by 0.
-        """
-        scatter.scatter(self, "scatter_div", sparse_delta)
-        return self
-
-    def scatter_min(
-        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
-    ) -> Variable:
-        """Make some rows no larger than rows, and return the variable; else as `scatter_add`.
-
-        Raises:
-          NotImplementedError: The variable is ON_READ, or its aggregation is SUM or MEAN.
-        """
-        scatter.scatter(self, "scatter_min", sparse_delta)
-        return self
-
-    def scatter_max(
-        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
-    ) -> Variable:
-        """Make some rows no smaller than rows, and return the variable; else as `scatter_add`.
-
-        Raises:
-          NotImplementedError: The variable is ON_READ, or its aggregation is SUM or MEAN.
-        """
-        scatter.scatter(self, "scatter_max", sparse_delta)
-        return self
-
-    def scatter_update(
-        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
-    ) -> Variable:
-        """Set some rows, and return the variable; as `scatter_add` in all else.
-
-        Of a row that comes several times, the last one stays.
-
-        Raises:
-          NotImplementedError: The variable is ON_READ, or its aggregation is SUM or MEAN.
-        """
-        scatter.scatter(self, "scatter_update", sparse_delta)
-        return self
-
     def restorer(self, rows: Array | None = None) -> Callable[[], None]:
         """Return a function that puts this replica's copy back to what it is now; once.
 
@@ -419,7 +323,7 @@ class Variable(Reading):
         # Whatever the program has set: a warning turned exception must not stop one rank's write.
         with np.errstate(all="ignore"):
             if rows is not None:
-                scatter.apply(self._array, kind, array, rows)
+                apply(self._array, kind, array, rows)
             elif kind == "assign":
                 self._array[...] = array
             else:
