@@ -215,14 +215,40 @@ def test_a_nan_in_them_is_told():
     run_ranks(rank, 2)
 
 
-def test_they_move_when_they_are_asked_for():
+def test_they_move_when_they_are_asked_for_and_are_not_pickled(monkeypatch):
+    def refuse(value):
+        raise AssertionError(f"{value!r} was pickled")
+
+    monkeypatch.setattr("pickle.dumps", refuse)
+
     def rank(comm):
         s = ms.MirroredStrategy()
         value = s.run(lambda: rows(comm.rank + 1))
         assert "<on rank" in repr(value)
         every = s.experimental_local_results(value)
+        bare = s.run(lambda: ms.IndexedSlices(np.ones((1, 2), ml_dtypes.bfloat16), [comm.rank]))
+        found = [(e.indices.tolist(), e.dense_shape) for e in s.unwrap(bare)]
+        assert found == [([0], None), ([1], None)]
         merged = s.run(lambda: ctx().merge_call(lambda s, x: x, args=(rows(comm.rank),)))
         return [np.asarray(e).tolist() for e in every], len(merged.local.indices)
 
     want = [np.asarray(rows(r + 1)).tolist() for r in range(2)]
     assert run_ranks(rank, 2) == [(want, 0), (want, 1)]
+
+
+def test_slices_that_were_written_to_after_their_reduction_are_told_apart():
+    def rank(comm):
+        s = ms.MirroredStrategy()
+        with s.scope():
+            v = ms.Variable(np.zeros((5, 2)))
+        total = s.extended.reduce_to("SUM", s.run(lambda: rows(2)), v)
+        if comm.rank == 1:
+            total.local.values[0] = 7
+        for write in (v.assign, v.assign_add, v.scatter_add):
+            with pytest.raises(ms.LockstepError):
+                write(total)
+        with pytest.raises(ms.LockstepError):
+            s.extended.update(v, lambda var, d: None, args=(total,))
+        return bool(v.numpy().any())
+
+    assert run_ranks(rank, 2) == [False, False]
