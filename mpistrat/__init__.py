@@ -24,12 +24,14 @@ _NAMES = {
     "Server": "mpistrat.refused",
     # contexts
     "ReplicaContext": "mpistrat.distribute.context",
+    "experimental_set_strategy": "mpistrat.distribute.context",
     "get_replica_context": "mpistrat.distribute.context",
     "get_strategy": "mpistrat.distribute.context",
     "has_strategy": "mpistrat.distribute.context",
     "in_cross_replica_context": "mpistrat.distribute.context",
     # values and variables
     "DistributedValues": "mpistrat.distribute.values",
+    "IndexedSlices": "mpistrat.distribute.slices",
     "Mirrored": "mpistrat.distribute.values",
     "PerReplica": "mpistrat.distribute.values",
     "ReduceOp": "mpistrat.kernels.ops",
@@ -78,6 +80,7 @@ __all__ = [
     "DistributedIterator",
     "DistributedValues",
     "DivergenceError",
+    "IndexedSlices",
     "InputContext",
     "InputOptions",
     "InputReplicationMode",
@@ -113,6 +116,7 @@ __all__ = [
     "cluster_resolver",
     "coordinator",
     "experimental",
+    "experimental_set_strategy",
     "get_replica_context",
     "get_strategy",
     "has_strategy",
@@ -124,6 +128,7 @@ if TYPE_CHECKING:
     from mpistrat import cluster_resolver, coordinator, experimental, testing
     from mpistrat.distribute.context import (
         ReplicaContext,
+        experimental_set_strategy,
         get_replica_context,
         get_strategy,
         has_strategy,
@@ -137,6 +142,7 @@ if TYPE_CHECKING:
         RunOptions,
         ValueContext,
     )
+    from mpistrat.distribute.slices import IndexedSlices
     from mpistrat.distribute.strategies import (
         MirroredStrategy,
         MultiWorkerMirroredStrategy,

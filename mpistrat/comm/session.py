@@ -111,6 +111,7 @@ class Session:
       datasets: How many datasets have been distributed; equal on all ranks.
       steps: How many ``Strategy.run`` have ended well; equal on all ranks.
       copies: The mirrored variables by number, as long as they live.
+      holders: All variables by the identity of their array, as long as they live.
     """
 
     def __init__(self, comm: Comm, owned: bool = True):
@@ -135,6 +136,7 @@ class Session:
         self.sharing = False
         self.steps = 0
         self.copies: WeakValueDictionary[int, Any] = WeakValueDictionary()
+        self.holders: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self._owner = threading.get_ident() if owned else None
         self._pid = os.getpid()
 

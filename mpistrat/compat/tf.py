@@ -15,6 +15,7 @@ from mpistrat.cluster.spec import ClusterSpec
 from mpistrat.compat import tf_distribute as distribute
 from mpistrat.distribute import variables
 from mpistrat.distribute.context import get_replica_context
+from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.distribute.writes import VariableAggregation, VariableSynchronization
 from mpistrat.errors import OutOfRangeError
 from mpistrat.feed.dataset import Dataset
@@ -22,6 +23,7 @@ from mpistrat.feed.iterators import Optional
 from mpistrat.feed.policies import AutoShardPolicy, DatasetOptions, DistributeOptions
 
 __all__ = [
+    "IndexedSlices",
     "Variable",
     "VariableAggregation",
     "VariableSynchronization",

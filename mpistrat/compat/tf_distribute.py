@@ -3,6 +3,7 @@
 from mpistrat import cluster_resolver, coordinator, experimental
 from mpistrat.distribute.context import (
     ReplicaContext,
+    experimental_set_strategy,
     get_replica_context,
     get_strategy,
     has_strategy,
@@ -46,6 +47,7 @@ __all__ = [
     "cluster_resolver",
     "coordinator",
     "experimental",
+    "experimental_set_strategy",
     "get_replica_context",
     "get_strategy",
     "has_strategy",

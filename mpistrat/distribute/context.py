@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from mpistrat import nest
-from mpistrat.arrays import Array, as_array, finish, label
+from mpistrat.arrays import as_array, finish, label
 from mpistrat.collectives.part import Part
 from mpistrat.collectives.plans import request
+from mpistrat.distribute import sparse
 from mpistrat.distribute.default import current_strategy, default_strategy
-from mpistrat.distribute.mode import Mode, current, entered
+from mpistrat.distribute.mode import Mode, current, entered, settle
 from mpistrat.distribute.naming import named
 from mpistrat.distribute.parts import Parts
 from mpistrat.distribute.regroup import select
 from mpistrat.distribute.replica_reduce import places, prepared, reduce_in_replica
+from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.distribute.variables import Variable
 from mpistrat.distribute.views import ALONE
 from mpistrat.errors import AxisError, ContextError
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ReplicaContext",
+    "experimental_set_strategy",
     "get_replica_context",
     "get_strategy",
     "has_strategy",
@@ -48,6 +51,35 @@ def get_strategy() -> Strategy:
 def has_strategy() -> bool:
     """Tell whether a strategy other than the default one rules here."""
     return current_strategy() is not default_strategy()
+
+
+def experimental_set_strategy(strategy: Strategy | None) -> None:
+    """Enter the scope of a strategy for the rest of the program, or of this thread.
+
+    A strategy that was set before is left first. It does not communicate.
+
+    Args:
+      strategy: The strategy; None leaves the one that was set.
+
+    Raises:
+      ContextError: Called inside a scope or in replica code.
+      TypeError: `strategy` is none.
+
+    As: ``tf.distribute.experimental_set_strategy``.
+
+    Example:
+      >>> import mpistrat as ms
+      >>> experimental_set_strategy(ms.OneDeviceStrategy("cpu"))
+      >>> has_strategy()
+      True
+      >>> experimental_set_strategy(None)
+      >>> has_strategy()
+      False
+    """
+    default = default_strategy()
+    if strategy is not None and not hasattr(strategy, "parts"):
+        raise TypeError(f"experimental_set_strategy: wanted a strategy or None, got {strategy!r}.")
+    settle(None if strategy is default else strategy)
 
 
 def in_cross_replica_context() -> bool:
@@ -150,7 +182,8 @@ class ReplicaContext:
 
         Args:
           reduce_op: ``"SUM"``, ``"MEAN"``, ``"MIN"``, ``"MAX"`` or ``"PROD"``.
-          value: Tree of arrays or numbers, any layout and byte order.
+          value: Tree of arrays or numbers, any layout and byte order. Of `IndexedSlices` the rows
+            of all replicas are concatenated, in replica order; SUM and MEAN only.
           weight: For MEAN, how many examples this replica's values stand for: the result is
             ``sum(weight * value) / sum(weight)``. A value of weight 0 is never read, so it may be
             NaN. With all weights 0 the result is NaN.
@@ -220,6 +253,7 @@ class ReplicaContext:
         Raises:
           ContextError: Called outside the run that this context belongs to.
           LeafTypeError: A leaf is no array of numbers.
+          NotImplementedError: A leaf is `IndexedSlices`.
           AxisError: A leaf has no such axis.
           LockstepError: The calls differ between ranks.
           RemoteError: Another rank failed.
@@ -278,7 +312,9 @@ def _note_alone(strategy: Strategy, what: str) -> None:
         strategy.note_alone(what)
 
 
-def _alone(op: ReduceOp, part: Part) -> Array:
+def _alone(op: ReduceOp, part: Part | sparse.SlicesPart) -> Any:
+    if isinstance(part, sparse.SlicesPart):
+        return sparse.alone(op, part)
     # One replica by construction: its value, with its dtype, even for a mean of integers.
     if op is ReduceOp.MEAN and part.weight == 0:
         return np.full(part.value.shape, np.nan, part.form.result)
@@ -292,6 +328,11 @@ def gather(parts: Parts, name: str, value: Any, axis: int) -> Any:
             raise TypeError(f"{name}: axis must be an integer, not {axis!r}.")
         axis = operator.index(axis)
         leaves, structure = nest.flatten(value)
+        if IndexedSlices in map(type, leaves):
+            raise NotImplementedError(
+                f"{name} does not support IndexedSlices. Gather their values and indices, or "
+                "np.asarray(slices)."
+            )
         paths = named(leaves, structure)
         # Of a variable each replica's copy, which reading it here might make one.
         copies = [leaf.component() if isinstance(leaf, Variable) else leaf for leaf in leaves]

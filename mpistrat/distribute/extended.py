@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from mpistrat import nest
-from mpistrat.arrays import as_array, is_scalar, spec_text
+from mpistrat.arrays import as_array, spec_text
 from mpistrat.comm.codec import decode, encode
-from mpistrat.distribute import writes
+from mpistrat.distribute import updating
 from mpistrat.distribute.default import default_strategy
-from mpistrat.distribute.mode import Mode, cross_replica, current, entered
+from mpistrat.distribute.mode import Mode, cross_replica, current, entered, same_strategy
 from mpistrat.distribute.reductions import reduce_over_replicas
 from mpistrat.distribute.regroup import select
-from mpistrat.distribute.values import DistributedValues, Mirrored, PerReplica
+from mpistrat.distribute.values import DistributedValues
 from mpistrat.distribute.variables import Variable
-from mpistrat.errors import ContextError, StrategyError, StructureError
+from mpistrat.distribute.views import ALONE, LOCAL
+from mpistrat.errors import ContextError, StructureError
 
 if TYPE_CHECKING:
     from mpistrat.distribute.strategy import Strategy
@@ -41,14 +42,44 @@ class StrategyExtended:
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
-        """The label of every replica's device, such as ``"rank:0"``.
+        """The label of every replica's device that is seen here, such as ``"rank:0"``.
+
+        Under `MultiWorkerMirroredStrategy` that is this rank's alone.
 
         Raises:
           ContextError: This is the default strategy, which has none.
         """
         if self.strategy is default_strategy():
             raise ContextError("the default strategy has no worker_devices; make a strategy.")
-        return self.strategy.device_labels
+        labels = self.strategy.device_labels
+        if self.strategy.parts.view is not LOCAL:
+            return labels
+        rank = self.strategy.parts.lockstep.comm.rank
+        return labels[rank : rank + 1]
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        """The label of every device that holds variables: those of the replicas.
+
+        Raises:
+          ContextError: This is the default strategy, which has none.
+        """
+        return self.worker_devices
+
+    @property
+    def experimental_between_graph(self) -> bool:
+        """Whether each replica is a worker of its own, as with `MultiWorkerMirroredStrategy`."""
+        return self.strategy.parts.view is LOCAL
+
+    @property
+    def experimental_should_init(self) -> bool:
+        """Whether this rank has to set initial values: every rank takes part."""
+        return True
+
+    @property
+    def experimental_require_static_shapes(self) -> bool:
+        """Whether shapes must be known beforehand: never."""
+        return False
 
     @property
     def should_checkpoint(self) -> bool:
@@ -136,12 +167,6 @@ class StrategyExtended:
                 for one, (_, destinations) in zip(reduced, pairs, strict=True)
             ]
 
-    def _mirrored(self, tree: Any, destinations: Any) -> Any:
-        if not self.strategy.parts.view.mirrors or isinstance(destinations, str):
-            return tree
-        size = self.strategy.num_replicas_in_sync
-        return nest.map(lambda leaf: Mirrored(leaf, size) if _is_data(leaf) else leaf, tree)
-
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
         """Give replica 0's value to every replica.
 
@@ -170,7 +195,8 @@ class StrategyExtended:
                 return decode(kind, parts.lockstep.share(call, data)[0])
             parts.lockstep.prove(f"broadcast_to({spec_text(array)}){_place(destinations)}")
             parts.lockstep.comm.bcast(array, 0)
-            return self._mirrored(array, destinations)
+            plain = isinstance(destinations, str)
+            return array if plain else updating.mirrored(self.strategy, array)
 
     def update(
         self,
@@ -209,60 +235,128 @@ class StrategyExtended:
             with entered(Mode(self.strategy)):
                 return select(self.update(var, fn, args, kwargs, group))
         with self._cross("update", "get_replica_context().merge_call(...)"):
-            lockstep = self.strategy.parts.lockstep
             given = (tuple(args), dict(kwargs or {}))
-            with lockstep.preparing("update"):
-                self._check_update(var, given)
-                undo = var.restorer()
-            failure, result, call = None, None, f"update({var.spec()})"
-            try:
-                mine, named = select(given)
-                with entered(Mode(self.strategy, updating=var)):
-                    result = fn(var, *mine, **named)
-                call += f" of {nest.describe(nest.flatten((given, result))[1])}"
-                contents = _contents(var, (given, result))
-            except Exception as error:
-                failure, contents = error, b""
-            try:
-                advice = "fn must write, and return, the same on every rank."
-                # Undone by the proof if that fails, before what was written earlier in the run.
-                lockstep.session.unproved.append((f"{call} itself", undo))
-                writes.prove_same(lockstep, call, contents, advice, failure)
-            except Exception:
-                lockstep.session.unproved.clear()
-                undo()
-                raise
-            return self._mirrored(result, None) if group else self._ungrouped(result)
+            return updating.update(self.strategy, var, fn, given, group)
 
-    def _check_update(self, var: Any, given: Any) -> None:
-        if not isinstance(var, Variable) or var.strategy is not self.strategy:
-            raise StrategyError(
-                f"update: wanted a variable created in the scope of {self.strategy!r}, got "
-                f"{var!r:.80}."
+    def update_non_slot(
+        self,
+        colocate_with: Any,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Call ``fn(*args, **kwargs)`` on every rank, for what is no variable of the strategy.
+
+        Collective: all ranks call it, in cross-replica code.
+
+        Args:
+          colocate_with: What `non_slot_devices` gave.
+          fn: The function.
+          args: Its arguments. Of a `PerReplica` each rank gets its own component; plain arrays and
+            numbers must have the same contents on all ranks.
+          kwargs: The same by name.
+          group: Return one tree; otherwise a tuple with the result of every replica that is seen.
+
+        Returns:
+          What `fn` returned. Under `MirroredStrategy` its arrays come as `Mirrored`; if an argument
+          was `PerReplica`, every leaf comes as `PerReplica`, because the results may differ.
+
+        Raises:
+          ContextError: Called in replica code.
+          StructureError: `colocate_with` is no tuple of devices.
+          LockstepError: An argument, or without values per replica a result, differs between ranks.
+
+        Cost: one proof, and another one with values per replica.
+        """
+        with self._cross("update_non_slot", "the function itself"):
+            with self.strategy.parts.lockstep.preparing("update_non_slot"):
+                if self.strategy.parts.view is not ALONE and not isinstance(colocate_with, tuple):
+                    raise StructureError(
+                        "update_non_slot: wanted the tuple of devices that extended."
+                        f"non_slot_devices(variables) gives, got {colocate_with!r:.80}."
+                    )
+            given = (tuple(args), dict(kwargs or {}))
+            return updating.update_non_slot(self.strategy, fn, given, group)
+
+    def non_slot_devices(self, var_list: Sequence[Variable]) -> Any:
+        """Return where a value lives that belongs to several variables: on all devices.
+
+        Args:
+          var_list: The variables.
+
+        Returns:
+          The labels of `parameter_devices`; for the default strategy, the variable whose name
+          comes first.
+        """
+        if self.strategy is default_strategy():
+            return min(var_list, key=lambda variable: variable.name)
+        return self.parameter_devices
+
+    def read_var(self, v: Variable) -> Any:
+        """Return the value of a variable, as cross-replica code reads it.
+
+        Collective if it is ON_READ.
+
+        Raises:
+          StrategyError: `v` is no variable of this strategy.
+          ContextError: It is ON_READ, and this is replica code.
+        """
+        with self.strategy.parts.lockstep.preparing("read_var"):
+            updating.own_variable(self.strategy, "read_var", v)
+        if not v.on_read:
+            return v.read_value()
+        with self._cross("read_var", "variable.read_value()"):
+            return v.read_value()
+
+    def value_container(self, value: Any) -> Any:
+        """Return the variable that a copy belongs to; anything else as it is.
+
+        Args:
+          value: What ``variable.values``, ``variable.handle`` or ``np.asarray(variable)`` gave.
+        """
+        base = value.base if isinstance(value, np.ndarray) else None
+        holder = self.strategy.parts.lockstep.session.holders.get(id(base))
+        return value if holder is None or not holder.holds(base) else holder
+
+    def variable_created_in_scope(self, v: Any) -> bool:
+        """Tell whether `v` is a variable of this strategy."""
+        return isinstance(v, Variable) and v.strategy is self.strategy
+
+    def colocate_vars_with(self, colocate_with_variable: Any) -> AbstractContextManager[None]:
+        """Return a context manager for variables that lie where another one does: all do.
+
+        Raises:
+          ContextError: This is not in the scope of the strategy.
+          StrategyError: This is in the scope of another one.
+          ValueError: What is given is no variable of this strategy.
+        """
+        name = "StrategyExtended.colocate_vars_with()"
+        if same_strategy(self.strategy, name) is None and self.strategy is not default_strategy():
+            raise ContextError(
+                f"{name} needs to be inside the scope of {self.strategy!r}: "
+                "`with strategy.scope():`."
             )
-        if not var.on_read and any(isinstance(leaf, PerReplica) for leaf in nest.flatten(given)[0]):
-            raise StructureError(
-                f"update of {var.name!r}: an argument is a value per replica, which would make "
-                "the copies differ. Reduce it first: extended.reduce_to(op, value, variable)."
+        if not self.variable_created_in_scope(colocate_with_variable):
+            raise ValueError(
+                f"{name}: wanted a variable created in the scope of {self.strategy!r}, got "
+                f"{colocate_with_variable!r:.80}."
             )
+        return _nowhere_else()
 
-    def _ungrouped(self, result: Any) -> tuple[Any, ...]:
-        seen = self.strategy.num_replicas_in_sync if self.strategy.parts.view.mirrors else 1
-        return (result,) * seen
+    def experimental_make_numpy_dataset(self, numpy_input: Any, session: Any = None) -> Any:
+        """Return an unbatched dataset of the rows of a tree of arrays; a list is stacked.
+
+        Args:
+          numpy_input: The tree.
+          session: Ignored.
+        """
+        return self.strategy.experimental_make_numpy_dataset(numpy_input)
 
 
-def _is_data(leaf: Any) -> bool:
-    return isinstance(leaf, np.ndarray) or is_scalar(leaf)
-
-
-def _contents(var: Variable, given_and_result: Any) -> bytes:
-    """Return digests of what has to be alike on all ranks after an update of `var`."""
-    digests = [] if var.on_read else [writes.digest(var.component())]
-    for leaf in nest.flatten(given_and_result)[0]:
-        unproved = isinstance(leaf, Mirrored) and not leaf.proved
-        if (_is_data(leaf) or unproved) and not var.on_read:
-            digests.append(writes.digest(as_array(leaf)))
-    return b"".join(digests)
+@contextmanager
+def _nowhere_else() -> Iterator[None]:
+    yield
 
 
 def _place(destinations: Any) -> str:

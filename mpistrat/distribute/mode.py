@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mpistrat.distribute.strategy import Strategy
     from mpistrat.distribute.variables import Variable
 
-__all__ = ["Mode", "cross_replica", "current", "entered", "same_strategy"]
+__all__ = ["Mode", "cross_replica", "current", "entered", "same_strategy", "settle"]
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,13 @@ class Mode:
       strategy: The strategy that rules here.
       replica: The replica context, in replica code; None in cross-replica code.
       updating: The variable whose copy ``extended.update`` lets its function write here.
+      lasting: It rules until further notice, and not for the body of a ``with``.
     """
 
     strategy: Strategy
     replica: ReplicaContext | None = None
     updating: Variable | None = None
+    lasting: bool = False
 
 
 _mode: contextvars.ContextVar[Mode | None] = contextvars.ContextVar("mpistrat_mode", default=None)
@@ -52,7 +54,7 @@ def entered(mode: Mode) -> Iterator[None]:
     Raises:
       ContextError: A scope that was entered later has not been left yet.
     """
-    mode = dataclasses.replace(mode)  # an object of its own, to be known by
+    mode = dataclasses.replace(mode, lasting=False)  # an object of its own, to be known by
     token = _mode.set(mode)
     try:
         yield
@@ -67,6 +69,24 @@ def entered(mode: Mode) -> Iterator[None]:
             f"scopes were left out of order: that of {mode.strategy!r} before one that was "
             "entered in it. All are left now; use `with strategy.scope():`."
         )
+
+
+def settle(strategy: Strategy | None) -> None:
+    """Let cross-replica code of `strategy` begin here, and last until further notice.
+
+    Args:
+      strategy: The strategy; None for the default one, which rules outside of replica code.
+
+    Raises:
+      ContextError: This is in a scope or in replica code.
+    """
+    mode = current()
+    if mode is not None and not mode.lasting:
+        raise ContextError(
+            f"experimental_set_strategy was called inside a scope of {mode.strategy!r}. Call it at "
+            "the top of the program."
+        )
+    _mode.set(None if strategy is None else Mode(strategy, lasting=True))
 
 
 def same_strategy(strategy: Strategy, what: str) -> Mode | None:

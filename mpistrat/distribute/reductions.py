@@ -15,6 +15,8 @@ from mpistrat.collectives.part import Part
 from mpistrat.distribute.naming import named
 from mpistrat.distribute.parts import Parts
 from mpistrat.distribute.regroup import select
+from mpistrat.distribute.slices import IndexedSlices
+from mpistrat.distribute.sparse import all_reduce, contribution
 from mpistrat.distribute.values import Mirrored, PerReplica
 from mpistrat.distribute.variables import Variable
 from mpistrat.distribute.views import Plain
@@ -66,22 +68,25 @@ def reduce_over_replicas(
         sources = [_component(leaf) for leaf in leaves]
         contributions, plain_values = [], ""
         for leaf, source, path, moves in zip(leaves, sources, paths, moving, strict=True):
-            array = as_array(source, path)
             if moves:
-                contributions.append(Part(array, form(op, array.dtype, path), path=path))
-            elif plain is not Plain.SAME:
+                contributions.append(contribution(op, source, path))
+                continue
+            checked = source if isinstance(source, IndexedSlices) else as_array(source, path)
+            if plain is not Plain.SAME:
                 # It is returned as it is, so it has to be the same on all ranks.
                 known = isinstance(leaf, Variable) or (isinstance(leaf, Mirrored) and leaf.proved)
-                plain_values += f" {path}" if known else f" {digest(array).hex()[:16]}"
+                plain_values += f" {path}" if known else f" {digest(checked).hex()[:16]}"
                 plain_values += f" {leaf.proved}" if isinstance(leaf, Mirrored) else ""
     which = "".join("*" if moves else "." for moves in moving)
     call = f"{name}({op.value}, {nest.describe(structure)} {which}{plain_values}){to}"
-    totals = iter(parts.reducer.all_reduce(call, op, contributions))
+    totals = iter(all_reduce(parts.reducer, call, op, contributions))
     results = []
     for i, (leaf, source, moves) in enumerate(zip(leaves, sources, moving, strict=True)):
         result = finish(next(totals), source) if moves else source
         if mirrors and moves:
-            proof = f"{parts.lockstep.session.calls}/{i}"
+            # What is in slices can be written to, so a proof would say nothing of it later.
+            known = not isinstance(result, IndexedSlices)
+            proof = f"{parts.lockstep.session.calls}/{i}" if known else ""
             result = Mirrored(result, parts.lockstep.comm.size, proof)
         elif mirrors and isinstance(leaf, Mirrored | Variable):
             result = (

@@ -9,14 +9,15 @@ import numpy as np
 from mpistrat import nest
 from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.comm.codec import decode, encode, pack, unpack
+from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.distribute.values import DistributedValues, Mirrored, OnRank, PerReplica
 from mpistrat.distribute.variables import Variable
-from mpistrat.distribute.views import View
+from mpistrat.distribute.views import LOCAL, View
 from mpistrat.errors import LockstepError
 
 __all__ = ["Regroup", "select"]
 
-_NONE, _VARIABLE, _MIRRORED, _ELSEWHERE = b"n", b"v", b"m", b"o"
+_NONE, _VARIABLE, _MIRRORED, _ELSEWHERE, _SLICES = b"n", b"v", b"m", b"o", b"z"
 _UNWRAPPED = frozenset({_NONE, _VARIABLE, _MIRRORED})
 
 
@@ -155,6 +156,11 @@ class Regroup:
         """Return every replica's `value` that the view shows; see the method of `Strategy`."""
         leaves, structure = nest.flatten(value)
         lone = len(leaves) == 1 and leaves[0] is value
+        if self.view is LOCAL:
+            # Of a variable that each replica owns this one's copy, not what all together read as.
+            value = nest.map(
+                lambda leaf: _own(leaf.component()) if _is_on_read(leaf) else leaf, value
+            )
         if not self.view.wraps:
             return (select(value),)
         if lone and not isinstance(value, DistributedValues | Variable):
@@ -179,14 +185,14 @@ class Regroup:
     def _fetch(self, unknown: list[Any]) -> dict[int, tuple[Any, ...]]:
         with self.lockstep.preparing("experimental_local_results"):
             mine = [leaf.component() if _is_on_read(leaf) else leaf.local for leaf in unknown]
-            message = pack([encode(value, whole=True) for value in mine])
+            message = pack([_whole(value) for value in mine])
         names = [leaf.spec() if _is_on_read(leaf) else leaf.birth or "made" for leaf in unknown]
         self.lockstep.prove(f"experimental_local_results of {', '.join(names)}")
         rows = [unpack(text) for text in self.lockstep.texts(message)]
         with self.lockstep.preparing("experimental_local_results"):
             columns = [
                 tuple(
-                    _own(mine[i]) if r == self.rank else decode(*row[i])
+                    _own(mine[i]) if r == self.rank else _decoded(*row[i])
                     for r, row in enumerate(rows)
                 )
                 for i in range(len(unknown))
@@ -198,6 +204,21 @@ class Regroup:
             if _is_per(leaf):
                 leaf.fetched(column)
         return {id(leaf): column for leaf, column in zip(unknown, columns, strict=True)}
+
+
+def _whole(value: Any) -> tuple[bytes, bytes]:
+    if not isinstance(value, IndexedSlices):
+        return encode(value, whole=True)
+    shape = None if value.dense_shape is None else np.array(value.dense_shape, np.int64)
+    parts = (value.values, value.indices, shape)
+    return _SLICES, pack([encode(part, whole=True) for part in parts])
+
+
+def _decoded(kind: bytes, data: bytes) -> Any:
+    if kind != _SLICES:
+        return decode(kind, data)
+    values, indices, shape = (decode(*entry) for entry in unpack(data))
+    return IndexedSlices(values, indices, shape)
 
 
 def _own(value: Any) -> Any:

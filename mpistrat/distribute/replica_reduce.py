@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,8 +15,11 @@ from mpistrat.collectives.part import Part
 from mpistrat.collectives.plans import Request, Sketch, request
 from mpistrat.collectives.reducer import Folding
 from mpistrat.collectives.texts import described
+from mpistrat.distribute import sparse
 from mpistrat.distribute.naming import named
 from mpistrat.distribute.parts import Parts
+from mpistrat.distribute.slices import IndexedSlices
+from mpistrat.distribute.sparse import SlicesPart
 from mpistrat.distribute.values import DistributedValues
 from mpistrat.errors import LeafTypeError, StructureError
 from mpistrat.kernels.ops import ReduceOp
@@ -37,7 +41,7 @@ class Call(NamedTuple):
     op: ReduceOp
     leaves: list[Any]
     structure: nest.Structure
-    parts: list[Part]
+    parts: list[Part | SlicesPart]
     weight: float
 
 
@@ -48,6 +52,11 @@ def prepared(reduce_op: Any, value: Any, weight: Any) -> Call:
     leaves, structure = nest.flatten(value)
     leaves = [x.local if isinstance(x, DistributedValues) else x for x in leaves]
     paths = named(leaves, structure)
+    parts: list[Part | SlicesPart]
+    if IndexedSlices in map(type, leaves):
+        pairs = zip(leaves, paths, strict=True)
+        parts = [sparse.contribution(op, leaf, path, number) for leaf, path in pairs]
+        return Call(op, leaves, structure, parts, number)
     arrays = [as_array(leaf, path) for leaf, path in zip(leaves, paths, strict=True)]
     parts = [
         Part(array, form(op, array.dtype, path), number, path)
@@ -68,7 +77,9 @@ def _weight(op: ReduceOp, weight: float | None) -> float:
     return number
 
 
-def places(out: Any, structure: nest.Structure, parts: list[Part]) -> list[Array] | None:
+def places(
+    out: Any, structure: nest.Structure, parts: Sequence[Part | SlicesPart]
+) -> list[Array] | None:
     """Return the leaves of `out`, or raise what makes them unfit for the results of `parts`."""
     if out is None:
         return None
@@ -79,6 +90,8 @@ def places(out: Any, structure: nest.Structure, parts: list[Part]) -> list[Array
             f"{nest.describe(given)}."
         )
     for place, part in zip(outs, parts, strict=True):
+        if isinstance(part, SlicesPart):
+            raise LeafTypeError(f"out: {label(part.path)} is IndexedSlices, which have no out.")
         _fit(place, part.value.shape, part.form.result, part.path)
     return outs
 
@@ -108,19 +121,21 @@ def reduce_in_replica(
         outs = places(out, call.structure, call.parts)
         how = call.op.value if weight is None else f"{call.op.value} weighted"
         start = f"all_reduce({how}, {nest.describe(call.structure)})"
-        what = Folding(
-            described(start, call.parts), call.op, tuple(part.form for part in call.parts)
-        )
-        alarm = parts.reducer.alarm(start, call.parts)
+        dense = [part for part in call.parts if isinstance(part, Part)]
+        what = Folding(described(start, dense), call.op, tuple(part.form for part in dense))
+        alarm = parts.reducer.alarm(start, dense)
     except Exception as error:
         parts.lockstep.refuse("all_reduce", error)
     if not call.leaves:
         return value
     weigh = weight is not None
-    values = [part.value for part in call.parts]
+    if len(dense) < len(call.parts):
+        totals = sparse.all_reduce(parts.reducer, start, call.op, call.parts, weigh=weigh)
+        return nest.unflatten(call.structure, list(map(finish, totals, call.leaves)))
+    values = [part.value for part in dense]
     totals = parts.reducer.fold(what, values, [call.weight], weigh, outs, alarm)
     if asked is not None:
-        parts.plans.learn(asked, what, call.parts, weigh)
+        parts.plans.learn(asked, what, dense, weigh)
     if outs is not None:
         return out
     return nest.unflatten(call.structure, list(map(finish, totals, call.leaves)))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from mpistrat.comm.world import size_of_job
@@ -23,7 +24,8 @@ from mpistrat.distribute.regroup import select
 from mpistrat.distribute.running import run
 from mpistrat.distribute.values import PerReplica
 from mpistrat.distribute.variables import Variable
-from mpistrat.distribute.views import Plain
+from mpistrat.distribute.views import LOCAL, Plain
+from mpistrat.errors import StrategyError
 from mpistrat.feed.dataset import Dataset
 
 if TYPE_CHECKING:
@@ -61,6 +63,29 @@ class Strategy:
         )
         self._resolver = resolver
         self._warned = False
+
+    def __copy__(self) -> Any:
+        """Refuse: a copy would be a second strategy by the name of the first.
+
+        Raises:
+          StrategyError: Always.
+        """
+        raise StrategyError(
+            f"{self!r} cannot be copied, only deep-copied. Share it, or make another."
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:
+        """Return another strategy over the same ranks. Does not communicate.
+
+        Raises:
+          ValueError: It is a `MultiWorkerMirroredStrategy`.
+        """
+        if self.parts.view is LOCAL:
+            raise ValueError(f"{self!r} cannot be copied. Make another one over the same ranks.")
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        memo[id(self)] = made
+        return made
 
     def __repr__(self) -> str:
         """Return the name and the number of replicas."""
@@ -237,6 +262,46 @@ class Strategy:
           (5,)
         """
         return self.parts.regroup.local_results(value)
+
+    def unwrap(self, value: Any) -> tuple[Any, ...]:
+        """Return the values of all replicas; an older name of `experimental_local_results`."""
+        return self.experimental_local_results(value)
+
+    def group(self, value: Any, name: str | None = None) -> None:
+        """Wait until every rank has come here.
+
+        Collective. Values are there as soon as a call has returned them, so there is nothing else
+        to wait for.
+
+        Args:
+          value: Ignored.
+          name: Ignored.
+        """
+        self.parts.lockstep.prove("group")
+
+    def configure(
+        self,
+        session_config: Any = None,
+        cluster_spec: Any = None,
+        task_type: str | None = None,
+        task_id: int | None = None,
+    ) -> None:
+        """Do nothing: the launcher has said what ranks there are.
+
+        Args:
+          session_config: Ignored.
+          cluster_spec: Ignored.
+          task_type: Ignored.
+          task_id: Ignored.
+        """
+
+    def update_config_proto(self, config_proto: Any) -> Any:
+        """Return a deep copy of `config_proto`; there is nothing to set in it."""
+        return copy.deepcopy(config_proto)
+
+    def colocate_vars_with(self, colocate_with_variable: Any) -> AbstractContextManager[None]:
+        """Return a context manager; see `StrategyExtended.colocate_vars_with`."""
+        return self.extended.colocate_vars_with(colocate_with_variable)
 
     def experimental_distribute_values_from_function(
         self, value_fn: Callable[[ValueContext], Any]

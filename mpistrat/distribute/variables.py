@@ -7,14 +7,17 @@ from typing import Any, final
 
 import numpy as np
 
-from mpistrat.arrays import Array, as_array, is_bfloat16, spec_text
+from mpistrat.arrays import Array, as_array, spec_text
 from mpistrat.distribute import writes
 from mpistrat.distribute.default import current_strategy
+from mpistrat.distribute.incoming import incoming, kinds, own_copy
 from mpistrat.distribute.mode import current, same_strategy
-from mpistrat.distribute.values import Mirrored, PerReplica
+from mpistrat.distribute.reading import Reading, plain
+from mpistrat.distribute.scatter import ScatterUpdates, apply
+from mpistrat.distribute.values import Mirrored
 from mpistrat.distribute.views import ALONE
 from mpistrat.distribute.writes import VariableAggregation, VariableSynchronization
-from mpistrat.errors import LeafTypeError, StructureError
+from mpistrat.errors import ContextError, StructureError
 
 __all__ = ["Variable", "VariableAggregation", "VariableSynchronization"]
 
@@ -22,7 +25,7 @@ _UFUNCS = {"assign_add": np.add, "assign_sub": np.subtract}
 
 
 @final
-class Variable(np.lib.mixins.NDArrayOperatorsMixin):
+class Variable(Reading, ScatterUpdates):
     """An array that a strategy keeps on every replica.
 
     Created in a strategy's scope it belongs to that strategy; elsewhere to the default strategy.
@@ -34,7 +37,7 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
 
     Args:
       initial_value: Array or number, or a function that returns one. Replica 0's value is taken.
-      trainable: Kept for optimizers; True unless said otherwise.
+      trainable: Kept for optimizers; True unless said otherwise, or if it is ON_READ.
       name: A name for messages and checkpoints.
       dtype: Dtype; that of the initial value if None.
       synchronization: ON_WRITE (as AUTO): all copies are equal, always. ON_READ: each replica
@@ -74,44 +77,40 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
         lockstep = self.strategy.parts.lockstep
         with lockstep.preparing("Variable"):
             self.name = f"{name or 'Variable'}:0"
-            self.trainable = True if trainable is None else bool(trainable)
             value = initial_value() if callable(initial_value) else initial_value
-            source = np.asarray(value) if isinstance(value, list | tuple) else _plain(value)
+            source = np.asarray(value) if isinstance(value, list | tuple) else plain(value)
             source = np.array(as_array(source, self.name), dtype, order="C")
             self._array = as_array(source, self.name)
-            self.synchronization, self.aggregation = self._kinds(synchronization, aggregation)
-        # Counted only once the proof has passed: a creation that failed must not leave ranks apart.
-        self.number = lockstep.session.variables + 1
-        kinds = f"{self.synchronization.name}, {self.aggregation.name}, trainable={self.trainable}"
-        lockstep.prove(f"Variable({self.spec()}, {kinds})")
-        lockstep.session.variables = self.number
-        if not self.on_read:
-            lockstep.session.copies[self.number] = self
+            self.synchronization, self.aggregation = kinds(
+                self.name, self.dtype, synchronization, aggregation
+            )
+            self.trainable = not self.on_read if trainable is None else bool(trainable)
+        self._enrol("Variable")
         lockstep.comm.bcast(self._array, 0)
 
-    def _kinds(
-        self, synchronization: VariableSynchronization, aggregation: VariableAggregation
-    ) -> tuple[VariableSynchronization, VariableAggregation]:
-        if not isinstance(synchronization, VariableSynchronization):
-            raise ValueError(f"Invalid synchronization {synchronization!r} for {self.name!r}.")
-        if synchronization is VariableSynchronization.NONE:
-            raise ValueError(
-                f"synchronization NONE of {self.name!r} would let replicas drift apart. "
-                "Use ON_READ for values that each replica owns."
-            )
-        if not isinstance(aggregation, VariableAggregation):
-            raise ValueError(f"Invalid aggregation {aggregation!r} for {self.name!r}.")
-        dtype = self._array.dtype
-        if aggregation is VariableAggregation.MEAN and not (
-            dtype.kind in "fc" or is_bfloat16(dtype)
-        ):
-            raise ValueError(
-                f"aggregation MEAN of {self.name!r} needs a floating dtype, got {dtype}; a mean of "
-                "integers is no integer. Use SUM, or another dtype."
-            )
-        if synchronization is VariableSynchronization.AUTO:
-            synchronization = VariableSynchronization.ON_WRITE
-        return synchronization, aggregation
+    def _enrol(self, call: str) -> None:
+        session = self.strategy.parts.lockstep.session
+        # Counted only once the proof has passed: a creation that failed must not leave ranks apart.
+        self.number = session.variables + 1
+        made = f"{self.synchronization.name}, {self.aggregation.name}, trainable={self.trainable}"
+        self.strategy.parts.lockstep.prove(f"{call}({self.spec()}, {made})")
+        session.variables = self.number
+        session.holders[id(self._array)] = self
+        if not self.on_read:
+            session.copies[self.number] = self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
+        """Return a new variable of the same strategy and kind, with a copy of each copy.
+
+        Collective: it is one more variable.
+        """
+        same_strategy(self.strategy, f"variable {self.name!r}")
+        made = object.__new__(Variable)
+        made.__dict__.update(self.__dict__)
+        memo[id(self)] = made
+        made._array = self._array.copy()
+        made._enrol(f"deepcopy of no. {self.number}")
+        return made
 
     def spec(self) -> str:
         """Return name, number, dtype and shape, as messages and proofs show them."""
@@ -162,16 +161,49 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
             )
         return (self.component(),) * shown
 
+    @property
+    def handle(self) -> Array:
+        """This replica's copy: a live, read-only view. Never communicates.
+
+        Raises:
+          ContextError: This is cross-replica code, which sees all copies as one.
+        """
+        mode = current()
+        if mode is not None and not own_copy(self, mode):
+            raise ContextError(
+                f"the handle of {self.name!r} was asked for in cross-replica code; each replica "
+                "has its own. Ask in replica code, or in the function of extended.update."
+            )
+        return self.component()
+
+    @property
+    def device(self) -> str:
+        """The label of the device of this replica's copy."""
+        return self.strategy.device_labels[self.strategy.parts.lockstep.comm.rank]
+
+    @property
+    def initializer(self) -> None:
+        """None: creation has set the initial value."""
+        return None
+
+    def is_initialized(self, name: str | None = None) -> bool:
+        """Return True: creation has set the initial value."""
+        return True
+
     def component(self) -> Array:
         """Return this replica's copy: a live, read-only view. Never communicates."""
         view = self._array.view()
         view.flags.writeable = False
         return view
 
+    def holds(self, array: Any) -> bool:
+        """Tell whether `array` is the memory of this replica's copy."""
+        return array is self._array
+
     def _read(self) -> Array:
         mode = same_strategy(self.strategy, f"variable {self.name!r}")
-        own = mode is not None and (mode.replica is not None or mode.updating is self)
-        if not self.on_read or own:
+        alone = self.strategy.parts.view is ALONE
+        if not self.on_read or alone or own_copy(self, mode):
             return self.component()
         parts = self.strategy.parts
         call = f"read({self.spec()})"
@@ -183,19 +215,6 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
         if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
             return writes.REPLICA[self.aggregation](self, call, self._array)
         return writes.reduced(parts.reducer, call, writes.OPS[self.aggregation], self._array)
-
-    def read_value(self) -> Any:
-        """Return a copy of the value, a NumPy scalar if it has no dimensions.
-
-        Collective in cross-replica code if it is ON_READ: the copies become one by `aggregation`.
-
-        Raises:
-          ValueError: It is ON_READ with aggregation NONE, in cross-replica code.
-        """
-        return np.array(self._read())[()]
-
-    value = read_value
-    numpy = read_value
 
     def assign(
         self,
@@ -255,18 +274,18 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
         mode = same_strategy(self.strategy, f"variable {self.name!r}")
         replica = mode is not None and mode.replica is not None
         if (mode is not None and mode.updating is self) or (replica and self.on_read):
-            self._apply(kind, self._incoming(kind, value))
+            self.store(kind, incoming(self, mode, kind, value))
             return self
         call = f"{kind}({self.spec()})"
         with self.strategy.parts.lockstep.preparing(call):
-            array = self._incoming(kind, value)
+            array = incoming(self, mode, kind, value)
         if replica:
             array = writes.REPLICA[self.aggregation](self, call, array)
         else:
             self._prove_cross(call, value, array)
             if self.on_read and self.aggregation is VariableAggregation.SUM:
-                array = (array / self.strategy.num_replicas_in_sync).astype(self.dtype)
-        self._apply(kind, array)
+                array = writes.share(array, self.strategy.num_replicas_in_sync)
+        self.store(kind, array)
         return self
 
     def _prove_cross(self, call: str, value: Any, array: Array) -> None:
@@ -278,96 +297,39 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
             lockstep, call, array, "Compute it alike on all ranks, or broadcast or reduce it first."
         )
 
-    def _incoming(self, kind: str, value: Any) -> Array:
-        mode = current()
-        replica = mode is not None and (mode.replica is not None or mode.updating is self)
-        if isinstance(value, PerReplica) and not replica:
-            raise StructureError(
-                f"{kind} of {self.name!r}: got a value per replica, which would make the copies "
-                "differ. Reduce it first (strategy.reduce, extended.reduce_to)."
-            )
-        several = self.strategy.parts.view is not ALONE
-        summed = self.on_read and several and self.aggregation is VariableAggregation.SUM
-        if summed and kind != "assign" and not replica:
-            raise ValueError(
-                f"{kind} of ON_READ variable {self.name!r} with aggregation SUM has no meaning in "
-                "cross-replica code. Do it in replica code, or assign."
-            )
-        source = np.asarray(value) if isinstance(value, list | tuple) else _plain(value)
-        array = as_array(source, self.name)
-        if array.shape != self.shape:
-            raise StructureError(
-                f"{kind} of {self.name!r}: wanted shape {self.shape}, got {array.shape}."
-            )
-        if isinstance(value, int) and self.dtype.kind in "iu":
-            return self._integer(kind, value)
-        if not np.can_cast(array.dtype, self.dtype, "same_kind"):
-            raise LeafTypeError(
-                f"{kind} of {self.name!r}: a value of dtype {array.dtype} does not convert to "
-                f"{self.dtype}. Cast it with astype if that is meant."
-            )
-        return array.astype(self.dtype, copy=False)
+    def restorer(self, rows: Array | None = None) -> Callable[[], None]:
+        """Return a function that puts this replica's copy back to what it is now; once.
 
-    def _integer(self, kind: str, value: int) -> Array:
-        try:
-            return np.array(value, self.dtype)
-        except OverflowError as error:
-            raise LeafTypeError(f"{kind} of {self.name!r}: {error}.") from error
-
-    def restorer(self) -> Callable[[], None]:
-        """Return a function that puts this replica's copy back to what it is now; once."""
-        before = [self._array.copy()]
+        Args:
+          rows: The rows that are about to be written; None for all.
+        """
+        place: Any = ... if rows is None else rows.copy()
+        before = [np.array(self._array[place])]
 
         def restore() -> None:
             if before:
-                self._array[...] = before.pop()
+                self._array[place] = before.pop()
 
         return restore
 
-    def _apply(self, kind: str, array: Array) -> None:
-        if kind == "assign":
-            self._array[...] = array
-        else:
-            _UFUNCS[kind](self._array, array, out=self._array)
+    def store(self, kind: str, array: Array, rows: Array | None = None) -> None:
+        """Write to this replica's copy what all have agreed on. Never communicates.
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        """Return the value: a live, read-only view unless a copy or another dtype is asked for."""
-        array = self._read()
-        if copy or (dtype is not None and np.dtype(dtype) != array.dtype):
-            return array.astype(dtype or array.dtype)
-        return array
-
-    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        """Apply a NumPy function to the value; never write to it."""
-        if any(isinstance(out, Variable) for out in kwargs.get("out", ())):
-            raise TypeError(
-                f"{self.name!r} is a variable; write with assign, assign_add, assign_sub."
-            )
-        return getattr(ufunc, method)(*map(_plain, inputs), **kwargs)
-
-    def __getitem__(self, key: Any) -> Any:
-        """Return a part of the value."""
-        return self._read()[key]
-
-    def __float__(self) -> float:
-        """Return the value as a float."""
-        return float(self._read())
-
-    def __int__(self) -> int:
-        """Return the value as an int."""
-        return int(self._read())
-
-    def __bool__(self) -> bool:
-        """Return the truth of the value, as NumPy does."""
-        return bool(self._read())
+        Args:
+          kind: Which method writes.
+          array: What it writes, of the variable's dtype.
+          rows: The rows that it writes to; None for all.
+        """
+        # Whatever the program has set: a warning turned exception must not stop one rank's write.
+        with np.errstate(all="ignore"):
+            if rows is not None:
+                apply(self._array, kind, array, rows)
+            elif kind == "assign":
+                self._array[...] = array
+            else:
+                _UFUNCS[kind](self._array, array, out=self._array)
 
     def __repr__(self) -> str:
         """Return name, kind and this replica's copy. Never communicates."""
         kinds = f"{self.synchronization.name}, {self.aggregation.name}"
         return f"Variable({self.name!r}, {kinds}, {self._array!r})"
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Variable):
-        return value._read()
-    return value.local if isinstance(value, Mirrored | PerReplica) else value

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpistrat.arrays import Array, spec_text
+from mpistrat.arrays import Array, as_array, spec_text
 from mpistrat.collectives.forms import form
 from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.collectives.part import Part
 from mpistrat.collectives.reducer import Reducer
+from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.distribute.views import ALONE
 from mpistrat.errors import LockstepError
 from mpistrat.kernels.ops import ReduceOp
@@ -32,6 +33,7 @@ __all__ = [
     "digest",
     "prove_same",
     "reduced",
+    "share",
 ]
 
 
@@ -56,8 +58,16 @@ class VariableAggregation(enum.Enum):
 OPS = {VariableAggregation.SUM: ReduceOp.SUM, VariableAggregation.MEAN: ReduceOp.MEAN}
 
 
-def digest(array: Array) -> bytes:
-    """Return a 128-bit digest of dtype, shape and contents of an array."""
+def digest(value: Any) -> bytes:
+    """Return a 128-bit digest of dtype, shape and contents of an array, or of `IndexedSlices`.
+
+    Raises:
+      LeafTypeError: The value is neither.
+    """
+    if isinstance(value, IndexedSlices):
+        parts = digest(value.values) + digest(value.indices) + repr(value.dense_shape).encode()
+        return hashlib.blake2b(parts, digest_size=16).digest()
+    array = as_array(value)
     found = hashlib.blake2b(spec_text(array).encode(), digest_size=16)
     for part in _canonical(array):
         found.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
@@ -124,6 +134,23 @@ def _same(variable: Variable, call: str, value: Array) -> Array:
     text = f"{call} of {first[0] if first else 'nothing'} {digest(value).hex()[:16]}"
     variable.strategy.parts.lockstep.later(text, variable.restorer())
     return value
+
+
+def share(array: Array, size: int) -> Array:
+    """Return each replica's part of what is to read as `array` in sum; integers lose the rest.
+
+    Example:
+      >>> share(np.array([7, -7]), 2)
+      array([ 3, -3])
+    """
+    if array.dtype.kind not in "iu":
+        result: Array = (array / size).astype(array.dtype)
+        return result
+    # Not by way of floats, which do not hold every integer of 64 bits; towards zero, as a cast is.
+    wide = array.astype(np.uint64 if array.dtype.kind == "u" else np.int64)
+    whole, rest = np.divmod(wide, wide.dtype.type(size))
+    result = (whole + ((rest != 0) & (wide < 0))).astype(array.dtype)
+    return result
 
 
 def reduced(reducer: Reducer, call: str, op: ReduceOp, value: Array) -> Array:

@@ -43,6 +43,9 @@ class Comparison:
                 return self._all(want["values"], got["values"], at)
             case "tuple" | "list":
                 return self._all(want["items"], got["items"], at)
+            case "IndexedSlices":
+                parts = ("values", "indices", "dense_shape")
+                return self._all([want[p] for p in parts], [got[p] for p in parts], at)
             case "dict" | "namedtuple":
                 part = "items" if want["kind"] == "dict" else "fields"
                 if want["type"] != got["type"] or list(want[part]) != list(got[part]):
@@ -141,6 +144,8 @@ def show(value: Any) -> str:
         return repr(value["value"])
     if kind in ("tuple", "list"):
         return f"{kind}({', '.join(show(normal(v)) for v in value['items'])})"
+    if kind == "IndexedSlices":
+        return f"{kind}({', '.join(show(normal(value[p])) for p in list(value)[1:])})"
     if "values" in value:
         return f"{kind}{{{' | '.join(show(normal(v)) for v in value['values'])}}}"
     parts = value.get("items") or value.get("fields") or {}

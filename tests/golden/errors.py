@@ -56,6 +56,7 @@ ROWS = (
     Row("TypeError", "for /: 'PerReplica' and 'int'", ("StructureError",), _MANY),
     Row("IndexError", "tuple index", ("StructureError",), "no value per replica"),
     Row("TypeError", "", ("TypeError",), _SAME),
+    Row("NotImplementedError", "", ("NotImplementedError",), _SAME),
     Row(
         "AttributeError",
         "'(NoneType|PerReplica)' object has no attribute '(merge_call|all_|numpy)",

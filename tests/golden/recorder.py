@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat import Mirrored, PerReplica, Variable
+from mpistrat import IndexedSlices, Mirrored, PerReplica, Variable
 from mpistrat.comm.loopback import LoopbackComm
 
 
@@ -138,6 +138,14 @@ def written(value: Any, inner: Callable[[Any], dict[str, Any]] | None = None) ->
             "dtype": array.dtype.name,
             "shape": list(array.shape),
             "value": values,
+        }
+    if isinstance(value, IndexedSlices):
+        shape = np.array(value.dense_shape, np.int32)
+        return {
+            "kind": "IndexedSlices",
+            "values": written(value.values),
+            "indices": written(value.indices),
+            "dense_shape": written(shape),
         }
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         fields = {name: part(getattr(value, name)) for name in value._fields}

@@ -56,7 +56,12 @@ EXTENDED = {
     "extended_v1_misc/{should_checkpoint|should_save_summary}": Differs(
         "H3", "one process writes files: the first", lambda n: Ranks(i == 0 for i in range(n))
     ),
-    "extended_v1_misc/worker_devices": Differs(
+    "extended_v1_misc/update_non_slot": Differs(
+        "D17",
+        "what differs is called Mirrored there",
+        lambda n: Each(f32(2.0 * i) for i in range(n)),
+    ),
+    "extended_v1_misc/{worker_devices|parameter_devices|non_slot_devices}": Differs(
         "D19", "ranks, if nothing else is said", lambda n: [f"rank:{i}" for i in range(n)]
     ),
 }
@@ -89,6 +94,20 @@ VALUES = {
     ),
     "v1_strategy/make_input_fn_iterator_callable": Differs(
         "H3", "each replica has a function that counts", same(np.array(1, np.int32))
+    ),
+    "extended_v1_misc/has_v1_methods_on_v2_strategy": Differs(
+        "D18",
+        "well-known programs call experimental_make_numpy_dataset on the newer strategies too",
+        lambda n: {
+            name: name not in ("experimental_run_v2", "steps_per_run")
+            for name in (
+                *("make_dataset_iterator", "make_input_fn_iterator", "experimental_run"),
+                *("experimental_make_numpy_dataset", "experimental_run_v2", "unwrap", "group"),
+                *("configure", "update_config_proto", "gather"),
+                "experimental_distribute_values_from_function",
+                *("cluster_resolver", "steps_per_run"),
+            )
+        },
     ),
     "v1_strategy/numpy_dataset_unbatched_distribute": Differs(
         "D18",

@@ -115,7 +115,11 @@ def all_gather_errors_int32(s, n, comm):
     def ones():
         return tf.ones([1], tf.int32)
 
+    def rows():
+        return ms.IndexedSlices(tf.ones([1, 1]), tf.constant([0]), [2, 1])
+
     r("scalar", lambda: _gathered(s, rid))
+    r("indexed_slices", lambda: _gathered(s, rows))
     r("diff_non_axis_dim", lambda: _gathered(s, lambda: tf.ones([1, more()], tf.int32)))
     r("diff_rank", lambda: _gathered(s, lambda: tf.ones([1] * more(), tf.int32)))
     r("axis_out_of_range", lambda: _gathered(s, ones, 1))

@@ -112,6 +112,23 @@ def all_reduce_int_nests(s, n, comm):
     return r
 
 
+def all_reduce_indexed_slices(s, n, comm):
+    r = Recorder(s, comm)
+
+    def rows(index):
+        return lambda: ms.IndexedSlices((fid() + 1.0).reshape(1, 1), index(), [5, 1])
+
+    def dense(op, value):
+        return s.run(lambda: np.asarray(ctx().all_reduce(op, value())))
+
+    own = rows(lambda: rid().reshape(1))
+    for op in ("SUM", "MEAN"):
+        r(op, lambda op=op: _reduced(s, op, own))
+        r(f"{op}_dense", lambda op=op: dense(op, own))
+    r("SUM_same_index_dense", lambda: dense("SUM", rows(lambda: tf.constant([2]))))
+    return r
+
+
 def all_reduce_shape_mismatch_float(s, n, comm):
     r = Recorder(s, comm)
     r("float_diff_len", lambda: _reduced(s, "SUM", lambda: tf.ones([1 + int(rid())])))
@@ -155,6 +172,7 @@ PROGRAMS = (
     all_reduce_basic,
     all_reduce_dtypes,
     all_reduce_int_nests,
+    all_reduce_indexed_slices,
     all_reduce_shape_mismatch_float,
     all_reduce_shape_mismatch_int32,
     all_reduce_broadcastable_mismatch,

@@ -14,10 +14,23 @@ def scopes(s, n, comm):
         with s.scope() as found:
             return found is s
 
+    def settled():
+        ms.experimental_set_strategy(s)
+        try:
+            return ms.has_strategy(), ms.get_strategy() is s, ms.in_cross_replica_context()
+        finally:
+            ms.experimental_set_strategy(None)
+
     r("nest_same", lambda: in_scope(s, lambda: in_scope(s, lambda: ms.get_strategy() is s)))
     r("nest_other", lambda: in_scope(s, lambda: in_scope(s2, lambda: None)))
     r("run_other_in_scope", lambda: in_scope(s, lambda: s2.run(lambda: 1)))
     r("scope_yields_strategy", entered)
+    r(
+        "set_strategy_in_scope",
+        lambda: in_scope(s, lambda: ms.experimental_set_strategy(s2)),
+    )
+    r("experimental_set_strategy", settled)
+    r("after_set_none", lambda: (ms.has_strategy(), ms.in_cross_replica_context()))
     _default(r)
     d = ms.get_strategy()
     r("default_scope_inside_scope", lambda: in_scope(s, lambda: in_scope(d, lambda: None)))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 
 from ..recorder import Recorder
-from .common import ctx, fid, ms, np, per_replica, steps, tf
+from .common import ctx, fid, in_scope, ms, np, per_replica, steps, tf
 
 
 def extended_reduce_to(s, n, comm):
@@ -63,6 +64,10 @@ def extended_v1_misc(s, n, comm):
     one = tf.constant(1.0)
     r("class", lambda: type(e).__name__)
     r("worker_devices", lambda: list(e.worker_devices))
+    r("parameter_devices", lambda: list(e.parameter_devices))
+    r("non_slot_devices", lambda: list(e.non_slot_devices([v])))
+    _facts(r, s, v)
+    _not_slots(r, s, v)
     r("should_checkpoint", lambda: e.should_checkpoint)
     r("should_save_summary", lambda: e.should_save_summary)
     r("broadcast_to_float", lambda: e.broadcast_to(2.5, v))
@@ -87,6 +92,53 @@ def extended_v1_misc(s, n, comm):
     )
     r("cluster_resolver", lambda: s.cluster_resolver)
     return r
+
+
+class ConfigProto:
+    """Stands for what a session would be configured with."""
+
+
+def _facts(r, s, v):
+    e = s.extended
+    numbers = per_replica(s, lambda i: tf.constant(float(i)))
+    r("experimental_between_graph", lambda: e.experimental_between_graph)
+    r("experimental_should_init", lambda: e.experimental_should_init)
+    r("experimental_require_static_shapes", lambda: e.experimental_require_static_shapes)
+    r("value_container_of_component", lambda: e.value_container(v.values[-1]) is v)
+    r("value_container_plain", lambda: e.value_container(3))
+    r("read_var", lambda: e.read_var(v))
+    r("unwrap", lambda: s.unwrap(numbers))
+    r("group", lambda: s.group(numbers))
+    r("configure", lambda: s.configure())
+    r("update_config_proto", lambda: type(s.update_config_proto(ConfigProto())).__name__)
+    r(
+        "colocate_vars_with_on_strategy",
+        lambda: in_scope(s, lambda: type(s.colocate_vars_with(v)).__name__),
+    )
+    r("copy", lambda: copy.copy(s))
+    older = (
+        *("make_dataset_iterator", "make_input_fn_iterator", "experimental_run"),
+        *("experimental_make_numpy_dataset", "experimental_run_v2", "unwrap", "group"),
+        *("configure", "update_config_proto", "gather"),
+        *("experimental_distribute_values_from_function", "cluster_resolver", "steps_per_run"),
+    )
+    r("has_v1_methods_on_v2_strategy", lambda: {name: hasattr(s, name) for name in older})
+
+
+def _not_slots(r, s, v):
+    e = s.extended
+    devices = e.non_slot_devices([v])
+    numbers = (per_replica(s, lambda i: tf.constant(float(i))),)
+
+    def twice(a):
+        return a * np.float32(2)
+
+    r("update_non_slot", lambda: e.update_non_slot(devices, twice, args=numbers))
+    r(
+        "update_non_slot_group_false",
+        lambda: e.update_non_slot(devices, twice, args=numbers, group=False),
+    )
+    r("update_non_slot_bad_devices", lambda: e.update_non_slot("/cpu:0", lambda: 1))
 
 
 def v1_strategy(s, n, comm):

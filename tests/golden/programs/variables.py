@@ -138,6 +138,7 @@ def variables_creation(s, n, comm):
             "type": variable_kind(v),
         },
     )
+    _belonging(r, s, v)
     with ms.OneDeviceStrategy("cpu").scope():
         r("assign_under_other_strategy_scope", lambda: v.assign(v * 2.0))
     r("var_outside_scope_type", lambda: variable_kind(ms.Variable(1.0)))
@@ -148,10 +149,70 @@ def variables_creation(s, n, comm):
         "operator_overloads",
         lambda: [v + 1.0, 1.0 + v, v * 2.0, -v, v**2.0, v[0], abs(v), v > 1.0],
     )
+    r("handle_in_cross", lambda: v.handle)
     r(
         "read_value_in_merge_fn",
         lambda: s.run(lambda: ctx().merge_call(lambda st: v.read_value())),
     )
+    return r
+
+
+def _belonging(r, s, v):
+    outside = ms.Variable(tf.constant(1.0))
+
+    def beside():
+        with s.scope(), s.extended.colocate_vars_with(v):
+            made = ms.Variable(tf.constant(5.0))
+        pairs = zip(made.values, v.values, strict=True)
+        return variable_kind(made), [made.device == v.device for _ in pairs]
+
+    def entered(variable):
+        with s.extended.colocate_vars_with(variable):
+            pass
+
+    created = s.extended.variable_created_in_scope
+    r("variable_created_in_scope_yes", lambda: created(v))
+    r("variable_created_in_scope_no", lambda: created(outside))
+    r(
+        "variable_created_in_scope_default",
+        lambda: ms.get_strategy().extended.variable_created_in_scope(outside),
+    )
+    r("colocate_vars_with", beside)
+    r("colocate_vars_with_outside_var", lambda: in_scope(s, lambda: entered(outside)))
+    r("colocate_vars_with_out_of_scope", lambda: entered(v))
+
+
+def variables_scatter(s, n, comm):
+    r = Recorder(s, comm)
+    kinds = ("add", "sub", "mul", "div", "min", "max", "update")
+
+    def rows(values, indices):
+        return ms.IndexedSlices(np.asarray(values, np.float32), indices, [3])
+
+    def written(aggregation, kind):
+        with s.scope():
+            v = ms.Variable(tf.constant([4.0, 4.0, 4.0]), aggregation=aggregation)
+        try:
+            s.run(lambda: getattr(v, f"scatter_{kind}")(rows([fid() + 2.0], [1])))
+        except Exception:
+            assert v.numpy().tolist() == [4.0, 4.0, 4.0]
+            raise
+        return [np.array(copy).tolist() for copy in s.experimental_local_results(v)]
+
+    def on_read():
+        with s.scope():
+            v = ms.Variable(
+                tf.constant([4.0, 4.0, 4.0]), aggregation=A.SUM, synchronization=S.ON_READ
+            )
+        return s.run(lambda: v.scatter_add(rows([fid()], [1])))
+
+    for aggregation in A:
+        for kind in kinds:
+            r(
+                f"{aggregation.name}_scatter_{kind}_replica",
+                lambda a=aggregation, k=kind: written(a, k),
+            )
+    r("ON_READ_scatter_add", on_read)
     return r
 
 
@@ -199,6 +260,7 @@ def gradients_and_variables(s, n, comm):
 PROGRAMS = (
     variables_matrix,
     variables_creation,
+    variables_scatter,
     variables_created_unevenly,
     gradients_and_variables,
 )

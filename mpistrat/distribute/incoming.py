@@ -1,0 +1,142 @@
+"""What is written to a variable, as it comes in: checked and converted before any proof."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpistrat.arrays import Array, as_array, is_bfloat16
+from mpistrat.distribute.mode import Mode
+from mpistrat.distribute.reading import plain
+from mpistrat.distribute.slices import IndexedSlices
+from mpistrat.distribute.values import PerReplica
+from mpistrat.distribute.views import ALONE
+from mpistrat.distribute.writes import VariableAggregation, VariableSynchronization
+from mpistrat.errors import LeafTypeError, StructureError
+
+if TYPE_CHECKING:
+    from mpistrat.distribute.variables import Variable
+
+__all__ = ["incoming", "incoming_slices", "kinds", "own_copy"]
+
+
+def own_copy(variable: Variable, mode: Mode | None) -> bool:
+    """Tell whether code in `mode` sees its own copy of `variable` only."""
+    return mode is not None and (mode.replica is not None or mode.updating is variable)
+
+
+def kinds(
+    name: str, dtype: np.dtype[Any], synchronization: Any, aggregation: Any
+) -> tuple[VariableSynchronization, VariableAggregation]:
+    """Return what kind of variable is meant; AUTO is ON_WRITE.
+
+    Raises:
+      ValueError: The kind is unknown, or has no meaning for `dtype`.
+    """
+    if not isinstance(synchronization, VariableSynchronization):
+        raise ValueError(f"Invalid synchronization {synchronization!r} for {name!r}.")
+    if synchronization is VariableSynchronization.NONE:
+        raise ValueError(
+            f"synchronization NONE of {name!r} would let replicas drift apart. "
+            "Use ON_READ for values that each replica owns."
+        )
+    if not isinstance(aggregation, VariableAggregation):
+        raise ValueError(f"Invalid aggregation {aggregation!r} for {name!r}.")
+    if aggregation is VariableAggregation.MEAN and not (dtype.kind in "fc" or is_bfloat16(dtype)):
+        raise ValueError(
+            f"aggregation MEAN of {name!r} needs a floating dtype, got {dtype}; a mean of "
+            "integers is no integer. Use SUM, or another dtype."
+        )
+    if synchronization is VariableSynchronization.AUTO:
+        synchronization = VariableSynchronization.ON_WRITE
+    return synchronization, aggregation
+
+
+def incoming(variable: Variable, mode: Mode | None, kind: str, value: Any) -> Array:
+    """Return what is to be written, in the variable's shape and dtype.
+
+    Args:
+      variable: What is written to.
+      mode: The mode of the code that writes.
+      kind: Which method writes.
+      value: What was given to it.
+
+    Raises:
+      StructureError: A value per replica in cross-replica code, or another shape.
+      LeafTypeError: The dtype does not convert.
+      ValueError: The write has no meaning there.
+    """
+    own = own_copy(variable, mode)
+    _refuse_per_replica(variable, own, kind, value)
+    several = variable.strategy.parts.view is not ALONE
+    summed = variable.on_read and several and variable.aggregation is VariableAggregation.SUM
+    if summed and kind != "assign" and not own:
+        raise ValueError(
+            f"{kind} of ON_READ variable {variable.name!r} with aggregation SUM has no meaning in "
+            "cross-replica code. Do it in replica code, or assign."
+        )
+    value = plain(value)
+    array = as_array(np.asarray(value) if isinstance(value, list | tuple) else value, variable.name)
+    if array.shape != variable.shape:
+        raise StructureError(
+            f"{kind} of {variable.name!r}: wanted shape {variable.shape}, got {array.shape}."
+        )
+    if isinstance(value, int) and variable.dtype.kind in "iu":
+        return _integer(variable, kind, value)
+    return _converted(variable, kind, array)
+
+
+def incoming_slices(variable: Variable, mode: Mode | None, kind: str, value: Any) -> IndexedSlices:
+    """Return rows that are to be written: of the variable's dtype, and copies.
+
+    Raises:
+      StructureError: A value per replica in cross-replica code, or rows of another shape.
+      LeafTypeError: `value` is no `IndexedSlices`, or the dtype does not convert.
+      IndexError: There is no such row.
+    """
+    _refuse_per_replica(variable, own_copy(variable, mode), kind, value)
+    value = plain(value)
+    if not isinstance(value, IndexedSlices):
+        raise LeafTypeError(
+            f"{kind} of {variable.name!r}: wanted IndexedSlices, got {type(value).__name__}. Make "
+            "them: mpistrat.IndexedSlices(values, indices)."
+        )
+    if not variable.ndim or value.values.shape[1:] != variable.shape[1:]:
+        raise StructureError(
+            f"{kind} of {variable.name!r} of shape {variable.shape}: rows of shape "
+            f"{value.values.shape[1:]} do not fit."
+        )
+    outside = (value.indices < 0) | (value.indices >= variable.shape[0])
+    if outside.any():
+        raise IndexError(
+            f"{kind} of {variable.name!r}: row {value.indices[outside][0]} is none of its "
+            f"{variable.shape[0]} rows."
+        )
+    rows = _converted(variable, kind, value.values)
+    return IndexedSlices(np.array(rows), value.indices.astype(np.int64), variable.shape)
+
+
+def _refuse_per_replica(variable: Variable, own: bool, kind: str, value: Any) -> None:
+    if isinstance(value, PerReplica) and not own:
+        raise StructureError(
+            f"{kind} of {variable.name!r}: got a value per replica, which would make the copies "
+            "differ. Reduce it first (strategy.reduce, extended.reduce_to)."
+        )
+
+
+def _converted(variable: Variable, kind: str, array: Array) -> Array:
+    if not np.can_cast(array.dtype, variable.dtype, "same_kind"):
+        raise LeafTypeError(
+            f"{kind} of {variable.name!r}: a value of dtype {array.dtype} does not convert to "
+            f"{variable.dtype}. Cast it with astype if that is meant."
+        )
+    with np.errstate(all="ignore"):
+        return array.astype(variable.dtype, copy=False)
+
+
+def _integer(variable: Variable, kind: str, value: int) -> Array:
+    try:
+        return np.array(value, variable.dtype)
+    except OverflowError as error:
+        raise LeafTypeError(f"{kind} of {variable.name!r}: {error}.") from error

@@ -1,0 +1,101 @@
+"""What every array can do that is read: conversion, arithmetic, indexing."""
+
+from __future__ import annotations
+
+import abc
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from mpistrat.arrays import Array
+from mpistrat.distribute.values import DistributedValues
+
+__all__ = ["Reading", "plain"]
+
+
+class Reading(np.lib.mixins.NDArrayOperatorsMixin, abc.ABC):
+    """A named array that can be read, and written to only by its own methods."""
+
+    __hash__ = object.__hash__
+
+    name: str
+
+    @property
+    @abc.abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """The shape."""
+
+    @abc.abstractmethod
+    def _read(self) -> Array:
+        """Return the value, not to be written to."""
+
+    def read_value(self) -> Any:
+        """Return a copy of the value, a NumPy scalar if it has no dimensions.
+
+        Collective in cross-replica code if it is ON_READ: the copies become one by `aggregation`.
+
+        Raises:
+          ValueError: It is ON_READ with aggregation NONE, in cross-replica code.
+        """
+        return np.array(self._read())[()]
+
+    value = read_value
+    numpy = read_value
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """Return the value: a live, read-only view unless a copy or another dtype is asked for."""
+        array = self._read()
+        if copy or (dtype is not None and np.dtype(dtype) != array.dtype):
+            return array.astype(dtype or array.dtype)
+        return array
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        """Apply a NumPy function to the value; never write to it."""
+        if any(isinstance(out, Reading) for out in kwargs.get("out", ())):
+            raise TypeError(
+                f"{self.name!r} is a variable; write with assign, assign_add, assign_sub."
+            )
+        return getattr(ufunc, method)(*map(plain, inputs), **kwargs)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Return a part of the value."""
+        return self._read()[key]
+
+    def __len__(self) -> int:
+        """Return the length of the first axis; never communicates."""
+        if not self.shape:
+            raise TypeError(f"variable {self.name!r} has no dimensions, so it has no length.")
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over the first axis of the value; reads once."""
+        return iter(self._read())
+
+    def __index__(self) -> int:
+        """Return the value as an index."""
+        return operator.index(self._read())
+
+    def __complex__(self) -> complex:
+        """Return the value as a complex number."""
+        return complex(self._read())
+
+    def __float__(self) -> float:
+        """Return the value as a float."""
+        return float(self._read())
+
+    def __int__(self) -> int:
+        """Return the value as an int."""
+        return int(self._read())
+
+    def __bool__(self) -> bool:
+        """Return the truth of the value, as NumPy does."""
+        return bool(self._read())
+
+
+def plain(value: Any) -> Any:
+    """Return what is in a variable or a distributed value; anything else as it is."""
+    if isinstance(value, Reading):
+        return value._read()
+    return value.local if isinstance(value, DistributedValues) else value

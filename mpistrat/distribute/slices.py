@@ -1,0 +1,114 @@
+"""Values that are zero but for some rows: `IndexedSlices`."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any, final
+
+import numpy as np
+
+from mpistrat.arrays import Array, as_array, spec_text
+from mpistrat.errors import LeafTypeError, StructureError
+
+__all__ = ["IndexedSlices"]
+
+
+@final
+class IndexedSlices:
+    """Some rows of a larger array, and which rows they are; the rest is zero.
+
+    Row ``values[k]`` stands at ``indices[k]``. A row may come more than once; such rows add up.
+    It is one leaf of a tree. ``np.asarray(slices)`` is the dense array.
+
+    Args:
+      values: Array of shape ``(k, ...)``.
+      indices: Array of k integers.
+      dense_shape: The shape of the whole; None if nobody needs to know.
+
+    Raises:
+      LeafTypeError: `values` is no array of numbers, or `indices` are no integers.
+      StructureError: The shapes do not fit together.
+
+    As: ``tf.IndexedSlices``.
+
+    Example:
+      >>> np.asarray(IndexedSlices([1.0, 2.0, 4.0], [0, 3, 3], (4,)))
+      array([1., 0., 0., 6.])
+    """
+
+    def __init__(self, values: Any, indices: Any, dense_shape: Sequence[int] | None = None):
+        """Hold the rows, not a copy of them."""
+        self._values = _array(values, "values")
+        self._indices = _array(indices, "indices")
+        if self._indices.size == 0 and isinstance(indices, list | tuple):
+            self._indices = self._indices.astype(np.int64)
+        if self._indices.dtype.kind not in "iu":
+            raise LeafTypeError(
+                f"IndexedSlices: indices must be integers, got {spec_text(self._indices)}."
+            )
+        if self._indices.ndim != 1 or self._values.shape[:1] != self._indices.shape:
+            raise StructureError(
+                "IndexedSlices: wanted one index for each row of values, got values of shape "
+                f"{self._values.shape} and indices of shape {self._indices.shape}."
+            )
+        self._shape = None if dense_shape is None else tuple(map(operator.index, dense_shape))
+        if self._shape is not None and self._shape[1:] != self._values.shape[1:]:
+            raise StructureError(
+                f"IndexedSlices: rows of shape {self._values.shape[1:]} are no rows of a whole of "
+                f"shape {self._shape}."
+            )
+
+    @property
+    def values(self) -> Array:
+        """The rows, one after the other."""
+        return self._values
+
+    @property
+    def indices(self) -> Array:
+        """Where each row stands."""
+        return self._indices
+
+    @property
+    def dense_shape(self) -> tuple[int, ...] | None:
+        """The shape of the whole, if it was told."""
+        return self._shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of the values."""
+        return self._values.dtype
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions of the whole."""
+        return self._values.ndim
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """Return the dense array.
+
+        Raises:
+          StructureError: Its shape was not told.
+          IndexError: An index is outside of it.
+          ValueError: ``copy=False``, but it has to be made.
+        """
+        if self._shape is None:
+            raise StructureError(
+                "IndexedSlices without a dense_shape cannot be made dense. Give it one, or look at "
+                "its values and indices."
+            )
+        if copy is False:
+            raise ValueError("the dense array of IndexedSlices has to be made; copy=False forbids.")
+        if self._indices.size and int(self._indices.min()) < 0:
+            raise IndexError(f"IndexedSlices: index {int(self._indices.min())} is negative.")
+        dense = np.zeros(self._shape, self.dtype)
+        np.add.at(dense, self._indices, self._values)
+        return dense if dtype is None else dense.astype(dtype)
+
+    def __repr__(self) -> str:
+        """Return values, indices and shape."""
+        return f"IndexedSlices({self._values!r}, {self._indices!r}, {self._shape})"
+
+
+def _array(value: Any, path: str) -> Array:
+    return as_array(np.asarray(value) if isinstance(value, list | tuple) else value, path)

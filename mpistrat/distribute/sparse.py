@@ -1,0 +1,142 @@
+"""Reductions of trees with `IndexedSlices` in them: rows are gathered, not added."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpistrat.arrays import Array, as_array, label
+from mpistrat.collectives.alarms import first_nonfinite
+from mpistrat.collectives.forms import Form, form
+from mpistrat.collectives.part import Part
+from mpistrat.collectives.reducer import Reducer
+from mpistrat.distribute.slices import IndexedSlices
+from mpistrat.kernels.ops import ReduceOp
+
+__all__ = ["SlicesPart", "all_reduce", "alone", "contribution"]
+
+
+class SlicesPart(NamedTuple):
+    """What one rank gives to the reduction of a leaf that is `IndexedSlices`.
+
+    Attributes:
+      slices: The rows.
+      form: As what dtype a mean is made, and comes back.
+      weight: How many examples they stand for; 0 means that the values are never read.
+      path: The name of the leaf.
+    """
+
+    slices: IndexedSlices
+    form: Form
+    weight: float = 1
+    path: str = ""
+
+
+def contribution(op: ReduceOp, leaf: Any, path: str = "", weight: float = 1) -> Part | SlicesPart:
+    """Return what this rank gives to the reduction of `leaf`.
+
+    Raises:
+      LeafTypeError: The leaf cannot be reduced with `op`.
+      ValueError: The leaf is `IndexedSlices`, and the operation neither SUM nor MEAN.
+    """
+    if not isinstance(leaf, IndexedSlices):
+        array = as_array(leaf, path)
+        return Part(array, form(op, array.dtype, path), weight, path)
+    if op not in (ReduceOp.SUM, ReduceOp.MEAN):
+        raise ValueError(
+            f"{op.value}: {label(path)} is IndexedSlices, and {op.value} has no meaning for rows "
+            "that are not there. Make it dense: np.asarray(slices)."
+        )
+    return SlicesPart(leaf, form(op, leaf.dtype, path), weight, path)
+
+
+def alone(op: ReduceOp, part: SlicesPart) -> IndexedSlices:
+    """Return the result where there is one replica by construction: the rows, with their dtype."""
+    values = np.array(part.slices.values)
+    if op is ReduceOp.MEAN and part.weight == 0:
+        values = np.full(values.shape, np.nan, part.form.result)
+    return IndexedSlices(values, part.slices.indices.copy(), part.slices.dense_shape)
+
+
+def all_reduce(
+    reducer: Reducer,
+    call: str,
+    op: ReduceOp,
+    parts: Sequence[Part | SlicesPart],
+    weigh: bool = False,
+) -> list[Any]:
+    """Fold every leaf over all ranks, as `Reducer.all_reduce` does; rows are concatenated.
+
+    Collective. Cost: as that, and for all slices together one proof and two MPI_Allgatherv per
+    leaf. Rows come in rank order; the same row of several ranks comes several times.
+    """
+    dense = [part for part in parts if isinstance(part, Part)]
+    sparse = [part for part in parts if isinstance(part, SlicesPart)]
+    if not sparse:
+        return list(reducer.all_reduce(call, op, dense, weigh=weigh))
+    lockstep = reducer.lockstep
+    with lockstep.preparing(call):
+        where = ["s" if isinstance(part, SlicesPart) else "d" for part in parts]
+        shapes = [part.slices.dense_shape for part in sparse]
+        call = f"{call} with slices {''.join(where)} of {shapes}"
+        given = [_values(op, part, weigh) for part in sparse]
+        alarm = ""
+        if lockstep.options.nan != "off":
+            kept = [Part(v, p.form, p.weight, p.path) for v, p in zip(given, sparse, strict=True)]
+            alarm = first_nonfinite(call, lockstep.session.steps, kept)
+    if lockstep.options.nan != "off":
+        lockstep.prove(f"{call}, their numbers", alarm=alarm)
+    totals = iter(reducer.all_reduce(call, op, dense, weigh=weigh) if dense else [])
+    gathered = iter(_gathered(reducer, call, op, sparse, given, weigh))
+    return [next(gathered if kind == "s" else totals) for kind in where]
+
+
+def _values(op: ReduceOp, part: SlicesPart, weigh: bool) -> Array:
+    unread = weigh and op is ReduceOp.MEAN and part.weight == 0
+    return np.zeros_like(part.slices.values) if unread else part.slices.values
+
+
+def _gathered(
+    reducer: Reducer,
+    call: str,
+    op: ReduceOp,
+    sparse: Sequence[SlicesPart],
+    given: Sequence[Array],
+    weigh: bool,
+) -> list[IndexedSlices]:
+    leaves: list[Array] = []
+    paths: list[str] = []
+    for part, values in zip(sparse, given, strict=True):
+        leaves += [values, part.slices.indices]
+        paths += [f"{part.path} values".strip(), f"{part.path} indices".strip()]
+        if weigh:  # and how many rows it is for, because they are known only once all have met
+            leaves.append(np.array([[part.weight, len(values)]], np.float64))
+            paths.append(f"{part.path} weight".strip())
+    found = iter(reducer.all_gather(call, [0] * len(leaves), leaves, paths))
+    results = []
+    for part in sparse:
+        values, indices = next(found), next(found)
+        if op is ReduceOp.MEAN:
+            shares = _shares(next(found), values.ndim) if weigh else None
+            values = _mean(values, shares, reducer.comm.size, part.form)
+        results.append(IndexedSlices(values, indices, part.slices.dense_shape))
+    return results
+
+
+def _shares(weights: Array, ndim: int) -> Array:
+    with np.errstate(all="ignore"):  # all weights 0 give NaN
+        share = weights[:, 0] / math.fsum(weights[:, 0])
+    rows: Array = np.repeat(share, weights[:, 1].astype(np.int64))
+    return rows.reshape(-1, *[1] * (ndim - 1))
+
+
+def _mean(values: Array, shares: Array | None, size: int, how: Form) -> Array:
+    real = np.empty(0, how.wire).real.dtype
+    with np.errstate(all="ignore"):
+        wide = values.astype(how.wire)
+        scaled = wide / real.type(size) if shares is None else wide * shares.astype(real)
+        result: Array = scaled.astype(how.result)
+    return result

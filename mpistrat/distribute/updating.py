@@ -1,0 +1,124 @@
+"""Functions that every rank runs in cross-replica code, and the proof that all did the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpistrat import nest
+from mpistrat.arrays import is_scalar
+from mpistrat.distribute import writes
+from mpistrat.distribute.mode import Mode, entered
+from mpistrat.distribute.regroup import select
+from mpistrat.distribute.slices import IndexedSlices
+from mpistrat.distribute.values import Mirrored, PerReplica
+from mpistrat.distribute.variables import Variable
+from mpistrat.errors import StrategyError, StructureError
+
+if TYPE_CHECKING:
+    from mpistrat.distribute.strategy import Strategy
+
+__all__ = ["mirrored", "own_variable", "update", "update_non_slot"]
+
+_ADVICE = "fn must write, and return, the same on every rank."
+
+
+def own_variable(strategy: Strategy, name: str, var: Any) -> None:
+    """Raise StrategyError unless `var` is a variable of this strategy."""
+    if not isinstance(var, Variable) or var.strategy is not strategy:
+        raise StrategyError(
+            f"{name}: wanted a variable created in the scope of {strategy!r}, got {var!r:.80}."
+        )
+
+
+def mirrored(strategy: Strategy, tree: Any) -> Any:
+    """Return `tree` with its data as `Mirrored`, where the view shows that."""
+    if not strategy.parts.view.mirrors:
+        return tree
+    size = strategy.num_replicas_in_sync
+    return nest.map(lambda leaf: Mirrored(leaf, size) if _is_data(leaf) else leaf, tree)
+
+
+def update(
+    strategy: Strategy, var: Any, fn: Callable[..., Any], given: tuple[Any, Any], group: bool
+) -> Any:
+    """Let `fn` write this rank's copy of `var`; see `StrategyExtended.update`."""
+    lockstep = strategy.parts.lockstep
+    with lockstep.preparing("update"):
+        own_variable(strategy, "update", var)
+        _refuse_per_replica(var, given)
+        undo = var.restorer()
+    failure, result, contents, call = None, None, b"", f"update({var.spec()})"
+    try:
+        mine, named = select(given)
+        with entered(Mode(strategy, updating=var)):
+            result = fn(var, *mine, **named)
+        call += f" of {nest.describe(nest.flatten((given, result))[1])}"
+        if not var.on_read:
+            contents = writes.digest(var.component()) + _contents((given, result))
+    except BaseException as error:  # a way out of the program is one that all ranks have to know
+        failure = error
+    try:
+        # Undone by the proof if that fails, before what was written earlier in the run.
+        lockstep.session.unproved.append((f"{call} itself", undo))
+        writes.prove_same(lockstep, call, contents, _ADVICE, failure)
+    except BaseException:
+        lockstep.session.unproved.clear()
+        undo()
+        raise
+    return mirrored(strategy, result) if group else _ungrouped(strategy, result)
+
+
+def update_non_slot(
+    strategy: Strategy, fn: Callable[..., Any], given: tuple[Any, Any], group: bool
+) -> Any:
+    """Let `fn` run on every rank; see `StrategyExtended.update_non_slot`."""
+    lockstep = strategy.parts.lockstep
+    each = any(isinstance(leaf, PerReplica) for leaf in nest.flatten(given)[0])
+    failure, result, contents, call = None, None, b"", "update_non_slot"
+    try:
+        # Of what is given, the values per replica differ; everything else must be the same.
+        contents = _contents(given)
+        mine, named = select(given)
+        with entered(Mode(strategy)):
+            result = fn(*mine, **named)
+        call += f" of {nest.describe(nest.flatten((given, result))[1])}"
+        if not each:
+            contents += _contents(result)
+    except BaseException as error:
+        failure = error
+    writes.prove_same(lockstep, call, contents, _ADVICE, failure)
+    if not each:
+        return mirrored(strategy, result) if group else _ungrouped(strategy, result)
+    seen = strategy.parts.regroup.gathered(f"{call}, its results", result)
+    return seen if group else strategy.experimental_local_results(seen)
+
+
+def _refuse_per_replica(var: Variable, given: Any) -> None:
+    if not var.on_read and any(isinstance(leaf, PerReplica) for leaf in nest.flatten(given)[0]):
+        raise StructureError(
+            f"update of {var.name!r}: an argument is a value per replica, which would make "
+            "the copies differ. Reduce it first: extended.reduce_to(op, value, variable)."
+        )
+
+
+def _ungrouped(strategy: Strategy, result: Any) -> tuple[Any, ...]:
+    seen = strategy.num_replicas_in_sync if strategy.parts.view.mirrors else 1
+    return (result,) * seen
+
+
+def _is_data(leaf: Any) -> bool:
+    return isinstance(leaf, np.ndarray | IndexedSlices) or is_scalar(leaf)
+
+
+def _contents(tree: Any) -> bytes:
+    """Return digests of what has to be alike on all ranks in a tree."""
+    digests = []
+    for leaf in nest.flatten(tree)[0]:
+        if isinstance(leaf, Mirrored) and not leaf.proved:
+            leaf = leaf.local
+        if _is_data(leaf):
+            digests.append(writes.digest(leaf))
+    return b"".join(digests)
