@@ -25,6 +25,7 @@ from mpistrat.collectives.packs import LIMIT, Pack, fill, packs
 from mpistrat.kernels.fold import fold_rows, spread_rows
 from mpistrat.kernels.ops import FOLDS, ReduceOp
 from mpistrat.memory.arena import Arena, Home
+from mpistrat.memory.layout import Specs
 
 __all__ = ["NodeFolds", "Packed", "Scales"]
 
@@ -88,6 +89,16 @@ class NodeFolds:
     def possible(self) -> bool:
         """Whether memory can be shared, as far as is known; equal on all ranks."""
         return self._possible
+
+    def buffers(self, specs: Specs) -> list[Array] | None:
+        """Return zeroed arrays of these ``(dtype, shape)`` in the arena, or None on every rank.
+
+        Collective.
+        """
+        if not self._possible:
+            return None
+        with self._sharing():
+            return self.arena.block(specs)
 
     def homes(self, values: Sequence[Array], outs: Sequence[Array] | None) -> list[Home] | None:
         """Return where all values lie, if every one is to be folded in place."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpistrat.comm.world import size_of_job
 from mpistrat.distribute import feeding, reductions
+from mpistrat.distribute.buffers import make_buffers
 from mpistrat.distribute.context import gather
 from mpistrat.distribute.extended import StrategyExtended
 from mpistrat.distribute.inputs import (
@@ -430,6 +431,60 @@ class Strategy:
         with self._cross("experimental_run", "the function itself"):
             args = () if input_iterator is None else (input_iterator.get_next(),)
             return run(self, fn, args, None)
+
+    def buffers(self, specs: Any) -> Any:
+        """Return writable arrays that `ReplicaContext.all_reduce` folds where they lie.
+
+        The ranks of a node see each other's arrays, so ``ctx.all_reduce(op, b, out=b)`` copies
+        nothing: each rank folds its slice of everybody's. Write to your own at any time but during
+        such a call. All other uses are those of any array.
+
+        Collective. Cost: the memory is reserved at once, some 0.25 s per GB of all ranks of a node.
+
+        Args:
+          specs: Tree of anything with a ``dtype`` and a ``shape``: arrays, variables.
+
+        Returns:
+          The same tree of zeroed arrays, C-ordered and aligned to 64 bytes. Their memory is given
+          back when the last of them is gone; it has no name, so nothing is left after a crash.
+
+        Raises:
+          LeafTypeError: A leaf has no dtype and shape, or they are of no array that can travel.
+          LockstepError: The trees differ between ranks.
+
+        Warns:
+          RuntimeWarning: The ranks of a node cannot share memory; the arrays are ordinary ones.
+
+        Example:
+          >>> import numpy as np, mpistrat as ms
+          >>> strategy = ms.OneDeviceStrategy("cpu")
+          >>> b = strategy.buffers({"w": np.empty((2, 3), np.float32)})
+          >>> b["w"][...] = 1
+          >>> strategy.run(lambda: ms.get_replica_context().all_reduce("sum", b, out=b)["w"].sum())
+          np.float32(6.0)
+        """
+        with self._cross("buffers", "it before run(), and use the arrays in replica code"):
+            return make_buffers(self.parts, "buffers", specs)
+
+    def gradient_buffers(self, variables: Any) -> Any:
+        """Return `buffers` for the gradients of variables: one array like each. Collective.
+
+        Args:
+          variables: Tree of variables, or of arrays.
+
+        Returns:
+          The same tree of zeroed arrays of their dtypes and shapes.
+
+        Example:
+          >>> import mpistrat as ms
+          >>> strategy = ms.OneDeviceStrategy("cpu")
+          >>> with strategy.scope():
+          ...     w = ms.Variable([[1.0, 2.0]])
+          >>> strategy.gradient_buffers([w])[0].shape
+          (1, 2)
+        """
+        with self._cross("gradient_buffers", "it before run(), and use the arrays there"):
+            return make_buffers(self.parts, "gradient_buffers", variables)
 
     def experimental_make_numpy_dataset(self, numpy_input: Any) -> Dataset:
         """Return an unbatched dataset of the rows of a tree of arrays; a list is stacked.

@@ -1,0 +1,55 @@
+"""Arrays that all ranks of a node can fold where they lie."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+
+from mpistrat import nest
+from mpistrat.arrays import dtype_name, is_bfloat16, label
+from mpistrat.distribute.naming import named
+from mpistrat.distribute.parts import Parts
+from mpistrat.errors import LeafTypeError
+
+__all__ = ["make_buffers"]
+
+Spec = tuple[np.dtype[Any], tuple[int, ...]]
+
+
+def make_buffers(parts: Parts, name: str, specs: Any) -> Any:
+    """Return a tree of zeroed arrays; see `Strategy.buffers`. Collective."""
+    with parts.lockstep.preparing(name):
+        leaves, structure = nest.flatten(specs)
+        paths = named(leaves, structure)
+        wanted = tuple(_spec(leaf, path) for leaf, path in zip(leaves, paths, strict=True))
+        shapes = ", ".join(f"{dtype_name(dtype)}{list(shape)}" for dtype, shape in wanted)
+    parts.lockstep.prove(f"{name}({nest.describe(structure)} of {shapes})")
+    arrays = parts.reducer.node.buffers(wanted)
+    if arrays is None:
+        if parts.lockstep.comm.size > 1 and parts.lockstep.comm.rank == 0:
+            warnings.warn(
+                f"{name}: the ranks of a node cannot share memory (too little of it, or not "
+                "allowed), so these arrays are each rank's own. Results are the same; all_reduce "
+                "into them takes longer.",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+        arrays = [np.zeros(shape, dtype) for dtype, shape in wanted]
+    return nest.unflatten(structure, arrays)
+
+
+def _spec(leaf: Any, path: str) -> Spec:
+    try:
+        dtype, shape = np.dtype(leaf.dtype), tuple(int(size) for size in leaf.shape)
+    except (AttributeError, TypeError, ValueError):
+        raise LeafTypeError(
+            f"{label(path)} is {leaf!r:.60}; wanted something with a dtype and a shape, such as an "
+            "array or a variable."
+        ) from None
+    if dtype.kind not in "iufcb" and not is_bfloat16(dtype):
+        raise LeafTypeError(f"{label(path)} has dtype {dtype}, which cannot travel between ranks.")
+    if min(shape, default=0) < 0:
+        raise LeafTypeError(f"{label(path)} has shape {shape}, which no array has.")
+    return dtype.newbyteorder("="), shape

@@ -1,0 +1,435 @@
+"""All-reduces through shared memory: the bits of a fold in rank order, on any layout of nodes."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import warnings
+import weakref
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import mpistrat as ms
+from mpistrat.collectives import node as node_module
+from mpistrat.collectives.packs import packs
+from mpistrat.comm.loopback import LoopbackComm
+from mpistrat.kernels import fold as fold_module
+from mpistrat.kernels.fold import fold_rows
+from mpistrat.testing import run_ranks
+
+_FOLDS = {"SUM": np.add, "MEAN": np.add, "PROD": np.multiply, "MIN": np.minimum, "MAX": np.maximum}
+# A mean of integers comes back in another dtype; complex numbers have no order.
+KINDS = [
+    (dtype, op)
+    for ops, dtypes in {
+        ("SUM", "PROD", "MIN", "MAX", "MEAN"): ("f4", "f8", "g"),
+        ("SUM", "PROD", "MIN", "MAX"): ("i4", "i8", "u4"),
+        ("SUM", "PROD"): ("c8", "c16"),
+    }.items()
+    for dtype in dtypes
+    for op in ops
+]
+
+
+def random(rank, shape, dtype, seed=0):
+    """Numbers over many orders of magnitude, so that another order of adding has other bits."""
+    rng = np.random.default_rng([rank, seed])
+    kind = np.dtype(dtype).kind
+    if kind in "iu":
+        return rng.integers(0, 2**31 - 1, shape).astype(dtype)
+    values = rng.standard_normal(shape) * 2.0 ** rng.integers(-40, 40, shape)
+    if kind == "c":
+        values = values + 1j * rng.standard_normal(shape)
+    return values.astype(dtype)
+
+
+def in_order(op, values):
+    with np.errstate(all="ignore"):
+        total = functools.reduce(_FOLDS[op], values)
+        if op == "MEAN":
+            total = total / total.dtype.type(len(values)) if total.dtype.kind != "c" else total
+        return total
+
+
+def tree(rank, dtype, seed=0):
+    return {
+        "big": random(rank, (3, 500), dtype, seed),
+        "none": random(rank, (0, 4), dtype, seed),
+        "small": [random(rank, (5,), dtype, seed), random(rank, (), dtype, seed)],
+        "turned": random(rank, (40, 7), dtype, seed).T,
+    }
+
+
+def program(op, dtype, how):
+    def rank(comm):
+        strategy = ms.MirroredStrategy(comm=comm)
+        given = tree(comm.rank, dtype)
+        results = []
+        buffers = strategy.buffers(given) if how == "in place" else None
+
+        def fn():
+            ctx = ms.get_replica_context()
+            for _ in range(3):
+                if how == "fresh":
+                    results.append(ctx.all_reduce(op, given))
+                    continue
+                places = buffers or ms.nest.map(np.zeros_like, given)
+                if how == "in place":
+                    ms.nest.map(lambda place, value: place.__setitem__(..., value), places, given)
+                value = places if how == "in place" else given
+                assert ctx.all_reduce(op, value, out=places) is places
+                results.append(ms.nest.map(np.array, places))
+
+        strategy.run(fn)
+        return results
+
+    return rank
+
+
+@pytest.mark.parametrize("how", ["fresh", "out", "in place"])
+@pytest.mark.parametrize(("dtype", "op"), KINDS)
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_the_bits_are_those_of_a_fold_in_rank_order(size, dtype, op, how):
+    want = [ms.nest.flatten(tree(rank, dtype))[0] for rank in range(size)]
+    for results in run_ranks(program(op, dtype, how), size):
+        for result in results:
+            got, structure = ms.nest.flatten(result)
+            assert structure == ms.nest.flatten(tree(0, dtype))[1]
+            for i, leaf in enumerate(got):
+                expected = in_order(op, [values[i] for values in want])
+                np.testing.assert_array_equal(leaf, expected, strict=True)
+
+
+@pytest.mark.parametrize("per_node", [1, 2, 3])
+@pytest.mark.parametrize("op", ["SUM", "MEAN", "MIN", "MAX"])
+@pytest.mark.parametrize("how", ["fresh", "in place"])
+def test_layouts_of_nodes(per_node, op, how, monkeypatch):
+    """Five ranks on nodes of 1, of 2 + 2 + 1, and of 3 + 2; whole numbers, so sums are exact."""
+    monkeypatch.setenv("MPISTRAT_RANKS_PER_NODE", str(per_node))
+
+    def rank(comm):
+        strategy = ms.MirroredStrategy(comm=comm)
+        shapes = {"a": (1000,), "b": (3, 3), "c": (0,)}
+        given = {
+            name: np.random.default_rng([comm.rank, i]).integers(-99, 99, shape).astype("f8")
+            for i, (name, shape) in enumerate(shapes.items())
+        }
+        if how == "in place":
+            places = strategy.buffers(given)
+            ms.nest.map(lambda place, value: place.__setitem__(..., value), places, given)
+            strategy.run(
+                lambda: ms.get_replica_context().all_reduce(op, places, out=places) and None
+            )
+            return given, ms.nest.map(np.array, places), strategy.parts.reducer.node.arena.nodes()
+        found = []
+        strategy.run(lambda: found.append(ms.get_replica_context().all_reduce(op, given)))
+        return given, found[0], strategy.parts.reducer.node.arena.nodes()
+
+    ranks = run_ranks(rank, 5)
+    nodes = -(-5 // per_node)
+    assert {row[2].nodes for row in ranks} == {nodes}
+    assert {row[2].lanes for row in ranks} == {1 if per_node < 3 else 2}
+    for name in "abc":
+        want = in_order(op, [given[name] for given, _, _ in ranks])
+        for _, got, _ in ranks:
+            np.testing.assert_array_equal(got[name], want, strict=True)
+
+
+@pytest.mark.parametrize("per_node", [0, 2])
+@pytest.mark.parametrize("how", ["fresh", "in place"])
+def test_weights(per_node, how, monkeypatch):
+    """A rank of weight 0 holds NaN, which nobody reads."""
+    monkeypatch.setenv("MPISTRAT_RANKS_PER_NODE", str(per_node))
+    weights = [3, 0, 2.5, 4]
+
+    def rank(comm):
+        strategy = ms.MirroredStrategy(comm=comm)
+        value = random(comm.rank, (700,), "f8")
+        given = np.full(700, np.nan) if comm.rank == 1 else value
+        places = strategy.buffers([given])
+        places[0][:] = given
+        found = []
+
+        def fn():
+            ctx = ms.get_replica_context()
+            out = places if how == "in place" else None
+            found.append(ctx.all_reduce("MEAN", places, weight=weights[comm.rank], out=out)[0])
+            none = strategy.parts.view and ctx.all_reduce("MEAN", np.ones(99), weight=0)
+            assert np.isnan(none).all()
+
+        strategy.run(fn)
+        return value, np.array(found[0])
+
+    ranks = run_ranks(rank, 4)
+    values = np.array([value for value, _ in ranks])
+    want = (values * np.array(weights)[:, None]).sum(axis=0) / sum(weights)
+    for _, got in ranks:
+        np.testing.assert_allclose(got, want, rtol=1e-13)
+        assert got.tobytes() == ranks[0][1].tobytes()
+
+
+def test_special_values_have_the_same_bits_on_all_ranks():
+    odd = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, 5e-324, 1.0, -1.0])
+
+    def rank(comm):
+        strategy = ms.MirroredStrategy(comm=comm)
+        rng = np.random.default_rng(comm.rank)
+        given = rng.choice(odd, 4000)
+        found = []
+        ops = ("SUM", "PROD", "MIN", "MAX", "MEAN")
+        strategy.run(
+            lambda: found.extend(ms.get_replica_context().all_reduce(op, given) for op in ops)
+        )
+        return given, found
+
+    ranks = run_ranks(rank, 3)
+    for i, op in enumerate(("SUM", "PROD", "MIN", "MAX", "MEAN")):
+        want = in_order(op, [given for given, _ in ranks])
+        for _, found in ranks:
+            np.testing.assert_array_equal(found[i], want)
+            assert found[i].tobytes() == ranks[0][1][i].tobytes()
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.int16])
+def test_narrow_dtypes_are_folded_wide(dtype):
+    def rank(comm):
+        strategy = ms.MirroredStrategy(comm=comm)
+        given = (np.arange(600) % 97 - 48 + comm.rank).astype(dtype)
+        found = []
+        strategy.run(
+            lambda: found.extend(
+                ms.get_replica_context().all_reduce(op, given) for op in ("SUM", "MEAN")
+            )
+        )
+        return given, found
+
+    ranks = run_ranks(rank, 3)
+    wide = np.array([given.astype("f8") for given, _ in ranks])
+    for _, (total, mean) in ranks:
+        assert total.dtype == dtype
+        np.testing.assert_array_equal(total.astype("f8"), wide.sum(axis=0))
+        exact = wide.mean(axis=0)
+        kind = mean.dtype
+        np.testing.assert_array_equal(
+            mean.astype("f8"), exact.astype("f4").astype(kind).astype("f8")
+        )
+
+
+def test_trees_larger_than_packs(monkeypatch):
+    """Packs of 4 KiB: leaves are cut, several packs follow one another, and rows are used again."""
+    monkeypatch.setattr(node_module, "packs", functools.partial(packs, limit=4096))
+
+    def rank(comm):
+        strategy = ms.MirroredStrategy(comm=comm)
+        rng = np.random.default_rng(comm.rank)
+        given = [rng.standard_normal(n) for n in (1, 3000, 0, 511, 512, 513, 7)]
+        given.append(np.asfortranarray(rng.standard_normal((80, 40))))
+        found = []
+        strategy.run(
+            lambda: found.extend(ms.get_replica_context().all_reduce("SUM", given) for _ in "abc")
+        )
+        return given, found
+
+    ranks = run_ranks(rank, 3)
+    for _, found in ranks:
+        for results in found:
+            for i, result in enumerate(results):
+                want = in_order("SUM", [given[i] for given, _ in ranks])
+                np.testing.assert_array_equal(result, want, strict=True)
+
+
+@pytest.mark.parametrize("limit", [8, 64, 100, 1 << 20])
+def test_packs_hold_every_element_once_and_are_bounded(limit):
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        kinds = [np.dtype(rng.choice(["f4", "f8", "i8"])) for _ in range(rng.integers(0, 12))]
+        specs = tuple((kind, int(rng.integers(0, 60))) for kind in kinds)
+        seen = [[] for _ in specs]
+        for pack in packs(specs, limit):
+            assert 0 < pack.nbytes <= max(limit, 8)
+            at = 0
+            for piece in pack.pieces:
+                assert (piece.column, specs[piece.leaf][0]) == (at, pack.dtype)
+                assert piece.whole == (piece.stop - piece.start == specs[piece.leaf][1])
+                seen[piece.leaf] += range(piece.start, piece.stop)
+                at += piece.stop - piece.start
+            assert at == pack.columns
+        assert seen == [list(range(size)) for _, size in specs]
+
+
+def test_some_of_the_buffers_and_the_same_twice():
+    def rank(comm):
+        strategy = ms.MirroredStrategy(comm=comm)
+        specs = [np.empty(n, t) for n, t in [(3, "f4"), (5, "f8"), (2, "f4"), (1, "f4"), (4, "f4")]]
+        b = strategy.buffers(specs)
+        for array in b:
+            array[:] = comm.rank + 1
+        total = comm.size * (comm.size + 1) / 2
+
+        def fn():
+            ctx = ms.get_replica_context()
+            ctx.all_reduce("SUM", [b[0], b[1], b[3]], out=[b[0], b[1], b[3]])
+            two = ctx.all_reduce("SUM", (b[4], b[4]), out=(b[4], b[4]))
+            view = b[2][:]  # not the array itself: it is copied, and comes out right
+            ctx.all_reduce("SUM", np.concatenate([view] * 99))
+            return two[0] is b[4]
+
+        assert strategy.run(fn).local
+        done = [float(array.max()) for array in b] + [float(array.min()) for array in b]
+        mine = comm.rank + 1.0
+        return done == [total, total, mine, total, total] * 2
+
+    assert all(run_ranks(rank, 3))
+
+
+def test_memory_goes_with_the_last_array():
+    def rank(comm):
+        strategy = ms.MirroredStrategy(comm=comm)
+        arrays = strategy.buffers([np.empty(10), np.empty(10)])
+        arena = strategy.parts.reducer.node.arena
+        home = arena.home(arrays[0])
+        watched = weakref.ref(home.block)
+        del home
+        last = arrays.pop()
+        del arrays[:]
+        gc.collect()
+        alive = watched() is not None
+        assert last.sum() == 0
+        del last
+        gc.collect()
+        return alive, watched() is None, len(arena._homes)
+
+    assert run_ranks(rank, 2) == [(True, True, 0)] * 2
+
+
+@pytest.mark.parametrize("refuses", [0, 1])
+def test_without_shared_memory_results_are_the_same(refuses, monkeypatch):
+    monkeypatch.setattr(
+        LoopbackComm, "shared", lambda self, nbytes: self._meet("none", None) and None
+    )
+
+    def rank(comm):
+        strategy = ms.MirroredStrategy(comm=comm)
+        value = random(comm.rank, (3000,), "i8")
+        buffers = strategy.buffers([value])
+        buffers[0][:] = value
+        found = []
+
+        def fn():
+            ctx = ms.get_replica_context()
+            ctx.all_reduce("SUM", buffers, out=buffers)
+            found.append(ctx.all_reduce("SUM", [value])[0])
+            found.append(ctx.all_reduce("SUM", [value])[0])
+
+        strategy.run(fn)
+        return value, buffers[0], *found
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        ranks = run_ranks(rank, 2)
+    assert len([w for w in said if "cannot share memory" in str(w.message)]) == 2
+    want = ranks[0][0] + ranks[1][0]
+    for _, *results in ranks:
+        for result in results:
+            np.testing.assert_array_equal(result, want, strict=True)
+
+
+BAD = {
+    "structure": (lambda v: [v["a"]], ms.StructureError),
+    "shape": (lambda v: {"a": np.zeros(3)}, TypeError),
+    "dtype": (lambda v: {"a": np.zeros(100, "f4")}, TypeError),
+    "no array": (lambda v: {"a": 3.0}, TypeError),
+    "read-only": (lambda v: {"a": np.broadcast_to(np.zeros(()), (100,))}, ValueError),
+}
+
+
+@pytest.mark.parametrize("how", list(BAD))
+def test_an_out_that_cannot_be_is_refused_on_every_rank(how):
+    make, error = BAD[how]
+
+    def rank(comm):
+        strategy = ms.MirroredStrategy(comm=comm)
+        value = {"a": np.ones(100)}
+
+        def fn(out):
+            ms.get_replica_context().all_reduce("SUM", value, out=out)
+
+        for culprit in (0, 1):
+            for _ in range(2):  # the second time the call is known
+                good = {"a": np.zeros(100)}
+                strategy.run(fn, (good,))
+                assert (good["a"] == comm.size).all()
+            out = make(value) if comm.rank == culprit else {"a": np.zeros(100)}
+            with pytest.raises(error) as told:
+                strategy.run(fn, (out,))
+            assert comm.rank == culprit or isinstance(told.value, ms.RemoteError)
+        return True
+
+    assert run_ranks(rank, 2) == [True, True]
+
+
+def test_in_place_on_one_rank_only_is_a_difference():
+    def rank(comm):
+        strategy = ms.MirroredStrategy(comm=comm)
+        (buffer,) = strategy.buffers([np.empty(1000)])
+        buffer[:] = comm.rank
+        own = np.array(buffer)
+        out = buffer if comm.rank else own
+        with pytest.raises(ms.LockstepError, match="in place"):
+            strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", out, out=out))
+        assert (buffer == comm.rank).all() and (own == comm.rank).all()
+        strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", buffer, out=buffer).sum())
+        return float(buffer.sum())
+
+    assert run_ranks(rank, 3) == [3000.0] * 3
+
+
+def test_a_small_tree_in_a_call_with_out():
+    def rank(comm):
+        strategy = ms.MirroredStrategy(comm=comm)
+        a = np.full(3, comm.rank + 1.0)
+        strided = np.zeros((4, 2))[:, 0]
+        strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", a, out=a).sum())
+        big = np.ones(4)
+        strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", big, out=strided).sum())
+        one = ms.OneDeviceStrategy("cpu")
+        one.run(lambda: ms.get_replica_context().all_reduce("SUM", big, out=strided[:4]))
+        return a.tolist(), strided.tolist()
+
+    assert run_ranks(rank, 2) == [([3.0] * 3, [1.0] * 4)] * 2
+
+
+def test_a_spec_that_is_none_is_refused():
+    strategy = ms.OneDeviceStrategy("cpu")
+    for bad in (3, {"x": "text"}, [np.empty(2, "O")], np.empty(2, "M8[s]")):
+        with pytest.raises(TypeError, match=r"dtype|shape"):
+            strategy.buffers(bad)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    ("dtype", "scaled"), [("f4", False), ("f8", False), ("i8", False), ("f4", True), ("f8", True)]
+)
+def test_the_kernel_has_the_bits_of_its_twin(rows, dtype, scaled, monkeypatch):
+    monkeypatch.setattr(fold_module, "_COMPILE", 1)
+    values = np.array([random(r, (5000,), dtype) for r in range(rows)])
+    scales = np.array([2.0, 0.0, 3.5, 1.0, 0.25][:rows]) if scaled else None
+    if scaled and rows > 1:
+        values[1] = np.nan
+    divisor = 7.0 if dtype != "i8" else 1.0
+    compiled, twin = values.copy(), values.copy()
+    fold_rows(np.add, compiled, compiled, 17, 4321, scales, divisor)
+    with np.errstate(all="ignore"):
+        fold_module._fold_blocks(np.add, twin, twin, 17, 4321, scales, divisor)
+    assert compiled.tobytes() == twin.tobytes()
+    terms = [
+        row if scales is None else np.where(s == 0, 0, row * s)
+        for row, s in zip(values, scales if scaled else [1] * rows, strict=True)
+    ]
+    with np.errstate(all="ignore"):
+        want = functools.reduce(np.add, [np.asarray(t, dtype) for t in terms])
+        want = want / want.dtype.type(7) if divisor != 1 else want
+    np.testing.assert_array_equal(compiled[:, 17:4321], np.tile(want, (rows, 1))[:, 17:4321])
+    np.testing.assert_array_equal(compiled[:, :17], values[:, :17])
