@@ -27,6 +27,7 @@ from mpi4py import MPI
 
 import mpistrat
 from mpistrat.collectives.lockstep import Lockstep
+from mpistrat.collectives.plans import Plans
 from mpistrat.collectives.reducer import Reducer
 from mpistrat.comm.mpi import MPIComm
 from mpistrat.distribute.parts import Parts
@@ -51,11 +52,11 @@ class Bare:
 
     def fits(self, nbytes: int) -> bool:
         """Nothing rides where there is no frame."""
-        return False
+        return nbytes == 0
 
-    def share(self, call: str, small: bytes, alarm: str = "") -> list[bytes]:
-        """A sum of no weights needs nothing of the others."""
-        return [small] * self.comm.size
+    def ride(self, call: str, digest: bytes, payload: bytes) -> None:
+        """Wait for all ranks where the proof would have, and move nothing."""
+        self.comm.barrier()
 
 
 class BarePlan:
@@ -76,7 +77,8 @@ def bare_strategy(comm: MPI.Intracomm) -> Strategy:
     """Return a strategy that proves nothing once its replicas have begun to run."""
     own = mpistrat.MirroredStrategy(comm=comm).parts
     reducer = Reducer(Bare(own.lockstep, MPIComm(comm)))  # type: ignore[arg-type]
-    return Strategy(Parts(own.view, own.lockstep, own.plans, reducer, own.regroup))
+    plans = Plans(reducer.lockstep, reducer.node)
+    return Strategy(Parts(own.view, own.lockstep, plans, reducer, own.regroup))
 
 
 def contestants(comm: MPI.Intracomm, proved: Strategy, bare: Strategy) -> dict[str, Any]:

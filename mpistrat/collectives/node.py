@@ -12,19 +12,21 @@ packed into scratch memory, and the results copied out.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, final
 
 import numpy as np
 
 from mpistrat.arrays import Array
+from mpistrat.collectives.folding import Folding
 from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.collectives.messages import reduce_messages
-from mpistrat.collectives.packs import LIMIT, Pack, fill, packs
+from mpistrat.collectives.packs import LIMIT, Pack, fill
+from mpistrat.collectives.results import Results
 from mpistrat.kernels.fold import fold_rows, spread_rows
 from mpistrat.kernels.ops import FOLDS, ReduceOp
-from mpistrat.memory.arena import Arena, Home
+from mpistrat.memory.arena import DIRECT, Arena, Home
 from mpistrat.memory.layout import Specs
 
 __all__ = ["NodeFolds", "Packed", "Scales"]
@@ -112,31 +114,44 @@ class NodeFolds:
             found.append(home)
         return found
 
-    def prepare(self, values: Sequence[Array], wires: Sequence[np.dtype[Any]]) -> Packed:
-        """Plan the packs, and fill the first one if there is room for it already.
+    def prepare(self, what: Folding, values: Sequence[Array]) -> Packed:
+        """Fill the first pack if there is room for it already.
 
         Not collective: it writes to this rank's own row, which nobody reads outside a reduction.
         """
-        # Pieces are cut from one run of memory.
-        flat = [v if v.flags.c_contiguous or v.nbytes <= LIMIT else v.copy() for v in values]
-        specs = tuple((wire, value.size) for wire, value in zip(wires, values, strict=True))
-        planned = packs(specs)
-        most = max((pack.nbytes for pack in planned), default=0)
-        filled = bool(planned) and self.arena.has_room(most)
+        filled = direct = False
+        if what.most > LIMIT // 2:  # it may be cut into pieces, which are taken from one run
+            values = [v if v.flags.c_contiguous else v.copy() for v in values]
+        arena = self.arena
+        if what.packs:
+            direct = arena.direct and len(what.packs) == 1 and what.most <= DIRECT
+            filled = direct or arena.has_room(what.most)
+        # By the number of the call to come, which is equal on all ranks whatever has failed before.
+        side = (self._lockstep.session.calls + 1) & 1
         if filled:
-            fill(planned[0], flat, self._row(planned[0]))
-        return Packed(planned, flat, most, filled)
+            pack = what.packs[0]
+            fill(
+                pack,
+                values,
+                self.arena.sides(pack.dtype)[side][self.rank] if direct else self._row(pack),
+            )
+        return Packed(values, filled, side if direct else None)
+
+    @property
+    def rank(self) -> int:
+        """The rank in the node."""
+        return self.arena.nodes().node.rank
 
     def _row(self, pack: Pack) -> Array:
-        row: Array = self.arena.scratch(pack.dtype)[self.arena.nodes().node.rank]
+        row: Array = self.arena.scratch(pack.dtype)[self.rank]
         return row
 
-    def room(self, packed: Packed) -> bool:
+    def room(self, what: Folding, packed: Packed) -> bool:
         """Have scratch memory for these packs, or tell that there is none. Collective."""
-        if packed.filled or not packed.packs:
+        if packed.filled or not what.packs:
             return True
         with self._sharing():
-            made = self.arena.make_room(packed.most)
+            made = self.arena.make_room(what.most)
         if made:
             return True
         if self._possible and self._lockstep.comm.rank == 0:
@@ -149,29 +164,31 @@ class NodeFolds:
         self._possible = False
         return False
 
-    def fold_packed(
-        self,
-        op: ReduceOp,
-        packed: Packed,
-        scales: Scales,
-        take: Callable[[Pack, Array], None],
-    ) -> None:
-        """Fold all packs, and give each result to ``take(pack, row)``.
+    def fold_packed(self, what: Folding, packed: Packed, scales: Scales, results: Results) -> None:
+        """Fold all packs, and give the results away.
 
         Collective; between the proof and its return only MPI and loops.
         """
         with self._sharing():
-            self._fold_packs(op, packed, scales, take)
+            if packed.side is not None:
+                self._fold_direct(what, packed.side, scales, results)
+            else:
+                self._fold_packs(what, packed, scales, results)
 
-    def _fold_packs(
-        self,
-        op: ReduceOp,
-        packed: Packed,
-        scales: Scales,
-        take: Callable[[Pack, Array], None],
-    ) -> None:
+    def _fold_direct(self, what: Folding, side: int, scales: Scales, results: Results) -> None:
+        # Every rank folds everything: for so little, cheaper than to wait for who has folded what.
+        # A side is written to again in the next call but one, and to come to the proof of the call
+        # between, each rank has to be through with this.
+        pack = what.packs[0]
+        rows = self.arena.sides(pack.dtype)[side]
+        total = np.empty((1, pack.columns), pack.dtype)
+        for start, stop, table, divisor in _spans(pack, scales):
+            fold_rows(FOLDS[what.op], rows, total, start, stop, table, divisor)
+        results.take(pack, total[0], own=True)
+
+    def _fold_packs(self, what: Folding, packed: Packed, scales: Scales, results: Results) -> None:
         node = self.arena.nodes().node
-        for number, pack in enumerate(packed.packs):
+        for number, pack in enumerate(what.packs):
             # The proof was the barrier after the first pack, if that was filled before it.
             if number or not packed.filled:
                 fill(pack, packed.values, self._row(pack))
@@ -179,15 +196,10 @@ class NodeFolds:
             rows = self.arena.scratch(pack.dtype)
             self._turn ^= 1
             result = rows[node.size + self._turn : node.size + self._turn + 1]
-            spans = [
-                _Range(p.column, p.column + p.stop - p.start, *scales.of(p.leaf))
-                for p in pack.pieces
-            ]
-            if scales.uniform:
-                spans = [_Range(0, pack.columns, *scales.of(0))]
-            self._fold(op, rows[: node.size], result, pack.columns, spans)
+            spans = _spans(pack, scales)
+            self._fold(what.op, rows[: node.size], result, pack.columns, spans)
             node.barrier()
-            take(pack, result[0])
+            results.take(pack, result[0])
 
     def fold_homes(self, op: ReduceOp, homes: Sequence[Home], scales: Scales) -> None:
         """Fold arrays where they lie. Collective; the proof was the barrier before it."""
@@ -258,19 +270,23 @@ class NodeFolds:
 
 
 class Packed(NamedTuple):
-    """A tree that is to pass through scratch memory.
+    """Leaves on their way to shared memory.
 
     Attributes:
-      packs: What is folded at once.
       values: The leaves.
-      most: The size of the largest pack, in bytes.
       filled: The first pack is in place already.
+      side: And every rank folds all of it, from this side.
     """
 
-    packs: tuple[Pack, ...]
     values: Sequence[Array]
-    most: int
     filled: bool
+    side: int | None
+
+
+def _spans(pack: Pack, scales: Scales) -> list[_Range]:
+    if scales.uniform:
+        return [_Range(0, pack.columns, *scales.of(0))]
+    return [_Range(p.column, p.column + p.stop - p.start, *scales.of(p.leaf)) for p in pack.pieces]
 
 
 def _slice(rank: int, size: int, columns: int, dtype: np.dtype[Any]) -> tuple[int, int]:

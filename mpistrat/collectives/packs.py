@@ -94,6 +94,11 @@ def fill(pack: Pack, values: Sequence[Array], room: Array) -> None:
 
     One call of NumPy for the whole pack, whose loop over the leaves is compiled.
     """
+    first = pack.pieces[0]
+    if first.whole and len(pack.pieces) == 1:
+        value = values[first.leaf]
+        np.copyto(room[: pack.columns].reshape(value.shape), value, casting="unsafe")
+        return
     parts = [
         values[p.leaf] if p.whole else values[p.leaf].reshape(-1)[p.start : p.stop]
         for p in pack.pieces

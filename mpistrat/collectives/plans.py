@@ -11,19 +11,21 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy as np
 
 from mpistrat import nest
 from mpistrat.arrays import Array
+from mpistrat.collectives.folding import Folding
 from mpistrat.collectives.lockstep import FRAME, HEAD, Lockstep, digest_of
 from mpistrat.collectives.messages import divide
+from mpistrat.collectives.node import NodeFolds
 from mpistrat.collectives.part import Part
-from mpistrat.collectives.reducer import Folding
 from mpistrat.kernels.ops import FOLDS, ReduceOp
+from mpistrat.memory.arena import DIRECT
 
-__all__ = ["NumberPlan", "Plan", "Plans", "Request", "Sketch", "request"]
+__all__ = ["NumberPlan", "Plan", "Plans", "Request", "SharedPlan", "Sketch", "request"]
 
 # Programs have few structures; one that makes new ones for ever must not fill the memory.
 _MOST = 1024
@@ -177,6 +179,76 @@ class NumberPlan:
         return np.float64(total / self._size if self._mean else total)
 
 
+@final
+class SharedPlan:
+    """How one all-reduce of up to `DIRECT` bytes passes through memory that all ranks share.
+
+    Each rank writes its values to its row, comes to the proof, and folds all rows for itself.
+
+    Args:
+      lockstep: What proves it.
+      node: The shared memory.
+      what: The call; one pack, of one dtype.
+      numbers: For each leaf, whether it is a number, so that a number comes back.
+    """
+
+    def __init__(self, lockstep: Lockstep, node: NodeFolds, what: Folding, numbers: Sequence[bool]):
+        """Find the rows of both sides."""
+        (pack,) = what.packs
+        self._session, self._ride = lockstep.session, lockstep.ride
+        self._text, self._digest = what.said("")
+        mean = what.op is ReduceOp.MEAN
+        self._header, self._divisor = (_ONE, lockstep.comm.size) if mean else (b"", 0)
+        self._fold: Callable[..., Any] = FOLDS[what.op]
+        self._rows = tuple(
+            tuple(row[: pack.columns] for row in side) for side in node.arena.sides(pack.dtype)
+        )
+        self._mine = tuple(side[node.rank] for side in self._rows)
+        places = {piece.leaf: piece for piece in pack.pieces}
+        self._cuts = tuple(
+            (at.column, at.column + at.stop, None if numbers[leaf] else what.shapes[leaf])
+            for leaf, at in places.items()
+        )
+        self._shape = what.shapes[0]
+
+    def all(self, leaves: Sequence[Any]) -> list[Any]:
+        """Prove, fold and return the totals of `leaves`, in rank order. Collective."""
+        side = (self._session.calls + 1) & 1
+        np.concatenate(leaves, axis=None, out=self._mine[side])
+        total = self._total(side)
+        return [
+            total[start] if shape is None else total[start:stop].reshape(shape)
+            for start, stop, shape in self._cuts
+        ]
+
+    def one(self, leaf: Any) -> Any:
+        """Return the total of the only leaf, an array. Collective."""
+        side = (self._session.calls + 1) & 1
+        mine = self._mine[side]
+        if leaf.ndim == 1:
+            mine[:] = leaf
+            return self._total(side)
+        mine.reshape(self._shape)[...] = leaf
+        return self._total(side).reshape(self._shape)
+
+    def _total(self, side: int) -> Array:
+        self._ride(self._text, self._digest, self._header)
+        rows, fold = self._rows[side], self._fold
+        with np.errstate(all="ignore"):
+            total: Array = fold(rows[0], rows[1])
+            for row in rows[2:]:
+                fold(total, row, out=total)
+            if self._divisor:
+                divide(total, self._divisor)
+        moved = self._session.on_moved
+        if moved is not None:
+            moved([total])
+        return total
+
+
+AnyPlan: TypeAlias = Plan | NumberPlan | SharedPlan
+
+
 def _bytes(number: Any) -> bytes:
     return np.asarray(number).tobytes()
 
@@ -214,18 +286,18 @@ def _runs(
 class Plans:
     """The plans of one strategy, by what they are for."""
 
-    def __init__(self, lockstep: Lockstep):
+    def __init__(self, lockstep: Lockstep, node: NodeFolds):
         """Remember nothing yet."""
-        self._lockstep = lockstep
-        self._known: dict[tuple[Any, ...], Plan] = {}
+        self._lockstep, self._node = lockstep, node
+        self._known: dict[tuple[Any, ...], Plan | SharedPlan] = {}
         self._sketches: dict[tuple[Any, ...], Sketch] = {}
-        self._lone: dict[tuple[Any, ...], Plan | NumberPlan] = {}
+        self._lone: dict[tuple[Any, ...], AnyPlan] = {}
 
     def __len__(self) -> int:
         """Return how many there are."""
         return len(self._known) + len(self._lone)
 
-    def lone(self, reduce_op: Any, value: Any) -> Plan | NumberPlan | None:
+    def lone(self, reduce_op: Any, value: Any) -> AnyPlan | None:
         """Return the plan for a lone array or number, if there is one."""
         try:
             if type(value) is np.ndarray:
@@ -234,7 +306,7 @@ class Plans:
         except TypeError:  # no operation; the general path says so, on every rank
             return None
 
-    def find(self, asked: Request | None) -> Plan | None:
+    def find(self, asked: Request | None) -> Plan | SharedPlan | None:
         """Return the plan of this request, if there is one."""
         return None if asked is None else self._known.get(asked.key)
 
@@ -253,27 +325,37 @@ class Plans:
             like = tuple(type(leaf) is not np.ndarray for leaf in asked.leaves)
             self._sketches[(weighted, *asked.key)] = Sketch(what, like)
         if not weighted:
-            self._plan(asked, what.op, what.text, parts)
+            self._plan(asked, what, parts)
 
-    def _plan(self, asked: Request, op: ReduceOp, text: str, parts: Sequence[Part]) -> None:
-        lockstep = self._lockstep
+    def _plan(self, asked: Request, what: Folding, parts: Sequence[Part]) -> None:
+        lockstep, op = self._lockstep, what.op
         header = _ONE if op is ReduceOp.MEAN else b""
-        as_is = all(_as_is(leaf, part) for leaf, part in zip(asked.leaves, parts, strict=True))
-        fits = lockstep.fits(len(header) + sum(part.value.nbytes for part in parts))
-        if not (as_is and fits):
+        if not all(_as_is(leaf, part) for leaf, part in zip(asked.leaves, parts, strict=True)):
             return
         if len(self) >= _MOST:
             self._known.clear()
             self._lone.clear()
         reduce_op, structure, *specs = asked.key
-        if not nest.is_lone(structure):
-            numbers = [type(leaf) is not np.ndarray for leaf in asked.leaves]
-            self._known[asked.key] = Plan(lockstep, op, text, parts, header, numbers)
-            return
-        number = specs[0] in _FLOATS
-        key = (reduce_op, *specs[0]) if isinstance(specs[0], tuple) else (reduce_op, specs[0])
-        if number and op in (ReduceOp.SUM, ReduceOp.MEAN):
-            self._lone[key] = NumberPlan(lockstep, op, text)
+        numbers = [type(leaf) is not np.ndarray for leaf in asked.leaves]
+        plan: Plan | SharedPlan
+        if lockstep.fits(len(header) + what.nbytes):
+            plan = Plan(lockstep, op, what.text, parts, header, numbers)
+        elif (
+            lockstep.frames
+            and self._node.arena.direct
+            and what.most <= DIRECT
+            and len(what.packs) == 1
+        ):
+            plan = SharedPlan(lockstep, self._node, what, numbers)
         else:
-            number = type(asked.leaves[0]) is not np.ndarray
-            self._lone[key] = Plan(lockstep, op, text, parts, header, [number])
+            return
+        if not nest.is_lone(structure):
+            self._known[asked.key] = plan
+            return
+        number = specs[0] in _FLOATS and op in (ReduceOp.SUM, ReduceOp.MEAN)
+        key = (reduce_op, *specs[0]) if isinstance(specs[0], tuple) else (reduce_op, specs[0])
+        self._lone[key] = NumberPlan(lockstep, op, what.text) if number else plan
+
+    def _direct(self, what: Folding) -> bool:
+        there = self._lockstep.frames and self._node.arena.direct
+        return there and len(what.packs) == 1 and what.most <= DIRECT

@@ -20,6 +20,7 @@ import numpy as np
 
 from mpistrat.arrays import Array
 from mpistrat.collectives.alarms import first_nonfinite
+from mpistrat.collectives.folding import Folding
 from mpistrat.collectives.forms import Form
 from mpistrat.collectives.gatherer import Gatherer
 from mpistrat.collectives.lockstep import Lockstep
@@ -31,24 +32,10 @@ from mpistrat.collectives.texts import described
 from mpistrat.kernels.ops import FOLDS, ReduceOp
 from mpistrat.memory.arena import Home
 
-__all__ = ["Folding", "Reducer"]
+__all__ = ["Reducer"]
 
 # Whole numbers up to here are exact in float32.
 _EXACT = 2**24
-
-
-class Folding(NamedTuple):
-    """One all-reduce, as far as it is the same on all ranks.
-
-    Attributes:
-      text: The text of the call, with names, dtypes and shapes.
-      op: The fold.
-      forms: How each leaf travels.
-    """
-
-    text: str
-    op: ReduceOp
-    forms: tuple[Form, ...]
 
 
 class _Way(NamedTuple):
@@ -111,7 +98,8 @@ class Reducer:
         except Exception as error:
             self.lockstep.refuse(call, error)
         values = [part.value for part in parts]
-        return self.fold(Folding(text, op, forms), values, weights, weigh, alarm=alarm)
+        what = Folding(text, op, forms, [value.shape for value in values])
+        return self.fold(what, values, weights, weigh, alarm=alarm)
 
     def fold(
         self,
@@ -138,10 +126,16 @@ class Reducer:
                 way = self._way(what, values, weights, weigh, outs)
             except Exception as error:
                 self.lockstep.refuse(what.text, error)
-            smalls = self.lockstep.share(what.text + way.suffix, way.riding, alarm=alarm)
+            text, digest = what.said(way.suffix)
+            smalls: list[bytes] = []
+            watched = self.lockstep.options.nan != "off"  # any rank may have an alarm to tell
+            if way.small or watched or not self.lockstep.fits(len(way.riding)):
+                smalls = self.lockstep.share(text, way.riding, alarm=alarm)
+            else:
+                self.lockstep.ride(text, digest, way.riding)
             scales = Scales()
             if what.op is ReduceOp.MEAN:
-                table = _scales(smalls, len(weights), weigh)
+                table = _scales(self._weights(smalls, len(weights)), weigh)
                 divisors = [math.fsum(column) for column in table.T]
                 scales = Scales(table if weigh else None, divisors)
             results = way.finish(scales, smalls)
@@ -155,6 +149,12 @@ class Reducer:
                     out[...] = result
             return list(outs)
 
+    def _weights(self, smalls: list[bytes], count: int) -> Array:
+        """Return every rank's weights (rows) of every leaf (columns), from what came."""
+        if smalls:
+            return np.array([np.frombuffer(small[: 8 * count], np.float64) for small in smalls])
+        return self.lockstep.received[:, : 8 * count].copy().view(np.float64)
+
     def _way(
         self,
         what: Folding,
@@ -165,7 +165,7 @@ class Reducer:
     ) -> _Way:
         """Choose a path, and do on it what can fail."""
         homes = None
-        if outs is not None and self.node.possible and all(map(_as_it_is, what.forms)):
+        if outs is not None and self.node.possible and what.as_it_is:
             homes = self.node.homes(values, outs)
         header = b""
         if what.op is ReduceOp.MEAN:
@@ -176,8 +176,7 @@ class Reducer:
         if homes is not None:
             finish = functools.partial(self._in_place, what, homes, list(values))
             return _Way(f"{suffix}, in place {_places(homes)}", header, finish)
-        nbytes = sum(v.size * f.wire.itemsize for v, f in zip(values, what.forms, strict=True))
-        if self.lockstep.fits(len(header) + nbytes):
+        if self.lockstep.fits(len(header) + what.nbytes):
             wires = [np.asarray(v, f.wire) for v, f in zip(values, what.forms, strict=True)]
             riding = header + b"".join([wire.tobytes() for wire in wires])
             return _Way(suffix, riding, functools.partial(_rode, what, wires, len(header)), True)
@@ -186,8 +185,8 @@ class Reducer:
             sent = messages(what.op, wires, self.comm.size)
             finish = functools.partial(self._native, what, wires, sent, weigh)
             return _Way(suffix, header, finish)
-        packed = self.node.prepare(values, [form.wire for form in what.forms])
-        results = results_for(packed.packs, what.forms, values, outs)
+        packed = self.node.prepare(what, values)
+        results = results_for(what, outs)
         finish = functools.partial(self._packed, what, packed, values, weigh, results)
         return _Way(suffix, header, finish)
 
@@ -207,8 +206,8 @@ class Reducer:
         scales: Scales,
         smalls: list[bytes],
     ) -> list[Array]:
-        if self.node.room(packed):
-            self.node.fold_packed(what.op, packed, scales, results.take)
+        if self.node.room(what, packed):
+            self.node.fold_packed(what, packed, scales, results)
             return results.whole()
         wires = [_wire(v, f, weigh) for v, f in zip(values, what.forms, strict=True)]
         sent = messages(what.op, wires, self.comm.size)
@@ -243,10 +242,6 @@ def _silenced(values: Sequence[Array], weights: Sequence[float]) -> list[Array]:
         np.zeros(value.shape, value.dtype) if weight == 0 else value
         for value, weight in zip(values, spread, strict=True)
     ]
-
-
-def _as_it_is(form: Form) -> bool:
-    return form.wire == form.result
 
 
 def _places(homes: Sequence[Home]) -> str:
@@ -290,13 +285,12 @@ def _rode(
     return _done(what, totals, scales)
 
 
-def _scales(smalls: list[bytes], count: int, weigh: bool) -> Array:
-    """Return every rank's weights (rows) of every leaf (columns), as far as they matter.
+def _scales(table: Array, weigh: bool) -> Array:
+    """Return the weights as far as they matter.
 
     Counts stay what they are: their products with values lose least. Other weights are taken
     relative to the largest, so that they keep within the range of float32 whatever they are.
     """
-    table = np.array([np.frombuffer(small[: 8 * count], np.float64) for small in smalls])
     if not weigh:
         return table
     counts = (table <= _EXACT) & (table == np.floor(table))

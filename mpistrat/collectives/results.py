@@ -8,7 +8,7 @@ from typing import final
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.collectives.forms import Form
+from mpistrat.collectives.folding import Folding
 from mpistrat.collectives.packs import Pack
 
 __all__ = ["Results", "results_for"]
@@ -31,9 +31,9 @@ class Results:
         """Wait for what is folded."""
         self._shapes, self._arrays = shapes, arrays
 
-    def take(self, pack: Pack, row: Array) -> None:
-        """Copy a pack's results out of shared memory."""
-        flat: Array | None = None
+    def take(self, pack: Pack, row: Array, own: bool = False) -> None:
+        """Copy a pack's results out of shared memory; with `own`, `row` is this rank's already."""
+        flat: Array | None = row if own else None
         for leaf, start, stop, column, _ in pack.pieces:
             end = column + stop - start
             array = self._arrays[leaf]
@@ -49,24 +49,19 @@ class Results:
         return [array for array in self._arrays if array is not None]
 
 
-def results_for(
-    packs: Sequence[Pack],
-    forms: Sequence[Form],
-    values: Sequence[Array],
-    outs: Sequence[Array] | None,
-) -> Results:
-    """Return where the results of these packs go: to `outs` where they are, else to new memory."""
-    together = [False] * len(values)
+def results_for(what: Folding, outs: Sequence[Array] | None) -> Results:
+    """Return where results go: to `outs` where they are, else to new memory."""
+    together = [False] * len(what.forms)
     if outs is None:
-        for pack in packs:
+        for pack in what.packs:
             for piece in pack.pieces:
                 small = (piece.stop - piece.start) * pack.dtype.itemsize < _OWN
-                same = forms[piece.leaf].result == pack.dtype
+                same = what.forms[piece.leaf].result == pack.dtype
                 together[piece.leaf] = piece.whole and small and same
     arrays: list[Array | None] = []
-    for leaf, (value, form) in enumerate(zip(values, forms, strict=True)):
+    for leaf, (shape, form) in enumerate(zip(what.shapes, what.forms, strict=True)):
         if outs is not None and outs[leaf].flags.c_contiguous:
             arrays.append(outs[leaf])
         else:
-            arrays.append(None if together[leaf] else np.empty(value.shape, form.result))
-    return Results([value.shape for value in values], arrays)
+            arrays.append(None if together[leaf] else np.empty(shape, form.result))
+    return Results(what.shapes, arrays)

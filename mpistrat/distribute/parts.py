@@ -53,4 +53,6 @@ class Parts:
             session = Session.on(default_parent() if parent is None else parent)
         lockstep = Lockstep(session)
         begin(lockstep)
-        return Parts(view, lockstep, Plans(lockstep), Reducer(lockstep), Regroup(lockstep, view))
+        reducer = Reducer(lockstep)
+        plans = Plans(lockstep, reducer.node)
+        return Parts(view, lockstep, plans, reducer, Regroup(lockstep, view))

@@ -10,10 +10,10 @@ import numpy as np
 
 from mpistrat import nest
 from mpistrat.arrays import Array, as_array, dtype_name, finish, label, spec_text
+from mpistrat.collectives.folding import Folding
 from mpistrat.collectives.forms import form
 from mpistrat.collectives.part import Part
 from mpistrat.collectives.plans import Request, Sketch, request
-from mpistrat.collectives.reducer import Folding
 from mpistrat.collectives.texts import described
 from mpistrat.distribute import sparse
 from mpistrat.distribute.naming import named
@@ -122,7 +122,9 @@ def reduce_in_replica(
         how = call.op.value if weight is None else f"{call.op.value} weighted"
         start = f"all_reduce({how}, {nest.describe(call.structure)})"
         dense = [part for part in call.parts if isinstance(part, Part)]
-        what = Folding(described(start, dense), call.op, tuple(part.form for part in dense))
+        forms = [part.form for part in dense]
+        shapes = [part.value.shape for part in dense]
+        what = Folding(described(start, dense), call.op, forms, shapes)
         alarm = parts.reducer.alarm(start, dense)
     except Exception as error:
         parts.lockstep.refuse("all_reduce", error)

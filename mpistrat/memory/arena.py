@@ -17,11 +17,13 @@ from mpistrat.comm.base import Comm
 from mpistrat.memory.layout import Layout, Place, Specs, lay_out
 from mpistrat.memory.nodes import Nodes, find_nodes
 
-__all__ = ["Arena", "Block", "Home"]
+__all__ = ["DIRECT", "Arena", "Block", "Home"]
 
 # Two result rows beside the ranks' own: a rank that is ahead writes the one, while others that are
 # behind still read the other.
 _RESULTS = 2
+# Up to so many bytes every rank folds everything, from rows that are used every other time.
+DIRECT = 64 * 1024
 
 
 @final
@@ -82,6 +84,8 @@ class Arena:
         # By address, and checked to be the same object: an address is used again after its array.
         self._homes: dict[int, tuple[weakref.ref[Any], Home]] = {}
         self._scratch: memoryview | None = None
+        self._sides_memory: memoryview | None = None
+        self._sides: dict[np.dtype[Any], Array] = {}
         self._rooms: dict[np.dtype[Any], Array] = {}
         self._refused = False
 
@@ -157,9 +161,28 @@ class Arena:
         self._scratch = None
         memory = node.shared(row * (node.size + _RESULTS))
         self._refused = not self._everywhere(memory is not None)
-        if not self._refused:
-            self._scratch = memory
-        return not self._refused
+        if self._refused:
+            return False
+        self._scratch = memory
+        if self._sides_memory is None and self.nodes().nodes == 1:
+            sides = node.shared(2 * node.size * DIRECT)
+            self._sides_memory = sides if self._everywhere(sides is not None) else None
+        return True
+
+    @property
+    def direct(self) -> bool:
+        """Whether there are `sides`; equal on all ranks."""
+        return self._sides_memory is not None
+
+    def sides(self, dtype: np.dtype[Any]) -> Array:
+        """Return two matrices of `dtype` that take turns; one row of `DIRECT` bytes per rank."""
+        found = self._sides.get(dtype)
+        if found is None:
+            assert self._sides_memory is not None
+            size, width = self.nodes().node.size, DIRECT // dtype.itemsize
+            flat = np.frombuffer(self._sides_memory, dtype, 2 * size * width)
+            found = self._sides[dtype] = flat.reshape(2, size, width)
+        return found
 
     def scratch(self, dtype: np.dtype[Any]) -> Array:
         """Return the scratch memory as rows of `dtype`: one per rank of the node, two of results.

@@ -18,9 +18,9 @@ from mpistrat.distribute.views import GLOBAL
 def _words(comm):
     """Return a strategy that believes its job to be larger than frames are for."""
     lockstep = Lockstep(Session.on(comm), frame_ranks=1)
-    return Strategy(
-        Parts(GLOBAL, lockstep, Plans(lockstep), Reducer(lockstep), Regroup(lockstep, GLOBAL))
-    )
+    reducer = Reducer(lockstep)
+    plans = Plans(lockstep, reducer.node)
+    return Strategy(Parts(GLOBAL, lockstep, plans, reducer, Regroup(lockstep, GLOBAL)))
 
 
 @pytest.fixture(params=["frames", "words"])

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.collectives import node as node_module
+from mpistrat.collectives import folding
 from mpistrat.collectives.packs import packs
 from mpistrat.comm.loopback import LoopbackComm
 from mpistrat.kernels import fold as fold_module
@@ -219,7 +219,7 @@ def test_narrow_dtypes_are_folded_wide(dtype):
 
 def test_trees_larger_than_packs(monkeypatch):
     """Packs of 4 KiB: leaves are cut, several packs follow one another, and rows are used again."""
-    monkeypatch.setattr(node_module, "packs", functools.partial(packs, limit=4096))
+    monkeypatch.setattr(folding, "packs", functools.partial(packs, limit=4096))
 
     def rank(comm):
         strategy = ms.MirroredStrategy(comm=comm)
