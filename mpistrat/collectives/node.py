@@ -26,10 +26,10 @@ from mpistrat.collectives.packs import LIMIT, Pack, fill
 from mpistrat.collectives.results import Results
 from mpistrat.kernels.fold import fold_rows, spread_rows
 from mpistrat.kernels.ops import FOLDS, ReduceOp
-from mpistrat.memory.arena import DIRECT, Arena, Home
+from mpistrat.memory.arena import Arena, Home
 from mpistrat.memory.layout import Specs
 
-__all__ = ["NodeFolds", "Packed", "Scales"]
+__all__ = ["NodeFolds", "Packed", "Placed", "Scales"]
 
 # What goes between nodes at once, in elements; bounds what it takes beside the arena.
 _LANE = 1 << 20
@@ -124,7 +124,7 @@ class NodeFolds:
             values = [v if v.flags.c_contiguous else v.copy() for v in values]
         arena = self.arena
         if what.packs:
-            direct = arena.direct and len(what.packs) == 1 and what.most <= DIRECT
+            direct = len(what.packs) == 1 and what.most <= arena.direct
             filled = direct or arena.has_room(what.most)
         # By the number of the call to come, which is equal on all ranks whatever has failed before.
         side = (self._lockstep.session.calls + 1) & 1
@@ -201,30 +201,30 @@ class NodeFolds:
             node.barrier()
             results.take(pack, result[0])
 
-    def fold_homes(self, op: ReduceOp, homes: Sequence[Home], scales: Scales) -> None:
-        """Fold arrays where they lie. Collective; the proof was the barrier before it."""
-        spans: dict[tuple[int, int], list[_Range]] = {}
+    def placed(self, homes: list[Home]) -> Placed:
+        """Return where arrays of the arena are folded, as far as it is the same every time."""
+        spans: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
         for leaf, home in enumerate(homes):
             place = home.place
             known = spans.setdefault((home.block.number, place.matrix), [])
-            span = _Range(place.start, place.stop, *scales.of(leaf))
             # Neighbours are folded as one, with the few columns between them that are nobody's.
             step = home.block.layout.step(place.matrix)
-            if known and scales.uniform and place.start == -(-known[-1].stop // step) * step:
-                known[-1] = known[-1]._replace(stop=span.stop)
+            if known and place.start == -(-known[-1][1] // step) * step:
+                known[-1] = (known[-1][0], place.stop, known[-1][2])
             else:
-                known.append(span)
-        with self._sharing():
-            self._fold_blocks(op, homes, spans)
-
-    def _fold_blocks(
-        self, op: ReduceOp, homes: Sequence[Home], spans: dict[tuple[int, int], list[_Range]]
-    ) -> None:
+                known.append((place.start, place.stop, leaf))
         blocks = {home.block.number: home.block for home in homes}
-        for (number, matrix), ranges in spans.items():
-            rows = blocks[number].matrices[matrix]
-            self._fold(op, rows, rows, rows.shape[1], ranges)
-        self.arena.nodes().node.barrier()
+        rows = [blocks[number].matrices[matrix] for number, matrix in spans]
+        text = " ".join(f"{home.block.number}/{home.leaf}" for home in homes)
+        return Placed(f", out, in place {text}", rows, list(spans.values()))
+
+    def fold_placed(self, op: ReduceOp, placed: Placed, scales: Scales) -> None:
+        """Fold arrays where they lie. Collective; the proof was the barrier before it."""
+        with self._sharing():
+            for rows, spans in zip(placed.rows, placed.spans, strict=True):
+                ranges = [_Range(start, stop, *scales.of(leaf)) for start, stop, leaf in spans]
+                self._fold(op, rows, rows, rows.shape[1], ranges)
+            self.arena.nodes().node.barrier()
 
     @contextmanager
     def _sharing(self) -> Iterator[None]:
@@ -267,6 +267,20 @@ class NodeFolds:
             for at in range(start, stop, _LANE):
                 part = row[at : min(at + _LANE, stop)]
                 (part[:],) = reduce_messages(nodes.lane, op, [part])
+
+
+class Placed(NamedTuple):
+    """Arrays of the arena that are folded where they lie.
+
+    Attributes:
+      suffix: What the text of the call says of it.
+      rows: The matrices.
+      spans: For each of them the columns: where they begin and end, and which leaf begins there.
+    """
+
+    suffix: str
+    rows: list[Array]
+    spans: list[list[tuple[int, int, int]]]
 
 
 class Packed(NamedTuple):

@@ -25,12 +25,11 @@ from mpistrat.collectives.forms import Form
 from mpistrat.collectives.gatherer import Gatherer
 from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.collectives.messages import Message, divide, messages, multiply, scale, travel
-from mpistrat.collectives.node import NodeFolds, Packed, Scales
+from mpistrat.collectives.node import NodeFolds, Packed, Placed, Scales
 from mpistrat.collectives.part import Part
 from mpistrat.collectives.results import Results, results_for
 from mpistrat.collectives.texts import described
 from mpistrat.kernels.ops import FOLDS, ReduceOp
-from mpistrat.memory.arena import Home
 
 __all__ = ["Reducer"]
 
@@ -126,18 +125,7 @@ class Reducer:
                 way = self._way(what, values, weights, weigh, outs)
             except Exception as error:
                 self.lockstep.refuse(what.text, error)
-            text, digest = what.said(way.suffix)
-            smalls: list[bytes] = []
-            watched = self.lockstep.options.nan != "off"  # any rank may have an alarm to tell
-            if way.small or watched or not self.lockstep.fits(len(way.riding)):
-                smalls = self.lockstep.share(text, way.riding, alarm=alarm)
-            else:
-                self.lockstep.ride(text, digest, way.riding)
-            scales = Scales()
-            if what.op is ReduceOp.MEAN:
-                table = _scales(self._weights(smalls, len(weights)), weigh)
-                divisors = [math.fsum(column) for column in table.T]
-                scales = Scales(table if weigh else None, divisors)
+            scales, smalls = self._prove(what, way, len(weights), weigh, alarm)
             results = way.finish(scales, smalls)
             moved = self.lockstep.session.on_moved
             if moved is not None and not way.small:
@@ -148,6 +136,35 @@ class Reducer:
                 if out is not result:
                     out[...] = result
             return list(outs)
+
+    def fold_placed(
+        self, what: Folding, placed: Placed, weight: float, weigh: bool, leaves: list[Array]
+    ) -> None:
+        """Fold arrays of the arena where they lie, if all is known of them; else as `fold`."""
+        header = struct.pack("<d", weight) if what.op is ReduceOp.MEAN else b""
+        way = _Way(placed.suffix, header, _nothing)
+        with np.errstate(all="ignore"):
+            scales, _ = self._prove(what, way, 1, weigh, "")
+            self.node.fold_placed(what.op, placed, scales)
+        moved = self.lockstep.session.on_moved
+        if moved is not None:
+            moved(leaves)
+
+    def _prove(
+        self, what: Folding, way: _Way, weights: int, weigh: bool, alarm: str
+    ) -> tuple[Scales, list[bytes]]:
+        text, digest = what.said(way.suffix)
+        smalls: list[bytes] = []
+        watched = self.lockstep.options.nan != "off"  # any rank may have an alarm to tell
+        if way.small or watched or not self.lockstep.fits(len(way.riding)):
+            smalls = self.lockstep.share(text, way.riding, alarm=alarm)
+        else:
+            self.lockstep.ride(text, digest, way.riding)
+        if what.op is not ReduceOp.MEAN:
+            return Scales(), smalls
+        table = _scales(self._weights(smalls, weights), weigh)
+        divisors = [math.fsum(column) for column in table.T]
+        return Scales(table if weigh else None, divisors), smalls
 
     def _weights(self, smalls: list[bytes], count: int) -> Array:
         """Return every rank's weights (rows) of every leaf (columns), from what came."""
@@ -174,8 +191,9 @@ class Reducer:
                 values = _silenced(values, weights)
         suffix = "" if outs is None else ", out"
         if homes is not None:
-            finish = functools.partial(self._in_place, what, homes, list(values))
-            return _Way(f"{suffix}, in place {_places(homes)}", header, finish)
+            placed = self.node.placed(homes)
+            finish = functools.partial(self._in_place, what, placed, list(values))
+            return _Way(placed.suffix, header, finish)
         if self.lockstep.fits(len(header) + what.nbytes):
             wires = [np.asarray(v, f.wire) for v, f in zip(values, what.forms, strict=True)]
             riding = header + b"".join([wire.tobytes() for wire in wires])
@@ -191,9 +209,9 @@ class Reducer:
         return _Way(suffix, header, finish)
 
     def _in_place(
-        self, what: Folding, homes: list[Home], values: list[Array], scales: Scales, _: list[bytes]
+        self, what: Folding, placed: Placed, values: list[Array], scales: Scales, _: list[bytes]
     ) -> list[Array]:
-        self.node.fold_homes(what.op, homes, scales)
+        self.node.fold_placed(what.op, placed, scales)
         return values
 
     def _packed(
@@ -236,16 +254,16 @@ class Reducer:
         return first_nonfinite(call, self.lockstep.session.steps, parts)
 
 
+def _nothing(scales: Scales, smalls: list[bytes]) -> list[Array]:
+    return []
+
+
 def _silenced(values: Sequence[Array], weights: Sequence[float]) -> list[Array]:
     spread = list(weights) if len(weights) > 1 else [weights[0]] * len(values)
     return [
         np.zeros(value.shape, value.dtype) if weight == 0 else value
         for value, weight in zip(values, spread, strict=True)
     ]
-
-
-def _places(homes: Sequence[Home]) -> str:
-    return " ".join(f"{home.block.number}/{home.leaf}" for home in homes)
 
 
 def _wire(value: Array, form: Form, weigh: bool) -> Array:

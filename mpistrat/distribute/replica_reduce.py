@@ -89,29 +89,36 @@ def places(
             f"out must have the structure of value, {nest.describe(structure)}, not "
             f"{nest.describe(given)}."
         )
-    for place, part in zip(outs, parts, strict=True):
+    for i, (place, part) in enumerate(zip(outs, parts, strict=True)):
         if isinstance(part, SlicesPart):
             raise LeafTypeError(f"out: {label(part.path)} is IndexedSlices, which have no out.")
-        _fit(place, part.value.shape, part.form.result, part.path)
+        _fit(place, part.value.shape, part.form.result, structure, i)
     return outs
 
 
-def _fit(place: Any, shape: tuple[int, ...], dtype: np.dtype[Any], path: str) -> None:
+def _fit(
+    place: Any, shape: tuple[int, ...], dtype: np.dtype[Any], tree: nest.Structure, leaf: int
+) -> None:
+    if type(place) is np.ndarray and place.shape == shape and place.dtype == dtype:
+        if place.flags.writeable:
+            return
+        path = nest.path_names(tree)[leaf]
+        raise ValueError(f"out: {label(path)} is read-only, so the result cannot go there.")
+    path = nest.path_names(tree)[leaf]
+    wanted = f"{dtype_name(dtype)}[{','.join(map(str, shape))}]"
     if not isinstance(place, np.ndarray):
         raise LeafTypeError(
-            f"out: {label(path)} is {type(place).__name__}; wanted an array to write to."
+            f"out: {label(path)} is {type(place).__name__}; wanted an array to write to, {wanted}."
         )
-    if place.shape != shape or place.dtype != dtype:
-        wanted = f"{dtype_name(dtype)}[{','.join(map(str, shape))}]"
-        raise LeafTypeError(f"out: {label(path)} is {spec_text(place)}; the result is {wanted}.")
-    if not place.flags.writeable:
-        raise ValueError(f"out: {label(path)} is read-only, so the result cannot go there.")
+    raise LeafTypeError(f"out: {label(path)} is {spec_text(place)}; the result is {wanted}.")
 
 
 def reduce_in_replica(
     parts: Parts, asked: Request | None, reduce_op: Any, value: Any, weight: Any, out: Any
 ) -> Any:
     """Fold `value` over the replicas; see `ReplicaContext.all_reduce`. Collective."""
+    if out is value and _in_place(parts, reduce_op, value, weight):
+        return out
     asked = asked or request(reduce_op, value)
     sketch = parts.plans.sketch(asked, weight is not None)
     if sketch is not None and asked is not None:
@@ -143,6 +150,32 @@ def reduce_in_replica(
     return nest.unflatten(call.structure, list(map(finish, totals, call.leaves)))
 
 
+def _in_place(parts: Parts, reduce_op: Any, value: Any, weight: Any) -> bool:
+    """Fold leaves of the arena where they lie, if they were folded there before. Collective."""
+    if not isinstance(reduce_op, str | ReduceOp):
+        return False
+    weigh = weight is not None
+    try:
+        leaves, structure = nest.flatten(value)
+        key = (reduce_op, weigh, structure, *map(id, leaves))
+        known = parts.plans.in_place(key)
+        if known is None:
+            sketch = parts.plans.sketch(request(reduce_op, value), weigh)
+            if sketch is not None:
+                parts.plans.learn_in_place(key, sketch.what, leaves)
+                known = parts.plans.in_place(key)
+            if known is None:
+                return False
+        number = _weight(known.what.op, weight)
+        for leaf in leaves:
+            if not leaf.flags.writeable:
+                raise ValueError("out: a leaf is read-only, so the result cannot go there.")
+    except Exception as error:
+        parts.lockstep.refuse("all_reduce", error)
+    parts.reducer.fold_placed(known.what, known.placed, number, weigh, leaves)
+    return True
+
+
 def _again(parts: Parts, asked: Request, sketch: Sketch, weight: Any, out: Any) -> Any:
     what, numbers = sketch
     try:
@@ -154,8 +187,7 @@ def _again(parts: Parts, asked: Request, sketch: Sketch, weight: Any, out: Any) 
             if given != asked.structure:
                 places(out, asked.structure, [])  # says so
             for i, (place, value) in enumerate(zip(outs, values, strict=True)):
-                if place is not value or not value.flags.writeable:
-                    _fit(place, value.shape, what.forms[i].result, _path(asked, i))
+                _fit(place, value.shape, what.forms[i].result, asked.structure, i)
     except Exception as error:
         parts.lockstep.refuse("all_reduce", error)
     totals = parts.reducer.fold(what, values, [number], weight is not None, outs)
@@ -164,7 +196,3 @@ def _again(parts: Parts, asked: Request, sketch: Sketch, weight: Any, out: Any) 
     if any(numbers):
         totals = [t[()] if is_one else t for t, is_one in zip(totals, numbers, strict=True)]
     return nest.unflatten(asked.structure, totals)
-
-
-def _path(asked: Request, leaf: int) -> str:
-    return nest.path_names(asked.structure)[leaf]

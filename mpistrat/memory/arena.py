@@ -14,16 +14,16 @@ import numpy as np
 
 from mpistrat.arrays import Array
 from mpistrat.comm.base import Comm
-from mpistrat.memory.layout import Layout, Place, Specs, lay_out
+from mpistrat.memory.layout import LINE, Layout, Place, Specs, lay_out
 from mpistrat.memory.nodes import Nodes, find_nodes
 
-__all__ = ["DIRECT", "Arena", "Block", "Home"]
+__all__ = ["Arena", "Block", "Home"]
 
 # Two result rows beside the ranks' own: a rank that is ahead writes the one, while others that are
 # behind still read the other.
 _RESULTS = 2
-# Up to so many bytes every rank folds everything, from rows that are used every other time.
-DIRECT = 64 * 1024
+# If all rows together are no more bytes than this, every rank folds everything.
+_DIRECT = 256 * 1024
 
 
 @final
@@ -81,6 +81,8 @@ class Arena:
         self._comm, self._per_node = comm, per_node
         self._nodes: Nodes | None = None
         self._count = 0
+        # Changes whenever an array of a block comes or goes.
+        self.generation = 0
         # By address, and checked to be the same object: an address is used again after its array.
         self._homes: dict[int, tuple[weakref.ref[Any], Home]] = {}
         self._scratch: memoryview | None = None
@@ -126,9 +128,11 @@ class Arena:
 
         def forget(_: Any) -> None:
             homes.pop(key, None)
+            self.generation += 1
 
         # Only this keeps the block: it goes when the last of its arrays is gone.
         homes[key] = (weakref.ref(array, forget), home)
+        self.generation += 1
 
     def home(self, array: Any) -> Home | None:
         """Return where an array lies, if it is one of a block."""
@@ -165,21 +169,25 @@ class Arena:
             return False
         self._scratch = memory
         if self._sides_memory is None and self.nodes().nodes == 1:
-            sides = node.shared(2 * node.size * DIRECT)
+            sides = node.shared(2 * node.size * self._side_row)
             self._sides_memory = sides if self._everywhere(sides is not None) else None
         return True
 
     @property
-    def direct(self) -> bool:
-        """Whether there are `sides`; equal on all ranks."""
-        return self._sides_memory is not None
+    def direct(self) -> int:
+        """How many bytes a row of `sides` has; 0 if there are none. Equal on all ranks."""
+        return 0 if self._sides_memory is None else self._side_row
+
+    @property
+    def _side_row(self) -> int:
+        return max(LINE, _DIRECT // self.nodes().node.size // LINE * LINE)
 
     def sides(self, dtype: np.dtype[Any]) -> Array:
-        """Return two matrices of `dtype` that take turns; one row of `DIRECT` bytes per rank."""
+        """Return two matrices of `dtype` that take turns; one row of `direct` bytes per rank."""
         found = self._sides.get(dtype)
         if found is None:
             assert self._sides_memory is not None
-            size, width = self.nodes().node.size, DIRECT // dtype.itemsize
+            size, width = self.nodes().node.size, self._side_row // dtype.itemsize
             flat = np.frombuffer(self._sides_memory, dtype, 2 * size * width)
             found = self._sides[dtype] = flat.reshape(2, size, width)
         return found
