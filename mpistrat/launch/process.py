@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -19,16 +20,25 @@ from mpistrat.launch.mpiexec import Command
 __all__ = ["TIMED_OUT", "Outcome", "descendants", "run_job"]
 
 TIMED_OUT = 124  # as timeout(1) of the GNU coreutils
+_PR_SET_PDEATHSIG = 1  # of prctl(2)
 _GRACE = 5.0  # seconds between asking a launcher to end its ranks and ending them ourselves
 _HANDED_ON = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 
 
 class Outcome(NamedTuple):
-    """How a job ended: its exit code, its wall time in seconds, whether it ran out of time."""
+    """How a job ended.
+
+    Attributes:
+      code: Its exit code.
+      seconds: Its wall time.
+      timed_out: It ran out of time.
+      interrupted: SIGINT was handed on to it.
+    """
 
     code: int
     seconds: float
     timed_out: bool
+    interrupted: bool = False
 
 
 def _stat(pid: int) -> tuple[int, int] | None:
@@ -78,21 +88,29 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+def _end_with_parent() -> None:
+    """Have the launcher, which this process becomes, ended when its parent is; Linux only."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
 @contextlib.contextmanager
-def _signals_go_to(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Hand signals on to the launcher, which hands them to its ranks."""
+def _signals_go_to(process: subprocess.Popen[bytes]) -> Iterator[set[int]]:
+    """Hand signals on to the launcher, which hands them to its ranks; gives those handed on."""
+    handed: set[int] = set()
 
     def hand_on(number: int, frame: FrameType | None) -> None:
+        handed.add(number)
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(number)
 
     if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may set handlers
+        yield handed  # only the main thread may set handlers
         return
     numbers = [getattr(signal, name) for name in _HANDED_ON if hasattr(signal, name)]
     before = {number: signal.signal(number, hand_on) for number in numbers}
     try:
-        yield
+        yield handed
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -126,9 +144,10 @@ def run_job(
         stderr=subprocess.STDOUT if output else None,
         cwd=cwd,
         start_new_session=True,
+        preexec_fn=_end_with_parent,
     )
     timed_out = False
-    with _signals_go_to(process):
+    with _signals_go_to(process) as handed:
         try:
             code = process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -136,4 +155,5 @@ def run_job(
         finally:
             if process.poll() is None:
                 _end(process)
-    return Outcome(128 - code if code < 0 else code, time.monotonic() - start, timed_out)
+    code = 128 - code if code < 0 else code
+    return Outcome(code, time.monotonic() - start, timed_out, signal.SIGINT in handed)

@@ -16,6 +16,7 @@ from mpistrat.launch.process import run_job
 __all__ = ["UNRECORDED", "plan_note", "python_program", "refuse_inside", "run"]
 
 UNRECORDED = 70  # the launcher reports success, the ranks do not
+INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 
 def python_program(program: Sequence[str], module: bool) -> list[str]:
@@ -100,6 +101,8 @@ def run(
     if outcome.timed_out:
         _say(f"the job was ended: it ran longer than --timeout {timeout:g} s")
         return outcome.code
+    if outcome.interrupted and recorded is None and outcome.code:
+        return INTERRUPTED  # Open MPI's launcher says 1
     return _verdict(outcome.code, recorded)
 
 

@@ -102,3 +102,23 @@ def test_signal_is_handed_on_once(name, tmp_path):
     os.killpg(process.pid, getattr(signal, name))  # as a terminal does
     assert process.wait(30) == 5
     assert said.read_text() == f"{name}\n"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks prctl(2)")
+def test_a_job_does_not_outlive_who_runs_it(tmp_path):
+    job = f"echo $$ > {tmp_path}/pid; touch {tmp_path}/up; exec sleep 60"
+    program = (
+        "from mpistrat.launch.process import run_job; from mpistrat.launch.mpiexec import Command\n"
+        f"run_job(Command(('/bin/sh', '-c', {job!r}), {{}}))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program])
+    end = time.monotonic() + 30
+    while not (tmp_path / "up").exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    pid = int((tmp_path / "pid").read_text())
+    end = time.monotonic() + 10
+    while alive(pid) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not alive(pid)
