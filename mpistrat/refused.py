@@ -94,9 +94,11 @@ def refused(path: str) -> Any:
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise RefusedError(f"{where}.{name} is refused: {row.why}. {row.instead}")
 
+    told = f"Refuse: {row.why}.\n\n{row.instead}\n\nRaises:\n  RefusedError: It is used.\n"
+    refuse.__doc__ = told
     facts: dict[str, Any] = {
         "__module__": where,
-        "__doc__": f"Refuse: {row.why}.\n\n{row.instead}\n\nRaises:\n  RefusedError: It is used.\n",
+        "__doc__": told,
         "__qualname__": name,
     }
     if not row.function:

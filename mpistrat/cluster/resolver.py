@@ -33,7 +33,13 @@ class ClusterResolver(abc.ABC):
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """Return the address of a task, or of whoever leads the session."""
+        """Return the address of a task, or of whoever leads the session.
+
+        Args:
+          task_type: The job of the task; None for the default of the resolver.
+          task_id: Which task of it; None for the default of the resolver.
+          rpc_layer: A protocol to put before the address, such as ``"grpc"``.
+        """
 
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None

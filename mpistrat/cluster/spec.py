@@ -77,22 +77,26 @@ class ClusterSpec:
         return self._jobs[job]
 
     def num_tasks(self, job_name: str) -> int:
-        """Return how many tasks a job has; ValueError if there is no such job."""
+        """Return how many tasks `job_name` has; ValueError if there is no such job."""
         return len(self._tasks(job_name))
 
     def task_indices(self, job_name: str) -> list[int]:
-        """Return the indices of a job's tasks, sorted; ValueError if there is no such job."""
+        """Return the sorted indices of the tasks of `job_name`; ValueError if there is none."""
         return sorted(self._tasks(job_name))
 
     def task_address(self, job_name: str, task_index: int) -> str:
-        """Return the address of a task; ValueError if there is none."""
+        """Return the address of task `task_index` of `job_name`.
+
+        Raises:
+          ValueError: There is none.
+        """
         tasks = self._tasks(job_name)
         if task_index not in tasks:
             raise ValueError(f"No task with index {task_index} in job {job_name!r}.")
         return tasks[task_index]
 
     def job_tasks(self, job_name: str) -> list[str | None]:
-        """Return a job's addresses by index, None for an index without a task."""
+        """Return the addresses of `job_name` by index, None for an index without a task."""
         tasks = self._tasks(job_name)
         return [tasks.get(index) for index in range(max(tasks, default=-1) + 1)]
 

@@ -59,7 +59,13 @@ class TPUClusterResolver(ClusterResolver):
     def connect(
         tpu: str | None = None, zone: str | None = None, project: str | None = None
     ) -> TPUClusterResolver:
-        """Return a resolver. There is nothing to connect to; the first strategy joins the ranks."""
+        """Return a resolver. There is nothing to connect to; the first strategy joins the ranks.
+
+        Args:
+          tpu: As for the class.
+          zone: As for the class.
+          project: As for the class.
+        """
         return TPUClusterResolver(tpu, zone, project)
 
     def cluster_spec(self) -> ClusterSpec:

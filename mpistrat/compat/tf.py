@@ -116,12 +116,12 @@ def cast(value: Any, dtype: Any) -> Any:
 
 
 def zeros(shape: Any, dtype: Any = float32) -> Any:
-    """Return an array of zeros."""
+    """Return an array of zeros of `shape` and `dtype`."""
     return np.zeros(shape, dtype)
 
 
 def ones(shape: Any, dtype: Any = float32) -> Any:
-    """Return an array of ones."""
+    """Return an array of ones of `shape` and `dtype`."""
     return np.ones(shape, dtype)
 
 

@@ -326,6 +326,9 @@ class StrategyExtended:
     def colocate_vars_with(self, colocate_with_variable: Any) -> AbstractContextManager[None]:
         """Return a context manager for variables that lie where another one does: all do.
 
+        Args:
+          colocate_with_variable: The other one, of this strategy.
+
         Raises:
           ContextError: This is not in the scope of the strategy.
           StrategyError: This is in the scope of another one.

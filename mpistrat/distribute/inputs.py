@@ -131,7 +131,7 @@ class InputContext:
     num_replicas_in_sync: int = 1
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """Return the rows of a global batch that one replica gets.
+        """Return the rows of a global batch of `global_batch_size` that one replica gets.
 
         Raises:
           ValueError: It cannot be split evenly.

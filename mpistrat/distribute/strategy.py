@@ -265,14 +265,20 @@ class Strategy:
         return self.parts.regroup.local_results(value)
 
     def unwrap(self, value: Any) -> tuple[Any, ...]:
-        """Return the values of all replicas; an older name of `experimental_local_results`."""
+        """Return the values of all replicas; an older name of `experimental_local_results`.
+
+        Collective, as that is.
+
+        Args:
+          value: What `run` returned, or any tree.
+        """
         return self.experimental_local_results(value)
 
     def group(self, value: Any, name: str | None = None) -> None:
         """Wait until every rank has come here.
 
-        Collective. Values are there as soon as a call has returned them, so there is nothing else
-        to wait for.
+        Collective: all ranks call it. Values are there as soon as a call has returned them, so
+        there is nothing else to wait for. Cost: one proof.
 
         Args:
           value: Ignored.
@@ -355,6 +361,8 @@ class Strategy:
           TypeError: `dataset` is no `Dataset`.
           LockstepError: The ranks hold datasets of different descriptions.
           NotImplementedError: The replication mode is PER_REPLICA.
+
+        Cost: one proof, and one a step.
         """
         return feeding.distribute(self, dataset, options)
 
@@ -380,6 +388,8 @@ class Strategy:
           TypeError: `dataset_fn` returned no `Dataset`.
           ValueError: The options contradict each other.
           NotImplementedError: PER_REPLICA under another strategy than `MirroredStrategy`.
+
+        Cost: one proof, and one a step.
         """
         return feeding.from_function(self, dataset_fn, options)
 
@@ -395,6 +405,8 @@ class Strategy:
 
         Returns:
           An `InputIterator`, to be asked by ``get_next()`` or given to `experimental_run`.
+
+        Cost: one proof, and one a step.
         """
         return feeding.dataset_iterator(self, dataset)
 
@@ -416,8 +428,13 @@ class Strategy:
             each rank has a pipeline of its own.
           replication_mode: PER_WORKER.
 
+        Returns:
+          An `InputIterator`, as `make_dataset_iterator` does.
+
         Raises:
           ValueError: Another mode, or `input_fn` returned something else.
+
+        Cost: one proof, and one a step.
         """
         return feeding.input_fn_iterator(self, input_fn, replication_mode)
 
@@ -489,6 +506,9 @@ class Strategy:
     def experimental_make_numpy_dataset(self, numpy_input: Any) -> Dataset:
         """Return an unbatched dataset of the rows of a tree of arrays; a list is stacked.
 
+        Args:
+          numpy_input: The tree.
+
         Raises:
           ContextError: Called in replica code.
         """
@@ -517,7 +537,11 @@ class Strategy:
         return self.parts.lockstep.session.board.long_operation(name, max_seconds)
 
     def note_alone(self, what: str) -> None:
-        """Warn, once, if replica code communicates where no strategy is, in a job of many ranks."""
+        """Warn, once, if replica code communicates where no strategy is, in a job of many ranks.
+
+        Args:
+          what: The call that would have communicated.
+        """
         if not self._warned and size_of_job() > 1:
             self._warned = True
             warnings.warn(

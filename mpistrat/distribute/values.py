@@ -125,7 +125,7 @@ class PerReplica(DistributedValues):
         )
 
     def fetched(self, values: tuple[Any, ...]) -> None:
-        """Keep the values of all replicas, once a collective call has brought them."""
+        """Keep `values` of all replicas, once a collective call has brought them."""
         self._values = values
         self._known = True
 

@@ -187,7 +187,7 @@ class Variable(Reading, ScatterUpdates):
         return None
 
     def is_initialized(self, name: str | None = None) -> bool:
-        """Return True: creation has set the initial value."""
+        """Return True: creation has set the initial value. `name` is ignored."""
         return True
 
     def component(self) -> Array:
@@ -257,7 +257,7 @@ class Variable(Reading, ScatterUpdates):
         name: str | None = None,
         read_value: bool = True,
     ) -> Variable:
-        """Add to the value, and return the variable; as `assign` in all else."""
+        """Add to the value, and return the variable; collective as `assign` in all else."""
         return self._write("assign_add", value)
 
     def assign_sub(
@@ -267,7 +267,7 @@ class Variable(Reading, ScatterUpdates):
         name: str | None = None,
         read_value: bool = True,
     ) -> Variable:
-        """Subtract from the value, and return the variable; as `assign` in all else."""
+        """Subtract from the value, and return the variable; collective as `assign` in all else."""
         return self._write("assign_sub", value)
 
     def _write(self, kind: str, value: Any) -> Variable:

@@ -333,7 +333,7 @@ class Dataset:
         return self._then(Skip(whole_number("skip(count)", count, 0)))
 
     def shard(self, num_shards: int, index: int) -> Dataset:
-        """Return a dataset of every num_shards-th element, from number `index`; no other is read.
+        """Return a dataset of every `num_shards`-th element, from number `index`; no other is read.
 
         In a ``dataset_fn``, ``shard(context.num_input_pipelines, context.input_pipeline_id)``
         gives each replica its own part. Shard before shuffling without a seed.
@@ -422,7 +422,11 @@ class Dataset:
         return len(source.paths) if isinstance(source, Files) else 0
 
     def of_files(self, index: int, count: int) -> Dataset:
-        """Return the same dataset of every count-th file only, from number `index`."""
+        """Return the same dataset of every `count`-th file only, from number `index`.
+
+        Raises:
+          DataError: The batches come from no files.
+        """
         level = self._level
         if not isinstance(level, Batches) or not isinstance(level.source, Files):
             raise DataError("The batches of this dataset do not come from Dataset.from_files.")

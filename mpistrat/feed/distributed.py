@@ -150,7 +150,7 @@ class DistributedDataset:
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
         """Return what is left of `initial_state` after all steps of one epoch.
 
-        Collective.
+        Collective: all ranks call it. Cost: one proof a step.
 
         Args:
           initial_state: What the first call gets.
@@ -160,9 +160,9 @@ class DistributedDataset:
         return functools.reduce(reduce_func, self, initial_state)
 
     def auto_shard(self, num_shards: int, shard_ix: int) -> DistributedDataset:
-        """Return a distributed dataset of every num_shards-th batch, from number `shard_ix`.
+        """Return a distributed dataset of every `num_shards`-th batch, from number `shard_ix`.
 
-        Collective: making it is one proof.
+        Collective: all ranks call it. Cost: one proof.
 
         Raises:
           DataError: There is no such shard.
@@ -188,7 +188,15 @@ class DistributedIterator(ElementIterator):
     """
 
     def __init__(self, parts: Parts, door: Door, cut: bool, name: str, together: bool = False):
-        """Give out `parts`, pairs of the rows of the global batch and this replica's part."""
+        """Give out the parts of one epoch; ``iter()`` of the dataset makes it.
+
+        Args:
+          parts: Pairs of the rows of the global batch and this replica's part.
+          door: How the strategy lets data in.
+          cut: The parts are cut from one global batch, which all ranks have read alike.
+          name: What proofs and messages call the dataset.
+          together: End when the first replica's data end, not the last's.
+        """
         self._name = name
         self._elements = parts
         self._door = door

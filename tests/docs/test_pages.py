@@ -1,0 +1,93 @@
+"""What the pages say is so: their examples run, their tables agree with the library."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import mpistrat as ms
+from mpistrat.board.observer import HUNG
+from mpistrat.board.watchdog import ORPHANED
+from mpistrat.collectives.exits import PREFLIGHT, code_of
+from mpistrat.collectives.leaving import MISMATCH
+from mpistrat.launch.process import TIMED_OUT
+from mpistrat.launch.run import UNRECORDED
+from mpistrat.options import PREFIX, Options
+from mpistrat.testing import RanksFailed, run_ranks
+
+DOCS = Path(__file__).parents[2] / "docs"
+SIZES = {"start": (1,), "concepts": (1, 2, 3), "sharp-edges": (2,), "coming-from": (1,)}
+
+
+def page(name):
+    return (DOCS / f"{name}.md").read_text(encoding="utf-8")
+
+
+def blocks():
+    for name, sizes in SIZES.items():
+        text = page(name)
+        for found in re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+            line = text.count("\n", 0, found.start()) + 2
+            # So that a traceback shows the line of the page.
+            code = compile("\n" * (line - 1) + found[1], str(DOCS / f"{name}.md"), "exec")
+            for size in sizes:
+                yield pytest.param(code, size, id=f"{name}:{line}-{size}")
+
+
+@pytest.mark.parametrize(("code", "size"), list(blocks()))
+def test_examples_run(code, size):
+    run_ranks(lambda comm: exec(code, {"np": np, "ms": ms}), size)
+
+
+def test_examples_that_fail_are_seen():
+    code = compile("assert ms.MirroredStrategy().num_replicas_in_sync == 3", "page", "exec")
+    with pytest.raises(RanksFailed):
+        run_ranks(lambda comm: exec(code, {"np": np, "ms": ms}), 2)
+
+
+def test_every_page_has_its_sizes():
+    with_examples = {path.stem for path in DOCS.glob("*.md") if "```python" in path.read_text()}
+    assert with_examples == set(SIZES)
+
+
+def table(text, first):
+    """The rows of the table whose first column has this name, without back quotes."""
+    lines = iter(text.splitlines())
+    assert any(line.startswith(f"| {first} |") for line in lines)
+    next(lines)
+    rows = []
+    for line in lines:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip().strip("`") for cell in line.strip("|").split("|")])
+    return rows
+
+
+def test_environment_variables():
+    shown = {row[0]: row[1] for row in table(page("sharp-edges"), "variable")}
+    defaults = {}
+    for field in dataclasses.fields(Options):
+        value = int(field.default) if isinstance(field.default, bool) else field.default
+        text = f"{value:g}" if isinstance(value, float) else str(value)
+        defaults[f"{PREFIX}{field.name.upper()}"] = text
+    assert shown == defaults
+
+
+def test_exit_codes():
+    shown = {int(row[0]): row[1] for row in table(page("sharp-edges"), "exit code")}
+    interrupted = code_of(KeyboardInterrupt())
+    known = {0, 1, UNRECORDED, HUNG, ORPHANED, MISMATCH, PREFLIGHT, TIMED_OUT, interrupted}
+    assert set(shown) == known
+    for code, word in [
+        (MISMATCH, "different calls"),
+        (PREFLIGHT, "versions"),
+        (HUNG, "in vain"),
+        (ORPHANED, "launcher"),
+        (TIMED_OUT, "--timeout"),
+        (interrupted, "Ctrl-C"),
+    ]:
+        assert word in shown[code]

@@ -1,0 +1,113 @@
+"""The programs side by side print the same number, wherever they can run."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import mpistrat
+from mpistrat.cluster.detect import launched_by
+from mpistrat.launch.mpiexec import find
+from mpistrat.launch.process import run_job
+
+PROGRAMS = Path(__file__).parents[2] / "docs" / "programs"
+LONGEST = 240  # seconds; a job takes a few
+HERE = Path(mpistrat.__file__).parents[1]  # so that the ranks import what is tested
+
+pytestmark = [
+    pytest.mark.timeout(LONGEST + 30),
+    pytest.mark.skipif(launched_by() is not None, reason="this process is itself a rank of a job"),
+]
+
+SIZES = pytest.mark.parametrize("size", [1, 2, 3])
+
+
+def fitted():
+    """The fit in plain NumPy, on whole batches."""
+    x, w = np.arange(10.0), 0.0
+    for first in range(0, 10, 4):
+        batch = x[first : first + 4]
+        w -= 0.01 * np.mean((w * batch - 3 * batch) * batch)
+    return w
+
+
+def gathered(size):
+    return sum(2 * (rank + 1) ** 2 for rank in range(size))
+
+
+def printed(program, size, folder):
+    """What the ranks of a job print, as numbers."""
+    launcher, _ = find()
+    output = folder / "printed"
+    command = launcher.command(size, [sys.executable, str(program)])
+    path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
+    # Buffered, so that a line is one write: launchers may mix what ranks write in several.
+    told = {"PYTHONPATH": path, "PYTHONUNBUFFERED": ""}
+    command = command._replace(env={**command.env, **told})
+    with output.open("wb") as file:
+        outcome = run_job(command, LONGEST, file, cwd=folder)
+    text = output.read_text(errors="replace")
+    assert outcome.code == 0, text
+    return [float(word) for word in text.split()]
+
+
+@SIZES
+@pytest.mark.parametrize("library", ["mpistrat", "mpi4py"])
+def test_fit(library, size, tmp_path):
+    [w] = printed(PROGRAMS / f"fit_{library}.py", size, tmp_path)
+    np.testing.assert_allclose(w, fitted(), rtol=1e-12)
+
+
+@SIZES
+@pytest.mark.parametrize("library", ["mpistrat", "mpi4py"])
+def test_gather(library, size, tmp_path):
+    assert printed(PROGRAMS / f"gather_{library}.py", size, tmp_path) == [gathered(size)]
+
+
+@SIZES
+def test_fit_written_for_tensorflow_with_its_import_changed(size, tmp_path):
+    text = (PROGRAMS / "fit_tf.py").read_text()
+    assert text.count("import tensorflow as tf\n") == 1
+    changed = tmp_path / "fit.py"
+    changed.write_text(
+        text.replace("import tensorflow as tf\n", "from mpistrat.compat import tf\n")
+    )
+    found = printed(changed, size, tmp_path)
+    assert len(found) == size
+    np.testing.assert_allclose(found, fitted(), rtol=1e-6)  # float32
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
+@pytest.mark.parametrize("size", [1, 2])
+def test_fit_with_torch(size):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    env |= {"WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
+    call = [sys.executable, str(PROGRAMS / "fit_torch.py")]
+    ranks = [
+        subprocess.Popen(call, env={**env, "RANK": str(rank)}, text=True, stdout=subprocess.PIPE)
+        for rank in range(size)
+    ]
+    try:
+        texts = [rank.communicate(timeout=LONGEST)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0] * size
+    np.testing.assert_allclose([float(word) for word in texts[0].split()], [fitted()], rtol=1e-12)
+
+
+@pytest.mark.parametrize("path", sorted(PROGRAMS.glob("*.py")), ids=lambda path: path.name)
+def test_every_program_is_on_the_page_and_compiles(path):
+    compile(path.read_text(), str(path), "exec")
+    pages = "".join(page.read_text() for page in PROGRAMS.parent.glob("*.md"))
+    assert f"programs/{path.name}\n" in pages
