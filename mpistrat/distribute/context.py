@@ -171,8 +171,6 @@ class ReplicaContext:
 
     def _parts(self, name: str, options: CommunicationOptions | None) -> Parts:
         parts = self._strategy.parts
-        if options is None:
-            return parts
         with parts.lockstep.preparing(name):
             return parts.by(options)
 
@@ -222,7 +220,7 @@ class ReplicaContext:
         As: ``tf.distribute.ReplicaContext.all_reduce``.
         """
         self._enter("all_reduce")
-        parts = self._parts("all_reduce", options)
+        parts = self._strategy.parts if options is None else self._parts("all_reduce", options)
         asked = None
         if weight is None and out is None:
             plan = parts.plans.lone(reduce_op, value)
