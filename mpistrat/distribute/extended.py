@@ -62,10 +62,13 @@ class StrategyExtended:
     def parameter_devices(self) -> tuple[str, ...]:
         """The label of every device that holds variables: those of the replicas.
 
+        Under `CentralStorageStrategy` that is its one parameter device.
+
         Raises:
           ContextError: This is the default strategy, which has none.
         """
-        return self.worker_devices
+        central = getattr(self.strategy, "parameter_device", None)
+        return self.worker_devices if central is None else (central,)
 
     @property
     def experimental_between_graph(self) -> bool:

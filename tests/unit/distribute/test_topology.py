@@ -288,8 +288,8 @@ def test_central_storage_has_one_value():
         strategy.run(lambda: v.assign_add(comm.rank + 1.0))
         with pytest.raises(ValueError, match="aggregation"):
             strategy.run(lambda: w.assign_add(comm.rank + 1.0))
-        return float(v.numpy()), float(w.numpy()), strategy.parameter_device
+        return float(v.numpy()), float(w.numpy()), strategy.extended.parameter_devices
 
-    assert run_ranks(rank, 2) == [(4.0, 1.0, "CPU:0")] * 2
+    assert run_ranks(rank, 2) == [(4.0, 1.0, ("CPU:0",))] * 2
     with pytest.raises(ValueError, match="different labels"):
         ms.CentralStorageStrategy(["a", "a"])
