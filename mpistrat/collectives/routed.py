@@ -16,6 +16,7 @@ from mpistrat.collectives.folding import Folding
 from mpistrat.collectives.forms import decode_order, encode_order, ordered
 from mpistrat.collectives.gatherer import Gatherer
 from mpistrat.collectives.messages import divide, multiply
+from mpistrat.collectives.node import Placed
 from mpistrat.collectives.part import Part
 from mpistrat.collectives.reducer import Reducer, scales_of
 from mpistrat.collectives.routes import Route
@@ -68,6 +69,13 @@ class Chosen(abc.ABC):
         self, call: str, axis: Sequence[int], leaves: Sequence[Array], paths: Sequence[str]
     ) -> list[Array]:
         """Concatenate every leaf over all ranks; see `Gatherer.all_gather`. Collective."""
+
+    @final
+    def fold_placed(
+        self, what: Folding, placed: Placed, weight: float, weigh: bool, leaves: list[Array]
+    ) -> None:
+        """Fold arrays of the arena as any others: a choice leaves shared memory out. Collective."""
+        self.fold(what, leaves, [weight], weigh, leaves)
 
     @final
     def all_reduce(

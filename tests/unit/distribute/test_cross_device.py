@@ -345,6 +345,21 @@ def test_a_nan_is_told_of_on_every_way(ops, monkeypatch):
     assert run_ranks(rank, 2) == [True] * 2
 
 
+@pytest.mark.parametrize("name", choices())
+def test_results_go_where_they_are_wanted(name):
+    def rank(comm):
+        strategy = ms.MirroredStrategy(cross_device_ops=made(name, 3), comm=comm)
+        mine = {"a": np.full(500, comm.rank + 1.0), "b": np.full(3, comm.rank, np.int32)}
+        other = {"a": np.empty(500), "b": np.empty(3, np.int32)}
+        for _ in range(3):
+            assert strategy.run(lambda: [ctx().all_reduce("SUM", mine, out=other) is other])
+        for _ in range(2):
+            strategy.run(lambda: [ctx().all_reduce("SUM", mine, out=mine)])
+        return [float(tree[leaf][0]) for tree in (other, mine) for leaf in "ab"]
+
+    assert run_ranks(rank, 3) == [[6.0, 3.0, 18.0, 9.0]] * 3
+
+
 def test_called_directly():
     def rank(comm):
         strategy = ms.MirroredStrategy(comm=comm)
