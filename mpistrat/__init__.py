@@ -14,12 +14,16 @@ __version__ = "0.1.0"
 # Public name -> module that holds it, grouped as in tf.distribute.
 _NAMES = {
     # strategies
+    "CentralStorageStrategy": "mpistrat.distribute.strategies",
+    "DeviceAssignment": "mpistrat.distribute.topology",
     "MirroredStrategy": "mpistrat.distribute.strategies",
     "MultiWorkerMirroredStrategy": "mpistrat.distribute.strategies",
     "OneDeviceStrategy": "mpistrat.distribute.strategies",
     "ParameterServerStrategy": "mpistrat.refused",
     "Strategy": "mpistrat.distribute.strategy",
     "StrategyExtended": "mpistrat.distribute.extended",
+    "TPUStrategy": "mpistrat.distribute.topology_strategy",
+    "Topology": "mpistrat.distribute.topology",
     # started by the launcher
     "Server": "mpistrat.refused",
     # contexts
@@ -29,6 +33,13 @@ _NAMES = {
     "get_strategy": "mpistrat.distribute.context",
     "has_strategy": "mpistrat.distribute.context",
     "in_cross_replica_context": "mpistrat.distribute.context",
+    # how values move
+    "CommunicationImplementation": "mpistrat.collectives.communication",
+    "CommunicationOptions": "mpistrat.collectives.communication",
+    "CrossDeviceOps": "mpistrat.distribute.cross_device",
+    "HierarchicalCopyAllReduce": "mpistrat.distribute.cross_device",
+    "NcclAllReduce": "mpistrat.distribute.cross_device",
+    "ReductionToOneDevice": "mpistrat.distribute.cross_device",
     # values and variables
     "DistributedValues": "mpistrat.distribute.values",
     "IndexedSlices": "mpistrat.distribute.slices",
@@ -72,14 +83,20 @@ _MODULES = ("cluster_resolver", "coordinator", "experimental", "testing")
 __all__ = [
     "AutoShardPolicy",
     "AxisError",
+    "CentralStorageStrategy",
+    "CommunicationImplementation",
+    "CommunicationOptions",
     "ContextError",
+    "CrossDeviceOps",
     "DataError",
     "Dataset",
     "DatasetOptions",
+    "DeviceAssignment",
     "DistributedDataset",
     "DistributedIterator",
     "DistributedValues",
     "DivergenceError",
+    "HierarchicalCopyAllReduce",
     "IndexedSlices",
     "InputContext",
     "InputOptions",
@@ -91,6 +108,7 @@ __all__ = [
     "MirroredStrategy",
     "MpistratError",
     "MultiWorkerMirroredStrategy",
+    "NcclAllReduce",
     "NonFiniteError",
     "OneDeviceStrategy",
     "OptionError",
@@ -99,6 +117,7 @@ __all__ = [
     "PerReplica",
     "PreflightError",
     "ReduceOp",
+    "ReductionToOneDevice",
     "RefusedError",
     "RemoteError",
     "ReplicaContext",
@@ -108,6 +127,8 @@ __all__ = [
     "StrategyError",
     "StrategyExtended",
     "StructureError",
+    "TPUStrategy",
+    "Topology",
     "ValueContext",
     "Variable",
     "VariableAggregation",
@@ -126,6 +147,10 @@ __all__ = [
 
 if TYPE_CHECKING:
     from mpistrat import cluster_resolver, coordinator, experimental, testing
+    from mpistrat.collectives.communication import (
+        CommunicationImplementation,
+        CommunicationOptions,
+    )
     from mpistrat.distribute.context import (
         ReplicaContext,
         experimental_set_strategy,
@@ -133,6 +158,12 @@ if TYPE_CHECKING:
         get_strategy,
         has_strategy,
         in_cross_replica_context,
+    )
+    from mpistrat.distribute.cross_device import (
+        CrossDeviceOps,
+        HierarchicalCopyAllReduce,
+        NcclAllReduce,
+        ReductionToOneDevice,
     )
     from mpistrat.distribute.extended import StrategyExtended
     from mpistrat.distribute.inputs import (
@@ -144,11 +175,14 @@ if TYPE_CHECKING:
     )
     from mpistrat.distribute.slices import IndexedSlices
     from mpistrat.distribute.strategies import (
+        CentralStorageStrategy,
         MirroredStrategy,
         MultiWorkerMirroredStrategy,
         OneDeviceStrategy,
     )
     from mpistrat.distribute.strategy import Strategy
+    from mpistrat.distribute.topology import DeviceAssignment, Topology
+    from mpistrat.distribute.topology_strategy import TPUStrategy
     from mpistrat.distribute.values import DistributedValues, Mirrored, PerReplica
     from mpistrat.distribute.variables import Variable
     from mpistrat.distribute.writes import VariableAggregation, VariableSynchronization

@@ -126,6 +126,7 @@ class Observer:
             entry.text if entry.state == INSIDE else "",
             busy if until else "",
             0 < until < now,
+            entry.patience / _SECOND if entry.state == INSIDE else 0.0,
         )
 
     def _doing(self, index: int, entry: Entry, now: int) -> str:
@@ -151,6 +152,8 @@ class Observer:
         """
         verdict = judge(rows, self._size)
         warn, timeout = self.limits
+        if verdict is not None and verdict.patience:
+            timeout = verdict.patience
         if verdict is None or verdict.seconds < min(warn, timeout):
             if verdict is None:
                 self._warned = ()

@@ -10,6 +10,7 @@ A slot, in words of 8 bytes::
 
      0  sequence         1  call << 24 | part << 4 | state      2  time of the last change, ns
      3  end of the declared long operation, ns; 0 if none
+     4  how long the call may take, ns; 0 for what is allowed to every call
      8  pid              9  start time of the process          10  signal that dumps its stacks
     11  rank
     16  heartbeat, ns   17  end of what is known to compile, ns
@@ -37,7 +38,7 @@ PART: Final = 1 << 4  # one part of a call in word 1
 _CALL: Final = 24  # bits below the call number in word 1
 _WORDS: Final = 128
 _BYTES: Final = 8 * _WORDS
-_HOT = struct.Struct("=QQQ")
+_HOT = struct.Struct("=QQQQ")
 _WHO = struct.Struct("=QQQQ")
 _TEXTS = struct.Struct("=112s512s128s")
 _AT_HOT, _AT_WHO, _AT_TEXTS = 8 * 1, 8 * 8, 8 * 34
@@ -51,6 +52,7 @@ class Entry(NamedTuple):
     state: int
     changed: int
     deadline: int
+    patience: int
     pid: int
     born: int
     signal: int
@@ -168,6 +170,16 @@ class Slot:
         self._put(self._word)
 
     @property
+    def patience(self) -> int:
+        """How long a call may take, ns; 0 for what is allowed to every call."""
+        return self._words[4]
+
+    @patience.setter
+    def patience(self, value: int) -> None:
+        # Between two calls; the next `enter` makes readers look again.
+        self._words[4] = value
+
+    @property
     def deadline(self) -> int:
         """The end of the declared long operation, ns; 0 if there is none."""
         return self._words[3]
@@ -247,7 +259,7 @@ class Page:
         hot = self._steady(index * _WORDS, base + _AT_HOT, _HOT.size)
         if hot is None:
             return None
-        word, changed, deadline = _HOT.unpack(hot)
+        word, changed, deadline, patience = _HOT.unpack(hot)
         start = index * _WORDS
         who = _WHO.unpack_from(self._bytes, base + _AT_WHO)
         heartbeat, compiling = self._words[start + 16], self._words[start + 17]
@@ -258,7 +270,7 @@ class Page:
             place, text, operation = map(_text, _TEXTS.unpack_from(texts, 8))
             if int.from_bytes(texts[:8], sys.byteorder) >> 4 != word >> 4:
                 text = ""
-        moving = (word >> 4, word & 15, changed, deadline)
+        moving = (word >> 4, word & 15, changed, deadline, patience)
         return Entry._make((*moving, *who, heartbeat, compiling, place, text, operation))
 
     def _steady(self, sequence: int, start: int, length: int) -> bytes | None:

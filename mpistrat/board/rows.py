@@ -46,6 +46,7 @@ class Row(NamedTuple):
       text: Text of the call.
       busy: Name of the long operation that they have declared, or an empty string.
       overdue: It has lasted longer than declared.
+      patience: Seconds that the call may take, if it says so itself; else 0.
     """
 
     ranks: tuple[int, ...]
@@ -59,6 +60,7 @@ class Row(NamedTuple):
     text: str = ""
     busy: str = ""
     overdue: bool = False
+    patience: float = 0.0
 
 
 def grouped(rows: Iterable[Row]) -> list[Row]:

@@ -34,6 +34,7 @@ class Verdict(NamedTuple):
         none comes out of it.
       waiting: The ranks that wait.
       unknown: How many ranks of the job nothing is known of here.
+      patience: Seconds that the call may take, if it says so itself; else 0.
     """
 
     key: int
@@ -41,6 +42,7 @@ class Verdict(NamedTuple):
     missing: tuple[Row, ...]
     waiting: tuple[Row, ...]
     unknown: int = 0
+    patience: float = 0.0
 
 
 def judge(rows: Sequence[Row], size: int = 0) -> Verdict | None:
@@ -59,6 +61,7 @@ def judge(rows: Sequence[Row], size: int = 0) -> Verdict | None:
         return None
     key = max(row.key for row in inside)
     waiting = tuple(row for row in inside if row.key == key)
+    patience = min((row.patience for row in waiting if row.patience), default=0.0)
     missing = [
         row
         for row in rows
@@ -68,13 +71,14 @@ def judge(rows: Sequence[Row], size: int = 0) -> Verdict | None:
     missing = [row for row in missing if row.doing != SILENT or row.key < key] or missing
     if not missing:
         # Also since the last one came out: of the others it may only not be known yet.
-        return Verdict(key, min(row.age for row in rows), (), waiting, unknown)
+        return Verdict(key, min(row.age for row in rows), (), waiting, unknown, patience)
     undeclared = [row for row in missing if not row.busy or row.overdue]
     if not undeclared:
         return None
     waited = max(row.age for row in waiting)
     undeclared.sort(key=lambda row: -row.age)
-    return Verdict(key, min(waited, undeclared[0].age), tuple(undeclared), waiting, unknown)
+    seconds = min(waited, undeclared[0].age)
+    return Verdict(key, seconds, tuple(undeclared), waiting, unknown, patience)
 
 
 def _seconds(seconds: float) -> str:
@@ -166,7 +170,7 @@ def warning(verdict: Verdict, warn: float, timeout: float) -> str:
     missing, waiting = _body(verdict, warn)
     return (
         f"mpistrat: {missing}\n  {waiting}. The job ends after {timeout:g} s of this; "
-        "MPISTRAT_TIMEOUT changes that."
+        f"{'the call says so' if verdict.patience else 'MPISTRAT_TIMEOUT changes that'}."
     )
 
 

@@ -75,19 +75,20 @@ def mismatch(lockstep: Lockstep, call: str) -> LockstepError:
     number = lockstep.session.calls
     mine = json.dumps([number, where(), call]).encode()
     calls: dict[tuple[int, str, str], list[int]] = {}
-    for rank, text in enumerate(lockstep.texts(mine)):
+    ranks = lockstep.order or range(comm.size)  # replicas may be counted in another order
+    for rank, text in zip(ranks, lockstep.texts(mine), strict=True):
         calls.setdefault(tuple(json.loads(text)), []).append(rank)
     lines = [
-        f"collective calls differ between ranks (this is rank {comm.rank} of {comm.size}, "
+        f"collective calls differ between ranks (this is rank {ranks[comm.rank]} of {comm.size}, "
         f"call {number})"
     ]
     width = max(len(ranks_text(ranks)) for ranks in calls.values())
     columns = enumerate(zip(*(what for _, _, what in calls), strict=False))
     first = next((at for at, letters in columns if len(set(letters)) > 1), 0)
-    for (other, place, what), ranks in calls.items():
+    for (other, place, what), those in calls.items():
         no = "" if other == number else f"call {other}: "
         lines.append(
-            f"  {ranks_text(ranks) + ':':{width + 1}} {place}   {no}{_window(what, first)}"
+            f"  {ranks_text(those) + ':':{width + 1}} {place}   {no}{_window(what, first)}"
         )
     if all(", after assign" in what for _, _, what in calls):
         lines.append(

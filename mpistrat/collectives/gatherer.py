@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import final
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from mpistrat.arrays import Array, dtype_name
 from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.collectives.texts import spec_of
+from mpistrat.comm.base import Buffer
 
 __all__ = ["Gatherer"]
 
@@ -24,12 +25,18 @@ class Gatherer:
 
     Args:
       lockstep: Proves each call, and carries what is small.
+      allgatherv: Gathers what does not ride, if not the communicator's own all-gather.
     """
 
-    def __init__(self, lockstep: Lockstep):
+    def __init__(
+        self,
+        lockstep: Lockstep,
+        allgatherv: Callable[[Buffer, Buffer, Sequence[int]], None] | None = None,
+    ):
         """Gather over the ranks of `lockstep`."""
         self.lockstep = lockstep
         self.comm = lockstep.comm
+        self._everybodys = allgatherv or lockstep.comm.allgatherv
 
     def all_gather(
         self, call: str, axis: Sequence[int], leaves: Sequence[Array], paths: Sequence[str]
@@ -91,7 +98,7 @@ class Gatherer:
     def _allgatherv(self, send: Array, out: Array, rows: Array) -> None:
         row = math.prod(out.shape[1:]) * send.dtype.itemsize
         mine, everyones = send.reshape(-1).view(np.uint8), out.reshape(-1).view(np.uint8)
-        self.comm.allgatherv(mine, everyones, (rows * row).tolist())
+        self._everybodys(mine, everyones, (rows * row).tolist())
 
 
 def _open_spec(leaf: Array, axis: int) -> str:

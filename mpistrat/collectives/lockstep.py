@@ -23,7 +23,7 @@ import functools
 import hashlib
 import struct
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, NoReturn, final
 
@@ -33,6 +33,7 @@ from mpistrat.arrays import Array
 from mpistrat.collectives import blame, leaving
 from mpistrat.collectives.watched import Watched
 from mpistrat.comm.base import Comm
+from mpistrat.comm.ordered import Ordered
 from mpistrat.comm.session import Session
 from mpistrat.errors import ContextError, LockstepError, NonFiniteError
 from mpistrat.options import Options
@@ -74,13 +75,21 @@ class Lockstep:
     Args:
       session: The session whose sequence of calls this is.
       frame_ranks: Up to this many ranks exchange frames; above, words. Equal on all ranks.
+      order: Which rank is the first replica, the second and so on; None for rank order. The calls
+        are still those of the session: one sequence, whatever the orders of its strategies.
     """
 
-    def __init__(self, session: Session, frame_ranks: int = FRAME_RANKS):
+    def __init__(
+        self,
+        session: Session,
+        frame_ranks: int = FRAME_RANKS,
+        order: Sequence[int] | None = None,
+    ):
         """Prove calls of `session`."""
         self.session = session
-        self.comm: Comm = Watched(session)
-        self._raw = session.comm
+        self.order = None if order is None else tuple(order)
+        self._raw = session.comm if order is None else Ordered(session.comm, order)
+        self.comm: Comm = Watched(session, self._raw)
         self.frames = self.comm.size <= frame_ranks
         self._send = np.zeros(FRAME, np.uint8)
         self._frame = self._send.data

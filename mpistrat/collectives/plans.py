@@ -106,9 +106,9 @@ def _native(leaf: Any, part: Part) -> bool:
 class Plans:
     """The plans of one strategy, by what they are for."""
 
-    def __init__(self, lockstep: Lockstep, node: NodeFolds):
-        """Remember nothing yet."""
-        self._lockstep, self._node = lockstep, node
+    def __init__(self, lockstep: Lockstep, node: NodeFolds, learns: bool = True):
+        """Remember nothing yet; nothing ever, unless it `learns`."""
+        self._lockstep, self._node, self._learns = lockstep, node, learns
         self._known: dict[tuple[Any, ...], Plan | SharedPlan] = {}
         self._sketches: dict[tuple[Any, ...], Sketch] = {}
         self._lone: dict[tuple[Any, ...], AnyPlan] = {}
@@ -152,7 +152,7 @@ class Plans:
 
     def learn(self, asked: Request, what: Folding, parts: Sequence[Part], weighted: bool) -> None:
         """Remember what the general path has found out about this request."""
-        if self._lockstep.options.nan != "off":
+        if not self._learns or self._lockstep.options.nan != "off":
             return  # it looks at every leaf, and wants its name
         if len(self._sketches) >= _MOST:
             self._sketches.clear()

@@ -31,7 +31,7 @@ from mpistrat.collectives.results import Results, results_for
 from mpistrat.collectives.texts import described
 from mpistrat.kernels.ops import FOLDS, ReduceOp
 
-__all__ = ["Reducer"]
+__all__ = ["Reducer", "scales_of"]
 
 # Whole numbers up to here are exact in float32.
 _EXACT = 2**24
@@ -162,7 +162,7 @@ class Reducer:
             self.lockstep.ride(text, digest, way.riding)
         if what.op is not ReduceOp.MEAN:
             return Scales(), smalls
-        table = _scales(self._weights(smalls, weights), weigh)
+        table = scales_of(self._weights(smalls, weights), weigh)
         divisors = [math.fsum(column) for column in table.T]
         return Scales(table if weigh else None, divisors), smalls
 
@@ -303,7 +303,7 @@ def _rode(
     return _done(what, totals, scales)
 
 
-def _scales(table: Array, weigh: bool) -> Array:
+def scales_of(table: Array, weigh: bool) -> Array:
     """Return the weights as far as they matter.
 
     Counts stay what they are: their products with values lose least. Other weights are taken

@@ -65,6 +65,33 @@ class Watched(Comm):
         finally:
             board.leave()
 
+    def gatherv(self, send: Buffer, recv: Buffer | None, counts: Sequence[int], root: int) -> None:
+        """Put every rank's bytes into `recv` of `root`, in rank order."""
+        board = self._session.board
+        board.resume()
+        try:
+            self._comm.gatherv(send, recv, counts, root)
+        finally:
+            board.leave()
+
+    def reduce(self, send: Buffer, recv: Buffer | None, op: str, root: int) -> None:
+        """Fold every rank's `send` into `recv` of `root`."""
+        board = self._session.board
+        board.resume()
+        try:
+            self._comm.reduce(send, recv, op, root)
+        finally:
+            board.leave()
+
+    def sendrecv(self, send: Buffer, dest: int, recv: Buffer, source: int) -> None:
+        """Give `send` to `dest`, and get `recv` from `source`."""
+        board = self._session.board
+        board.resume()
+        try:
+            self._comm.sendrecv(send, dest, recv, source)
+        finally:
+            board.leave()
+
     def barrier(self) -> None:
         """Wait for every rank."""
         board = self._session.board
@@ -74,12 +101,12 @@ class Watched(Comm):
         finally:
             board.leave()
 
-    def split(self, color: int) -> Watched:
+    def split(self, color: int, key: int | None = None) -> Watched:
         """Return the ranks that give the same `color`, watched too."""
         board = self._session.board
         board.resume()
         try:
-            return Watched(self._session, self._comm.split(color))
+            return Watched(self._session, self._comm.split(color, key))
         finally:
             board.leave()
 

@@ -56,12 +56,28 @@ class Comm(abc.ABC):
         """Copy `buffer` of rank `root` into `buffer` of every rank."""
 
     @abc.abstractmethod
+    def gatherv(self, send: Buffer, recv: Buffer | None, counts: Sequence[int], root: int) -> None:
+        """Put every rank's uint8 `send` into uint8 `recv` of `root`, the only rank that has one."""
+
+    @abc.abstractmethod
+    def reduce(self, send: Buffer, recv: Buffer | None, op: str, root: int) -> None:
+        """Fold every rank's `send` into `recv` of `root`, the only rank that has one."""
+
+    @abc.abstractmethod
+    def sendrecv(self, send: Buffer, dest: int, recv: Buffer, source: int) -> None:
+        """Give `send` to rank `dest` while `source` gives `recv`; all ranks do so at once."""
+
+    @abc.abstractmethod
     def barrier(self) -> None:
         """Wait for every rank. What any of them wrote to shared memory before is seen after."""
 
     @abc.abstractmethod
-    def split(self, color: int) -> Comm:
-        """Return the group of the ranks that give the same `color`, in the order of this one."""
+    def split(self, color: int, key: int | None = None) -> Comm:
+        """Return the group of the ranks that give the same `color`.
+
+        They are in the order of the keys that they give; of this group where keys are equal, or
+        None.
+        """
 
     @abc.abstractmethod
     def by_node(self) -> Comm:

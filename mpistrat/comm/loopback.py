@@ -271,11 +271,7 @@ class LoopbackComm(Comm):
         """Fold every rank's `send` into `recv`, in rank order."""
         kind = f"allreduce {op} of {send.dtype} {send.shape}"
         parts = self._meet(kind, send.copy())
-        total = parts[0].copy()
-        with np.errstate(all="ignore"):
-            for part in parts[1:]:
-                _FOLDS[op](total, part, out=total)
-        recv[...] = total
+        recv[...] = _folded(parts, op)
 
     def bcast(self, buffer: Buffer, root: int) -> None:
         """Copy `buffer` of rank `root` to every rank."""
@@ -283,13 +279,35 @@ class LoopbackComm(Comm):
         parts = self._meet(f"bcast of {buffer.nbytes} bytes from {root}", mine)
         buffer[...] = parts[root]
 
+    def gatherv(self, send: Buffer, recv: Buffer | None, counts: Sequence[int], root: int) -> None:
+        """Put every rank's bytes into `recv` of `root`, in rank order."""
+        parts = self._meet(f"gatherv of {list(counts)} bytes to {root}", send.tobytes())
+        if recv is not None:
+            recv[:] = np.frombuffer(b"".join(parts), np.uint8)
+
+    def reduce(self, send: Buffer, recv: Buffer | None, op: str, root: int) -> None:
+        """Fold every rank's `send` into `recv` of `root`, in rank order."""
+        kind = f"reduce {op} of {send.dtype} {send.shape} to {root}"
+        parts = self._meet(kind, send.copy())
+        if recv is not None:
+            recv[...] = _folded(parts, op)
+
+    def sendrecv(self, send: Buffer, dest: int, recv: Buffer, source: int) -> None:
+        """Give `send` to `dest`, and get `recv` from `source`."""
+        to, data = self._meet("sendrecv", (dest, send.tobytes()))[source]
+        if to != self.rank:
+            raise RuntimeError(f"rank {self.rank} waits for {source}, which sends to {to}.")
+        recv.reshape(-1).view(np.uint8)[:] = np.frombuffer(data, np.uint8)
+
     def barrier(self) -> None:
         """Wait for every rank."""
         self._meet("barrier", None)
 
-    def split(self, color: int) -> LoopbackComm:
-        """Return the ranks that give the same `color`, in a world of their own."""
-        ranks = [rank for rank, other in enumerate(self._meet("split", color)) if other == color]
+    def split(self, color: int, key: int | None = None) -> LoopbackComm:
+        """Return the ranks that give the same `color`, by `key`, in a world of their own."""
+        given = self._meet("split", (color, self.rank if key is None else key))
+        ranks = [rank for rank, (other, _) in enumerate(given) if other == color]
+        ranks.sort(key=lambda rank: given[rank][1])
         world = LoopbackWorld(len(ranks), self.world.patience)
         worlds = self._meet("worlds of a split", world)
         return LoopbackComm(worlds[ranks[0]], ranks.index(self.rank))
@@ -306,3 +324,11 @@ class LoopbackComm(Comm):
     def free(self) -> None:
         """Leave the world."""
         self.world.leave(self.rank)
+
+
+def _folded(parts: Sequence[Any], op: str) -> Any:
+    total = parts[0].copy()
+    with np.errstate(all="ignore"):
+        for part in parts[1:]:
+            _FOLDS[op](total, part, out=total)
+    return total

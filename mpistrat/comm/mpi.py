@@ -113,13 +113,37 @@ class MPIComm(Comm):
             piece = flat[low : low + _PIECE]
             self._comm.Bcast([piece, piece.nbytes, library().BYTE], root=root)
 
+    def gatherv(self, send: Buffer, recv: Buffer | None, counts: Sequence[int], root: int) -> None:
+        """Put every rank's bytes into `recv` of `root`, in rank order, by MPI_Gatherv."""
+        byte = library().BYTE
+        room = None if recv is None else [recv, counts, byte]
+        self._comm.Gatherv([send, send.nbytes, byte], room, root=root)
+
+    def reduce(self, send: Buffer, recv: Buffer | None, op: str, root: int) -> None:
+        """Fold every rank's `send` into `recv` of `root` by MPI_Reduce."""
+        flat_send, flat_recv = send.reshape(-1), None if recv is None else recv.reshape(-1)
+        for low in range(0, send.size, _PIECE):
+            piece = slice(low, low + _PIECE)
+            room = None if flat_recv is None else flat_recv[piece]
+            self._comm.Reduce(flat_send[piece], room, op=_ops()[op], root=root)
+
+    def sendrecv(self, send: Buffer, dest: int, recv: Buffer, source: int) -> None:
+        """Give `send` to `dest` and get `recv` from `source` by MPI_Sendrecv."""
+        given, room = send.reshape(-1).view(np.uint8), recv.reshape(-1).view(np.uint8)
+        byte = library().BYTE
+        for low in range(0, max(given.size, room.size, 1), _PIECE):
+            out, into = given[low : low + _PIECE], room[low : low + _PIECE]
+            self._comm.Sendrecv(
+                [out, out.size, byte], dest, recvbuf=[into, into.size, byte], source=source
+            )
+
     def barrier(self) -> None:
         """Wait for every rank, by MPI_Barrier."""
         self._comm.Barrier()
 
-    def split(self, color: int) -> MPIComm:
-        """Return the ranks that give the same `color`, by MPI_Comm_split."""
-        return MPIComm(self._comm.Split(color, self.rank), owned=True)
+    def split(self, color: int, key: int | None = None) -> MPIComm:
+        """Return the ranks that give the same `color`, ordered by `key`, by MPI_Comm_split."""
+        return MPIComm(self._comm.Split(color, self.rank if key is None else key), owned=True)
 
     def by_node(self) -> MPIComm:
         """Return the ranks that share memory with this one, by MPI_Comm_split_type."""

@@ -42,6 +42,9 @@ class Board(Protocol):
     def long_operation(self, name: str, max_seconds: float) -> AbstractContextManager[None]:
         """Declare that the body may keep other ranks waiting."""
 
+    def patience(self, seconds: float) -> AbstractContextManager[None]:
+        """Let calls in the body take so many seconds, instead of what is allowed to every call."""
+
     def close(self) -> bool:
         """Stop watching; tell whether MPI may be finalized."""
 
@@ -63,6 +66,10 @@ class Unwatched:
         """Check the arguments as a watched board does, and do nothing."""
         if not max_seconds > 0:
             raise ValueError(f"long_operation({name!r}) wants max_seconds > 0, not {max_seconds}.")
+        return nullcontext()
+
+    def patience(self, seconds: float) -> AbstractContextManager[None]:
+        """Do nothing: nobody looks how long a call takes."""
         return nullcontext()
 
     def close(self) -> bool:
@@ -112,6 +119,7 @@ class Session:
       steps: How many ``Strategy.run`` have ended well; equal on all ranks.
       copies: The mirrored variables by number, as long as they live.
       holders: All variables by the identity of their array, as long as they live.
+      groups: Parts of the communicator, by what they are for; each has a ``free``.
     """
 
     def __init__(self, comm: Comm, owned: bool = True):
@@ -137,6 +145,7 @@ class Session:
         self.steps = 0
         self.copies: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self.holders: WeakValueDictionary[int, Any] = WeakValueDictionary()
+        self.groups: dict[object, Any] = {}
         self._owner = threading.get_ident() if owned else None
         self._pid = os.getpid()
 
@@ -206,6 +215,8 @@ def _attribute() -> int:
         if parent != library().COMM_WORLD and parent != library().COMM_SELF:
             session.freed = True
             session.board.free()
+            for group in session.groups.values():
+                group.free()
             session.comm.free()
 
     return int(library().Comm.Create_keyval(delete_fn=freed))

@@ -9,6 +9,12 @@ from mpistrat.distribute.context import (
     has_strategy,
     in_cross_replica_context,
 )
+from mpistrat.distribute.cross_device import (
+    CrossDeviceOps,
+    HierarchicalCopyAllReduce,
+    NcclAllReduce,
+    ReductionToOneDevice,
+)
 from mpistrat.distribute.extended import StrategyExtended
 from mpistrat.distribute.inputs import (
     InputContext,
@@ -22,28 +28,34 @@ from mpistrat.distribute.strategies import (
     OneDeviceStrategy,
 )
 from mpistrat.distribute.strategy import Strategy
+from mpistrat.distribute.topology_strategy import TPUStrategy
 from mpistrat.distribute.values import DistributedValues
 from mpistrat.feed.distributed import DistributedDataset, DistributedIterator
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.refused import refused
 
 __all__ = [
+    "CrossDeviceOps",
     "DistributedDataset",
     "DistributedIterator",
     "DistributedValues",
+    "HierarchicalCopyAllReduce",
     "InputContext",
     "InputOptions",
     "InputReplicationMode",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
+    "NcclAllReduce",
     "OneDeviceStrategy",
     "ParameterServerStrategy",
     "ReduceOp",
+    "ReductionToOneDevice",
     "ReplicaContext",
     "RunOptions",
     "Server",
     "Strategy",
     "StrategyExtended",
+    "TPUStrategy",
     "cluster_resolver",
     "coordinator",
     "experimental",

@@ -10,6 +10,7 @@ import numpy as np
 
 from mpistrat import nest
 from mpistrat.arrays import as_array, finish, label
+from mpistrat.collectives.communication import CommunicationOptions
 from mpistrat.collectives.part import Part
 from mpistrat.collectives.plans import request
 from mpistrat.distribute import sparse
@@ -168,10 +169,16 @@ class ReplicaContext:
             "it on get_replica_context(), in the function that Strategy.run calls."
         )
 
+    def _parts(self, name: str, options: CommunicationOptions | None) -> Parts:
+        parts = self._strategy.parts
+        with parts.lockstep.preparing(name):
+            return parts.by(options)
+
     def all_reduce(
         self,
         reduce_op: ReduceOp | str,
         value: Any,
+        options: CommunicationOptions | None = None,
         *,
         weight: float | None = None,
         out: Any = None,
@@ -184,6 +191,7 @@ class ReplicaContext:
           reduce_op: ``"SUM"``, ``"MEAN"``, ``"MIN"``, ``"MAX"`` or ``"PROD"``.
           value: Tree of arrays or numbers, any layout and byte order. Of `IndexedSlices` the rows
             of all replicas are concatenated, in replica order; SUM and MEAN only.
+          options: How the values are to move, over what the strategy was given.
           weight: For MEAN, how many examples this replica's values stand for: the result is
             ``sum(weight * value) / sum(weight)``. A value of weight 0 is never read, so it may be
             NaN. With all weights 0 the result is NaN.
@@ -212,7 +220,7 @@ class ReplicaContext:
         As: ``tf.distribute.ReplicaContext.all_reduce``.
         """
         self._enter("all_reduce")
-        parts = self._strategy.parts
+        parts = self._strategy.parts if options is None else self._parts("all_reduce", options)
         asked = None
         if weight is None and out is None:
             plan = parts.plans.lone(reduce_op, value)
@@ -237,7 +245,7 @@ class ReplicaContext:
             place[...] = result
         return out
 
-    def all_gather(self, value: Any, axis: int) -> Any:
+    def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
         """Concatenate the values of all replicas along `axis`, and return the result on each.
 
         Collective: every replica calls it, with the same structure and dtypes. Sizes along `axis`
@@ -246,6 +254,7 @@ class ReplicaContext:
         Args:
           value: Tree of arrays with at least one dimension; any number dtype, or bool.
           axis: Which axis; counted from the end if negative.
+          options: How the values are to move, over what the strategy was given.
 
         Returns:
           The same tree of fresh arrays, in replica order.
@@ -264,7 +273,7 @@ class ReplicaContext:
         that are empty on every replica.
         """
         self._enter("all_gather")
-        parts = self._strategy.parts
+        parts = self._parts("all_gather", options)
         if parts.view is ALONE:
             _note_alone(self._strategy, "all_gather")
         return gather(parts, "all_gather", select(value), axis)

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpistrat.arrays import as_array, spec_text
+from mpistrat.collectives.communication import CommunicationOptions
 from mpistrat.comm.codec import decode, encode
 from mpistrat.distribute import updating
 from mpistrat.distribute.default import default_strategy
 from mpistrat.distribute.mode import Mode, cross_replica, current, entered, same_strategy
+from mpistrat.distribute.multi_step import MultiStepContext, run_steps
 from mpistrat.distribute.reductions import reduce_over_replicas
 from mpistrat.distribute.regroup import select
 from mpistrat.distribute.values import DistributedValues
@@ -27,7 +29,6 @@ if TYPE_CHECKING:
 __all__ = ["StrategyExtended"]
 
 
-@final
 @dataclass(frozen=True)
 class StrategyExtended:
     """The finer calls of one strategy; get it as ``strategy.extended``.
@@ -61,10 +62,13 @@ class StrategyExtended:
     def parameter_devices(self) -> tuple[str, ...]:
         """The label of every device that holds variables: those of the replicas.
 
+        Under `CentralStorageStrategy` that is its one parameter device.
+
         Raises:
           ContextError: This is the default strategy, which has none.
         """
-        return self.worker_devices
+        central = getattr(self.strategy, "parameter_device", None)
+        return self.worker_devices if central is None else (central,)
 
     @property
     def experimental_between_graph(self) -> bool:
@@ -97,10 +101,51 @@ class StrategyExtended:
         """Call `fn` on every replica; an older spelling of `Strategy.run`. Collective."""
         return self.strategy.run(fn, args, kwargs)
 
+    @property
+    def steps_per_run(self) -> int:
+        """How many steps `experimental_run_steps_on_iterator` makes unless it is told."""
+        return int(getattr(self.strategy, "steps_per_run", 1))
+
+    def experimental_run_steps_on_iterator(
+        self,
+        fn: Callable[..., Any],
+        iterator: Iterator[Any],
+        iterations: int | None = None,
+        initial_loop_values: Any = None,
+    ) -> MultiStepContext:
+        """Make several steps in one call.
+
+        Collective: all ranks call it, in cross-replica code.
+
+        Args:
+          fn: ``fn(context, inputs)``, one step in cross-replica code; it calls `Strategy.run` and
+            ``context.set_last_step_output``.
+          iterator: A distributed iterator.
+          iterations: How many steps; None for `steps_per_run`.
+          initial_loop_values: Outputs by name before the first step; the steps set no others.
+
+        Returns:
+          The context, with the outputs of the last step in ``last_step_outputs``.
+
+        Raises:
+          ContextError: Called in replica code.
+          StopIteration: The data end before the steps do.
+          StructureError: The outputs are not those of `initial_loop_values`.
+        """
+        with self._cross("experimental_run_steps_on_iterator", "the step itself"):
+            steps = self.steps_per_run if iterations is None else iterations
+            return run_steps(self.strategy, fn, iterator, steps, initial_loop_values)
+
     def _cross(self, name: str, instead: str) -> Any:
         return cross_replica(self.strategy, f"StrategyExtended.{name}()", instead)
 
-    def reduce_to(self, reduce_op: Any, value: Any, destinations: Any) -> Any:
+    def reduce_to(
+        self,
+        reduce_op: Any,
+        value: Any,
+        destinations: Any,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
         """Fold the values of all replicas.
 
         Collective: all ranks call it, in cross-replica code.
@@ -110,6 +155,7 @@ class StrategyExtended:
           value: Tree of `PerReplica`.
           destinations: A variable or distributed value, or the label of a device. The result is on
             every rank in any case.
+          options: How the values are to move, over what the strategy was given.
 
         Returns:
           The same tree: `Mirrored` leaves where all replicas are seen (`MirroredStrategy`) and
@@ -124,13 +170,17 @@ class StrategyExtended:
         with self._cross("reduce_to", "get_replica_context().all_reduce(...)"):
             parts = self.strategy.parts
             with parts.lockstep.preparing("reduce_to"):
+                parts = parts.by(options)
                 _check_destinations(destinations)
             mirrors = parts.view.mirrors and not isinstance(destinations, str)
             to = _place(destinations)
             return reduce_over_replicas(parts, "reduce_to", reduce_op, value, mirrors, to)
 
     def batch_reduce_to(
-        self, reduce_op: Any, value_destination_pairs: Sequence[tuple[Any, Any]]
+        self,
+        reduce_op: Any,
+        value_destination_pairs: Sequence[tuple[Any, Any]],
+        options: CommunicationOptions | None = None,
     ) -> list[Any]:
         """Fold several values at once; see `reduce_to`.
 
@@ -139,6 +189,7 @@ class StrategyExtended:
         Args:
           reduce_op: As in `reduce_to`.
           value_destination_pairs: Tuples of value and destinations.
+          options: As in `reduce_to`.
 
         Returns:
           A list with one result per pair.
@@ -149,6 +200,7 @@ class StrategyExtended:
         with self._cross("batch_reduce_to", "get_replica_context().all_reduce(...)"):
             parts = self.strategy.parts
             with parts.lockstep.preparing("batch_reduce_to"):
+                parts = parts.by(options)
                 pairs = list(value_destination_pairs)
                 if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in pairs):
                     raise StructureError(

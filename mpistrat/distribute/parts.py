@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 from mpistrat.collectives.begin import begin
+from mpistrat.collectives.communication import CommunicationOptions
 from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.collectives.plans import Plans
 from mpistrat.collectives.reducer import Reducer
+from mpistrat.collectives.routed import Reducing
 from mpistrat.comm.session import Session
 from mpistrat.comm.world import alone, default_parent
+from mpistrat.distribute.choice import Choice, Ops
 from mpistrat.distribute.regroup import Regroup
 from mpistrat.distribute.views import ALONE, View
 
@@ -28,16 +32,18 @@ class Parts:
       plans: All-reduces that were made before.
       reducer: Makes the values of the replicas one.
       regroup: Makes one value of the replicas' trees, as the view shows them.
+      choice: How a program wants values to move, if it said so.
     """
 
     view: View
     lockstep: Lockstep
     plans: Plans
-    reducer: Reducer
+    reducer: Reducing
     regroup: Regroup
+    choice: Choice | None = None
 
     @staticmethod
-    def over(view: View, parent: Any = None) -> Parts:
+    def over(view: View, parent: Any = None, order: Sequence[int] | None = None) -> Parts:
         """Return parts over the ranks of `parent`.
 
         Collective over `parent`, the first time.
@@ -46,13 +52,42 @@ class Parts:
           view: The row of `views`.
           parent: An mpi4py intracommunicator or a `Comm`; None for the world. Not looked at by the
             view that never communicates.
+          order: Which rank is which replica; None for rank order.
         """
         if view is ALONE:
             session = Session(alone(), owned=False)
         else:
             session = Session.on(default_parent() if parent is None else parent)
-        lockstep = Lockstep(session)
-        begin(lockstep)
-        reducer = Reducer(lockstep)
+        begin(Lockstep(session))
+        lockstep = Lockstep(session, order=order)
+        reducer, regroup = Reducer(lockstep), Regroup(lockstep, view)
         plans = Plans(lockstep, reducer.node)
-        return Parts(view, lockstep, plans, reducer, Regroup(lockstep, view))
+        return Parts(view, lockstep, plans, reducer, regroup, Choice(reducer))
+
+    def by(
+        self,
+        options: CommunicationOptions | None = None,
+        ops: Ops | None = None,
+        labels: Sequence[str] = (),
+    ) -> Parts:
+        """Return these parts with another choice of how values move.
+
+        Not collective: what ranks have chosen is proved by each call.
+
+        Args:
+          options: Sizes, time and algorithm; what is no default rules.
+          ops: The class of the algorithm.
+          labels: The labels of the replicas' devices.
+
+        Raises:
+          ValueError: `options` are none, or the root is no replica.
+        """
+        if (options is None and ops is None) or self.view is ALONE or self.choice is None:
+            return self
+        choice = self.choice.but(ops, options)
+        choice = replace(choice, labels=tuple(labels) or choice.labels)
+        if not choice.made:
+            return self
+        # What is remembered of calls rides in the proof or in shared memory, which is no choice.
+        plans = Plans(self.lockstep, choice.base.node, learns=False)
+        return replace(self, reducer=choice.reducer(), plans=plans, choice=choice)

@@ -12,7 +12,7 @@ from mpistrat.arrays import Array, as_array, label
 from mpistrat.collectives.alarms import first_nonfinite
 from mpistrat.collectives.forms import Form, form
 from mpistrat.collectives.part import Part
-from mpistrat.collectives.reducer import Reducer
+from mpistrat.collectives.routed import Reducing
 from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.kernels.ops import ReduceOp
 
@@ -62,7 +62,7 @@ def alone(op: ReduceOp, part: SlicesPart) -> IndexedSlices:
 
 
 def all_reduce(
-    reducer: Reducer,
+    reducer: Reducing,
     call: str,
     op: ReduceOp,
     parts: Sequence[Part | SlicesPart],
@@ -100,7 +100,7 @@ def _values(op: ReduceOp, part: SlicesPart, weigh: bool) -> Array:
 
 
 def _gathered(
-    reducer: Reducer,
+    reducer: Reducing,
     call: str,
     op: ReduceOp,
     sparse: Sequence[SlicesPart],

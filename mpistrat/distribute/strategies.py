@@ -8,12 +8,20 @@ from typing import Any, final
 
 from mpistrat.cluster.resolver import ClusterResolver
 from mpistrat.cluster.resolvers import default_resolver
+from mpistrat.collectives.communication import (
+    CommunicationImplementation,
+    CommunicationOptions,
+    as_implementation,
+)
+from mpistrat.distribute.cross_device import CrossDeviceOps
 from mpistrat.distribute.parts import Parts
 from mpistrat.distribute.strategy import Strategy
 from mpistrat.distribute.views import ALONE, GLOBAL, LOCAL
 
 __all__ = [
+    "CentralStorageStrategy",
     "DefaultStrategy",
+    "ExperimentalMultiWorkerMirroredStrategy",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
@@ -29,9 +37,12 @@ class MirroredStrategy(Strategy):
     Args:
       devices: Labels for the replicas, such as ``["GPU:0", "GPU:1"]``. They choose nothing: the
         launcher says how many ranks there are. A list of another length warns.
+      cross_device_ops: How values move: `NcclAllReduce`, `HierarchicalCopyAllReduce`,
+        `ReductionToOneDevice` or another `CrossDeviceOps`. None: what is best for the sizes.
       comm: An mpi4py intracommunicator whose ranks are the replicas; None for all of the job's.
 
     Raises:
+      TypeError: `cross_device_ops` are none.
       ValueError: A label comes twice.
 
     As: ``tf.distribute.MirroredStrategy``.
@@ -45,14 +56,25 @@ class MirroredStrategy(Strategy):
       }
     """
 
-    def __init__(self, devices: Sequence[str] | None = None, *, comm: Any = None):
+    def __init__(
+        self,
+        devices: Sequence[str] | None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
+        *,
+        comm: Any = None,
+    ):
         """Make a strategy over all ranks of `comm`."""
+        if cross_device_ops is not None and not isinstance(cross_device_ops, CrossDeviceOps):
+            raise TypeError(
+                f"cross_device_ops must be a CrossDeviceOps or None, got {cross_device_ops!r:.80}."
+            )
         if isinstance(devices, str):
             raise TypeError(f"devices must be a list of labels, not {devices!r}.")
         labels = tuple(devices or ())
         if len(set(labels)) != len(labels):
             raise ValueError(f"devices must be different labels, got {list(labels)}.")
         super().__init__(Parts.over(GLOBAL, comm), labels)
+        self.parts = self.parts.by(ops=cross_device_ops, labels=self.device_labels)
         if labels and len(labels) != self.num_replicas_in_sync:
             self._warn(labels)
 
@@ -69,7 +91,6 @@ class MirroredStrategy(Strategy):
         lockstep.prove(f"MirroredStrategy({list(labels)})")
 
 
-@final
 class MultiWorkerMirroredStrategy(Strategy):
     """Each rank is a worker of its own: cross-replica code sees this rank's values only.
 
@@ -81,10 +102,13 @@ class MultiWorkerMirroredStrategy(Strategy):
     Args:
       cluster_resolver: Names this process in the job; None for ``TF_CONFIG`` if that is set, else
         for MPI. The rank always comes from MPI.
+      communication_options: `CommunicationOptions`: the algorithm, the size of messages and the
+        time of all collectives of this strategy.
       comm: An mpi4py intracommunicator whose ranks are the workers; None for all of the job's.
 
     Raises:
       TypeError: `cluster_resolver` is none.
+      ValueError: `communication_options` are none.
 
     As: ``tf.distribute.MultiWorkerMirroredStrategy``.
 
@@ -93,16 +117,98 @@ class MultiWorkerMirroredStrategy(Strategy):
       'worker'
     """
 
-    def __init__(self, cluster_resolver: ClusterResolver | None = None, *, comm: Any = None):
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        communication_options: CommunicationOptions | None = None,
+        *,
+        comm: Any = None,
+    ):
         """Make a strategy over all ranks of `comm`."""
         if cluster_resolver is not None and not isinstance(cluster_resolver, ClusterResolver):
             raise TypeError(
                 f"cluster_resolver must be a ClusterResolver, got {cluster_resolver!r}."
             )
-        parts = Parts.over(LOCAL, comm)
+        if not isinstance(communication_options, CommunicationOptions | None):
+            raise ValueError(
+                "communication_options must be an instance of CommunicationOptions, got "
+                f"{communication_options!r:.80}."
+            )
+        parts = Parts.over(LOCAL, comm).by(communication_options)
         group = parts.lockstep.comm
         resolver = cluster_resolver or default_resolver(group.rank, group.size)
         super().__init__(parts, (), resolver)
+
+
+@final
+class ExperimentalMultiWorkerMirroredStrategy(MultiWorkerMirroredStrategy):
+    """`MultiWorkerMirroredStrategy` with the older order of arguments.
+
+    Args:
+      communication: A `CommunicationImplementation`, or its name.
+      cluster_resolver: As there.
+      comm: As there.
+
+    As: ``tf.distribute.experimental.MultiWorkerMirroredStrategy``.
+    """
+
+    def __init__(
+        self,
+        communication: CommunicationImplementation | str = CommunicationImplementation.AUTO,
+        cluster_resolver: ClusterResolver | None = None,
+        *,
+        comm: Any = None,
+    ):
+        """Make a strategy over all ranks of `comm`."""
+        implementation = CommunicationOptions(0, None, as_implementation(communication))
+        super().__init__(cluster_resolver, implementation, comm=comm)
+
+
+@final
+class CentralStorageStrategy(Strategy):
+    """Each variable is one value that all replicas share; cross-replica code sees all replicas.
+
+    Ranks share no variable, so each has a copy, and the proof keeps the copies equal: what a
+    program sees is one value. To write it in replica code, give it an aggregation, or write the
+    same on all replicas.
+
+    Collective: making the first strategy of a communicator duplicates it.
+
+    Args:
+      compute_devices: Labels for the replicas, as the devices of `MirroredStrategy`.
+      parameter_device: The label of the device of the variables; None for the first replica's.
+      comm: An mpi4py intracommunicator whose ranks are the replicas; None for all of the job's.
+
+    Raises:
+      ValueError: A label comes twice.
+
+    As: ``tf.distribute.experimental.CentralStorageStrategy``.
+
+    Example:
+      >>> import mpistrat as ms
+      >>> strategy = CentralStorageStrategy()
+      >>> with strategy.scope():
+      ...     v = ms.Variable(1.0, aggregation=ms.VariableAggregation.SUM)
+      >>> _ = strategy.run(lambda: v.assign_add(2.0))
+      >>> float(v.numpy())
+      3.0
+    """
+
+    def __init__(
+        self,
+        compute_devices: Sequence[str] | None = None,
+        parameter_device: str | None = None,
+        *,
+        comm: Any = None,
+    ):
+        """Make a strategy over all ranks of `comm`."""
+        parts = Parts.over(GLOBAL, comm)
+        with parts.lockstep.preparing("CentralStorageStrategy"):
+            labels = tuple(compute_devices or ())
+            if isinstance(compute_devices, str) or len(set(labels)) != len(labels):
+                raise ValueError(f"compute_devices must be different labels: {compute_devices!r}.")
+        super().__init__(parts, labels)
+        self.parameter_device = parameter_device or self.device_labels[0]
 
 
 @final

@@ -17,7 +17,7 @@ from mpistrat.arrays import Array, as_array, spec_text
 from mpistrat.collectives.forms import form
 from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.collectives.part import Part
-from mpistrat.collectives.reducer import Reducer
+from mpistrat.collectives.routed import Reducing
 from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.distribute.views import ALONE
 from mpistrat.errors import LockstepError
@@ -153,7 +153,7 @@ def share(array: Array, size: int) -> Array:
     return result
 
 
-def reduced(reducer: Reducer, call: str, op: ReduceOp, value: Array) -> Array:
+def reduced(reducer: Reducing, call: str, op: ReduceOp, value: Array) -> Array:
     """Return `value` folded over all replicas, in its own dtype."""
     (total,) = reducer.all_reduce(call, op, [Part(value, form(op, value.dtype))])
     return total

@@ -1,17 +1,34 @@
 """``tf.distribute.experimental``: what has that name there.
 
+- Options of collectives, and strategies with the constructors that they have there.
 - `partitioners`: into how many shards a variable would be cut.
 - `coordinator`, `rpc`: names that are refused, with a reason.
 """
 
+from mpistrat.collectives.communication import (
+    CollectiveCommunication,
+    CollectiveHints,
+    CommunicationImplementation,
+    CommunicationOptions,
+)
 from mpistrat.distribute.inputs import ValueContext
-from mpistrat.distribute.strategies import MultiWorkerMirroredStrategy
+from mpistrat.distribute.strategies import CentralStorageStrategy
+from mpistrat.distribute.strategies import (
+    ExperimentalMultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
+)
+from mpistrat.distribute.topology_strategy import TPUStrategyExperimental as TPUStrategy
 from mpistrat.experimental import coordinator, partitioners, rpc
 from mpistrat.refused import refused
 
 __all__ = [
+    "CentralStorageStrategy",
+    "CollectiveCommunication",
+    "CollectiveHints",
+    "CommunicationImplementation",
+    "CommunicationOptions",
     "MultiWorkerMirroredStrategy",
     "ParameterServerStrategy",
+    "TPUStrategy",
     "ValueContext",
     "coordinator",
     "partitioners",

@@ -36,6 +36,13 @@ class Nodes(NamedTuple):
     nodes: int
     ranks: list[int]
 
+    def free(self) -> None:
+        """Give the groups back. Collective. The group itself is not given back."""
+        if self.nodes > 1:
+            self.node.free()
+            if self.lane is not None:
+                self.lane.free()
+
 
 def find_nodes(comm: Comm, per_node: int = 0) -> Nodes:
     """Cut `comm` at the borders of shared memory.

@@ -147,6 +147,27 @@ VALUES = {
         "three more",
         lambda n: [(name, name) for name in ("SUM", "MEAN", "MIN", "MAX", "PROD")],
     ),
+    "options_and_enums/options_defaults": Differs(
+        "H1",
+        "the name of a class",
+        lambda n: (
+            0,
+            None,
+            "CommunicationImplementation.AUTO",
+            "Options(bytes_per_pack=0,timeout_seconds=None, "
+            "implementation=CommunicationImplementation.AUTO)",
+            "CommunicationOptions",
+        ),
+    ),
+    "central_storage/distribute_dataset_with_options": Differs(
+        "D17",
+        "a misspelt attribute",
+        lambda n: [
+            Each(np.arange(2 * i, 2 * i + 2) for i in range(2)),
+            Each(np.arange(4 + i, 5) for i in range(2)),
+            "StopIteration",
+        ],
+    ),
     "options_and_enums/mirrored_bad_device": Differs("D19", "one name, n ranks", lambda n: n),
     "cluster_resolvers/tfconfig": Differs(
         "H7",

@@ -7,6 +7,12 @@ from .kinds import Differs, copies, f32, fails
 _M = "variables_matrix/"
 _WRITTEN = _M + "{AUTO|ON_WRITE}/"
 VARIABLES = {
+    "central_storage/var_type": Differs(
+        "H1", "the names of two classes", lambda n: ("MirroredVariable", "MirroredVariable")
+    ),
+    "central_storage/assign_add_replica_NONE": Differs(
+        "D6", "replicas may write the same without an aggregation", fails("LockstepError")
+    ),
     _WRITTEN + "*/assign_cross_per_replica": Differs(
         "D6", "the copies differ there afterwards", fails("StructureError")
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from . import (
     all_gather,
     all_reduce,
+    central,
     contexts,
     datasets,
     extended,
@@ -30,6 +31,7 @@ _MODULES = (
     options,
     resolvers,
     one_device,
+    central,
 )
 
 PROGRAMS = {program.__name__: program for module in _MODULES for program in module.PROGRAMS}

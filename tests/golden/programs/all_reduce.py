@@ -60,6 +60,8 @@ def all_reduce_basic(s, n, comm):
     r("same_tensor_object_MEAN", lambda: _reduced(s, "MEAN", lambda: four))
     r("tf_constant_literal", lambda: _reduced(s, "SUM", lambda: tf.constant(4.0)))
     r("tf_identity", lambda: _reduced(s, "SUM", lambda: tf.identity(4.0)))
+    options = ms.CommunicationOptions(bytes_per_pack=1, timeout_seconds=30.0)
+    r("options", lambda: s.run(lambda: ctx().all_reduce("SUM", [fid(), fid()], options)))
     r("empty_list", lambda: _reduced(s, "SUM", list))
     r("none", lambda: _reduced(s, "SUM", lambda: None))
     r(

@@ -205,6 +205,24 @@ def _iterators(r, s):
         lambda: s.experimental_run(lambda x: x * 2, s.make_dataset_iterator(ten)),
     )
     r("experimental_run_no_iterator", lambda: s.experimental_run(fid))
+    name = "experimental_run_steps_on_iterator"
+    r(name, lambda: _two_steps(s))
+    r(f"{name}@function", lambda: _two_steps(s) and tf.constant(1))
+
+
+def _two_steps(s):
+    n = s.num_replicas_in_sync
+    floats = ms.Dataset.range(8).map(lambda x: np.float32(x)).batch(n, drop_remainder=True)
+
+    def step(context, inputs):
+        sums = s.extended.call_for_each_replica(np.sum, args=(inputs,))
+        context.set_last_step_output("loss", sums, reduce_op=ms.ReduceOp.SUM)
+        context.set_last_step_output("raw", sums)
+
+    before = {"loss": 0.0, "raw": [0.0] * n}
+    run_steps = s.extended.experimental_run_steps_on_iterator
+    iterator = s.make_dataset_iterator(floats)
+    return run_steps(step, iterator, iterations=2, initial_loop_values=before).last_step_outputs
 
 
 PROGRAMS = (extended_reduce_to, extended_v1_misc, v1_strategy)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..recorder import Recorder
-from .common import fid, ms
+from .common import ctx, fid, ms
 
 
 def options_and_enums(s, n, comm):
@@ -47,7 +47,65 @@ def options_and_enums(s, n, comm):
     dynamic = ms.RunOptions(experimental_enable_dynamic_batch_size=False)
     r("run_options_ignored", lambda: s.run(lambda: fid(), options=dynamic))
     r("run_options_garbage_ignored", lambda: s.run(lambda: fid(), options="whatever"))
+    _communication(r)
+    _cross_device(r, comm)
     return r
+
+
+def _communication(r):
+    e = ms.experimental
+    r(
+        "CommunicationImplementation",
+        lambda: [(member.name, member.value) for member in e.CommunicationImplementation],
+    )
+    same = e.CollectiveCommunication is e.CommunicationImplementation
+    r("CollectiveCommunication_is", lambda: same)
+    make, o = e.CommunicationOptions, e.CommunicationOptions()
+    r(
+        "options_defaults",
+        lambda: (
+            o.bytes_per_pack,
+            o.timeout_seconds,
+            str(o.implementation),
+            str(o),
+            type(o).__name__,
+        ),
+    )
+    r("options_negative", lambda: make(bytes_per_pack=-1))
+    r("options_impl_str", lambda: str(make(implementation="nccl").implementation))
+    r("options_impl_bad_str", lambda: make(implementation="MPI"))
+    r("options_impl_bad_type", lambda: make(implementation=3))
+    first = make(bytes_per_pack=10, timeout_seconds=5.0, implementation="RING")
+    default = make(bytes_per_pack=0, timeout_seconds=None, implementation="AUTO")
+    second = make(bytes_per_pack=7, timeout_seconds=1.0, implementation="NCCL")
+    r("options_merge", lambda: tuple(str(first.merge(b)) for b in (default, second, None)))
+    r("hints", lambda: str(e.CollectiveHints(bytes_per_pack=3, timeout_seconds=2.0)))
+
+
+def _cross_device(r, comm):
+    r("num_packs_negative", lambda: ms.NcclAllReduce(num_packs=-1))
+    r("hier_num_packs_negative", lambda: ms.HierarchicalCopyAllReduce(num_packs=-1))
+    for ops in (
+        ms.ReductionToOneDevice(),
+        ms.HierarchicalCopyAllReduce(num_packs=1),
+        ms.NcclAllReduce(),
+    ):
+        name = type(ops).__name__
+        x = ms.MirroredStrategy(cross_device_ops=ops, comm=comm)
+        r(
+            f"{name}_reduce_sum",
+            lambda x=x: x.reduce("SUM", x.run(lambda: fid() + 1.0), axis=None),
+        )
+        if name == "NcclAllReduce":
+            continue
+        r(
+            f"{name}_all_reduce_two_f32",
+            lambda x=x: x.run(lambda: ctx().all_reduce("MEAN", [fid(), fid() * 2.0])),
+        )
+        r(
+            f"{name}_all_gather",
+            lambda x=x: x.run(lambda: ctx().all_gather(fid().reshape(1), axis=0)),
+        )
 
 
 PROGRAMS = (options_and_enums,)

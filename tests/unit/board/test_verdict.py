@@ -149,3 +149,14 @@ def test_the_end_says_why_with_its_code():
     text = ending(judge([row(0, 5, INSIDE, 70), row(1, 4, BETWEEN, 80)]), 60, 75)
     assert text.startswith("mpistrat: the job ends with exit code 75: nothing moved for 60 s.\n")
     assert "rank 1 (n1) has not reached call 5" in text
+
+
+def test_a_call_may_say_how_long_it_may_take():
+    waiting = [row(0, 5, INSIDE, 70, patience=4.0), row(1, 5, INSIDE, 70, patience=3.0)]
+    verdict = judge([*waiting, row(2, 4, BETWEEN, 90)])
+    assert verdict.patience == 3.0
+    assert "of this; the call says so." in warning(verdict, 60, 3)
+    # Of who is missing, or in an earlier call, it does not count.
+    rows = [row(0, 5, INSIDE, 70), row(1, 4, INSIDE, 90, patience=3.0)]
+    assert judge(rows).patience == 0.0
+    assert judge([row(range(2), 5, INSIDE, 70, patience=2.0)]).patience == 2.0

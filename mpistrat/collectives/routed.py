@@ -1,0 +1,328 @@
+"""Reductions and gathers that take the way that a program has chosen."""
+
+from __future__ import annotations
+
+import abc
+import functools
+import math
+import struct
+from collections.abc import Sequence
+from typing import Any, NamedTuple, final
+
+import numpy as np
+
+from mpistrat.arrays import Array
+from mpistrat.collectives.folding import Folding
+from mpistrat.collectives.forms import decode_order, encode_order, ordered
+from mpistrat.collectives.gatherer import Gatherer
+from mpistrat.collectives.messages import divide, multiply
+from mpistrat.collectives.node import Placed
+from mpistrat.collectives.part import Part
+from mpistrat.collectives.reducer import Reducer, scales_of
+from mpistrat.collectives.routes import Route
+from mpistrat.collectives.texts import described
+from mpistrat.kernels.ops import ReduceOp
+
+__all__ = [
+    "Chosen",
+    "Packing",
+    "Reducing",
+    "Routed",
+    "Timed",
+    "grouped",
+    "results_of",
+    "wires_of",
+]
+
+
+class Chosen(abc.ABC):
+    """What takes the place of a `Reducer` where a program has chosen how values move.
+
+    Args:
+      base: What moves values where nothing is chosen.
+
+    Attributes:
+      lockstep: The ranks.
+      comm: Their communicator.
+      node: The shared-memory path of `base`.
+    """
+
+    def __init__(self, base: Reducer):
+        """Take the place of `base`."""
+        self.lockstep, self.comm, self.node = base.lockstep, base.comm, base.node
+        self.alarm = base.alarm
+
+    @abc.abstractmethod
+    def fold(
+        self,
+        what: Folding,
+        values: Sequence[Array],
+        weights: Sequence[float],
+        weigh: bool = False,
+        outs: Sequence[Array] | None = None,
+        alarm: str = "",
+    ) -> list[Array]:
+        """Fold leaves over all ranks; see `Reducer.fold`. Collective."""
+
+    @abc.abstractmethod
+    def all_gather(
+        self, call: str, axis: Sequence[int], leaves: Sequence[Array], paths: Sequence[str]
+    ) -> list[Array]:
+        """Concatenate every leaf over all ranks; see `Gatherer.all_gather`. Collective."""
+
+    @final
+    def fold_placed(
+        self, what: Folding, placed: Placed, weight: float, weigh: bool, leaves: list[Array]
+    ) -> None:
+        """Fold arrays of the arena as any others: a choice leaves shared memory out. Collective."""
+        self.fold(what, leaves, [weight], weigh, leaves)
+
+    @final
+    def all_reduce(
+        self, call: str, op: ReduceOp, parts: Sequence[Part], weigh: bool = False
+    ) -> list[Array]:
+        """Fold every leaf over all ranks; see `Reducer.all_reduce`. Collective."""
+        with self.lockstep.preparing(call):
+            text, alarm = described(call, parts), self.alarm(call, parts)
+            values, weights = [part.value for part in parts], [part.weight for part in parts]
+            shapes = [value.shape for value in values]
+            what = Folding(text, op, [part.form for part in parts], shapes)
+        return self.fold(what, values, weights, weigh, alarm=alarm)
+
+    def _weighed(
+        self, what: Folding, weights: Sequence[float], weigh: bool, text: str, alarm: str
+    ) -> Array | None:
+        """Prove the call; return the weights of every rank (rows) and leaf, of a MEAN."""
+        mean = what.op is ReduceOp.MEAN
+        header = struct.pack(f"<{len(weights)}d", *weights) if mean else b""
+        smalls = self.lockstep.share(text, header, alarm=alarm)
+        if not mean:
+            return None
+        table = np.array([np.frombuffer(small, np.float64) for small in smalls])
+        scales = scales_of(table.reshape(self.comm.size, -1), weigh)
+        return np.broadcast_to(scales, (self.comm.size, len(what.forms)))
+
+
+Reducing = Reducer | Chosen
+
+
+def wires_of(
+    what: Folding, values: Sequence[Array], weights: Sequence[float], fresh: bool
+) -> list[Array]:
+    """Return the values as they travel, those of weight 0 as zeros; all of them copies if `fresh`.
+
+    Args:
+      what: The call.
+      values: The leaves.
+      weights: One per leaf, or one for all; they only count for MEAN.
+      fresh: They are to be multiplied.
+    """
+    make = np.array if fresh else np.asarray
+    each = list(weights) * (1 if len(weights) == len(values) else len(values))
+    mean = what.op is ReduceOp.MEAN
+    return [
+        np.zeros(value.shape, form.wire)
+        if mean and weight == 0
+        else make(value, form.wire, order="C")
+        for value, form, weight in zip(values, what.forms, each, strict=True)
+    ]
+
+
+def results_of(
+    what: Folding, totals: Sequence[Array], scales: Array | None, outs: Sequence[Array] | None
+) -> list[Array]:
+    """Return the totals divided and in the dtypes that come back; in `outs` if they are given."""
+    if scales is not None:
+        for i, total in enumerate(totals):
+            divide(total, math.fsum(scales[:, i]))
+    results = [t.astype(f.result, copy=False) for t, f in zip(totals, what.forms, strict=True)]
+    if outs is None:
+        return results
+    for out, result in zip(outs, results, strict=True):
+        out[...] = result
+    return list(outs)
+
+
+class Packing(NamedTuple):
+    """How leaves are made into messages.
+
+    Attributes:
+      nbytes: A message is closed once it is larger than so many bytes; 0 for no limit.
+      parts: Without a limit: all leaves of one dtype are cut into so many messages; 0 for a
+        message per leaf.
+    """
+
+    nbytes: int = 0
+    parts: int = 1
+
+    def __str__(self) -> str:
+        """Return what the proof says of it."""
+        return f"{self.nbytes} bytes per pack" if self.nbytes else f"{self.parts} packs"
+
+
+def grouped(
+    specs: Sequence[tuple[np.dtype[Any], int]], packing: Packing
+) -> list[tuple[tuple[int, ...], int]]:
+    """Return which leaves travel as one run of memory, and into how many messages it is cut.
+
+    Args:
+      specs: dtype and number of elements of each leaf; empty ones do not travel.
+      packing: How.
+
+    Example:
+      >>> f4 = np.dtype(np.float32)
+      >>> grouped([(f4, 2), (f4, 2), (f4, 1)], Packing(nbytes=8))
+      [((2, 1), 1), ((0,), 1)]
+      >>> grouped([(f4, 2), (f4, 2), (f4, 1)], Packing(parts=2))
+      [((0, 1, 2), 2)]
+    """
+    indices = [i for i, (_, size) in enumerate(specs) if size]
+    if not packing.nbytes and not packing.parts:
+        return [((i,), 1) for i in indices]
+    done: list[tuple[tuple[int, ...], int]] = []
+    open_: dict[np.dtype[Any], list[int]] = {}
+    for i in reversed(indices) if packing.nbytes else indices:
+        dtype = specs[i][0]
+        pack = open_.setdefault(dtype, [])
+        pack.append(i)
+        if packing.nbytes and sum(specs[j][1] for j in pack) * dtype.itemsize > packing.nbytes:
+            done.append((tuple(open_.pop(dtype)), 1))
+    cuts = 1 if packing.nbytes else packing.parts
+    return done + [(tuple(pack), cuts) for pack in open_.values()]
+
+
+class _Sent(NamedTuple):
+    """Leaves as one run of memory, and room for their fold."""
+
+    leaves: tuple[int, ...]
+    cuts: int
+    send: Array
+    recv: Array
+
+
+@final
+class Routed(Chosen):
+    """Makes the values of all ranks one, on a chosen way.
+
+    Nothing but weights rides in the proof: what was chosen moves all values, however small.
+    Gathers that fit the proof do ride in it.
+
+    Args:
+      base: What moves values where nothing is chosen.
+      route: The way of each message.
+      packing: What a message is.
+    """
+
+    def __init__(self, base: Reducer, route: Route, packing: Packing):
+        """Reduce over the ranks of `base`."""
+        super().__init__(base)
+        self._route, self._packing = route, packing
+        self._by = f" by {route.name}, {packing}"
+        gather = functools.partial(route.gather, base.comm)
+        self._gatherer = Gatherer(base.lockstep, gather)
+
+    def fold(
+        self,
+        what: Folding,
+        values: Sequence[Array],
+        weights: Sequence[float],
+        weigh: bool = False,
+        outs: Sequence[Array] | None = None,
+        alarm: str = "",
+    ) -> list[Array]:
+        """Fold leaves over all ranks. Collective. Cost: the proof, and the way, per message."""
+        op = what.op
+        with np.errstate(all="ignore"):
+            with self.lockstep.preparing(what.text):
+                text = f"{what.text}{'' if outs is None else ', out'}{self._by}"
+                wires = wires_of(what, values, weights, weigh)
+                sent = self._sent(op, wires)
+            scales = self._weighed(what, weights, weigh, text, alarm)
+            if weigh and scales is not None:
+                self._scale(sent, wires, scales[self.comm.rank])
+            for message in sent:
+                self._move(text, message, op)
+            return results_of(what, self._totals(op, wires, sent), scales, outs)
+
+    def all_gather(
+        self, call: str, axis: Sequence[int], leaves: Sequence[Array], paths: Sequence[str]
+    ) -> list[Array]:
+        """Concatenate every leaf over all ranks; on the way's own gather. Collective."""
+        return self._gatherer.all_gather(f"{call}{self._by}", axis, leaves, paths)
+
+    def _sent(self, op: ReduceOp, wires: Sequence[Array]) -> list[_Sent]:
+        keys = [encode_order(w, op) if ordered(op, w.dtype) else w for w in wires]
+        packing = Packing(0, 0) if self._route.whole else self._packing
+        found = []
+        for leaves, cuts in grouped([(key.dtype, key.size) for key in keys], packing):
+            one = keys[leaves[0]] if len(leaves) == 1 else None
+            flat = [keys[i].reshape(-1) for i in leaves] if one is None else []
+            send = np.concatenate(flat) if one is None else one
+            found.append(_Sent(leaves, cuts, send, np.empty_like(send)))
+        return found
+
+    def _scale(self, sent: list[_Sent], wires: Sequence[Array], scales: Array) -> None:
+        for message in sent:
+            flat, at = message.send.reshape(-1), 0
+            for i in message.leaves:
+                multiply(flat[at : at + wires[i].size], scales[i])
+                at += wires[i].size
+
+    def _move(self, text: str, message: _Sent, op: ReduceOp) -> None:
+        if self._route.whole or message.cuts == 1:
+            self._route.fold(text, self.lockstep, message.send, message.recv, op)
+            return
+        sends = np.array_split(message.send.reshape(-1), message.cuts)
+        recvs = np.array_split(message.recv.reshape(-1), message.cuts)
+        for send, recv in zip(sends, recvs, strict=True):
+            if send.size:
+                self._route.fold(text, self.lockstep, send, recv, op)
+
+    @staticmethod
+    def _totals(op: ReduceOp, wires: Sequence[Array], sent: list[_Sent]) -> list[Array]:
+        totals = [np.empty_like(wire) for wire in wires]  # of no elements, unless set below
+        for message in sent:
+            flat, at = message.recv.reshape(-1), 0
+            for i in message.leaves:
+                part = flat[at : at + wires[i].size].reshape(wires[i].shape)
+                at += wires[i].size
+                totals[i] = decode_order(part, op) if ordered(op, wires[i].dtype) else part.copy()
+        return totals
+
+
+@final
+class Timed(Chosen):
+    """Collectives that may take so many seconds; then the watchdog ends the job, with code 75.
+
+    Args:
+      base: What moves values where nothing is chosen.
+      inner: What makes the collectives.
+      seconds: How long.
+    """
+
+    def __init__(self, base: Reducer, inner: Reducing, seconds: float):
+        """Let `inner` take so many seconds."""
+        super().__init__(base)
+        self._inner, self._seconds = inner, seconds
+        self._within = f" within {seconds:g} s"
+
+    def fold(
+        self,
+        what: Folding,
+        values: Sequence[Array],
+        weights: Sequence[float],
+        weigh: bool = False,
+        outs: Sequence[Array] | None = None,
+        alarm: str = "",
+    ) -> list[Array]:
+        """Fold leaves over all ranks, in time. Collective."""
+        timed = Folding(what.text + self._within, what.op, what.forms, what.shapes)
+        with self.lockstep.session.board.patience(self._seconds):
+            return self._inner.fold(timed, values, weights, weigh, outs, alarm)
+
+    def all_gather(
+        self, call: str, axis: Sequence[int], leaves: Sequence[Array], paths: Sequence[str]
+    ) -> list[Array]:
+        """Concatenate every leaf over all ranks, in time. Collective."""
+        with self.lockstep.session.board.patience(self._seconds):
+            return self._inner.all_gather(f"{call}{self._within}", axis, leaves, paths)

@@ -1,0 +1,215 @@
+"""The ways that one message can take, chosen by name.
+
+Each folds flat arrays of equal dtype and size, after the proof, and leaves the same bits on every
+rank. What they are for is choice; `mpistrat.collectives.reducer` chooses by itself.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import numpy as np
+
+from mpistrat.arrays import Array, as_array
+from mpistrat.collectives.lockstep import Lockstep
+from mpistrat.comm.base import Buffer, Comm
+from mpistrat.errors import StructureError
+from mpistrat.kernels.ops import FOLDS, ReduceOp
+from mpistrat.memory.nodes import Nodes, find_nodes
+
+__all__ = ["Hierarchical", "Native", "OneRoot", "Ring", "Route"]
+
+_MPI_NAMES = {op: op.value for op in ReduceOp} | {ReduceOp.MEAN: "SUM"}
+_ADDS = (ReduceOp.SUM, ReduceOp.MEAN)
+
+
+class Route(abc.ABC):
+    """A way that messages take.
+
+    Attributes:
+      name: What the proof says of it; ranks that take the same way have the same name.
+      whole: It wants every leaf as a message of its own, in its own shape.
+    """
+
+    name: str
+    whole = False
+
+    @abc.abstractmethod
+    def fold(self, call: str, lockstep: Lockstep, send: Array, recv: Array, op: ReduceOp) -> None:
+        """Fold every rank's `send` into `recv`, on every rank. Collective; proved before.
+
+        Args:
+          call: The text of the call.
+          lockstep: The ranks.
+          send: A contiguous array of a dtype that MPI knows.
+          recv: The same shape and dtype; other memory.
+          op: The fold; MEAN adds.
+        """
+
+    def gather(self, comm: Comm, send: Buffer, recv: Buffer, counts: Sequence[int]) -> None:
+        """Put every rank's bytes into `recv`, on every rank. Collective; proved before."""
+        comm.allgatherv(send, recv, counts)
+
+
+def _lossy(op: ReduceOp, dtype: np.dtype[Any]) -> bool:
+    """Tell whether MPI's own operation may lose a NaN; float32 and float64 travel as integers."""
+    return op in (ReduceOp.MIN, ReduceOp.MAX) and dtype.kind == "f"
+
+
+def _all(comm: Comm, send: Array, recv: Array, op: ReduceOp) -> None:
+    """Fold by the MPI library's own all-reduce; by a gather where that would lose a NaN."""
+    if not _lossy(op, send.dtype):
+        comm.allreduce(send, recv, _MPI_NAMES[op])
+        return
+    rows = np.empty((comm.size, *send.shape), send.dtype)
+    comm.allgather(send, rows)
+    fold: Any = FOLDS[op]
+    fold.reduce(rows, axis=0, out=recv)
+
+
+def _at_root(comm: Comm, send: Array, root: int) -> list[Array]:
+    """Return every rank's `send` in rank order, on the root; nothing on the others."""
+    here = comm.rank == root
+    rows = np.empty((comm.size, *send.shape), send.dtype) if here else None
+    given = send.reshape(-1).view(np.uint8)
+    room = None if rows is None else rows.reshape(-1).view(np.uint8)
+    comm.gatherv(given, room, [send.nbytes] * comm.size, root)
+    return [] if rows is None else list(rows)
+
+
+def _folded(values: Sequence[Array], out: Array, op: ReduceOp) -> None:
+    out[...] = values[0]
+    with np.errstate(all="ignore"):
+        for value in values[1:]:
+            FOLDS[op](out, value, out=out)
+
+
+@final
+class Native(Route):
+    """The MPI library's own algorithm: one MPI_Allreduce per message."""
+
+    name = "native"
+
+    def fold(self, call: str, lockstep: Lockstep, send: Array, recv: Array, op: ReduceOp) -> None:
+        """Fold by one MPI_Allreduce."""
+        _all(lockstep.comm, send, recv, op)
+
+
+@final
+class OneRoot(Route):
+    """One rank gathers all values, folds them in rank order, and gives the result to all.
+
+    Args:
+      root: That rank.
+      accumulation_fn: Folds a list of arrays, in rank order, into one of the same shape and dtype;
+        takes the place of addition. None for addition.
+    """
+
+    def __init__(self, root: int = 0, accumulation_fn: Callable[[list[Array]], Any] | None = None):
+        """Meet at `root`."""
+        self._root, self._add = root, accumulation_fn
+        self.whole = accumulation_fn is not None
+        how = "" if accumulation_fn is None else f", {accumulation_fn.__qualname__}"
+        self.name = f"root {root}{how}"
+
+    def fold(self, call: str, lockstep: Lockstep, send: Array, recv: Array, op: ReduceOp) -> None:
+        """Gather at the root, fold there, broadcast; with a function, a proof that it succeeded."""
+        values = _at_root(lockstep.comm, send, self._root)
+        if self._add is not None and op in _ADDS:
+            failure: Exception | None = None
+            try:
+                if values:
+                    recv[...] = _checked(self._add(values), send)
+            except Exception as error:
+                failure = error
+            lockstep.prove(f"{call}, accumulated", failure=failure)
+        elif values:
+            _folded(values, recv, op)
+        lockstep.comm.bcast(recv, self._root)
+
+    def gather(self, comm: Comm, send: Buffer, recv: Buffer, counts: Sequence[int]) -> None:
+        """Gather at the root, then broadcast."""
+        room = recv if comm.rank == self._root else None
+        comm.gatherv(send, room, counts, self._root)
+        comm.bcast(recv, self._root)
+
+
+def _checked(value: Any, like: Array) -> Array:
+    total = as_array(value, "the result of accumulation_fn")
+    if total.shape != like.shape or total.dtype != like.dtype:
+        raise StructureError(
+            f"accumulation_fn returned {total.dtype}{list(total.shape)} for arrays of "
+            f"{like.dtype}{list(like.shape)}; wanted the same dtype and shape."
+        )
+    return total
+
+
+@final
+class Hierarchical(Route):
+    """Within each node to its first rank, among these between the nodes, and down again.
+
+    Args:
+      per_node: Take so many consecutive ranks as one node; 0 to ask MPI who shares memory.
+    """
+
+    def __init__(self, per_node: int = 0):
+        """Find the nodes at the first call."""
+        self._per_node = per_node
+        self.name = "nodes" if not per_node else f"nodes of {per_node}"
+
+    def _nodes(self, lockstep: Lockstep) -> Nodes:
+        # Of the session, so that strategies that take this way have it at hand on the same ranks.
+        groups, key = lockstep.session.groups, ("nodes", lockstep.order, self._per_node)
+        if key not in groups:
+            groups[key] = find_nodes(lockstep.comm, self._per_node)
+        found: Nodes = groups[key]
+        return found
+
+    def fold(self, call: str, lockstep: Lockstep, send: Array, recv: Array, op: ReduceOp) -> None:
+        """Fold by an MPI_Reduce in the node, MPI_Allreduce among first ranks, and MPI_Bcast."""
+        nodes = self._nodes(lockstep)
+        first = nodes.node.rank == 0
+        mine = np.empty_like(send) if first else None
+        if _lossy(op, send.dtype):
+            values = _at_root(nodes.node, send, 0)
+            if mine is not None:
+                _folded(values, mine, op)
+        else:
+            nodes.node.reduce(send, mine, _MPI_NAMES[op], 0)
+        if mine is not None:
+            if nodes.lane is None:
+                recv[...] = mine
+            else:
+                _all(nodes.lane, mine, recv, op)
+        nodes.node.bcast(recv, 0)
+
+
+@final
+class Ring(Route):
+    """Around the ring of ranks twice: each rank folds one part of the message, then all parts go.
+
+    Each rank sends ``2 * (n - 1) / n`` of the message, whatever their number (Patarasuk and Yuan,
+    "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69, 2009).
+    """
+
+    name = "ring"
+
+    def fold(self, call: str, lockstep: Lockstep, send: Array, recv: Array, op: ReduceOp) -> None:
+        """Fold by ``2 * (n - 1)`` exchanges with the two neighbours."""
+        comm = lockstep.comm
+        rank, size = comm.rank, comm.size
+        recv[...] = send
+        parts = np.array_split(recv.reshape(-1), size)
+        room = np.empty(max(part.size for part in parts), send.dtype)
+        ahead, behind = (rank + 1) % size, (rank - 1) % size
+        for step in range(size - 1):
+            given, mine = parts[(rank - step) % size], parts[(rank - step - 1) % size]
+            came = room[: mine.size]
+            comm.sendrecv(given, ahead, came, behind)
+            with np.errstate(all="ignore"):
+                FOLDS[op](came, mine, out=mine)
+        for step in range(size - 1):
+            given, mine = parts[(rank - step + 1) % size], parts[(rank - step) % size]
+            comm.sendrecv(given, ahead, mine, behind)

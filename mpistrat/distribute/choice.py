@@ -1,0 +1,199 @@
+"""How a strategy's values move, as a program has chosen it: by a class, or by options."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, final
+
+import numpy as np
+
+from mpistrat.arrays import Array, as_array
+from mpistrat.collectives.communication import CommunicationImplementation, CommunicationOptions
+from mpistrat.collectives.folding import Folding
+from mpistrat.collectives.messages import multiply
+from mpistrat.collectives.reducer import Reducer
+from mpistrat.collectives.routed import (
+    Chosen,
+    Packing,
+    Reducing,
+    Routed,
+    Timed,
+    results_of,
+    wires_of,
+)
+from mpistrat.collectives.routes import Native, Ring, Route
+from mpistrat.distribute.default import current_strategy
+from mpistrat.distribute.mode import Mode, entered
+from mpistrat.distribute.regroup import select
+from mpistrat.distribute.values import OnRank, PerReplica
+from mpistrat.distribute.writes import prove_same
+from mpistrat.errors import StructureError
+from mpistrat.kernels.ops import ReduceOp
+
+__all__ = ["Choice", "Ops"]
+
+_AUTO, _RING, _NCCL = CommunicationImplementation
+
+
+class Ops(Protocol):
+    """What a choice needs of a `CrossDeviceOps`."""
+
+    def route(self, labels: Sequence[str]) -> tuple[Route, int] | None:
+        """Return the way of each message and the number of packs; None if `reduce` itself moves."""
+
+    def reduce(
+        self, reduce_op: Any, per_replica_value: Any, destinations: Any, options: Any
+    ) -> Any:
+        """Fold one value."""
+
+    def batch_reduce(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> list[Any]:
+        """Fold several values."""
+
+
+@final
+@dataclass(frozen=True)
+class Choice:
+    """What a program has chosen; equal on all ranks, which each call proves.
+
+    Attributes:
+      base: What moves values where nothing is chosen.
+      ops: The class of the algorithm, if one was given.
+      options: Sizes, time and algorithm.
+      labels: The labels of the replicas' devices.
+    """
+
+    base: Reducer
+    ops: Ops | None = None
+    options: CommunicationOptions = field(default_factory=CommunicationOptions)
+    labels: tuple[str, ...] = ()
+
+    @property
+    def made(self) -> bool:
+        """Whether anything was chosen at all."""
+        return self.ops is not None or self.options != CommunicationOptions()
+
+    def but(self, ops: Ops | None = None, options: CommunicationOptions | None = None) -> Choice:
+        """Return this choice with others in its place, where there are others.
+
+        Raises:
+          ValueError: `options` are none.
+        """
+        if options is not None and not isinstance(options, CommunicationOptions):
+            raise ValueError(
+                f"options must be an instance of CommunicationOptions, got {options!r:.80}."
+            )
+        merged = self.options.merge(options)
+        return Choice(self.base, self.ops if ops is None else ops, merged, self.labels)
+
+    def reducer(self) -> Reducing:
+        """Return what moves values so.
+
+        Raises:
+          ValueError: The root is no replica.
+        """
+        made = self._untimed()
+        seconds = self.options.timeout_seconds
+        return made if seconds is None else Timed(self.base, made, seconds)
+
+    def _untimed(self) -> Reducing:
+        nbytes, how = self.options.bytes_per_pack, self.options.implementation
+        if self.ops is not None:
+            chosen = self.ops.route(self.labels)
+            if chosen is None:
+                return _Delegated(self.base, self.ops, self.options)
+            route, packs = chosen
+            return Routed(self.base, route, Packing(nbytes, packs))
+        if how is _AUTO and not nbytes:
+            return self.base
+        return Routed(self.base, Ring() if how is _RING else Native(), Packing(nbytes))
+
+
+@final
+class _Delegated(Chosen):
+    """Lets a class of the program move values.
+
+    Before that it is shown that all ranks call it, and after that, that all got the same.
+
+    Args:
+      base: What gathers.
+      ops: The class's instance.
+      options: What it is given as options.
+    """
+
+    def __init__(self, base: Reducer, ops: Ops, options: CommunicationOptions):
+        """Reduce by `ops`."""
+        super().__init__(base)
+        self._base, self._ops, self._options = base, ops, options
+        kind = type(ops)
+        self._by = f" by {kind.__module__}.{kind.__qualname__}, {options}"
+
+    def all_gather(
+        self, call: str, axis: Sequence[int], leaves: Sequence[Array], paths: Sequence[str]
+    ) -> list[Array]:
+        """Concatenate every leaf as without a choice; these classes only reduce. Collective."""
+        return self._base.all_gather(f"{call}{self._by}", axis, leaves, paths)
+
+    def fold(
+        self,
+        what: Folding,
+        values: Sequence[Array],
+        weights: Sequence[float],
+        weigh: bool = False,
+        outs: Sequence[Array] | None = None,
+        alarm: str = "",
+    ) -> list[Array]:
+        """Fold leaves over all ranks. Collective. Cost: two proofs, and what the class does."""
+        with self.lockstep.preparing(what.text):
+            text = f"{what.text}{'' if outs is None else ', out'}{self._by}"
+            wires = wires_of(what, values, weights, fresh=True)
+        scales = self._weighed(what, weights, weigh, text, alarm)
+        # A mean of values that count alike is theirs to make; of others, it is a sum, divided here.
+        if scales is not None and bool((scales == 1).all()):
+            scales = None
+        op = what.op if scales is None else ReduceOp.SUM
+        if weigh and scales is not None:
+            for wire, scale in zip(wires, scales[self.comm.rank], strict=True):
+                multiply(wire, scale)
+        return results_of(what, self._folded(text, op, wires), scales, outs)
+
+    def _folded(self, text: str, op: ReduceOp, wires: list[Array]) -> list[Array]:
+        if not wires:
+            return []
+        failure, totals, contents = None, [], b""
+        try:
+            values = [self._per_replica(wire, i) for i, wire in enumerate(wires)]
+            with entered(Mode(current_strategy())):
+                if len(values) == 1:
+                    made = [self._ops.reduce(op, values[0], values[0], self._options)]
+                else:
+                    pairs = [(value, value) for value in values]
+                    made = list(self._ops.batch_reduce(op, pairs, self._options))
+            totals = [_like(self._ops, one, w) for one, w in zip(made, wires, strict=True)]
+            contents = b"".join(hashlib.blake2b(total.tobytes()).digest() for total in totals)
+        except Exception as error:
+            failure = error
+        advice = "A CrossDeviceOps must return the same on every rank."
+        prove_same(self.lockstep, f"{text}, folded", contents, advice, failure)
+        return totals
+
+    def _per_replica(self, value: Array, place: int) -> PerReplica:
+        comm = self.comm
+        values: list[Any] = [OnRank(rank) for rank in range(comm.size)]
+        values[comm.rank] = value
+        birth = f"{self.lockstep.session.calls}/{place}"
+        return PerReplica(value, comm.rank, tuple(values), comm.size == 1, birth)
+
+
+def _like(ops: Ops, result: Any, wire: Array) -> Array:
+    total = np.array(as_array(select(result), "the result"), order="C")
+    if total.shape != wire.shape:
+        raise StructureError(
+            f"{type(ops).__name__} returned shape {total.shape} for values of shape {wire.shape}."
+        )
+    if not np.can_cast(total.dtype, wire.dtype, "same_kind"):
+        raise StructureError(
+            f"{type(ops).__name__} returned {total.dtype} for values of {wire.dtype}."
+        )
+    return total.astype(wire.dtype, copy=False)

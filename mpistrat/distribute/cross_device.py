@@ -1,0 +1,265 @@
+"""Ways to move values, as classes that a program gives to `MirroredStrategy`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+from mpistrat.collectives.communication import CommunicationOptions
+from mpistrat.collectives.routes import Hierarchical, Native, OneRoot, Route
+from mpistrat.distribute.default import current_strategy
+from mpistrat.distribute.reductions import reduce_over_replicas
+from mpistrat.distribute.regroup import select
+from mpistrat.distribute.values import DistributedValues
+from mpistrat.distribute.variables import Variable
+from mpistrat.errors import StructureError
+
+__all__ = [
+    "CrossDeviceOps",
+    "HierarchicalCopyAllReduce",
+    "NcclAllReduce",
+    "ReductionToOneDevice",
+]
+
+
+class CrossDeviceOps:
+    """How the values of all replicas become one; subclass it to say so yourself.
+
+    A subclass writes `reduce_implementation`, and `batch_reduce_implementation` if several values
+    at once deserve better than one after another. Given to `MirroredStrategy`, it folds whatever
+    the strategy reduces: in replica code too, and for variables. It is called on every rank in
+    cross-replica code, with a `PerReplica` whose values
+    ``strategy.experimental_local_results`` fetches, and must return the same on every rank, which
+    is proved. float16 values come as float32, and integers of a MEAN as float64. A weighted mean
+    comes as a SUM.
+
+    As: ``tf.distribute.CrossDeviceOps``.
+
+    Example:
+      >>> import mpistrat as ms
+      >>> class Largest(CrossDeviceOps):
+      ...     def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
+      ...         return max(ms.get_strategy().experimental_local_results(per_replica_value))
+      >>> strategy = ms.MirroredStrategy(cross_device_ops=Largest())
+      >>> float(strategy.reduce("SUM", strategy.run(lambda: 2.0), axis=None))
+      2.0
+    """
+
+    def route(self, labels: Sequence[str]) -> tuple[Route, int] | None:
+        """Return None: `reduce_implementation` moves the values."""
+        return None
+
+    def reduce(
+        self,
+        reduce_op: Any,
+        per_replica_value: Any,
+        destinations: Any,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        """Fold one value over all replicas.
+
+        Collective: all ranks call it, in cross-replica code.
+
+        Args:
+          reduce_op: ``"SUM"`` or ``"MEAN"``, or another operation of `ReduceOp`.
+          per_replica_value: A `PerReplica`.
+          destinations: A variable, a distributed value or the label of a device.
+          options: Sizes of messages, time.
+
+        Raises:
+          StructureError: There are no such destinations.
+        """
+        _check(destinations)
+        options = CommunicationOptions() if options is None else options
+        return self.reduce_implementation(reduce_op, per_replica_value, destinations, options)
+
+    def batch_reduce(
+        self,
+        reduce_op: Any,
+        value_destination_pairs: Sequence[tuple[Any, Any]],
+        options: CommunicationOptions | None = None,
+    ) -> list[Any]:
+        """Fold several values, each given with its destinations; see `reduce`. Collective.
+
+        Raises:
+          StructureError: A pair is no tuple of two.
+        """
+        pairs = list(value_destination_pairs)
+        if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in pairs):
+            raise StructureError(
+                "batch_reduce: wanted a list of tuples (value, destinations), got "
+                f"{value_destination_pairs!r:.80}."
+            )
+        for _, destinations in pairs:
+            _check(destinations)
+        options = CommunicationOptions() if options is None else options
+        return list(self.batch_reduce_implementation(reduce_op, pairs, options))
+
+    def broadcast(self, tensor: Any, destinations: Any) -> Any:
+        """Give replica 0's value to every replica. Collective; see `StrategyExtended.broadcast_to`.
+
+        Raises:
+          StructureError: There are no such destinations.
+        """
+        _check(destinations)
+        return self.broadcast_implementation(tensor, destinations)
+
+    def reduce_implementation(
+        self, reduce_op: Any, per_replica_value: Any, destinations: Any, options: Any
+    ) -> Any:
+        """Fold one value; for subclasses to write.
+
+        Raises:
+          NotImplementedError: A subclass has not.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define reduce_implementation.")
+
+    def batch_reduce_implementation(
+        self, reduce_op: Any, value_destination_pairs: Sequence[tuple[Any, Any]], options: Any
+    ) -> list[Any]:
+        """Fold several values, one after another unless a subclass knows better."""
+        return [
+            self.reduce_implementation(reduce_op, value, destinations, options)
+            for value, destinations in value_destination_pairs
+        ]
+
+    def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
+        """Broadcast as the strategy does."""
+        return current_strategy().extended.broadcast_to(tensor, destinations)
+
+
+class _Routing(CrossDeviceOps):
+    """The ways that the library knows."""
+
+    def reduce_implementation(
+        self, reduce_op: Any, per_replica_value: Any, destinations: Any, options: Any
+    ) -> Any:
+        """Fold one value this way."""
+        pairs = [(per_replica_value, destinations)]
+        return self.batch_reduce_implementation(reduce_op, pairs, options)[0]
+
+    def batch_reduce_implementation(
+        self, reduce_op: Any, value_destination_pairs: Sequence[tuple[Any, Any]], options: Any
+    ) -> list[Any]:
+        """Fold several values together this way."""
+        strategy = current_strategy()
+        name = type(self).__name__
+        with strategy.parts.lockstep.preparing(name):
+            parts = strategy.parts.by(options, self, strategy.device_labels)
+        values = [value for value, _ in value_destination_pairs]
+        folded = reduce_over_replicas(parts, name, reduce_op, values, parts.view.mirrors)
+        return [
+            select(one) if isinstance(destinations, str) else one
+            for one, (_, destinations) in zip(folded, value_destination_pairs, strict=True)
+        ]
+
+
+@final
+class ReductionToOneDevice(_Routing):
+    """One rank gathers all values, folds them in replica order, and gives the result to all.
+
+    Args:
+      reduce_to_device: That rank: the label of its device, such as ``"rank:2"``, or its number;
+        None for the first replica.
+      accumulation_fn: Takes the list of all replicas' arrays, in replica order, and returns their
+        sum; it is called on that rank only, once per leaf. None for addition.
+
+    Raises:
+      ValueError: When a strategy is made with it, if there is no such device.
+
+    As: ``tf.distribute.ReductionToOneDevice``.
+
+    Example:
+      >>> import mpistrat as ms
+      >>> ops = ReductionToOneDevice(accumulation_fn=sum)
+      >>> strategy = ms.MirroredStrategy(cross_device_ops=ops)
+      >>> float(strategy.reduce("MEAN", strategy.run(lambda: 2.0), axis=None))
+      2.0
+    """
+
+    def __init__(
+        self,
+        reduce_to_device: str | int | None = None,
+        accumulation_fn: Callable[[list[Any]], Any] | None = None,
+    ):
+        """Reduce to that rank."""
+        self._device, self._accumulation_fn = reduce_to_device, accumulation_fn
+
+    def route(self, labels: Sequence[str]) -> tuple[Route, int]:
+        """Return the way over one rank.
+
+        Raises:
+          ValueError: There is no such device.
+        """
+        device = 0 if self._device is None else self._device
+        ranks = {label: rank for rank, label in enumerate(labels)}
+        ranks |= {f"rank:{rank}": rank for rank in range(len(labels))}
+        root = ranks.get(device, -1) if isinstance(device, str) else device
+        if not 0 <= root < len(labels):
+            raise ValueError(f"reduce_to_device is {device!r}, but the devices are {list(labels)}.")
+        return OneRoot(root, self._accumulation_fn), 1
+
+
+@final
+class HierarchicalCopyAllReduce(_Routing):
+    """Values are folded within each node, then between the nodes, and the result goes down again.
+
+    Args:
+      num_packs: Leaves of one dtype travel as so many messages; 0 for a message per leaf.
+      ranks_per_node: Take so many consecutive replicas as one node, whatever they share; 0 to ask
+        MPI which ranks share memory.
+
+    Raises:
+      ValueError: A number is negative.
+
+    As: ``tf.distribute.HierarchicalCopyAllReduce``.
+    """
+
+    def __init__(self, num_packs: int = 1, *, ranks_per_node: int = 0):
+        """Reduce by nodes."""
+        self._packs = _packs("HierarchicalCopy", num_packs)
+        if ranks_per_node < 0:
+            raise ValueError(f"ranks_per_node must be 0 or more, got {ranks_per_node}.")
+        self._per_node = ranks_per_node
+
+    def route(self, labels: Sequence[str]) -> tuple[Route, int]:
+        """Return the way over the nodes."""
+        return Hierarchical(self._per_node), self._packs
+
+
+@final
+class NcclAllReduce(_Routing):
+    """Values are folded by the MPI library's own algorithm: one MPI_Allreduce per message.
+
+    Args:
+      num_packs: Leaves of one dtype travel as so many messages; 0 for a message per leaf.
+
+    Raises:
+      ValueError: It is negative.
+
+    As: ``tf.distribute.NcclAllReduce``; the name is kept for programs that use it.
+    """
+
+    def __init__(self, num_packs: int = 1):
+        """Reduce by MPI_Allreduce."""
+        self._packs = _packs("NCCL all-reduce", num_packs)
+
+    def route(self, labels: Sequence[str]) -> tuple[Route, int]:
+        """Return MPI's own way."""
+        return Native(), self._packs
+
+
+def _packs(name: str, count: int) -> int:
+    if count < 0:
+        raise ValueError(f"{name} requires num_packs >= 0, but {count} is specified.")
+    return count
+
+
+def _check(destinations: Any) -> None:
+    if isinstance(destinations, DistributedValues | Variable):
+        return
+    if not isinstance(destinations, str) or not destinations:
+        raise StructureError(
+            "destinations must be a variable, a distributed value or the label of a device, not "
+            f"{destinations!r:.80}."
+        )

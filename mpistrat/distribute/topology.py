@@ -1,0 +1,297 @@
+"""Where the ranks are, and which of them is which replica."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+
+from mpistrat.arrays import Array
+from mpistrat.collectives.begin import begin
+from mpistrat.collectives.lockstep import Lockstep
+from mpistrat.comm.session import Session
+from mpistrat.comm.world import default_parent
+
+__all__ = ["DeviceAssignment", "Topology"]
+
+
+@final
+@dataclass(frozen=True)
+class Topology:
+    """The ranks of a job on its nodes, and as a mesh.
+
+    Get it with `Topology.read`; made by hand it describes any job.
+
+    Args:
+      nodes: The number of the node of each rank.
+      mesh_shape: The sizes of a Cartesian mesh, whose coordinates number the ranks row by row, the
+        last one fastest, as MPI_Cart_create does. Empty for nodes times ranks per node if all nodes
+        have as many consecutive ranks, else for one dimension.
+
+    Raises:
+      ValueError: The mesh has another size than there are ranks, or nodes are not numbered from 0.
+
+    As: ``tf.tpu.experimental.Topology``, with nodes for tasks and ranks for TPUs.
+
+    Example:
+      >>> topology = Topology(nodes=(0, 0, 1, 1))
+      >>> topology.mesh_shape, topology.coordinates(2), topology.rank_at((1, 1))
+      ((2, 2), (1, 0), 3)
+    """
+
+    nodes: tuple[int, ...]
+    mesh_shape: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check the sizes; see the class."""
+        if sorted(set(self.nodes)) != list(range(len(set(self.nodes)))):
+            raise ValueError(f"nodes must be numbered from 0 without gaps, got {self.nodes}.")
+        shape = tuple(int(size) for size in self.mesh_shape) or self._shape()
+        if math.prod(shape) != self.num_ranks or min(shape) < 1:
+            raise ValueError(f"a mesh of {shape} has no place for exactly {self.num_ranks} ranks.")
+        object.__setattr__(self, "mesh_shape", shape)
+
+    def _shape(self) -> tuple[int, ...]:
+        nodes, size = self.num_nodes, self.num_ranks
+        each = size // nodes
+        even = self.nodes == tuple(rank // each for rank in range(size)) if each else False
+        return (nodes, each) if even else (size,)
+
+    @staticmethod
+    def read(
+        comm: Any = None, mesh_shape: Sequence[int] = (), *, ranks_per_node: int = 0
+    ) -> Topology:
+        """Ask MPI which ranks share a node.
+
+        Collective over `comm`.
+
+        Args:
+          comm: An mpi4py intracommunicator; None for all ranks of the job.
+          mesh_shape: As in `Topology`.
+          ranks_per_node: Take so many consecutive ranks as one node, whatever they share; 0 to ask.
+
+        Raises:
+          ValueError: The mesh does not fit the ranks.
+
+        Cost: two proofs, a split by shared memory and a small all-gather.
+
+        Example:
+          >>> Topology.read().num_ranks
+          1
+        """
+        lockstep = Lockstep(Session.on(default_parent() if comm is None else comm))
+        begin(lockstep)
+        ranks = lockstep.comm
+        lockstep.prove(f"Topology.read({tuple(mesh_shape)}, {ranks_per_node})")
+        if ranks_per_node:
+            first = ranks.rank - ranks.rank % ranks_per_node
+        else:
+            node = ranks.by_node()
+            first_of = np.empty(1, np.int64)
+            node.allreduce(np.array([ranks.rank]), first_of, "MIN")
+            first = int(first_of[0])
+            if node.size < ranks.size:
+                node.free()
+        firsts = np.empty(ranks.size, np.int64)
+        ranks.allgather(np.array([first], np.int64), firsts)
+        number = {rank: i for i, rank in enumerate(sorted(set(firsts.tolist())))}
+        with lockstep.preparing("Topology.read"):
+            return Topology(tuple(number[rank] for rank in firsts.tolist()), tuple(mesh_shape))
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks there are."""
+        return len(self.nodes)
+
+    @property
+    def num_nodes(self) -> int:
+        """How many nodes there are."""
+        return len(set(self.nodes))
+
+    num_tasks = num_nodes
+
+    @property
+    def num_tpus_per_task(self) -> int:
+        """How many ranks every node has.
+
+        Raises:
+          ValueError: They have different numbers.
+        """
+        counts = {self.nodes.count(node) for node in set(self.nodes)}
+        if len(counts) > 1:
+            raise ValueError(f"the nodes have different numbers of ranks: {self.nodes}.")
+        return counts.pop()
+
+    @property
+    def mesh_rank(self) -> int:
+        """The number of dimensions of the mesh."""
+        return len(self.mesh_shape)
+
+    @property
+    def device_coordinates(self) -> Array:
+        """The coordinates of each rank, by node and number on it: int array [nodes, each, dims]."""
+        each = self.num_tpus_per_task
+        rows = [[self.coordinates(r) for r in self.ranks_of(n)] for n in range(self.num_nodes)]
+        return np.array(rows, np.int32).reshape(self.num_nodes, each, self.mesh_rank)
+
+    def ranks_of(self, node: int) -> tuple[int, ...]:
+        """Return the ranks of a node, ascending."""
+        return tuple(rank for rank, other in enumerate(self.nodes) if other == node)
+
+    def coordinates(self, rank: int) -> tuple[int, ...]:
+        """Return where a rank is in the mesh."""
+        return tuple(int(i) for i in np.unravel_index(rank, self.mesh_shape))
+
+    def rank_at(self, coordinates: Sequence[int]) -> int:
+        """Return the rank at a place of the mesh.
+
+        Raises:
+          ValueError: There is no such place.
+        """
+        inside = len(coordinates) == self.mesh_rank and all(
+            0 <= c < size for c, size in zip(coordinates, self.mesh_shape, strict=True)
+        )
+        if not inside:
+            raise ValueError(f"{tuple(coordinates)} is outside of the mesh {self.mesh_shape}.")
+        return int(np.ravel_multi_index(tuple(coordinates), self.mesh_shape))
+
+    def task_ordinal_at_coordinates(self, device_coordinates: Sequence[int]) -> int:
+        """Return the node of the rank at a place of the mesh."""
+        return self.nodes[self.rank_at(device_coordinates)]
+
+    def tpu_device_ordinal_at_coordinates(self, device_coordinates: Sequence[int]) -> int:
+        """Return which rank of its node is at a place of the mesh."""
+        rank = self.rank_at(device_coordinates)
+        return self.ranks_of(self.nodes[rank]).index(rank)
+
+
+@final
+@dataclass(frozen=True)
+class DeviceAssignment:
+    """Which rank is which replica: replica i runs on rank ``ranks[i]``.
+
+    Args:
+      topology: Where the ranks are.
+      core_assignment: The place in the mesh of each replica's only device: an int array of shape
+        [replicas, 1, dimensions of the mesh]; or the rank of each replica, one number each.
+
+    Raises:
+      ValueError: A rank has no replica, or several: every rank runs the program, so each is one.
+
+    As: ``tf.tpu.experimental.DeviceAssignment``.
+
+    Example:
+      >>> topology = Topology(nodes=(0, 0, 1, 1))
+      >>> assignment = DeviceAssignment(topology, [[[0, 0]], [[1, 0]], [[0, 1]], [[1, 1]]])
+      >>> assignment.ranks, assignment.lookup_replicas(task_id=1)
+      ((0, 2, 1, 3), [1, 3])
+    """
+
+    topology: Topology
+    core_assignment: Any
+
+    def __post_init__(self) -> None:
+        """Check that each rank is one replica."""
+        topology, places = self.topology, np.asarray(self.core_assignment)
+        if places.dtype.kind not in "iu" or places.ndim not in (1, 3):
+            raise ValueError(
+                "core_assignment must be integers of shape [replicas, 1, dimensions], or one rank "
+                f"per replica, got {places.dtype} of shape {places.shape}."
+            )
+        if places.ndim == 3 and places.shape[1] != 1:
+            raise ValueError(
+                f"{places.shape[1]} devices per replica are asked for, but one rank is one replica."
+            )
+        ranks = tuple(
+            int(place) if places.ndim == 1 else topology.rank_at(place[0].tolist())
+            for place in places
+        )
+        if sorted(ranks) != list(range(topology.num_ranks)):
+            raise ValueError(
+                f"the replicas are on ranks {list(ranks)}, but each of the {topology.num_ranks} "
+                "ranks must be one replica. Start as many ranks as there are replicas, or give the "
+                "strategy a communicator of these."
+            )
+        coordinates = [[topology.coordinates(rank)] for rank in ranks]
+        object.__setattr__(self, "core_assignment", np.array(coordinates, np.int32))
+
+    def __eq__(self, other: object) -> bool:
+        """Tell whether the same replicas are on the same ranks of the same topology."""
+        if not isinstance(other, DeviceAssignment):
+            return NotImplemented
+        return self.topology == other.topology and self.ranks == other.ranks
+
+    def __hash__(self) -> int:
+        """Return a hash of what is compared."""
+        return hash((self.topology, self.ranks))
+
+    @staticmethod
+    def build(
+        topology: Topology,
+        computation_shape: Sequence[int] | None = None,
+        computation_stride: Sequence[int] | None = None,
+        num_replicas: int | None = None,
+    ) -> DeviceAssignment:
+        """Return the assignment in which replica i is rank i.
+
+        Args:
+          topology: Where the ranks are.
+          computation_shape: How many devices a replica has along each dimension: ones, or None.
+          computation_stride: Ones, or None.
+          num_replicas: The number of ranks, or None.
+
+        Raises:
+          ValueError: A replica would have several devices, or some ranks none.
+        """
+        for name, sizes in (("shape", computation_shape), ("stride", computation_stride)):
+            if sizes is not None and math.prod(sizes) != 1:
+                raise ValueError(f"computation_{name} must be ones: one rank is one replica.")
+        count = topology.num_ranks if num_replicas is None else num_replicas
+        return DeviceAssignment(topology, list(range(count)))
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The rank of each replica."""
+        return tuple(self.topology.rank_at(place[0].tolist()) for place in self.core_assignment)
+
+    @property
+    def num_replicas(self) -> int:
+        """How many replicas there are: as many as ranks."""
+        return len(self.core_assignment)
+
+    @property
+    def num_cores_per_replica(self) -> int:
+        """How many devices a replica has: one, its rank."""
+        return 1
+
+    def coordinates(self, replica: int, logical_core: int = 0) -> tuple[int, ...]:
+        """Return where a replica is in the mesh."""
+        return tuple(int(i) for i in self.core_assignment[replica, logical_core])
+
+    def lookup_replicas(self, task_id: int, logical_core: int = 0) -> list[int]:
+        """Return the replicas of a node.
+
+        Raises:
+          ValueError: There is no such node, or replicas have no such device.
+        """
+        if logical_core or not 0 <= task_id < self.topology.num_nodes:
+            raise ValueError(f"no replica has device {logical_core} on node {task_id}.")
+        nodes = self.topology.nodes
+        return [i for i, rank in enumerate(self.ranks) if nodes[rank] == task_id]
+
+    def tpu_ordinal(self, replica: int = 0, logical_core: int = 0) -> int:
+        """Return which rank of its node a replica is on."""
+        place = self.coordinates(replica, logical_core)
+        return self.topology.tpu_device_ordinal_at_coordinates(place)
+
+    def host_device(self, replica: int = 0, logical_core: int = 0, job: Any = None) -> str:
+        """Return the label of a replica's node, such as ``"node:0"``."""
+        place = self.coordinates(replica, logical_core)
+        return f"node:{self.topology.task_ordinal_at_coordinates(place)}"
+
+    def tpu_device(self, replica: int = 0, logical_core: int = 0, job: Any = None) -> str:
+        """Return the label of a replica's device, such as ``"rank:0"``."""
+        return f"rank:{self.topology.rank_at(self.coordinates(replica, logical_core))}"

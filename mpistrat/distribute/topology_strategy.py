@@ -1,0 +1,249 @@
+"""Strategies whose replicas are placed on the ranks of a topology; no TPU is claimed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, final
+
+from mpistrat.cluster.resolver import ClusterResolver
+from mpistrat.cluster.resolvers import default_resolver
+from mpistrat.distribute.extended import StrategyExtended
+from mpistrat.distribute.parts import Parts
+from mpistrat.distribute.strategy import Strategy
+from mpistrat.distribute.topology import DeviceAssignment, Topology
+from mpistrat.distribute.views import GLOBAL
+from mpistrat.errors import StructureError
+
+__all__ = ["PlacedStrategy", "TPUStrategy", "TPUStrategyExperimental", "TPUStrategyV1"]
+
+
+@dataclass(frozen=True)
+class PlacedExtended(StrategyExtended):
+    """The finer calls of a strategy with a topology."""
+
+    strategy: PlacedStrategy
+
+    @property
+    def num_hosts(self) -> int:
+        """How many nodes the replicas are on."""
+        return self.strategy.device_assignment.topology.num_nodes
+
+    @property
+    def num_replicas_per_host(self) -> int:
+        """How many replicas each node has.
+
+        Raises:
+          ValueError: Nodes have different numbers.
+        """
+        return self.strategy.device_assignment.topology.num_tpus_per_task
+
+    @property
+    def tpu_hardware_feature(self) -> NoReturn:
+        """Refuse: there is no TPU.
+
+        Raises:
+          NotImplementedError: Always.
+        """
+        raise NotImplementedError("there is no TPU here; replicas are MPI ranks.")
+
+    def experimental_logical_device(self, logical_device_id: int) -> Any:
+        """Return a context manager that does nothing: a replica has one device, number 0.
+
+        Raises:
+          ValueError: Another one is asked for.
+        """
+        self.strategy.experimental_assign_to_logical_device(None, logical_device_id)
+        return self.strategy.scope()
+
+
+class PlacedStrategy(Strategy):
+    """All ranks together, each of them the replica that an assignment says.
+
+    Everything follows the assignment: replica ids, the rows of a batch, the order of gathers and
+    local results, replica 0's initial values, and which replicas are folded in one node.
+
+    Collective: making the first strategy of a communicator duplicates it.
+
+    Args:
+      resolver: Names this process in the job; None for ``TF_CONFIG`` if that is set, else for MPI.
+      assignment: Which rank is which replica; None for rank order.
+      steps_per_run: How many steps ``extended.experimental_run_steps_on_iterator`` makes.
+      comm: An mpi4py intracommunicator whose ranks are the replicas; None for all of the job's.
+
+    Raises:
+      TypeError: `resolver` or `assignment` is none.
+      ValueError: The assignment is for another number of ranks, or there are no steps.
+    """
+
+    def __init__(
+        self,
+        resolver: ClusterResolver | None,
+        assignment: DeviceAssignment | None,
+        steps_per_run: int,
+        comm: Any,
+    ):
+        """Make a strategy over all ranks of `comm`."""
+        if resolver is not None and not isinstance(resolver, ClusterResolver):
+            raise TypeError(f"tpu_cluster_resolver must be a ClusterResolver, got {resolver!r}.")
+        if assignment is not None and not isinstance(assignment, DeviceAssignment):
+            raise TypeError(f"device_assignment must be a DeviceAssignment, got {assignment!r}.")
+        if steps_per_run < 1:
+            raise ValueError(f"steps_per_run must be 1 or more, got {steps_per_run}.")
+        if assignment is None:
+            assignment = DeviceAssignment.build(Topology.read(comm))
+        parts = Parts.over(GLOBAL, comm)
+        ranks, size = assignment.ranks, parts.lockstep.comm.size
+        rank = parts.lockstep.comm.rank
+        name = type(self).__name__
+        with parts.lockstep.preparing(name):
+            if len(ranks) != size:
+                raise ValueError(
+                    f"device_assignment places {len(ranks)} replicas, but there are {size} ranks."
+                )
+        # A replica would wait for another one that counts differently, so it is proved first.
+        parts.lockstep.prove(f"{name}({ranks}, {assignment.topology}, {steps_per_run})")
+        if ranks != tuple(range(size)):
+            parts = Parts.over(GLOBAL, comm, ranks)
+        super().__init__(parts, [f"rank:{rank}" for rank in ranks], resolver)
+        self._resolver = resolver or default_resolver(rank, size)
+        self._assignment, self._steps = assignment, steps_per_run
+
+    @property
+    def device_assignment(self) -> DeviceAssignment:
+        """Which rank is which replica."""
+        return self._assignment
+
+    @property
+    def steps_per_run(self) -> int:
+        """How many steps ``extended.experimental_run_steps_on_iterator`` makes."""
+        return self._steps
+
+    @property
+    def extended(self) -> PlacedExtended:
+        """The finer calls."""
+        return PlacedExtended(self)
+
+    def experimental_assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> Any:
+        """Return `tensor`: a replica has one device, number 0.
+
+        Raises:
+          ValueError: Another one is asked for.
+        """
+        if logical_device_id != 0:
+            raise ValueError(
+                f"logical_device_id is {logical_device_id!r}, but a replica has one device, 0: its "
+                "rank."
+            )
+        return tensor
+
+    def experimental_split_to_logical_devices(
+        self, tensor: Any, partition_dimensions: Sequence[int]
+    ) -> Any:
+        """Return `tensor`, which is cut in one part along every dimension.
+
+        Raises:
+          ValueError: More parts are asked for, or there are not as many dimensions.
+        """
+        if len(partition_dimensions) != getattr(tensor, "ndim", 0):
+            raise StructureError(
+                f"partition_dimensions {list(partition_dimensions)} must have one number for each "
+                f"of the {getattr(tensor, 'ndim', 0)} dimensions."
+            )
+        if math.prod(partition_dimensions) != 1:
+            raise ValueError(
+                f"partition_dimensions {list(partition_dimensions)} make several parts, but a "
+                "replica has one device: its rank."
+            )
+        return tensor
+
+    def experimental_replicate_to_logical_devices(self, tensor: Any) -> Any:
+        """Return `tensor`: it is on the one device of this replica."""
+        return tensor
+
+
+@final
+class TPUStrategy(PlacedStrategy):
+    """All ranks together, each of them the replica that an assignment says.
+
+    It is `MirroredStrategy` with a topology, for programs that place replicas; there is no TPU.
+
+    Collective: making the first strategy of a communicator duplicates it.
+
+    Args:
+      tpu_cluster_resolver: Names this process in the job; None for MPI.
+      experimental_device_assignment: A `DeviceAssignment`; None for rank order.
+      experimental_spmd_xla_partitioning: Must be False: a replica has one device.
+      comm: An mpi4py intracommunicator whose ranks are the replicas; None for all of the job's.
+
+    Raises:
+      TypeError: `tpu_cluster_resolver` or the assignment is none.
+      ValueError: The assignment is for another number of ranks; or partitioning is asked for.
+
+    As: ``tf.distribute.TPUStrategy``.
+
+    Example:
+      >>> strategy = TPUStrategy()
+      >>> strategy.extended.num_hosts, strategy.num_replicas_in_sync
+      (1, 1)
+    """
+
+    def __init__(
+        self,
+        tpu_cluster_resolver: ClusterResolver | None = None,
+        experimental_device_assignment: DeviceAssignment | None = None,
+        experimental_spmd_xla_partitioning: bool = False,
+        *,
+        comm: Any = None,
+    ):
+        """Make a strategy over all ranks of `comm`."""
+        if experimental_spmd_xla_partitioning:
+            raise ValueError("a replica has one device, its rank, so nothing can be partitioned.")
+        super().__init__(tpu_cluster_resolver, experimental_device_assignment, 1, comm)
+
+
+@final
+class TPUStrategyExperimental(PlacedStrategy):
+    """`TPUStrategy` with the arguments of ``tf.distribute.experimental.TPUStrategy``.
+
+    Args:
+      tpu_cluster_resolver: As there.
+      device_assignment: As there.
+      comm: As there.
+    """
+
+    def __init__(
+        self,
+        tpu_cluster_resolver: ClusterResolver | None = None,
+        device_assignment: DeviceAssignment | None = None,
+        *,
+        comm: Any = None,
+    ):
+        """Make a strategy over all ranks of `comm`."""
+        super().__init__(tpu_cluster_resolver, device_assignment, 1, comm)
+
+
+@final
+class TPUStrategyV1(PlacedStrategy):
+    """`TPUStrategy` with the arguments of ``tf.compat.v1.distribute.experimental.TPUStrategy``.
+
+    Args:
+      tpu_cluster_resolver: As there.
+      steps_per_run: How many steps ``extended.experimental_run_steps_on_iterator`` makes; None
+        for one.
+      device_assignment: As there.
+      comm: As there.
+    """
+
+    def __init__(
+        self,
+        tpu_cluster_resolver: ClusterResolver | None = None,
+        steps_per_run: int | None = None,
+        device_assignment: DeviceAssignment | None = None,
+        *,
+        comm: Any = None,
+    ):
+        """Make a strategy over all ranks of `comm`."""
+        steps = 1 if steps_per_run is None else steps_per_run
+        super().__init__(tpu_cluster_resolver, device_assignment, steps, comm)

@@ -1,0 +1,39 @@
+"""A job whose rank RANK does not come to a collective that may take two seconds.
+
+``timed_job.py RANK WAY``: the time is in the options of the strategy, or of the call.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import numpy as np
+
+import mpistrat as ms
+
+TIME = ms.CommunicationOptions(timeout_seconds=2.0)
+
+
+def main(late: int, way: str) -> None:
+    options = TIME if way == "strategy" else None
+    strategy = ms.MultiWorkerMirroredStrategy(communication_options=options)
+    rank = strategy.parts.lockstep.comm.rank
+
+    def step(value):
+        ctx = ms.get_replica_context()
+        return ctx.all_reduce("SUM", value, TIME if way == "call" else None)
+
+    strategy.run(step, args=(np.ones(3),))
+    time.sleep(2.5)  # longer than the call may take, but nobody waits in one
+    if way == "alone":  # the run is no such call, so it may take longer
+        strategy.run(lambda: time.sleep(2.5 * (rank == late)))
+        strategy.run(step, args=(np.ones(3),))
+        return
+    if rank == late:
+        time.sleep(60)  # late
+    strategy.run(step, args=(np.ones(3),))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])

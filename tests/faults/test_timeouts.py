@@ -1,0 +1,50 @@
+"""Collectives with a time of their own: who is named, and how the job ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+MPIEXEC = Path(sys.executable).with_name("mpiexec")
+JOB = HERE / "programs" / "timed_job.py"
+
+pytestmark = pytest.mark.skipif(not MPIEXEC.exists(), reason="no mpiexec in this environment")
+
+
+def run(size, *args):
+    """Run the job with a watchdog that would wait ten minutes; return its code, text, seconds."""
+    env = {**os.environ, "PYTHONPATH": str(HERE.parents[1])}
+    env |= {"MPISTRAT_WARN": "1", "MPISTRAT_TIMEOUT": "600"}
+    env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    env |= {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
+    told = subprocess.run([MPIEXEC, "--version"], capture_output=True, text=True, check=False)
+    flags = []
+    if "Open MPI" in told.stdout or "PRRTE" in told.stdout:
+        flags = ["--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"]
+    start = [str(MPIEXEC), *flags, "-n", str(size), sys.executable, str(JOB), *map(str, args)]
+    begun = time.monotonic()
+    done = subprocess.run(start, env=env, capture_output=True, text=True, timeout=50, check=False)
+    return done.returncode, done.stdout + done.stderr, time.monotonic() - begun
+
+
+@pytest.mark.parametrize(("way", "late"), [("strategy", 1), ("call", 0)])
+def test_the_job_ends_when_the_call_has_taken_its_time(way, late):
+    code, said, seconds = run(3, late, way)
+    assert code == 75, said
+    line = next(n for n, text in enumerate(JOB.read_text().splitlines(), 1) if "# late" in text)
+    assert f"rank {late} (" in said
+    assert f"timed_job.py:{line}" in said
+    assert "nothing moved for 2 s" in said
+    assert seconds < 40
+
+
+def test_what_is_no_such_call_may_take_longer():
+    code, said, _ = run(2, 1, "alone")
+    assert code == 0, said
+    assert "the job ends" not in said

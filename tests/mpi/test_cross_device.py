@@ -1,0 +1,82 @@
+"""Chosen ways to move values, and replicas in another order, on MPI itself."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import mpistrat as ms
+from mpistrat.testing import same
+
+pytestmark = pytest.mark.mpi
+
+OPS = {
+    "native": lambda size: ms.NcclAllReduce(2),
+    "nodes": lambda size: ms.HierarchicalCopyAllReduce(),
+    "nodes of two": lambda size: ms.HierarchicalCopyAllReduce(ranks_per_node=2),
+    "root": lambda size: ms.ReductionToOneDevice(f"rank:{size - 1}"),
+    "function": lambda size: ms.ReductionToOneDevice(accumulation_fn=sum),
+}
+
+
+def values(rank):
+    rng = np.random.default_rng(rank)
+    return [rng.normal(size=(3, 5)), rng.normal(size=70_000), np.float32(rank), np.zeros((0, 2))]
+
+
+def check(world, reduced):
+    size = world.size
+    for op, fold in (("SUM", np.sum), ("MEAN", np.mean), ("MAX", np.max)):
+        found = reduced(op, values(world.rank))
+        for i, got in enumerate(found):
+            want = fold(np.stack([np.asarray(values(r)[i]) for r in range(size)]), axis=0)
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-9)
+            same(world, got)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_cross_device_operations(world, name):
+    strategy = ms.MirroredStrategy(cross_device_ops=OPS[name](world.size))
+
+    def reduced(op, tree):
+        found = strategy.run(lambda: ms.get_replica_context().all_reduce(op, tree))
+        return [one.local for one in found]
+
+    check(world, reduced)
+    rows = np.full((world.rank, 40), world.rank)
+    gathered = strategy.run(lambda: ms.get_replica_context().all_gather(rows, axis=0)).local
+    want = np.concatenate([np.full((rank, 40), rank) for rank in range(world.size)])
+    np.testing.assert_array_equal(gathered, want)
+
+
+@pytest.mark.parametrize("implementation", ["AUTO", "RING", "NCCL"])
+@pytest.mark.parametrize("nbytes", [0, 100])
+def test_communication_options(world, implementation, nbytes):
+    options = ms.CommunicationOptions(nbytes, 60.0, implementation)
+    strategy = ms.MultiWorkerMirroredStrategy(communication_options=options)
+    check(
+        world,
+        lambda op, tree: strategy.run(lambda: ms.get_replica_context().all_reduce(op, tree)),
+    )
+
+
+def test_replicas_in_another_order(world):
+    order = list(reversed(range(world.size)))
+    assignment = ms.DeviceAssignment(ms.Topology.read(), order)
+    strategy = ms.TPUStrategy(None, assignment)
+    replica = order.index(world.rank)
+    assert strategy.run(lambda: ms.get_replica_context().replica_id_in_sync_group).local == replica
+    for width in (1, 500):
+        rows = ms.PerReplica(np.full((world.rank + 1, width), world.rank))
+        want = np.concatenate([np.full((rank + 1, width), rank) for rank in order])
+        np.testing.assert_array_equal(strategy.gather(rows, 0), want)
+    ops = ms.HierarchicalCopyAllReduce(ranks_per_node=2)
+    strategy.parts = strategy.parts.by(ops=ops)
+
+    def reduced(op, tree):
+        found = strategy.run(lambda: ms.get_replica_context().all_reduce(op, tree))
+        return [one.local for one in found]
+
+    check(world, reduced)
+    topology = ms.Topology.read(ranks_per_node=2)
+    assert topology.nodes == tuple(rank // 2 for rank in range(world.size))

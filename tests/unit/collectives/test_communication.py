@@ -1,0 +1,69 @@
+"""Options of collectives: their values, and how two of them become one."""
+
+from __future__ import annotations
+
+import pytest
+
+import mpistrat as ms
+from mpistrat.experimental import (
+    CollectiveCommunication,
+    CollectiveHints,
+    CommunicationImplementation,
+    CommunicationOptions,
+)
+
+
+def test_names_and_defaults():
+    options = CommunicationOptions()
+    assert (options.bytes_per_pack, options.timeout_seconds) == (0, None)
+    assert options.implementation is CommunicationImplementation.AUTO
+    assert CollectiveCommunication is CommunicationImplementation
+    assert CommunicationOptions(implementation="nccl").implementation.value == "NCCL"
+    assert CollectiveHints(3, 2.0) == CommunicationOptions(3, 2.0)
+    assert ms.CommunicationOptions is CommunicationOptions
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"bytes_per_pack": -1}, "0 or more, got -1"),
+        ({"bytes_per_pack": 1.5}, "must be an integer"),
+        ({"bytes_per_pack": True}, "must be an integer"),
+        ({"timeout_seconds": 0}, "must be positive"),
+        ({"timeout_seconds": float("nan")}, "must be positive"),
+        ({"implementation": "MPI"}, "'MPI' is not a valid CommunicationImplementation"),
+        ({"implementation": 3}, "must be a CommunicationImplementation or its name"),
+    ],
+)
+def test_wrong_values(wrong, text):
+    with pytest.raises(ValueError, match=text):
+        CommunicationOptions(**wrong)
+
+
+def test_what_is_no_default_rules():
+    first = CommunicationOptions(10, 5.0, "RING")
+    assert first.merge(CommunicationOptions()) == first
+    assert first.merge(None) == first
+    assert first.merge(CommunicationOptions(7, 1.0, "NCCL")) == CommunicationOptions(7, 1, "NCCL")
+    assert first.merge(CommunicationOptions(timeout_seconds=2)) == CommunicationOptions(
+        10, 2, "RING"
+    )
+
+
+def test_a_strategy_takes_nothing_else():
+    with pytest.raises(ValueError, match="communication_options must be an instance"):
+        ms.MultiWorkerMirroredStrategy(communication_options="fast")
+    with pytest.raises(TypeError, match="cluster_resolver must be a ClusterResolver"):
+        ms.MultiWorkerMirroredStrategy(CommunicationOptions())
+
+
+def test_the_older_order_of_arguments():
+    resolver = ms.cluster_resolver.SimpleClusterResolver(
+        ms.cluster_resolver.ClusterSpec({"worker": ["a:1"]}), task_type="worker", task_id=0
+    )
+    strategy = ms.experimental.MultiWorkerMirroredStrategy("ring", resolver)
+    assert strategy.cluster_resolver is resolver
+    assert isinstance(strategy, ms.MultiWorkerMirroredStrategy)
+    assert strategy.parts.choice.options == CommunicationOptions(implementation="RING")
+    with pytest.raises(ValueError, match="not a valid"):
+        ms.experimental.MultiWorkerMirroredStrategy("fast")

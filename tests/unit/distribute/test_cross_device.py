@@ -1,0 +1,512 @@
+"""Cross-device operations: the same numbers on every way, and the way that was chosen."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import mpistrat as ms
+from mpistrat import nest
+from mpistrat.collectives.routed import Packing, grouped
+from mpistrat.testing import RanksFailed, run_ranks
+
+SIZES = [1, 2, 3, 4]
+_METHODS = ("allgather", "allgatherv", "allreduce", "bcast", "gatherv", "reduce", "sendrecv")
+
+
+def record(comm, part="", into=None):
+    """Note each call on `comm` as ``(part, method, bytes sent)``; frames of proofs are left out."""
+    noted = [] if into is None else into
+    for name in _METHODS:
+        setattr(comm, name, _noting(noted, part, name, getattr(comm, name)))
+    comm.split = _parts(noted, f"{part}/part", comm.split)
+    return noted
+
+
+def _noting(noted, part, name, method):
+    def call(send, *args):
+        if (name, send.nbytes) != ("allgather", 256):
+            noted.append((part, name, send.nbytes))
+        return method(send, *args)
+
+    return call
+
+
+def _parts(noted, part, split):
+    def call(*args):
+        made = split(*args)
+        record(made, part, noted)
+        return made
+
+    return call
+
+
+def moved(noted):
+    """Return the names of the calls, with their parts."""
+    return [f"{part}{'.' if part else ''}{name}" for part, name, _ in noted]
+
+
+F4, F8 = np.dtype(np.float32), np.dtype(np.float64)
+
+
+def choices():
+    """Return one of each, made anew for every test: the ranks share them, as constants are."""
+    return {
+        "native": lambda: ms.NcclAllReduce(),
+        "native, a message per leaf": lambda: ms.NcclAllReduce(num_packs=0),
+        "native, three messages": lambda: ms.NcclAllReduce(num_packs=3),
+        "nodes": lambda: ms.HierarchicalCopyAllReduce(),
+        "nodes of two": lambda: ms.HierarchicalCopyAllReduce(2, ranks_per_node=2),
+        "root": lambda: ms.ReductionToOneDevice(),
+        "last root": lambda: ms.ReductionToOneDevice(reduce_to_device=-1),
+        "function": lambda: ms.ReductionToOneDevice(accumulation_fn=lambda values: sum(values)),
+    }
+
+
+def made(name, size):
+    if name == "last root":
+        return ms.ReductionToOneDevice(reduce_to_device=f"rank:{size - 1}")
+    return choices()[name]()
+
+
+def ctx():
+    return ms.get_replica_context()
+
+
+def values(rank):
+    """Return a tree of one replica: several dtypes, sizes, an empty leaf, a number."""
+    rng = np.random.default_rng(rank)
+    return {
+        "a": rng.normal(size=(7, 11)),
+        "b": rng.integers(-9, 9, 5).astype(np.int32),
+        "c": [np.zeros((0, 3)), rng.normal(size=3).astype(np.float16)],
+        "d": np.float32(rank + 1),
+        "e": rng.normal(size=2000).astype(np.float32),
+        "f": rng.normal(size=3) + 1j * rng.normal(size=3),
+    }
+
+
+def leaves(tree):
+    return [np.asarray(leaf) for leaf in nest.flatten(tree)[0]]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", choices())
+@pytest.mark.parametrize("op", ["SUM", "MEAN", "PROD"])
+def test_every_way_gives_the_numbers_of_numpy(name, size, op):
+    def rank(comm):
+        strategy = ms.MirroredStrategy(cross_device_ops=made(name, size), comm=comm)
+        return strategy.run(lambda: [ctx().all_reduce(op, values(comm.rank))]).pop()
+
+    fold = {"SUM": np.sum, "MEAN": np.mean, "PROD": np.prod}[op]
+    wants = [
+        fold(np.stack([np.asarray(v, _wide(v.dtype)) for v in column]), axis=0)
+        for column in zip(*(leaves(values(r)) for r in range(size)), strict=True)
+    ]
+    found = run_ranks(rank, size)
+    for tree in found:
+        got = [leaf.local for leaf in nest.flatten(tree)[0]]
+        for one, want, source in zip(got, wants, leaves(values(0)), strict=True):
+            tolerance = 2e-3 if source.dtype == np.float16 else 1e-5
+            np.testing.assert_allclose(one, want, rtol=tolerance, atol=tolerance)
+            if op != "MEAN" or source.dtype.kind != "i":
+                assert np.asarray(one).dtype == source.dtype
+    bits = [[np.asarray(leaf.local).tobytes() for leaf in nest.flatten(t)[0]] for t in found]
+    assert all(other == bits[0] for other in bits)
+
+
+def _wide(dtype):
+    return np.float64 if dtype == np.float16 else dtype
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", choices())
+@pytest.mark.parametrize("dtype", ["float32", "float64", "longdouble", "int64"])
+def test_a_nan_is_the_smallest_and_the_largest(name, size, dtype):
+    def rank(comm):
+        strategy = ms.MirroredStrategy(cross_device_ops=made(name, size), comm=comm)
+        mine = np.array([comm.rank, -comm.rank, 3]).astype(dtype)
+        if np.dtype(dtype).kind == "f" and comm.rank == size - 1:
+            mine[2] = np.nan
+        pair = strategy.run(lambda: [ctx().all_reduce(op, mine) for op in ("MIN", "MAX")])
+        return [one.local for one in pair]
+
+    last = np.nan if np.dtype(dtype).kind == "f" else 3
+    for low, high in run_ranks(rank, size):
+        np.testing.assert_array_equal(low, np.array([0, 1 - size, last]).astype(dtype))
+        np.testing.assert_array_equal(high, np.array([size - 1, 0, last]).astype(dtype))
+        assert low.dtype == np.dtype(dtype)
+
+
+@pytest.mark.parametrize("name", choices())
+def test_weights_and_counts(name):
+    def rank(comm):
+        strategy = ms.MirroredStrategy(cross_device_ops=made(name, 3), comm=comm)
+        value = np.full(100, np.nan if comm.rank == 0 else float(comm.rank))
+        mean = strategy.run(lambda: ctx().all_reduce("MEAN", value, weight=comm.rank))
+        rows = ms.PerReplica(np.arange(comm.rank * 2.0))
+        return mean.local, strategy.reduce("MEAN", rows, axis=0)
+
+    for mean, over_rows in run_ranks(rank, 3):
+        np.testing.assert_allclose(mean, np.full(100, (1 + 4) / 3))
+        np.testing.assert_allclose(over_rows, np.mean([0, 1, 0, 1, 2, 3]))
+
+
+def program(comm, ops, fn, **more):
+    noted = record(comm)
+    strategy = ms.MirroredStrategy(cross_device_ops=ops, comm=comm, **more)
+    noted.clear()
+    strategy.run(fn)
+    return list(noted)
+
+
+def both():
+    """Give two small leaves and a large one of one dtype, and another dtype."""
+    ctx().all_reduce("SUM", [np.ones(3), np.ones(5000), np.ones(2), np.ones(4, np.float32)])
+
+
+def test_nccl_is_one_native_all_reduce_per_pack():
+    for packs, count in ((1, 2), (2, 4), (0, 4)):
+        for noted in run_ranks(program, 2, ms.NcclAllReduce(packs), both):
+            assert moved(noted) == ["allreduce"] * count
+    (noted, _) = run_ranks(program, 2, ms.NcclAllReduce(2), both)
+    assert [nbytes for _, _, nbytes in noted] == [20024, 20016, 8, 8]
+
+
+def test_even_a_number_takes_the_chosen_way():
+    found = run_ranks(program, 2, ms.NcclAllReduce(), lambda: ctx().all_reduce("SUM", 1.0))
+    assert [moved(noted) for noted in found] == [["allreduce"]] * 2
+    found = run_ranks(program, 2, None, lambda: ctx().all_reduce("SUM", 1.0))
+    assert [moved(noted) for noted in found] == [[]] * 2
+
+
+def test_reduction_to_one_device_gathers_at_the_root_and_broadcasts():
+    fold = lambda: ctx().all_reduce("SUM", np.ones(500))  # noqa: E731
+    for noted in run_ranks(program, 3, ms.ReductionToOneDevice("rank:1"), fold):
+        assert moved(noted) == ["gatherv", "bcast"]
+    gather = lambda: ctx().all_gather(np.ones(500), axis=0)  # noqa: E731
+    for noted in run_ranks(program, 3, ms.ReductionToOneDevice("rank:1"), gather):
+        assert moved(noted) == ["gatherv", "bcast"]
+    for noted in run_ranks(program, 3, ms.NcclAllReduce(), gather):
+        assert moved(noted) == ["allgatherv"]
+
+
+def test_hierarchical_goes_up_across_and_down():
+    ops = ms.HierarchicalCopyAllReduce(ranks_per_node=2)
+    found = run_ranks(program, 4, ops, lambda: ctx().all_reduce("SUM", np.ones(500)))
+    up, across, down = "/part.reduce", "/part.allreduce", "/part.bcast"
+    # Before that, once, the nodes are found.
+    ways = [[name for name in moved(noted) if name in (up, across, down)] for noted in found]
+    assert ways == [[up, across, down], [up, down], [up, across, down], [up, down]]
+
+
+def test_the_nodes_are_looked_for_once():
+    def rank(comm):
+        ops = ms.HierarchicalCopyAllReduce(ranks_per_node=2)
+        strategies = [ms.MirroredStrategy(cross_device_ops=ops, comm=comm) for _ in range(2)]
+        noted = record(comm)
+        for strategy in strategies * 2:
+            strategy.run(lambda: ctx().all_reduce("SUM", np.ones(500)))
+        return moved(noted).count("allreduce")
+
+    assert run_ranks(rank, 4) == [2] * 4
+
+
+def test_the_root_folds_in_replica_order_and_alone():
+    seen = []
+
+    def joined(values):
+        seen.append([value.tolist() for value in values])
+        return values[0] - sum(values[1:])
+
+    def rank(comm):
+        ops = ms.ReductionToOneDevice("rank:2", joined)
+        strategy = ms.MirroredStrategy(cross_device_ops=ops, comm=comm)
+        mean = strategy.run(lambda: ctx().all_reduce("MEAN", np.array([8.0 * comm.rank])))
+        return mean.local.tolist()
+
+    assert run_ranks(rank, 3) == [[(0 - 8 - 16) / 3]] * 3
+    assert seen == [[[0.0], [8.0], [16.0]]]
+
+
+def test_a_function_that_fails_on_the_root_fails_everywhere():
+    def broken(values):
+        raise ZeroDivisionError("no sum today")
+
+    def rank(comm):
+        ops = ms.ReductionToOneDevice(accumulation_fn=broken)
+        strategy = ms.MirroredStrategy(cross_device_ops=ops, comm=comm)
+        with pytest.raises(ZeroDivisionError, match="no sum today"):
+            strategy.run(lambda: ctx().all_reduce("SUM", np.ones(500)))
+        ops = ms.ReductionToOneDevice(accumulation_fn=lambda values: values[0][:2])
+        strategy = ms.MirroredStrategy(cross_device_ops=ops, comm=comm)
+        with pytest.raises(ms.StructureError, match="wanted the same dtype and shape"):
+            strategy.run(lambda: ctx().all_reduce("SUM", np.ones(500)))
+        return float(strategy.run(lambda: ctx().all_reduce("MAX", 1.0)).local)
+
+    assert run_ranks(rank, 3) == [1.0] * 3
+
+
+@pytest.mark.parametrize("other", [None, ms.NcclAllReduce(2), ms.ReductionToOneDevice()])
+def test_ranks_that_choose_differently_are_told(other):
+    def rank(comm):
+        ops = ms.NcclAllReduce() if comm.rank else other
+        strategy = ms.MirroredStrategy(cross_device_ops=ops, comm=comm)
+        with pytest.raises(ms.LockstepError, match="by native, 1 packs"):
+            strategy.run(lambda: ctx().all_reduce("SUM", np.ones(500)))
+        return strategy.run(lambda: comm.rank).local
+
+    assert run_ranks(rank, 3) == [0, 1, 2]
+
+
+class Largest(ms.CrossDeviceOps):
+    """Takes the largest of all values, whatever it is asked for, and notes what it was."""
+
+    def __init__(self):
+        self.asked = []
+
+    def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
+        self.asked.append((reduce_op.value, options.bytes_per_pack))
+        values = ms.get_strategy().experimental_local_results(per_replica_value)
+        assert ms.in_cross_replica_context()
+        return np.maximum.reduce(values)
+
+
+def test_a_class_of_the_program_moves_everything():
+    def rank(comm):
+        ops = Largest()
+        strategy = ms.MirroredStrategy(cross_device_ops=ops, comm=comm)
+        with strategy.scope():
+            v = ms.Variable(1.0, aggregation=ms.VariableAggregation.SUM)
+        mine = np.array([comm.rank, -comm.rank])
+        options = ms.CommunicationOptions(bytes_per_pack=9)
+        both = strategy.run(lambda: ctx().all_reduce("SUM", [mine, mine + 1], options))
+        reduced = strategy.reduce("SUM", strategy.run(lambda: float(comm.rank)), axis=None)
+        strategy.run(lambda: v.assign_add(float(comm.rank)))
+        weighted = strategy.run(lambda: ctx().all_reduce("MEAN", 4.0, weight=2)).local
+        to = strategy.extended.reduce_to("MEAN", ms.PerReplica(np.float16(comm.rank)), v)
+        gathered = strategy.run(lambda: ctx().all_gather(mine, axis=0)).local
+        return (
+            [one.local.tolist() for one in both],
+            float(reduced),
+            float(v.numpy()),
+            float(weighted),
+            (float(to), to.dtype),
+            gathered.tolist(),
+            ops.asked,
+        )
+
+    asked = [("SUM", 9)] * 2 + [("SUM", 0)] * 3 + [("MEAN", 0)]
+    want = ([[2, 0], [3, 1]], 2.0, 3.0, 8 / 6, (2.0, np.float16), [0, 0, 1, -1, 2, -2], asked)
+    assert run_ranks(rank, 3) == [want] * 3
+
+
+def test_what_a_class_of_the_program_gets_wrong_is_an_error_everywhere():
+    class Own(ms.CrossDeviceOps):
+        def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
+            return per_replica_value.local
+
+    class Longer(ms.CrossDeviceOps):
+        def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
+            return np.ones(9)
+
+    class Last(ms.CrossDeviceOps):
+        def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
+            if ms.get_strategy().parts.lockstep.comm.rank == 1:
+                raise KeyError("mine")
+            return np.ones(3)
+
+    def rank(comm):
+        for ops, error, text in (
+            (Own(), ms.LockstepError, "must return the same"),
+            (Longer(), ms.StructureError, "returned shape"),
+            (Last(), KeyError, "mine"),
+            (ms.CrossDeviceOps(), NotImplementedError, "must define reduce_implementation"),
+        ):
+            strategy = ms.MirroredStrategy(cross_device_ops=ops, comm=comm)
+            with pytest.raises(error, match=text):
+                strategy.run(lambda: ctx().all_reduce("SUM", np.full(3, float(comm.rank))))
+        return strategy.run(lambda: comm.rank).local
+
+    assert run_ranks(rank, 2) == [0, 1]
+
+
+@pytest.mark.parametrize("ops", [ms.NcclAllReduce, Largest])
+def test_a_nan_is_told_of_on_every_way(ops, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_NAN", "raise")
+
+    def rank(comm):
+        strategy = ms.MirroredStrategy(cross_device_ops=ops(), comm=comm)
+        value = np.array([1.0, np.nan if comm.rank else 2.0])
+        with pytest.raises(ms.NonFiniteError, match="is nan at index"):
+            strategy.run(lambda: ctx().all_reduce("SUM", value))
+        return True
+
+    assert run_ranks(rank, 2) == [True] * 2
+
+
+@pytest.mark.parametrize("name", choices())
+def test_results_go_where_they_are_wanted(name):
+    def rank(comm):
+        strategy = ms.MirroredStrategy(cross_device_ops=made(name, 3), comm=comm)
+        mine = {"a": np.full(500, comm.rank + 1.0), "b": np.full(3, comm.rank, np.int32)}
+        other = {"a": np.empty(500), "b": np.empty(3, np.int32)}
+        for _ in range(3):
+            assert strategy.run(lambda: [ctx().all_reduce("SUM", mine, out=other) is other])
+        for _ in range(2):
+            strategy.run(lambda: [ctx().all_reduce("SUM", mine, out=mine)])
+        return [float(tree[leaf][0]) for tree in (other, mine) for leaf in "ab"]
+
+    assert run_ranks(rank, 3) == [[6.0, 3.0, 18.0, 9.0]] * 3
+
+
+def test_called_directly():
+    def rank(comm):
+        strategy = ms.MirroredStrategy(comm=comm)
+        noted = record(comm)
+        value = ms.PerReplica(np.full(500, float(comm.rank)))
+        ops = ms.ReductionToOneDevice()
+        with strategy.scope():
+            one = ops.reduce("SUM", value, value)
+            two = ops.batch_reduce("MEAN", [(value, value), (value, "rank:0")])
+            sent = ms.NcclAllReduce().broadcast(np.float32(comm.rank + 5), value)
+            for wrong in (None, "", [value]):
+                with pytest.raises(ms.StructureError, match="destinations must be"):
+                    ops.reduce("SUM", value, wrong)
+            with pytest.raises(ms.StructureError, match="list of tuples"):
+                ops.batch_reduce("SUM", [[value, value]])
+        kinds = [type(x).__name__ for x in (one, *two, sent)]
+        numbers = [float(np.asarray(x).reshape(-1)[0]) for x in (one, *two, sent)]
+        return kinds, numbers, moved(noted)
+
+    for kinds, numbers, calls in run_ranks(rank, 3):
+        assert kinds == ["Mirrored", "Mirrored", "ndarray", "Mirrored"]
+        assert numbers == [3.0, 1.0, 1.0, 5.0]
+        assert calls == ["gatherv", "bcast", "gatherv", "bcast", "bcast"]
+
+
+def test_wrong_arguments():
+    with pytest.raises(ValueError, match="requires num_packs >= 0, but -1"):
+        ms.NcclAllReduce(-1)
+    with pytest.raises(ValueError, match="HierarchicalCopy requires num_packs >= 0"):
+        ms.HierarchicalCopyAllReduce(-1)
+    with pytest.raises(ValueError, match="ranks_per_node"):
+        ms.HierarchicalCopyAllReduce(ranks_per_node=-2)
+    with pytest.raises(TypeError, match="must be a CrossDeviceOps"):
+        ms.MirroredStrategy(cross_device_ops="nccl")
+    with pytest.raises(ValueError, match="reduce_to_device is 'GPU:3'"):
+        ms.MirroredStrategy(cross_device_ops=ms.ReductionToOneDevice("GPU:3"))
+    ms.MirroredStrategy(["a"], ms.ReductionToOneDevice("a"))
+
+
+def test_a_rank_alone_with_another_choice_fails_at_once():
+    def rank(comm):
+        ops = ms.ReductionToOneDevice("GPU:3") if comm.rank == 1 else ms.NcclAllReduce()
+        ms.MirroredStrategy(cross_device_ops=ops, comm=comm).run(lambda: None)
+
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(rank, 2, timeout=20)
+    assert "reduce_to_device" in str(failed.value.errors[1])
+
+
+@pytest.mark.parametrize(
+    ("packing", "want"),
+    [
+        (Packing(8), [((4, 3), 1), ((2,), 1), ((0,), 1)]),
+        (Packing(1), [((4,), 1), ((3,), 1), ((2,), 1), ((0,), 1)]),
+        (Packing(10**9), [((4, 3, 0), 1), ((2,), 1)]),
+        (Packing(0, 1), [((0, 3, 4), 1), ((2,), 1)]),
+        (Packing(0, 4), [((0, 3, 4), 4), ((2,), 4)]),
+        (Packing(0, 0), [((0,), 1), ((2,), 1), ((3,), 1), ((4,), 1)]),
+    ],
+)
+def test_packs(packing, want):
+    """In reverse order, closed once they are larger than the limit; by dtype; empty leaves stay."""
+    found = grouped([(F4, 4), (F8, 0), (F8, 2), (F4, 1), (F4, 2)], packing)
+    assert sorted(found) == sorted(want)
+
+
+def test_options_choose_the_way():
+    def rank(comm, options):
+        noted = record(comm)
+        strategy = ms.MultiWorkerMirroredStrategy(communication_options=options, comm=comm)
+        noted.clear()
+        values = [np.full(300, comm.rank + 1.0), np.arange(7.0)]
+        found = strategy.run(lambda: ctx().all_reduce("SUM", values))
+        return moved(noted), found[0].tolist(), found[1].tolist()
+
+    def calls(**options):
+        found = run_ranks(rank, 3, ms.CommunicationOptions(**options))
+        assert [both for _, *both in found] == [[[6.0] * 300, [3.0 * i for i in range(7)]]] * 3
+        return found[0][0]
+
+    assert calls(implementation="RING") == ["sendrecv"] * 4
+    assert calls(implementation="NCCL") == ["allreduce"]
+    assert calls(bytes_per_pack=8) == ["allreduce"] * 2
+    assert calls(bytes_per_pack=8, implementation="ring") == ["sendrecv"] * 8
+    assert calls(timeout_seconds=60) == calls()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 5, 1000])
+@pytest.mark.parametrize("op", ["SUM", "MEAN", "PROD", "MIN", "MAX"])
+def test_around_the_ring(size, count, op):
+    def rank(comm):
+        options = ms.CommunicationOptions(implementation="RING")
+        strategy = ms.MultiWorkerMirroredStrategy(None, options, comm=comm)
+        mine = np.random.default_rng(comm.rank).normal(size=count)
+        return strategy.run(lambda: ctx().all_reduce(op, mine))
+
+    rows = np.stack([np.random.default_rng(r).normal(size=count) for r in range(size)])
+    fold = {"SUM": np.sum, "MEAN": np.mean, "PROD": np.prod, "MIN": np.min, "MAX": np.max}[op]
+    found = run_ranks(rank, size)
+    for one in found:
+        np.testing.assert_allclose(one, fold(rows, axis=0), rtol=1e-12)
+        np.testing.assert_array_equal(one, found[0])
+
+
+def test_options_of_a_call_go_over_those_of_the_strategy():
+    def rank(comm):
+        noted = record(comm)
+        ring = ms.CommunicationOptions(implementation="RING")
+        native = ms.CommunicationOptions(implementation="NCCL", timeout_seconds=50)
+        strategy = ms.MultiWorkerMirroredStrategy(None, ring, comm=comm)
+        noted.clear()
+        value, seen = np.ones(500), []
+
+        def noticed():
+            seen.append(sorted(set(moved(noted))))
+            noted.clear()
+
+        strategy.run(lambda: ctx().all_reduce("SUM", value, native))
+        noticed()
+        strategy.run(lambda: ctx().all_gather(value, 0, native))
+        noticed()
+        strategy.extended.reduce_to("SUM", value, "rank:0", native)
+        noticed()
+        strategy.extended.batch_reduce_to("SUM", [(value, "rank:0")] * 2, options=native)
+        noticed()
+        strategy.reduce("SUM", value, axis=None)
+        noticed()
+        with pytest.raises(ValueError, match="must be an instance of CommunicationOptions"):
+            strategy.run(lambda: ctx().all_reduce("SUM", value, "fast"))
+        return seen
+
+    want = [["allreduce"], ["allgatherv"], ["allreduce"], ["allreduce"], ["sendrecv"]]
+    assert run_ranks(rank, 2) == [want] * 2
+
+
+@pytest.mark.parametrize(
+    "mine",
+    [{}, {"bytes_per_pack": 9}, {"timeout_seconds": 7}, {"implementation": "RING"}],
+)
+def test_ranks_with_other_options_are_told(mine):
+    def rank(comm):
+        options = ms.CommunicationOptions(implementation="NCCL")
+        options = ms.CommunicationOptions(**mine) if comm.rank else options
+        strategy = ms.MultiWorkerMirroredStrategy(None, options, comm=comm)
+        with pytest.raises(ms.LockstepError, match="native"):
+            strategy.run(lambda: ctx().all_reduce("SUM", 1.0))
+        return True
+
+    assert run_ranks(rank, 2) == [True] * 2

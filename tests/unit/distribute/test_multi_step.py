@@ -1,0 +1,90 @@
+"""Several steps in one call."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import mpistrat as ms
+from mpistrat.distribute.topology_strategy import TPUStrategyV1
+from mpistrat.testing import run_ranks
+
+
+def step_of(strategy):
+    def step(context, inputs):
+        sums = strategy.run(np.sum, args=(inputs,))
+        context.set_last_step_output("loss", sums, reduce_op="SUM")
+        context.set_last_step_output("raw", sums)
+        context.set_non_tensor_output("note", "seen")
+        assert ms.in_cross_replica_context()
+
+    return step
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_so_many_steps_per_call(size, steps):
+    def rank(comm):
+        strategy = TPUStrategyV1(steps_per_run=steps, comm=comm)
+        dataset = ms.Dataset.range(12 * size).batch(2 * size)
+        iterator = iter(strategy.experimental_distribute_dataset(dataset))
+        run, found = strategy.extended.experimental_run_steps_on_iterator, []
+        for _ in range(2):
+            context = run(step_of(strategy), iterator)
+            outputs = context.last_step_outputs
+            found.append((int(outputs["loss"]), int(outputs["raw"].local)))
+            assert context.non_tensor_outputs == {"note": "seen"}
+            assert context.run_op is None
+        once = run(step_of(strategy), iterator, 1) if steps < 3 else None
+        return found, once and int(once.last_step_outputs["loss"])
+
+    batches = np.arange(12 * size).reshape(6, size, 2)
+    for number, (found, once) in enumerate(run_ranks(rank, size)):
+        for call, (loss, raw) in enumerate(found, 1):
+            last = batches[call * steps - 1]
+            assert (loss, raw) == (last.sum(), last[number].sum())
+        assert once is None or once == batches[2 * steps].sum()
+
+
+def test_outputs_before_the_first_step():
+    strategy = ms.OneDeviceStrategy("cpu")
+    run = strategy.extended.experimental_run_steps_on_iterator
+    seen = []
+
+    def step(context, inputs):
+        seen.append(context.last_step_outputs["total"])
+        context.set_last_step_output("total", context.last_step_outputs["total"] + inputs)
+
+    context = run(step, iter([1, 2, 3]), 3, initial_loop_values={"total": 0})
+    assert (context.last_step_outputs, seen) == ({"total": 6}, [0, 1, 3])
+    with pytest.raises(ms.StructureError, match="initial_loop_values are called"):
+        run(lambda c, inputs: c.set_last_step_output("b", 1), iter([1]), 1, {"a": 0})
+
+
+def test_what_goes_wrong():
+    def rank(comm):
+        strategy = ms.MirroredStrategy(comm=comm)
+        run = strategy.extended.experimental_run_steps_on_iterator
+        dataset = strategy.experimental_distribute_dataset(ms.Dataset.range(4).batch(2))
+        with pytest.raises(StopIteration):
+            run(step_of(strategy), iter(dataset), 3)
+        with pytest.raises(ms.StructureError, match="iterations must be 1 or more"):
+            run(step_of(strategy), iter(dataset), 0)
+        with pytest.raises(ms.ContextError):
+            strategy.run(lambda: run(step_of(strategy), iter([1])))
+
+        def inside(context, inputs):
+            strategy.run(lambda: context.set_last_step_output("a", 1))
+
+        with pytest.raises(ms.ContextError, match="replica code"):
+            run(inside, iter(dataset))
+
+        def twice(context, inputs):
+            context.set_last_step_output("a", inputs, "SUM")
+            context.set_last_step_output("a", inputs, "MEAN")
+
+        with pytest.raises(ms.StructureError, match="was set with"):
+            run(twice, iter(dataset))
+        return strategy.run(lambda: comm.rank).local
+
+    assert run_ranks(rank, 2) == [0, 1]
