@@ -83,21 +83,24 @@ class NodeFolds:
         """Make nothing yet."""
         self._lockstep = lockstep
         self._size = lockstep.comm.size
-        self.arena = Arena(lockstep.comm, lockstep.options.ranks_per_node)
-        self._turn = 0
-        self._possible = self._size > 1
+        # One for all strategies of the session: a call that is equal on all ranks meets in the same
+        # memory, even if a program makes it on another strategy on another rank.
+        groups, key = lockstep.session.groups, ("arena", lockstep.order)
+        if key not in groups:
+            groups[key] = Arena(lockstep.comm, lockstep.options.ranks_per_node)
+        self.arena: Arena = groups[key]
 
     @property
     def possible(self) -> bool:
         """Whether memory can be shared, as far as is known; equal on all ranks."""
-        return self._possible
+        return self._size > 1 and not self.arena.refused
 
     def buffers(self, specs: Specs) -> list[Array] | None:
         """Return zeroed arrays of these ``(dtype, shape)`` in the arena, or None on every rank.
 
         Collective.
         """
-        if not self._possible:
+        if not self.possible:
             return None
         with self._sharing():
             return self.arena.block(specs)
@@ -154,14 +157,13 @@ class NodeFolds:
             made = self.arena.make_room(what.most)
         if made:
             return True
-        if self._possible and self._lockstep.comm.rank == 0:
+        if self._lockstep.comm.rank == 0:
             warnings.warn(
                 "the ranks of a node cannot share memory (too little of it, or not allowed), so "
                 "arrays travel by MPI; the results are the same, and take longer.",
                 RuntimeWarning,
                 stacklevel=2,
             )
-        self._possible = False
         return False
 
     def fold_packed(self, what: Folding, packed: Packed, scales: Scales, results: Results) -> None:
@@ -194,8 +196,8 @@ class NodeFolds:
                 fill(pack, packed.values, self._row(pack))
                 node.barrier()
             rows = self.arena.scratch(pack.dtype)
-            self._turn ^= 1
-            result = rows[node.size + self._turn : node.size + self._turn + 1]
+            at = node.size + self.arena.turn()
+            result = rows[at : at + 1]
             spans = _spans(pack, scales)
             self._fold(what.op, rows[: node.size], result, pack.columns, spans)
             node.barrier()

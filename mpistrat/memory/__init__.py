@@ -3,5 +3,5 @@
 - `shared`: how they come by it without a name that could be left behind.
 - `nodes`: which ranks share a node, and how nodes talk.
 - `layout`: where the leaves of a tree lie in a block.
-- `arena`: the blocks of one strategy.
+- `arena`: the blocks of one session.
 """

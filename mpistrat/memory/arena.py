@@ -1,8 +1,8 @@
-"""The shared memory of one strategy: what its reductions pass through, and what programs write to.
+"""The shared memory of a session: what reductions pass through, and what programs write to.
 
 Life of an `Arena`: it is made empty; at the first call that needs it, the ranks find out who shares
-a node; each block is made by a collective call, and lives as long as its arrays do. Nothing has a
-name, so nothing can be left behind, whatever becomes of the ranks.
+a node; each block is made by a collective call, and lives as long as its arrays do; communicators
+go with the session. Nothing has a name, so nothing can be left behind, whatever becomes of ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Block:
     """Arrays of every rank of the node, where all of them can be read and folded.
 
     Attributes:
-      number: How many blocks the strategy had made before; equal on all ranks.
+      number: How many blocks had been made before; equal on all ranks.
       layout: Where the leaves lie.
       matrices: The matrices, with one row for each rank of the node.
     """
@@ -69,10 +69,10 @@ class Home(NamedTuple):
 
 @final
 class Arena:
-    """The blocks of one strategy.
+    """The blocks of all strategies of a session.
 
     Args:
-      comm: The ranks of the strategy.
+      comm: Its ranks.
       per_node: Take so many consecutive ranks as one node; 0 to ask MPI.
     """
 
@@ -89,7 +89,9 @@ class Arena:
         self._sides_memory: memoryview | None = None
         self._sides: dict[np.dtype[Any], Array] = {}
         self._rooms: dict[np.dtype[Any], Array] = {}
-        self._refused = False
+        # There was no memory for scratch, so nothing is shared any more.
+        self.refused = False
+        self._turn = 0
 
     @property
     def known(self) -> bool:
@@ -101,6 +103,14 @@ class Arena:
         if self._nodes is None:
             self._nodes = find_nodes(self._comm, self._per_node)
         return self._nodes
+
+    def free(self) -> None:
+        """Give the communicators back. Collective; memory goes with whoever looks at it last."""
+        if self._nodes is not None and self._nodes.nodes > 1:
+            self._nodes.node.free()
+            if self._nodes.lane is not None:
+                self._nodes.lane.free()
+        self._nodes = None
 
     def block(self, specs: Specs) -> list[Array] | None:
         """Make a block for leaves of these ``(dtype, shape)``.
@@ -157,21 +167,26 @@ class Arena:
 
         Collective.
         """
-        if self._refused:
+        if self.refused:
             return False
         node = self.nodes().node
         row = 1 << max(16, (nbytes - 1).bit_length())
         self._rooms.clear()
         self._scratch = None
         memory = node.shared(row * (node.size + _RESULTS))
-        self._refused = not self._everywhere(memory is not None)
-        if self._refused:
+        self.refused = not self._everywhere(memory is not None)
+        if self.refused:
             return False
         self._scratch = memory
         if self._sides_memory is None and self.nodes().nodes == 1:
             sides = node.shared(2 * node.size * self._side_row)
             self._sides_memory = sides if self._everywhere(sides is not None) else None
         return True
+
+    def turn(self) -> int:
+        """Return which of the two result rows is next; called alike on all ranks."""
+        self._turn ^= 1
+        return self._turn
 
     @property
     def direct(self) -> int:

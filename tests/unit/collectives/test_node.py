@@ -433,3 +433,22 @@ def test_the_kernel_has_the_bits_of_its_twin(rows, dtype, scaled, monkeypatch):
         want = want / want.dtype.type(7) if divisor != 1 else want
     np.testing.assert_array_equal(compiled[:, 17:4321], np.tile(want, (rows, 1))[:, 17:4321])
     np.testing.assert_array_equal(compiled[:, :17], values[:, :17])
+
+
+@pytest.mark.parametrize("count", [50, 700, 100_000])
+def test_equal_calls_on_other_strategies_meet(count):
+    """All strategies of a session share its memory; so which of them a rank calls cannot matter."""
+
+    def rank(comm):
+        pair = [ms.MirroredStrategy(comm=comm), ms.MirroredStrategy(comm=comm)]
+        rng = np.random.default_rng(comm.rank)
+        for number in range(40):
+            strategy = pair[rng.integers(2)]
+            value = np.full(count, comm.rank + number * 10.0)
+            total = strategy.run(
+                lambda value=value: ms.get_replica_context().all_reduce("SUM", value)
+            )
+            assert (total.local == comm.size * (comm.size - 1) / 2 + comm.size * number * 10).all()
+        return True
+
+    assert all(run_ranks(rank, 3))
