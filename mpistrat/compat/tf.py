@@ -13,6 +13,7 @@ import numpy as np
 
 from mpistrat.cluster.spec import ClusterSpec
 from mpistrat.compat import tf_distribute as distribute
+from mpistrat.compat import v1
 from mpistrat.distribute import variables
 from mpistrat.distribute.context import get_replica_context
 from mpistrat.distribute.slices import IndexedSlices
@@ -29,6 +30,7 @@ __all__ = [
     "VariableSynchronization",
     "bool",
     "cast",
+    "compat",
     "constant",
     "data",
     "distribute",
@@ -52,6 +54,7 @@ float32 = np.float32
 float64 = np.float64
 int32 = np.int32
 int64 = np.int64
+compat = SimpleNamespace(v1=v1)
 train = SimpleNamespace(ClusterSpec=ClusterSpec)
 data = SimpleNamespace(
     Dataset=Dataset,

@@ -12,6 +12,9 @@ from mpistrat.refused import refused
 __all__ = [
     "MultiWorkerMirroredStrategy",
     "ParameterServerStrategy",
+    "PreemptionCheckpointHandler",
+    "PreemptionWatcher",
+    "TerminationConfig",
     "ValueContext",
     "coordinator",
     "partitioners",
@@ -19,3 +22,6 @@ __all__ = [
 ]
 
 ParameterServerStrategy = refused("ParameterServerStrategy")
+PreemptionCheckpointHandler = refused("experimental.PreemptionCheckpointHandler")
+PreemptionWatcher = refused("experimental.PreemptionWatcher")
+TerminationConfig = refused("experimental.TerminationConfig")

@@ -22,8 +22,6 @@ class Later(NamedTuple):
 
 
 _COMMUNICATION = Later("options of collectives", "CommunicationOptions")
-_GRADIENTS = Later("gradients through collectives, of autodiff libraries", "integrations")
-_V1 = Later("tf.compat.v1.distribute", "compat.tf.compat")
 
 
 def _cross_device(name: str) -> Later:
@@ -32,17 +30,12 @@ def _cross_device(name: str) -> Later:
 
 LATER = {
     "all_reduce_basic/options": _COMMUNICATION,
-    "all_reduce_gradient/*": _GRADIENTS,
-    "gradients_and_variables/tape_around_run_and_reduce": _GRADIENTS,
-    "v1_strategy/{has|reduce_axis_default_none|get_loss_reduction}": _V1,
-    "v1_strategy/{|v2_}extended_is_v1{|_too}": _V1,
     "options_and_enums/CommunicationImplementation": Later(
         "options of collectives", "CommunicationImplementation"
     ),
     "options_and_enums/CollectiveCommunication_is": Later(
         "options of collectives", "CollectiveCommunication"
     ),
-    "options_and_enums/{InputReplicationMode|VariableAggregation}_v1": _V1,
     "options_and_enums/options_*": _COMMUNICATION,
     "options_and_enums/hints": Later("options of collectives", "CollectiveHints"),
     "options_and_enums/{num_packs_negative|NcclAllReduce_*}": _cross_device("NcclAllReduce"),
