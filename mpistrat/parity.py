@@ -96,7 +96,8 @@ _NAMES: dict[str, str] = {
     "cluster_resolver.KubernetesExecutableLocation": "",
     "cluster_resolver.SimpleClusterResolver": "",
     "cluster_resolver.SlurmClusterResolver": "works on nodes without GPUs too",
-    "cluster_resolver.TFConfigClusterResolver": "",
+    "cluster_resolver.TFConfigClusterResolver": "`environment` is an empty text if nothing "
+    "has set it",
     "cluster_resolver.TPUClusterResolver": "the ranks of the MPI world in a TPU's words",
     "cluster_resolver.UnionResolver": "",
     "coordinator.ClusterCoordinator": "",
@@ -130,7 +131,11 @@ _NAMES: dict[str, str] = {
 
 # By the full name, with the path here.
 _ELSEWHERE: dict[str, tuple[str, str]] = {
-    "tf.VariableAggregation": ("VariableAggregation", ""),
+    "tf.VariableAggregation": (
+        "VariableAggregation",
+        "with NONE, replicas may only write what is the same on all; with SUM, a literal that n "
+        "replicas write counts n times",
+    ),
     "tf.VariableSynchronization": ("VariableSynchronization", ""),
     "tf.types.experimental.distributed.Mirrored": (
         "Mirrored",
@@ -160,6 +165,8 @@ _V1_WHY = {
     "get_loss_reduction": "SUM always: there are no Estimators",
 }
 
+_SPEC = "shapes and dtypes are NumPy's"
+
 # By path: what differs; "" if nothing does.
 _STRATEGY: dict[str, str] = {
     "cluster_resolver": "",
@@ -178,8 +185,8 @@ _STRATEGY: dict[str, str] = {
     "make_input_fn_iterator": "the function is called on every rank, and so is a callable that it "
     "returns",
     "num_replicas_in_sync": "",
-    "reduce": "takes MIN, MAX and PROD, trees with an axis, and lists as they are; dtypes are "
-    "kept, but MEAN of integers is floating",
+    "reduce": "takes MIN, MAX and PROD, trees with an axis, and lists of axes; dtypes are kept, "
+    "but MEAN of integers is floating",
     "run": "replicas are processes that run at the same time; if one fails, all raise",
     "scope": "",
     "unwrap": "collective under `MirroredStrategy`",
@@ -222,9 +229,9 @@ _MEMBERS: dict[str, dict[str, str]] = {
         "replica_id_in_sync_group": "a Python integer",
         "strategy": "",
     },
-    "DistributedDataset": {"cardinality": "", "element_spec": "", "reduce": ""},
+    "DistributedDataset": {"cardinality": "", "element_spec": _SPEC, "reduce": ""},
     "DistributedIterator": {
-        "element_spec": "",
+        "element_spec": _SPEC,
         "get_next": "raises `mpistrat.OutOfRangeError` at the end",
         "get_next_as_optional": "",
     },
@@ -232,6 +239,7 @@ _MEMBERS: dict[str, dict[str, str]] = {
 _V1_MEMBERS = {
     **_STRATEGY,
     "experimental_make_numpy_dataset": "",
+    "experimental_run_v2": "gone from TensorFlow 2.21; another name of `run` here",
     "reduce": f"as the newer one, but that the axis may be left out: {_STRATEGY['reduce']}",
 }
 
@@ -295,7 +303,10 @@ def counts() -> str:
       True
     """
     found = [row.verdict for row in rows()]
-    parts = [f"{found.count(kind)} {kind.value}" for kind in Verdict if kind in found]
+    words = {Verdict.DIFFERS: "differ"}
+    parts = [
+        f"{found.count(kind)} {words.get(kind, kind.value)}" for kind in Verdict if kind in found
+    ]
     return f"{len(found)} names: {', '.join(parts)}"
 
 
