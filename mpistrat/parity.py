@@ -54,7 +54,6 @@ PENDING = frozenset(
 _RANKS = "a replica is an MPI rank, and the launcher says how many there are"
 _CHOOSES = "chooses how bytes move between ranks; there are no devices to copy from"
 _PLACED = "replicas are placed on the ranks of a topology that is read from MPI; there is no TPU"
-_CLIENT = "the client is an argument; the rank comes from MPI whatever it answers"
 _SHARED = "each rank has a copy of a variable, and the copies are kept equal"
 
 # By path below tf.distribute: what differs; "" if nothing does.
@@ -91,8 +90,8 @@ _NAMES: dict[str, str] = {
     "has_strategy": "",
     "in_cross_replica_context": "",
     "cluster_resolver.ClusterResolver": "",
-    "cluster_resolver.GCEClusterResolver": _CLIENT,
-    "cluster_resolver.KubernetesClusterResolver": _CLIENT,
+    "cluster_resolver.GCEClusterResolver": "",
+    "cluster_resolver.KubernetesClusterResolver": "",
     "cluster_resolver.KubernetesExecutableLocation": "",
     "cluster_resolver.SimpleClusterResolver": "",
     "cluster_resolver.SlurmClusterResolver": "works on nodes without GPUs too",

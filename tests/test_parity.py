@@ -13,6 +13,7 @@ import pytest
 
 import mpistrat as ms
 from mpistrat import parity
+from mpistrat.compat import tf
 from mpistrat.parity import Verdict
 from mpistrat.refused import REFUSED, refused
 
@@ -66,9 +67,9 @@ ROWS = {row.name: row for row in parity.rows()}
 MEMBERS = {row.name: row for row in parity.members()}
 
 
-def at(path):
-    """What a path below mpistrat leads to."""
-    return functools.reduce(getattr, path.split("."), ms)
+def at(path, start=ms):
+    """What a path below mpistrat, or something else, leads to."""
+    return functools.reduce(getattr, path.split("."), start)
 
 
 def exists(path):
@@ -107,9 +108,19 @@ def test_what_a_row_says_is_true(row):
     assert "|" not in row.why
 
 
+@pytest.mark.parametrize("row", ROWS.values(), ids=lambda row: row.name)
+def test_compat_tf_has_it_by_its_own_name(row):
+    path = row.name.removeprefix("tf.")
+    if row.verdict is Verdict.PENDING:
+        with pytest.raises(AttributeError):
+            at(path, tf)
+    else:
+        assert at(path, tf) is at(row.here)
+
+
 @pytest.mark.parametrize("name", sorted(parity.PENDING))
 def test_what_is_to_come_is_not_there(name):
-    assert {f"tf.distribute.{name}"} <= {*ROWS, *MEMBERS}
+    assert f"tf.distribute.{name}" in {*ROWS, *MEMBERS}
     come = [path for path in (name, f"compat.v1.distribute.{name}") if exists(path)]
     assert not come, f"{come} came: take {name!r} out of PENDING; both namespaces must have it"
 
