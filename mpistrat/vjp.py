@@ -6,12 +6,12 @@ it returns the gradient of the *sum of all replicas' losses* by this replica's v
 replica's own gradient is wanted, of a loss that is the same on all, divide by the number of
 replicas, or let one replica only bring a gradient.
 
-| call | gradient by the value of replica i |
-|---|---|
-| all-reduce, SUM | the sum of the gradients of all replicas |
-| all-reduce, MEAN | their mean |
-| all-reduce, MEAN with weights w | their sum, times ``w_i / sum(w)``; 0 if ``w_i`` is 0 |
-| all-gather | their sum, and of that the part where replica i's value stands |
+The gradient by the value of replica i is, of
+
+- an all-reduce, SUM: the sum of the gradients of all replicas;
+- an all-reduce, MEAN: their mean;
+- an all-reduce, MEAN with weights w: their sum, times ``w_i / sum(w)``; 0 if ``w_i`` is 0;
+- an all-gather: their sum, and of that the part where replica i's value stands.
 """
 
 from __future__ import annotations

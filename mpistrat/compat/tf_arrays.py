@@ -76,22 +76,22 @@ def cast(value: Any, dtype: Any) -> Any:
 
 
 def zeros(shape: Any, dtype: Any = np.float32) -> Any:
-    """Return an array of zeros."""
+    """Return an array of zeros of `shape` and `dtype`."""
     return np.zeros(shape, dtype)
 
 
 def ones(shape: Any, dtype: Any = np.float32) -> Any:
-    """Return an array of ones."""
+    """Return an array of ones of `shape` and `dtype`."""
     return np.ones(shape, dtype)
 
 
 def zeros_like(value: Any, dtype: Any = None) -> Any:
-    """Return an array of zeros of the shape, and without another one of the dtype, of `value`."""
+    """Return an array of zeros of the shape of `value`, and of its dtype if `dtype` is None."""
     return np.zeros_like(convert_to_tensor(value), dtype)
 
 
 def ones_like(value: Any, dtype: Any = None) -> Any:
-    """Return an array of ones of the shape, and without another one of the dtype, of `value`."""
+    """Return an array of ones of the shape of `value`, and of its dtype if `dtype` is None."""
     return np.ones_like(convert_to_tensor(value), dtype)
 
 
@@ -112,22 +112,27 @@ def range(*args: Any, dtype: Any = None) -> Any:
 
 
 def reshape(tensor: Any, shape: Sequence[int]) -> Any:
-    """Return `tensor` in another shape."""
+    """Return `tensor` as an array of another `shape`."""
     return convert_to_tensor(tensor).reshape(tuple(shape))
 
 
 def stack(values: Sequence[Any], axis: int = 0) -> Any:
-    """Return arrays of one shape, joined along a new axis."""
+    """Return the arrays `values`, which have one shape, joined along a new axis `axis`."""
     return np.stack([convert_to_tensor(value) for value in values], axis)
 
 
 def concat(values: Sequence[Any], axis: int) -> Any:
-    """Return arrays joined along an axis that they have."""
+    """Return the arrays `values` joined along `axis`, which they have."""
     return np.concatenate([convert_to_tensor(value) for value in values], axis)
 
 
 def reduce_sum(input_tensor: Any, axis: Any = None, keepdims: bool = False) -> Any:
-    """Return the sum along `axis`, or of everything, of the same dtype.
+    """Return the sum of `input_tensor` along `axis`, or of everything; the dtype is kept.
+
+    Args:
+      input_tensor: Array, number or nested list.
+      axis: One axis, a list of them, or None for all.
+      keepdims: Keep them, with one element each.
 
     Example:
       >>> reduce_sum(constant([1, 2])).dtype
@@ -138,7 +143,7 @@ def reduce_sum(input_tensor: Any, axis: Any = None, keepdims: bool = False) -> A
 
 
 def reduce_mean(input_tensor: Any, axis: Any = None, keepdims: bool = False) -> Any:
-    """Return the mean along `axis`, or of everything, of the same dtype; integers are cut off."""
+    """Return the mean as `reduce_sum` does the sum; integers are cut off."""
     tensor = convert_to_tensor(input_tensor)
     return np.mean(tensor, _axes(axis), keepdims=keepdims).astype(tensor.dtype)
 
@@ -148,10 +153,10 @@ def _axes(axis: Any) -> Any:
 
 
 def matmul(a: Any, b: Any) -> Any:
-    """Return the product of matrices."""
+    """Return the product of the matrices `a` and `b`."""
     return convert_to_tensor(a) @ convert_to_tensor(b)
 
 
 def square(x: Any) -> Any:
-    """Return each element times itself."""
+    """Return each element of `x` times itself."""
     return np.square(convert_to_tensor(x))

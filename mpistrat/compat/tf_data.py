@@ -49,12 +49,21 @@ class Dataset(dataset.Dataset):
 
     @staticmethod
     def from_tensor_slices(tensors: Any, name: Any = None) -> Dataset:
-        """Return a dataset of the rows of arrays; lists are taken as `constant` takes them."""
+        """Return a dataset of the rows of `tensors`; lists are taken as `constant` takes them.
+
+        Args:
+          tensors: See `mpistrat.Dataset.from_tensor_slices`.
+          name: No effect.
+        """
         return Dataset(_tensors(tensors))
 
     @staticmethod
     def from_tensors(tensors: Any, name: Any = None) -> Dataset:
         """Return a dataset of one example.
+
+        Args:
+          tensors: The example: a tree of arrays, where a list is an array.
+          name: No effect.
 
         Example:
           >>> [x.tolist() for x in Dataset.from_tensors([1, 2]).repeat(2).batch(2)]
@@ -64,7 +73,7 @@ class Dataset(dataset.Dataset):
 
     @staticmethod
     def range(*args: int, name: Any = None) -> Dataset:
-        """Return a dataset of int64 numbers."""
+        """Return a dataset of int64 numbers; `name` has no effect."""
         return Dataset(constant(range(*args), "int64"))
 
     def shuffle(  # type: ignore[override]  # the signature of the other library, on purpose
@@ -116,11 +125,21 @@ class Dataset(dataset.Dataset):
         return super().map(map_func, rowwise)
 
     def prefetch(self, buffer_size: int, name: Any = None) -> dataset.Dataset:
-        """Return a dataset that holds elements ready, two for `AUTOTUNE`."""
+        """Return a dataset that holds `buffer_size` elements ready, two for `AUTOTUNE`.
+
+        Args:
+          buffer_size: How many.
+          name: No effect.
+        """
         return super().prefetch(2 if buffer_size == AUTOTUNE else buffer_size)
 
     def cache(self, filename: str = "", name: Any = None) -> dataset.Dataset:
-        """Return the dataset as it is: what it reads and maps is not kept."""
+        """Return the dataset as it is: what it reads and maps is not kept.
+
+        Args:
+          filename: No effect.
+          name: No effect.
+        """
         return self
 
 

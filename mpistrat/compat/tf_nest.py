@@ -15,7 +15,7 @@ __all__ = ["assert_same_structure", "flatten", "is_nested", "map_structure", "pa
 
 
 def is_nested(structure: Any) -> bool:
-    """Tell whether something is a node, and no leaf.
+    """Tell whether `structure` is a node, and no leaf.
 
     Example:
       >>> is_nested([]), is_nested("text")
@@ -25,7 +25,7 @@ def is_nested(structure: Any) -> bool:
 
 
 def flatten(structure: Any) -> list[Any]:
-    """Return the leaves; those of a dict in the order of its sorted keys.
+    """Return the leaves of `structure`; those of a dict in the order of its sorted keys.
 
     Example:
       >>> flatten({"b": (2, 3), "a": 1})
@@ -35,7 +35,7 @@ def flatten(structure: Any) -> list[Any]:
 
 
 def pack_sequence_as(structure: Any, flat_sequence: Any) -> Any:
-    """Return a tree like `structure` with other leaves.
+    """Return a tree like `structure` with the leaves `flat_sequence`.
 
     Raises:
       StructureError: There are more or fewer leaves.
@@ -52,7 +52,7 @@ def pack_sequence_as(structure: Any, flat_sequence: Any) -> Any:
 
 
 def assert_same_structure(nest1: Any, nest2: Any) -> None:
-    """Raise unless two trees have the same nodes.
+    """Raise unless `nest1` and `nest2` have the same nodes.
 
     Raises:
       StructureError: They have not.

@@ -94,6 +94,15 @@ def _as(newer: type[strategy.Strategy]) -> Callable[..., None]:
 class MirroredStrategy(Strategy):
     """As `mpistrat.MirroredStrategy`, with the older methods.
 
+    Args:
+      devices: As there.
+      cross_device_ops: As there.
+      comm: As there.
+
+    Raises:
+      TypeError: `cross_device_ops` are none.
+      ValueError: A label comes twice.
+
     As: ``tf.compat.v1.distribute.MirroredStrategy``.
 
     Example:
@@ -109,6 +118,9 @@ class MirroredStrategy(Strategy):
 class OneDeviceStrategy(Strategy):
     """As `mpistrat.OneDeviceStrategy`, with the older methods.
 
+    Args:
+      device: As there.
+
     As: ``tf.compat.v1.distribute.OneDeviceStrategy``.
     """
 
@@ -118,6 +130,14 @@ class OneDeviceStrategy(Strategy):
 @final
 class MultiWorkerMirroredStrategy(Strategy):
     """As `mpistrat.experimental.MultiWorkerMirroredStrategy`, with the older methods.
+
+    Args:
+      communication: As there.
+      cluster_resolver: As there.
+      comm: As there.
+
+    Raises:
+      TypeError: `cluster_resolver` is none.
 
     As: ``tf.compat.v1.distribute.experimental.MultiWorkerMirroredStrategy``.
     """
