@@ -24,6 +24,8 @@ myst_heading_anchors = 3
 default_role = "py:obj"  # `name` in a docstring is a name of the library, where there is one
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
+# tf.compat.v1 has classes of the same names; annotations mean these.
+autodoc_type_aliases = {"Strategy": "mpistrat.Strategy"}
 maximum_signature_line_length = 90
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True

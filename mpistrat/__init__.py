@@ -78,7 +78,7 @@ _NAMES = {
     "StrategyError": "mpistrat.errors",
     "StructureError": "mpistrat.errors",
 }
-_MODULES = ("cluster_resolver", "coordinator", "experimental", "testing")
+_MODULES = ("cluster_resolver", "compat", "coordinator", "experimental", "testing", "vjp")
 
 __all__ = [
     "AutoShardPolicy",
@@ -135,6 +135,7 @@ __all__ = [
     "VariableSynchronization",
     "__version__",
     "cluster_resolver",
+    "compat",
     "coordinator",
     "experimental",
     "experimental_set_strategy",
@@ -143,10 +144,11 @@ __all__ = [
     "has_strategy",
     "in_cross_replica_context",
     "testing",
+    "vjp",
 ]
 
 if TYPE_CHECKING:
-    from mpistrat import cluster_resolver, coordinator, experimental, testing
+    from mpistrat import cluster_resolver, compat, coordinator, experimental, testing, vjp
     from mpistrat.collectives.communication import (
         CommunicationImplementation,
         CommunicationOptions,

@@ -1,7 +1,8 @@
 """The few ``tf.*`` names that programs for tf.distribute without models need.
 
-``from mpistrat.compat import tf`` instead of ``import tensorflow as tf``. Tensors are NumPy arrays;
-Python numbers become int32 and float32, as they do there.
+``from mpistrat.compat import tf`` instead of ``import tensorflow as tf``. Tensors are NumPy arrays,
+so they have no ``.numpy()``: write ``np.asarray(tensor)``, which both kinds understand. Python
+numbers become int32 and float32, as they do there.
 """
 
 from __future__ import annotations
@@ -12,64 +13,127 @@ from typing import Any
 import numpy as np
 
 from mpistrat.cluster.spec import ClusterSpec
+from mpistrat.compat import tf_data as data
 from mpistrat.compat import tf_distribute as distribute
+from mpistrat.compat import tf_nest as nest
+from mpistrat.compat import v1
+from mpistrat.compat.tf_arrays import (
+    cast,
+    concat,
+    constant,
+    convert_to_tensor,
+    fill,
+    identity,
+    matmul,
+    ones,
+    ones_like,
+    range,
+    reduce_mean,
+    reduce_sum,
+    reshape,
+    square,
+    stack,
+    zeros,
+    zeros_like,
+)
 from mpistrat.distribute import variables
 from mpistrat.distribute.context import get_replica_context
 from mpistrat.distribute.slices import IndexedSlices
+from mpistrat.distribute.values import Mirrored, PerReplica
 from mpistrat.distribute.writes import VariableAggregation, VariableSynchronization
 from mpistrat.errors import OutOfRangeError
-from mpistrat.feed.dataset import Dataset
 from mpistrat.feed.iterators import Optional
-from mpistrat.feed.policies import AutoShardPolicy, DatasetOptions, DistributeOptions
 
 __all__ = [
     "IndexedSlices",
+    "Tensor",
     "Variable",
     "VariableAggregation",
     "VariableSynchronization",
     "bool",
     "cast",
+    "compat",
+    "complex64",
+    "complex128",
+    "concat",
     "constant",
+    "convert_to_tensor",
     "data",
     "distribute",
     "errors",
+    "executing_eagerly",
     "experimental",
+    "fill",
+    "float16",
     "float32",
     "float64",
     "function",
     "get_replica_context",
+    "group",
     "identity",
+    "int8",
+    "int16",
     "int32",
     "int64",
+    "matmul",
+    "nest",
     "ones",
+    "ones_like",
     "range",
+    "reduce_mean",
+    "reduce_sum",
+    "reshape",
+    "square",
+    "stack",
     "train",
+    "types",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
     "zeros",
+    "zeros_like",
 ]
 
+Tensor = np.ndarray
 bool = np.bool_
+float16 = np.float16
 float32 = np.float32
 float64 = np.float64
+int8 = np.int8
+int16 = np.int16
 int32 = np.int32
 int64 = np.int64
+uint8 = np.uint8
+uint16 = np.uint16
+uint32 = np.uint32
+uint64 = np.uint64
+complex64 = np.complex64
+complex128 = np.complex128
+
+compat = SimpleNamespace(v1=v1)
 train = SimpleNamespace(ClusterSpec=ClusterSpec)
-data = SimpleNamespace(
-    Dataset=Dataset,
-    Options=DatasetOptions,
-    INFINITE_CARDINALITY=Dataset.INFINITE,
-    UNKNOWN_CARDINALITY=Dataset.UNKNOWN,
-    experimental=SimpleNamespace(
-        AutoShardPolicy=AutoShardPolicy, DistributeOptions=DistributeOptions
-    ),
-)
 errors = SimpleNamespace(OutOfRangeError=OutOfRangeError)
 experimental = SimpleNamespace(Optional=Optional)
-_NARROW = {"i": np.int32, "f": np.float32}
+types = SimpleNamespace(
+    experimental=SimpleNamespace(
+        distributed=SimpleNamespace(Mirrored=Mirrored, PerReplica=PerReplica)
+    )
+)
 
 
-def function(fn: Any = None, **_: Any) -> Any:
-    """Return `fn` as it is; everything runs eagerly. A decorator, with or without arguments."""
-    return fn if fn is not None else lambda inner: inner
+def function(func: Any = None, **_: Any) -> Any:
+    """Return `func` as it is; everything runs eagerly. A decorator, with or without arguments."""
+    return func if func is not None else lambda inner: inner
+
+
+def executing_eagerly() -> Any:
+    """Return True."""
+    return True
+
+
+def group(*inputs: Any, **_: Any) -> None:
+    """Do nothing: values are there as soon as a call has returned them."""
 
 
 def Variable(initial_value: Any, *args: Any, **kwargs: Any) -> variables.Variable:
@@ -82,50 +146,3 @@ def Variable(initial_value: Any, *args: Any, **kwargs: Any) -> variables.Variabl
     if callable(initial_value):
         return variables.Variable(lambda: constant(initial_value()), *args, **kwargs)
     return variables.Variable(constant(initial_value), *args, **kwargs)
-
-
-def constant(value: Any, dtype: Any = None, shape: Any = None) -> Any:
-    """Return a fresh array; Python integers become int32 and Python floats float32.
-
-    Args:
-      value: Number, nested list or array.
-      dtype: Dtype; of arrays their own if None.
-      shape: Shape to fill or reshape to; None for that of `value`.
-
-    Example:
-      >>> constant([1, 2]).dtype
-      dtype('int32')
-    """
-    array = np.array(value)
-    if dtype is None and not hasattr(value, "dtype"):
-        dtype = _NARROW.get(array.dtype.kind)
-    array = array.astype(dtype) if dtype is not None else array
-    if shape is None:
-        return array
-    return np.full(shape, array) if array.size == 1 else array.reshape(shape)
-
-
-def identity(value: Any) -> Any:
-    """Return a copy of `value`, as `constant` makes it."""
-    return constant(value)
-
-
-def cast(value: Any, dtype: Any) -> Any:
-    """Return `value` as an array of `dtype`."""
-    return np.asarray(value).astype(dtype)
-
-
-def zeros(shape: Any, dtype: Any = float32) -> Any:
-    """Return an array of zeros of `shape` and `dtype`."""
-    return np.zeros(shape, dtype)
-
-
-def ones(shape: Any, dtype: Any = float32) -> Any:
-    """Return an array of ones of `shape` and `dtype`."""
-    return np.ones(shape, dtype)
-
-
-def range(*args: Any, dtype: Any = None) -> Any:
-    """Return evenly spaced numbers, int32 or float32 unless `dtype` says otherwise."""
-    array = np.arange(*args)
-    return array.astype(dtype or _NARROW[array.dtype.kind])

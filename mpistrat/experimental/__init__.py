@@ -28,7 +28,10 @@ __all__ = [
     "CommunicationOptions",
     "MultiWorkerMirroredStrategy",
     "ParameterServerStrategy",
+    "PreemptionCheckpointHandler",
+    "PreemptionWatcher",
     "TPUStrategy",
+    "TerminationConfig",
     "ValueContext",
     "coordinator",
     "partitioners",
@@ -36,3 +39,6 @@ __all__ = [
 ]
 
 ParameterServerStrategy = refused("ParameterServerStrategy")
+PreemptionCheckpointHandler = refused("experimental.PreemptionCheckpointHandler")
+PreemptionWatcher = refused("experimental.PreemptionWatcher")
+TerminationConfig = refused("experimental.TerminationConfig")

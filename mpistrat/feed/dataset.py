@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -35,7 +35,6 @@ from mpistrat.feed.steps import (
 __all__ = ["Dataset"]
 
 
-@final
 class Dataset:
     """Examples or batches, described now and read when they are asked for.
 
@@ -92,7 +91,7 @@ class Dataset:
         self._policy = AutoShardPolicy.AUTO
 
     def _with(self, level: Examples | Batches, seeds: int = 0) -> Dataset:
-        new = object.__new__(Dataset)
+        new = object.__new__(type(self))  # its methods may have the signatures of another library
         new._set(level, self._depth, self._seeds + seeds)
         new._policy = self._policy
         return new

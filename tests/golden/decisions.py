@@ -1,6 +1,6 @@
 """The decisions by which results differ from the record, and what differs by which.
 
-D1 to D19 are decisions about the whole interface; H1 to H7 are habits of this library.
+D1 to D19 are decisions about the whole interface; H1 to H9 are habits of this library.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ DECISIONS = {
     "H5": "a write gives the variable back and reads nothing; copies have no names of their own",
     "H6": "results for a device label are plain, in a batch too",
     "H7": "a text that nothing has set is empty",
+    "H8": "nothing is recorded: gradients are asked for in replica code, and elsewhere refused",
+    "H9": "what well-known older programs call is there, though the newest reference dropped it",
 }
 
 

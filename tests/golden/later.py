@@ -21,17 +21,7 @@ class Later(NamedTuple):
     missing: str
 
 
-_GRADIENTS = Later("gradients through collectives, of autodiff libraries", "integrations")
-_V1 = Later("tf.compat.v1.distribute", "compat.tf.compat")
-
-
-LATER = {
-    "all_reduce_gradient/*": _GRADIENTS,
-    "gradients_and_variables/tape_around_run_and_reduce": _GRADIENTS,
-    "v1_strategy/{has|reduce_axis_default_none|get_loss_reduction}": _V1,
-    "v1_strategy/{|v2_}extended_is_v1{|_too}": _V1,
-    "options_and_enums/{InputReplicationMode|VariableAggregation}_v1": _V1,
-}
+LATER: dict[str, Later] = {}
 
 
 def exists(path: str) -> bool:

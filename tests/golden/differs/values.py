@@ -7,6 +7,14 @@ import numpy as np
 from ..recorder import Copies, Each
 from .kinds import Differs, Ranks, f32, fails, same, upto
 
+_OLDER = (
+    *("make_dataset_iterator", "make_input_fn_iterator", "experimental_run"),
+    *("experimental_make_numpy_dataset", "experimental_run_v2", "unwrap", "group"),
+    *("configure", "update_config_proto", "gather"),
+    "experimental_distribute_values_from_function",
+    *("cluster_resolver", "steps_per_run"),
+)
+
 
 def _copied(value, n):
     return Copies([value] * n)
@@ -98,14 +106,19 @@ VALUES = {
     "extended_v1_misc/has_v1_methods_on_v2_strategy": Differs(
         "D18",
         "well-known programs call experimental_make_numpy_dataset on the newer strategies too",
+        lambda n: {name: name not in ("experimental_run_v2", "steps_per_run") for name in _OLDER},
+    ),
+    "v1_strategy/has": Differs(
+        "H9",
+        "experimental_run_v2",
         lambda n: {
-            name: name not in ("experimental_run_v2", "steps_per_run")
+            name: name
+            not in ("gather", "experimental_distribute_values_from_function", "steps_per_run")
             for name in (
-                *("make_dataset_iterator", "make_input_fn_iterator", "experimental_run"),
-                *("experimental_make_numpy_dataset", "experimental_run_v2", "unwrap", "group"),
-                *("configure", "update_config_proto", "gather"),
-                "experimental_distribute_values_from_function",
-                *("cluster_resolver", "steps_per_run"),
+                *_OLDER,
+                *("reduce", "experimental_local_results", "colocate_vars_with"),
+                "distribute_datasets_from_function",
+                "experimental_distribute_datasets_from_function",
             )
         },
     ),

@@ -75,4 +75,7 @@ VARIABLES = {
     "variables_created_unevenly/only_on_replica_0": Differs(
         "D11", "creation is a collective call", fails("LockstepError")
     ),
+    "gradients_and_variables/tape_around_run_and_reduce": Differs(
+        "H8", "None there, without a word", fails("ContextError")
+    ),
 }

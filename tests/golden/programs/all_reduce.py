@@ -170,7 +170,29 @@ def all_reduce_structure_mismatch(s, n, comm):
     return r
 
 
+def all_reduce_gradient(s, n, comm):
+    """The recorded program, with the gradients of its losses by their results written out."""
+    r = Recorder(s, comm)
+
+    def one(op):
+        mine = fid() + np.float32(1)
+        y, pull = ms.vjp.all_reduce(op, tf.constant([1.0, 2.0]) * mine)
+        return y, pull(np.float32(2) * y * mine)  # of sum(y * y) * mine
+
+    def two(op):
+        x = fid() + np.float32(1)
+        y, pull = ms.vjp.all_reduce(op, [x * np.float32(2), x * np.float32(3)])
+        first, second = pull([y[1], y[0]])  # of y[0] * y[1]
+        return np.float32(2) * first + np.float32(3) * second
+
+    for op in ("SUM", "MEAN"):
+        r(op, lambda op=op: s.run(one, args=(op,)))
+        r(f"{op}_nest", lambda op=op: s.run(two, args=(op,)))
+    return r
+
+
 PROGRAMS = (
+    all_reduce_gradient,
     all_reduce_basic,
     all_reduce_dtypes,
     all_reduce_int_nests,

@@ -142,8 +142,23 @@ def _not_slots(r, s, v):
 
 
 def v1_strategy(s, n, comm):
-    """What of it the strategies here have too; there is no older kind of strategy."""
+    v1 = tf.compat.v1.distribute
+    newer, s = s, v1.MirroredStrategy(comm=comm)
     r = Recorder(s, comm)
+    names = (
+        *("make_dataset_iterator", "make_input_fn_iterator", "experimental_run"),
+        *("experimental_make_numpy_dataset", "experimental_run_v2", "unwrap", "group"),
+        *("configure", "update_config_proto", "gather"),
+        *("experimental_distribute_values_from_function", "cluster_resolver", "steps_per_run"),
+        *("reduce", "experimental_local_results", "colocate_vars_with"),
+        "distribute_datasets_from_function",
+        "experimental_distribute_datasets_from_function",
+    )
+    r("has", lambda: {name: hasattr(s, name) for name in names})
+    r("reduce_axis_default_none", lambda: s.reduce("SUM", s.run(lambda: fid() + np.float32(1))))
+    r("get_loss_reduction", lambda: str(v1.get_loss_reduction()))
+    r("extended_is_v1", lambda: isinstance(s.extended, v1.StrategyExtended))
+    r("v2_extended_is_v1_too", lambda: isinstance(newer.extended, v1.StrategyExtended))
     make = s.experimental_make_numpy_dataset
 
     def rows(value):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..recorder import Recorder
-from .common import ctx, fid, ms
+from .common import ctx, fid, ms, tf
 
 
 def options_and_enums(s, n, comm):
@@ -21,6 +21,9 @@ def options_and_enums(s, n, comm):
     r("InputOptions", lambda: {k: str(v) for k, v in ms.InputOptions()._asdict().items()})
     r("VariableSynchronization", lambda: members(ms.VariableSynchronization))
     r("VariableAggregation", lambda: members(ms.VariableAggregation))
+    older = tf.compat.v1
+    r("InputReplicationMode_v1", lambda: members(older.distribute.InputReplicationMode))
+    r("VariableAggregation_v1", lambda: members(older.VariableAggregation))
     c = ms.InputContext(num_input_pipelines=2, input_pipeline_id=1, num_replicas_in_sync=6)
     r(
         "InputContext",

@@ -254,6 +254,12 @@ def gradients_and_variables(s, n, comm):
         r(f"step{i}", lambda: s.run(step, args=(x, y)))
         r(f"w_after_{i}", lambda: [np.array(c).tolist() for c in s.experimental_local_results(w)])
     r("steps", lambda: [int(c) for c in s.experimental_local_results(count)])
+
+    def around():
+        rows = s.run(lambda x: x @ w.read_value(), args=(x,))
+        return in_scope(s, lambda: ms.vjp.all_reduce("SUM", rows.local))
+
+    r("tape_around_run_and_reduce", around)
     return r
 
 

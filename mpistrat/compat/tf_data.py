@@ -1,0 +1,153 @@
+"""``tf.data`` as programs that import `mpistrat.compat.tf` see it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, final
+
+from mpistrat import nest
+from mpistrat.compat.tf_arrays import constant
+from mpistrat.errors import RefusedError
+from mpistrat.feed import dataset
+from mpistrat.feed.policies import AutoShardPolicy, DatasetOptions, DistributeOptions
+
+__all__ = [
+    "AUTOTUNE",
+    "INFINITE_CARDINALITY",
+    "UNKNOWN_CARDINALITY",
+    "Dataset",
+    "Options",
+    "experimental",
+]
+
+AUTOTUNE = -1
+INFINITE_CARDINALITY = dataset.Dataset.INFINITE
+UNKNOWN_CARDINALITY = dataset.Dataset.UNKNOWN
+Options = DatasetOptions
+experimental = SimpleNamespace(
+    AUTOTUNE=AUTOTUNE, AutoShardPolicy=AutoShardPolicy, DistributeOptions=DistributeOptions
+)
+
+
+@final
+class Dataset(dataset.Dataset):
+    """An `mpistrat.Dataset` whose methods take what those of ``tf.data.Dataset`` take.
+
+    Hints for its runtime (``num_parallel_calls``, ``deterministic``, ``name``) change nothing.
+    There is no ``from_generator``: `mpistrat.Dataset.from_batches` takes a function that returns
+    an iterable of batches.
+
+    As: ``tf.data.Dataset``.
+
+    Example:
+      >>> [x.tolist() for x in Dataset.from_tensor_slices([1.0, 2.0, 3.0]).batch(2)]
+      [[1.0, 2.0], [3.0]]
+    """
+
+    __slots__ = ()
+
+    @staticmethod
+    def from_tensor_slices(tensors: Any, name: Any = None) -> Dataset:
+        """Return a dataset of the rows of `tensors`; lists are taken as `constant` takes them.
+
+        Args:
+          tensors: See `mpistrat.Dataset.from_tensor_slices`.
+          name: No effect.
+        """
+        return Dataset(_tensors(tensors))
+
+    @staticmethod
+    def from_tensors(tensors: Any, name: Any = None) -> Dataset:
+        """Return a dataset of one example.
+
+        Args:
+          tensors: The example: a tree of arrays, where a list is an array.
+          name: No effect.
+
+        Example:
+          >>> [x.tolist() for x in Dataset.from_tensors([1, 2]).repeat(2).batch(2)]
+          [[[1, 2], [1, 2]]]
+        """
+        return Dataset(nest.map(lambda leaf: leaf[None], _tensors(tensors)))
+
+    @staticmethod
+    def range(*args: int, name: Any = None) -> Dataset:
+        """Return a dataset of int64 numbers; `name` has no effect."""
+        return Dataset(constant(range(*args), "int64"))
+
+    def shuffle(  # type: ignore[override]  # the signature of the other library, on purpose
+        self,
+        buffer_size: int,
+        seed: int | None = None,
+        reshuffle_each_iteration: bool | None = None,
+        name: Any = None,
+    ) -> dataset.Dataset:
+        """Return a dataset in random order: a permutation of the whole epoch, another for each.
+
+        Args:
+          buffer_size: No effect, but 1 means no shuffling, as it does there.
+          seed: See `mpistrat.Dataset.shuffle`.
+          reshuffle_each_iteration: False is refused.
+          name: No effect.
+
+        Raises:
+          RefusedError: The order is to be the same in every epoch.
+        """
+        if reshuffle_each_iteration is False:
+            raise RefusedError(
+                "shuffle(reshuffle_each_iteration=False) is refused: every epoch has an order of "
+                "its own here. Leave it out, or permute the arrays once, before the dataset."
+            )
+        return self if buffer_size == 1 else super().shuffle(seed)
+
+    def batch(
+        self,
+        batch_size: int,
+        drop_remainder: bool = False,
+        num_parallel_calls: Any = None,
+        deterministic: Any = None,
+        name: Any = None,
+    ) -> dataset.Dataset:
+        """Return a dataset of successive elements joined; see `mpistrat.Dataset.batch`."""
+        return super().batch(batch_size, drop_remainder)
+
+    def map(  # type: ignore[override]  # the signature of the other library, on purpose
+        self,
+        map_func: Callable[..., Any],
+        num_parallel_calls: Any = None,
+        deterministic: Any = None,
+        name: Any = None,
+        *,
+        rowwise: bool = False,
+    ) -> dataset.Dataset:
+        """Return a dataset of ``map_func(element)``; see `mpistrat.Dataset.map`."""
+        return super().map(map_func, rowwise)
+
+    def prefetch(self, buffer_size: int, name: Any = None) -> dataset.Dataset:
+        """Return a dataset that holds `buffer_size` elements ready, two for `AUTOTUNE`.
+
+        Args:
+          buffer_size: How many.
+          name: No effect.
+        """
+        return super().prefetch(2 if buffer_size == AUTOTUNE else buffer_size)
+
+    def cache(self, filename: str = "", name: Any = None) -> dataset.Dataset:
+        """Return the dataset as it is: what it reads and maps is not kept.
+
+        Args:
+          filename: No effect.
+          name: No effect.
+        """
+        return self
+
+
+def _tensors(tree: Any) -> Any:
+    """Return a tree whose leaves are arrays, where a list is a leaf."""
+    if isinstance(tree, dict):
+        return type(tree)((key, _tensors(value)) for key, value in tree.items())
+    if isinstance(tree, tuple):
+        items = [_tensors(value) for value in tree]
+        return type(tree)(*items) if hasattr(tree, "_fields") else tuple(items)
+    return tree if hasattr(tree, "dtype") else constant(tree)

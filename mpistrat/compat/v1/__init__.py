@@ -1,0 +1,6 @@
+"""``tf.compat.v1``: what of it has to do with `distribute`."""
+
+from mpistrat.compat.v1 import distribute
+from mpistrat.distribute.writes import VariableAggregation, VariableSynchronization
+
+__all__ = ["VariableAggregation", "VariableSynchronization", "distribute"]

@@ -1,0 +1,27 @@
+"""``tf.compat.v1.distribute.experimental``: what has that name there."""
+
+from mpistrat.collectives.communication import (
+    CollectiveCommunication,
+    CollectiveHints,
+    CommunicationImplementation,
+    CommunicationOptions,
+)
+from mpistrat.compat.v1.strategies import (
+    CentralStorageStrategy,
+    MultiWorkerMirroredStrategy,
+    TPUStrategy,
+)
+from mpistrat.refused import refused
+
+__all__ = [
+    "CentralStorageStrategy",
+    "CollectiveCommunication",
+    "CollectiveHints",
+    "CommunicationImplementation",
+    "CommunicationOptions",
+    "MultiWorkerMirroredStrategy",
+    "ParameterServerStrategy",
+    "TPUStrategy",
+]
+
+ParameterServerStrategy = refused("ParameterServerStrategy")

@@ -1,0 +1,186 @@
+"""Strategies with the older signatures; what they do is what the newer ones do."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, final
+
+from mpistrat import experimental
+from mpistrat.distribute import strategies, strategy, topology_strategy
+from mpistrat.feed.dataset import Dataset
+
+__all__ = [
+    "CentralStorageStrategy",
+    "MirroredStrategy",
+    "MultiWorkerMirroredStrategy",
+    "OneDeviceStrategy",
+    "Strategy",
+    "TPUStrategy",
+]
+
+
+class _Newer:
+    """A method of the newer strategies that the older ones do not have."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, made: Any, owner: type) -> NoReturn:
+        raise AttributeError(
+            f"{owner.__name__} of tf.compat.v1 has no {self._name}; the strategies of mpistrat "
+            "itself do."
+        )
+
+
+class Strategy(strategy.Strategy):
+    """A strategy whose methods have the older signatures.
+
+    `reduce` needs no axis, `experimental_run_v2` is another name of `run`, and there are neither
+    ``gather`` nor ``experimental_distribute_values_from_function``. In all else it is the strategy
+    that it is made of, over the same ranks; both may be used, as two strategies.
+
+    Args:
+      newer: That strategy.
+
+    As: ``tf.compat.v1.distribute.Strategy``.
+
+    Example:
+      >>> import mpistrat as ms
+      >>> older = Strategy(ms.OneDeviceStrategy("cpu"))
+      >>> older.reduce("SUM", older.experimental_run_v2(lambda x: x + 1, args=(2,)))
+      3
+    """
+
+    gather: Any = _Newer()
+    experimental_distribute_values_from_function: Any = _Newer()
+
+    def __init__(self, newer: strategy.Strategy):
+        """Be what `newer` is."""
+        vars(self).update(vars(newer))
+
+    def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
+        """Make values per replica one, elementwise if no axis is given; as `Strategy.reduce`."""
+        return super().reduce(reduce_op, value, axis)
+
+    def experimental_run_v2(
+        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call `fn` on every replica; an older name of `run`. Collective."""
+        return self.run(fn, args, kwargs)
+
+    def experimental_make_numpy_dataset(self, numpy_input: Any, session: Any = None) -> Dataset:
+        """Return an unbatched dataset of the rows of a tree of arrays; a list is stacked.
+
+        Args:
+          numpy_input: The tree.
+          session: Ignored.
+
+        Raises:
+          ContextError: Called in replica code.
+        """
+        return super().experimental_make_numpy_dataset(numpy_input)
+
+
+def _as(newer: type[strategy.Strategy]) -> Callable[..., None]:
+    """Return the constructor of `newer`, for a strategy that is to be what `newer` makes."""
+
+    @functools.wraps(newer.__init__)
+    def __init__(self: Strategy, *args: Any, **kwargs: Any) -> None:
+        Strategy.__init__(self, newer(*args, **kwargs))
+
+    return __init__
+
+
+@final
+class MirroredStrategy(Strategy):
+    """As `mpistrat.MirroredStrategy`, with the older methods.
+
+    Args:
+      devices: As there.
+      cross_device_ops: As there.
+      comm: As there.
+
+    Raises:
+      TypeError: `cross_device_ops` are none.
+      ValueError: A label comes twice.
+
+    As: ``tf.compat.v1.distribute.MirroredStrategy``.
+
+    Example:
+      >>> strategy = MirroredStrategy()
+      >>> float(strategy.reduce("MEAN", strategy.run(lambda: 2.5)))
+      2.5
+    """
+
+    __init__ = _as(strategies.MirroredStrategy)
+
+
+@final
+class OneDeviceStrategy(Strategy):
+    """As `mpistrat.OneDeviceStrategy`, with the older methods.
+
+    Args:
+      device: As there.
+
+    As: ``tf.compat.v1.distribute.OneDeviceStrategy``.
+    """
+
+    __init__ = _as(strategies.OneDeviceStrategy)
+
+
+@final
+class MultiWorkerMirroredStrategy(Strategy):
+    """As `mpistrat.experimental.MultiWorkerMirroredStrategy`, with the older methods.
+
+    Args:
+      communication: As there.
+      cluster_resolver: As there.
+      comm: As there.
+
+    Raises:
+      TypeError: `cluster_resolver` is none.
+
+    As: ``tf.compat.v1.distribute.experimental.MultiWorkerMirroredStrategy``.
+    """
+
+    __init__ = _as(experimental.MultiWorkerMirroredStrategy)
+
+
+@final
+class CentralStorageStrategy(Strategy):
+    """As `mpistrat.experimental.CentralStorageStrategy`, with the older methods.
+
+    Args:
+      compute_devices: As there.
+      parameter_device: As there.
+      comm: As there.
+
+    Raises:
+      ValueError: A label comes twice.
+
+    As: ``tf.compat.v1.distribute.experimental.CentralStorageStrategy``.
+    """
+
+    __init__ = _as(strategies.CentralStorageStrategy)
+
+
+@final
+class TPUStrategy(Strategy, topology_strategy.PlacedStrategy):
+    """As `mpistrat.TPUStrategy`, with the older methods and several steps per call.
+
+    Args:
+      tpu_cluster_resolver: As there.
+      steps_per_run: How many steps ``extended.experimental_run_steps_on_iterator`` makes; None
+        for one.
+      device_assignment: As there, or None for rank order.
+      comm: As there.
+
+    As: ``tf.compat.v1.distribute.experimental.TPUStrategy``.
+
+    Example:
+      >>> TPUStrategy(steps_per_run=4).steps_per_run
+      4
+    """
+
+    __init__ = _as(topology_strategy.TPUStrategyV1)

@@ -1,0 +1,209 @@
+"""Vector-Jacobian products of collectives, for those who write backward passes by hand.
+
+Each function does what the method of `ReplicaContext` with its name does, and also returns the
+function that takes a gradient back: given the gradient of every replica's loss by its own result,
+it returns the gradient of the *sum of all replicas' losses* by this replica's value. Where a
+replica's own gradient is wanted, of a loss that is the same on all, divide by the number of
+replicas, or let one replica only bring a gradient.
+
+The gradient by the value of replica i is, of
+
+- an all-reduce, SUM: the sum of the gradients of all replicas;
+- an all-reduce, MEAN: their mean;
+- an all-reduce, MEAN with weights w: their sum, times ``w_i / sum(w)``; 0 if ``w_i`` is 0;
+- an all-gather: their sum, and of that the part where replica i's value stands.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpistrat import nest
+from mpistrat.arrays import Array, as_array, is_bfloat16, is_scalar, label, spec_text
+from mpistrat.distribute.context import ReplicaContext, get_replica_context
+from mpistrat.distribute.slices import IndexedSlices
+from mpistrat.distribute.variables import Variable
+from mpistrat.errors import ContextError, LeafTypeError, StructureError
+from mpistrat.kernels.ops import ReduceOp
+
+__all__ = ["all_gather", "all_reduce"]
+
+Pull = Callable[[Any], Any]
+
+
+def all_reduce(
+    reduce_op: ReduceOp | str, value: Any, *, weight: float | None = None
+) -> tuple[Any, Pull]:
+    """Fold the values of all replicas, and return the result and how gradients come back.
+
+    Collective: every replica calls it, and every replica calls what it returns as often.
+
+    Args:
+      reduce_op: ``"SUM"`` or ``"MEAN"``.
+      value: Tree of floating-point or complex arrays or numbers.
+      weight: As in `ReplicaContext.all_reduce`. It is a constant: there is no gradient by it.
+
+    Returns:
+      The result, and ``pull``: ``pull(gradient)`` takes a tree of the shapes of the result and
+      returns one of the shapes and dtypes of the value.
+
+    Raises:
+      ContextError: This is no replica code, or ``pull`` is called after its run.
+      LeafTypeError: A leaf has no gradient: integers, `IndexedSlices`.
+      ValueError: Another operation, or a gradient of other structure or shapes.
+
+    Cost: an all-reduce; each ``pull`` is another one of the same size.
+    As: the gradient of ``tf.distribute.ReplicaContext.all_reduce``.
+
+    Example:
+      >>> result, pull = all_reduce("SUM", np.array([1.0, 2.0]))
+      >>> pull(2 * result)
+      array([2., 4.])
+    """
+    ctx = _context("all_reduce")
+    with ctx.strategy.parts.lockstep.preparing("vjp.all_reduce"):
+        op = ReduceOp.parse(reduce_op)
+        if op not in (ReduceOp.SUM, ReduceOp.MEAN):
+            raise ValueError(f"vjp.all_reduce is for SUM and MEAN, not for {op.value}.")
+        _shapes(value)
+    result = ctx.all_reduce(op, value, weight=weight)
+    likes = _likes(result)
+
+    def pull(gradient: Any) -> Any:
+        given = _checked(ctx, "all_reduce", likes, gradient)
+        if weight is None:
+            return ctx.all_reduce(op, given)
+        total, weights = ctx.all_reduce(ReduceOp.SUM, (given, np.float64(weight)))
+        return nest.map(lambda leaf: _share(leaf, float(weight), float(weights)), total)
+
+    return result, pull
+
+
+def all_gather(value: Any, axis: int) -> tuple[Any, Pull]:
+    """Concatenate the values of all replicas, and return the result and how gradients come back.
+
+    Collective: every replica calls it, and every replica calls what it returns as often.
+
+    Args:
+      value: Tree of floating-point or complex arrays; sizes along `axis` may differ, and be 0.
+      axis: Which axis; counted from the end if negative.
+
+    Returns:
+      The result, and ``pull``: ``pull(gradient)`` takes a tree of the shapes of the result and
+      returns one of the shapes and dtypes of the value.
+
+    Raises:
+      ContextError: This is no replica code, or ``pull`` is called after its run.
+      LeafTypeError: A leaf has no gradient.
+      AxisError: A leaf has no such axis.
+      ValueError: A gradient has another structure or other shapes.
+
+    Cost: an all-gather; each ``pull`` is an all-reduce of the size of the result, and one proof.
+    As: the gradient of ``tf.distribute.ReplicaContext.all_gather``.
+
+    Example:
+      >>> result, pull = all_gather(np.array([1.0, 2.0]), axis=0)
+      >>> pull(3 * result)
+      array([3., 6.])
+    """
+    ctx = _context("all_gather")
+    with ctx.strategy.parts.lockstep.preparing("vjp.all_gather"):
+        shapes = _shapes(value)
+    result = ctx.all_gather(value, axis)
+    likes = _likes(result)
+    mine = np.array([[shape[axis] for shape in shapes]], np.int64)
+
+    def pull(gradient: Any) -> Any:
+        total = ctx.all_reduce(ReduceOp.SUM, _checked(ctx, "all_gather", likes, gradient))
+        starts = ctx.all_gather(mine, 0)[: ctx.replica_id_in_sync_group].sum(axis=0)
+        leaves, structure = nest.flatten(total)
+        parts = zip(leaves, starts, mine[0], strict=True)
+        return nest.unflatten(structure, [_part(leaf, axis, *where) for leaf, *where in parts])
+
+    return result, pull
+
+
+class _Like(NamedTuple):
+    """A leaf of a result: what its gradient has to look like."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    number: bool
+
+
+def _context(name: str) -> ReplicaContext:
+    ctx: ReplicaContext | None = get_replica_context()
+    if ctx is None:
+        raise ContextError(
+            f"vjp.{name} is for replica code, but this is cross-replica code, which no gradient "
+            "passes. Call it in the function that Strategy.run calls."
+        )
+    return ctx
+
+
+def _shapes(value: Any) -> list[tuple[int, ...]]:
+    """Return the shapes of the leaves, all of which must have gradients."""
+    leaves, structure = nest.flatten(value)
+    shapes = []
+    for leaf, path in zip(leaves, nest.path_names(structure), strict=True):
+        if isinstance(leaf, IndexedSlices):
+            raise LeafTypeError(f"{label(path)} is IndexedSlices, which have no gradient here.")
+        array = leaf.component() if isinstance(leaf, Variable) else as_array(leaf, path)
+        if array.dtype.kind not in "fc" and not is_bfloat16(array.dtype):
+            raise LeafTypeError(
+                f"{label(path)} is {spec_text(array)}, which has no gradient. Wanted floats."
+            )
+        shapes.append(array.shape)
+    return shapes
+
+
+def _likes(result: Any) -> tuple[Sequence[_Like], nest.Structure]:
+    leaves, structure = nest.flatten(result)
+    return [_Like(leaf.shape, leaf.dtype, is_scalar(leaf)) for leaf in leaves], structure
+
+
+def _checked(
+    ctx: ReplicaContext, name: str, likes: tuple[Sequence[_Like], nest.Structure], gradient: Any
+) -> Any:
+    """Return a gradient in the dtypes of the result that it belongs to."""
+    what = f"the gradient of {name}"
+    with ctx.strategy.parts.lockstep.preparing(f"vjp.{name}, back"):
+        leaves, structure = nest.flatten(gradient)
+        if structure != likes[1]:
+            raise StructureError(
+                f"{what} must have the structure of its result, {nest.describe(likes[1])}, not "
+                f"{nest.describe(structure)}."
+            )
+        given = []
+        for leaf, like, path in zip(leaves, likes[0], nest.path_names(structure), strict=True):
+            array = as_array(leaf, path)
+            if array.shape != like.shape:
+                raise StructureError(
+                    f"{what}: {label(path)} must have the shape of its result, {like.shape}, not "
+                    f"{array.shape}."
+                )
+            if not np.can_cast(array.dtype, like.dtype, "same_kind"):
+                raise LeafTypeError(
+                    f"{what}: {label(path)} is {spec_text(array)}; its result is {like.dtype}."
+                )
+            array = array.astype(like.dtype, copy=False)
+            given.append(array[()] if like.number else array)
+        return nest.unflatten(structure, given)
+
+
+def _share(total: Any, weight: float, weights: float) -> Any:
+    if weights == 0:
+        return np.full_like(total, math.nan)[()]
+    if weight == 0:  # whatever the others bring: this value was never read
+        return np.zeros_like(total)[()]
+    return (total * (weight / weights)).astype(total.dtype)
+
+
+def _part(total: Array, axis: int, start: int, size: int) -> Array:
+    where = [slice(None)] * total.ndim
+    where[axis] = slice(start, start + size)
+    return total[tuple(where)].copy()
