@@ -1,7 +1,7 @@
 """How Sphinx builds these pages: ``python -m sphinx -W docs build/docs``.
 
-The pages of the reference are written into ``reference/`` when a build begins, from the public
-names of the package (`public_names`).
+The pages of the reference are written into ``reference/`` when a build begins, and the table of
+parity into ``parity.md``, from the public names of the package (`public_names`).
 """
 
 import sys
@@ -36,8 +36,15 @@ html_copy_source = False
 html_show_copyright = False
 
 
+def generate(app):
+    """Write the pages that are made from the package."""
+    public_names.name_classes()
+    public_names.write(Path(app.srcdir, "reference"))
+    public_names.write_parity(Path(app.srcdir, "parity.md"))
+
+
 def setup(app):
-    """Let Sphinx make the reference, and show the sections that docstrings have here."""
-    app.connect("builder-inited", lambda app: public_names.write(Path(app.srcdir, "reference")))
+    """Let Sphinx make those pages, and show the sections that docstrings have here."""
+    app.connect("builder-inited", generate)
     # Before napoleon, which is connected at 500 and knows Args, Returns and Raises only.
     app.connect("autodoc-process-docstring", public_names.sections, priority=400)

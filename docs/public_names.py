@@ -1,8 +1,9 @@
-"""The public names of mpistrat, and the pages of the reference made from them.
+"""The public names of mpistrat, and the pages that are made from the package.
 
 Nothing is listed by hand: a name in ``__all__`` of the package, or of a namespace that can be
 reached from it, gets an entry. Groups only sort the names of the package itself into pages; a name
-that fits no group stands on the page of other names.
+that fits no group stands on the page of other names. The page of parity is the table of
+`mpistrat.parity` under a heading.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 
 import mpistrat
 import mpistrat.compat
+from mpistrat import parity
 
 
 class Group(NamedTuple):
@@ -176,6 +178,34 @@ def pages() -> dict[str, str]:
     return {page: "\n".join(lines) for page, lines in {"index": index, **found}.items()}
 
 
+def name_classes() -> None:
+    """Give each class the name under which it is described, in this process.
+
+    Autodoc takes a class of another ``__name__`` for an alias, of which it shows neither signature
+    nor docstring. ``mpistrat.experimental.TPUStrategy`` is the only public name of its class.
+    """
+    for entry in entries():
+        ours = str(getattr(entry.value, "__module__", "")).startswith("mpistrat")
+        if ours and inspect.isclass(entry.value) and entry.home == entry.path:
+            entry.value.__name__ = entry.name
+
+
+def parity_page() -> str:
+    """Return the page with a row for every name of tf.distribute."""
+    return (
+        "# Parity\n\n"
+        "Every name that TensorFlow 2.21 exports of `tf.distribute`, with what became of it here: "
+        "the same, different in what the row says, or refused with a reason. The tests hold every "
+        "row against the library. `python -m mpistrat.parity` prints this table.\n\n"
+        f"{parity.markdown()}\n"
+    )
+
+
+def write_parity(path: Path) -> None:
+    """Write the page of parity, unless it is there already."""
+    _write(path, parity_page())
+
+
 def write(folder: Path) -> None:
     """Write the pages; leave alone what has not changed, so that a second build is quick."""
     folder.mkdir(exist_ok=True)
@@ -184,9 +214,12 @@ def write(folder: Path) -> None:
         if old.name not in wanted:
             old.unlink()
     for name, text in wanted.items():
-        path = folder / name
-        if not path.exists() or path.read_text(encoding="utf-8") != text:
-            path.write_text(text, encoding="utf-8")
+        _write(folder / name, text)
+
+
+def _write(path: Path, text: str) -> None:
+    if not path.exists() or path.read_text(encoding="utf-8") != text:
+        path.write_text(text, encoding="utf-8")
 
 
 _SECTION = re.compile(r"^(Collective|Cost|As)[:.](?=\s|$)\s*(.*)$")

@@ -46,7 +46,13 @@ class CrossDeviceOps:
     """
 
     def route(self, labels: Sequence[str]) -> tuple[Route, int] | None:
-        """Return None: `reduce_implementation` moves the values."""
+        """Return None: `reduce_implementation` moves the values.
+
+        A strategy asks it before it reduces; programs need not. It does not communicate.
+
+        Args:
+          labels: The labels of the replicas' devices, in replica order.
+        """
         return None
 
     def reduce(
@@ -63,11 +69,19 @@ class CrossDeviceOps:
         Args:
           reduce_op: ``"SUM"`` or ``"MEAN"``, or another operation of `ReduceOp`.
           per_replica_value: A `PerReplica`.
-          destinations: A variable, a distributed value or the label of a device.
-          options: Sizes of messages, time.
+          destinations: A variable, a distributed value or the label of a device. The result is on
+            every rank in any case.
+          options: Sizes of messages, time; None for the usual ones.
+
+        Returns:
+          What `reduce_implementation` returns. Of the classes here that is a `Mirrored` where all
+          replicas are seen (`MirroredStrategy`) and `destinations` is no label, else a plain array.
 
         Raises:
           StructureError: There are no such destinations.
+
+        Cost: what `reduce_implementation` does. Of the classes here: the proof, which values do not
+        ride in, and one journey per message.
         """
         _check(destinations)
         options = CommunicationOptions() if options is None else options
@@ -80,6 +94,14 @@ class CrossDeviceOps:
         options: CommunicationOptions | None = None,
     ) -> list[Any]:
         """Fold several values, each given with its destinations; see `reduce`. Collective.
+
+        Args:
+          reduce_op: As in `reduce`, for all of them.
+          value_destination_pairs: Tuples of value and destinations.
+          options: As in `reduce`.
+
+        Returns:
+          A list with one result per pair.
 
         Raises:
           StructureError: A pair is no tuple of two.
@@ -98,6 +120,13 @@ class CrossDeviceOps:
     def broadcast(self, tensor: Any, destinations: Any) -> Any:
         """Give replica 0's value to every replica. Collective; see `StrategyExtended.broadcast_to`.
 
+        Args:
+          tensor: Array or number; equal shape and dtype on all ranks.
+          destinations: As in `reduce`.
+
+        Returns:
+          What `broadcast_implementation` returns.
+
         Raises:
           StructureError: There are no such destinations.
         """
@@ -109,6 +138,21 @@ class CrossDeviceOps:
     ) -> Any:
         """Fold one value; for subclasses to write.
 
+        Every rank calls it, in cross-replica code, so it may call what is collective.
+
+        Args:
+          reduce_op: A `ReduceOp` where a strategy reduces; what the program gave to `reduce` there.
+          per_replica_value: A `PerReplica`; ``strategy.experimental_local_results`` fetches the
+            values of all replicas.
+          destinations: A variable, a distributed value or the label of a device. A strategy gives
+            `per_replica_value` again: the result is wanted wherever there is a value.
+          options: `CommunicationOptions`.
+
+        Returns:
+          The result: an array or number, or a distributed value that holds one; the same bits on
+          every rank. For a strategy it must have the shape of one replica's value, and a dtype that
+          casts to its dtype within its kind.
+
         Raises:
           NotImplementedError: A subclass has not.
         """
@@ -117,14 +161,32 @@ class CrossDeviceOps:
     def batch_reduce_implementation(
         self, reduce_op: Any, value_destination_pairs: Sequence[tuple[Any, Any]], options: Any
     ) -> list[Any]:
-        """Fold several values, one after another unless a subclass knows better."""
+        """Fold several values, one after another unless a subclass knows better.
+
+        Args:
+          reduce_op: As in `reduce_implementation`, for all of them.
+          value_destination_pairs: Tuples of value and destinations.
+          options: As in `reduce_implementation`.
+
+        Returns:
+          A list with one result per pair.
+        """
         return [
             self.reduce_implementation(reduce_op, value, destinations, options)
             for value, destinations in value_destination_pairs
         ]
 
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
-        """Broadcast as the strategy does."""
+        """Broadcast as the strategy that rules here does; see `StrategyExtended.broadcast_to`.
+
+        Args:
+          tensor: Array or number; equal shape and dtype on all ranks.
+          destinations: A variable, a distributed value or the label of a device.
+
+        Returns:
+          A `Mirrored` where all replicas are seen, or a plain array if `destinations` is a label;
+          elsewhere `tensor` itself.
+        """
         return current_strategy().extended.broadcast_to(tensor, destinations)
 
 
@@ -134,14 +196,42 @@ class _Routing(CrossDeviceOps):
     def reduce_implementation(
         self, reduce_op: Any, per_replica_value: Any, destinations: Any, options: Any
     ) -> Any:
-        """Fold one value this way."""
+        """Fold one value this way, and return the result; see `batch_reduce_implementation`.
+
+        Collective. It costs a proof, and one journey per message.
+
+        Args:
+          reduce_op: The operation, or its name.
+          per_replica_value: A `PerReplica`, or a tree of them.
+          destinations: A label, for a plain result; or anything else that `reduce` takes.
+          options: `CommunicationOptions`.
+        """
         pairs = [(per_replica_value, destinations)]
         return self.batch_reduce_implementation(reduce_op, pairs, options)[0]
 
     def batch_reduce_implementation(
         self, reduce_op: Any, value_destination_pairs: Sequence[tuple[Any, Any]], options: Any
     ) -> list[Any]:
-        """Fold several values together this way."""
+        """Fold several values together this way.
+
+        Collective: all ranks call it, in cross-replica code of the strategy that rules here.
+
+        Args:
+          reduce_op: The operation, or its name; for all of them.
+          value_destination_pairs: Tuples of value and destinations.
+          options: `CommunicationOptions`.
+
+        Returns:
+          A list with one result per pair: a `Mirrored` where all replicas are seen
+          (`MirroredStrategy`) and the destinations are no label, else a plain array.
+
+        Raises:
+          StructureError: A value is no value per replica (SUM and PROD).
+          LeafTypeError: A dtype cannot be reduced.
+          LockstepError: The calls, or shapes, differ between ranks.
+
+        Cost: one proof for all values, which they do not ride in, and one journey per message.
+        """
         strategy = current_strategy()
         name = type(self).__name__
         with strategy.parts.lockstep.preparing(name):
@@ -186,7 +276,10 @@ class ReductionToOneDevice(_Routing):
         self._device, self._accumulation_fn = reduce_to_device, accumulation_fn
 
     def route(self, labels: Sequence[str]) -> tuple[Route, int]:
-        """Return the way over one rank.
+        """Return the way over one rank, and the number of packs: one.
+
+        Args:
+          labels: The labels of the replicas' devices, in replica order.
 
         Raises:
           ValueError: There is no such device.
@@ -223,7 +316,11 @@ class HierarchicalCopyAllReduce(_Routing):
         self._per_node = ranks_per_node
 
     def route(self, labels: Sequence[str]) -> tuple[Route, int]:
-        """Return the way over the nodes."""
+        """Return the way over the nodes, and the number of packs.
+
+        Args:
+          labels: Ignored: every replica takes part, wherever it is.
+        """
         return Hierarchical(self._per_node), self._packs
 
 
@@ -245,7 +342,11 @@ class NcclAllReduce(_Routing):
         self._packs = _packs("NCCL all-reduce", num_packs)
 
     def route(self, labels: Sequence[str]) -> tuple[Route, int]:
-        """Return MPI's own way."""
+        """Return MPI's own way, and the number of packs.
+
+        Args:
+          labels: Ignored: every replica takes part, wherever it is.
+        """
         return Native(), self._packs
 
 

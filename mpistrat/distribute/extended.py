@@ -130,7 +130,10 @@ class StrategyExtended:
         Raises:
           ContextError: Called in replica code.
           StopIteration: The data end before the steps do.
-          StructureError: The outputs are not those of `initial_loop_values`.
+          StructureError: The outputs are not those of `initial_loop_values`, or there are no
+            steps to make.
+
+        Cost: that of `iterations` calls of `fn` and of ``next(iterator)``; the loop adds nothing.
         """
         with self._cross("experimental_run_steps_on_iterator", "the step itself"):
             steps = self.steps_per_run if iterations is None else iterations

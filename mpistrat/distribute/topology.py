@@ -138,15 +138,26 @@ class Topology:
         return np.array(rows, np.int32).reshape(self.num_nodes, each, self.mesh_rank)
 
     def ranks_of(self, node: int) -> tuple[int, ...]:
-        """Return the ranks of a node, ascending."""
+        """Return the ranks of a node, ascending.
+
+        Args:
+          node: Its number; one that there is not has no ranks.
+        """
         return tuple(rank for rank, other in enumerate(self.nodes) if other == node)
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
-        """Return where a rank is in the mesh."""
+        """Return where a rank is in the mesh: one number per dimension.
+
+        Args:
+          rank: From 0 to ``num_ranks - 1``; NumPy raises a ValueError for others.
+        """
         return tuple(int(i) for i in np.unravel_index(rank, self.mesh_shape))
 
     def rank_at(self, coordinates: Sequence[int]) -> int:
         """Return the rank at a place of the mesh.
+
+        Args:
+          coordinates: One number per dimension, from 0.
 
         Raises:
           ValueError: There is no such place.
@@ -159,11 +170,19 @@ class Topology:
         return int(np.ravel_multi_index(tuple(coordinates), self.mesh_shape))
 
     def task_ordinal_at_coordinates(self, device_coordinates: Sequence[int]) -> int:
-        """Return the node of the rank at a place of the mesh."""
+        """Return the node of the rank at a place of the mesh.
+
+        Args:
+          device_coordinates: The place, as in `rank_at`, which raises if there is none.
+        """
         return self.nodes[self.rank_at(device_coordinates)]
 
     def tpu_device_ordinal_at_coordinates(self, device_coordinates: Sequence[int]) -> int:
-        """Return which rank of its node is at a place of the mesh."""
+        """Return which rank of its node is at a place of the mesh, from 0.
+
+        Args:
+          device_coordinates: The place, as in `rank_at`, which raises if there is none.
+        """
         rank = self.rank_at(device_coordinates)
         return self.ranks_of(self.nodes[rank]).index(rank)
 
@@ -268,11 +287,20 @@ class DeviceAssignment:
         return 1
 
     def coordinates(self, replica: int, logical_core: int = 0) -> tuple[int, ...]:
-        """Return where a replica is in the mesh."""
+        """Return where a replica is in the mesh: one number per dimension.
+
+        Args:
+          replica: Which replica.
+          logical_core: Which of its devices; it has one, 0. NumPy raises an IndexError for others.
+        """
         return tuple(int(i) for i in self.core_assignment[replica, logical_core])
 
     def lookup_replicas(self, task_id: int, logical_core: int = 0) -> list[int]:
-        """Return the replicas of a node.
+        """Return the replicas of a node, ascending.
+
+        Args:
+          task_id: The number of the node.
+          logical_core: Which device of the replicas; they have one, 0.
 
         Raises:
           ValueError: There is no such node, or replicas have no such device.
@@ -283,15 +311,32 @@ class DeviceAssignment:
         return [i for i, rank in enumerate(self.ranks) if nodes[rank] == task_id]
 
     def tpu_ordinal(self, replica: int = 0, logical_core: int = 0) -> int:
-        """Return which rank of its node a replica is on."""
+        """Return which rank of its node a replica is on, from 0.
+
+        Args:
+          replica: Which replica.
+          logical_core: As in `coordinates`.
+        """
         place = self.coordinates(replica, logical_core)
         return self.topology.tpu_device_ordinal_at_coordinates(place)
 
     def host_device(self, replica: int = 0, logical_core: int = 0, job: Any = None) -> str:
-        """Return the label of a replica's node, such as ``"node:0"``."""
+        """Return the label of a replica's node, such as ``"node:0"``.
+
+        Args:
+          replica: Which replica.
+          logical_core: As in `coordinates`.
+          job: Ignored: labels of nodes name no job.
+        """
         place = self.coordinates(replica, logical_core)
         return f"node:{self.topology.task_ordinal_at_coordinates(place)}"
 
     def tpu_device(self, replica: int = 0, logical_core: int = 0, job: Any = None) -> str:
-        """Return the label of a replica's device, such as ``"rank:0"``."""
+        """Return the label of a replica's device, such as ``"rank:0"``.
+
+        Args:
+          replica: Which replica.
+          logical_core: As in `coordinates`.
+          job: Ignored: labels of ranks name no job.
+        """
         return f"rank:{self.topology.rank_at(self.coordinates(replica, logical_core))}"

@@ -128,6 +128,10 @@ class PlacedStrategy(Strategy):
     def experimental_assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> Any:
         """Return `tensor`: a replica has one device, number 0.
 
+        Args:
+          tensor: Anything; it is not looked at.
+          logical_device_id: 0.
+
         Raises:
           ValueError: Another one is asked for.
         """
@@ -143,8 +147,13 @@ class PlacedStrategy(Strategy):
     ) -> Any:
         """Return `tensor`, which is cut in one part along every dimension.
 
+        Args:
+          tensor: An array; what has no ``ndim`` counts as of no dimensions.
+          partition_dimensions: How many parts along each dimension: ones.
+
         Raises:
-          ValueError: More parts are asked for, or there are not as many dimensions.
+          ValueError: More parts are asked for.
+          StructureError: There are not as many dimensions.
         """
         if len(partition_dimensions) != getattr(tensor, "ndim", 0):
             raise StructureError(

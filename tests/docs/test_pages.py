@@ -20,7 +20,7 @@ from mpistrat.options import PREFIX, Options
 from mpistrat.testing import RanksFailed, run_ranks
 
 DOCS = Path(__file__).parents[2] / "docs"
-SIZES = {"start": (1,), "concepts": (1, 2, 3), "sharp-edges": (2,), "coming-from": (1,)}
+SIZES = {"start": (1,), "concepts": (1, 2, 3), "sharp-edges": (2,), "coming-from": (1, 2)}
 
 
 def page(name):

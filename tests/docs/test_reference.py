@@ -15,6 +15,7 @@ import public_names
 import pytest
 
 import mpistrat
+from mpistrat import parity
 from mpistrat.testing import run_ranks
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -57,10 +58,25 @@ def test_pages_of_names_that_have_gone_go_too(tmp_path):
     assert (tmp_path / "errors.rst").stat().st_mtime_ns == kept
 
 
+def test_the_page_of_parity_is_the_table(tmp_path):
+    page = tmp_path / "parity.md"
+    page.write_text("# Old\n")
+    public_names.write_parity(page)
+    assert page.read_text().startswith("# Parity\n")
+    assert parity.markdown() in page.read_text()
+    kept = page.stat().st_mtime_ns
+    public_names.write_parity(page)
+    assert page.stat().st_mtime_ns == kept
+
+
 def inventory(path):
-    """The names in an inventory of Sphinx: four lines of text, then lines that are compressed."""
+    """The names in an inventory of Sphinx, and as what they are described.
+
+    It is four lines of text, then lines that are compressed.
+    """
     packed = path.read_bytes().split(b"\n", 4)[4]
-    return {line.split(" ")[0] for line in zlib.decompress(packed).decode().splitlines()}
+    rows = [line.split(" ") for line in zlib.decompress(packed).decode().splitlines()]
+    return {row[0]: row[1] for row in rows if row[1].startswith("py:")}
 
 
 @pytest.mark.timeout(600)
@@ -68,16 +84,23 @@ def test_the_pages_build_without_a_warning(tmp_path):
     for module in ("sphinx", "myst_parser", "furo"):
         pytest.importorskip(module, reason="pip install 'mpistrat[docs]'")
     source, built = tmp_path / "docs", tmp_path / "html"
-    shutil.copytree(DOCS, source, ignore=shutil.ignore_patterns("reference", "__pycache__"))
+    made = shutil.ignore_patterns("reference", "parity.md", "__pycache__")
+    shutil.copytree(DOCS, source, ignore=made)
     # A fresh process: what this one has imported and patched must not show.
     env = {**os.environ, "PYTHONPATH": str(Path(mpistrat.__file__).parents[1])}
     call = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", str(source), str(built)]
     done = subprocess.run(call, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert not done.stderr
+    found = inventory(built / "objects.inv")
     wanted = set()
     for entry in public_names.entries():
         wanted.add(entry.path)
         if entry.home == entry.path and inspect.isclass(entry.value):
             wanted |= {f"{entry.path}.{name}" for name in public_names.members(entry.value)}
-    assert not wanted - inventory(built / "objects.inv")
+            if entry.value.__module__.startswith("mpistrat"):  # not as an alias of something
+                assert found[entry.path] in ("py:class", "py:exception")
+    assert not wanted - set(found)
+    shown = (built / "parity.html").read_text(encoding="utf-8")
+    for row in [*parity.rows(), *parity.members()]:
+        assert f">{row.name}<" in shown
