@@ -204,7 +204,7 @@ class Reducer:
             finish = functools.partial(self._native, what, wires, sent, weigh)
             return _Way(suffix, header, finish)
         packed = self.node.prepare(what, values)
-        results = results_for(what, outs)
+        results = results_for(what, values, outs)
         finish = functools.partial(self._packed, what, packed, values, weigh, results)
         return _Way(suffix, header, finish)
 

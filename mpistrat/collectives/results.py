@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import final
 
 import numpy as np
+from numpy.lib import array_utils
 
 from mpistrat.arrays import Array
 from mpistrat.collectives.folding import Folding
@@ -49,8 +51,28 @@ class Results:
         return [array for array in self._arrays if array is not None]
 
 
-def results_for(what: Folding, outs: Sequence[Array] | None) -> Results:
+def _bounds(array: Array) -> tuple[int, int]:
+    return array_utils.byte_bounds(array) if array.size else (0, 0)
+
+
+def _tangled(values: Sequence[Array], outs: Sequence[Array]) -> bool:
+    """Tell whether some `out` may share memory with a value that is not read before it is written.
+
+    Each leaf may be its own `out`; any other overlap counts, of outs among themselves too.
+    """
+    spans = []
+    for value, out in zip(values, outs, strict=True):
+        spans.append(_bounds(out))
+        if value is not out:
+            spans.append(_bounds(value))
+    spans.sort()
+    return any(low < end for (_, end), (low, _) in itertools.pairwise(spans) if end)
+
+
+def results_for(what: Folding, values: Sequence[Array], outs: Sequence[Array] | None) -> Results:
     """Return where results go: to `outs` where they are, else to new memory."""
+    if outs is not None and len(what.packs) > 1 and _tangled(values, outs):
+        outs = None  # the caller copies them, when all values have been read
     together = [False] * len(what.forms)
     if outs is None:
         for pack in what.packs:

@@ -197,8 +197,8 @@ class ReplicaContext:
             NaN. With all weights 0 the result is NaN.
           out: Where the results go: a tree of the same structure, of writable arrays of the shapes
             and dtypes of the results. It may be `value` itself. Arrays of ``Strategy.buffers`` that
-            are value and out both are folded where they lie, without any copy. If they overlap in
-            another way than being the same elements, results may be wrong; this is not checked.
+            are value and out both are folded where they lie, without any copy. Other overlaps with
+            `value` are allowed too: all of it is read before what it overlaps with is written.
 
         Returns:
           `out` if it was given, else the same tree. Arrays are fresh; numbers come back as NumPy

@@ -452,3 +452,25 @@ def test_equal_calls_on_other_strategies_meet(count):
         return True
 
     assert all(run_ranks(rank, 3))
+
+
+@pytest.mark.parametrize("count", [1000, 1 << 21, 3 << 20])
+@pytest.mark.parametrize("case", ["shifted", "twice", "crossed", "two dtypes"])
+def test_values_and_outs_may_overlap(case, count):
+    """Also where they are cut into several packs, of 8 MiB each."""
+
+    def rank(comm):
+        strategy = ms.MirroredStrategy(comm=comm)
+        room = np.arange(2.0 * count + 1) + comm.rank
+        first, second = room[:count], room[count : 2 * count]
+        value, out = {
+            "shifted": ([first], [room[1 : count + 1]]),
+            "twice": ([first, first], [first, first]),
+            "crossed": ([first, second], [second, first]),
+            "two dtypes": ([np.full(count, 1, np.int64), second], [second.view(np.int64), first]),
+        }[case]
+        want = [2 * v.copy() + (v.dtype.kind == "f") * (1 - 2 * comm.rank) for v in value]
+        strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", value, out=out) and None)
+        return all(np.array_equal(o, w) for o, w in zip(out, want, strict=True))
+
+    assert all(run_ranks(rank, 2))
