@@ -195,6 +195,7 @@ class Injection:
             self._shadow(session, "check", self._before(session.check))
             self._shadow(session, "on_fn", self._in_fn)
             self._shadow(session, "on_moved", self._moved)
+            self._shadow(session, "on_moving", self._moving)
 
     def _shadow(self, owner: Any, name: str, value: Any) -> None:
         self._shadowed.append((owner, name, vars(owner).get(name, self)))
@@ -242,7 +243,7 @@ class Injection:
         phase = self._fault.phase
         here = self._leaving if phase == "exit" else self._session.calls == self._call
         # Through shared memory a payload takes several steps; the reducer says when it is through.
-        later = phase == "after" and self._session.sharing
+        later = phase in ("after", "payload") and self._session.sharing
         if not here or self.happened or later or part != (phase in ("payload", "after")):
             method(*args)
             return
@@ -257,6 +258,11 @@ class Injection:
         if phase != "payload":
             found = [arg for arg in args if isinstance(arg, np.ndarray)]
             self._act(found[-1] if found else None)
+
+    def _moving(self) -> None:
+        due = self._session.calls == self._call and not self.happened
+        if due and self._fault.phase == "payload":
+            self._act()
 
     def _moved(self, results: list[Any]) -> None:
         due = self._session.calls == self._call and not self.happened

@@ -24,7 +24,7 @@ from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.collectives.messages import reduce_messages
 from mpistrat.collectives.packs import LIMIT, Pack, fill
 from mpistrat.collectives.results import Results
-from mpistrat.kernels.fold import fold_rows, spread_rows
+from mpistrat.kernels.fold import compile_for, fold_rows, spread_rows
 from mpistrat.kernels.ops import FOLDS, ReduceOp
 from mpistrat.memory.arena import Arena, Home
 from mpistrat.memory.layout import Specs
@@ -122,6 +122,8 @@ class NodeFolds:
 
         Not collective: it writes to this rank's own row, which nobody reads outside a reduction.
         """
+        # A thread or a child that may not call must not write to the row first.
+        self._lockstep.session.check()
         filled = direct = False
         if what.most > LIMIT // 2:  # it may be cut into pieces, which are taken from one run
             values = [v if v.flags.c_contiguous else v.copy() for v in values]
@@ -140,6 +142,12 @@ class NodeFolds:
             )
         return Packed(values, filled, side if direct else None)
 
+    def compile(self, what: Folding) -> None:
+        """Have the loops compiled that this call needs, before its proof."""
+        if what.op in (ReduceOp.SUM, ReduceOp.MEAN):
+            for pack in what.packs:
+                compile_for(pack.dtype, pack.columns)
+
     @property
     def rank(self) -> int:
         """The rank in the node."""
@@ -155,22 +163,29 @@ class NodeFolds:
             return True
         with self._sharing():
             made = self.arena.make_room(what.most)
-        if made:
-            return True
-        if self._lockstep.comm.rank == 0:
-            warnings.warn(
-                "the ranks of a node cannot share memory (too little of it, or not allowed), so "
-                "arrays travel by MPI; the results are the same, and take longer.",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-        return False
+        return made
+
+    def warn(self, name: str) -> None:
+        """Say that memory is not shared, on rank 0; an error of it is one on every rank.
+
+        Collective.
+        """
+        with self._lockstep.preparing(f"{name}, its warning"):
+            if self._lockstep.comm.rank == 0:
+                warnings.warn(
+                    f"{name}: the ranks of a node cannot share memory (too little of it, or not "
+                    "allowed), so arrays travel by MPI. The results are the same, and take longer.",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+        self._lockstep.prove(f"{name}, its warning")
 
     def fold_packed(self, what: Folding, packed: Packed, scales: Scales, results: Results) -> None:
         """Fold all packs, and give the results away.
 
         Collective; between the proof and its return only MPI and loops.
         """
+        self._hook()
         with self._sharing():
             if packed.side is not None:
                 self._fold_direct(what, packed.side, scales, results)
@@ -186,7 +201,7 @@ class NodeFolds:
         total = np.empty((1, pack.columns), pack.dtype)
         for start, stop, table, divisor in _spans(pack, scales):
             fold_rows(FOLDS[what.op], rows, total, start, stop, table, divisor)
-        results.take(pack, total[0], own=True)
+        results.take(0, total[0])
 
     def _fold_packs(self, what: Folding, packed: Packed, scales: Scales, results: Results) -> None:
         node = self.arena.nodes().node
@@ -201,7 +216,7 @@ class NodeFolds:
             spans = _spans(pack, scales)
             self._fold(what.op, rows[: node.size], result, pack.columns, spans)
             node.barrier()
-            results.take(pack, result[0])
+            results.take(number, result[0])
 
     def placed(self, homes: list[Home]) -> Placed:
         """Return where arrays of the arena are folded, as far as it is the same every time."""
@@ -222,11 +237,17 @@ class NodeFolds:
 
     def fold_placed(self, op: ReduceOp, placed: Placed, scales: Scales) -> None:
         """Fold arrays where they lie. Collective; the proof was the barrier before it."""
+        self._hook()
         with self._sharing():
             for rows, spans in zip(placed.rows, placed.spans, strict=True):
                 ranges = [_Range(start, stop, *scales.of(leaf)) for start, stop, leaf in spans]
                 self._fold(op, rows, rows, rows.shape[1], ranges)
             self.arena.nodes().node.barrier()
+
+    def _hook(self) -> None:
+        hook = self._lockstep.session.on_moving
+        if hook is not None:
+            hook()
 
     @contextmanager
     def _sharing(self) -> Iterator[None]:

@@ -154,6 +154,7 @@ class SharedPlan:
 
     def all(self, leaves: Sequence[Any]) -> list[Any]:
         """Prove, fold and return the totals of `leaves`, in rank order. Collective."""
+        self._session.check()  # before anything is written
         side = (self._session.calls + 1) & 1
         np.concatenate(leaves, axis=None, out=self._mine[side])
         total = self._total(side)
@@ -164,6 +165,7 @@ class SharedPlan:
 
     def one(self, leaf: Any) -> Any:
         """Return the total of the only leaf, an array. Collective."""
+        self._session.check()
         side = (self._session.calls + 1) & 1
         mine = self._mine[side]
         if leaf.ndim == 1:
@@ -174,6 +176,9 @@ class SharedPlan:
 
     def _total(self, side: int) -> Array:
         self._ride(self._text, self._digest, self._header)
+        moving = self._session.on_moving
+        if moving is not None:
+            moving()
         rows, fold = self._rows[side], self._fold
         with np.errstate(all="ignore"):
             total: Array = fold(rows[0], rows[1])

@@ -54,6 +54,10 @@ def request(reduce_op: Any, value: Any) -> Request | None:
     if kind not in _TREES and kind is not np.ndarray and kind not in _NUMBERS:
         return None
     leaves, structure = nest.flatten(value)
+    try:
+        hash(structure)
+    except TypeError:  # as of a defaultdict whose factory has no hash
+        return None
     specs: list[Any] = []
     for leaf in leaves:
         kind = type(leaf)
@@ -85,11 +89,13 @@ class InPlace(NamedTuple):
       generation: The arena's when this was found out; nothing has come or gone while it is that.
       what: The call.
       placed: Where they lie.
+      specs: Their dtypes and shapes, which a program might change where they are.
     """
 
     generation: int
     what: Folding
     placed: Placed
+    specs: tuple[tuple[np.dtype[Any], tuple[int, ...]], ...]
 
 
 def _as_is(leaf: Any, part: Part) -> bool:
@@ -148,7 +154,8 @@ class Plans:
         if len(self._places) >= _MOST:
             self._places.clear()
         placed = self._node.placed(homes)
-        self._places[key] = InPlace(self._node.arena.generation, what, placed)
+        specs = tuple((leaf.dtype, leaf.shape) for leaf in leaves)
+        self._places[key] = InPlace(self._node.arena.generation, what, placed, specs)
 
     def learn(self, asked: Request, what: Folding, parts: Sequence[Part], weighted: bool) -> None:
         """Remember what the general path has found out about this request."""

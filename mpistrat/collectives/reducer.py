@@ -190,6 +190,7 @@ class Reducer:
             if 0 in weights and homes is None:  # never read
                 values = _silenced(values, weights)
         suffix = "" if outs is None else ", out"
+        self.node.compile(what)
         if homes is not None:
             placed = self.node.placed(homes)
             finish = functools.partial(self._in_place, what, placed, list(values))
@@ -226,10 +227,15 @@ class Reducer:
     ) -> list[Array]:
         if self.node.room(what, packed):
             self.node.fold_packed(what, packed, scales, results)
-            return results.whole()
-        wires = [_wire(v, f, weigh) for v, f in zip(values, what.forms, strict=True)]
-        sent = messages(what.op, wires, self.comm.size)
-        return self._native(what, wires, sent, weigh, scales, smalls)
+            return results.arrays
+        # Once in a session: what MPI needs instead may fail to be allocated, so there is a proof.
+        with self.lockstep.preparing(f"{what.text}, by MPI"):
+            wires = [_wire(v, f, weigh) for v, f in zip(values, what.forms, strict=True)]
+            sent = messages(what.op, wires, self.comm.size)
+        self.lockstep.prove(f"{what.text}, by MPI")
+        totals = self._native(what, wires, sent, weigh, scales, smalls)
+        self.node.warn("all_reduce")
+        return totals
 
     def _native(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import final
+from typing import NamedTuple, final
 
 import numpy as np
 from numpy.lib import array_utils
@@ -20,35 +20,31 @@ __all__ = ["Results", "results_for"]
 _OWN = 64 * 1024
 
 
+class _Copy(NamedTuple):
+    """Columns of a pack, and where they go."""
+
+    start: int
+    stop: int
+    to: Array
+
+
 @final
 class Results:
     """The results of one all-reduce, leaf by leaf.
 
     Args:
-      shapes: Of the leaves.
-      arrays: Where each leaf goes; C-contiguous. None: to the memory that its pack comes back in.
+      arrays: Where each leaf goes.
+      copies: What is copied from each pack.
     """
 
-    def __init__(self, shapes: Sequence[tuple[int, ...]], arrays: list[Array | None]):
+    def __init__(self, arrays: list[Array], copies: list[list[_Copy]]):
         """Wait for what is folded."""
-        self._shapes, self._arrays = shapes, arrays
+        self.arrays, self._copies = arrays, copies
 
-    def take(self, pack: Pack, row: Array, own: bool = False) -> None:
-        """Copy a pack's results out of shared memory; with `own`, `row` is this rank's already."""
-        flat: Array | None = row if own else None
-        for leaf, start, stop, column, _ in pack.pieces:
-            end = column + stop - start
-            array = self._arrays[leaf]
-            if array is not None:
-                np.copyto(array.reshape(-1)[start:stop], row[column:end], casting="unsafe")
-                continue
-            if flat is None:
-                flat = row[: pack.columns].copy()
-            self._arrays[leaf] = flat[column:end].reshape(self._shapes[leaf])
-
-    def whole(self) -> list[Array]:
-        """Return the results, once all packs have been taken."""
-        return [array for array in self._arrays if array is not None]
+    def take(self, number: int, row: Array) -> None:
+        """Copy the results of that pack out of `row`."""
+        for start, stop, to in self._copies[number]:
+            np.copyto(to, row[start:stop], casting="unsafe")
 
 
 def _bounds(array: Array) -> tuple[int, int]:
@@ -69,21 +65,53 @@ def _tangled(values: Sequence[Array], outs: Sequence[Array]) -> bool:
     return any(low < end for (_, end), (low, _) in itertools.pairwise(spans) if end)
 
 
+def _small(what: Folding, pack: Pack) -> set[int]:
+    """Return the leaves that come back in one piece of memory with others of their pack."""
+    return {
+        piece.leaf
+        for piece in pack.pieces
+        if piece.whole
+        and piece.stop * pack.dtype.itemsize < _OWN
+        and what.forms[piece.leaf].result == pack.dtype
+    }
+
+
+def _together(what: Folding, pack: Pack, arrays: list[Array | None]) -> list[_Copy]:
+    """Give small leaves their places in one array, and return how the pack is copied there."""
+    leaves = _small(what, pack)
+    pieces = [piece for piece in pack.pieces if piece.leaf in leaves]
+    flat = np.empty(sum(piece.stop for piece in pieces), pack.dtype)
+    copies: list[_Copy] = []
+    at = begin = 0
+    for i, piece in enumerate(pieces):
+        end = at + piece.stop
+        arrays[piece.leaf] = flat[at:end].reshape(what.shapes[piece.leaf])
+        column = piece.column + piece.stop
+        if i + 1 == len(pieces) or pieces[i + 1].column != column:  # neighbours are copied at once
+            copies.append(_Copy(column - (end - begin), column, flat[begin:end]))
+            begin = end
+        at = end
+    return copies
+
+
 def results_for(what: Folding, values: Sequence[Array], outs: Sequence[Array] | None) -> Results:
     """Return where results go: to `outs` where they are, else to new memory."""
     if outs is not None and len(what.packs) > 1 and _tangled(values, outs):
         outs = None  # the caller copies them, when all values have been read
-    together = [False] * len(what.forms)
-    if outs is None:
-        for pack in what.packs:
-            for piece in pack.pieces:
-                small = (piece.stop - piece.start) * pack.dtype.itemsize < _OWN
-                same = what.forms[piece.leaf].result == pack.dtype
-                together[piece.leaf] = piece.whole and small and same
-    arrays: list[Array | None] = []
-    for leaf, (shape, form) in enumerate(zip(what.shapes, what.forms, strict=True)):
-        if outs is not None and outs[leaf].flags.c_contiguous:
-            arrays.append(outs[leaf])
-        else:
-            arrays.append(None if together[leaf] else np.empty(shape, form.result))
-    return Results(what.shapes, arrays)
+    arrays: list[Array | None] = [None] * len(what.forms)
+    if outs is not None:
+        arrays = [out if out.flags.c_contiguous else None for out in outs]
+        copies: list[list[_Copy]] = [[] for _ in what.packs]
+    else:
+        copies = [_together(what, pack, arrays) for pack in what.packs]
+    done = {leaf for leaf, array in enumerate(arrays) if array is not None and outs is None}
+    whole = [
+        np.empty(what.shapes[leaf], form.result) if array is None else array
+        for leaf, (array, form) in enumerate(zip(arrays, what.forms, strict=True))
+    ]
+    for pack, found in zip(what.packs, copies, strict=True):
+        for leaf, start, stop, column, _ in pack.pieces:
+            if leaf not in done:
+                to = whole[leaf].reshape(-1)[start:stop]
+                found.append(_Copy(column, column + stop - start, to))
+    return Results(whole, copies)

@@ -142,6 +142,11 @@ class LoopbackWorld:
         self._turns = None if seed is None else _Turns(size, seed, patience)
 
     @property
+    def seeded(self) -> bool:
+        """Whether one rank runs at a time."""
+        return self._turns is not None
+
+    @property
     def trace(self) -> list[Event]:
         """What has happened so far, in order; empty without a seed."""
         return [] if self._turns is None else list(self._turns.trace)
@@ -305,6 +310,8 @@ class LoopbackComm(Comm):
 
     def split(self, color: int, key: int | None = None) -> LoopbackComm:
         """Return the ranks that give the same `color`, by `key`, in a world of their own."""
+        if self.world.seeded:
+            raise NotImplementedError("a seeded schedule has one group of ranks; it cannot split.")
         given = self._meet("split", (color, self.rank if key is None else key))
         ranks = [rank for rank, (other, _) in enumerate(given) if other == color]
         ranks.sort(key=lambda rank: given[rank][1])

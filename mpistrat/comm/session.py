@@ -114,6 +114,7 @@ class Session:
       on_fn: Called on the way into the function of a ``run``; for tests of faults.
       on_moved: Called with the results of an all-reduce that moved more than its proof; for tests
         of faults.
+      on_moving: Called after the proof of an all-reduce through shared memory; for tests of faults.
       sharing: An all-reduce is on its way through shared memory.
       datasets: How many datasets have been distributed; equal on all ranks.
       steps: How many ``Strategy.run`` have ended well; equal on all ranks.
@@ -141,6 +142,7 @@ class Session:
         self.datasets = 0
         self.on_fn: Callable[[], None] | None = None
         self.on_moved: Callable[[list[Any]], None] | None = None
+        self.on_moving: Callable[[], None] | None = None
         self.sharing = False
         self.steps = 0
         self.copies: WeakValueDictionary[int, Any] = WeakValueDictionary()

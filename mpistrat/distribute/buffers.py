@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import warnings
+import math
+import sys
 from typing import Any
 
 import numpy as np
 
 from mpistrat import nest
-from mpistrat.arrays import dtype_name, is_bfloat16, label
+from mpistrat.arrays import Array, dtype_name, is_bfloat16, label
 from mpistrat.distribute.naming import named
 from mpistrat.distribute.parts import Parts
 from mpistrat.errors import LeafTypeError
+from mpistrat.memory.layout import LINE
 
 __all__ = ["make_buffers"]
 
@@ -28,15 +30,9 @@ def make_buffers(parts: Parts, name: str, specs: Any) -> Any:
     parts.lockstep.prove(f"{name}({nest.describe(structure)} of {shapes})")
     arrays = parts.reducer.node.buffers(wanted)
     if arrays is None:
-        if parts.lockstep.comm.size > 1 and parts.lockstep.comm.rank == 0:
-            warnings.warn(
-                f"{name}: the ranks of a node cannot share memory (too little of it, or not "
-                "allowed), so these arrays are each rank's own. Results are the same; all_reduce "
-                "into them takes longer.",
-                RuntimeWarning,
-                stacklevel=4,
-            )
-        arrays = [np.zeros(shape, dtype) for dtype, shape in wanted]
+        if parts.lockstep.comm.size > 1:
+            parts.reducer.node.warn(name)
+        arrays = [_aligned(dtype, shape) for dtype, shape in wanted]
     return nest.unflatten(structure, arrays)
 
 
@@ -52,4 +48,13 @@ def _spec(leaf: Any, path: str) -> Spec:
         raise LeafTypeError(f"{label(path)} has dtype {dtype}, which cannot travel between ranks.")
     if min(shape, default=0) < 0:
         raise LeafTypeError(f"{label(path)} has shape {shape}, which no array has.")
+    if math.prod(shape) * dtype.itemsize * 1024 > sys.maxsize:
+        raise LeafTypeError(f"{label(path)} of shape {shape} is larger than any memory.")
     return dtype.newbyteorder("="), shape
+
+
+def _aligned(dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+    """Return a zeroed array of this rank that begins on a cache line, as shared ones do."""
+    room = np.zeros(math.prod(shape) * dtype.itemsize + LINE, np.uint8)
+    start = -room.ctypes.data % LINE
+    return room[start : start + room.size - LINE].view(dtype).reshape(shape)

@@ -99,7 +99,7 @@ def places(
 def _fit(
     place: Any, shape: tuple[int, ...], dtype: np.dtype[Any], tree: nest.Structure, leaf: int
 ) -> None:
-    if type(place) is np.ndarray and place.shape == shape and place.dtype == dtype:
+    if isinstance(place, np.ndarray) and place.shape == shape and place.dtype == dtype:
         if place.flags.writeable:
             return
         path = nest.path_names(tree)[leaf]
@@ -157,6 +157,10 @@ def _in_place(parts: Parts, reduce_op: Any, value: Any, weight: Any) -> bool:
     weigh = weight is not None
     try:
         leaves, structure = nest.flatten(value)
+        hash(structure)
+    except (TypeError, ValueError):
+        return False  # the general path says what is wrong with it, if anything is
+    try:
         key = (reduce_op, weigh, structure, *map(id, leaves))
         known = parts.plans.in_place(key)
         if known is None:
@@ -167,6 +171,8 @@ def _in_place(parts: Parts, reduce_op: Any, value: Any, weight: Any) -> bool:
             if known is None:
                 return False
         number = _weight(known.what.op, weight)
+        if tuple([(leaf.dtype, leaf.shape) for leaf in leaves]) != known.specs:
+            return False
         for leaf in leaves:
             if not leaf.flags.writeable:
                 raise ValueError("out: a leaf is read-only, so the result cannot go there.")

@@ -6,6 +6,7 @@ result has the same bits whoever computed it and however the columns are cut.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from mpistrat.kernels import jit
 
-__all__ = ["fold_rows", "spread_rows"]
+__all__ = ["compile_for", "fold_rows", "spread_rows"]
 
 Array: TypeAlias = NDArray[Any]
 
@@ -65,6 +66,21 @@ def fold_rows(
     else:
         with np.errstate(all="ignore"):
             _fold_blocks(fold, rows, out, start, stop, scales, divisor)
+
+
+@functools.cache
+def _compiled_for(dtype: np.dtype[Any]) -> None:
+    rows = np.zeros((2, 1), dtype)
+    _sum_rows(rows, rows, 0, 1, np.empty(0, dtype), np.ones(1, dtype))
+
+
+def compile_for(dtype: np.dtype[Any], columns: int) -> None:
+    """Compile what folding so many columns by addition needs, if it is not there yet.
+
+    Cost: A second or two per dtype, once per cache on disk; nothing for small slices.
+    """
+    if dtype in _COMPILED and columns >= _COMPILE:
+        _compiled_for(dtype)
 
 
 def _fold_blocks(

@@ -35,6 +35,9 @@ from mpistrat import options
 
 __all__ = ["Kernel", "compiling", "helper", "kernel"]
 
+# Division by zero gives infinity or NaN, as in the twins, and does not raise.
+_LIKE_NUMPY = {"nogil": True, "error_model": "numpy"}
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -167,12 +170,12 @@ def _typeof_kernel(value: Kernel[..., Any], context: object) -> Any:
 def _compile(function: Callable[P, R]) -> Callable[P, R]:
     numba = _numba()
     try:
-        compiled = numba.njit(nogil=True, cache=True)(function)
+        compiled = numba.njit(cache=True, **_LIKE_NUMPY)(function)
     except RuntimeError as error:
         if "cannot cache" not in str(error):
             raise
         # A read-only installation of a user without a writable home: each process compiles.
-        return numba.njit(nogil=True)(function)  # type: ignore[no-any-return]  # untyped import
+        return numba.njit(**_LIKE_NUMPY)(function)  # type: ignore[no-any-return]  # untyped import
     cache: Any = getattr(compiled, "_cache", None)  # absent under NUMBA_DISABLE_JIT
     if hasattr(cache, "_cache_file"):
         cache._cache_file = _CacheFiles(cache._cache_file)

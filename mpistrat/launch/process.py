@@ -7,9 +7,10 @@ import ctypes
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import IO, NamedTuple
@@ -88,10 +89,18 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _end_with_parent() -> None:
-    """Have the launcher, which this process becomes, ended when its parent is; Linux only."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+def _end_with(parent: int) -> Callable[[], None] | None:
+    """Return what has the process that it runs in ended when `parent` is; None if not on Linux."""
+    if not sys.platform.startswith("linux"):
+        return None
+    control = ctypes.CDLL(None).prctl  # looked up here: between fork and exec little is allowed
+
+    def end() -> None:
+        control(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return end
 
 
 @contextlib.contextmanager
@@ -144,7 +153,7 @@ def run_job(
         stderr=subprocess.STDOUT if output else None,
         cwd=cwd,
         start_new_session=True,
-        preexec_fn=_end_with_parent,
+        preexec_fn=_end_with(os.getpid()),
     )
     timed_out = False
     with _signals_go_to(process) as handed:

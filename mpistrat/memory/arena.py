@@ -14,7 +14,7 @@ import numpy as np
 
 from mpistrat.arrays import Array
 from mpistrat.comm.base import Comm
-from mpistrat.memory.layout import LINE, Layout, Place, Specs, lay_out
+from mpistrat.memory.layout import LINE, Layout, Matrix, Place, Specs, lay_out
 from mpistrat.memory.nodes import Nodes, find_nodes
 
 __all__ = ["Arena", "Block", "Home"]
@@ -62,6 +62,11 @@ class Home(NamedTuple):
     leaf: int
 
     @property
+    def matrix(self) -> Matrix:
+        """The matrix that holds the leaf."""
+        return self.block.layout.matrices[self.place.matrix]
+
+    @property
     def place(self) -> Place:
         """The columns of the leaf."""
         return self.block.layout.places[self.leaf]
@@ -84,7 +89,7 @@ class Arena:
         # Changes whenever an array of a block comes or goes.
         self.generation = 0
         # By address, and checked to be the same object: an address is used again after its array.
-        self._homes: dict[int, tuple[weakref.ref[Any], Home]] = {}
+        self._homes: dict[int, tuple[weakref.ref[Array], Home]] = {}
         self._scratch: memoryview | None = None
         self._sides_memory: memoryview | None = None
         self._sides: dict[np.dtype[Any], Array] = {}
@@ -144,10 +149,15 @@ class Arena:
         homes[key] = (weakref.ref(array, forget), home)
         self.generation += 1
 
-    def home(self, array: Any) -> Home | None:
+    def home(self, array: Array) -> Home | None:
         """Return where an array lies, if it is one of a block."""
         found = self._homes.get(id(array))
-        return found[1] if found is not None and found[0]() is array else None
+        if found is None or found[0]() is not array:
+            return None
+        # NumPy lets a program give an array another dtype or shape where it is.
+        place, matrix = found[1].place, found[1].matrix
+        same = array.dtype == matrix.dtype and array.shape == place.shape
+        return found[1] if same and array.flags.c_contiguous else None
 
     def _everywhere(self, good: bool) -> bool:
         told = np.empty(1, np.int64)

@@ -13,6 +13,7 @@ import json
 import mmap
 import os
 import secrets
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,8 @@ __all__ = ["Share", "shared_memory"]
 
 # From here on larger pages are asked for; they save time when memory is first touched.
 _HUGE = 2 * 1024 * 1024
+# Before Python 3.13 a mapping keeps a duplicate of its descriptor open.
+_NO_DESCRIPTOR: dict[str, bool] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of madvise(2), Linux 5.14; Python has no name for it
 # Gives the bytes of every rank of the node, in order, for those of this one. Collective.
 Share = Callable[[bytes], list[bytes]]
@@ -48,12 +51,30 @@ def _named(size: int, what: str) -> tuple[int, str]:
 def _reserve(fd: int, size: int) -> None:
     # Only to set the length would end the process with SIGBUS when the memory turns out too small.
     try:
+        if size > _available():
+            raise OSError(errno.ENOMEM, f"{size} bytes of memory are more than are free")
         os.ftruncate(fd, size)
         if size < _HUGE or not _populated(fd, size):
             getattr(os, "posix_fallocate", lambda fd, at, size: None)(fd, 0, size)
-    except OSError:
+    except (OSError, OverflowError):
         os.close(fd)
         raise
+
+
+def _available() -> float:
+    """Return how many bytes this node, and this group of processes on it, can still take.
+
+    Memory without a file system's limit is given until the system ends a process to get some back.
+    """
+    free = float("inf")
+    with contextlib.suppress(OSError, ValueError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(1024 * int(text.split()[1]) for text in lines if "MemAvailable" in text)
+    with contextlib.suppress(OSError, ValueError):
+        group = Path("/sys/fs/cgroup")
+        most = int((group / "memory.max").read_text())
+        free = min(free, most - int((group / "memory.current").read_text()))
+    return free
 
 
 def _populated(fd: int, size: int) -> bool:
@@ -76,32 +97,41 @@ Way = Callable[[int, str], tuple[int, str]]
 
 def _offer(way: Way, size: int, what: str, token: bytes) -> tuple[int, str]:
     """Make the memory with a token in it, or return an empty path."""
-    with contextlib.suppress(OSError, AttributeError):
+    with contextlib.suppress(OSError, AttributeError, OverflowError, ValueError):
         fd, path = way(size, what)
         os.pwrite(fd, token, 0)
         return fd, path
     return -1, ""
 
 
-def _map(path: str, size: int, token: bytes) -> mmap.mmap | None:
+def _map(path: str, size: int, what: str, token: bytes) -> mmap.mmap | None:
     """Map what the first rank offers, if it is that: in another namespace it may be something else.
 
     The token is how the mapping is known to be the same memory.
     """
     if not path:
         return None
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, OverflowError):
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            found = mmap.mmap(fd, size)
+            found = mmap.mmap(fd, size, **_NO_DESCRIPTOR)
         finally:
             os.close(fd)
-        if size >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):
-                found.madvise(mmap.MADV_HUGEPAGE)
+        _advise(found, what)
         if found[: len(token)] == token:
             return found
     return None
+
+
+def _advise(found: mmap.mmap, what: str) -> None:
+    advices = ["MADV_HUGEPAGE"] if len(found) >= _HUGE else []
+    if what == "arena":
+        # What a forked child wrote to gradients would be seen by all ranks; so it has none.
+        advices.append("MADV_DONTFORK")
+    for advice in advices:
+        if hasattr(mmap, advice):
+            with contextlib.suppress(OSError):
+                found.madvise(getattr(mmap, advice))
 
 
 def shared_memory(
@@ -122,7 +152,7 @@ def shared_memory(
         token = secrets.token_bytes(16)
         fd, path = _offer(way, size, what, token) if first else (-1, "")
         told = json.loads(share(json.dumps([path, token.hex()]).encode())[0])
-        found = _map(told[0], size, bytes.fromhex(told[1]))
+        found = _map(told[0], size, what, bytes.fromhex(told[1]))
         everywhere = b"\0" not in share(b"\1" if found is not None else b"\0")
         if fd >= 0:
             os.close(fd)

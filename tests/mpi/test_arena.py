@@ -162,5 +162,20 @@ def test_what_a_rank_writes_next_does_not_reach_who_is_late(strategy):
             assert (buffers[0] == comm.size * (comm.size - 1) / 2 + number * comm.size).all()
         return True
 
+    def direct():
+        """One call after the other, with no barrier between them but the proof."""
+        ctx = ms.get_replica_context()
+        array = np.empty(4000)
+        for number in range(3000):
+            if number % 3 == comm.rank % 3:
+                sum(range(int(rng.integers(3000))))
+            array.fill(comm.rank + number)
+            total = ctx.all_reduce("SUM", array)
+            array.fill(np.nan)
+            assert (total == comm.size * (comm.size - 1) / 2 + number * comm.size).all()
+        return True
+
+    assert strategy.run(direct).local
+
     buffers = strategy.buffers([np.empty(257)])
     assert strategy.run(fn).local

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import gc
+import threading
 import warnings
 import weakref
 
@@ -12,7 +14,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.collectives import folding
+from mpistrat.collectives import folding, node
 from mpistrat.collectives.packs import packs
 from mpistrat.comm.loopback import LoopbackComm
 from mpistrat.kernels import fold as fold_module
@@ -304,8 +306,7 @@ def test_memory_goes_with_the_last_array():
     assert run_ranks(rank, 2) == [(True, True, 0)] * 2
 
 
-@pytest.mark.parametrize("refuses", [0, 1])
-def test_without_shared_memory_results_are_the_same(refuses, monkeypatch):
+def test_without_shared_memory_results_are_the_same(monkeypatch):
     monkeypatch.setattr(
         LoopbackComm, "shared", lambda self, nbytes: self._meet("none", None) and None
     )
@@ -412,13 +413,14 @@ def test_a_spec_that_is_none_is_refused():
 @pytest.mark.parametrize(
     ("dtype", "scaled"), [("f4", False), ("f8", False), ("i8", False), ("f4", True), ("f8", True)]
 )
-def test_the_kernel_has_the_bits_of_its_twin(rows, dtype, scaled, monkeypatch):
+@pytest.mark.parametrize("by", [7.0, 0.0])
+def test_the_kernel_has_the_bits_of_its_twin(rows, dtype, scaled, by, monkeypatch):
     monkeypatch.setattr(fold_module, "_COMPILE", 1)
     values = np.array([random(r, (5000,), dtype) for r in range(rows)])
     scales = np.array([2.0, 0.0, 3.5, 1.0, 0.25][:rows]) if scaled else None
     if scaled and rows > 1:
         values[1] = np.nan
-    divisor = 7.0 if dtype != "i8" else 1.0
+    divisor = by if dtype != "i8" else 1.0
     compiled, twin = values.copy(), values.copy()
     fold_rows(np.add, compiled, compiled, 17, 4321, scales, divisor)
     with np.errstate(all="ignore"):
@@ -430,7 +432,7 @@ def test_the_kernel_has_the_bits_of_its_twin(rows, dtype, scaled, monkeypatch):
     ]
     with np.errstate(all="ignore"):
         want = functools.reduce(np.add, [np.asarray(t, dtype) for t in terms])
-        want = want / want.dtype.type(7) if divisor != 1 else want
+        want = want / want.dtype.type(by) if divisor != 1 else want
     np.testing.assert_array_equal(compiled[:, 17:4321], np.tile(want, (rows, 1))[:, 17:4321])
     np.testing.assert_array_equal(compiled[:, :17], values[:, :17])
 
@@ -474,3 +476,140 @@ def test_values_and_outs_may_overlap(case, count):
         return all(np.array_equal(o, w) for o, w in zip(out, want, strict=True))
 
     assert all(run_ranks(rank, 2))
+
+
+@pytest.mark.parametrize("call", ["buffers", "all_reduce"])
+def test_a_warning_made_an_error_is_one_on_every_rank(call, monkeypatch):
+    monkeypatch.setattr(LoopbackComm, "shared", lambda self, nbytes: None)
+
+    def rank(comm):
+        strategy = ms.MirroredStrategy(comm=comm)
+
+        def reduce():
+            return strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", np.ones(500)))
+
+        with pytest.raises(RuntimeWarning if comm.rank == 0 else ms.RemoteError):
+            strategy.buffers([np.empty(3)]) if call == "buffers" else reduce()
+        if call == "buffers":
+            assert strategy.parts.reducer.node.arena.block(()) is None
+            return True
+        return float(reduce().local[0]) == comm.size
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert run_ranks(rank, 3) == [True] * 3
+
+
+@pytest.mark.parametrize("how", ["fresh", "in place"])
+@pytest.mark.parametrize("count", [300, 40_000, 524_272, 600_000])
+def test_all_weights_zero_give_nan(count, how):
+    """Also where one rank's slice is worth a compiler and another's is not."""
+
+    def rank(comm):
+        strategy = ms.MirroredStrategy(comm=comm)
+        value = strategy.buffers([np.empty(count, np.float32)])
+        value[0][:] = 7
+        out = value if how == "in place" else None
+        found = []
+        strategy.run(
+            lambda: found.append(
+                ms.get_replica_context().all_reduce("MEAN", value, weight=0, out=out)
+            )
+        )
+        return bool(np.isnan(found[0][0]).all())
+
+    assert run_ranks(rank, 2) == [True, True]
+
+
+def test_an_array_that_got_another_dtype_or_shape_is_no_longer_the_arenas():
+    def rank(comm):
+        strategy = ms.MirroredStrategy(comm=comm)
+        b = strategy.buffers([np.empty(1000, np.float32)])
+
+        def fn():
+            ms.get_replica_context().all_reduce("SUM", b, out=b)
+
+        for _ in range(2):
+            b[0][:] = 1
+            strategy.run(fn)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # NumPy wants to end this
+            b[0].dtype = np.int32
+        b[0][:] = 2**30 + comm.rank
+        strategy.run(fn)
+        right = bool((b[0] == np.int32(-(2**31) + 1)).all())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            b[0].shape = (10, 100) if comm.rank else (100, 10)
+        with pytest.raises(ms.LockstepError):
+            strategy.run(fn)
+        return right
+
+    assert run_ranks(rank, 2) == [True, True]
+
+
+@pytest.mark.parametrize("count", [1000, 100_000])
+def test_a_thread_that_may_not_call_writes_nothing(count):
+    def rank(comm):
+        strategy = ms.MirroredStrategy(comm=comm)
+        errors = []
+
+        def fn():
+            ctx = ms.get_replica_context()
+            for _ in range(2):
+                ctx.all_reduce("SUM", np.ones(count))
+            arena = strategy.parts.reducer.node.arena
+            rows = (arena.sides, arena.scratch)[count > 1000](np.dtype("f8"))
+            before = rows.tobytes()
+
+            def stray():
+                with pytest.raises(ms.StrategyError):
+                    ctx.all_reduce("SUM", np.full(count, 9.0))
+                errors.append(rows.tobytes() == before)
+
+            thread = threading.Thread(target=contextvars.copy_context().run, args=(stray,))
+            thread.start()
+            thread.join()
+            ctx.all_reduce("SUM", 1.0)
+
+        strategy.run(fn)
+        return errors
+
+    # One rank at a time may look at what all share, so the others wait in the call that follows.
+    assert run_ranks(rank, 2, seed=0) == [[True], [True]]
+
+
+def test_lanes_in_pieces_lose_no_nan(monkeypatch):
+    monkeypatch.setenv("MPISTRAT_RANKS_PER_NODE", "2")
+    monkeypatch.setattr(node, "_LANE", 64)
+
+    def rank(comm):
+        strategy = ms.MirroredStrategy(comm=comm)
+        value = np.random.default_rng(comm.rank).integers(-99, 99, 5000).astype("f8")
+        value[comm.rank * 7] = np.nan
+        found = []
+        strategy.run(
+            lambda: found.extend(
+                ms.get_replica_context().all_reduce(op, value) for op in ("SUM", "MIN", "MAX")
+            )
+        )
+        return value, found
+
+    ranks = run_ranks(rank, 5)
+    for i, op in enumerate(("SUM", "MIN", "MAX")):
+        want = in_order(op, [value for value, _ in ranks])
+        for _, found in ranks:
+            np.testing.assert_array_equal(found[i], want)
+
+
+def test_a_small_result_keeps_no_large_one():
+    def rank(comm):
+        strategy = ms.MirroredStrategy(comm=comm)
+        given = [np.ones(100_000), np.ones(3), np.ones((2, 2)), np.ones(50_000), np.ones(5)]
+        found = []
+        strategy.run(lambda: found.extend(ms.get_replica_context().all_reduce("SUM", given)))
+        assert all((leaf == comm.size).all() for leaf in found)
+        small = found[1].base
+        return small is found[2].base and small.nbytes == (3 + 4 + 5) * 8
+
+    assert run_ranks(rank, 2) == [True, True]
