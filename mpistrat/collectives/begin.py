@@ -41,7 +41,9 @@ def begin(lockstep: Lockstep) -> None:
         failure = error
     if isinstance(session.comm, MPIComm):
         if parallel and isinstance(session.board, Unwatched):
-            limits = Limits(warn=session.options.warn, timeout=session.options.timeout)
+            timeout = session.options.timeout
+            # Who is named when the job ends has been named before.
+            limits = Limits(warn=min(session.options.warn, timeout / 2), timeout=timeout)
             launched = launched_by() is not None
             session.board = Board.on(session.comm.mpi, limits, launched=launched)
         # After the board: what is registered last is called first at exit.

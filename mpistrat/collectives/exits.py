@@ -19,8 +19,8 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, final
 
-from mpistrat.collectives.interrupts import defer_interrupts
-from mpistrat.collectives.leaving import MISMATCH
+from mpistrat.collectives.interrupts import Deferred
+from mpistrat.collectives.leaving import MISMATCH, said_by
 from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.comm import mpi
 from mpistrat.comm.nodes import threads_allowed
@@ -43,6 +43,8 @@ def code_of(failure: BaseException | None) -> int:
     Example:
       >>> code_of(SystemExit(3)), code_of(SystemExit("text")), code_of(KeyError()), code_of(None)
       (3, 1, 1, 0)
+      >>> code_of(SystemExit(256)), code_of(SystemExit(-1))
+      (1, 255)
     """
     if failure is None:
         return 0
@@ -53,7 +55,9 @@ def code_of(failure: BaseException | None) -> int:
     if isinstance(failure, PreflightError):
         return PREFLIGHT
     if isinstance(failure, SystemExit) and isinstance(failure.code, int | None):
-        return failure.code or 0
+        # The system keeps eight bits; a failure must not become a success by that.
+        code = failure.code or 0
+        return code & 255 or (1 if code else 0)
     return 1
 
 
@@ -66,6 +70,7 @@ class Exits:
         self.sessions: list[Session] = []
         self.failure: BaseException | None = None
         self.recorder: Callable[[int], None] | None = None
+        self._deferred = Deferred()
         self._pid = os.getpid()
         self._printed = threading.Lock()
         self._hook = sys.excepthook  # the program's own, if it has one
@@ -76,10 +81,11 @@ class Exits:
         if any(known is session for known in self.sessions):
             return
         self.sessions.append(session)
+        session.interrupted = self._deferred.interrupted
         if len(self.sessions) > 1:
             return
         atexit.register(self.at_exit)
-        defer_interrupts()
+        self._deferred.arm()
         if not hasattr(sys, "ps1") and not sys.flags.interactive:
             sys.excepthook = self.uncaught
             sys.exit = self.exit
@@ -199,7 +205,11 @@ class Exits:
                 who = f"rank {comm.rank}" if told.also == 1 else f"{told.also} ranks"
                 self._print(f"mpistrat: on {who} of {comm.size}:\n" if comm.size > 1 else "")
                 if code and isinstance(self.failure, SystemExit) and comm.size > 1:
-                    self._say(f"mpistrat: {who} of {comm.size} left with exit code {code}.")
+                    said = said_by(self.failure)
+                    self._say(
+                        f"mpistrat: {who} of {comm.size} left with exit code {code}"
+                        f"{': ' if said else '.'}{said}"
+                    )
             return told.code
         # An echo of what the rank that left prints itself is not worth a second traceback.
         echo = self.failure is session.gone and isinstance(session.gone, RemoteError)

@@ -41,15 +41,27 @@ class Farewell(NamedTuple):
     also: int
 
 
+def said_by(failure: BaseException | None) -> str:
+    """Return the text that a program left with by ``sys.exit(text)``; empty if it did not."""
+    if not isinstance(failure, SystemExit) or isinstance(failure.code, int | None):
+        return ""
+    return str(failure.code)
+
+
 def _row(code: int, failure: BaseException | None) -> dict[str, Any]:
     row: dict[str, Any] = {
         "leaving": True,
         "code": code,
         "echo": isinstance(failure, RemoteError),
+        "said": said_by(failure),
     }
     if failure is not None and not isinstance(failure, SystemExit):
         row |= json.loads(blame.report(failure))
     return row
+
+
+def _code(row: dict[str, Any]) -> str:
+    return f"{row['code']}: {row['said']}" if row["said"] else str(row["code"])
 
 
 def _agreed(rows: list[dict[str, Any]]) -> int:
@@ -83,7 +95,7 @@ def left(lockstep: Lockstep, call: str) -> BaseException:
       The error to raise; the session remembers it and the exit code.
     """
     session, comm = lockstep.session, lockstep.comm
-    mine = {"leaving": False, "code": 0, "echo": False}
+    mine = {"leaving": False, "code": 0, "echo": False, "said": ""}
     rows = [json.loads(text) for text in lockstep.texts(json.dumps(mine).encode())]
     session.exit_code = _agreed(rows)
     stayed = [rank for rank, row in enumerate(rows) if not row["leaving"]]
@@ -101,7 +113,7 @@ def left(lockstep: Lockstep, call: str) -> BaseException:
             tuple(row["names"]),
             row["traceback"],
         )
-    codes = ", ".join(str(rows[rank]["code"]) for rank in gone)
+    codes = ", ".join(_code(rows[rank]) for rank in gone)
     verb = "has" if len(gone) == 1 else "have"
     return LockstepError(
         f"{blame.ranks_text(gone)} {verb} left the program (exit code {codes}) while others had "

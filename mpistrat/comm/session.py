@@ -21,7 +21,7 @@ from mpistrat.comm.mpi import MPIComm, is_communicator, library
 from mpistrat.errors import StrategyError
 from mpistrat.options import Options
 
-__all__ = ["Board", "RunState", "Session", "Unwatched"]
+__all__ = ["Board", "Interrupted", "RunState", "Session", "Unwatched"]
 
 
 class Board(Protocol):
@@ -80,6 +80,25 @@ class Unwatched:
         """Do nothing."""
 
 
+@final
+class Interrupted:
+    """A Ctrl-C that came while the library ran.
+
+    Attributes:
+      pending: It has not been raised yet.
+      again: The signal that comes next is not from outside; it only looks once more.
+    """
+
+    pending = False
+    again = False
+
+    def check(self) -> None:
+        """Raise KeyboardInterrupt if one is pending."""
+        if self.pending:
+            self.pending = False
+            raise KeyboardInterrupt
+
+
 class RunState(threading.local):
     """Whether this thread is inside ``Strategy.run``.
 
@@ -117,6 +136,7 @@ class Session:
       on_moving: Called after the proof of an all-reduce through shared memory; for tests of faults.
       sharing: An all-reduce is on its way through shared memory.
       datasets: How many datasets have been distributed; equal on all ranks.
+      interrupted: Whether Ctrl-C is waiting to be raised.
       steps: How many ``Strategy.run`` have ended well; equal on all ranks.
       copies: The mirrored variables by number, as long as they live.
       holders: All variables by the identity of their array, as long as they live.
@@ -144,6 +164,7 @@ class Session:
         self.on_moved: Callable[[list[Any]], None] | None = None
         self.on_moving: Callable[[], None] | None = None
         self.sharing = False
+        self.interrupted = Interrupted()
         self.steps = 0
         self.copies: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self.holders: WeakValueDictionary[int, Any] = WeakValueDictionary()

@@ -158,7 +158,10 @@ class ReplicaContext:
     def _enter(self, what: str) -> None:
         mode = current()
         here = None if mode is None else mode.replica
-        if here is self or (mode is None and self._strategy is default_strategy()):
+        if here is self:
+            self._strategy.parts.lockstep.session.interrupted.check()
+            return
+        if mode is None and self._strategy is default_strategy():
             return
         if mode is None or here is not None:
             where = "outside run()" if mode is None else "in another run"

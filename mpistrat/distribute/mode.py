@@ -117,6 +117,7 @@ def cross_replica(strategy: Strategy, what: str, instead: str) -> Any:
       StrategyError: This is code of another strategy, or another thread than the strategy's.
     """
     strategy.parts.lockstep.session.check()
+    strategy.parts.lockstep.session.interrupted.check()
     mode = same_strategy(strategy, what)
     if mode is not None and mode.replica is not None:
         replica = mode.replica

@@ -32,6 +32,7 @@ def run(strategy: Strategy, fn: Callable[..., Any], args: Any, kwargs: Any) -> A
     try:
         try:
             result = _call(strategy, fn, args, kwargs)
+            session.interrupted.check()
         except BaseException as error:
             failure = error
         if session.run.failed is not None:

@@ -151,13 +151,15 @@ def shared_memory(
     for way in ways:
         token = secrets.token_bytes(16)
         fd, path = _offer(way, size, what, token) if first else (-1, "")
-        told = json.loads(share(json.dumps([path, token.hex()]).encode())[0])
-        found = _map(told[0], size, what, bytes.fromhex(told[1]))
-        everywhere = b"\0" not in share(b"\1" if found is not None else b"\0")
-        if fd >= 0:
-            os.close(fd)
-            if way is _named:
-                Path(path).unlink()
+        try:
+            told = json.loads(share(json.dumps([path, token.hex()]).encode())[0])
+            found = _map(told[0], size, what, bytes.fromhex(told[1]))
+            everywhere = b"\0" not in share(b"\1" if found is not None else b"\0")
+        finally:
+            if fd >= 0:
+                os.close(fd)
+                if way is _named:
+                    Path(path).unlink()
         if everywhere and found is not None:
             if first:
                 found[: len(token)] = bytes(len(token))

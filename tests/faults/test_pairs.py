@@ -12,7 +12,7 @@ import pytest
 
 import mpistrat as ms
 from mpistrat.cluster.detect import launched_by
-from mpistrat.collectives import lockstep
+from mpistrat.collectives import folding, lockstep, planned
 from mpistrat.launch.mpiexec import find
 from mpistrat.launch.process import run_job
 from mpistrat.testing import RanksFailed, run_ranks
@@ -102,8 +102,9 @@ def test_every_field_can_be_left_out():
 @pytest.mark.parametrize("field", FORGET)
 def test_a_field_left_out_of_the_proof_is_missed(field, monkeypatch):
     assert play_one_field(field, monkeypatch) == [60, 60]
-    whole, (pattern, instead) = lockstep._digest, FORGET[field]
-    monkeypatch.setattr(lockstep, "_digest", lambda text: whole(re.sub(pattern, instead, text)))
+    whole, (pattern, instead) = lockstep.digest_of, FORGET[field]
+    for module in (lockstep, folding, planned):
+        monkeypatch.setattr(module, "digest_of", lambda text: whole(re.sub(pattern, instead, text)))
     with pytest.raises(RanksFailed, match=f"missed: pair \\d+, {field}"):
         play_one_field(field, monkeypatch)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.collectives import lockstep
+from mpistrat.collectives import folding, lockstep, planned
 from mpistrat.distribute.variables import Variable
 from mpistrat.testing import ranks
 
@@ -84,7 +84,8 @@ def _show_no_failure(monkeypatch):
 
 
 def _prove_all_calls_alike(monkeypatch):
-    monkeypatch.setattr(lockstep, "_digest", lambda text: bytes(16))
+    for module in (lockstep, folding, planned):
+        monkeypatch.setattr(module, "digest_of", lambda text: bytes(16))
 
 
 def _leave_without_a_word(monkeypatch):
@@ -92,13 +93,13 @@ def _leave_without_a_word(monkeypatch):
 
 
 def _lose_writes_of_rank_one(monkeypatch):
-    right = Variable._apply
+    right = Variable.store
 
     def apply(self, *given):
         if self.strategy.parts.lockstep.comm.rank != 1:
             right(self, *given)
 
-    monkeypatch.setattr(Variable, "_apply", apply)
+    monkeypatch.setattr(Variable, "store", apply)
 
 
 @pytest.mark.parametrize(

@@ -81,10 +81,10 @@ def test_if_one_rank_cannot_nobody_does(way, monkeypatch):
     real = shared._map
     blind = []
 
-    def one_is_blind(path, size, token):
+    def one_is_blind(path, size, what, token):
         if threading.current_thread() in blind:
             return None
-        return real(path, size, token)
+        return real(path, size, what, token)
 
     def program(share, rank):
         if rank == 1:
