@@ -54,7 +54,7 @@ class Bare:
 
     def __init__(self, lockstep: Lockstep, comm: MPIComm):
         self.session, self.options, self.comm = lockstep.session, lockstep.options, comm
-        self.frames = True
+        self.frames, self.order = True, lockstep.order
 
     def fits(self, nbytes: int) -> bool:
         """Nothing rides where there is no frame."""
