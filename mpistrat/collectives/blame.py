@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -59,6 +60,10 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(parts)
 
 
+# A digest of contents, as texts of calls show it.
+_HASH = re.compile(r"\b[0-9a-f]{16,}\b")
+
+
 def _window(text: str, at: int = 0) -> str:
     """Return a text, or of a long one its head and what stands around position `at`."""
     if len(text) <= _LIMIT:
@@ -95,6 +100,12 @@ def mismatch(lockstep: Lockstep, call: str) -> LockstepError:
             "  If what they wrote to a variable differs: reduce it first (ctx.all_reduce), or "
             "create the variable with an aggregation. The writes are undone."
         )
+    if len({(no, place, _HASH.sub("", what)) for no, place, what in calls}) == 1:
+        lines.append(
+            "  The calls are the same, but a value in them is not (its hash is shown): it depends "
+            "on the rank. Make it the same on all, or reduce it first."
+        )
+        return LockstepError("\n".join(lines))
     lines.append(
         "  Every rank must make the same calls in the same order, with the same structure, shapes "
         "and dtypes. Look for a collective under `if rank == ...`, or an early `break`."

@@ -244,3 +244,19 @@ def test_the_number_of_plans_is_bounded():
 
     (count,) = run_ranks(program, 1)
     assert 0 < count <= 1024
+
+
+def test_a_value_that_depends_on_the_rank_is_called_that():
+    def program(comm):
+        strategy = ms.MirroredStrategy(comm=comm)
+        with pytest.raises(
+            ms.LockstepError, match=r"a value in them is not .* depends on the rank"
+        ):
+            strategy.reduce("MEAN", float(comm.rank), axis=None)
+        with pytest.raises(ms.LockstepError) as told:
+            strategy.run(
+                lambda: ms.get_replica_context().all_reduce("MEAN", np.ones(2 + comm.rank))
+            )
+        return "Every rank must make the same calls" in str(told.value)
+
+    assert run_ranks(program, 2) == [True, True]
