@@ -83,7 +83,7 @@ class BarePlan:
 def bare_strategy(comm: MPI.Intracomm) -> Strategy:
     """Return a strategy that proves nothing once its replicas have begun to run."""
     own = mpistrat.MirroredStrategy(comm=comm).parts
-    reducer = Reducer(Bare(own.lockstep, MPIComm(comm)))  # type: ignore[arg-type]
+    reducer = Reducer(Bare(own.lockstep, MPIComm(comm)))  # type: ignore[arg-type]  # stands in for it
     plans = Plans(reducer.lockstep, reducer.node)
     return Strategy(Parts(own.view, own.lockstep, plans, reducer, own.regroup))
 

@@ -6,12 +6,16 @@ import math
 from collections.abc import Sequence
 from typing import final
 
+import numpy as np
+
+from mpistrat.arrays import Array
 from mpistrat.collectives.forms import Form
 from mpistrat.collectives.lockstep import digest_of
+from mpistrat.collectives.messages import divide
 from mpistrat.collectives.packs import Pack, packs
 from mpistrat.kernels.ops import ReduceOp
 
-__all__ = ["Folding"]
+__all__ = ["Folding", "put"]
 
 
 @final
@@ -56,3 +60,45 @@ class Folding:
             if len(self._said) > 16:  # buffers come and go, and have their numbers in the suffix
                 self._said = {suffix: found}
         return found
+
+    def wires(self, values: Sequence[Array], weights: Sequence[float], fresh: bool) -> list[Array]:
+        """Return the leaves as they travel, C-ordered; those that are never read as zeros.
+
+        Args:
+          values: The leaves.
+          weights: One per leaf, or one for all; a value of weight 0 is never read by MEAN.
+          fresh: Return copies, which may be multiplied.
+        """
+        make = np.array if fresh else np.asarray
+        each = list(weights) * (1 if len(weights) == len(values) else len(values))
+        mean = self.op is ReduceOp.MEAN
+        return [
+            np.zeros(value.shape, form.wire)
+            if mean and weight == 0
+            else make(value, form.wire, order="C")
+            for value, form, weight in zip(values, self.forms, each, strict=True)
+        ]
+
+    def results(self, totals: Sequence[Array], divisors: Sequence[float] | None) -> list[Array]:
+        """Return the totals divided, in place, and in the dtypes that come back.
+
+        Args:
+          totals: The folded leaves.
+          divisors: One per leaf, or one for all; None if nothing is divided.
+        """
+        if divisors is not None:
+            each = list(divisors) * (1 if len(divisors) == len(totals) else len(totals))
+            with np.errstate(all="ignore"):  # all weights 0 give NaN
+                for total, divisor in zip(totals, each, strict=True):
+                    divide(total, divisor)
+        return [t.astype(f.result, copy=False) for t, f in zip(totals, self.forms, strict=True)]
+
+
+def put(results: list[Array], outs: Sequence[Array] | None) -> list[Array]:
+    """Return the results, in `outs` if they are given."""
+    if outs is None:
+        return results
+    for out, result in zip(outs, results, strict=True):
+        if out is not result:
+            out[...] = result
+    return list(outs)

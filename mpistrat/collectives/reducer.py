@@ -19,16 +19,13 @@ from typing import NamedTuple, final
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.collectives.alarms import first_nonfinite
-from mpistrat.collectives.folding import Folding
-from mpistrat.collectives.forms import Form
+from mpistrat.collectives.folding import Folding, put
 from mpistrat.collectives.gatherer import Gatherer
 from mpistrat.collectives.lockstep import Lockstep
-from mpistrat.collectives.messages import Message, divide, messages, multiply, scale, travel
+from mpistrat.collectives.messages import Message, messages, multiply, scale, travel
 from mpistrat.collectives.node import NodeFolds, Packed, Placed, Scales
-from mpistrat.collectives.part import Part
+from mpistrat.collectives.reducing import Reducing
 from mpistrat.collectives.results import Results, results_for
-from mpistrat.collectives.texts import described
 from mpistrat.kernels.ops import FOLDS, ReduceOp
 
 __all__ = ["Reducer", "scales_of"]
@@ -54,51 +51,23 @@ class _Way(NamedTuple):
 
 
 @final
-class Reducer:
-    """Makes the values of all ranks one.
+class Reducer(Reducing):
+    """Makes the values of all ranks one, on the quickest path that there is.
 
     Args:
       lockstep: Proves each call, and carries what is small.
-
-    Attributes:
-      node: The shared-memory path.
-      all_gather: `mpistrat.collectives.gatherer.Gatherer.all_gather`.
     """
 
     def __init__(self, lockstep: Lockstep):
         """Reduce over the ranks of `lockstep`."""
-        self.lockstep = lockstep
-        self.comm = lockstep.comm
-        self.node = NodeFolds(lockstep)
-        self.all_gather = Gatherer(lockstep).all_gather
+        super().__init__(lockstep, NodeFolds(lockstep))
+        self._gatherer = Gatherer(lockstep)
 
-    def all_reduce(
-        self, call: str, op: ReduceOp, parts: Sequence[Part], weigh: bool = False
+    def all_gather(
+        self, call: str, axis: Sequence[int], leaves: Sequence[Array], paths: Sequence[str]
     ) -> list[Array]:
-        """Fold every leaf over all ranks.
-
-        Collective. Cost: the proof, and unless everything rides in it two barriers of the node, or
-        one MPI_Allreduce per bucket.
-
-        Args:
-          call: The text of the call; shapes and dtypes of the parts are added to it.
-          op: The fold. MEAN divides by the sum of the weights.
-          parts: One per leaf; equal shapes and dtypes on all ranks.
-          weigh: Multiply the values by their weights first; otherwise they are sums over their
-            examples already.
-
-        Returns:
-          One fresh array per leaf, of the form's result dtype, with the same bits on all ranks.
-        """
-        try:
-            text, alarm = described(call, parts), self.alarm(call, parts)
-            forms = tuple(part.form for part in parts)
-            weights = [part.weight for part in parts]
-        except Exception as error:
-            self.lockstep.refuse(call, error)
-        values = [part.value for part in parts]
-        what = Folding(text, op, forms, [value.shape for value in values])
-        return self.fold(what, values, weights, weigh, alarm=alarm)
+        """Concatenate every leaf over all ranks; see `Gatherer.all_gather`. Collective."""
+        return self._gatherer.all_gather(call, axis, leaves, paths)
 
     def fold(
         self,
@@ -109,16 +78,10 @@ class Reducer:
         outs: Sequence[Array] | None = None,
         alarm: str = "",
     ) -> list[Array]:
-        """Fold leaves whose call has its text already; else as `all_reduce`.
+        """Fold leaves over all ranks. Collective.
 
-        Args:
-          what: The call; equal on all ranks.
-          values: The leaves, in native byte order.
-          weights: How many examples each stands for, or one number for all.
-          weigh: Multiply the values by their weights first.
-          outs: Where the results go: of the forms' result dtypes. Leaves of the strategy's buffers
-            that are given as value and out both are folded where they lie.
-          alarm: What is wrong with the values, if anything is looked for.
+        Cost: the proof; unless everything rides in it, two barriers of the node, or one
+        MPI_Allreduce per bucket.
         """
         with np.errstate(all="ignore"):
             try:
@@ -130,12 +93,7 @@ class Reducer:
             moved = self.lockstep.session.on_moved
             if moved is not None and not way.small:
                 moved(results)
-            if outs is None:
-                return results
-            for out, result in zip(outs, results, strict=True):
-                if out is not result:
-                    out[...] = result
-            return list(outs)
+            return put(results, outs)
 
     def fold_placed(
         self, what: Folding, placed: Placed, weight: float, weigh: bool, leaves: list[Array]
@@ -184,29 +142,29 @@ class Reducer:
         homes = None
         if outs is not None and self.node.possible and what.as_it_is:
             homes = self.node.homes(values, outs)
-        header = b""
-        if what.op is ReduceOp.MEAN:
-            header = struct.pack(f"<{len(weights)}d", *weights)
-            if 0 in weights and homes is None:  # never read
-                values = _silenced(values, weights)
+        mean = what.op is ReduceOp.MEAN
+        header = struct.pack(f"<{len(weights)}d", *weights) if mean else b""
         suffix = "" if outs is None else ", out"
-        self.node.compile(what)
         if homes is not None:
+            self.node.compile(what)
             placed = self.node.placed(homes)
             finish = functools.partial(self._in_place, what, placed, list(values))
             return _Way(placed.suffix, header, finish)
         if self.lockstep.fits(len(header) + what.nbytes):
-            wires = [np.asarray(v, f.wire) for v, f in zip(values, what.forms, strict=True)]
+            wires = what.wires(values, weights, fresh=False)
             riding = header + b"".join([wire.tobytes() for wire in wires])
             return _Way(suffix, riding, functools.partial(_rode, what, wires, len(header)), True)
         if not self.node.possible:
-            wires = [_wire(v, f, weigh) for v, f in zip(values, what.forms, strict=True)]
+            wires = what.wires(values, weights, fresh=weigh)
             sent = messages(what.op, wires, self.comm.size)
             finish = functools.partial(self._native, what, wires, sent, weigh)
             return _Way(suffix, header, finish)
+        if mean and 0 in weights:  # never read
+            values = what.wires(values, weights, fresh=False)
+        self.node.compile(what)
         packed = self.node.prepare(what, values)
         results = results_for(what, values, outs)
-        finish = functools.partial(self._packed, what, packed, values, weigh, results)
+        finish = functools.partial(self._packed, what, packed, values, weights, weigh, results)
         return _Way(suffix, header, finish)
 
     def _in_place(
@@ -220,6 +178,7 @@ class Reducer:
         what: Folding,
         packed: Packed,
         values: Sequence[Array],
+        weights: Sequence[float],
         weigh: bool,
         results: Results,
         scales: Scales,
@@ -230,7 +189,7 @@ class Reducer:
             return results.arrays
         # Once in a session: what MPI needs instead may fail to be allocated, so there is a proof.
         with self.lockstep.preparing(f"{what.text}, by MPI"):
-            wires = [_wire(v, f, weigh) for v, f in zip(values, what.forms, strict=True)]
+            wires = what.wires(values, weights, fresh=weigh)
             sent = messages(what.op, wires, self.comm.size)
         self.lockstep.prove(f"{what.text}, by MPI")
         totals = self._native(what, wires, sent, weigh, scales, smalls)
@@ -251,42 +210,11 @@ class Reducer:
             factors = [1.0 if m is None else m[self.comm.rank] for m in mine]
             for message in sent:
                 scale(message, wires, factors)
-        return _done(what, travel(self.comm, what.op, wires, sent), scales)
-
-    def alarm(self, call: str, parts: Sequence[Part]) -> str:
-        """Return what is wrong with the numbers that this rank is about to give, if asked for."""
-        if self.lockstep.options.nan == "off":
-            return ""
-        return first_nonfinite(call, self.lockstep.session.steps, parts)
+        return what.results(travel(self.comm, what.op, wires, sent), scales.divisors)
 
 
 def _nothing(scales: Scales, smalls: list[bytes]) -> list[Array]:
     return []
-
-
-def _silenced(values: Sequence[Array], weights: Sequence[float]) -> list[Array]:
-    spread = list(weights) if len(weights) > 1 else [weights[0]] * len(values)
-    return [
-        np.zeros(value.shape, value.dtype) if weight == 0 else value
-        for value, weight in zip(values, spread, strict=True)
-    ]
-
-
-def _wire(value: Array, form: Form, weigh: bool) -> Array:
-    if weigh:  # a copy, to be multiplied once all weights are known
-        return np.array(value, form.wire, order="C")
-    return np.asarray(value, form.wire, order="C")
-
-
-def _done(what: Folding, totals: list[Array], scales: Scales) -> list[Array]:
-    for leaf, total in enumerate(totals):
-        divisor = scales.of(leaf)[1]
-        if scales.divisors is not None:
-            divide(total, divisor)
-    return [
-        total.astype(form.result, copy=False)
-        for total, form in zip(totals, what.forms, strict=True)
-    ]
 
 
 def _rode(
@@ -306,7 +234,7 @@ def _rode(
             FOLDS[what.op](total, value, out=total)
         totals.append(total.reshape(wire.shape))
         start = stop
-    return _done(what, totals, scales)
+    return what.results(totals, scales.divisors)
 
 
 def scales_of(table: Array, weigh: bool) -> Array:

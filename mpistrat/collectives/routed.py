@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import functools
 import math
 import struct
@@ -12,63 +11,36 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.collectives.folding import Folding
+from mpistrat.collectives.folding import Folding, put
 from mpistrat.collectives.forms import decode_order, encode_order, ordered
 from mpistrat.collectives.gatherer import Gatherer
-from mpistrat.collectives.messages import divide, multiply
+from mpistrat.collectives.messages import multiply
 from mpistrat.collectives.node import Placed
-from mpistrat.collectives.part import Part
 from mpistrat.collectives.reducer import Reducer, scales_of
+from mpistrat.collectives.reducing import Reducing
 from mpistrat.collectives.routes import Route
-from mpistrat.collectives.texts import described
 from mpistrat.kernels.ops import ReduceOp
 
 __all__ = [
     "Chosen",
     "Packing",
-    "Reducing",
     "Routed",
     "Timed",
+    "divisors_of",
     "grouped",
-    "results_of",
-    "wires_of",
 ]
 
 
-class Chosen(abc.ABC):
+class Chosen(Reducing):
     """What takes the place of a `Reducer` where a program has chosen how values move.
 
     Args:
       base: What moves values where nothing is chosen.
-
-    Attributes:
-      lockstep: The ranks.
-      comm: Their communicator.
-      node: The shared-memory path of `base`.
     """
 
     def __init__(self, base: Reducer):
         """Take the place of `base`."""
-        self.lockstep, self.comm, self.node = base.lockstep, base.comm, base.node
-        self.alarm = base.alarm
-
-    @abc.abstractmethod
-    def fold(
-        self,
-        what: Folding,
-        values: Sequence[Array],
-        weights: Sequence[float],
-        weigh: bool = False,
-        outs: Sequence[Array] | None = None,
-        alarm: str = "",
-    ) -> list[Array]:
-        """Fold leaves over all ranks; see `Reducer.fold`. Collective."""
-
-    @abc.abstractmethod
-    def all_gather(
-        self, call: str, axis: Sequence[int], leaves: Sequence[Array], paths: Sequence[str]
-    ) -> list[Array]:
-        """Concatenate every leaf over all ranks; see `Gatherer.all_gather`. Collective."""
+        super().__init__(base.lockstep, base.node)
 
     @final
     def fold_placed(
@@ -76,18 +48,6 @@ class Chosen(abc.ABC):
     ) -> None:
         """Fold arrays of the arena as any others: a choice leaves shared memory out. Collective."""
         self.fold(what, leaves, [weight], weigh, leaves)
-
-    @final
-    def all_reduce(
-        self, call: str, op: ReduceOp, parts: Sequence[Part], weigh: bool = False
-    ) -> list[Array]:
-        """Fold every leaf over all ranks; see `Reducer.all_reduce`. Collective."""
-        with self.lockstep.preparing(call):
-            text, alarm = described(call, parts), self.alarm(call, parts)
-            values, weights = [part.value for part in parts], [part.weight for part in parts]
-            shapes = [value.shape for value in values]
-            what = Folding(text, op, [part.form for part in parts], shapes)
-        return self.fold(what, values, weights, weigh, alarm=alarm)
 
     def _weighed(
         self, what: Folding, weights: Sequence[float], weigh: bool, text: str, alarm: str
@@ -103,44 +63,9 @@ class Chosen(abc.ABC):
         return np.broadcast_to(scales, (self.comm.size, len(what.forms)))
 
 
-Reducing = Reducer | Chosen
-
-
-def wires_of(
-    what: Folding, values: Sequence[Array], weights: Sequence[float], fresh: bool
-) -> list[Array]:
-    """Return the values as they travel, those of weight 0 as zeros; all of them copies if `fresh`.
-
-    Args:
-      what: The call.
-      values: The leaves.
-      weights: One per leaf, or one for all; they only count for MEAN.
-      fresh: They are to be multiplied.
-    """
-    make = np.array if fresh else np.asarray
-    each = list(weights) * (1 if len(weights) == len(values) else len(values))
-    mean = what.op is ReduceOp.MEAN
-    return [
-        np.zeros(value.shape, form.wire)
-        if mean and weight == 0
-        else make(value, form.wire, order="C")
-        for value, form, weight in zip(values, what.forms, each, strict=True)
-    ]
-
-
-def results_of(
-    what: Folding, totals: Sequence[Array], scales: Array | None, outs: Sequence[Array] | None
-) -> list[Array]:
-    """Return the totals divided and in the dtypes that come back; in `outs` if they are given."""
-    if scales is not None:
-        for i, total in enumerate(totals):
-            divide(total, math.fsum(scales[:, i]))
-    results = [t.astype(f.result, copy=False) for t, f in zip(totals, what.forms, strict=True)]
-    if outs is None:
-        return results
-    for out, result in zip(outs, results, strict=True):
-        out[...] = result
-    return list(outs)
+def divisors_of(scales: Array | None) -> list[float] | None:
+    """Return what each leaf is divided by, given the weights of every rank (rows) and leaf."""
+    return None if scales is None else [math.fsum(column) for column in scales.T]
 
 
 class Packing(NamedTuple):
@@ -235,14 +160,15 @@ class Routed(Chosen):
         with np.errstate(all="ignore"):
             with self.lockstep.preparing(what.text):
                 text = f"{what.text}{'' if outs is None else ', out'}{self._by}"
-                wires = wires_of(what, values, weights, weigh)
+                wires = what.wires(values, weights, fresh=weigh)
                 sent = self._sent(op, wires)
             scales = self._weighed(what, weights, weigh, text, alarm)
             if weigh and scales is not None:
                 self._scale(sent, wires, scales[self.comm.rank])
             for message in sent:
                 self._move(text, message, op)
-            return results_of(what, self._totals(op, wires, sent), scales, outs)
+            totals = self._totals(op, wires, sent)
+            return put(what.results(totals, divisors_of(scales)), outs)
 
     def all_gather(
         self, call: str, axis: Sequence[int], leaves: Sequence[Array], paths: Sequence[str]

@@ -11,17 +11,16 @@ import numpy as np
 
 from mpistrat.arrays import Array, as_array
 from mpistrat.collectives.communication import CommunicationImplementation, CommunicationOptions
-from mpistrat.collectives.folding import Folding
+from mpistrat.collectives.folding import Folding, put
 from mpistrat.collectives.messages import multiply
 from mpistrat.collectives.reducer import Reducer
+from mpistrat.collectives.reducing import Reducing
 from mpistrat.collectives.routed import (
     Chosen,
     Packing,
-    Reducing,
     Routed,
     Timed,
-    results_of,
-    wires_of,
+    divisors_of,
 )
 from mpistrat.collectives.routes import Native, Ring, Route
 from mpistrat.distribute.default import current_strategy
@@ -147,7 +146,7 @@ class _Delegated(Chosen):
         """Fold leaves over all ranks. Collective. Cost: two proofs, and what the class does."""
         with self.lockstep.preparing(what.text):
             text = f"{what.text}{'' if outs is None else ', out'}{self._by}"
-            wires = wires_of(what, values, weights, fresh=True)
+            wires = what.wires(values, weights, fresh=True)
         scales = self._weighed(what, weights, weigh, text, alarm)
         # A mean of values that count alike is theirs to make; of others, it is a sum, divided here.
         if scales is not None and bool((scales == 1).all()):
@@ -156,7 +155,8 @@ class _Delegated(Chosen):
         if weigh and scales is not None:
             for wire, scale in zip(wires, scales[self.comm.rank], strict=True):
                 multiply(wire, scale)
-        return results_of(what, self._folded(text, op, wires), scales, outs)
+        totals = self._folded(text, op, wires)
+        return put(what.results(totals, divisors_of(scales)), outs)
 
     def _folded(self, text: str, op: ReduceOp, wires: list[Array]) -> list[Array]:
         if not wires:

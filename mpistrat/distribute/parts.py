@@ -11,7 +11,7 @@ from mpistrat.collectives.communication import CommunicationOptions
 from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.collectives.plans import Plans
 from mpistrat.collectives.reducer import Reducer
-from mpistrat.collectives.routed import Reducing
+from mpistrat.collectives.reducing import Reducing
 from mpistrat.comm.session import Session
 from mpistrat.comm.world import alone, default_parent
 from mpistrat.distribute.choice import Choice, Ops

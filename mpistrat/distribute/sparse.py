@@ -12,7 +12,7 @@ from mpistrat.arrays import Array, as_array, label
 from mpistrat.collectives.alarms import first_nonfinite
 from mpistrat.collectives.forms import Form, form
 from mpistrat.collectives.part import Part
-from mpistrat.collectives.routed import Reducing
+from mpistrat.collectives.reducing import Reducing
 from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.kernels.ops import ReduceOp
 

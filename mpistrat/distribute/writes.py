@@ -17,7 +17,7 @@ from mpistrat.arrays import Array, as_array, spec_text
 from mpistrat.collectives.forms import form
 from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.collectives.part import Part
-from mpistrat.collectives.routed import Reducing
+from mpistrat.collectives.reducing import Reducing
 from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.distribute.views import ALONE
 from mpistrat.errors import LockstepError

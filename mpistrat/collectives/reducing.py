@@ -1,0 +1,97 @@
+"""What every way of making the values of all ranks one can do."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import final
+
+from mpistrat.arrays import Array
+from mpistrat.collectives.alarms import first_nonfinite
+from mpistrat.collectives.folding import Folding
+from mpistrat.collectives.lockstep import Lockstep
+from mpistrat.collectives.node import NodeFolds, Placed
+from mpistrat.collectives.part import Part
+from mpistrat.collectives.texts import described
+from mpistrat.kernels.ops import ReduceOp
+
+__all__ = ["Reducing"]
+
+
+class Reducing(abc.ABC):
+    """Makes the values of all ranks one.
+
+    Args:
+      lockstep: Proves each call, and carries what is small.
+      node: The shared memory of the ranks.
+    """
+
+    def __init__(self, lockstep: Lockstep, node: NodeFolds):
+        """Reduce over the ranks of `lockstep`."""
+        self.lockstep, self.comm, self.node = lockstep, lockstep.comm, node
+
+    @final
+    def all_reduce(
+        self, call: str, op: ReduceOp, parts: Sequence[Part], weigh: bool = False
+    ) -> list[Array]:
+        """Fold every leaf over all ranks.
+
+        Collective. Cost: as `fold`.
+
+        Args:
+          call: The text of the call; shapes and dtypes of the parts are added to it.
+          op: The fold. MEAN divides by the sum of the weights.
+          parts: One per leaf; equal shapes and dtypes on all ranks.
+          weigh: Multiply the values by their weights first; otherwise they are sums over their
+            examples already.
+
+        Returns:
+          One fresh array per leaf, of the form's result dtype, with the same bits on all ranks.
+        """
+        with self.lockstep.preparing(call):
+            text, alarm = described(call, parts), self.alarm(call, parts)
+            values, weights = [part.value for part in parts], [part.weight for part in parts]
+            shapes = [value.shape for value in values]
+            what = Folding(text, op, [part.form for part in parts], shapes)
+        return self.fold(what, values, weights, weigh, alarm=alarm)
+
+    @abc.abstractmethod
+    def fold(
+        self,
+        what: Folding,
+        values: Sequence[Array],
+        weights: Sequence[float],
+        weigh: bool = False,
+        outs: Sequence[Array] | None = None,
+        alarm: str = "",
+    ) -> list[Array]:
+        """Fold leaves whose call has its text already; else as `all_reduce`. Collective.
+
+        Args:
+          what: The call; equal on all ranks.
+          values: The leaves, in native byte order.
+          weights: How many examples each stands for, or one number for all.
+          weigh: Multiply the values by their weights first.
+          outs: Where the results go: of the forms' result dtypes. Leaves of the strategy's buffers
+            that are given as value and out both may be folded where they lie.
+          alarm: What is wrong with the values, if anything is looked for.
+        """
+
+    @abc.abstractmethod
+    def fold_placed(
+        self, what: Folding, placed: Placed, weight: float, weigh: bool, leaves: list[Array]
+    ) -> None:
+        """Fold arrays of the arena into themselves, if all is known of them; else as `fold`."""
+
+    @abc.abstractmethod
+    def all_gather(
+        self, call: str, axis: Sequence[int], leaves: Sequence[Array], paths: Sequence[str]
+    ) -> list[Array]:
+        """Concatenate every leaf over all ranks; see `Gatherer.all_gather`. Collective."""
+
+    @final
+    def alarm(self, call: str, parts: Sequence[Part]) -> str:
+        """Return what is wrong with the numbers that this rank is about to give, if asked for."""
+        if self.lockstep.options.nan == "off":
+            return ""
+        return first_nonfinite(call, self.lockstep.session.steps, parts)
