@@ -14,6 +14,7 @@ from mpistrat.comm.base import Comm
 from mpistrat.kernels.ops import FOLDS, ReduceOp
 
 __all__ = [
+    "MPI_NAMES",
     "Message",
     "divide",
     "finished",
@@ -24,7 +25,8 @@ __all__ = [
     "travel",
 ]
 
-_MPI_NAMES = {op: op.value for op in ReduceOp} | {ReduceOp.MEAN: "SUM"}
+# What MPI calls a fold; MEAN divides afterwards.
+MPI_NAMES = {op: op.value for op in ReduceOp} | {ReduceOp.MEAN: "SUM"}
 
 
 class Message(NamedTuple):
@@ -105,7 +107,7 @@ def travel(
             fold: Any = FOLDS[op]
             travelling[i] = message._replace(recv=fold.reduce(message.recv, axis=0))
         else:
-            comm.allreduce(message.send, message.recv, _MPI_NAMES[op])
+            comm.allreduce(message.send, message.recv, MPI_NAMES[op])
     return finished(op, wires, travelling)
 
 

@@ -135,11 +135,8 @@ class NodeFolds:
         side = (self._lockstep.session.calls + 1) & 1
         if filled:
             pack = what.packs[0]
-            fill(
-                pack,
-                values,
-                self.arena.sides(pack.dtype)[side][self.rank] if direct else self._row(pack),
-            )
+            row = arena.sides(pack.dtype)[side][self.rank] if direct else self._row(pack)
+            fill(pack, values, row)
         return Packed(values, filled, side if direct else None)
 
     def compile(self, what: Folding) -> None:

@@ -143,6 +143,8 @@ class Plans:
 
     def in_place(self, key: tuple[Any, ...]) -> InPlace | None:
         """Return what is known of the arrays of the arena that `key` names, by address."""
+        if not self._node.possible:
+            return None  # as the general path has it, which other ranks may take
         found = self._places.get(key)
         return found if found and found.generation == self._node.arena.generation else None
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from mpistrat.arrays import Array, as_array
 from mpistrat.collectives.lockstep import Lockstep
+from mpistrat.collectives.messages import MPI_NAMES
 from mpistrat.comm.base import Buffer, Comm
 from mpistrat.errors import StructureError
 from mpistrat.kernels.ops import FOLDS, ReduceOp
@@ -21,7 +22,6 @@ from mpistrat.memory.nodes import Nodes, find_nodes
 
 __all__ = ["Hierarchical", "Native", "OneRoot", "Ring", "Route"]
 
-_MPI_NAMES = {op: op.value for op in ReduceOp} | {ReduceOp.MEAN: "SUM"}
 _ADDS = (ReduceOp.SUM, ReduceOp.MEAN)
 
 
@@ -61,7 +61,7 @@ def _lossy(op: ReduceOp, dtype: np.dtype[Any]) -> bool:
 def _all(comm: Comm, send: Array, recv: Array, op: ReduceOp) -> None:
     """Fold by the MPI library's own all-reduce; by a gather where that would lose a NaN."""
     if not _lossy(op, send.dtype):
-        comm.allreduce(send, recv, _MPI_NAMES[op])
+        comm.allreduce(send, recv, MPI_NAMES[op])
         return
     rows = np.empty((comm.size, *send.shape), send.dtype)
     comm.allgather(send, rows)
@@ -177,7 +177,7 @@ class Hierarchical(Route):
             if mine is not None:
                 _folded(values, mine, op)
         else:
-            nodes.node.reduce(send, mine, _MPI_NAMES[op], 0)
+            nodes.node.reduce(send, mine, MPI_NAMES[op], 0)
         if mine is not None:
             if nodes.lane is None:
                 recv[...] = mine

@@ -98,11 +98,6 @@ class Arena:
         self.refused = False
         self._turn = 0
 
-    @property
-    def known(self) -> bool:
-        """Whether the ranks have found out who shares a node."""
-        return self._nodes is not None
-
     def nodes(self) -> Nodes:
         """Return who shares a node. Collective the first time."""
         if self._nodes is None:
