@@ -25,7 +25,7 @@ import struct
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, NoReturn, final
+from typing import NamedTuple, NoReturn, TypeAlias, final
 
 import numpy as np
 
@@ -34,8 +34,9 @@ from mpistrat.collectives import blame, leaving
 from mpistrat.collectives.watched import Watched
 from mpistrat.comm.base import Comm
 from mpistrat.comm.ordered import Ordered
-from mpistrat.comm.session import Session
+from mpistrat.comm.session import Session, Unproved
 from mpistrat.errors import ContextError, LockstepError, NonFiniteError
+from mpistrat.memory.copies import Copy, settle
 from mpistrat.options import Options
 
 __all__ = ["FRAME", "FRAME_RANKS", "HEAD", "ROOM", "Lockstep", "Proof", "digest_of"]
@@ -50,6 +51,9 @@ _FAILED, _MORE, _LARGE, _LEAVING, _ALARM = 1, 2, 4, 8, 16
 _LEAVE = "leave the program"
 
 
+Judge: TypeAlias = "Callable[[list[bytes] | None], BaseException | None]"
+
+
 class Proof(NamedTuple):
     """What came with a proof; of the same kind on every rank.
 
@@ -60,6 +64,11 @@ class Proof(NamedTuple):
 
     smalls: list[bytes] | None
     more: bool
+
+
+def _undo(writes: list[Unproved]) -> None:
+    for write in reversed(writes):
+        write.undo()
 
 
 @functools.lru_cache(maxsize=4096)
@@ -122,6 +131,7 @@ class Lockstep:
         failure: BaseException | None = None,
         more: bool = False,
         alarm: str = "",
+        judge: Judge | None = None,
     ) -> Proof:
         """Prove that all ranks make this call, or raise on all of them.
 
@@ -134,6 +144,8 @@ class Lockstep:
           failure: What this rank failed with before it could make the call, if it did.
           more: This rank has more to give than `small`; every rank is told.
           alarm: What is wrong with the numbers that this rank is about to give, if anything is.
+          judge: Looks at the payloads, as `Proof` has them, alike on all ranks; what it returns is
+            raised.
 
         Returns:
           The payload of every rank. It could not ride if some rank's was larger than `ROOM`, or if
@@ -150,7 +162,7 @@ class Lockstep:
         self.session.calls += 1
         writes, self.session.unproved = self.session.unproved, []
         if writes:
-            call = f"{call}, after {'; '.join(text for text, _ in writes)}"
+            call = f"{call}, after {'; '.join(write.text for write in writes)}"
         flags = (_FAILED if failure is not None else 0) | (_MORE if more else 0)
         flags |= _ALARM if alarm else 0
         board = self.session.board
@@ -160,6 +172,12 @@ class Lockstep:
             union, same, smalls = exchange(digest_of(call), small, flags)
             if not same or union & (_LEAVING | _FAILED):
                 self._explain(call, failure, union, writes)
+            wrong = None if judge is None else judge(smalls)
+            if wrong is not None:
+                _undo(writes)
+                self.fail(wrong)
+            if writes:
+                settle(write.copy for write in writes)
             if union & _ALARM:
                 self._sound(alarm)
             return Proof(smalls, bool(union & _MORE))
@@ -214,10 +232,9 @@ class Lockstep:
         call: str,
         failure: BaseException | None,
         union: int,
-        writes: list[tuple[str, Callable[[], None]]],
+        writes: list[Unproved],
     ) -> NoReturn:
-        for _, undo in reversed(writes):
-            undo()
+        _undo(writes)
         if union & _LEAVING:
             self.session.gone = leaving.left(self, call)
             self.fail(failure or self.session.gone)
@@ -247,17 +264,18 @@ class Lockstep:
         self.session.exit_code = told.code
         return told
 
-    def later(self, text: str, undo: Callable[[], None]) -> None:
-        """Let the next proof show that all ranks have done alike.
+    def later(self, text: str, copy: Copy, rows: Array | None = None) -> None:
+        """Let the next proof show that all ranks make a write alike, or undo it.
 
         No communication of its own. At the latest it is the proof that ends the run.
 
         Args:
-          text: What was done; equal on all ranks exactly if they have done alike.
-          undo: Undoes it, if that proof fails.
+          text: What is about to be done; equal on all ranks exactly if they do alike.
+          copy: What is written to.
+          rows: To which rows; None for all.
         """
         self._check(None)
-        self.session.unproved.append((text, undo))
+        self.session.unproved.append(Unproved(text, copy.undo(rows), copy))
 
     def share(
         self, call: str, small: bytes, failure: BaseException | None = None, alarm: str = ""

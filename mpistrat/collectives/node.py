@@ -27,6 +27,7 @@ from mpistrat.collectives.results import Results
 from mpistrat.kernels.fold import compile_for, fold_rows, spread_rows
 from mpistrat.kernels.ops import FOLDS, ReduceOp
 from mpistrat.memory.arena import Arena, Home
+from mpistrat.memory.copies import Copy
 from mpistrat.memory.layout import Specs
 
 __all__ = ["NodeFolds", "Packed", "Placed", "Scales"]
@@ -105,6 +106,24 @@ class NodeFolds:
         with self._sharing():
             return self.arena.block(specs)
 
+    def copy(self, call: str, value: Array, shared: bool) -> Copy:
+        """Return a copy with the contents that the first rank gives.
+
+        Collective.
+
+        Args:
+          call: What it is for.
+          value: An array of this rank alone, C-ordered, of one dtype and shape on all ranks.
+          shared: It is always the same on all ranks, so those of a node may have it in common.
+        """
+        copies = self.arena.copies
+        refused = copies.refused
+        with self._sharing():
+            copy = copies.make(value, shared)
+        if copies.refused and not refused:
+            self.warn(call, "each rank has its own copy of variables")
+        return copy
+
     def homes(self, values: Sequence[Array], outs: Sequence[Array] | None) -> list[Home] | None:
         """Return where all values lie, if every one is to be folded in place."""
         if outs is None or len(set(map(id, outs))) < len(outs):
@@ -162,7 +181,7 @@ class NodeFolds:
             made = self.arena.make_room(what.most)
         return made
 
-    def warn(self, name: str) -> None:
+    def warn(self, name: str, instead: str = "arrays travel by MPI") -> None:
         """Say that memory is not shared, on rank 0; an error of it is one on every rank.
 
         Collective.
@@ -171,7 +190,8 @@ class NodeFolds:
             if self._lockstep.comm.rank == 0:
                 warnings.warn(
                     f"{name}: the ranks of a node cannot share memory (too little of it, or not "
-                    "allowed), so arrays travel by MPI. The results are the same, and take longer.",
+                    f"allowed), so {instead}. The results are the same, and take more of the "
+                    "machine.",
                     RuntimeWarning,
                     stacklevel=2,
                 )

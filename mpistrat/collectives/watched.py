@@ -7,6 +7,7 @@ from typing import final
 
 from mpistrat.comm.base import Buffer, Comm
 from mpistrat.comm.session import Session
+from mpistrat.memory.shared import Pages
 
 __all__ = ["Watched"]
 
@@ -126,6 +127,15 @@ class Watched(Comm):
         board.resume()
         try:
             return self._comm.shared(nbytes)
+        finally:
+            board.leave()
+
+    def pages(self, nbytes: int) -> Pages | None:
+        """Return memory that all ranks see, with an overlay, or None on all of them."""
+        board = self._session.board
+        board.resume()
+        try:
+            return self._comm.pages(nbytes)
         finally:
             board.leave()
 

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from mpistrat.memory.shared import Pages
+
 __all__ = ["Buffer", "Comm"]
 
 Buffer = npt.NDArray[np.generic]
@@ -89,6 +91,10 @@ class Comm(abc.ABC):
 
         The memory lives as long as anything refers to it, and leaves nothing behind.
         """
+
+    @abc.abstractmethod
+    def pages(self, nbytes: int) -> Pages | None:
+        """Return zeroed memory that all ranks of this group see, with an overlay; else `shared`."""
 
     @property
     def ended(self) -> bool:

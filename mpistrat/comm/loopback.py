@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, NoReturn, final
 import numpy as np
 
 from mpistrat.comm.base import Buffer, Comm
+from mpistrat.memory.shared import Pages, shared_pages
 
 __all__ = ["Event", "LoopbackComm", "LoopbackWorld"]
 
@@ -327,6 +328,15 @@ class LoopbackComm(Comm):
         """Return zeroed bytes that all ranks see."""
         offered = bytearray(nbytes) if self.rank == 0 else None
         return memoryview(self._meet(f"shared memory of {nbytes} bytes", offered)[0])
+
+    def pages(self, nbytes: int) -> Pages | None:
+        """Return zeroed memory that all ranks see; overlays are of threads here."""
+        return shared_pages(
+            lambda data: self._meet(f"pages of {nbytes} bytes", data),
+            self.rank == 0,
+            nbytes,
+            "copies",
+        )
 
     def free(self) -> None:
         """Leave the world."""

@@ -14,7 +14,7 @@ from typing import Any, final
 import numpy as np
 
 from mpistrat.comm.base import Buffer, Comm
-from mpistrat.memory.shared import shared_memory
+from mpistrat.memory.shared import Pages, shared_memory, shared_pages
 
 __all__ = ["MPIComm", "abort", "initialized", "is_communicator", "library", "world_size"]
 
@@ -156,6 +156,10 @@ class MPIComm(Comm):
     def shared(self, nbytes: int) -> memoryview | None:
         """Return zeroed bytes that the processes of this group map; None if they cannot."""
         return shared_memory(self._comm.allgather, self.rank == 0, nbytes, "arena")
+
+    def pages(self, nbytes: int) -> Pages | None:
+        """Return zeroed memory that the processes of this group map; None if they cannot."""
+        return shared_pages(self._comm.allgather, self.rank == 0, nbytes, "copies")
 
     @property
     def ended(self) -> bool:

@@ -8,6 +8,7 @@ from typing import final
 import numpy as np
 
 from mpistrat.comm.base import Buffer, Comm
+from mpistrat.memory.shared import Pages
 
 __all__ = ["Ordered"]
 
@@ -104,6 +105,10 @@ class Ordered(Comm):
     def shared(self, nbytes: int) -> memoryview | None:
         """Return bytes that all ranks see, or None on all of them."""
         return self._comm.shared(nbytes)
+
+    def pages(self, nbytes: int) -> Pages | None:
+        """Return memory that all ranks see, or None on all of them."""
+        return self._comm.pages(nbytes)
 
     @property
     def ended(self) -> bool:

@@ -12,16 +12,17 @@ import os
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol, final
+from typing import Any, NamedTuple, Protocol, final
 from weakref import WeakValueDictionary
 
 from mpistrat.comm.base import Comm
 from mpistrat.comm.loopback import LoopbackComm
 from mpistrat.comm.mpi import MPIComm, is_communicator, library
 from mpistrat.errors import StrategyError
+from mpistrat.memory.copies import Copy
 from mpistrat.options import Options
 
-__all__ = ["Board", "Interrupted", "RunState", "Session", "Unwatched"]
+__all__ = ["Board", "Interrupted", "RunState", "Session", "Unproved", "Unwatched"]
 
 
 class Board(Protocol):
@@ -111,6 +112,20 @@ class RunState(threading.local):
     failed: BaseException | None = None
 
 
+class Unproved(NamedTuple):
+    """A write that this rank has made alone.
+
+    Attributes:
+      text: What was done; equal on all ranks exactly if they have done alike.
+      undo: Undoes it.
+      copy: What was written to.
+    """
+
+    text: str
+    undo: Callable[[], None]
+    copy: Copy
+
+
 @final
 class Session:
     """The private communicator of one parent, and how far its sequence of calls has come.
@@ -127,8 +142,7 @@ class Session:
       gone: The error that told that ranks have left the program, if they have.
       speaks: This rank is the one to print that error.
       exit_code: What the ranks agreed to leave with, once one has left.
-      unproved: Writes that the next proof will show to be alike on all ranks, or undo: what each
-        is, and how to undo it.
+      unproved: Writes that the next proof will show to be alike on all ranks, or undo.
       variables: How many variables have been created; equal on all ranks.
       on_fn: Called on the way into the function of a ``run``; for tests of faults.
       on_moved: Called with the results of an all-reduce that moved more than its proof; for tests
@@ -157,7 +171,7 @@ class Session:
         self.gone: BaseException | None = None
         self.speaks = False
         self.exit_code = 0
-        self.unproved: list[tuple[str, Callable[[], None]]] = []
+        self.unproved: list[Unproved] = []
         self.variables = 0
         self.datasets = 0
         self.on_fn: Callable[[], None] | None = None

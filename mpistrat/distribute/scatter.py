@@ -125,7 +125,7 @@ def _scatter(variable: Any, kind: str, delta: Any) -> Variable:
     var: Variable = variable
     mode = same_strategy(var.strategy, f"variable {var.name!r}")
     if mode is not None and mode.updating is variable:
-        var.store(kind, *_checked(var, mode, kind, delta))
+        var.store(kind, *_checked(var, mode, kind, delta), alone=True)
         return var
     lockstep = var.strategy.parts.lockstep
     several = var.strategy.parts.view is not ALONE
@@ -134,13 +134,15 @@ def _scatter(variable: Any, kind: str, delta: Any) -> Variable:
         if several:
             _refuse_kind(var, kind)
         values, rows = _checked(var, mode, kind, delta)
-    if mode is None or mode.replica is None:
+    replica = mode is not None and mode.replica is not None
+    if not replica:
         advice = "Compute it alike on all ranks, or broadcast or reduce it first."
         contents = writes.digest(values) + writes.digest(rows)
         writes.prove_same(lockstep, f"{call} of rows", contents, advice)
     elif several:
         values, rows = REPLICA[var.aggregation](var, call, values, rows)
-    var.store(kind, values, rows)
+    alone = replica and var.aggregation is VariableAggregation.NONE
+    var.store(kind, values, rows, alone=alone)
     return var
 
 
@@ -172,7 +174,7 @@ def _checked(variable: Variable, mode: Mode | None, kind: str, delta: Any) -> tu
 def _same(variable: Variable, call: str, values: Array, rows: Array) -> tuple[Array, Array]:
     text = (writes.digest(values) + writes.digest(rows)).hex()
     lockstep: Lockstep = variable.strategy.parts.lockstep
-    lockstep.later(f"{call} of {len(rows)} rows {text}", variable.restorer(rows))
+    lockstep.later(f"{call} of {len(rows)} rows {text}", variable.copy, rows)
     return values, rows
 
 

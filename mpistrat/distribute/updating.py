@@ -9,6 +9,7 @@ import numpy as np
 
 from mpistrat import nest
 from mpistrat.arrays import is_scalar
+from mpistrat.comm.session import Unproved
 from mpistrat.distribute import writes
 from mpistrat.distribute.mode import Mode, entered
 from mpistrat.distribute.regroup import select
@@ -49,7 +50,7 @@ def update(
     with lockstep.preparing("update"):
         own_variable(strategy, "update", var)
         _refuse_per_replica(var, given)
-        undo = var.restorer()
+        undo = var.copy.undo()
     failure, result, contents, call = None, None, b"", f"update({var.spec()})"
     try:
         mine, named = select(given)
@@ -62,7 +63,7 @@ def update(
         failure = error
     try:
         # Undone by the proof if that fails, before what was written earlier in the run.
-        lockstep.session.unproved.append((f"{call} itself", undo))
+        lockstep.session.unproved.append(Unproved(f"{call} itself", undo, var.copy))
         writes.prove_same(lockstep, call, contents, _ADVICE, failure)
     except BaseException:
         lockstep.session.unproved.clear()

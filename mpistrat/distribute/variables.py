@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Any, final
 
 import numpy as np
@@ -18,6 +18,7 @@ from mpistrat.distribute.values import Mirrored
 from mpistrat.distribute.views import ALONE
 from mpistrat.distribute.writes import VariableAggregation, VariableSynchronization
 from mpistrat.errors import ContextError, StructureError
+from mpistrat.memory.copies import Copy, Own
 
 __all__ = ["Variable", "VariableAggregation", "VariableSynchronization"]
 
@@ -80,22 +81,25 @@ class Variable(Reading, ScatterUpdates):
             value = initial_value() if callable(initial_value) else initial_value
             source = np.asarray(value) if isinstance(value, list | tuple) else plain(value)
             source = np.array(as_array(source, self.name), dtype, order="C")
-            self._array = as_array(source, self.name)
+            self.copy: Copy = Own(as_array(source, self.name))
             self.synchronization, self.aggregation = kinds(
                 self.name, self.dtype, synchronization, aggregation
             )
             self.trainable = not self.on_read if trainable is None else bool(trainable)
-        self._enrol("Variable")
-        lockstep.comm.bcast(self._array, 0)
+        self._enrol("Variable", given=True)
 
-    def _enrol(self, call: str) -> None:
+    def _enrol(self, call: str, given: bool) -> None:
+        """Make the variable one of the session, of replica 0's contents if it is `given` them."""
         session = self.strategy.parts.lockstep.session
         # Counted only once the proof has passed: a creation that failed must not leave ranks apart.
         self.number = session.variables + 1
         made = f"{self.synchronization.name}, {self.aggregation.name}, trainable={self.trainable}"
         self.strategy.parts.lockstep.prove(f"{call}({self.spec()}, {made})")
         session.variables = self.number
-        session.holders[id(self._array)] = self
+        if given or not self.on_read:
+            node = self.strategy.parts.reducer.node
+            self.copy = node.copy(call, self.copy.array, shared=not self.on_read)
+        session.holders[id(self.copy.base)] = self
         if not self.on_read:
             session.copies[self.number] = self
 
@@ -108,13 +112,13 @@ class Variable(Reading, ScatterUpdates):
         made = object.__new__(Variable)
         made.__dict__.update(self.__dict__)
         memo[id(self)] = made
-        made._array = self._array.copy()
-        made._enrol(f"deepcopy of no. {self.number}")
+        made.copy = Own(self.copy.array.copy())
+        made._enrol(f"deepcopy of no. {self.number}", given=False)
         return made
 
     def spec(self) -> str:
         """Return name, number, dtype and shape, as messages and proofs show them."""
-        return f"{self.name!r} no. {self.number} {spec_text(self._array)}"
+        return f"{self.name!r} no. {self.number} {spec_text(self.copy.array)}"
 
     @property
     def on_read(self) -> bool:
@@ -124,22 +128,22 @@ class Variable(Reading, ScatterUpdates):
     @property
     def dtype(self) -> np.dtype[Any]:
         """The dtype."""
-        return self._array.dtype
+        return self.copy.array.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape."""
-        return self._array.shape
+        return self.copy.array.shape
 
     @property
     def ndim(self) -> int:
         """The number of dimensions."""
-        return self._array.ndim
+        return self.copy.array.ndim
 
     @property
     def size(self) -> int:
         """The number of elements."""
-        return self._array.size
+        return self.copy.array.size
 
     @property
     def distribute_strategy(self) -> Any:
@@ -192,13 +196,13 @@ class Variable(Reading, ScatterUpdates):
 
     def component(self) -> Array:
         """Return this replica's copy: a live, read-only view. Never communicates."""
-        view = self._array.view()
+        view = self.copy.array.view()
         view.flags.writeable = False
         return view
 
     def holds(self, array: Any) -> bool:
         """Tell whether `array` is the memory of this replica's copy."""
-        return array is self._array
+        return array is self.copy.base
 
     def _read(self) -> Array:
         mode = same_strategy(self.strategy, f"variable {self.name!r}")
@@ -213,8 +217,9 @@ class Variable(Reading, ScatterUpdates):
                 "cannot read it as one value. Use experimental_local_results, or an aggregation."
             )
         if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-            return writes.REPLICA[self.aggregation](self, call, self._array)
-        return writes.reduced(parts.reducer, call, writes.OPS[self.aggregation], self._array)
+            return writes.REPLICA[self.aggregation](self, call, self.copy.array)
+        op = writes.OPS[self.aggregation]
+        return writes.reduced(parts.reducer, call, op, self.copy.array)
 
     def assign(
         self,
@@ -274,7 +279,7 @@ class Variable(Reading, ScatterUpdates):
         mode = same_strategy(self.strategy, f"variable {self.name!r}")
         replica = mode is not None and mode.replica is not None
         if (mode is not None and mode.updating is self) or (replica and self.on_read):
-            self.store(kind, incoming(self, mode, kind, value))
+            self.store(kind, incoming(self, mode, kind, value), alone=True)
             return self
         call = f"{kind}({self.spec()})"
         with self.strategy.parts.lockstep.preparing(call):
@@ -285,7 +290,7 @@ class Variable(Reading, ScatterUpdates):
             self._prove_cross(call, value, array)
             if self.on_read and self.aggregation is VariableAggregation.SUM:
                 array = writes.share(array, self.strategy.num_replicas_in_sync)
-        self.store(kind, array)
+        self.store(kind, array, alone=replica and self.aggregation is VariableAggregation.NONE)
         return self
 
     def _prove_cross(self, call: str, value: Any, array: Array) -> None:
@@ -297,39 +302,31 @@ class Variable(Reading, ScatterUpdates):
             lockstep, call, array, "Compute it alike on all ranks, or broadcast or reduce it first."
         )
 
-    def restorer(self, rows: Array | None = None) -> Callable[[], None]:
-        """Return a function that puts this replica's copy back to what it is now; once.
+    def store(self, kind: str, array: Array, rows: Array | None = None, *, alone: bool) -> None:
+        """Write to the copy.
 
-        Args:
-          rows: The rows that are about to be written; None for all.
-        """
-        place: Any = ... if rows is None else rows.copy()
-        before = [np.array(self._array[place])]
-
-        def restore() -> None:
-            if before:
-                self._array[place] = before.pop()
-
-        return restore
-
-    def store(self, kind: str, array: Array, rows: Array | None = None) -> None:
-        """Write to this replica's copy what all have agreed on. Never communicates.
+        Collective over the node, unless `alone` or if each rank has its own copy.
 
         Args:
           kind: Which method writes.
           array: What it writes, of the variable's dtype.
           rows: The rows that it writes to; None for all.
+          alone: The other ranks have not agreed to it yet.
         """
         # Whatever the program has set: a warning turned exception must not stop one rank's write.
         with np.errstate(all="ignore"):
-            if rows is not None:
-                apply(self._array, kind, array, rows)
-            elif kind == "assign":
-                self._array[...] = array
-            else:
-                _UFUNCS[kind](self._array, array, out=self._array)
+            self.copy.write(functools.partial(_do, kind), array, rows, alone)
 
     def __repr__(self) -> str:
         """Return name, kind and this replica's copy. Never communicates."""
         kinds = f"{self.synchronization.name}, {self.aggregation.name}"
-        return f"Variable({self.name!r}, {kinds}, {self._array!r})"
+        return f"Variable({self.name!r}, {kinds}, {self.copy.array!r})"
+
+
+def _do(kind: str, array: Array, values: Array, rows: Array | None) -> None:
+    if rows is not None:
+        apply(array, kind, values, rows)
+    elif kind == "assign":
+        array[...] = values
+    else:
+        _UFUNCS[kind](array, values, out=array)

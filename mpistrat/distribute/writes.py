@@ -109,20 +109,23 @@ def prove_same(
     else:
         mine = digest(contents)
         shown = str(contents.reshape(-1)[0]).encode()[:40] if contents.size else b""
-    smalls = lockstep.prove(call, mine + shown, failure).smalls
-    if smalls is not None and all(small[:16] == mine for small in smalls):
-        return
-    first = ""
-    if smalls is not None and shown:
-        firsts = [f"{small[16:].decode()} on rank {rank}" for rank, small in enumerate(smalls[:8])]
-        first = f" The first elements are {', '.join(firsts)}."
-    lockstep.fail(
-        LockstepError(
+
+    def judge(smalls: list[bytes] | None) -> LockstepError | None:
+        if smalls is not None and all(small[:16] == mine for small in smalls):
+            return None
+        first = ""
+        if smalls is not None and shown:
+            rows = [
+                f"{small[16:].decode()} on rank {rank}" for rank, small in enumerate(smalls[:8])
+            ]
+            first = f" The first elements are {', '.join(rows)}."
+        return LockstepError(
             f"{call}: the value differs between ranks (this is rank {lockstep.comm.rank} of "
             f"{lockstep.comm.size}), so the copies of the variable would drift apart.{first}\n"
             f"  {advice}"
         )
-    )
+
+    lockstep.prove(call, mine + shown, failure, judge=judge)
 
 
 def _same(variable: Variable, call: str, value: Array) -> Array:
@@ -132,7 +135,7 @@ def _same(variable: Variable, call: str, value: Array) -> Array:
     # anyway. Until then the old value is kept, to be put back if they did not.
     first = value.reshape(-1)[:1].tolist()
     text = f"{call} of {first[0] if first else 'nothing'} {digest(value).hex()[:16]}"
-    variable.strategy.parts.lockstep.later(text, variable.restorer())
+    variable.strategy.parts.lockstep.later(text, variable.copy)
     return value
 
 

@@ -4,4 +4,6 @@
 - `nodes`: which ranks share a node, and how nodes talk.
 - `layout`: where the leaves of a tree lie in a block.
 - `arena`: the blocks of one session.
+- `overlay`: where a rank writes for itself alone.
+- `copies`: what variables hold, once per node or once per rank.
 """

@@ -1,5 +1,7 @@
 """The shared memory of a session: what reductions pass through, and what programs write to.
 
+Variables that the ranks of a node have in common lie in `mpistrat.memory.copies`.
+
 Life of an `Arena`: it is made empty; at the first call that needs it, the ranks find out who shares
 a node; each block is made by a collective call, and lives as long as its arrays do; communicators
 go with the session. Nothing has a name, so nothing can be left behind, whatever becomes of ranks.
@@ -14,6 +16,7 @@ import numpy as np
 
 from mpistrat.arrays import Array
 from mpistrat.comm.base import Comm
+from mpistrat.memory.copies import Copies
 from mpistrat.memory.layout import LINE, Layout, Matrix, Place, Specs, lay_out
 from mpistrat.memory.nodes import Nodes, find_nodes
 
@@ -97,6 +100,7 @@ class Arena:
         # There was no memory for scratch, so nothing is shared any more.
         self.refused = False
         self._turn = 0
+        self.copies = Copies(comm, self.nodes, self._everywhere)
 
     def nodes(self) -> Nodes:
         """Return who shares a node. Collective the first time."""

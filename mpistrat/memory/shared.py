@@ -17,8 +17,11 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
-__all__ = ["Share", "shared_memory"]
+from mpistrat.memory.overlay import Overlay
+
+__all__ = ["Pages", "Share", "shared_memory", "shared_pages"]
 
 # From here on larger pages are asked for; they save time when memory is first touched.
 _HUGE = 2 * 1024 * 1024
@@ -95,6 +98,18 @@ def _populated(fd: int, size: int) -> bool:
 Way = Callable[[int, str], tuple[int, str]]
 
 
+class Pages(NamedTuple):
+    """Shared memory, seen twice.
+
+    Attributes:
+      memory: What one rank writes here, all see.
+      overlay: Where a rank reads, and can write for itself alone.
+    """
+
+    memory: memoryview
+    overlay: Overlay
+
+
 def _offer(way: Way, size: int, what: str, token: bytes) -> tuple[int, str]:
     """Make the memory with a token in it, or return an empty path."""
     with contextlib.suppress(OSError, AttributeError, OverflowError, ValueError):
@@ -123,6 +138,16 @@ def _map(path: str, size: int, what: str, token: bytes) -> mmap.mmap | None:
     return None
 
 
+def _overlay(path: str, size: int) -> Overlay | None:
+    with contextlib.suppress(OSError, ValueError, OverflowError):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return Overlay(fd, size, _NO_DESCRIPTOR)
+        finally:
+            os.close(fd)
+    return None
+
+
 def _advise(found: mmap.mmap, what: str) -> None:
     advices = ["MADV_HUGEPAGE"] if len(found) >= _HUGE else []
     if what == "arena":
@@ -148,13 +173,37 @@ def shared_memory(
       what: What it is for; part of a name that shows in lists of mappings.
       ways: How to make it, best first.
     """
+    found = _made(share, first, size, what, ways, overlaid=False)
+    return None if found is None else found[0]
+
+
+def shared_pages(
+    share: Share, first: bool, size: int, what: str, ways: tuple[Way, ...] = (_memfd, _named)
+) -> Pages | None:
+    """Return shared memory with an overlay, or None on all ranks; else as `shared_memory`."""
+    found = _made(share, first, size, what, ways, overlaid=True)
+    if found is None:
+        return None
+    memory, overlay = found
+    assert overlay is not None
+    mine = secrets.token_bytes(16)
+    at = share(mine).index(mine)
+    works = at < mmap.PAGESIZE and overlay.shows_changes(memory, at)
+    return Pages(memory, overlay) if b"\0" not in share(b"\1" if works else b"\0") else None
+
+
+def _made(
+    share: Share, first: bool, size: int, what: str, ways: tuple[Way, ...], overlaid: bool
+) -> tuple[memoryview, Overlay | None] | None:
     for way in ways:
         token = secrets.token_bytes(16)
         fd, path = _offer(way, size, what, token) if first else (-1, "")
         try:
             told = json.loads(share(json.dumps([path, token.hex()]).encode())[0])
             found = _map(told[0], size, what, bytes.fromhex(told[1]))
-            everywhere = b"\0" not in share(b"\1" if found is not None else b"\0")
+            overlay = _overlay(told[0], size) if overlaid and found is not None else None
+            good = found is not None and (overlay is not None or not overlaid)
+            everywhere = b"\0" not in share(b"\1" if good else b"\0")
         finally:
             if fd >= 0:
                 os.close(fd)
@@ -164,5 +213,5 @@ def shared_memory(
             if first:
                 found[: len(token)] = bytes(len(token))
             share(b"")  # nobody writes before the token is gone
-            return memoryview(found)
+            return memoryview(found), overlay
     return None

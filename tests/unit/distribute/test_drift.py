@@ -10,6 +10,9 @@ import pytest
 import mpistrat as ms
 from mpistrat.testing import run_ranks
 
+# On copies of each rank, and on copies that a node has in common.
+pytestmark = pytest.mark.usefixtures("kept")
+
 ctx = ms.get_replica_context
 
 

@@ -11,6 +11,9 @@ import pytest
 import mpistrat as ms
 from mpistrat.testing import run_ranks
 
+# On copies of each rank, and on copies that a node has in common.
+pytestmark = pytest.mark.usefixtures("kept")
+
 Agg, Sync = ms.VariableAggregation, ms.VariableSynchronization
 VIEWS = {"global": ms.MirroredStrategy, "local": ms.MultiWorkerMirroredStrategy}
 

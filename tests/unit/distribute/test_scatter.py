@@ -9,6 +9,9 @@ import pytest
 import mpistrat as ms
 from mpistrat.testing import run_ranks
 
+# On copies of each rank, and on copies that a node has in common.
+pytestmark = pytest.mark.usefixtures("kept")
+
 Agg, Sync = ms.VariableAggregation, ms.VariableSynchronization
 KINDS = ["add", "sub", "mul", "div", "min", "max", "update"]
 CODES = ["i1", "i4", "i8", "u2", "u8", "f2", "f4", "f8", "g", "c16", ml_dtypes.bfloat16]

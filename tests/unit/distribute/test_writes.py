@@ -8,6 +8,9 @@ import pytest
 import mpistrat as ms
 from mpistrat.testing import run_ranks
 
+# On copies of each rank, and on copies that a node has in common.
+pytestmark = pytest.mark.usefixtures("kept")
+
 Agg, Sync = ms.VariableAggregation, ms.VariableSynchronization
 START = 1.0
 SIGN = {"assign": (0.0, 1.0), "assign_add": (START, 1.0), "assign_sub": (START, -1.0)}

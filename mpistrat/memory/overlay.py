@@ -1,0 +1,98 @@
+"""A second look at shared memory, in which a process can write for itself alone.
+
+A private mapping of a file shows the file, as it is now, page by page until the process writes to a
+page: then it has a copy of that page (copy on write), until it gives the copy back. So a rank can
+try a write that the others have not agreed to, at the price of the pages that it touches, and views
+of the memory stay where they are.
+
+That a page shows later changes until it is written to is what Linux does; POSIX leaves it open
+(mmap(2), MAP_PRIVATE). So `Overlay.shows_changes` looks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from typing import Any, final
+
+import numpy as np
+
+from mpistrat.arrays import Array
+
+__all__ = ["Overlay"]
+
+_READ, _WRITE = 1, 2  # PROT_READ and PROT_WRITE, on all systems
+_NAMES = ("MAP_PRIVATE", "PROT_READ", "MADV_DONTNEED")
+
+
+@final
+class Overlay:
+    """A private mapping of a file, which cannot be written to but where it has been opened.
+
+    Args:
+      fd: The file; not needed afterwards.
+      size: How many bytes.
+      options: Further arguments of ``mmap.mmap``.
+
+    Raises:
+      OSError: The system cannot map it, or has no such mappings.
+    """
+
+    def __init__(self, fd: int, size: int, options: dict[str, Any]):
+        """Map the file."""
+        if not all(hasattr(mmap, name) for name in _NAMES):
+            raise OSError("this system has no private mappings that can be given back")
+        flags, prot = mmap.MAP_PRIVATE, mmap.PROT_READ
+        self._map = mmap.mmap(fd, size, flags=flags, prot=prot, **options)
+        if hasattr(mmap, "MADV_DONTDUMP"):
+            self._map.madvise(mmap.MADV_DONTDUMP)  # the shared mapping is in a dump already
+        self._address = int(np.frombuffer(self._map, np.uint8).ctypes.data)
+        self._protect: Any = ctypes.CDLL(None, use_errno=True).mprotect
+        self._protect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+    def seen(self, start: int, stop: int) -> memoryview:
+        """Return what this process sees of these bytes. Memory that nothing can write to."""
+        return memoryview(self._map)[start:stop]
+
+    def open(self, start: int, stop: int) -> Array:
+        """Let this process write to these pages, for itself; return them as writable bytes.
+
+        The array must not outlive the overlay, nor be written to after `close`.
+        """
+        self._allow(start, stop, _READ | _WRITE)
+        room = (ctypes.c_uint8 * (stop - start)).from_address(self._address + start)
+        return np.frombuffer(memoryview(room), np.uint8)
+
+    def close(self, start: int, stop: int) -> None:
+        """Forget what this process has written to these pages: they show the file again."""
+        self._map.madvise(mmap.MADV_DONTNEED, start, stop - start)
+        self._allow(start, stop, _READ)
+
+    def _allow(self, start: int, stop: int, what: int) -> None:
+        if self._protect(self._address + start, stop - start, what):
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
+
+    def shows_changes(self, memory: memoryview, at: int) -> bool:
+        """Tell whether the first page does what the overlay is for.
+
+        Args:
+          memory: The shared mapping of the same file.
+          at: A byte of the first page that nobody else writes to. It is 0, and becomes so again.
+        """
+        page, found = mmap.PAGESIZE, []
+        seen = self.seen(0, page)
+        try:
+            found.append(seen[at])  # the page is mapped before it changes
+            memory[at] = 1
+            found.append(seen[at])
+            self.open(0, page)[at] = 2
+            found += [seen[at], memory[at]]
+            self.close(0, page)
+            found.append(seen[at])
+        except OSError:
+            return False
+        finally:
+            memory[at] = 0
+        return found == [0, 1, 2, 1, 1] and seen[at] == 0
