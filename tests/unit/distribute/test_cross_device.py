@@ -8,6 +8,7 @@ import pytest
 import mpistrat as ms
 from mpistrat import nest
 from mpistrat.collectives.routed import Packing, grouped
+from mpistrat.compat.v1 import distribute as v1
 from mpistrat.testing import RanksFailed, run_ranks
 
 SIZES = [1, 2, 3, 4]
@@ -383,6 +384,73 @@ def test_called_directly():
         assert kinds == ["Mirrored", "Mirrored", "ndarray", "Mirrored"]
         assert numbers == [3.0, 1.0, 1.0, 5.0]
         assert calls == ["gatherv", "bcast", "gatherv", "bcast", "bcast"]
+
+
+class Last(Largest):
+    """Gives the last replica's value to all, and not the first one's."""
+
+    def __init__(self):
+        self.given = []
+
+    def broadcast_implementation(self, tensor, destinations):
+        strategy = ms.get_strategy()
+        self.given.append((ms.in_cross_replica_context(), tensor.dtype.name, tensor.shape))
+        rank = strategy.parts.lockstep.comm.rank
+        mine = strategy.run(lambda: tensor if rank >= 0 else None)
+        return strategy.experimental_local_results(mine)[-1]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_class_of_the_program_broadcasts(size):
+    def rank(comm):
+        ops = Last()
+        strategy = ms.MirroredStrategy(cross_device_ops=ops, comm=comm)
+        mine = np.full(3, comm.rank + 1, np.float32)
+        with strategy.scope():
+            variable = ms.Variable(0.0)
+        every = strategy.extended.broadcast_to(mine, variable)
+        label = strategy.extended.broadcast_to(mine, "rank:0")
+        number = strategy.extended.broadcast_to(comm.rank + 1, "rank:0")
+        old = v1.MirroredStrategy(cross_device_ops=ops)
+        again = old.extended.broadcast_to(mine, "rank:0")
+        assert isinstance(every, ms.Mirrored)
+        assert (type(number), number, np.asarray(every).dtype) == (int, size, np.float32)
+        with strategy.scope():
+            assert ops.broadcast(mine, "rank:0").tolist() == [size] * 3
+        return [np.asarray(x).tolist() for x in (every, label, again)], ops.given
+
+    given = [(True, "float32", (3,))] * 2 + [(True, "int64", ())] + [(True, "float32", (3,))] * 2
+    assert run_ranks(rank, size) == [([[size] * 3] * 3, given)] * size
+
+
+def test_what_a_class_broadcasts_is_proved_and_its_errors_are_everybodys():
+    class Wrong(Largest):
+        def __init__(self, how):
+            self.how = how
+
+        def broadcast_implementation(self, tensor, destinations):
+            return self.how(tensor)
+
+    def rank(comm):
+        def fail(tensor):
+            if comm.rank == 1:
+                raise KeyError("here")
+            return tensor
+
+        ways = [
+            (lambda tensor: tensor, ms.LockstepError, "same on every rank"),
+            (fail, KeyError, "here"),
+            (lambda tensor: tensor[:1], ms.StructureError, "returned shape"),
+            (lambda tensor: tensor * 1j, ms.StructureError, "returned complex128"),
+        ]
+        for how, error, said in ways:
+            strategy = ms.MirroredStrategy(cross_device_ops=Wrong(how), comm=comm)
+            with pytest.raises(error, match=said):
+                strategy.extended.broadcast_to(np.full(2, comm.rank + 1.0), "rank:0")
+        plain = ms.MirroredStrategy(cross_device_ops=Largest(), comm=comm)  # which has none
+        return plain.extended.broadcast_to(np.full(2, comm.rank + 1.0), "rank:0").tolist()
+
+    assert run_ranks(rank, 3) == [[1.0, 1.0]] * 3
 
 
 def test_wrong_arguments():
