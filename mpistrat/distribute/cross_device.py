@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, final
 
 from mpistrat.collectives.communication import CommunicationOptions
@@ -12,6 +13,7 @@ from mpistrat.distribute.default import current_strategy
 from mpistrat.distribute.destinations import check_destinations, checked_pairs
 from mpistrat.distribute.reductions import reduce_over_replicas
 from mpistrat.distribute.regroup import select
+from mpistrat.kernels.ops import ReduceOp
 
 __all__ = [
     "CrossDeviceOps",
@@ -79,13 +81,16 @@ class CrossDeviceOps:
           replicas are seen (`MirroredStrategy`) and `destinations` is no label, else a plain array.
 
         Raises:
-          StructureError: There are no such destinations.
+          StructureError: There are no such destinations; as all errors here, on every rank.
+          ValueError: There is no such operation, or `options` are none.
 
         Cost: what `reduce_implementation` does. Of the classes here: the proof, which values do not
         ride in, and one journey per message.
         """
-        check_destinations(destinations)
-        options = CommunicationOptions() if options is None else options
+        with _preparing("CrossDeviceOps.reduce"):
+            check_destinations(destinations)
+            options = _options(options)
+            ReduceOp.parse(reduce_op)
         return self.reduce_implementation(reduce_op, per_replica_value, destinations, options)
 
     def batch_reduce(
@@ -105,10 +110,13 @@ class CrossDeviceOps:
           A list with one result per pair.
 
         Raises:
-          StructureError: A pair is no tuple of two.
+          StructureError: A pair is no tuple of two, or there are no such destinations.
+          ValueError: There is no such operation, or `options` are none.
         """
-        pairs = checked_pairs("batch_reduce", value_destination_pairs)
-        options = CommunicationOptions() if options is None else options
+        with _preparing("CrossDeviceOps.batch_reduce"):
+            pairs = checked_pairs("batch_reduce", value_destination_pairs)
+            options = _options(options)
+            ReduceOp.parse(reduce_op)
         return list(self.batch_reduce_implementation(reduce_op, pairs, options))
 
     def broadcast(self, tensor: Any, destinations: Any) -> Any:
@@ -124,7 +132,8 @@ class CrossDeviceOps:
         Raises:
           StructureError: There are no such destinations.
         """
-        check_destinations(destinations)
+        with _preparing("CrossDeviceOps.broadcast"):
+            check_destinations(destinations)
         return self.broadcast_implementation(tensor, destinations)
 
     def reduce_implementation(
@@ -346,6 +355,19 @@ class NcclAllReduce(_Routing):
           labels: Ignored: every replica takes part, wherever it is.
         """
         return Native(), self._packs
+
+
+def _preparing(name: str) -> AbstractContextManager[None]:
+    """Return what raises on every rank, under the strategy that rules here."""
+    return current_strategy().parts.lockstep.preparing(name)
+
+
+def _options(given: Any) -> CommunicationOptions:
+    if given is None:
+        return CommunicationOptions()
+    if not isinstance(given, CommunicationOptions):
+        raise ValueError(f"options must be an instance of CommunicationOptions, got {given!r:.80}.")
+    return given
 
 
 def _packs(name: str, count: int) -> int:

@@ -371,6 +371,7 @@ def test_called_directly():
             one = ops.reduce("SUM", value, value)
             two = ops.batch_reduce("MEAN", [(value, value), (value, "rank:0")])
             sent = ms.NcclAllReduce().broadcast(np.float32(comm.rank + 5), value)
+            calls = moved(noted)
             for wrong in (None, "", [value]):
                 with pytest.raises(ms.StructureError, match="destinations must be"):
                     ops.reduce("SUM", value, wrong)
@@ -378,7 +379,7 @@ def test_called_directly():
                 ops.batch_reduce("SUM", [[value, value]])
         kinds = [type(x).__name__ for x in (one, *two, sent)]
         numbers = [float(np.asarray(x).reshape(-1)[0]) for x in (one, *two, sent)]
-        return kinds, numbers, moved(noted)
+        return kinds, numbers, calls
 
     for kinds, numbers, calls in run_ranks(rank, 3):
         assert kinds == ["Mirrored", "Mirrored", "ndarray", "Mirrored"]
@@ -451,6 +452,48 @@ def test_what_a_class_broadcasts_is_proved_and_its_errors_are_everybodys():
         return plain.extended.broadcast_to(np.full(2, comm.rank + 1.0), "rank:0").tolist()
 
     assert run_ranks(rank, 3) == [[1.0, 1.0]] * 3
+
+
+SUM = ms.ReduceOp.SUM
+WRONG = {
+    "destinations": (lambda ops, v: ops.reduce(SUM, v, None), ms.StructureError),
+    "operation": (lambda ops, v: ops.reduce("TOTAL", v, v), ValueError),
+    "no operation": (lambda ops, v: ops.reduce(3, v, v), TypeError),
+    "options": (lambda ops, v: ops.reduce(SUM, v, v, "fast"), ValueError),
+    "no pairs": (lambda ops, v: ops.batch_reduce(SUM, 7), ms.StructureError),
+    "a pair": (lambda ops, v: ops.batch_reduce(SUM, [(v,)]), ms.StructureError),
+    "destinations of a pair": (lambda ops, v: ops.batch_reduce(SUM, [(v, 3)]), ms.StructureError),
+    "operation of pairs": (lambda ops, v: ops.batch_reduce("TOTAL", [(v, v)]), ValueError),
+    "options of pairs": (lambda ops, v: ops.batch_reduce(SUM, [(v, v)], 4), ValueError),
+    "destinations of a broadcast": (lambda ops, v: ops.broadcast(1.0, ""), ms.StructureError),
+}
+
+
+@pytest.mark.parametrize("ops", [ms.ReductionToOneDevice, Largest])
+@pytest.mark.parametrize("what", WRONG)
+def test_what_one_rank_gives_wrong_raises_on_all(ops, what):
+    call, error = WRONG[what]
+
+    def good(ops, value):
+        if "broadcast" in what:
+            return ops.broadcast(np.ones(2), value)
+        if "pair" in what:
+            return ops.batch_reduce(SUM, [(value, value)])
+        return ops.reduce(SUM, value, value)
+
+    def rank(comm):
+        strategy = ms.MirroredStrategy(comm=comm)
+        value = strategy.run(lambda: np.full(300, comm.rank))
+        with strategy.scope():
+            with pytest.raises(error) as found:
+                (call if comm.rank == 1 else good)(ops(), value)
+            after = ops().reduce(SUM, value, value)  # the ranks are in step still
+        kind = ms.RemoteError if comm.rank != 1 else error
+        assert isinstance(found.value, kind)
+        return float(np.asarray(after).reshape(-1)[0])
+
+    want = 3.0 if ops is ms.ReductionToOneDevice else 2.0
+    assert run_ranks(rank, 3) == [want] * 3
 
 
 def test_wrong_arguments():
