@@ -621,3 +621,93 @@ def test_ranks_with_other_options_are_told(mine):
         return True
 
     assert run_ranks(rank, 2) == [True] * 2
+
+
+class Clocked:
+    """A board that notes, for each call and each part of one, how long it may take."""
+
+    def __init__(self):
+        self.noted, self.seconds, self.text = [], None, ""
+        self.leave = lambda: None
+        self.resume = lambda: self.noted.append((self.text, self.seconds))
+
+    def allow(self, seconds):
+        self.seconds = seconds
+
+    def enter(self, number, text):
+        self.text = text
+        self.noted.append((text, self.seconds))
+
+    def times(self):
+        found = {seconds for _, seconds in self.noted}
+        self.noted.clear()
+        return found
+
+
+def failed(strategy):
+    with pytest.raises(ZeroDivisionError):
+        strategy.run(lambda: 1 / 0)
+
+
+def test_the_time_of_a_strategy_is_that_of_all_its_calls():
+    def rank(comm):
+        options = ms.CommunicationOptions(timeout_seconds=7)
+        timed = ms.MultiWorkerMirroredStrategy(None, options, comm=comm)
+        other = ms.MirroredStrategy(comm=comm)
+        session = timed.parts.lockstep.session
+        session.board = board = Clocked()
+        value = np.full(300, 1.0)
+        with timed.scope():
+            variable = ms.Variable(value, aggregation=ms.VariableAggregation.SUM)
+            own = ms.Variable(1.0, synchronization=ms.VariableSynchronization.ON_READ,
+                              aggregation=ms.VariableAggregation.SUM)  # fmt: skip
+        batches = timed.experimental_distribute_dataset(ms.Dataset({"x": value}).batch(100))
+        calls = {
+            "create": lambda: None,
+            "run": lambda: timed.run(lambda: None),
+            "a failed run": lambda: failed(timed),
+            "all_reduce": lambda: timed.run(lambda: ctx().all_reduce("SUM", value)),
+            "a number": lambda: timed.run(lambda: ctx().all_reduce("SUM", 1.0)),
+            "gather": lambda: timed.gather(value, 0),
+            "reduce": lambda: timed.reduce("SUM", value, axis=0),
+            "assign": lambda: variable.assign(value),
+            "replicas assign": lambda: timed.run(lambda: variable.assign(value).dtype.char),
+            "read": lambda: own.numpy(),
+            "update": lambda: timed.extended.update(variable, lambda v: v.assign(value)),
+            "steps": lambda: list(batches),
+            "group": lambda: timed.group(None),
+            "buffers": lambda: timed.buffers([value]),
+        }
+        found = {}
+        for name, call in calls.items():
+            call()
+            found[name] = board.times()
+        shorter = ms.CommunicationOptions(timeout_seconds=3)
+        for strategy in (timed, other):
+            strategy.run(lambda: ctx().all_reduce("SUM", value, shorter))
+            found[f"its own, {type(strategy).__name__}"] = board.times()
+        for _ in range(3):  # also one that is known already
+            other.run(lambda: ctx().all_reduce("SUM", 1.0))
+        found["none"] = board.times()
+        return found
+
+    for found in run_ranks(rank, 2):
+        assert found.pop("its own, MultiWorkerMirroredStrategy") == {3, 7}
+        assert found.pop("its own, MirroredStrategy") == {3, None}
+        assert found.pop("none") == {None}
+        assert found == {name: {7} for name in found}
+
+
+def test_leaving_is_no_call_of_a_strategy():
+    boards = [Clocked(), Clocked()]
+
+    def rank(comm):
+        options = ms.CommunicationOptions(timeout_seconds=7)
+        timed = ms.MultiWorkerMirroredStrategy(None, options, comm=comm)
+        timed.parts.lockstep.session.board = boards[comm.rank]
+        timed.run(lambda: None)
+
+    run_ranks(rank, 2)
+    for board in boards:
+        assert board.noted[0][1] == 7
+        assert board.noted[-1] == ("leave the program", None)
