@@ -51,7 +51,8 @@ def broadcast_as_chosen(strategy: Strategy, tensor: Any, destinations: Any) -> A
     lockstep.prove(call)
     contents, failure = _made(ops, array, destinations)
     advice = "A CrossDeviceOps must return the same on every rank."
-    prove_same(lockstep, f"{call}, made", contents, advice, failure)
+    given = {"what the class returned": contents}
+    prove_same(lockstep, f"{call}, made", given, advice, failure)
     if isinstance(tensor, int | float):
         return type(tensor)(contents.item())
     return contents if isinstance(destinations, str) else mirrored(strategy, contents)

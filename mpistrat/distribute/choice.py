@@ -185,7 +185,8 @@ class _Delegated(Chosen):
         except Exception as error:
             failure = error
         advice = "A CrossDeviceOps must return the same on every rank."
-        prove_same(self.lockstep, f"{text}, folded", contents, advice, failure)
+        given = {"what the class returned": contents}
+        prove_same(self.lockstep, f"{text}, folded", given, advice, failure)
         return totals
 
     def _per_replica(self, value: Array, place: int) -> PerReplica:

@@ -136,7 +136,7 @@ def _scatter(variable: Any, kind: str, delta: Any) -> Variable:
         values, rows = _checked(var, mode, kind, delta)
     if mode is None or mode.replica is None:
         advice = "Compute it alike on all ranks, or broadcast or reduce it first."
-        contents = writes.digest(values) + writes.digest(rows)
+        contents = {"the values": values, "the indices": rows}
         writes.prove_same(lockstep, f"{call} of rows", contents, advice)
     elif several:
         values, rows = REPLICA[var.aggregation](var, call, values, rows)

@@ -186,7 +186,7 @@ def test_values_that_do_not_fit(kind, sync):
 def test_a_value_that_depends_on_the_rank_names_both():
     def rank(comm):
         v = made(ms.MirroredStrategy(), 0.0)
-        with pytest.raises(ms.LockstepError, match=r"0\.5 on rank 0, 1\.5 on rank 1"):
+        with pytest.raises(ms.LockstepError, match=r"0\.5 on rank 0; 1\.5 on rank 1"):
             v.assign(comm.rank + 0.5)
         with pytest.raises(ms.LockstepError):
             v.assign(1.0 if comm.rank else ms.Mirrored(1.0, proved=True))
