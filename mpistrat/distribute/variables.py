@@ -7,12 +7,12 @@ from typing import Any, final
 
 import numpy as np
 
-from mpistrat.arrays import Array, as_array, spec_text
+from mpistrat.arrays import Array, spec_text
 from mpistrat.distribute import writes
 from mpistrat.distribute.default import current_strategy
-from mpistrat.distribute.incoming import incoming, kinds, own_copy
+from mpistrat.distribute.incoming import incoming, initial, kinds, own_copy
 from mpistrat.distribute.mode import current, same_strategy
-from mpistrat.distribute.reading import Reading, plain
+from mpistrat.distribute.reading import Reading
 from mpistrat.distribute.scatter import ScatterUpdates, apply
 from mpistrat.distribute.values import Mirrored
 from mpistrat.distribute.views import ALONE
@@ -39,7 +39,8 @@ class Variable(Reading, ScatterUpdates):
       initial_value: Array or number, or a function that returns one. Replica 0's value is taken.
       trainable: Kept for optimizers; True unless said otherwise, or if it is ON_READ.
       name: A name for messages and checkpoints.
-      dtype: Dtype; that of the initial value if None.
+      dtype: Dtype, to which the initial value must convert without loss of kind: an integer to
+        floating point, not the other way round. That of the initial value if None.
       synchronization: ON_WRITE (as AUTO): all copies are equal, always. ON_READ: each replica
         writes its own, and reading in cross-replica code makes them one.
       aggregation: How values that replicas write (ON_WRITE) or hold (ON_READ) become one. With
@@ -47,6 +48,7 @@ class Variable(Reading, ScatterUpdates):
 
     Raises:
       ValueError: The synchronization or aggregation is unknown, or means integers.
+      LeafTypeError: The initial value does not convert to `dtype`, or is no array.
       LockstepError: The ranks create different variables.
 
     Cost: creation broadcasts the initial value.
@@ -78,9 +80,7 @@ class Variable(Reading, ScatterUpdates):
         with lockstep.preparing("Variable"):
             self.name = f"{name or 'Variable'}:0"
             value = initial_value() if callable(initial_value) else initial_value
-            source = np.asarray(value) if isinstance(value, list | tuple) else plain(value)
-            source = np.array(as_array(source, self.name), dtype, order="C")
-            self._array = as_array(source, self.name)
+            self._array = initial(self.name, value, dtype)
             self.synchronization, self.aggregation = kinds(
                 self.name, self.dtype, synchronization, aggregation
             )
