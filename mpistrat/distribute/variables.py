@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import numpy as np
 
@@ -99,14 +99,31 @@ class Variable(Reading, ScatterUpdates):
         if not self.on_read:
             session.copies[self.number] = self
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse: its other copies are on other ranks, and so is a part of what it is.
+
+        Raises:
+          TypeError: Always; says what to save instead.
+        """
+        raise TypeError(
+            f"variable {self.name!r} cannot be pickled: it lives on all ranks of its strategy. "
+            "Save its value, np.save(path, v.numpy()), and give it back to a variable of the "
+            "program that reads it, v.assign(np.load(path)), on every rank."
+        )
+
+    def __copy__(self) -> Variable:
+        """Return another name of the same variable; it has the same memory."""
+        made = object.__new__(Variable)
+        made.__dict__.update(self.__dict__)
+        return made
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
         """Return a new variable of the same strategy and kind, with a copy of each copy.
 
         Collective: it is one more variable.
         """
         same_strategy(self.strategy, f"variable {self.name!r}")
-        made = object.__new__(Variable)
-        made.__dict__.update(self.__dict__)
+        made = self.__copy__()
         memo[id(self)] = made
         made._array = self._array.copy()
         made._enrol(f"deepcopy of no. {self.number}")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -296,3 +299,36 @@ def test_initial_values_that_convert(value, dtype):
 
     want = np.array(value() if callable(value) else value).astype(np.complex128).tolist()
     assert run_ranks(rank, 2) == [(np.dtype(dtype), want)] * 2
+
+
+def test_what_a_variable_does_not_do_says_what_to_do_instead():
+    def rank(comm):
+        s = ms.MirroredStrategy()
+        v = made(s, np.arange(3.0), name="w")
+        with pytest.raises(TypeError, match=r"'w:0'.*v\[0\] = .*scatter_update.*v\.assign\("):
+            v[0] = 3
+        with pytest.raises(TypeError, match="scatter_update"):
+            v[0] += 1
+        with pytest.raises(TypeError, match=r"'w:0'.*\(3,\).*np\.delete\(v\.numpy\(\)"):
+            del v[0]
+        for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+            with pytest.raises(TypeError, match=r"'w:0' cannot be pickled.*np\.save.*v\.assign"):
+                pickle.dumps({"weights": [v]}, protocol)
+        # What the texts advise does work.
+        v.scatter_update(ms.IndexedSlices([3.0], [0]))
+        v.assign(pickle.loads(pickle.dumps(v.numpy())) + 1)
+        with s.scope():
+            fewer = ms.Variable(np.delete(v.numpy(), 0, axis=0))
+        return v.numpy().tolist(), fewer.numpy().tolist()
+
+    assert run_ranks(rank, 2) == [([4.0, 2.0, 3.0], [2.0, 3.0])] * 2
+
+
+def test_copies_of_a_variable():
+    def rank(comm):
+        v = made(ms.MirroredStrategy(), [1.0, 2.0])
+        shallow, deep = copy.copy(v), copy.deepcopy(v)
+        v.assign([3.0, 4.0])
+        return shallow.numpy().tolist(), deep.numpy().tolist()
+
+    assert run_ranks(rank, 2) == [([3.0, 4.0], [1.0, 2.0])] * 2
