@@ -109,7 +109,7 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     Raises:
       TypeError: `cluster_resolver` is none.
-      ValueError: `communication_options` are none.
+      ValueError: `communication_options` are none, or ``TF_CONFIG`` is malformed.
 
     As: ``tf.distribute.MultiWorkerMirroredStrategy``.
 
@@ -138,7 +138,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         seconds = None if communication_options is None else communication_options.timeout_seconds
         parts = Parts.over(LOCAL, comm, seconds=seconds).by(communication_options)
         group = parts.lockstep.comm
-        resolver = cluster_resolver or default_resolver(group.rank, group.size)
+        with parts.lockstep.preparing("MultiWorkerMirroredStrategy"):
+            resolver = cluster_resolver or default_resolver(group.rank, group.size)
         super().__init__(parts, (), resolver)
 
 
