@@ -142,15 +142,9 @@ class Board:
         finally:
             self.slot.declare(*before)
 
-    @contextmanager
-    def patience(self, seconds: float) -> Iterator[None]:
-        """Let calls in the body take so many seconds, instead of what is allowed to every call."""
-        before = self.slot.patience
-        self.slot.patience = int(min(seconds, 1e9) * _SECOND)
-        try:
-            yield
-        finally:
-            self.slot.patience = before
+    def allow(self, seconds: float | None) -> None:
+        """Let the calls that come take so many seconds; None for what is allowed to every call."""
+        self.slot.patience = 0 if seconds is None else int(min(seconds, 1e9) * _SECOND)
 
     def close(self) -> bool:
         """Say that this rank has left, and stop the watchdog; call it before MPI is finalized.

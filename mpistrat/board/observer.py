@@ -154,6 +154,7 @@ class Observer:
         warn, timeout = self.limits
         if verdict is not None and verdict.patience:
             timeout = verdict.patience
+            warn = min(warn, timeout / 2)  # who is named when the job ends has been named before
         if verdict is None or verdict.seconds < min(warn, timeout):
             if verdict is None:
                 self._warned = ()

@@ -170,7 +170,7 @@ def warning(verdict: Verdict, warn: float, timeout: float) -> str:
     missing, waiting = _body(verdict, warn)
     return (
         f"mpistrat: {missing}\n  {waiting}. The job ends after {timeout:g} s of this; "
-        f"{'the call says so' if verdict.patience else 'MPISTRAT_TIMEOUT changes that'}."
+        f"{'timeout_seconds says so' if verdict.patience else 'MPISTRAT_TIMEOUT changes that'}."
     )
 
 

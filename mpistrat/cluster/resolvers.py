@@ -10,10 +10,22 @@ from typing import Any, final
 from mpistrat.cluster.resolver import ClusterResolver, url
 from mpistrat.cluster.spec import ClusterSpec
 from mpistrat.comm.world import default_parent
+from mpistrat.errors import OptionError
 
 __all__ = ["LABEL", "MPIClusterResolver", "TFConfigClusterResolver", "default_resolver"]
 
+_RIGHT = (
+    'A right one: {"cluster": {"worker": ["host0:2222", "host1:2222"]}, '
+    '"task": {"type": "worker", "index": 0}}.'
+)
 LABEL = "rank:"  # before the number of a rank that has no address
+
+
+def _wrong(what: str) -> OptionError:
+    return OptionError(
+        f"the environment variable TF_CONFIG {what}. {_RIGHT} Or unset it: names then come from "
+        "MPI, as ranks always do."
+    )
 
 
 @final
@@ -70,7 +82,7 @@ class TFConfigClusterResolver(ClusterResolver):
       env: The environment, or None for that of this process.
 
     Raises:
-      ValueError: At the question, if the text is no JSON.
+      ValueError: At the question, if the text is no JSON, or not what ``TF_CONFIG`` has to be.
 
     As: ``tf.distribute.cluster_resolver.TFConfigClusterResolver``.
 
@@ -98,16 +110,51 @@ class TFConfigClusterResolver(ClusterResolver):
 
     def _config(self) -> dict[str, Any]:
         env = os.environ if self._env is None else self._env
-        config = json.loads(env.get("TF_CONFIG") or "{}")
+        text = env.get("TF_CONFIG") or "{}"
+        try:
+            config = json.loads(text)
+        except json.JSONDecodeError as error:
+            what = f"the environment variable TF_CONFIG holds {text!r:.60}, which is not JSON"
+            told = f"{what}. {_RIGHT} In words of JSON: {error.msg}"
+            raise json.JSONDecodeError(told, error.doc, error.pos) from None
         if not isinstance(config, dict):
-            raise ValueError(f"TF_CONFIG must hold a JSON object, got {config!r}.")
+            raise _wrong(f"holds {text!r:.60}, which is JSON but no object")
+        for key in ("cluster", "task"):
+            found = config.get(key, {})
+            if not isinstance(found, dict):
+                raise _wrong(f"has a {key!r} that is no object: {found!r:.60}")
         return config
+
+    def _task(self, key: str) -> Any:
+        """Return what ``TF_CONFIG`` says of the task; None where there is no choice of tasks."""
+        config = self._config()
+        found = config.get("task", {}).get(key)
+        if found is None and "session_master" not in config:
+            spec = self.cluster_spec()
+            tasks = sum(spec.num_tasks(job) for job in spec.jobs)
+            if tasks > 1:
+                what = f"names {tasks} tasks, but has no {key!r} in 'task' to say which is this"
+                raise _wrong(f"{what} process")
+        return found
+
+    def check(self) -> None:
+        """Raise what the questions about the task would raise, if ``TF_CONFIG`` is malformed.
+
+        Raises:
+          ValueError: It is no JSON, no object, or does not name the task.
+        """
+        self.cluster_spec()
+        _ = self.task_type, self.task_id
 
     @property
     def task_type(self) -> str | None:
         """The job that ``TF_CONFIG`` puts this process in. Can be set."""
-        found = self._config().get("task", {}).get("type") if self._type is None else self._type
-        return None if found is None else str(found)
+        if self._type is not None:
+            return str(self._type)
+        found = self._task("type")
+        if not isinstance(found, str | None):
+            raise _wrong(f"has a task whose 'type' is no string: {found!r:.60}")
+        return found
 
     @task_type.setter
     def task_type(self, value: str | None) -> None:
@@ -116,8 +163,13 @@ class TFConfigClusterResolver(ClusterResolver):
     @property
     def task_id(self) -> int | None:
         """The task that ``TF_CONFIG`` makes this process. Can be set."""
-        found = self._config().get("task", {}).get("index") if self._id is None else self._id
-        return None if found is None else int(found)
+        if self._id is not None:
+            return int(self._id)
+        found = self._task("index")
+        whole = isinstance(found, int) and not isinstance(found, bool) and found >= 0
+        if found is None or whole or (isinstance(found, str) and found.isdecimal()):
+            return None if found is None else int(found)
+        raise _wrong(f"has a task whose 'index' is no number from 0: {found!r:.60}")
 
     @task_id.setter
     def task_id(self, value: int | None) -> None:
@@ -140,8 +192,15 @@ class TFConfigClusterResolver(ClusterResolver):
         return str(self._config().get("environment", ""))
 
     def cluster_spec(self) -> ClusterSpec:
-        """Return the jobs of ``TF_CONFIG``; none if it is not set."""
-        return ClusterSpec(self._config().get("cluster", {}))
+        """Return the jobs of ``TF_CONFIG``; none if it is not set.
+
+        Raises:
+          ValueError: ``TF_CONFIG`` is malformed.
+        """
+        try:
+            return ClusterSpec(self._config().get("cluster", {}))
+        except TypeError as error:
+            raise _wrong(f"has a 'cluster' that is none: {error}") from None
 
     def master(
         self,
@@ -175,8 +234,13 @@ def default_resolver(rank: int, size: int, env: Mapping[str, str] | None = None)
 
     Returns:
       That of ``TF_CONFIG`` if it is set, else that of MPI.
+
+    Raises:
+      ValueError: ``TF_CONFIG`` is malformed.
     """
     found = os.environ if env is None else env
     if found.get("TF_CONFIG"):
-        return TFConfigClusterResolver(env=env)
+        named = TFConfigClusterResolver(env=env)
+        named.check()
+        return named
     return MPIClusterResolver(rank, size)

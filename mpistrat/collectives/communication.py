@@ -41,9 +41,11 @@ class CommunicationOptions:
     Args:
       bytes_per_pack: Leaves travel together, in reverse order, until a message is larger than this
         many bytes; then the next one begins. A leaf is never cut. 0: the library decides.
-      timeout_seconds: Seconds that the collective may take. Then the watchdog names the ranks that
-        the others wait for, and the job ends with exit code 75: a rank that is blocked inside MPI
-        cannot raise. None: ``MPISTRAT_TIMEOUT`` rules.
+      timeout_seconds: Seconds that the collective may take; given to a strategy, that each of its
+        calls may take that waits for other ranks, the end of `Strategy.run` too. Then the watchdog
+        names the ranks that the others wait for, and the job ends with exit code 75: a rank that is
+        blocked inside MPI cannot raise. None: ``MPISTRAT_TIMEOUT`` rules. What takes longer on
+        purpose is declared by `Strategy.long_operation`.
       implementation: A `CommunicationImplementation`, or its name in any case.
 
     Raises:

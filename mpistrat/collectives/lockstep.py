@@ -86,6 +86,8 @@ class Lockstep:
       frame_ranks: Up to this many ranks exchange frames; above, words. Equal on all ranks.
       order: Which rank is the first replica, the second and so on; None for rank order. The calls
         are still those of the session: one sequence, whatever the orders of its strategies.
+      seconds: How long each call may take until the watchdog ends the job; None for what is allowed
+        to every call.
     """
 
     def __init__(
@@ -93,9 +95,11 @@ class Lockstep:
         session: Session,
         frame_ranks: int = FRAME_RANKS,
         order: Sequence[int] | None = None,
+        seconds: float | None = None,
     ):
         """Prove calls of `session`."""
         self.session = session
+        self.seconds = seconds
         self.order = None if order is None else tuple(order)
         self._raw = session.comm if order is None else Ordered(session.comm, order)
         self.comm: Comm = Watched(session, self._raw)
@@ -166,6 +170,8 @@ class Lockstep:
         flags = (_FAILED if failure is not None else 0) | (_MORE if more else 0)
         flags |= _ALARM if alarm else 0
         board = self.session.board
+        if self.session.allowed != self.seconds:
+            self._allow(self.seconds)
         board.enter(self.session.calls, call)
         try:
             exchange = self._exchange_frames if self.frames else self._exchange_words
@@ -205,6 +211,8 @@ class Lockstep:
         session.calls = number = session.calls + 1
         head = _HEAD.pack(digest, number, 0, len(payload))
         board = session.board
+        if session.allowed != self.seconds:
+            self._allow(self.seconds)
         board.enter(number, call)
         try:
             self._frame[: len(head) + len(payload)] = head + payload
@@ -253,6 +261,7 @@ class Lockstep:
         """
         self.session.calls += 1
         board = self.session.board
+        self._allow(None)
         board.enter(self.session.calls, _LEAVE)
         try:
             exchange = self._exchange_frames if self.frames else self._exchange_words
@@ -263,6 +272,20 @@ class Lockstep:
         self.session.gone = LockstepError("this rank has left the program.")
         self.session.exit_code = told.code
         return told
+
+    @contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        """Let each call of the body take so many seconds, instead of what others may take."""
+        before, self.seconds = self.seconds, seconds
+        try:
+            yield
+        finally:
+            self.seconds = before
+
+    def _allow(self, seconds: float | None) -> None:
+        # It lasts until the next proof: what moves after this one is part of the same call.
+        self.session.board.allow(seconds)
+        self.session.allowed = seconds
 
     def later(self, text: str, copy: Copy, rows: Array | None = None) -> None:
         """Let the next proof show that all ranks make a write alike, or undo it.

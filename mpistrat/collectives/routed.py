@@ -243,12 +243,12 @@ class Timed(Chosen):
     ) -> list[Array]:
         """Fold leaves over all ranks, in time. Collective."""
         timed = Folding(what.text + self._within, what.op, what.forms, what.shapes)
-        with self.lockstep.session.board.patience(self._seconds):
+        with self.lockstep.within(self._seconds):
             return self._inner.fold(timed, values, weights, weigh, outs, alarm)
 
     def all_gather(
         self, call: str, axis: Sequence[int], leaves: Sequence[Array], paths: Sequence[str]
     ) -> list[Array]:
         """Concatenate every leaf over all ranks, in time. Collective."""
-        with self.lockstep.session.board.patience(self._seconds):
+        with self.lockstep.within(self._seconds):
             return self._inner.all_gather(f"{call}{self._within}", axis, leaves, paths)

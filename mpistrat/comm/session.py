@@ -43,8 +43,8 @@ class Board(Protocol):
     def long_operation(self, name: str, max_seconds: float) -> AbstractContextManager[None]:
         """Declare that the body may keep other ranks waiting."""
 
-    def patience(self, seconds: float) -> AbstractContextManager[None]:
-        """Let calls in the body take so many seconds, instead of what is allowed to every call."""
+    def allow(self, seconds: float | None) -> None:
+        """Let the calls that come take so many seconds; None for what is allowed to every call."""
 
     def close(self) -> bool:
         """Stop watching; tell whether MPI may be finalized."""
@@ -69,9 +69,8 @@ class Unwatched:
             raise ValueError(f"long_operation({name!r}) wants max_seconds > 0, not {max_seconds}.")
         return nullcontext()
 
-    def patience(self, seconds: float) -> AbstractContextManager[None]:
+    def allow(self, seconds: float | None) -> None:
         """Do nothing: nobody looks how long a call takes."""
-        return nullcontext()
 
     def close(self) -> bool:
         """Return True."""
@@ -134,6 +133,7 @@ class Session:
       comm: The private communicator.
       calls: How many calls have been proved so far; equal on all ranks.
       board: Where this rank says what it is doing, for the watchdog.
+      allowed: Seconds that the board says a call may take; None for what is allowed to every call.
       options: The knobs; the defaults until the session has begun.
       raised: The last exception that every rank has raised.
       freed: The parent has been freed.
@@ -166,6 +166,7 @@ class Session:
         self.raised: BaseException | None = None
         self.freed = False
         self.board: Board = Unwatched()
+        self.allowed: float | None = None
         # Per thread: a strategy that never communicates may be used by any.
         self.run = RunState()
         self.gone: BaseException | None = None

@@ -31,7 +31,7 @@ from mpistrat.distribute.writes import prove_same
 from mpistrat.errors import StructureError
 from mpistrat.kernels.ops import ReduceOp
 
-__all__ = ["Choice", "Ops"]
+__all__ = ["Choice", "Ops", "like"]
 
 _AUTO, _RING, _NCCL = CommunicationImplementation
 
@@ -49,6 +49,9 @@ class Ops(Protocol):
 
     def batch_reduce(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> list[Any]:
         """Fold several values."""
+
+    def broadcast(self, tensor: Any, destinations: Any) -> Any:
+        """Give replica 0's value to every replica."""
 
 
 @final
@@ -72,6 +75,13 @@ class Choice:
     def made(self) -> bool:
         """Whether anything was chosen at all."""
         return self.ops is not None or self.options != CommunicationOptions()
+
+    @property
+    def delegate(self) -> Ops | None:
+        """The class of the program that moves values itself, if one was given."""
+        if self.ops is None or self.ops.route(self.labels) is not None:
+            return None
+        return self.ops
 
     def but(self, ops: Ops | None = None, options: CommunicationOptions | None = None) -> Choice:
         """Return this choice with others in its place, where there are others.
@@ -170,12 +180,13 @@ class _Delegated(Chosen):
                 else:
                     pairs = [(value, value) for value in values]
                     made = list(self._ops.batch_reduce(op, pairs, self._options))
-            totals = [_like(self._ops, one, w) for one, w in zip(made, wires, strict=True)]
+            totals = [like(self._ops, one, w) for one, w in zip(made, wires, strict=True)]
             contents = b"".join(hashlib.blake2b(total.tobytes()).digest() for total in totals)
         except Exception as error:
             failure = error
         advice = "A CrossDeviceOps must return the same on every rank."
-        prove_same(self.lockstep, f"{text}, folded", contents, advice, failure)
+        given = {"what the class returned": contents}
+        prove_same(self.lockstep, f"{text}, folded", given, advice, failure)
         return totals
 
     def _per_replica(self, value: Array, place: int) -> PerReplica:
@@ -186,7 +197,17 @@ class _Delegated(Chosen):
         return PerReplica(value, comm.rank, tuple(values), comm.size == 1, birth)
 
 
-def _like(ops: Ops, result: Any, wire: Array) -> Array:
+def like(ops: Ops, result: Any, wire: Array) -> Array:
+    """Return what a class made of a value, in the value's dtype.
+
+    Args:
+      ops: The class's instance, for messages.
+      result: What it made.
+      wire: The value, as the class was given it.
+
+    Raises:
+      StructureError: It is of another shape, or a dtype that does not convert.
+    """
     total = np.array(as_array(select(result), "the result"), order="C")
     if total.shape != wire.shape:
         raise StructureError(

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, final
 
 from mpistrat.collectives.communication import CommunicationOptions
 from mpistrat.collectives.routes import Hierarchical, Native, OneRoot, Route
+from mpistrat.distribute.broadcasting import broadcast
 from mpistrat.distribute.default import current_strategy
+from mpistrat.distribute.destinations import check_destinations, checked_pairs
 from mpistrat.distribute.reductions import reduce_over_replicas
 from mpistrat.distribute.regroup import select
-from mpistrat.distribute.values import DistributedValues
-from mpistrat.distribute.variables import Variable
-from mpistrat.errors import StructureError
+from mpistrat.kernels.ops import ReduceOp
 
 __all__ = [
     "CrossDeviceOps",
@@ -26,8 +27,10 @@ class CrossDeviceOps:
     """How the values of all replicas become one; subclass it to say so yourself.
 
     A subclass writes `reduce_implementation`, and `batch_reduce_implementation` if several values
-    at once deserve better than one after another. Given to `MirroredStrategy`, it folds whatever
-    the strategy reduces: in replica code too, and for variables. It is called on every rank in
+    at once deserve better than one after another; `broadcast_implementation`, if replica 0's value
+    is to travel otherwise too. Given to `MirroredStrategy`, it folds whatever the strategy reduces:
+    in replica code too, and for variables; and gives `StrategyExtended.broadcast_to` its result.
+    It is called on every rank in
     cross-replica code, with a `PerReplica` whose values
     ``strategy.experimental_local_results`` fetches, and must return the same on every rank, which
     is proved. float16 values come as float32, and integers of a MEAN as float64. A weighted mean
@@ -78,13 +81,16 @@ class CrossDeviceOps:
           replicas are seen (`MirroredStrategy`) and `destinations` is no label, else a plain array.
 
         Raises:
-          StructureError: There are no such destinations.
+          StructureError: There are no such destinations; as all errors here, on every rank.
+          ValueError: There is no such operation, or `options` are none.
 
         Cost: what `reduce_implementation` does. Of the classes here: the proof, which values do not
         ride in, and one journey per message.
         """
-        _check(destinations)
-        options = CommunicationOptions() if options is None else options
+        with _preparing("CrossDeviceOps.reduce"):
+            check_destinations(destinations)
+            options = _options(options)
+            ReduceOp.parse(reduce_op)
         return self.reduce_implementation(reduce_op, per_replica_value, destinations, options)
 
     def batch_reduce(
@@ -104,17 +110,13 @@ class CrossDeviceOps:
           A list with one result per pair.
 
         Raises:
-          StructureError: A pair is no tuple of two.
+          StructureError: A pair is no tuple of two, or there are no such destinations.
+          ValueError: There is no such operation, or `options` are none.
         """
-        pairs = list(value_destination_pairs)
-        if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in pairs):
-            raise StructureError(
-                "batch_reduce: wanted a list of tuples (value, destinations), got "
-                f"{value_destination_pairs!r:.80}."
-            )
-        for _, destinations in pairs:
-            _check(destinations)
-        options = CommunicationOptions() if options is None else options
+        with _preparing("CrossDeviceOps.batch_reduce"):
+            pairs = checked_pairs("batch_reduce", value_destination_pairs)
+            options = _options(options)
+            ReduceOp.parse(reduce_op)
         return list(self.batch_reduce_implementation(reduce_op, pairs, options))
 
     def broadcast(self, tensor: Any, destinations: Any) -> Any:
@@ -130,7 +132,8 @@ class CrossDeviceOps:
         Raises:
           StructureError: There are no such destinations.
         """
-        _check(destinations)
+        with _preparing("CrossDeviceOps.broadcast"):
+            check_destinations(destinations)
         return self.broadcast_implementation(tensor, destinations)
 
     def reduce_implementation(
@@ -177,17 +180,21 @@ class CrossDeviceOps:
         ]
 
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
-        """Broadcast as the strategy that rules here does; see `StrategyExtended.broadcast_to`.
+        """Broadcast by MPI, unless a subclass knows better; see `StrategyExtended.broadcast_to`.
+
+        Every rank calls it, in cross-replica code, so it may call what is collective. What it
+        returns must be the same on every rank, which a strategy proves.
 
         Args:
-          tensor: Array or number; equal shape and dtype on all ranks.
+          tensor: Array or number; equal shape and dtype on all ranks. A strategy gives an array,
+            also of a number.
           destinations: A variable, a distributed value or the label of a device.
 
         Returns:
           A `Mirrored` where all replicas are seen, or a plain array if `destinations` is a label;
           elsewhere `tensor` itself.
         """
-        return current_strategy().extended.broadcast_to(tensor, destinations)
+        return broadcast(current_strategy(), tensor, destinations)
 
 
 class _Routing(CrossDeviceOps):
@@ -350,17 +357,20 @@ class NcclAllReduce(_Routing):
         return Native(), self._packs
 
 
+def _preparing(name: str) -> AbstractContextManager[None]:
+    """Return what raises on every rank, under the strategy that rules here."""
+    return current_strategy().parts.lockstep.preparing(name)
+
+
+def _options(given: Any) -> CommunicationOptions:
+    if given is None:
+        return CommunicationOptions()
+    if not isinstance(given, CommunicationOptions):
+        raise ValueError(f"options must be an instance of CommunicationOptions, got {given!r:.80}.")
+    return given
+
+
 def _packs(name: str, count: int) -> int:
     if count < 0:
         raise ValueError(f"{name} requires num_packs >= 0, but {count} is specified.")
     return count
-
-
-def _check(destinations: Any) -> None:
-    if isinstance(destinations, DistributedValues | Variable):
-        return
-    if not isinstance(destinations, str) or not destinations:
-        raise StructureError(
-            "destinations must be a variable, a distributed value or the label of a device, not "
-            f"{destinations!r:.80}."
-        )

@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpistrat.arrays import as_array, spec_text
 from mpistrat.collectives.communication import CommunicationOptions
-from mpistrat.comm.codec import decode, encode
 from mpistrat.distribute import updating
+from mpistrat.distribute.broadcasting import broadcast_as_chosen
 from mpistrat.distribute.default import default_strategy
+from mpistrat.distribute.destinations import check_destinations, checked_pairs, place
 from mpistrat.distribute.mode import Mode, cross_replica, current, entered, same_strategy
 from mpistrat.distribute.multi_step import MultiStepContext, run_steps
 from mpistrat.distribute.reductions import reduce_over_replicas
 from mpistrat.distribute.regroup import select
-from mpistrat.distribute.values import DistributedValues
 from mpistrat.distribute.variables import Variable
 from mpistrat.distribute.views import ALONE, LOCAL
 from mpistrat.errors import ContextError, StructureError
@@ -174,9 +173,9 @@ class StrategyExtended:
             parts = self.strategy.parts
             with parts.lockstep.preparing("reduce_to"):
                 parts = parts.by(options)
-                _check_destinations(destinations)
+                check_destinations(destinations)
             mirrors = parts.view.mirrors and not isinstance(destinations, str)
-            to = _place(destinations)
+            to = place(destinations)
             return reduce_over_replicas(parts, "reduce_to", reduce_op, value, mirrors, to)
 
     def batch_reduce_to(
@@ -204,17 +203,10 @@ class StrategyExtended:
             parts = self.strategy.parts
             with parts.lockstep.preparing("batch_reduce_to"):
                 parts = parts.by(options)
-                pairs = list(value_destination_pairs)
-                if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in pairs):
-                    raise StructureError(
-                        "batch_reduce_to: wanted a list of tuples (value, destinations), got "
-                        f"{value_destination_pairs!r:.80}."
-                    )
-                for _, destinations in pairs:
-                    _check_destinations(destinations)
+                pairs = checked_pairs("batch_reduce_to", value_destination_pairs)
             values = [value for value, _ in pairs]
             mirrors = parts.view.mirrors
-            to = "".join(_place(destinations) for _, destinations in pairs)
+            to = "".join(place(destinations) for _, destinations in pairs)
             name = "batch_reduce_to"
             reduced = reduce_over_replicas(parts, name, reduce_op, values, mirrors, to)
             return [
@@ -225,7 +217,8 @@ class StrategyExtended:
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
         """Give replica 0's value to every replica.
 
-        Collective under `MirroredStrategy`; elsewhere the value is returned as it is.
+        Collective under `MirroredStrategy`; elsewhere the value is returned as it is. A
+        `CrossDeviceOps` of the program's own that the strategy was given does it, if there is one.
 
         Args:
           tensor: Array or number; equal shape and dtype on all ranks.
@@ -236,22 +229,15 @@ class StrategyExtended:
 
         Raises:
           ContextError: Called in replica code.
+          StructureError: There are no such destinations, or a class of the program's own returned
+            another shape.
+          LockstepError: Shapes or dtypes differ, or such a class returned other values on a rank.
+
+        Cost: the proof, and one ``MPI_Bcast`` of an array; with such a class two proofs and what it
+        does.
         """
         with self._cross("broadcast_to", "get_replica_context().merge_call(...)"):
-            parts = self.strategy.parts
-            with parts.lockstep.preparing("broadcast_to"):
-                _check_destinations(destinations)
-                array = np.array(as_array(select(tensor)), order="C")
-            if not parts.view.mirrors:
-                return tensor
-            if isinstance(tensor, int | float):
-                kind, data = encode(tensor, whole=True)
-                call = f"broadcast_to({type(tensor).__name__})"
-                return decode(kind, parts.lockstep.share(call, data)[0])
-            parts.lockstep.prove(f"broadcast_to({spec_text(array)}){_place(destinations)}")
-            parts.lockstep.comm.bcast(array, 0)
-            plain = isinstance(destinations, str)
-            return array if plain else updating.mirrored(self.strategy, array)
+            return broadcast_as_chosen(self.strategy, tensor, destinations)
 
     def update(
         self,
@@ -415,19 +401,3 @@ class StrategyExtended:
 @contextmanager
 def _nowhere_else() -> Iterator[None]:
     yield
-
-
-def _place(destinations: Any) -> str:
-    if isinstance(destinations, Variable):
-        return f" to {destinations.spec()}"
-    return f" to {destinations!r}" if isinstance(destinations, str) else " to a value"
-
-
-def _check_destinations(destinations: Any) -> None:
-    if isinstance(destinations, DistributedValues | Variable):
-        return
-    if not isinstance(destinations, str) or not destinations:
-        raise StructureError(
-            "destinations must be a variable, a distributed value or the label of a device, not "
-            f"{destinations!r}."
-        )

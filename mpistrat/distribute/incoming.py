@@ -18,7 +18,9 @@ from mpistrat.errors import LeafTypeError, StructureError
 if TYPE_CHECKING:
     from mpistrat.distribute.variables import Variable
 
-__all__ = ["incoming", "incoming_slices", "kinds", "own_copy"]
+__all__ = ["incoming", "incoming_slices", "initial", "kinds", "own_copy"]
+
+_NUMBERS = frozenset("biufc")
 
 
 def own_copy(variable: Variable, mode: Mode | None) -> bool:
@@ -51,6 +53,39 @@ def kinds(
     if synchronization is VariableSynchronization.AUTO:
         synchronization = VariableSynchronization.ON_WRITE
     return synchronization, aggregation
+
+
+def initial(name: str, value: Any, dtype: Any) -> Array:
+    """Return a copy of an initial value, of the dtype that is wanted; None for its own.
+
+    Raises:
+      LeafTypeError: It is no array of numbers, or does not convert: floating point to integers,
+        integers to bool, or an integer that the dtype does not hold.
+    """
+    listed = isinstance(value, list | tuple)
+    source = as_array(np.asarray(value) if listed else plain(value), name)
+    wanted = source.dtype if dtype is None else np.dtype(dtype)
+    integers = source.dtype.kind in "iu" and wanted.kind in "iu"
+    fits = _holds(wanted, source) if integers else _keeps_kind(source.dtype, wanted)
+    if not fits and not (listed and not source.size):  # an empty list is of any dtype
+        what = f"{source.dtype}" if source.size != 1 else f"{source.dtype}, {source.item()!r},"
+        raise LeafTypeError(
+            f"Variable {name!r}: an initial value of dtype {what} does not convert to {wanted}. "
+            f"Give another dtype, or cast it with astype({str(wanted)!r}) if that is meant."
+        )
+    return as_array(np.array(source, wanted, order="C"), name)
+
+
+def _holds(dtype: np.dtype[Any], array: Array) -> bool:
+    least, most = np.iinfo(dtype).min, np.iinfo(dtype).max
+    return not array.size or (int(array.min()) >= least and int(array.max()) <= most)
+
+
+def _keeps_kind(given: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
+    if given.kind == "c" and wanted.kind != "c":  # NumPy lets it become bfloat16
+        return wanted.kind not in _NUMBERS and not is_bfloat16(wanted)
+    # What is no number at all is refused by the door for arrays, with its own words.
+    return wanted.kind not in _NUMBERS or np.can_cast(given, wanted, "same_kind")
 
 
 def incoming(variable: Variable, mode: Mode | None, kind: str, value: Any) -> Array:

@@ -43,7 +43,12 @@ class Parts:
     choice: Choice | None = None
 
     @staticmethod
-    def over(view: View, parent: Any = None, order: Sequence[int] | None = None) -> Parts:
+    def over(
+        view: View,
+        parent: Any = None,
+        order: Sequence[int] | None = None,
+        seconds: float | None = None,
+    ) -> Parts:
         """Return parts over the ranks of `parent`.
 
         Collective over `parent`, the first time.
@@ -53,13 +58,14 @@ class Parts:
           parent: An mpi4py intracommunicator or a `Comm`; None for the world. Not looked at by the
             view that never communicates.
           order: Which rank is which replica; None for rank order.
+          seconds: How long each call may take; None for what ``MPISTRAT_TIMEOUT`` says.
         """
         if view is ALONE:
             session = Session(alone(), owned=False)
         else:
             session = Session.on(default_parent() if parent is None else parent)
         begin(Lockstep(session))
-        lockstep = Lockstep(session, order=order)
+        lockstep = Lockstep(session, order=order, seconds=seconds)
         reducer, regroup = Reducer(lockstep), Regroup(lockstep, view)
         plans = Plans(lockstep, reducer.node)
         return Parts(view, lockstep, plans, reducer, regroup, Choice(reducer))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import operator
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -13,6 +13,11 @@ from mpistrat.arrays import Array
 from mpistrat.distribute.values import DistributedValues
 
 __all__ = ["Reading", "plain"]
+
+_WRITE = (
+    "Write rows by v.scatter_update(mpistrat.IndexedSlices(rows, indices)), or scatter_add and so "
+    "on; or everything by v.assign(array)."
+)
 
 
 class Reading(np.lib.mixins.NDArrayOperatorsMixin, abc.ABC):
@@ -62,6 +67,29 @@ class Reading(np.lib.mixins.NDArrayOperatorsMixin, abc.ABC):
     def __getitem__(self, key: Any) -> Any:
         """Return a part of the value."""
         return self._read()[key]
+
+    def __setitem__(self, key: Any, value: Any) -> NoReturn:
+        """Refuse: all replicas write together, so writing is a call and not an item.
+
+        Raises:
+          TypeError: Always; says what to call.
+        """
+        raise TypeError(
+            f"{self.name!r} is a variable, which is not written to by v[{key!r:.40}] = ...: all "
+            f"replicas have to write alike. {_WRITE}"
+        )
+
+    def __delitem__(self, key: Any) -> NoReturn:
+        """Refuse: the shape of a variable stays.
+
+        Raises:
+          TypeError: Always; says what to call.
+        """
+        raise TypeError(
+            f"{self.name!r} is a variable, whose shape {self.shape} stays, so v[{key!r:.40}] "
+            "cannot be deleted. For fewer rows make another variable: "
+            "mpistrat.Variable(np.delete(v.numpy(), index, axis=0))."
+        )
 
     def __len__(self) -> int:
         """Return the length of the first axis; never communicates."""

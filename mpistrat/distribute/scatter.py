@@ -137,7 +137,7 @@ def _scatter(variable: Any, kind: str, delta: Any) -> Variable:
     replica = mode is not None and mode.replica is not None
     if not replica:
         advice = "Compute it alike on all ranks, or broadcast or reduce it first."
-        contents = writes.digest(values) + writes.digest(rows)
+        contents = {"the values": values, "the indices": rows}
         writes.prove_same(lockstep, f"{call} of rows", contents, advice)
     elif several:
         values, rows = REPLICA[var.aggregation](var, call, values, rows)
@@ -174,7 +174,7 @@ def _checked(variable: Variable, mode: Mode | None, kind: str, delta: Any) -> tu
 def _same(variable: Variable, call: str, values: Array, rows: Array) -> tuple[Array, Array]:
     text = (writes.digest(values) + writes.digest(rows)).hex()
     lockstep: Lockstep = variable.strategy.parts.lockstep
-    lockstep.later(f"{call} of {len(rows)} rows {text}", variable.copy, rows)
+    lockstep.later(f"{call} of {len(rows)} rows {text}", variable.kept, rows)
     return values, rows
 
 

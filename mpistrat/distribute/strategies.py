@@ -102,13 +102,14 @@ class MultiWorkerMirroredStrategy(Strategy):
     Args:
       cluster_resolver: Names this process in the job; None for ``TF_CONFIG`` if that is set, else
         for MPI. The rank always comes from MPI.
-      communication_options: `CommunicationOptions`: the algorithm, the size of messages and the
-        time of all collectives of this strategy.
+      communication_options: `CommunicationOptions`: the algorithm and the size of messages of all
+        collectives of this strategy, and the time of all its calls that wait for other ranks:
+        reductions and gathers, the end of `run`, variables, steps of a dataset.
       comm: An mpi4py intracommunicator whose ranks are the workers; None for all of the job's.
 
     Raises:
       TypeError: `cluster_resolver` is none.
-      ValueError: `communication_options` are none.
+      ValueError: `communication_options` are none, or ``TF_CONFIG`` is malformed.
 
     As: ``tf.distribute.MultiWorkerMirroredStrategy``.
 
@@ -134,9 +135,11 @@ class MultiWorkerMirroredStrategy(Strategy):
                 "communication_options must be an instance of CommunicationOptions, got "
                 f"{communication_options!r:.80}."
             )
-        parts = Parts.over(LOCAL, comm).by(communication_options)
+        seconds = None if communication_options is None else communication_options.timeout_seconds
+        parts = Parts.over(LOCAL, comm, seconds=seconds).by(communication_options)
         group = parts.lockstep.comm
-        resolver = cluster_resolver or default_resolver(group.rank, group.size)
+        with parts.lockstep.preparing("MultiWorkerMirroredStrategy"):
+            resolver = cluster_resolver or default_resolver(group.rank, group.size)
         super().__init__(parts, (), resolver)
 
 

@@ -107,7 +107,8 @@ class PlacedStrategy(Strategy):
         if ranks != tuple(range(size)):
             parts = Parts.over(GLOBAL, comm, ranks)
         super().__init__(parts, [f"rank:{rank}" for rank in ranks], resolver)
-        self._resolver = resolver or default_resolver(rank, size)
+        with parts.lockstep.preparing(name):
+            self._resolver = resolver or default_resolver(rank, size)
         self._assignment, self._steps = assignment, steps_per_run
 
     @property

@@ -23,7 +23,11 @@ if TYPE_CHECKING:
 
 __all__ = ["mirrored", "own_variable", "update", "update_non_slot"]
 
-_ADVICE = "fn must write, and return, the same on every rank."
+_ADVICE = (
+    "fn must be given, write and return the same on every rank. What depends on the rank has to be "
+    "reduced first: extended.reduce_to(op, value, variable)."
+)
+_WRITTEN, _GIVEN, _RETURNED = "what fn wrote", "an argument", "what fn returned"
 
 
 def own_variable(strategy: Strategy, name: str, var: Any) -> None:
@@ -50,20 +54,22 @@ def update(
     with lockstep.preparing("update"):
         own_variable(strategy, "update", var)
         _refuse_per_replica(var, given)
-        undo = var.copy.undo()
-    failure, result, contents, call = None, None, b"", f"update({var.spec()})"
+        undo = var.kept.undo()
+    failure, result, call = None, None, f"update({var.spec()})"
+    contents: dict[str, Any] = {}
     try:
         mine, named = select(given)
         with entered(Mode(strategy, updating=var)):
             result = fn(var, *mine, **named)
         call += f" of {nest.describe(nest.flatten((given, result))[1])}"
         if not var.on_read:
-            contents = writes.digest(var.component()) + _contents((given, result))
+            contents = {_WRITTEN: var.component(), _GIVEN: _contents(given)}
+            contents[_RETURNED] = _contents(result)
     except BaseException as error:  # a way out of the program is one that all ranks have to know
         failure = error
     try:
         # Undone by the proof if that fails, before what was written earlier in the run.
-        lockstep.session.unproved.append(Unproved(f"{call} itself", undo, var.copy))
+        lockstep.session.unproved.append(Unproved(f"{call} itself", undo, var.kept))
         writes.prove_same(lockstep, call, contents, _ADVICE, failure)
     except BaseException:
         lockstep.session.unproved.clear()
@@ -78,16 +84,17 @@ def update_non_slot(
     """Let `fn` run on every rank; see `StrategyExtended.update_non_slot`."""
     lockstep = strategy.parts.lockstep
     each = any(isinstance(leaf, PerReplica) for leaf in nest.flatten(given)[0])
-    failure, result, contents, call = None, None, b"", "update_non_slot"
+    failure, result, call = None, None, "update_non_slot"
+    contents: dict[str, Any] = {}
     try:
         # Of what is given, the values per replica differ; everything else must be the same.
-        contents = _contents(given)
+        contents = {_GIVEN: _contents(given)}
         mine, named = select(given)
         with entered(Mode(strategy)):
             result = fn(*mine, **named)
         call += f" of {nest.describe(nest.flatten((given, result))[1])}"
         if not each:
-            contents += _contents(result)
+            contents[_RETURNED] = _contents(result)
     except BaseException as error:
         failure = error
     writes.prove_same(lockstep, call, contents, _ADVICE, failure)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import numpy as np
 
-from mpistrat.arrays import Array, as_array, spec_text
+from mpistrat.arrays import Array, spec_text
 from mpistrat.distribute import writes
 from mpistrat.distribute.default import current_strategy
-from mpistrat.distribute.incoming import incoming, kinds, own_copy
+from mpistrat.distribute.incoming import incoming, initial, kinds, own_copy
 from mpistrat.distribute.mode import current, same_strategy
-from mpistrat.distribute.reading import Reading, plain
+from mpistrat.distribute.reading import Reading
 from mpistrat.distribute.scatter import ScatterUpdates, apply
 from mpistrat.distribute.values import Mirrored
 from mpistrat.distribute.views import ALONE
@@ -40,7 +40,8 @@ class Variable(Reading, ScatterUpdates):
       initial_value: Array or number, or a function that returns one. Replica 0's value is taken.
       trainable: Kept for optimizers; True unless said otherwise, or if it is ON_READ.
       name: A name for messages and checkpoints.
-      dtype: Dtype; that of the initial value if None.
+      dtype: Dtype, to which the initial value must convert without loss of kind: an integer to
+        floating point, not the other way round. That of the initial value if None.
       synchronization: ON_WRITE (as AUTO): all copies are equal, always. ON_READ: each replica
         writes its own, and reading in cross-replica code makes them one.
       aggregation: How values that replicas write (ON_WRITE) or hold (ON_READ) become one. With
@@ -48,6 +49,7 @@ class Variable(Reading, ScatterUpdates):
 
     Raises:
       ValueError: The synchronization or aggregation is unknown, or means integers.
+      LeafTypeError: The initial value does not convert to `dtype`, or is no array.
       LockstepError: The ranks create different variables.
 
     Cost: creation broadcasts the initial value.
@@ -79,9 +81,7 @@ class Variable(Reading, ScatterUpdates):
         with lockstep.preparing("Variable"):
             self.name = f"{name or 'Variable'}:0"
             value = initial_value() if callable(initial_value) else initial_value
-            source = np.asarray(value) if isinstance(value, list | tuple) else plain(value)
-            source = np.array(as_array(source, self.name), dtype, order="C")
-            self.copy: Copy = Own(as_array(source, self.name))
+            self.kept: Copy = Own(initial(self.name, value, dtype))
             self.synchronization, self.aggregation = kinds(
                 self.name, self.dtype, synchronization, aggregation
             )
@@ -98,10 +98,28 @@ class Variable(Reading, ScatterUpdates):
         session.variables = self.number
         if given or not self.on_read:
             node = self.strategy.parts.reducer.node
-            self.copy = node.copy(call, self.copy.array, shared=not self.on_read)
-        session.holders[id(self.copy.base)] = self
+            self.kept = node.copy(call, self.kept.array, shared=not self.on_read)
+        session.holders[id(self.kept.base)] = self
         if not self.on_read:
             session.copies[self.number] = self
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse: its other copies are on other ranks, and so is a part of what it is.
+
+        Raises:
+          TypeError: Always; says what to save instead.
+        """
+        raise TypeError(
+            f"variable {self.name!r} cannot be pickled: it lives on all ranks of its strategy. "
+            "Save its value, np.save(path, v.numpy()), and give it back to a variable of the "
+            "program that reads it, v.assign(np.load(path)), on every rank."
+        )
+
+    def __copy__(self) -> Variable:
+        """Return another name of the same variable; it has the same memory."""
+        made = object.__new__(Variable)
+        made.__dict__.update(self.__dict__)
+        return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
         """Return a new variable of the same strategy and kind, with a copy of each copy.
@@ -109,16 +127,15 @@ class Variable(Reading, ScatterUpdates):
         Collective: it is one more variable.
         """
         same_strategy(self.strategy, f"variable {self.name!r}")
-        made = object.__new__(Variable)
-        made.__dict__.update(self.__dict__)
+        made = self.__copy__()
         memo[id(self)] = made
-        made.copy = Own(self.copy.array.copy())
+        made.kept = Own(self.kept.array.copy())
         made._enrol(f"deepcopy of no. {self.number}", given=False)
         return made
 
     def spec(self) -> str:
         """Return name, number, dtype and shape, as messages and proofs show them."""
-        return f"{self.name!r} no. {self.number} {spec_text(self.copy.array)}"
+        return f"{self.name!r} no. {self.number} {spec_text(self.kept.array)}"
 
     @property
     def on_read(self) -> bool:
@@ -128,22 +145,22 @@ class Variable(Reading, ScatterUpdates):
     @property
     def dtype(self) -> np.dtype[Any]:
         """The dtype."""
-        return self.copy.array.dtype
+        return self.kept.array.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape."""
-        return self.copy.array.shape
+        return self.kept.array.shape
 
     @property
     def ndim(self) -> int:
         """The number of dimensions."""
-        return self.copy.array.ndim
+        return self.kept.array.ndim
 
     @property
     def size(self) -> int:
         """The number of elements."""
-        return self.copy.array.size
+        return self.kept.array.size
 
     @property
     def distribute_strategy(self) -> Any:
@@ -196,13 +213,13 @@ class Variable(Reading, ScatterUpdates):
 
     def component(self) -> Array:
         """Return this replica's copy: a live, read-only view. Never communicates."""
-        view = self.copy.array.view()
+        view = self.kept.array.view()
         view.flags.writeable = False
         return view
 
     def holds(self, array: Any) -> bool:
         """Tell whether `array` is the memory of this replica's copy."""
-        return array is self.copy.base
+        return array is self.kept.base
 
     def _read(self) -> Array:
         mode = same_strategy(self.strategy, f"variable {self.name!r}")
@@ -217,9 +234,9 @@ class Variable(Reading, ScatterUpdates):
                 "cannot read it as one value. Use experimental_local_results, or an aggregation."
             )
         if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-            return writes.REPLICA[self.aggregation](self, call, self.copy.array)
+            return writes.REPLICA[self.aggregation](self, call, self.kept.array)
         op = writes.OPS[self.aggregation]
-        return writes.reduced(parts.reducer, call, op, self.copy.array)
+        return writes.reduced(parts.reducer, call, op, self.kept.array)
 
     def assign(
         self,
@@ -315,12 +332,12 @@ class Variable(Reading, ScatterUpdates):
         """
         # Whatever the program has set: a warning turned exception must not stop one rank's write.
         with np.errstate(all="ignore"):
-            self.copy.write(functools.partial(_do, kind), array, rows, alone)
+            self.kept.write(functools.partial(_do, kind), array, rows, alone)
 
     def __repr__(self) -> str:
         """Return name, kind and this replica's copy. Never communicates."""
         kinds = f"{self.synchronization.name}, {self.aggregation.name}"
-        return f"Variable({self.name!r}, {kinds}, {self.copy.array!r})"
+        return f"Variable({self.name!r}, {kinds}, {self.kept.array!r})"
 
 
 def _do(kind: str, array: Array, values: Array, rows: Array | None) -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpistrat.arrays import Array, as_array, spec_text
+from mpistrat.collectives.blame import ranks_text
 from mpistrat.collectives.forms import form
 from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.collectives.part import Part
@@ -35,6 +36,12 @@ __all__ = [
     "reduced",
     "share",
 ]
+
+
+_SHOWN = 24  # letters of a number in messages
+_DIGEST = 16
+_ROW = _DIGEST + _SHOWN + len("[, ...]")  # bytes in a proof for each thing that has to be the same
+_GROUPS = 8  # different values that one message names
 
 
 class VariableSynchronization(enum.Enum):
@@ -66,9 +73,9 @@ def digest(value: Any) -> bytes:
     """
     if isinstance(value, IndexedSlices):
         parts = digest(value.values) + digest(value.indices) + repr(value.dense_shape).encode()
-        return hashlib.blake2b(parts, digest_size=16).digest()
+        return hashlib.blake2b(parts, digest_size=_DIGEST).digest()
     array = as_array(value)
-    found = hashlib.blake2b(spec_text(array).encode(), digest_size=16)
+    found = hashlib.blake2b(spec_text(array).encode(), digest_size=_DIGEST)
     for part in _canonical(array):
         found.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
     return found.digest()
@@ -88,7 +95,7 @@ def _canonical(array: Array) -> list[Array]:
 def prove_same(
     lockstep: Lockstep,
     call: str,
-    contents: Array | bytes,
+    contents: Array | Mapping[str, Array | bytes],
     advice: str,
     failure: BaseException | None = None,
 ) -> None:
@@ -97,35 +104,57 @@ def prove_same(
     Args:
       lockstep: Proves it.
       call: The text of the call.
-      contents: What has to be the same: an array, or digests of several.
+      contents: What has to be the same: an array; or several, or digests of them, each with what
+        messages call it.
       advice: What to do if it is not.
       failure: What this rank failed with before it had contents.
 
     Raises:
       LockstepError: The contents differ; on every rank.
     """
-    if isinstance(contents, bytes):
-        mine, shown = hashlib.blake2b(contents, digest_size=16).digest(), b""
-    else:
-        mine = digest(contents)
-        shown = str(contents.reshape(-1)[0]).encode()[:40] if contents.size else b""
+    parts = contents if isinstance(contents, Mapping) else {"the value": contents}
+    mine = b"".join(map(_row, parts.values()))
+    ranks = lockstep.order or range(lockstep.comm.size)
 
     def judge(smalls: list[bytes] | None) -> LockstepError | None:
-        if smalls is not None and all(small[:16] == mine for small in smalls):
+        smalls = lockstep.texts(mine) if smalls is None else smalls
+        if all(small == mine for small in smalls):
             return None
-        first = ""
-        if smalls is not None and shown:
-            rows = [
-                f"{small[16:].decode()} on rank {rank}" for rank, small in enumerate(smalls[:8])
-            ]
-            first = f" The first elements are {', '.join(rows)}."
+        rows = [[small[at : at + _ROW] for small in smalls] for at in range(0, len(mine), _ROW)]
+        told = dict(zip(parts, rows, strict=True))
+        bad = {name: _who(row, ranks) for name, row in told.items() if len(set(row)) > 1}
+        lines = "".join(f"\n  {name}: {groups}" for name, groups in bad.items())
         return LockstepError(
-            f"{call}: the value differs between ranks (this is rank {lockstep.comm.rank} of "
-            f"{lockstep.comm.size}), so the copies of the variable would drift apart.{first}\n"
-            f"  {advice}"
+            f"{call}: {' and '.join(bad)} {'differs' if len(bad) == 1 else 'differ'} between ranks "
+            f"(this is rank {ranks[lockstep.comm.rank]} of {len(smalls)}), so the copies would "
+            f"drift apart.{lines}\n  {advice}"
         )
 
-    lockstep.prove(call, mine + shown, failure, judge=judge)
+    lockstep.prove(call, mine, failure, judge=judge)
+
+
+def _row(part: Array | bytes) -> bytes:
+    """Return a digest, and the first element as text."""
+    if isinstance(part, bytes):
+        return hashlib.blake2b(part, digest_size=_DIGEST).digest().ljust(_ROW)
+    shown = str(part.reshape(-1)[0])[:_SHOWN] if part.size else ""
+    shown = f"[{shown}, ...]" if part.size > 1 else shown
+    return digest(part) + shown.encode().ljust(_ROW - _DIGEST)
+
+
+def _who(row: Sequence[bytes], ranks: Sequence[int]) -> str:
+    """Return which ranks have what."""
+    groups: dict[bytes, list[int]] = {}
+    for rank, cell in zip(ranks, row, strict=True):
+        groups.setdefault(cell, []).append(rank)
+    texts: list[str] = []
+    for cell, those in groups.items():
+        first = cell[_DIGEST:].decode().strip()
+        again = first and any(text.startswith(first) for text in texts)
+        first = first or ("another value" if texts else "one value")
+        texts.append(f"{first}{', but another,' if again else ''} on {ranks_text(those)}")
+    more = f"; and {len(texts) - _GROUPS} others" if len(texts) > _GROUPS else ""
+    return "; ".join(texts[:_GROUPS]) + more
 
 
 def _same(variable: Variable, call: str, value: Array) -> Array:
@@ -135,7 +164,7 @@ def _same(variable: Variable, call: str, value: Array) -> Array:
     # anyway. Until then the old value is kept, to be put back if they did not.
     first = value.reshape(-1)[:1].tolist()
     text = f"{call} of {first[0] if first else 'nothing'} {digest(value).hex()[:16]}"
-    variable.strategy.parts.lockstep.later(text, variable.copy)
+    variable.strategy.parts.lockstep.later(text, variable.kept)
     return value
 
 

@@ -17,10 +17,10 @@ JOB = HERE / "programs" / "timed_job.py"
 pytestmark = pytest.mark.skipif(not MPIEXEC.exists(), reason="no mpiexec in this environment")
 
 
-def run(size, *args):
+def run(size, *args, warn=1):
     """Run the job with a watchdog that would wait ten minutes; return its code, text, seconds."""
     env = {**os.environ, "PYTHONPATH": str(HERE.parents[1])}
-    env |= {"MPISTRAT_WARN": "1", "MPISTRAT_TIMEOUT": "600"}
+    env |= {"MPISTRAT_WARN": str(warn), "MPISTRAT_TIMEOUT": "600"}
     env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     env |= {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
     told = subprocess.run([MPIEXEC, "--version"], capture_output=True, text=True, check=False)
@@ -37,10 +37,24 @@ def run(size, *args):
 def test_the_job_ends_when_the_call_has_taken_its_time(way, late):
     code, said, seconds = run(3, late, way)
     assert code == 75, said
-    line = next(n for n, text in enumerate(JOB.read_text().splitlines(), 1) if "# late" in text)
+    line = next(
+        n for n, text in enumerate(JOB.read_text().splitlines(), 1) if text.endswith("# late")
+    )
     assert f"rank {late} (" in said
     assert f"timed_job.py:{line}" in said
     assert "nothing moved for 2 s" in said
+    assert seconds < 40
+
+
+@pytest.mark.parametrize("warn", [1, 60])
+def test_the_time_of_a_strategy_holds_for_its_runs_too(warn):
+    code, said, seconds = run(3, 2, "run", warn=warn)
+    assert code == 75, said
+    place = next(n for n, text in enumerate(JOB.read_text().splitlines(), 1) if "# late in" in text)
+    _, warned = said.split("mpistrat: rank 2 (", 1)  # the warning, and then the end
+    for report in (warned, warned[warned.index("the job ends with exit code 75") :]):
+        assert f"It is in timed_job.py:{place}" in report, said
+    assert "mpistrat: \n" not in said
     assert seconds < 40
 
 

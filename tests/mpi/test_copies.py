@@ -45,7 +45,7 @@ def test_a_node_has_one_copy(strategy):
     assert v.component().sum() == count  # every rank touches every page
     grown = [after - b for after, b in zip(everyones(strategy, pss()), before, strict=True)]
     assert 0.9 < sum(grown) / (8 * count) < 1.2, grown
-    assert type(v.copy).__name__ == ("Common" if size > 1 else "Own")
+    assert type(v.kept).__name__ == ("Common" if size > 1 else "Own")
 
 
 @pytest.mark.parametrize("aggregation", [A.NONE, A.SUM, A.MEAN, A.ONLY_FIRST_REPLICA])
@@ -137,6 +137,6 @@ def test_emulated_nodes(per_node, monkeypatch):
     v.assign(start(5))
     strategy.run(lambda: v.assign_add(start(6)))
     np.testing.assert_array_equal(v.numpy(), start(5) + start(6))
-    common = type(v.copy).__name__ == "Common"
+    common = type(v.kept).__name__ == "Common"
     assert common == (per_node > 1 and group.size > 1)
     group.Free()

@@ -1,6 +1,7 @@
 """A job whose rank RANK does not come to a collective that may take two seconds.
 
-``timed_job.py RANK WAY``: the time is in the options of the strategy, or of the call.
+``timed_job.py RANK WAY``: the time is in the options of the strategy, or of the call. With ``run``
+it is in those of the strategy, and the rank is late inside a run that calls nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ TIME = ms.CommunicationOptions(timeout_seconds=2.0)
 
 
 def main(late: int, way: str) -> None:
-    options = TIME if way == "strategy" else None
+    options = TIME if way in ("strategy", "run") else None
     strategy = ms.MultiWorkerMirroredStrategy(communication_options=options)
     rank = strategy.parts.lockstep.comm.rank
 
@@ -26,7 +27,9 @@ def main(late: int, way: str) -> None:
 
     strategy.run(step, args=(np.ones(3),))
     time.sleep(2.5)  # longer than the call may take, but nobody waits in one
-    if way == "alone":  # the run is no such call, so it may take longer
+    if way == "run":
+        strategy.run(lambda: time.sleep(60 * (rank == late)))  # late in a run
+    if way == "alone":  # the time is the call's; the run is another, so it may take longer
         strategy.run(lambda: time.sleep(2.5 * (rank == late)))
         strategy.run(step, args=(np.ones(3),))
         return

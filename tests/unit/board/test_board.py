@@ -23,6 +23,17 @@ def test_calls_are_seen():
     assert board.close() is True
 
 
+def test_calls_may_be_given_a_time():
+    board = Board()
+    board.allow(2.5)
+    board.enter(1, "barrier()")
+    assert entry(board).patience == 2_500_000_000
+    board.allow(1e30)
+    assert entry(board).patience == 10**18
+    board.allow(None)
+    assert entry(board).patience == 0
+
+
 def test_long_operations_nest():
     board = Board()
     with board.long_operation("save", 100):

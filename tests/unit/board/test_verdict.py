@@ -155,7 +155,7 @@ def test_a_call_may_say_how_long_it_may_take():
     waiting = [row(0, 5, INSIDE, 70, patience=4.0), row(1, 5, INSIDE, 70, patience=3.0)]
     verdict = judge([*waiting, row(2, 4, BETWEEN, 90)])
     assert verdict.patience == 3.0
-    assert "of this; the call says so." in warning(verdict, 60, 3)
+    assert "of this; timeout_seconds says so." in warning(verdict, 60, 3)
     # Of who is missing, or in an earlier call, it does not count.
     rows = [row(0, 5, INSIDE, 70), row(1, 4, INSIDE, 90, patience=3.0)]
     assert judge(rows).patience == 0.0

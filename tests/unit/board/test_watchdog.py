@@ -135,6 +135,27 @@ def test_a_missing_rank_is_named_once_and_the_job_ends(shape, cluster):
         assert (world.now - 10**15) / SECOND < 5 + 1800 + 10
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("warn", [4.0, 8.0, 60.0])
+def test_a_call_with_a_time_of_its_own_names_who_is_missing_before_it_ends(shape, warn, cluster):
+    for culprit in range(sum(shape)):
+        world = cluster(*shape, limits=Limits(warn, 1800.0))
+        for rank in world.ranks:
+            rank.slot.patience = 10 * SECOND
+        world.pass_time(5)
+        world.call(1)
+        world.call(2, culprit)
+        with pytest.raises(Ended, match=str(HUNG)):
+            world.pass_time(20)
+        warned, ended = world.said
+        first, second = warned.splitlines()
+        assert first.startswith(f"mpistrat: rank {culprit} (n")
+        assert "has not reached call 2" in first
+        assert second.endswith("of this; timeout_seconds says so.")
+        assert f"\n  rank {culprit} (n" in ended
+        assert world.dumped == [culprit]
+
+
 TROUBLES = {"T": "stopped by a signal", "Z": "its process is gone"}
 
 

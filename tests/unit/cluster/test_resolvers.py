@@ -117,10 +117,62 @@ def test_it_is_read_at_each_question():
     assert (resolver.task_type, resolver.task_id) == ("ps", 0)
 
 
-@pytest.mark.parametrize("text", ["no json", "{", "[1]", "5"])
-def test_texts_that_are_no_configuration(text):
-    with pytest.raises(ValueError, match=r"."):
-        TFConfigClusterResolver(env={"TF_CONFIG": text}).task_type  # noqa: B018
+def text(**parts):
+    return json.dumps({"cluster": CLUSTER, **parts})
+
+
+MALFORMED = {
+    "no json": "which is not JSON",
+    "{": "which is not JSON",
+    "{'cluster': {}}": "which is not JSON",
+    "[1]": "no object",
+    "5": "no object",
+    "null": "no object",
+    text(cluster=["a:1", "b:1"]): "'cluster' that is no object",
+    text(cluster={"worker": 3}): "'cluster' that is none",
+    text(cluster=None): "'cluster' that is no object",
+    text(): "names 3 tasks, but has no 'type' in 'task'",
+    text(task={}): "has no 'type' in 'task'",
+    text(task="worker"): "'task' that is no object: 'worker'",
+    text(task=["worker", 0]): "'task' that is no object",
+    text(task={"index": 0}): "no 'type' in 'task'",
+    text(task={"type": "worker"}): "no 'index' in 'task'",
+    text(task={"type": 3, "index": 0}): "'type' is no string: 3",
+    **{
+        text(task={"type": "worker", "index": index}): "'index' is no number from 0"
+        for index in ("first", "", 1.0, 1.5, -1, "-1", True, [0], {})
+    },
+}
+
+
+@pytest.mark.parametrize("given", MALFORMED)
+def test_texts_that_are_no_configuration(given):
+    with pytest.raises(ValueError, match="TF_CONFIG") as found:
+        TFConfigClusterResolver(env={"TF_CONFIG": given}).check()
+    said = str(found.value)
+    assert said.startswith("the environment variable TF_CONFIG")
+    assert MALFORMED[given] in said
+    right = said[said.index('{"cluster": {"worker": ["host0') :].partition("}}.")[0] + "}}"
+    resolver = TFConfigClusterResolver(env={"TF_CONFIG": right})
+    assert (resolver.task_type, resolver.task_id, resolver.master()) == ("worker", 0, "host0:2222")
+
+
+def test_an_index_may_be_text():
+    env = {"TF_CONFIG": text(task={"type": "worker", "index": "1"})}
+    assert TFConfigClusterResolver(env=env).task_id == 1
+
+
+@pytest.mark.parametrize("make", [ms.MultiWorkerMirroredStrategy, ms.TPUStrategy])
+def test_a_strategy_finds_out_on_every_rank_before_anything_else(make, monkeypatch):
+    monkeypatch.setenv("TF_CONFIG", text())
+
+    def rank(comm):
+        with pytest.raises(ms.errors.OptionError, match="TF_CONFIG names 3 tasks"):
+            make()
+        named = ms.cluster_resolver.MPIClusterResolver(comm.rank, comm.size)
+        return make(named).num_replicas_in_sync
+
+    assert run_ranks(rank, 2) == [2, 2]
 
 
 def test_unknown_tasks():

@@ -8,6 +8,7 @@ import pytest
 import mpistrat as ms
 from mpistrat import nest
 from mpistrat.collectives.routed import Packing, grouped
+from mpistrat.compat.v1 import distribute as v1
 from mpistrat.testing import RanksFailed, run_ranks
 
 SIZES = [1, 2, 3, 4]
@@ -370,6 +371,7 @@ def test_called_directly():
             one = ops.reduce("SUM", value, value)
             two = ops.batch_reduce("MEAN", [(value, value), (value, "rank:0")])
             sent = ms.NcclAllReduce().broadcast(np.float32(comm.rank + 5), value)
+            calls = moved(noted)
             for wrong in (None, "", [value]):
                 with pytest.raises(ms.StructureError, match="destinations must be"):
                     ops.reduce("SUM", value, wrong)
@@ -377,12 +379,121 @@ def test_called_directly():
                 ops.batch_reduce("SUM", [[value, value]])
         kinds = [type(x).__name__ for x in (one, *two, sent)]
         numbers = [float(np.asarray(x).reshape(-1)[0]) for x in (one, *two, sent)]
-        return kinds, numbers, moved(noted)
+        return kinds, numbers, calls
 
     for kinds, numbers, calls in run_ranks(rank, 3):
         assert kinds == ["Mirrored", "Mirrored", "ndarray", "Mirrored"]
         assert numbers == [3.0, 1.0, 1.0, 5.0]
         assert calls == ["gatherv", "bcast", "gatherv", "bcast", "bcast"]
+
+
+class Last(Largest):
+    """Gives the last replica's value to all, and not the first one's."""
+
+    def __init__(self):
+        self.given = []
+
+    def broadcast_implementation(self, tensor, destinations):
+        strategy = ms.get_strategy()
+        self.given.append((ms.in_cross_replica_context(), tensor.dtype.name, tensor.shape))
+        rank = strategy.parts.lockstep.comm.rank
+        mine = strategy.run(lambda: tensor if rank >= 0 else None)
+        return strategy.experimental_local_results(mine)[-1]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_class_of_the_program_broadcasts(size):
+    def rank(comm):
+        ops = Last()
+        strategy = ms.MirroredStrategy(cross_device_ops=ops, comm=comm)
+        mine = np.full(3, comm.rank + 1, np.float32)
+        with strategy.scope():
+            variable = ms.Variable(0.0)
+        every = strategy.extended.broadcast_to(mine, variable)
+        label = strategy.extended.broadcast_to(mine, "rank:0")
+        number = strategy.extended.broadcast_to(comm.rank + 1, "rank:0")
+        old = v1.MirroredStrategy(cross_device_ops=ops)
+        again = old.extended.broadcast_to(mine, "rank:0")
+        assert isinstance(every, ms.Mirrored)
+        assert (type(number), number, np.asarray(every).dtype) == (int, size, np.float32)
+        with strategy.scope():
+            assert ops.broadcast(mine, "rank:0").tolist() == [size] * 3
+        return [np.asarray(x).tolist() for x in (every, label, again)], ops.given
+
+    given = [(True, "float32", (3,))] * 2 + [(True, "int64", ())] + [(True, "float32", (3,))] * 2
+    assert run_ranks(rank, size) == [([[size] * 3] * 3, given)] * size
+
+
+def test_what_a_class_broadcasts_is_proved_and_its_errors_are_everybodys():
+    class Wrong(Largest):
+        def __init__(self, how):
+            self.how = how
+
+        def broadcast_implementation(self, tensor, destinations):
+            return self.how(tensor)
+
+    def rank(comm):
+        def fail(tensor):
+            if comm.rank == 1:
+                raise KeyError("here")
+            return tensor
+
+        ways = [
+            (lambda tensor: tensor, ms.LockstepError, "same on every rank"),
+            (fail, KeyError, "here"),
+            (lambda tensor: tensor[:1], ms.StructureError, "returned shape"),
+            (lambda tensor: tensor * 1j, ms.StructureError, "returned complex128"),
+        ]
+        for how, error, said in ways:
+            strategy = ms.MirroredStrategy(cross_device_ops=Wrong(how), comm=comm)
+            with pytest.raises(error, match=said):
+                strategy.extended.broadcast_to(np.full(2, comm.rank + 1.0), "rank:0")
+        plain = ms.MirroredStrategy(cross_device_ops=Largest(), comm=comm)  # which has none
+        return plain.extended.broadcast_to(np.full(2, comm.rank + 1.0), "rank:0").tolist()
+
+    assert run_ranks(rank, 3) == [[1.0, 1.0]] * 3
+
+
+SUM = ms.ReduceOp.SUM
+WRONG = {
+    "destinations": (lambda ops, v: ops.reduce(SUM, v, None), ms.StructureError),
+    "operation": (lambda ops, v: ops.reduce("TOTAL", v, v), ValueError),
+    "no operation": (lambda ops, v: ops.reduce(3, v, v), TypeError),
+    "options": (lambda ops, v: ops.reduce(SUM, v, v, "fast"), ValueError),
+    "no pairs": (lambda ops, v: ops.batch_reduce(SUM, 7), ms.StructureError),
+    "a pair": (lambda ops, v: ops.batch_reduce(SUM, [(v,)]), ms.StructureError),
+    "destinations of a pair": (lambda ops, v: ops.batch_reduce(SUM, [(v, 3)]), ms.StructureError),
+    "operation of pairs": (lambda ops, v: ops.batch_reduce("TOTAL", [(v, v)]), ValueError),
+    "options of pairs": (lambda ops, v: ops.batch_reduce(SUM, [(v, v)], 4), ValueError),
+    "destinations of a broadcast": (lambda ops, v: ops.broadcast(1.0, ""), ms.StructureError),
+}
+
+
+@pytest.mark.parametrize("ops", [ms.ReductionToOneDevice, Largest])
+@pytest.mark.parametrize("what", WRONG)
+def test_what_one_rank_gives_wrong_raises_on_all(ops, what):
+    call, error = WRONG[what]
+
+    def good(ops, value):
+        if "broadcast" in what:
+            return ops.broadcast(np.ones(2), value)
+        if "pair" in what:
+            return ops.batch_reduce(SUM, [(value, value)])
+        return ops.reduce(SUM, value, value)
+
+    def rank(comm):
+        strategy = ms.MirroredStrategy(comm=comm)
+        value = strategy.run(lambda: np.full(300, comm.rank))
+        with strategy.scope():
+            with pytest.raises(error) as found:
+                (call if comm.rank == 1 else good)(ops(), value)
+            after = ops().reduce(SUM, value, value)  # the ranks are in step still
+        kind = ms.RemoteError if comm.rank != 1 else error
+        assert isinstance(found.value, kind)
+        return float(np.asarray(after).reshape(-1)[0])
+
+    want = 3.0 if ops is ms.ReductionToOneDevice else 2.0
+    assert run_ranks(rank, 3) == [want] * 3
 
 
 def test_wrong_arguments():
@@ -510,3 +621,93 @@ def test_ranks_with_other_options_are_told(mine):
         return True
 
     assert run_ranks(rank, 2) == [True] * 2
+
+
+class Clocked:
+    """A board that notes, for each call and each part of one, how long it may take."""
+
+    def __init__(self):
+        self.noted, self.seconds, self.text = [], None, ""
+        self.leave = lambda: None
+        self.resume = lambda: self.noted.append((self.text, self.seconds))
+
+    def allow(self, seconds):
+        self.seconds = seconds
+
+    def enter(self, number, text):
+        self.text = text
+        self.noted.append((text, self.seconds))
+
+    def times(self):
+        found = {seconds for _, seconds in self.noted}
+        self.noted.clear()
+        return found
+
+
+def failed(strategy):
+    with pytest.raises(ZeroDivisionError):
+        strategy.run(lambda: 1 / 0)
+
+
+def test_the_time_of_a_strategy_is_that_of_all_its_calls():
+    def rank(comm):
+        options = ms.CommunicationOptions(timeout_seconds=7)
+        timed = ms.MultiWorkerMirroredStrategy(None, options, comm=comm)
+        other = ms.MirroredStrategy(comm=comm)
+        session = timed.parts.lockstep.session
+        session.board = board = Clocked()
+        value = np.full(300, 1.0)
+        with timed.scope():
+            variable = ms.Variable(value, aggregation=ms.VariableAggregation.SUM)
+            own = ms.Variable(1.0, synchronization=ms.VariableSynchronization.ON_READ,
+                              aggregation=ms.VariableAggregation.SUM)  # fmt: skip
+        batches = timed.experimental_distribute_dataset(ms.Dataset({"x": value}).batch(100))
+        calls = {
+            "create": lambda: None,
+            "run": lambda: timed.run(lambda: None),
+            "a failed run": lambda: failed(timed),
+            "all_reduce": lambda: timed.run(lambda: ctx().all_reduce("SUM", value)),
+            "a number": lambda: timed.run(lambda: ctx().all_reduce("SUM", 1.0)),
+            "gather": lambda: timed.gather(value, 0),
+            "reduce": lambda: timed.reduce("SUM", value, axis=0),
+            "assign": lambda: variable.assign(value),
+            "replicas assign": lambda: timed.run(lambda: variable.assign(value).dtype.char),
+            "read": lambda: own.numpy(),
+            "update": lambda: timed.extended.update(variable, lambda v: v.assign(value)),
+            "steps": lambda: list(batches),
+            "group": lambda: timed.group(None),
+            "buffers": lambda: timed.buffers([value]),
+        }
+        found = {}
+        for name, call in calls.items():
+            call()
+            found[name] = board.times()
+        shorter = ms.CommunicationOptions(timeout_seconds=3)
+        for strategy in (timed, other):
+            strategy.run(lambda: ctx().all_reduce("SUM", value, shorter))
+            found[f"its own, {type(strategy).__name__}"] = board.times()
+        for _ in range(3):  # also one that is known already
+            other.run(lambda: ctx().all_reduce("SUM", 1.0))
+        found["none"] = board.times()
+        return found
+
+    for found in run_ranks(rank, 2):
+        assert found.pop("its own, MultiWorkerMirroredStrategy") == {3, 7}
+        assert found.pop("its own, MirroredStrategy") == {3, None}
+        assert found.pop("none") == {None}
+        assert found == {name: {7} for name in found}
+
+
+def test_leaving_is_no_call_of_a_strategy():
+    boards = [Clocked(), Clocked()]
+
+    def rank(comm):
+        options = ms.CommunicationOptions(timeout_seconds=7)
+        timed = ms.MultiWorkerMirroredStrategy(None, options, comm=comm)
+        timed.parts.lockstep.session.board = boards[comm.rank]
+        timed.run(lambda: None)
+
+    run_ranks(rank, 2)
+    for board in boards:
+        assert board.noted[0][1] == 7
+        assert board.noted[-1] == ("leave the program", None)

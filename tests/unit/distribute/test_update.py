@@ -185,3 +185,72 @@ def test_an_update_after_a_write_of_the_same_run_is_undone_in_order():
         return v.numpy().tolist(), float(after.local)
 
     assert run_ranks(rank, 3) == [([0, 0], 3.0)] * 3
+
+
+def told(comm, call):
+    """What a call that differs between ranks says; of three ranks, the last is the odd one."""
+    with pytest.raises(ms.LockstepError) as found:
+        call("x" if comm.rank == 2 else "")
+    return [line.strip() for line in str(found.value).splitlines()]
+
+
+DIFFERENT = {
+    "writes": (
+        lambda s, v: (
+            lambda odd: s.extended.update(
+                v, lambda var: [var.assign([3.0, 5.0 if odd else 4.0]), None][1]
+            )
+        ),
+        ["what fn wrote: [3.0, ...] on ranks 0, 1; [3.0, ...], but another, on rank 2"],
+    ),
+    "an argument and what is written": (
+        lambda s, v: (
+            lambda odd: s.extended.update(
+                v, lambda var, x: [var.assign([x, x]), None][1], args=(2.0 + len(odd),)
+            )
+        ),
+        [
+            "what fn wrote: [2.0, ...] on ranks 0, 1; [3.0, ...] on rank 2",
+            "an argument: one value on ranks 0, 1; another value on rank 2",
+        ],
+    ),
+    "a result": (
+        lambda s, v: lambda odd: s.extended.update(v, lambda var: 2.0 + len(odd)),
+        ["what fn returned: one value on ranks 0, 1; another value on rank 2"],
+    ),
+    "a result without a variable": (
+        lambda s, v: (
+            lambda odd: s.extended.update_non_slot(
+                s.extended.non_slot_devices([v]), lambda: 2.0 + len(odd)
+            )
+        ),
+        ["what fn returned: one value on ranks 0, 1; another value on rank 2"],
+    ),
+    "assign": (
+        lambda s, v: lambda odd: v.assign([1.0 + len(odd), 0.0]),
+        ["the value: [1.0, ...] on ranks 0, 1; [2.0, ...] on rank 2"],
+    ),
+    "rows": (
+        lambda s, v: lambda odd: v.scatter_update(ms.IndexedSlices([7.0], [len(odd)])),
+        ["the indices: 0 on ranks 0, 1; 1 on rank 2"],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+@pytest.mark.parametrize("frames", [True, False], ids=["frames", "words"])
+def test_the_ranks_that_differ_are_named(what, frames):
+    make, want = DIFFERENT[what]
+
+    def rank(comm):
+        s = ms.MirroredStrategy()
+        with s.scope():
+            v = ms.Variable(np.zeros(2))
+        s.parts.lockstep.frames = frames
+        head, *lines = told(comm, make(s, v))
+        assert f"(this is rank {comm.rank} of 3)" in head
+        for name in (line.partition(":")[0] for line in want):
+            assert name in head
+        return lines[: len(want)], len(lines), v.numpy().tolist()
+
+    assert run_ranks(rank, 3) == [(want, len(want) + 1, [0.0, 0.0])] * 3

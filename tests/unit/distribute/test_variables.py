@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -144,7 +147,7 @@ def test_kinds_that_mean_nothing(kwargs):
     def rank(comm):
         s = ms.MirroredStrategy()
         with pytest.raises(ValueError, match=r"Variable:0"):
-            made(s, 1, **kwargs)
+            made(s, True, **kwargs)
         v = made(s, 1, name="w")
         return v.synchronization, v.name, v.trainable, v.strategy is s, v.distribute_strategy is s
 
@@ -189,7 +192,7 @@ def test_values_that_do_not_fit(kind, sync):
 def test_a_value_that_depends_on_the_rank_names_both():
     def rank(comm):
         v = made(ms.MirroredStrategy(), 0.0)
-        with pytest.raises(ms.LockstepError, match=r"0\.5 on rank 0, 1\.5 on rank 1"):
+        with pytest.raises(ms.LockstepError, match=r"0\.5 on rank 0; 1\.5 on rank 1"):
             v.assign(comm.rank + 0.5)
         with pytest.raises(ms.LockstepError):
             v.assign(1.0 if comm.rank else ms.Mirrored(1.0, proved=True))
@@ -231,3 +234,104 @@ def test_created_in_replica_code():
         return v.numpy().tolist(), v.strategy is s, float(w.numpy())
 
     assert run_ranks(rank, 2) == [([0, 0], True, 3.0)] * 2
+
+
+BF = ml_dtypes.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [
+        (1.5, int),
+        (1.0, np.int32),
+        ([1.5, 2.0], np.int64),
+        (np.float32(2.0), np.uint8),
+        (np.ones(3, BF), np.int16),
+        (1j, np.float64),
+        (np.ones(2, np.complex64), BF),
+        (2, bool),
+        (1.0, bool),
+        (300, np.int8),
+        (-1, np.uint64),
+        (np.array([3, 2**40]), np.int32),
+        ([0, -1], np.uint32),
+    ],
+)
+@pytest.mark.parametrize("odd", [None, 1], ids=["all", "one rank"])
+def test_initial_values_that_would_lose_something(value, dtype, odd):
+    def rank(comm):
+        s = ms.MirroredStrategy()
+        good = np.zeros(np.shape(value), dtype)
+        mine = value if odd in (None, comm.rank) else good
+        with s.scope():
+            with pytest.raises(ms.LeafTypeError) as found:
+                ms.Variable(mine, dtype=dtype, name="w")
+            assert "'w:0'" in str(found.value)
+            assert "does not convert to" in str(found.value)
+            v = ms.Variable(good, dtype=dtype)  # the ranks are in step still
+        return v.number
+
+    assert run_ranks(rank, 3) == [1] * 3
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [
+        (1, np.float32),
+        (True, np.float64),
+        (True, np.int32),
+        ([1, 2], np.uint8),
+        ([True, False], BF),
+        (np.array([1.5, 2.5]), np.float32),
+        (np.array([1.5, 2.5]), BF),
+        (np.array([1.5, 2.5], BF), np.float32),
+        (1.5, np.complex64),
+        (2**64 - 1, np.uint64),
+        (np.array([-128, 127]), np.int8),
+        (np.arange(3, dtype=np.uint64), np.int32),
+        ([], np.int32),
+        (np.zeros((0, 3), np.int64), np.uint8),
+        (lambda: 7, np.float16),
+    ],
+)
+def test_initial_values_that_convert(value, dtype):
+    def rank(comm):
+        with ms.MirroredStrategy().scope():
+            v = ms.Variable(value, dtype=dtype)
+        return v.dtype, np.asarray(v, np.complex128).tolist()
+
+    want = np.array(value() if callable(value) else value).astype(np.complex128).tolist()
+    assert run_ranks(rank, 2) == [(np.dtype(dtype), want)] * 2
+
+
+def test_what_a_variable_does_not_do_says_what_to_do_instead():
+    def rank(comm):
+        s = ms.MirroredStrategy()
+        v = made(s, np.arange(3.0), name="w")
+        with pytest.raises(TypeError, match=r"'w:0'.*v\[0\] = .*scatter_update.*v\.assign\("):
+            v[0] = 3
+        with pytest.raises(TypeError, match="scatter_update"):
+            v[0] += 1
+        with pytest.raises(TypeError, match=r"'w:0'.*\(3,\).*np\.delete\(v\.numpy\(\)"):
+            del v[0]
+        for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+            with pytest.raises(TypeError, match=r"'w:0' cannot be pickled.*np\.save.*v\.assign"):
+                pickle.dumps({"weights": [v]}, protocol)
+        # What the texts advise does work.
+        v.scatter_update(ms.IndexedSlices([3.0], [0]))
+        v.assign(pickle.loads(pickle.dumps(v.numpy())) + 1)
+        with s.scope():
+            fewer = ms.Variable(np.delete(v.numpy(), 0, axis=0))
+        return v.numpy().tolist(), fewer.numpy().tolist()
+
+    assert run_ranks(rank, 2) == [([4.0, 2.0, 3.0], [2.0, 3.0])] * 2
+
+
+def test_copies_of_a_variable():
+    def rank(comm):
+        v = made(ms.MirroredStrategy(), [1.0, 2.0])
+        shallow, deep = copy.copy(v), copy.deepcopy(v)
+        v.assign([3.0, 4.0])
+        return shallow.numpy().tolist(), deep.numpy().tolist()
+
+    assert run_ranks(rank, 2) == [([3.0, 4.0], [1.0, 2.0])] * 2

@@ -1,0 +1,72 @@
+"""Replica 0's value given to every replica: by MPI, or by a class that the program chose."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpistrat.arrays import Array, as_array, spec_text
+from mpistrat.comm.codec import decode, encode
+from mpistrat.distribute.choice import Ops, like
+from mpistrat.distribute.destinations import check_destinations, place
+from mpistrat.distribute.regroup import select
+from mpistrat.distribute.updating import mirrored
+from mpistrat.distribute.writes import prove_same
+
+if TYPE_CHECKING:
+    from mpistrat.distribute.strategy import Strategy
+
+__all__ = ["broadcast", "broadcast_as_chosen"]
+
+
+def broadcast(strategy: Strategy, tensor: Any, destinations: Any) -> Any:
+    """Give replica 0's value to every replica by MPI; see `StrategyExtended.broadcast_to`."""
+    parts = strategy.parts
+    array = _checked(strategy, tensor, destinations)
+    if not parts.view.mirrors:
+        return tensor
+    if isinstance(tensor, int | float):
+        kind, data = encode(tensor, whole=True)
+        call = f"broadcast_to({type(tensor).__name__})"
+        return decode(kind, parts.lockstep.share(call, data)[0])
+    parts.lockstep.prove(f"broadcast_to({spec_text(array)}){place(destinations)}")
+    parts.lockstep.comm.bcast(array, 0)
+    return array if isinstance(destinations, str) else mirrored(strategy, array)
+
+
+def broadcast_as_chosen(strategy: Strategy, tensor: Any, destinations: Any) -> Any:
+    """Do the same by the `CrossDeviceOps` of the program, if the strategy was given one.
+
+    Collective. Cost: then two proofs, and what the class does.
+    """
+    choice = strategy.parts.choice
+    ops = None if choice is None else choice.delegate
+    if ops is None or not strategy.parts.view.mirrors:
+        return broadcast(strategy, tensor, destinations)
+    lockstep = strategy.parts.lockstep
+    array = _checked(strategy, tensor, destinations)
+    by = f"{type(ops).__module__}.{type(ops).__qualname__}"
+    call = f"broadcast_to({spec_text(array)}){place(destinations)} by {by}"
+    lockstep.prove(call)
+    contents, failure = _made(ops, array, destinations)
+    advice = "A CrossDeviceOps must return the same on every rank."
+    given = {"what the class returned": contents}
+    prove_same(lockstep, f"{call}, made", given, advice, failure)
+    if isinstance(tensor, int | float):
+        return type(tensor)(contents.item())
+    return contents if isinstance(destinations, str) else mirrored(strategy, contents)
+
+
+def _checked(strategy: Strategy, tensor: Any, destinations: Any) -> Array:
+    with strategy.parts.lockstep.preparing("broadcast_to"):
+        check_destinations(destinations)
+        return np.array(as_array(select(tensor)), order="C")
+
+
+def _made(ops: Ops, array: Array, destinations: Any) -> tuple[Array, Exception | None]:
+    """Return what the class makes of a value, or what it raised."""
+    try:
+        return like(ops, ops.broadcast(array.copy(), destinations), array), None
+    except Exception as error:
+        return array, error
