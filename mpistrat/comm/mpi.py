@@ -14,12 +14,10 @@ from typing import Any, final
 import numpy as np
 
 from mpistrat.comm.base import Buffer, Comm
+from mpistrat.comm.pieces import LIMIT, rounds, slices
 from mpistrat.memory.shared import Pages, shared_memory, shared_pages
 
 __all__ = ["MPIComm", "abort", "initialized", "is_communicator", "library", "world_size"]
-
-# MPI counts are C ints in MPI 3, and Open MPI 5 still refuses more (MPI_ERR_ARG at 2**31 elements).
-_PIECE = 2**30
 
 
 @functools.cache
@@ -59,28 +57,37 @@ def _ops() -> dict[str, Any]:
     return {name: getattr(mpi, name) for name in ("SUM", "PROD", "MIN", "MAX", "BOR")}
 
 
+def _bytes(buffer: Buffer) -> Buffer:
+    return buffer.reshape(-1).view(np.uint8)
+
+
 @final
 class MPIComm(Comm):
     """A private duplicate of an MPI communicator; `mpi` is mpi4py's object for it.
 
     The duplicate is made once, so that traffic of the program on its own communicator and traffic
     of mpistrat never meet (MPI 4.1, section 7.4: contexts of communication).
+
+    Attributes:
+      limit: How many bytes MPI is given at once; see `mpistrat.comm.pieces`. Equal on all ranks.
     """
 
     name = "MPI"
 
-    def __init__(self, parent: Any, owned: bool = False):
+    def __init__(self, parent: Any, owned: bool = False, limit: int = LIMIT):
         """Duplicate `parent`, an mpi4py intracommunicator. Collective over it.
 
         Args:
           parent: What to duplicate.
           owned: It is ours already, so there is nothing to duplicate.
+          limit: How many bytes MPI is given at once; equal on all ranks.
         """
         if library().Is_finalized():
             raise RuntimeError("MPI has been finalized in this process; no strategy can be made.")
         self._comm = self.mpi = parent if owned else parent.Dup()
         self.rank = self._comm.rank
         self.size = self._comm.size
+        self.limit = limit
         # Looked up once: every proof passes here, and it takes as long as some of these.
         self._allgather, self._byte = self._comm.Allgather, library().BYTE
         self._finalized: Callable[[], bool] = library().Is_finalized
@@ -88,53 +95,79 @@ class MPIComm(Comm):
     def allgather(self, send: Buffer, recv: Buffer) -> None:
         """Put every rank's `send` into `recv`, in rank order, by MPI_Allgather."""
         size = send.nbytes
-        self._allgather([send, size, self._byte], [recv, size, self._byte])
+        if size * self.size <= self.limit:
+            self._allgather([send, size, self._byte], [recv, size, self._byte])
+        else:
+            self._rounds(self._comm.Allgatherv, _bytes(send), _bytes(recv), [size] * self.size)
 
     def allgatherv(self, send: Buffer, recv: Buffer, counts: Sequence[int]) -> None:
         """Put every rank's bytes into `recv`, in rank order, by MPI_Allgatherv."""
-        byte = library().BYTE
-        self._comm.Allgatherv([send, send.nbytes, byte], [recv, counts, byte])
+        if sum(counts) <= self.limit:
+            self._comm.Allgatherv([send, send.nbytes, self._byte], [recv, counts, self._byte])
+        else:
+            self._rounds(self._comm.Allgatherv, send, recv, counts)
+
+    def gatherv(self, send: Buffer, recv: Buffer | None, counts: Sequence[int], root: int) -> None:
+        """Put every rank's bytes into `recv` of `root`, in rank order, by MPI_Gatherv."""
+        gather = functools.partial(self._comm.Gatherv, root=root)
+        if sum(counts) <= self.limit:
+            room = None if recv is None else [recv, counts, self._byte]
+            gather([send, send.nbytes, self._byte], room)
+        else:
+            self._rounds(gather, send, recv, counts)
+
+    def _rounds(
+        self, gather: Callable[..., None], send: Buffer, recv: Buffer | None, counts: Sequence[int]
+    ) -> None:
+        # Through a room of its own, as what comes in one round does not lie side by side in `recv`,
+        # and how far apart it lies is more than an MPI 3 can be told.
+        room = None
+        for step in rounds(counts, self.limit):
+            if recv is not None and room is None:
+                room = np.empty(sum(step.counts), np.uint8)  # the first round is the largest
+            mine = send[step.begin : step.begin + step.counts[self.rank]]
+            into = None if room is None else [room, step.counts, self._byte]
+            gather([mine, mine.size, self._byte], into)
+            if recv is not None and room is not None:
+                for came, goes in step.places(counts):
+                    recv[goes] = room[came]
 
     def allreduce(self, send: Buffer, recv: Buffer, op: str) -> None:
         """Fold every rank's `send` into `recv` by MPI_Allreduce, in pieces that every MPI takes."""
         mpi_op = _ops()[op]
-        if send.size <= _PIECE:
+        if send.nbytes <= self.limit:
             self._comm.Allreduce(send, recv, op=mpi_op)
             return
         flat_send, flat_recv = send.reshape(-1), recv.reshape(-1)
-        for low in range(0, send.size, _PIECE):
-            piece = slice(low, low + _PIECE)
+        for piece in slices(send.size, send.itemsize, self.limit):
             self._comm.Allreduce(flat_send[piece], flat_recv[piece], op=mpi_op)
 
     def bcast(self, buffer: Buffer, root: int) -> None:
         """Copy `buffer` of `root` to every rank by MPI_Bcast, in pieces that every MPI takes."""
-        flat = buffer.reshape(-1).view(np.uint8)
-        for low in range(0, flat.size, _PIECE):
-            piece = flat[low : low + _PIECE]
-            self._comm.Bcast([piece, piece.nbytes, library().BYTE], root=root)
-
-    def gatherv(self, send: Buffer, recv: Buffer | None, counts: Sequence[int], root: int) -> None:
-        """Put every rank's bytes into `recv` of `root`, in rank order, by MPI_Gatherv."""
-        byte = library().BYTE
-        room = None if recv is None else [recv, counts, byte]
-        self._comm.Gatherv([send, send.nbytes, byte], room, root=root)
+        flat = _bytes(buffer)
+        for piece in slices(flat.size, 1, self.limit):
+            part = flat[piece]
+            self._comm.Bcast([part, part.size, self._byte], root=root)
 
     def reduce(self, send: Buffer, recv: Buffer | None, op: str, root: int) -> None:
-        """Fold every rank's `send` into `recv` of `root` by MPI_Reduce."""
+        """Fold every rank's `send` into `recv` of `root` by MPI_Reduce, in pieces."""
         flat_send, flat_recv = send.reshape(-1), None if recv is None else recv.reshape(-1)
-        for low in range(0, send.size, _PIECE):
-            piece = slice(low, low + _PIECE)
+        for piece in slices(send.size, send.itemsize, self.limit):
             room = None if flat_recv is None else flat_recv[piece]
             self._comm.Reduce(flat_send[piece], room, op=_ops()[op], root=root)
 
     def sendrecv(self, send: Buffer, dest: int, recv: Buffer, source: int) -> None:
-        """Give `send` to `dest` and get `recv` from `source` by MPI_Sendrecv."""
-        given, room = send.reshape(-1).view(np.uint8), recv.reshape(-1).view(np.uint8)
-        byte = library().BYTE
-        for low in range(0, max(given.size, room.size, 1), _PIECE):
-            out, into = given[low : low + _PIECE], room[low : low + _PIECE]
+        """Give `send` to `dest` and get `recv` from `source` by MPI_Sendrecv, in pieces."""
+        given, room = _bytes(send), _bytes(recv)
+        for piece in slices(max(given.size, room.size), 1, self.limit):
+            out, into = given[piece], room[piece]
+            # The two may differ in size, and neighbours make as many calls as their own need: what
+            # is not there must not be waited for.
             self._comm.Sendrecv(
-                [out, out.size, byte], dest, recvbuf=[into, into.size, byte], source=source
+                [out, out.size, self._byte],
+                dest if out.size else library().PROC_NULL,
+                recvbuf=[into, into.size, self._byte],
+                source=source if into.size else library().PROC_NULL,
             )
 
     def barrier(self) -> None:
@@ -143,13 +176,14 @@ class MPIComm(Comm):
 
     def split(self, color: int, key: int | None = None) -> MPIComm:
         """Return the ranks that give the same `color`, ordered by `key`, by MPI_Comm_split."""
-        return MPIComm(self._comm.Split(color, self.rank if key is None else key), owned=True)
+        found = self._comm.Split(color, self.rank if key is None else key)
+        return MPIComm(found, owned=True, limit=self.limit)
 
     def by_node(self) -> MPIComm:
         """Return the ranks that share memory with this one, by MPI_Comm_split_type."""
         found = self._comm.Split_type(library().COMM_TYPE_SHARED, self.rank)
         if found.size < self.size:
-            return MPIComm(found, owned=True)
+            return MPIComm(found, owned=True, limit=self.limit)
         found.Free()
         return self
 

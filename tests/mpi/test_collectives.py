@@ -159,23 +159,3 @@ def test_not_a_number_has_the_same_bits_everywhere(world, count, code):
     for op in ("SUM", "MEAN", "PROD", "MIN", "MAX"):
         with np.errstate(all="ignore"):
             same(world, reduced(op, [nan, infinite]))
-
-
-@pytest.mark.parametrize("op", ["SUM", "MAX"])
-def test_what_an_mpi_cannot_take_at_once_goes_in_pieces(world, monkeypatch, op):
-    """Seven elements stand for two thousand millions."""
-    monkeypatch.setattr("mpistrat.comm.mpi._PIECE", 7)
-    tree = [value(np.dtype(c), world.rank, (45, 2)) for c in "dig"]
-    want = [
-        fold(op, [value(np.dtype(c), r, (45, 2)) for r in range(world.size)], np.dtype(c))
-        for c in "dig"
-    ]
-    same(world, reduced(op, tree), want)
-    rows = ms.MirroredStrategy().gather([ms.PerReplica(leaf) for leaf in tree], 0)
-    everyones = [
-        np.concatenate([value(np.dtype(c), r, (45, 2)) for r in range(world.size)]) for c in "dig"
-    ]
-    same(world, rows, everyones)
-    with ms.MirroredStrategy().scope():
-        variable = ms.Variable(np.arange(50.0) + world.rank)
-    same(world, variable.numpy(), np.arange(50.0))
