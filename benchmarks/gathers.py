@@ -2,10 +2,10 @@
 
     mpiexec -n 2 python benchmarks/gathers.py [--quick] [--json PATH] [--plot PATH]
 
-Rows of 16 float32 (64 bytes) of all ranks are put one after another, on every rank. All peers run in
-one job and take turns; rows are written anew before each repetition; a time is that of the slowest
-rank, and a row shows the median. Results are checked. The path that our call takes is looked at, and
-the benchmark fails if it is not the one that belongs to the size.
+Rows of 16 float32 (64 bytes) of all ranks are put one after another, on every rank. All peers run
+in one job and take turns; rows are written anew before each repetition; a time is that of the
+slowest rank, and a row shows the median. Results are checked. The path that our call takes is
+looked at, and the benchmark fails if it is not the one that belongs to the size.
 
 ``even``    every rank has as many rows
 ``linear``  rank r has r + 1 times as many as rank 0
@@ -19,8 +19,8 @@ the benchmark fails if it is not the one that belongs to the size.
 ``gloo``          torch.distributed, where torch can be imported: counts, then all padded to the
                   longest, since gloo gathers only what is equally long, then cut
 
-Columns: ``bytes`` is what all ranks have together; ``algbw`` is that / time; ``busbw`` is algbw times
-(n - 1) / n; ``speed`` is the time of ``raw counts`` / this time.
+Columns: ``bytes`` is what all ranks have together; ``algbw`` is that / time; ``busbw`` is algbw
+times (n - 1) / n; ``speed`` is the time of ``raw counts`` / this time.
 """
 
 from __future__ import annotations

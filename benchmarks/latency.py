@@ -160,7 +160,8 @@ def with_tensorflow(made: Any) -> Make:
         @tf.function
         def step(tensor: Any) -> Any:
             def inside(value: Any) -> Any:
-                return tf.distribute.get_replica_context().all_reduce("sum", value)
+                # An identity, for in a graph an argument lies on no device, and has to be on one.
+                return tf.distribute.get_replica_context().all_reduce("sum", tf.identity(value))
 
             return strategy.run(inside, (tensor,))
 
