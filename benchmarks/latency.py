@@ -13,9 +13,12 @@ is looked at, and the benchmark fails if it is not the one that belongs to the s
 ``raw in place``  mpi4py, ``Allreduce(IN_PLACE, a)``
 ``raw into``      mpi4py, ``Allreduce(a, b)``
 ``gloo``          torch.distributed, in place; it, and the following, where they can be imported
-``Horovod``       ``horovod.torch.allreduce_``, in place
 ``mpi4jax``       ``mpi4jax.allreduce`` under ``jax.jit``
+``Horovod``       ``horovod.torch.allreduce_``, in place
 ``TensorFlow``    ``all_reduce`` of a MultiWorkerMirroredStrategy under ``tf.function``
+
+The last two keep threads of their own, which slow the others down; so they are begun, and measured
+one at a time, when the others are through.
 
 Columns: ``algbw`` is bytes / time; ``busbw`` is that times 2 (n - 1) / n, the bytes that each of n
 ranks has to send or receive whatever the algorithm, and so comparable between n. ``speed`` is the
@@ -175,43 +178,66 @@ def with_tensorflow(made: Any) -> Make:
     return make
 
 
+def taken(comm: MPI.Intracomm, strategy: mpistrat.Strategy, peers: dict[str, Peer]) -> Any:
+    """Return the paths of our ways, which have been called before. Collective."""
+    paths = {}
+    for way in OURS:
+        nbytes = peers[way].reads[0].nbytes
+        want = expected(strategy, nbytes, way == "arena")
+        paths[way] = take(comm, f"{way}, {nbytes} B", peers[way].call, want)
+    return paths
+
+
 def rows(
-    comm: MPI.Intracomm,
-    strategy: mpistrat.Strategy,
-    makes: list[Make],
-    buffer: np.ndarray,
-    budget: float,
+    comm: MPI.Intracomm, strategy: mpistrat.Strategy, buffer: np.ndarray, budget: float
 ) -> list[dict[str, Any]]:
     """Return one row for each way to sum arrays like `buffer`. Collective; in replica code."""
-    arrays, nbytes = (np.zeros_like(buffer), np.zeros_like(buffer)), buffer.nbytes
+    arrays = np.zeros_like(buffer), np.zeros_like(buffer)
     peers = ours(comm, strategy, buffer, arrays)
-    for make in makes:
+    for make in (raw, with_gloo, with_mpi4jax):
         peers |= make(comm, *arrays)
     repetitions = enough(comm, peers, budget)
-    paths = {
-        way: take(
-            comm, f"{way}, {nbytes} B", peers[way].call, expected(strategy, nbytes, way == "arena")
-        )
-        for way in OURS
-    }
+    paths = taken(comm, strategy, peers)
     found = measure(comm, peers, repetitions)
     best = min(found["raw in place"], found["raw into"])
     return [
-        {
-            "bytes": nbytes,
-            "count": nbytes // 4,
-            "dtype": "float32",
-            "op": "sum",
-            "way": way,
-            "path": paths.get(way, ""),
-            "repetitions": repetitions,
-            "time_us": seconds * 1e6,
-            "algbw_gbps": nbytes / seconds / 1e9,
-            "busbw_gbps": nbytes / seconds / 1e9 * 2 * (comm.size - 1) / comm.size,
-            "speed": best / seconds,
-        }
+        row(comm, buffer.nbytes, way, repetitions, seconds, best) | {"path": paths.get(way, "")}
         for way, seconds in found.items()
     ]
+
+
+def later_rows(
+    comm: MPI.Intracomm, makes: list[Make], before: list[dict[str, Any]], budget: float
+) -> list[dict[str, Any]]:
+    """Return rows of those that disturb others, for the sizes that others were measured at."""
+    found = []
+    for nbytes in dict.fromkeys(old["bytes"] for old in before):
+        arrays = np.zeros(nbytes // 4, np.float32), np.zeros(nbytes // 4, np.float32)
+        raws = [o["time_us"] for o in before if o["bytes"] == nbytes and o["way"].startswith("raw")]
+        for make in makes:
+            peers = make(comm, *arrays)
+            repetitions = enough(comm, peers, budget) if peers else 0
+            for way, seconds in measure(comm, peers, repetitions).items():
+                found.append(row(comm, nbytes, way, repetitions, seconds, min(raws) / 1e6))
+    return found
+
+
+def row(
+    comm: MPI.Intracomm, nbytes: int, way: str, repetitions: int, seconds: float, best: float
+) -> dict[str, Any]:
+    return {
+        "bytes": nbytes,
+        "count": nbytes // 4,
+        "dtype": "float32",
+        "op": "sum",
+        "way": way,
+        "path": "",
+        "repetitions": repetitions,
+        "time_us": seconds * 1e6,
+        "algbw_gbps": nbytes / seconds / 1e9,
+        "busbw_gbps": nbytes / seconds / 1e9 * 2 * (comm.size - 1) / comm.size,
+        "speed": best / seconds,
+    }
 
 
 def line(row: dict[str, Any]) -> str:
@@ -242,20 +268,22 @@ def main() -> int:
     known = facts(comm)
     if comm.rank == 0:
         print_facts(known, HEADER)
-    tf = tensorflow_cluster(comm)
-    makes = [raw, with_gloo, with_horovod, with_mpi4jax, with_tensorflow(tf)]
     found: list[dict[str, Any]] = []
     budget = BUDGET / 20 if chosen.quick else BUDGET
     for nbytes in QUICK if chosen.quick else SIZES:
         buffer = strategy.gradient_buffers(np.empty(nbytes // 4, np.float32))
 
         def size(buffer: np.ndarray = buffer) -> None:
-            found.extend(rows(comm, strategy, makes, buffer, budget))
+            found.extend(rows(comm, strategy, buffer, budget))
 
         strategy.run(size)
         if comm.rank == 0:
             print("\n".join(line(row) for row in found if row["bytes"] == nbytes), flush=True)
+    later = [with_horovod, with_tensorflow(tensorflow_cluster(comm))]
+    more = later_rows(comm, later, found, budget)
+    found += more
     if comm.rank == 0:
+        print("\n".join(map(line, more)), flush=True)
         write_json(chosen.json, {**known, "rows": found})
         plot(chosen.plot, known, found)
     return 0
