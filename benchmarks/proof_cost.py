@@ -191,7 +191,7 @@ def main() -> int:
     if comm.rank == 0:
         print_facts(known, HEADER)
     for name in CASES:
-        row = measure(comm, strategies, name, 6 if chosen.quick else BLOCKS)
+        row = measure(comm, strategies, name, 3 if chosen.quick else BLOCKS)
         rows.append(row)
         if comm.rank == 0:
             print(
