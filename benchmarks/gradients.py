@@ -17,29 +17,40 @@ median. Results are checked.
 ``raw packed``      mpi4py, pack, one ``Allreduce``, unpack
 ``gloo``            torch.distributed with gloo, in buckets of 25 MB, where torch can be imported
 ``copy``            one plain copy of the same bytes: no peer, but what memory can do
+
+The path that each of our calls takes is looked at; the benchmark fails if it is not the one that
+belongs to these bytes.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import statistics
 import sys
-import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from all_reduce import facts, print_facts
+from common import (
+    Arrays,
+    Panel,
+    Peer,
+    arguments,
+    bars,
+    expected,
+    facts,
+    gloo,
+    holds,
+    measure,
+    print_facts,
+    sums,
+    take,
+    write_json,
+)
 from mpi4py import MPI
 
 import mpistrat
 
-Arrays = list[np.ndarray]
 BUCKET = 25 * 2**20
 REPETITIONS = 15
+OURS = ("arena", "arena mean", "out=", "fresh")
 
 
 def resnet50() -> list[tuple[int, ...]]:
@@ -79,28 +90,34 @@ def like(shapes: list[tuple[int, ...]]) -> Arrays:
     return [np.zeros(shape, np.float32) for shape in shapes]
 
 
-class Peer:
-    """One way to reduce a list: what it reads, what it calls, and where the results are."""
-
-    def __init__(self, reads: Arrays, call: Callable[[], Any], results: Callable[[Any], Any]):
-        self.reads, self.call, self.results = reads, call, results
-
-
-def ours(shapes: list[tuple[int, ...]], strategy: mpistrat.Strategy, buffers: Arrays) -> Any:
+def ours(
+    shapes: list[tuple[int, ...]], strategy: mpistrat.Strategy, buffers: Arrays, comm: MPI.Intracomm
+) -> dict[str, Peer]:
     """Return our four ways; to be called in replica code."""
     ordinary, outs = like(shapes), like(shapes)
     ctx = mpistrat.get_replica_context()
+
+    def is_mean(_: Any, number: int) -> bool:
+        want = np.float32(sum(rank + number for rank in range(comm.size))) / np.float32(comm.size)
+        return all(holds(b, want, number) for b in buffers)
+
     return {
         "arena": Peer(
-            buffers, lambda: ctx.all_reduce("sum", buffers, out=buffers), lambda _: buffers
+            buffers,
+            lambda: ctx.all_reduce("sum", buffers, out=buffers),
+            sums(comm, lambda _: buffers),
         ),
         "arena mean": Peer(
-            buffers,
-            lambda: ctx.all_reduce("mean", buffers, weight=3, out=buffers),
-            lambda _: [b * np.float32(ctx.num_replicas_in_sync) for b in buffers],
+            buffers, lambda: ctx.all_reduce("mean", buffers, weight=3, out=buffers), is_mean
         ),
-        "out=": Peer(ordinary, lambda: ctx.all_reduce("sum", ordinary, out=outs), lambda _: outs),
-        "fresh": Peer(ordinary, lambda: ctx.all_reduce("sum", ordinary), lambda found: found),
+        "out=": Peer(
+            ordinary,
+            lambda: ctx.all_reduce("sum", ordinary, out=outs),
+            sums(comm, lambda _: outs),
+        ),
+        "fresh": Peer(
+            ordinary, lambda: ctx.all_reduce("sum", ordinary), sums(comm, lambda found: found)
+        ),
     }
 
 
@@ -118,6 +135,9 @@ def raw(shapes: list[tuple[int, ...]], comm: MPI.Intracomm) -> dict[str, Peer]:
         for array, out in zip(reads, outs, strict=True):
             comm.Allreduce(array, out)
 
+    def all_flat() -> None:
+        comm.Allreduce(MPI.IN_PLACE, flat)
+
     def packed() -> None:
         np.concatenate(reads, axis=None, out=flat)
         comm.Allreduce(flat, total)
@@ -127,25 +147,18 @@ def raw(shapes: list[tuple[int, ...]], comm: MPI.Intracomm) -> dict[str, Peer]:
             at += out.size
 
     return {
-        "raw in place": Peer(reads, in_place, lambda _: reads),
-        "raw per array": Peer(reads, per_array, lambda _: outs),
-        "raw flat": Peer([flat], lambda: comm.Allreduce(MPI.IN_PLACE, flat), lambda _: [flat]),
-        "raw packed": Peer(reads, packed, lambda _: outs),
+        "raw in place": Peer(reads, in_place, sums(comm, lambda _: reads)),
+        "raw per array": Peer(reads, per_array, sums(comm, lambda _: outs)),
+        "raw flat": Peer([flat], all_flat, sums(comm, lambda _: [flat])),
+        "raw packed": Peer(reads, packed, sums(comm, lambda _: outs)),
     }
 
 
-def gloo(shapes: list[tuple[int, ...]], comm: MPI.Intracomm) -> dict[str, Peer]:
+def with_gloo(shapes: list[tuple[int, ...]], comm: MPI.Intracomm) -> dict[str, Peer]:
     """Return torch.distributed's way, or nothing where torch is not installed."""
-    try:
-        import torch
-        import torch.distributed as dist
-    except ImportError:
+    torch = gloo(comm)
+    if torch is None:
         return {}
-    torch.set_num_threads(1)
-    if not dist.is_initialized():
-        port = comm.bcast(20000 + os.getpid() % 20000)
-        url = f"tcp://127.0.0.1:{port}"
-        dist.init_process_group("gloo", url, rank=comm.rank, world_size=comm.size)
     reads = like(shapes)
     tensors = [torch.from_numpy(array) for array in reads]
     buckets: list[list[Any]] = [[]]
@@ -157,121 +170,76 @@ def gloo(shapes: list[tuple[int, ...]], comm: MPI.Intracomm) -> dict[str, Peer]:
     def call() -> None:
         for bucket in buckets:
             flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-            dist.all_reduce(flat)
+            torch.distributed.all_reduce(flat)
             parts = flat.split([tensor.numel() for tensor in bucket])
             for tensor, part in zip(bucket, parts, strict=True):
                 tensor.copy_(part.view_as(tensor))
 
-    return {"gloo": Peer(reads, call, lambda _: reads)}
+    return {"gloo": Peer(reads, call, sums(comm, lambda _: reads))}
 
 
 def copying(shapes: list[tuple[int, ...]]) -> dict[str, Peer]:
     source = np.zeros(sum(int(np.prod(shape)) for shape in shapes), np.float32)
     target = np.zeros_like(source)
-    return {"copy": Peer([source], lambda: np.copyto(target, source), lambda _: None)}
+    call, same = (lambda: np.copyto(target, source)), lambda *_: bool(target[-1] == source[-1])
+    return {"copy": Peer([source], call, same)}
 
 
-def timed(comm: MPI.Intracomm, peer: Peer, number: int) -> tuple[float, bool]:
-    """Return this rank's seconds for one call on fresh numbers, and whether it was right."""
-    for array in peer.reads:
-        array.fill(comm.rank + number)
-    comm.Barrier()
-    begin = time.perf_counter()
-    found = peer.call()
-    seconds = time.perf_counter() - begin
-    want = sum(rank + number for rank in range(comm.size))
-    results = peer.results(found)
-    right = results is None or all(r.flat[0] == r.flat[-1] == want for r in results)
-    begin = time.perf_counter()
-    del found, results  # to give new arrays back costs as well
-    return seconds + time.perf_counter() - begin, right
-
-
-def measure(
+def reduced(
     comm: MPI.Intracomm, strategy: mpistrat.Strategy, name: str, repetitions: int
 ) -> dict[str, Any]:
-    """Return the medians of one model in ms. Collective."""
+    """Return the medians of one model in ms, and the paths taken. Collective."""
     shapes = MODELS[name]
+    nbytes = sum(int(np.prod(shape)) for shape in shapes) * 4
     buffers = strategy.gradient_buffers(like(shapes))
-    node = strategy.parts.reducer.node
-    if comm.size > 1 and not (node.possible and node.arena.home(buffers[0])):
-        raise SystemExit("the path to measure is not taken: no memory is shared here")
-    times: dict[str, list[float]] = {}
-    right: list[bool] = []
+    found: dict[str, float] = {}
+    paths: dict[str, str] = {}
 
     def replica() -> None:
-        peers = {**ours(shapes, strategy, buffers), **raw(shapes, comm)}
-        peers |= {**gloo(shapes, comm), **copying(shapes)}
-        for number in range(repetitions + 2):
-            for peer in list(peers) if number % 2 else list(peers)[::-1]:
-                seconds, good = timed(comm, peers[peer], number)
-                right.append(good)
-                if number >= 2:  # before that, memory is touched and compilers run
-                    times.setdefault(peer, []).append(seconds)
+        peers = ours(shapes, strategy, buffers, comm)
+        for way in OURS:
+            peers[way].call()  # what is called first may have to make room
+        for way in OURS:
+            want = expected(strategy, nbytes, way.startswith("arena"))
+            paths[way] = take(comm, f"{name}, {way}", peers[way].call, want)
+        peers |= {**raw(shapes, comm), **with_gloo(shapes, comm), **copying(shapes)}
+        found.update(measure(comm, peers, repetitions))
 
     strategy.run(replica)
-    row = {peer: median(comm, seconds) for peer, seconds in times.items()}
-    if not all(comm.allgather(all(right))):
-        raise ArithmeticError(f"{name}: a sum was wrong on some rank")
-    nbytes = sum(int(np.prod(shape)) for shape in shapes) * 4
-    return {"model": name, "arrays": len(shapes), "bytes": nbytes, "ms": row}
-
-
-def median(comm: MPI.Intracomm, seconds: list[float]) -> float:
-    worst = np.empty(len(seconds))
-    comm.Allreduce(np.array(seconds), worst, op=MPI.MAX)
-    return 1e3 * statistics.median(worst)
+    times = {peer: 1e3 * seconds for peer, seconds in found.items()}
+    return {"model": name, "arrays": len(shapes), "bytes": nbytes, "ms": times, "paths": paths}
 
 
 def show(row: dict[str, Any]) -> None:
     times = row["ms"]
     best = min(ms for peer, ms in times.items() if peer.startswith("raw"))
     print(f"\n{row['model']}: {row['arrays']} arrays, {row['bytes'] / 1e6:.1f} MB")
-    print(f"  {'':14} {'ms':>9} {'best raw / it':>14} {'it / copy':>10}")
+    print(f"  {'':14} {'path':9} {'ms':>9} {'best raw / it':>14} {'it / copy':>10}")
     for peer, ms in times.items():
-        print(f"  {peer:14} {ms:9.3f} {best / ms:14.2f} {ms / times['copy']:10.2f}")
-
-
-def plot(known: dict[str, Any], rows: list[dict[str, Any]], path: str) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(3.2 * len(rows), 4), dpi=120, layout="constrained")
-    library = " ".join(known["mpi"].split(",")[0].replace("Version:", "").split())
-    figure.suptitle(f"Gradients on {known['ranks']} ranks of one node, {library}")
-    for panel, row in zip(np.atleast_1d(figure.subplots(1, len(rows))), rows, strict=True):
-        names = list(row["ms"])[::-1]
-        colors = ["C0" if n in ("arena", "arena mean", "out=", "fresh") else "C1" for n in names]
-        colors = ["0.6" if n == "copy" else c for n, c in zip(names, colors, strict=True)]
-        panel.barh(names, [row["ms"][n] for n in names], color=colors)
-        panel.set(title=f"{row['model']}, {row['bytes'] / 1e6:.1f} MB", xlabel="ms")
-    figure.savefig(path)
+        ratios = f"{best / ms:14.2f} {ms / times['copy']:10.2f}"
+        print(f"  {peer:14} {row['paths'].get(peer, ''):9} {ms:9.3f} {ratios}", flush=True)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="few repetitions, without BERT-base")
+    parser = arguments(__doc__, "few repetitions, without BERT-base")
     parser.add_argument("--only", choices=list(MODELS), help="one model")
-    parser.add_argument("--json", metavar="PATH", help="where the numbers go")
-    parser.add_argument("--plot", metavar="PATH", help="where the picture goes")
     chosen = parser.parse_args()
     comm = MPI.COMM_WORLD.Dup()
     strategy = mpistrat.MirroredStrategy()
     known = facts(comm)
     if comm.rank == 0:
-        print_facts(known, "")
-    names = [chosen.only] if chosen.only else list(MODELS)
+        print_facts(known)
     rows = []
-    for name in names:
+    for name in [chosen.only] if chosen.only else list(MODELS):
         if chosen.quick and name == "BERT-base":
             continue
-        rows.append(measure(comm, strategy, name, 3 if chosen.quick else REPETITIONS))
+        rows.append(reduced(comm, strategy, name, 3 if chosen.quick else REPETITIONS))
         if comm.rank == 0:
             show(rows[-1])
-            sys.stdout.flush()
-    if comm.rank == 0 and chosen.json:
-        Path(chosen.json).write_text(json.dumps({**known, "rows": rows}, indent=2) + "\n")
-    if comm.rank == 0 and chosen.plot:
-        plot(known, rows, chosen.plot)
+    if comm.rank == 0:
+        write_json(chosen.json, {**known, "rows": rows})
+        panels = [Panel(f"{r['model']}, {r['bytes'] / 1e6:.1f} MB", "ms", r["ms"]) for r in rows]
+        bars(chosen.plot, known, "Gradients", panels, OURS)
     return 0
 
 

@@ -1,6 +1,6 @@
 """What does the proof cost, beside the same call without it?
 
-    mpiexec -n 2 python benchmarks/proof_cost.py [--json PATH] [--check]
+    mpiexec -n 2 python benchmarks/proof_cost.py [--quick] [--json PATH] [--plot PATH] [--check]
 
 ``proved`` is the public ``ctx.all_reduce`` in replica code, every guard on. ``bare`` is the same
 public call on a strategy whose collectives move their payload and prove nothing: no frame, no
@@ -16,17 +16,14 @@ Last comes the time of the preflight, which compares versions and options of all
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from all_reduce import facts, print_facts
+from common import Panel, arguments, bars, facts, median, print_facts, turns, write_json
 from mpi4py import MPI
 
 import mpistrat
@@ -39,6 +36,8 @@ from mpistrat.distribute.parts import Parts
 from mpistrat.distribute.strategy import Strategy
 
 BLOCKS = 60
+PEERS = ("raw", "bare", "proved", "nan")
+HEADER = "case           raw us    bare us  proved us   added us   added %   x raw    nan us"
 CASES = {
     "a number": (lambda: np.float64(1.5), 400),
     "8 numbers": (lambda: np.ones(8), 400),
@@ -133,7 +132,9 @@ def block(comm: MPI.Intracomm, run: Callable[..., Any], call: Callable[[], Any],
     return run(timed)
 
 
-def measure(comm: MPI.Intracomm, strategies: dict[str, Strategy], name: str) -> dict[str, Any]:
+def measure(
+    comm: MPI.Intracomm, strategies: dict[str, Strategy], name: str, blocks: int
+) -> dict[str, Any]:
     """Return one row: medians in us, and what the proof adds. Collective."""
     make, calls = CASES[name]
     value = make()
@@ -141,14 +142,12 @@ def measure(comm: MPI.Intracomm, strategies: dict[str, Strategy], name: str) -> 
     runs |= {peer: inside(strategy) for peer, strategy in strategies.items()}
     made = {peer: build(value) for peer, build in contestants(comm, strategies["bare"]).items()}
     times: dict[str, list[float]] = {peer: [] for peer in made}
-    for number in range(BLOCKS):
-        for peer in list(made) if number % 2 else list(made)[::-1]:
+    for number in range(blocks):
+        for peer in turns(made, number):
             times[peer].append(block(comm, runs[peer], made[peer], calls))
     row: dict[str, Any] = {"case": name, "bytes": int(value.nbytes)}
     for peer, seconds in times.items():
-        worst = np.empty(BLOCKS)
-        comm.Allreduce(np.array(seconds), worst, op=MPI.MAX)
-        row[f"{peer}_us"] = float(np.median(worst) * 1e6)
+        row[f"{peer}_us"] = 1e6 * median(comm, seconds)
     row["added_us"] = row["proved_us"] - row["bare_us"]
     row["added_percent"] = 100 * row["added_us"] / row["bare_us"]
     row["times_raw"] = row["proved_us"] / row["raw_us"]
@@ -162,8 +161,8 @@ def preflight_ms(comm: MPI.Intracomm, strategy: Strategy) -> float:
         comm.Barrier()
         begin = time.perf_counter()
         preflight(strategy.parts.lockstep)
-        times.append(comm.allreduce(time.perf_counter() - begin, op=MPI.MAX))
-    return 1e3 * float(np.median(times))
+        times.append(time.perf_counter() - begin)
+    return 1e3 * median(comm, times)
 
 
 def inside(strategy: Strategy) -> Callable[[Callable[[], float]], float]:
@@ -178,8 +177,7 @@ def inside(strategy: Strategy) -> Callable[[Callable[[], float]], float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", metavar="PATH", help="where the numbers go")
+    parser = arguments(__doc__, "few blocks")
     parser.add_argument("--check", action="store_true", help="fail above 5 us, or 5 % at 1 MB")
     chosen = parser.parse_args()
     comm = MPI.COMM_WORLD.Dup()
@@ -191,10 +189,9 @@ def main() -> int:
     known = facts(comm)
     rows = []
     if comm.rank == 0:
-        print_facts(known, "")
-        print("case           raw us    bare us  proved us   added us   added %   x raw    nan us")
+        print_facts(known, HEADER)
     for name in CASES:
-        row = measure(comm, strategies, name)
+        row = measure(comm, strategies, name, 3 if chosen.quick else BLOCKS)
         rows.append(row)
         if comm.rank == 0:
             print(
@@ -206,10 +203,10 @@ def main() -> int:
     at_start = preflight_ms(comm, strategies["proved"])
     if comm.rank == 0:
         print(f"\npreflight: {at_start:.2f} ms")
-    if comm.rank == 0 and chosen.json:
-        Path(chosen.json).write_text(
-            json.dumps({**known, "rows": rows, "preflight_ms": at_start}, indent=2) + "\n"
-        )
+    if comm.rank == 0:
+        write_json(chosen.json, {**known, "rows": rows, "preflight_ms": at_start})
+        panels = [Panel(r["case"], "us", {peer: r[f"{peer}_us"] for peer in PEERS}) for r in rows]
+        bars(chosen.plot, known, "The proof", panels, ("proved", "nan"))
     by = {row["case"]: row for row in rows}
     good = by["a number"]["added_us"] <= 5 and by["1 MB"]["added_percent"] <= 5
     # Rank 0 decides, so that all leave alike.

@@ -1,0 +1,360 @@
+"""What the benchmarks share: peers that take turns, paths that are looked at, facts, pictures.
+
+Nothing here starts MPI: `start.py` times that, in processes of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import math
+import os
+import platform
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+import mpistrat
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+Arrays = list[np.ndarray]
+WARM_UPS = 2  # before that, memory is touched and compilers run
+SAMPLE = 4096  # of so many elements of a large array is its value checked
+
+# What moves the bytes of a call, by file and function, and the word for that path. A function that
+# gets another name makes the benchmarks fail, not lie.
+MOVERS = {
+    ("collectives/planned.py", "_totals"): "small",
+    ("collectives/reducer.py", "_rode"): "small",
+    ("collectives/gatherer.py", "_cut"): "small",
+    ("collectives/planned.py", "_total"): "direct",
+    ("collectives/node.py", "_fold_direct"): "direct",
+    ("collectives/node.py", "_fold_packs"): "node",
+    ("collectives/node.py", "fold_placed"): "in place",
+    ("collectives/reducer.py", "_native"): "native",
+    ("collectives/gatherer.py", "_allgatherv"): "native",
+}
+
+
+# Peers
+
+
+def _nothing() -> None:
+    pass
+
+
+class Peer(NamedTuple):
+    """One way to do the work.
+
+    Attributes:
+      reads: What is filled anew before each repetition, with the rank plus the repetition's number.
+      call: The work, which is timed.
+      right: Tells whether what `call` returned or wrote is right, given the repetition's number.
+      ready: Makes what `call` needs of `reads`; not timed.
+    """
+
+    reads: Arrays
+    call: Callable[[], Any]
+    right: Callable[[Any, int], bool]
+    ready: Callable[[], Any] = _nothing
+
+
+def holds(array: Any, want: float, number: int) -> bool:
+    """Tell whether a number is in all places of an array, or of a large one in some of them."""
+    flat = np.asarray(array).reshape(-1)
+    step = 1 if number < WARM_UPS else max(1, flat.size // SAMPLE)
+    return bool((flat[number % step :: step] == want).all() and (flat[-1:] == want).all())
+
+
+def sums(comm: MPI.Intracomm, results: Callable[[Any], Any]) -> Callable[[Any, int], bool]:
+    """Return what tells whether `results` of a call are the sums over all ranks."""
+
+    def right(found: Any, number: int) -> bool:
+        want = sum(rank + number for rank in range(comm.size))
+        return all(holds(array, want, number) for array in results(found))
+
+    return right
+
+
+def timed(comm: MPI.Intracomm, peer: Peer, number: int) -> tuple[float, bool]:
+    """Return this rank's seconds for one call on fresh numbers, and whether it was right."""
+    for array in peer.reads:
+        array.fill(comm.rank + number)
+    peer.ready()
+    comm.Barrier()
+    begin = time.perf_counter()
+    found = peer.call()
+    seconds = time.perf_counter() - begin
+    right = peer.right(found, number)
+    begin = time.perf_counter()
+    del found  # to give new arrays back costs as well
+    return seconds + time.perf_counter() - begin, right
+
+
+def turns(peers: Mapping[str, Any], number: int) -> list[str]:
+    """Return whose turn it is; they take turns in beginning, so what disturbs one disturbs all."""
+    return list(peers) if number % 2 else list(peers)[::-1]
+
+
+def measure(comm: MPI.Intracomm, peers: Mapping[str, Peer], repetitions: int) -> dict[str, float]:
+    """Return each peer's median over repetitions of the slowest rank's seconds. Collective.
+
+    Raises:
+      ArithmeticError: On every rank, if a result was wrong on some rank.
+    """
+    times: dict[str, list[float]] = {name: [] for name in peers}
+    wrong: set[str] = set()
+    for number in range(WARM_UPS + repetitions):
+        for name in turns(peers, number):
+            seconds, right = timed(comm, peers[name], number)
+            if number >= WARM_UPS:
+                times[name].append(seconds)
+            if not right:
+                wrong.add(name)
+    # To raise at once would leave the other ranks waiting.
+    wrong = set().union(*comm.allgather(wrong))
+    if wrong:
+        raise ArithmeticError(f"wrong results on some rank: {', '.join(sorted(wrong))}")
+    return {name: median(comm, seconds) for name, seconds in times.items()}
+
+
+def median(comm: MPI.Intracomm, seconds: Sequence[float]) -> float:
+    """Return the median of the slowest rank's times. Collective."""
+    return statistics.median(np.max(comm.allgather(list(seconds)), axis=0).tolist())
+
+
+def enough(
+    comm: MPI.Intracomm, peers: Mapping[str, Peer], budget: float, least: int = 5, most: int = 1000
+) -> int:
+    """Return how often the peers can be repeated in `budget` seconds each. Collective."""
+    last = 0.0
+    for number in range(WARM_UPS):
+        last = sum(timed(comm, peer, number)[0] for peer in peers.values())
+    # From the slowest rank's time, so that every rank counts alike.
+    wanted = math.ceil(len(peers) * budget / max(*comm.allgather(last), 1e-9))
+    return min(max(wanted, least), most)
+
+
+def everywhere(comm: MPI.Intracomm, name: str) -> Any:
+    """Return a module, or None if some rank cannot import it. Collective."""
+    try:
+        module = importlib.import_module(name)
+    except ImportError:
+        module = None
+    return module if all(comm.allgather(module is not None)) else None
+
+
+def address(comm: MPI.Intracomm) -> str:
+    """Return a host and port of this rank where the others reach it. Collective."""
+    host = socket.gethostname()
+    if len(set(comm.allgather(host))) == 1:
+        host = "127.0.0.1"
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return f"{host}:{probe.getsockname()[1]}"
+
+
+def gloo(comm: MPI.Intracomm) -> Any:
+    """Return torch with its gloo group of these ranks begun; None without torch. Collective."""
+    torch, dist = everywhere(comm, "torch"), everywhere(comm, "torch.distributed")
+    if torch is None or dist is None or not dist.is_available():
+        return None
+    torch.set_num_threads(1)
+    if not dist.is_initialized():
+        url = f"tcp://{comm.bcast(address(comm))}"
+        dist.init_process_group("gloo", url, rank=comm.rank, world_size=comm.size)
+    return torch
+
+
+# Paths
+
+
+def path_of(call: Callable[[], Any]) -> str:
+    """Make a call, and return the path that it took, as this rank saw it."""
+    package = Path(mpistrat.__file__).parent.as_posix()
+    met: set[str] = set()
+
+    def see(frame: Any, event: str, arg: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(package):
+            key = (code.co_filename[len(package) + 1 :], code.co_name)
+            met.update([MOVERS[key]] if key in MOVERS else [])
+
+    before = sys.getprofile()
+    sys.setprofile(see)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    return " + ".join(sorted(met)) or "unknown"
+
+
+def expected(strategy: mpistrat.Strategy, nbytes: int, in_place: bool = False) -> str:
+    """Return the path that an all-reduce is said to take, once its kind was made before."""
+    lockstep, arena = strategy.parts.lockstep, strategy.parts.reducer.node.arena
+    if in_place and lockstep.comm.size > 1:
+        return "in place"
+    if lockstep.fits(nbytes):
+        return "small"
+    if lockstep.comm.size == 1:
+        return "native"
+    return "direct" if nbytes <= arena.direct else "node"
+
+
+def take(comm: MPI.Intracomm, what: str, call: Callable[[], Any], want: str) -> str:
+    """Make a call, and return its path. Collective.
+
+    Raises:
+      SystemExit: On every rank, if the path of some rank is not the one to measure.
+    """
+    paths = comm.allgather(path_of(call))
+    if set(paths) != {want}:
+        raise SystemExit(f"{what}: wanted to measure the path {want!r}; the ranks took {paths}")
+    return want
+
+
+# What goes in and out
+
+
+def arguments(doc: str | None, quick: str) -> argparse.ArgumentParser:
+    """Return a parser of what all benchmarks understand."""
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--json", metavar="PATH", help="where the numbers go")
+    parser.add_argument("--plot", metavar="PATH", help="where the picture goes")
+    return parser
+
+
+def facts(comm: MPI.Intracomm) -> dict[str, Any]:
+    """Return what a reader must know to compare these numbers with others. Collective."""
+    from mpi4py import MPI
+
+    hosts = len(set(comm.allgather(MPI.Get_processor_name())))
+    return {
+        "mpi": first_line(MPI.Get_library_version()),
+        "ranks": comm.size,
+        "hosts": hosts,
+    } | host()
+
+
+def first_line(text: str) -> str:
+    """Return what an MPI library says of itself first."""
+    return text.strip("\0\n ").splitlines()[0]
+
+
+def host() -> dict[str, Any]:
+    """Return the facts of this machine and its Python."""
+    cpuinfo = Path("/proc/cpuinfo")
+    models = [
+        text.partition(":")[2].strip()
+        for text in (cpuinfo.read_text().splitlines() if cpuinfo.exists() else ())
+        if text.startswith("model name")
+    ]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "cores": cores,
+        "cpu": models[0] if models else platform.processor() or platform.machine(),
+        "system": platform.platform(),
+        "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "mpistrat": mpistrat.__version__,
+    }
+
+
+def print_facts(known: dict[str, Any], header: str = "") -> None:
+    print(f"MPI     {known['mpi']}")
+    print(f"ranks   {known['ranks']} on {known['hosts']} host(s) with {known['cores']} cores")
+    print(f"host    {known['cpu']}, {known['system']}, load {known['load']}")
+    print(f"with    Python {known['python']}, NumPy {known['numpy']}, mpistrat {known['mpistrat']}")
+    if known["hosts"] == 1 and known["ranks"] > known["cores"]:
+        print("note    more ranks than cores: times are those of the scheduler")
+    print(f"\n{header}", flush=True)
+
+
+def write_json(path: str | None, data: dict[str, Any]) -> None:
+    if path:
+        Path(path).write_text(json.dumps(data, indent=2) + "\n")
+
+
+# Pictures
+
+
+class Panel(NamedTuple):
+    """One part of a picture: bars by name, or for `curves` points by name."""
+
+    title: str
+    label: str
+    values: Mapping[str, Any]
+
+
+def bars(
+    path: str | None,
+    known: dict[str, Any],
+    title: str,
+    panels: Sequence[Panel],
+    ours: Collection[str],
+) -> None:
+    """Draw one bar for each value, ours in another color, if there is a path to draw to."""
+    if not path:
+        return
+    figure, parts = _figure(known, title, len(panels), 3.4)
+    for part, panel in zip(parts, panels, strict=True):
+        names = list(panel.values)[::-1]
+        colors = ["C0" if name in ours else "0.6" if name == "copy" else "C1" for name in names]
+        part.barh(names, [panel.values[name] for name in names], color=colors)
+        part.set(title=panel.title, xlabel=panel.label)
+    figure.savefig(path)
+
+
+def curves(
+    path: str | None,
+    known: dict[str, Any],
+    title: str,
+    panels: Sequence[Panel],
+    ours: Collection[str],
+) -> None:
+    """Draw one curve over sizes in bytes for each name, ours thicker, if there is a path."""
+    if not path:
+        return
+    figure, parts = _figure(known, title, len(panels), 5.2)
+    for part, panel in zip(parts, panels, strict=True):
+        for name, points in panel.values.items():
+            style = "-" if name in ours else "--"
+            part.plot(*zip(*points, strict=True), style, label=name, marker="o", markersize=3)
+        part.set_xscale("log", base=2)
+        if panel.label.endswith("us"):
+            part.set_yscale("log")
+        ticks = sorted({size for points in panel.values.values() for size, _ in points})
+        part.set_xticks(ticks[::2], [short(size) for size in ticks[::2]])
+        part.minorticks_off()
+        part.set(title=panel.title, xlabel="bytes", ylabel=panel.label)
+        part.grid(alpha=0.3)
+    parts[0].legend(fontsize="small")
+    figure.savefig(path)
+
+
+def _figure(known: dict[str, Any], title: str, panels: int, width: float) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(max(width * panels, 5), 4.2), dpi=120, layout="constrained")
+    library = " ".join(known["mpi"].split(",")[0].replace("Version:", "").split())
+    figure.suptitle(f"{title}, {known['ranks']} rank(s), {library}")
+    return figure, np.atleast_1d(figure.subplots(1, panels))
+
+
+def short(size: int) -> str:
+    """Return a number of bytes in few letters."""
+    for unit, name in ((2**20, " Mi"), (2**10, " Ki")):
+        if size >= unit:
+            return f"{size // unit}{name}"
+    return str(size)

@@ -1,0 +1,191 @@
+"""How long until a program can begin: imports, the first strategy, the first calls?
+
+    python benchmarks/start.py [--ranks N] [--quick] [--json PATH] [--plot PATH]
+
+It starts jobs of N ranks (2 unless said otherwise) itself, one for each measurement, so that all of
+it happens in fresh processes; they take turns. A time is that of the slowest rank of a job, and a
+row shows the median over jobs.
+
+``cold``   mpistrat with an empty cache of Numba (``NUMBA_CACHE_DIR`` in a folder of its own)
+``warm``   the same again, with the cache that the cold job before it has filled
+``numpy``, ``mpi4py`` (``from mpi4py import MPI``, which starts MPI), ``numba``, ``torch``
+           an import, for each that can be found: what a program may have to pay anyway
+
+Columns, in the order in which a program comes to them; each is the time of that step alone:
+``import``, the first ``strategy`` (which imports NumPy and starts MPI), the first all-reduce of 8
+numbers (``small``) and of 1 MiB of float32 (``large``), and that of 1 MiB again (``again``).
+
+The path is looked at, and this fails if it is another one: importing mpistrat starts neither MPI
+nor Numba, and the first small all-reduce does not wait for Numba. With several ranks the large one
+does, if Numba is wanted and there: a ``cold`` job has to leave compiled code behind, a ``warm`` one
+to find all of it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from common import Panel, arguments, bars, first_line, host, print_facts, turns, write_json
+
+from mpistrat import options
+from mpistrat.cluster.detect import environment, launched_by
+from mpistrat.launch.mpiexec import Launcher, find
+
+REPETITIONS = 7
+LONGEST = 120  # seconds for one job
+STEPS = ("import", "strategy", "small", "large", "again")
+PEERS = {"numpy": "numpy", "mpi4py": "mpi4py.MPI", "numba": "numba", "torch": "torch"}
+HEADER = f"{'what':8} {'path':22}" + "".join(f"{step + ' ms':>12}" for step in STEPS)
+
+# Each rank leaves a file with its times, for a process that only imports has nobody to talk to.
+PEER = """
+import json, os, pathlib, sys, time
+folder, module = sys.argv[1:]
+begin = time.perf_counter()
+__import__(module)
+seconds = time.perf_counter() - begin
+told = {"seconds": [seconds]}
+pathlib.Path(folder, f"{os.getpid()}.json").write_text(json.dumps(told))
+"""
+OURS = """
+import json, os, pathlib, sys, time
+folder = sys.argv[1]
+stamps = [time.perf_counter()]
+import mpistrat
+stamps.append(time.perf_counter())
+imported = sorted({"mpi4py.MPI", "numba"} & set(sys.modules))
+strategy = mpistrat.MirroredStrategy()
+stamps.append(time.perf_counter())
+import numpy as np
+seen = []
+def program():
+    ctx = mpistrat.get_replica_context()
+    for count in (8, 2**18, 2**18):
+        array = np.ones(count, np.float32)
+        total = ctx.all_reduce("sum", array)
+        stamps.append(time.perf_counter())
+        assert (total == ctx.num_replicas_in_sync).all()
+        seen.append("numba" in sys.modules)
+strategy.run(program)
+told = {"seconds": [b - a for a, b in zip(stamps, stamps[1:])], "imported": imported, "numba": seen}
+pathlib.Path(folder, f"{os.getpid()}.json").write_text(json.dumps(told))
+"""
+
+
+def job(
+    launcher: Launcher, ranks: int, program: str, module: str = "", cache: Path | None = None
+) -> list[Any]:
+    """Run a program on so many ranks, and return what each told."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = launcher.command(ranks, [sys.executable, "-c", program, folder, *module.split()])
+        env = environment({**command.env, "NUMBA_CACHE_DIR": str(cache or folder)})
+        got = subprocess.run(
+            command.argv, env=env, capture_output=True, text=True, timeout=LONGEST, check=False
+        )
+        told = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
+    if got.returncode or len(told) != ranks:
+        raise SystemExit(f"a job failed with code {got.returncode}:\n{got.stdout}{got.stderr}")
+    return told
+
+
+def path_of(what: str, ranks: int, told: list[Any], made: int) -> str:
+    """Return how a job of mpistrat went, or fail: it is not what this file claims to measure.
+
+    Args:
+      what: "cold" or "warm".
+      ranks: How many there were.
+      told: What its ranks told.
+      made: How many files of compiled code it left behind.
+    """
+    for one in told:
+        if one["imported"]:
+            raise SystemExit(f"importing mpistrat has imported {one['imported']}")
+        if one["numba"][0]:
+            raise SystemExit("the first small all-reduce has imported Numba")
+    wanted = ranks > 1 and options.read().numba and importlib.util.find_spec("numba") is not None
+    if {one["numba"][1] for one in told} != {wanted}:
+        raise SystemExit(f"Numba imported by the ranks: {told}; wanted {wanted} on all of them")
+    if not wanted:
+        return "no compiler"
+    if bool(made) != (what == "cold"):
+        raise SystemExit(f"a {what} job has left {made} files of compiled code behind")
+    return "Numba, compiled" if what == "cold" else "Numba, from its cache"
+
+
+def ours(launcher: Launcher, ranks: int) -> dict[str, tuple[list[float], str]]:
+    """Return the slowest rank's times, and the paths, of a cold and a warm job of mpistrat."""
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        cache, before = Path(folder), 0
+        for what in ("cold", "warm"):
+            told = job(launcher, ranks, OURS, cache=cache)
+            made = len(list(cache.rglob("*.nbc")))
+            found[what] = slowest(told), path_of(what, ranks, told, made - before)
+            before = made
+    return found
+
+
+def slowest(told: list[Any]) -> list[float]:
+    return [max(times) for times in zip(*(one["seconds"] for one in told), strict=True)]
+
+
+def measure(launcher: Launcher, ranks: int, repetitions: int) -> list[dict[str, Any]]:
+    """Return one row for each thing to start."""
+    found = {name: module for name, module in PEERS.items() if importlib.util.find_spec(name)}
+    times: dict[str, list[list[float]]] = {what: [] for what in ("cold", "warm", *found)}
+    paths = dict.fromkeys(times, "")
+    for number in range(repetitions):
+        for what in turns({"mpistrat": "", **found}, number):
+            if what in found:
+                times[what].append(slowest(job(launcher, ranks, PEER, found[what])))
+                continue
+            for one, (seconds, path) in ours(launcher, ranks).items():
+                times[one].append(seconds)
+                paths[one] = path
+    return [
+        {
+            "what": what,
+            "path": paths[what],
+            "repetitions": repetitions,
+            "ms": {
+                step: 1e3 * statistics.median(column)
+                for step, column in zip(STEPS, zip(*runs, strict=True), strict=False)
+            },
+        }
+        for what, runs in times.items()
+    ]
+
+
+def line(row: dict[str, Any]) -> str:
+    return f"{row['what']:8} {row['path']:22}" + "".join(f"{ms:12.1f}" for ms in row["ms"].values())
+
+
+def main() -> int:
+    parser = arguments(__doc__, "one job of each kind")
+    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="of each job; 2")
+    chosen = parser.parse_args()
+    if launched_by():
+        raise SystemExit("this starts jobs itself: python benchmarks/start.py --ranks N")
+    launcher, library = find()
+    known = {"mpi": first_line(library.text), "ranks": chosen.ranks, "hosts": 1, **host()}
+    print_facts(known, HEADER)
+    rows = measure(launcher, chosen.ranks, 1 if chosen.quick else REPETITIONS)
+    print("\n".join(map(line, rows)))
+    write_json(chosen.json, {**known, "rows": rows})
+    panels = [
+        Panel(step, "ms", {r["what"]: r["ms"][step] for r in rows if step in r["ms"]})
+        for step in STEPS
+    ]
+    bars(chosen.plot, known, "Start", panels, ("cold", "warm"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
