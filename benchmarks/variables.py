@@ -2,9 +2,10 @@
 
     mpiexec -n 4 python benchmarks/variables.py [--quick] [--at-most R] [--json PATH] [--plot PATH]
 
-Memory is the proportional set size (Pss of ``/proc/self/smaps_rollup``), which counts a page that
-k processes map as 1/k in each, summed over the ranks of a node. What is shown is by how much it
-grows, after all ranks have read every number.
+Memory is the proportional set size (``/proc/self/smaps_rollup``), which counts a page that k
+processes map as 1/k in each, summed over the ranks of a node; without pages of files, as libraries
+are, which other programs map too. What is shown is by how much it grows, after all ranks have read
+every number.
 
 ``copies``    NumPy arrays, the same on every rank: what a program without a library has
 ``variables`` ``mpistrat.Variable`` of the same shapes, float32, with the same random numbers
@@ -12,7 +13,7 @@ grows, after all ranks have read every number.
 
 ``ratio`` is that growth over the growth of ``copies``; 1 / (ranks of the node) is one copy for all.
 The path is read off the process's own memory map: ``shared`` if the numbers of a variable lie in
-memory that is mapped shared, ``private`` if not; all ranks and variables have to be the same, and a
+a file of shared memory, ``private`` if not; all ranks and variables have to be the same, and a
 shared variable has to take less than two copies for each node. ``--at-most R`` fails above the
 ratio R.
 """
@@ -45,8 +46,9 @@ def pss(node: MPI.Intracomm) -> int:
     # What was freed, the C library may keep for later; it is nobody's.
     getattr(ctypes.CDLL(None), "malloc_trim", int)(0)
     node.Barrier()
-    line = next(text for text in PSS.read_text().splitlines() if text.startswith("Pss:"))
-    total = node.allreduce(int(line.split()[1]) * 1024)
+    lines = [text.split() for text in PSS.read_text().splitlines()]
+    kilobytes = sum(int(words[1]) for words in lines if words[0] in ("Pss_Anon:", "Pss_Shmem:"))
+    total = node.allreduce(kilobytes * 1024)
     node.Barrier()
     return int(total)
 
@@ -60,10 +62,10 @@ def mapped(array: np.ndarray) -> str:
     """Return how the memory of an array is mapped into this process."""
     at = array.__array_interface__["data"][0]
     for text in Path("/proc/self/maps").read_text().splitlines():
-        area, rights, *_ = text.split()
+        area = text.split()[0]
         low, high = (int(end, 16) for end in area.split("-"))
         if low <= at < high:
-            return "shared" if rights.endswith("s") else "private"
+            return "shared" if "mpistrat-" in text else "private"
     raise LookupError("the array lies nowhere in this process")
 
 

@@ -26,9 +26,12 @@ def strategy():
 
 
 def pss():
-    """Return this process's share of memory in bytes: what k processes map counts 1/k for each."""
+    """Return this process's share of memory in bytes: what k processes map counts 1/k for each.
+
+    Without files: libraries count the less, the more processes of others have them too.
+    """
     text = Path("/proc/self/smaps_rollup").read_text()
-    return 1024 * int(re.search(r"^Pss: +(\d+) kB", text, re.MULTILINE)[1])
+    return 1024 * sum(map(int, re.findall(r"^Pss_(?:Anon|Shmem): +(\d+) kB", text, re.MULTILINE)))
 
 
 def everyones(strategy, value):
