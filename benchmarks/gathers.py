@@ -30,10 +30,8 @@ from typing import Any
 
 import numpy as np
 from common import (
-    Panel,
     Peer,
     arguments,
-    curves,
     enough,
     facts,
     gloo,
@@ -44,6 +42,7 @@ from common import (
     write_json,
 )
 from mpi4py import MPI
+from pictures import Panel, curves
 
 import mpistrat
 

@@ -30,10 +30,8 @@ from typing import Any
 import numpy as np
 from common import (
     Arrays,
-    Panel,
     Peer,
     arguments,
-    bars,
     expected,
     facts,
     gloo,
@@ -45,6 +43,7 @@ from common import (
     write_json,
 )
 from mpi4py import MPI
+from pictures import Panel, bars
 
 import mpistrat
 

@@ -35,11 +35,9 @@ from typing import Any
 
 import numpy as np
 from common import (
-    Panel,
     Peer,
     address,
     arguments,
-    curves,
     enough,
     everywhere,
     expected,
@@ -52,6 +50,7 @@ from common import (
     write_json,
 )
 from mpi4py import MPI
+from pictures import Panel, curves
 
 import mpistrat
 

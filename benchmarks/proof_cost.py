@@ -23,8 +23,9 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from common import Panel, arguments, bars, facts, median, print_facts, turns, write_json
+from common import arguments, facts, median, print_facts, turns, write_json
 from mpi4py import MPI
+from pictures import Panel, bars
 
 import mpistrat
 from mpistrat.collectives.lockstep import Lockstep

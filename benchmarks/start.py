@@ -32,7 +32,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import Panel, arguments, bars, first_line, host, print_facts, turns, write_json
+from common import arguments, first_line, host, print_facts, turns, write_json
+from pictures import Panel, bars
 
 from mpistrat import options
 from mpistrat.cluster.detect import environment, launched_by

@@ -27,8 +27,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import Panel, arguments, bars, facts, print_facts, write_json
+from common import arguments, facts, print_facts, write_json
 from mpi4py import MPI
+from pictures import Panel, bars
 
 import mpistrat
 
