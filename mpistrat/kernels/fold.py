@@ -61,8 +61,9 @@ def fold_rows(
     plain = scales is None and divisor == 1.0
     known = dtype in _COMPILED and (plain or dtype.kind == "f")
     if fold is np.add and known and stop - start >= _COMPILE:
-        factors = np.empty(0, dtype) if scales is None else scales.astype(dtype)
-        _sum_rows(rows, out, start, stop, factors, np.array([divisor], dtype))
+        # To multiply by 1 changes no number, and takes no time beside that of memory.
+        factors = np.ones(len(rows), dtype) if scales is None else scales.astype(dtype)
+        _sum_rows(rows, out, start, stop, factors, np.array([divisor], dtype), out is rows)
     else:
         with np.errstate(all="ignore"):
             _fold_blocks(fold, rows, out, start, stop, scales, divisor)
@@ -71,7 +72,7 @@ def fold_rows(
 @functools.cache
 def _compiled_for(dtype: np.dtype[Any]) -> None:
     rows = np.zeros((2, 1), dtype)
-    _sum_rows(rows, rows, 0, 1, np.empty(0, dtype), np.ones(1, dtype))
+    _sum_rows(rows, rows, 0, 1, np.ones(2, dtype), np.ones(1, dtype), True)
 
 
 def compile_for(dtype: np.dtype[Any], columns: int) -> None:
@@ -135,59 +136,71 @@ def _divide(total: Array, divisor: float) -> None:
 
 
 def _sum_rows_twin(
-    rows: Array, out: Array, start: int, stop: int, factors: Array, divisor: Array
+    rows: Array, out: Array, start: int, stop: int, factors: Array, divisor: Array, inside: bool
 ) -> None:
     with np.errstate(all="ignore"):
-        scales = factors if factors.size else None
+        scales = factors if (factors != 1).any() else None
         _fold_blocks(np.add, rows, out, start, stop, scales, float(divisor[0]))
 
 
 @jit.helper
-def _take(row: Array, factors: Array, r: int, total: Array) -> None:
-    if factors.size == 0:
-        for i in range(row.size):
-            total[i] = row[i]
-    elif factors[r] == 0:
-        for i in range(row.size):
+def _scale(total: Array, factor: Any) -> None:
+    if factor == 0:
+        for i in range(total.size):
             total[i] = 0
-    else:
-        factor = factors[
-            r
-        ]  # read in the loop, it might be written there for all the compiler knows
-        for i in range(row.size):
-            total[i] = row[i] * factor
+    elif factor != 1:
+        for i in range(total.size):
+            total[i] *= factor
 
 
 @jit.helper
-def _add(row: Array, factors: Array, r: int, total: Array) -> None:
-    if factors.size == 0:
-        for i in range(row.size):
-            total[i] += row[i]
-    elif factors[r] == 0:
+def _add(row: Array, factor: Any, total: Array) -> None:
+    if factor == 0:
         for i in range(row.size):
             total[i] += 0
     else:
-        factor = factors[r]
         for i in range(row.size):
             total[i] += row[i] * factor
 
 
+@jit.helper
+def _add_both(one: Array, two: Array, factors: Array, by: Any) -> None:
+    # Both sums are written while both rows pass: for a third of the time that it takes in turns.
+    first, second = factors[0], factors[1]
+    if by == 1:
+        for i in range(one.size):
+            total = one[i] * first + two[i] * second
+            one[i] = total
+            two[i] = total
+    else:
+        for i in range(one.size):
+            total = (one[i] * first + two[i] * second) / by
+            one[i] = total
+            two[i] = total
+
+
 @jit.kernel(_sum_rows_twin)
 def _sum_rows(
-    rows: Array, out: Array, start: int, stop: int, factors: Array, divisor: Array
+    rows: Array, out: Array, start: int, stop: int, factors: Array, divisor: Array, inside: bool
 ) -> None:
-    total = np.empty(_TILE, rows.dtype)
-    by = divisor[0]
+    by, count = divisor[0], rows.shape[0]
+    both = inside and count == 2 and factors[0] != 0 and factors[1] != 0
     for low in range(start, stop, _TILE):
         high = min(low + _TILE, stop)
-        # Slices, not indices into the matrix: only so are the loops vector code.
-        _take(rows[0, low:high], factors, 0, total)
-        for r in range(1, rows.shape[0]):
-            _add(rows[r, low:high], factors, r, total)
+        # Slices, not indices into the matrix, and no slice twice: only so are loops vector code.
+        if both:
+            _add_both(rows[0, low:high], rows[1, low:high], factors, by)
+            continue
+        total = out[0, low:high]
+        if not inside:
+            total[:] = rows[0, low:high]
+        _scale(total, factors[0])
+        for r in range(1, count):
+            _add(rows[r, low:high], factors[r], total)
         if by != 1:
             for i in range(high - low):
                 total[i] = total[i] / by
-        for r in range(out.shape[0]):
+        for r in range(1, out.shape[0]):
             place = out[r, low:high]
             for i in range(high - low):
                 place[i] = total[i]
