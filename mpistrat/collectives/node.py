@@ -12,9 +12,10 @@ packed into scratch memory, and the results copied out.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, cast, final
 
 import numpy as np
 
@@ -26,7 +27,7 @@ from mpistrat.collectives.packs import LIMIT, Pack, fill
 from mpistrat.collectives.results import Results
 from mpistrat.kernels.fold import compile_for, fold_rows, spread_rows
 from mpistrat.kernels.ops import FOLDS, ReduceOp
-from mpistrat.memory.arena import Arena, Home
+from mpistrat.memory.arena import Arena, Block, Home
 from mpistrat.memory.copies import Copy
 from mpistrat.memory.layout import Specs
 
@@ -248,7 +249,8 @@ class NodeFolds:
             else:
                 known.append((place.start, place.stop, leaf))
         blocks = {home.block.number: home.block for home in homes}
-        rows = [blocks[number].matrices[matrix] for number, matrix in spans]
+        # Weakly: what is remembered of a call must not keep a block that the program has dropped.
+        rows = [(weakref.ref(blocks[number]), matrix) for number, matrix in spans]
         text = " ".join(f"{home.block.number}/{home.leaf}" for home in homes)
         return Placed(f", out, in place {text}", rows, list(spans.values()))
 
@@ -256,7 +258,8 @@ class NodeFolds:
         """Fold arrays where they lie. Collective; the proof was the barrier before it."""
         self._hook()
         with self._sharing():
-            for rows, spans in zip(placed.rows, placed.spans, strict=True):
+            for (block, matrix), spans in zip(placed.rows, placed.spans, strict=True):
+                rows = cast(Block, block()).matrices[matrix]  # its arrays are in the caller's hands
                 ranges = [_Range(start, stop, *scales.of(leaf)) for start, stop, leaf in spans]
                 self._fold(op, rows, rows, rows.shape[1], ranges)
             self.arena.nodes().node.barrier()
@@ -283,11 +286,13 @@ class NodeFolds:
         low, high = _slice(rank, size, columns, rows.dtype)
         one = nodes.nodes == 1
         mine = None if one else nodes.ranks
+        whole = sum(span.stop - span.start for span in spans)
         for span in spans:
             table = span.scales if mine is None or span.scales is None else span.scales[mine]
             start, stop = max(low, span.start), min(high, span.stop)
             divisor = span.divisor if one else 1.0
-            fold_rows(FOLDS[op], rows, out if one else out[:1], start, stop, table, divisor)
+            place = out if one else out[:1]
+            fold_rows(FOLDS[op], rows, place, start, stop, table, divisor, whole)
         if one:
             return
         nodes.node.barrier()
@@ -314,12 +319,12 @@ class Placed(NamedTuple):
 
     Attributes:
       suffix: What the text of the call says of it.
-      rows: The matrices.
+      rows: The matrices: the block of each, and its number there.
       spans: For each of them the columns: where they begin and end, and which leaf begins there.
     """
 
     suffix: str
-    rows: list[Array]
+    rows: list[tuple[weakref.ref[Block], int]]
     spans: list[list[tuple[int, int, int]]]
 
 

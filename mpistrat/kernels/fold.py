@@ -34,6 +34,7 @@ def fold_rows(
     stop: int,
     scales: Array | None = None,
     divisor: float = 1.0,
+    whole: int | None = None,
 ) -> None:
     """Fold columns `start` to `stop` of all rows, and write the result to the rows of `out`.
 
@@ -49,9 +50,10 @@ def fold_rows(
       stop: The column after the last.
       scales: What to multiply each row by; a row of 0 is never read. None for all ones.
       divisor: What to divide the result by.
+      whole: How many columns all ranks together fold in this call; these alone if None.
 
     Cost: One pass over the slice of all rows. New dtypes compile for a second or two, once per
-      cache on disk; slices below 256 Ki elements do not wait for it.
+      cache on disk; what is less than 256 Ki columns as a whole does not wait for it.
     """
     if stop <= start:
         return
@@ -60,10 +62,11 @@ def fold_rows(
     dtype = rows.dtype
     plain = scales is None and divisor == 1.0
     known = dtype in _COMPILED and (plain or dtype.kind == "f")
-    if fold is np.add and known and stop - start >= _COMPILE:
+    if fold is np.add and known and (stop - start if whole is None else whole) >= _COMPILE:
+        inside = out.ctypes.data == rows.ctypes.data
         # To multiply by 1 changes no number, and takes no time beside that of memory.
         factors = np.ones(len(rows), dtype) if scales is None else scales.astype(dtype)
-        _sum_rows(rows, out, start, stop, factors, np.array([divisor], dtype), out is rows)
+        _sum_rows(rows, out, start, stop, factors, np.array([divisor], dtype), inside)
     else:
         with np.errstate(all="ignore"):
             _fold_blocks(fold, rows, out, start, stop, scales, divisor)
@@ -184,7 +187,7 @@ def _sum_rows(
     rows: Array, out: Array, start: int, stop: int, factors: Array, divisor: Array, inside: bool
 ) -> None:
     by, count = divisor[0], rows.shape[0]
-    both = inside and count == 2 and factors[0] != 0 and factors[1] != 0
+    both = inside and count == out.shape[0] == 2 and factors[0] != 0 and factors[1] != 0
     for low in range(start, stop, _TILE):
         high = min(low + _TILE, stop)
         # Slices, not indices into the matrix, and no slice twice: only so are loops vector code.
