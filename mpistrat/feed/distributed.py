@@ -24,11 +24,12 @@ from mpistrat.errors import LockstepError
 from mpistrat.feed.dataset import Dataset
 from mpistrat.feed.dealing import Deal, Parts
 from mpistrat.feed.iterators import ElementIterator
+from mpistrat.feed.looks import LOOK, Looks
 from mpistrat.feed.sources import Spec
 
 __all__ = ["DistributedDataset", "DistributedIterator", "Door", "PerReplicaSpec"]
 
-_STEP = struct.Struct("<??q")
+_STEP = struct.Struct(f"<??q{LOOK}s")
 
 
 @final
@@ -204,6 +205,7 @@ class DistributedIterator(ElementIterator):
         self._together = together
         self._ended = False
         self._empty: Any = None
+        self._looks = Looks()
         self._steps = 0
         self.spec: Any = None
 
@@ -218,7 +220,7 @@ class DistributedIterator(ElementIterator):
         Raises:
           StopIteration: The data of every replica have ended.
           ContextError: Called in replica code.
-          LockstepError: The ranks read batches of different sizes.
+          LockstepError: The ranks read batches of different sizes, structures or dtypes.
           RemoteError: Reading failed on another rank.
         """
         self._door.check()
@@ -241,18 +243,22 @@ class DistributedIterator(ElementIterator):
             item = next(self._elements, None)
             if item is not None:
                 self._empty = nest.map(self._none_of, item[1])
+                self._looks.see(self._empty)
         except Exception as error:
             failure = error
         lost = item is None and self._empty is None
-        small = _STEP.pack(item is not None, lost, -1 if item is None else item[0])
+        rows = -1 if item is None else item[0]
+        small = _STEP.pack(item is not None, lost, rows, self._looks.digest)
         call = f"next({self._name}) step {self._steps}"
         self._steps += 1
         told = [_STEP.unpack(s) for s in self._door.lockstep.share(call, small, failure)]
-        having = [has for has, _, _ in told]
+        having = [has for has, *_ in told]
         if not any(having) or (self._together and not all(having)):
             return False, None
-        self._check_rows(call, [rows if has else 0 for has, _, rows in told])
-        if any(lost for _, lost, _ in told):
+        self._check_rows(call, [rows if has else 0 for has, _, rows, _ in told])
+        if len({look for _, lost, _, look in told if not lost}) > 1:
+            self._looks.refuse(self._door.lockstep, call)
+        if any(lost for _, lost, *_ in told):
             self._learn(item is not None)
         return True, self._empty if item is None else item[1]
 
@@ -284,6 +290,7 @@ class DistributedIterator(ElementIterator):
             if self._empty is None:
                 text = next(text for text in texts if text[:1] != b"n")
                 self._empty = nest.map(_empty, decode(text[:1], text[1:]))
+                self._looks.see(self._empty)
         lockstep.prove(f"{call}, understood")
 
 

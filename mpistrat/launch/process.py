@@ -34,12 +34,15 @@ class Outcome(NamedTuple):
       seconds: Its wall time.
       timed_out: It ran out of time.
       interrupted: SIGINT was handed on to it.
+      killed: The number of the signal that ended the launcher itself, if it came from elsewhere:
+        was not handed on, nor sent because the time ran out; else 0.
     """
 
     code: int
     seconds: float
     timed_out: bool
     interrupted: bool = False
+    killed: int = 0
 
 
 def _stat(pid: int) -> tuple[int, int] | None:
@@ -164,5 +167,6 @@ def run_job(
         finally:
             if process.poll() is None:
                 _end(process)
+    killed = -code if code < 0 and -code not in handed else 0
     code = 128 - code if code < 0 else code
-    return Outcome(code, time.monotonic() - start, timed_out, signal.SIGINT in handed)
+    return Outcome(code, time.monotonic() - start, timed_out, signal.SIGINT in handed, killed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -73,8 +74,9 @@ def run(
       timeout: Seconds after which the job is ended, or None for never.
 
     Returns:
-      The exit code that the ranks agreed on, else the launcher's; 70 if the launcher reports
-      success but the ranks have not left in order; 124 if the time ran out.
+      The exit code that the ranks agreed on, else the launcher's, which is 128 + n if signal n
+      ended it, and that is printed; 70 if the launcher reports success but the ranks have not left
+      in order; 124 if the time ran out.
 
     Raises:
       LaunchError: No launcher fits, `ranks` is less than 1, or this process already is a rank.
@@ -101,6 +103,8 @@ def run(
     if outcome.timed_out:
         _say(f"the job was ended: it ran longer than --timeout {timeout:g} s")
         return outcome.code
+    if outcome.killed:
+        _say(_killed(outcome.killed, outcome.code))
     if outcome.interrupted and recorded is None and outcome.code:
         return INTERRUPTED  # Open MPI's launcher says 1
     return _verdict(outcome.code, recorded)
@@ -112,6 +116,19 @@ def _threads(ranks: int) -> dict[str, str]:
     if chosen & environment({}).keys():
         return {}
     return {"OMP_NUM_THREADS": str(max(1, cores() // ranks))}
+
+
+def _killed(number: int, code: int) -> str:
+    """Return what to say when a signal that nobody handed on has ended the launcher itself."""
+    try:
+        name = f" ({signal.Signals(number).name})"
+    except ValueError:  # one without a name, such as a real-time signal
+        name = ""
+    return (
+        f"mpiexec itself was ended by signal {number}{name}, from outside of the job, hence exit "
+        f"code {code}; look for a lack of memory (dmesg | grep -i 'out of memory'), a limit of the "
+        "batch system (its log of the job), or a kill by hand"
+    )
 
 
 def _verdict(code: int, recorded: int | None) -> int:

@@ -66,6 +66,15 @@ def test_fit(library, size, tmp_path):
 
 
 @SIZES
+def test_fit_with_replicas_placed_by_hand_and_all_steps_in_one_call(size, tmp_path):
+    w, squares = printed(PROGRAMS / "fit_tpu.py", size, tmp_path)
+    np.testing.assert_allclose(w, fitted(), rtol=1e-12)
+    # Of the last step, whose batch is 8 and 9, with w as the step found it.
+    before = (w - 0.01 * 3 * np.mean(np.square([8, 9]))) / (1 - 0.01 * np.mean(np.square([8, 9])))
+    np.testing.assert_allclose(squares, np.sum(np.square((before - 3) * np.array([8, 9]))))
+
+
+@SIZES
 @pytest.mark.parametrize("library", ["mpistrat", "mpi4py"])
 def test_gather(library, size, tmp_path):
     assert printed(PROGRAMS / f"gather_{library}.py", size, tmp_path) == [gathered(size)]

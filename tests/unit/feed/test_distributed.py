@@ -236,3 +236,94 @@ def test_means_over_a_last_batch_count_its_examples():
 
     for n in (1, 2, 3, 4):
         assert run_ranks(rank, n) == [[3.5, 10.5]] * n
+
+
+F4, F8 = np.float32, np.float64
+ODD = {
+    "dtype": (lambda x: np.ones(4, F4), lambda x: np.ones(4, F8), ["float32", "float64"]),
+    "dtype of a leaf": (
+        lambda x: {"x": np.ones(4), "y": np.ones(4, np.int32)},
+        lambda x: {"x": np.ones(4), "y": np.ones(4, np.int64)},
+        ["x float64, y int32", "x float64, y int64"],
+    ),
+    "key": (lambda x: {"x": np.ones(4)}, lambda x: {"z": np.ones(4)}, ["'x'", "'z'"]),
+    "kind of node": (lambda x: (np.ones(4),), lambda x: [np.ones(4)], ["(*)", "[*]"]),
+    "number of leaves": (
+        lambda x: (np.ones(4), np.ones(4)),
+        lambda x: (np.ones(4),),
+        ["(*, *)", "(*)"],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", ODD)
+@pytest.mark.parametrize("step", [0, 2])
+@pytest.mark.parametrize("way", ["one dataset", "a dataset each"])
+@pytest.mark.parametrize("frames", [True, False], ids=["frames", "words"])
+def test_another_dtype_or_structure_on_one_rank_is_named_on_all(what, step, way, frames):
+    good, odd, said = ODD[what]
+
+    def rank(comm):
+        def batches():
+            for i in range(4):
+                yield (odd if comm.rank == 1 and i == step else good)(i)
+
+        strategy = ms.MirroredStrategy()
+        strategy.parts.lockstep.frames = frames
+        data = ms.Dataset.from_batches(batches)
+        if way == "one dataset":
+            distributed = strategy.experimental_distribute_dataset(data)
+        else:
+            distributed = strategy.distribute_datasets_from_function(lambda context: data)
+        iterator = iter(distributed)
+        for _ in range(step):
+            next(iterator)
+        with pytest.raises(ms.LockstepError, match="structure or dtype") as found:
+            next(iterator)
+        assert not iterator.get_next_as_optional().has_value()
+        text = str(found.value)
+        assert f"step {step}" in text
+        ours, theirs = text.splitlines()[1:3]
+        assert (ours.split(":")[0].strip(), said[0] in ours) == ("ranks 0, 2", True)
+        assert (theirs.split(":")[0].strip(), said[1] in theirs) == ("rank 1", True)
+        return float(strategy.reduce("SUM", ms.PerReplica(1.0), None))
+
+    assert run_ranks(rank, 3) == [3.0] * 3
+
+
+@pytest.mark.parametrize("ended", [0, 1])
+def test_what_an_ended_replica_would_be_given_has_to_fit_too(ended):
+    """A rank that has never read takes what the others say; one that has, gives empties of that."""
+
+    def rank(comm):
+        kinds = [[F4] * ended, [F4, F8 if ended else F4], [F4, F4]][comm.rank]
+        data = ms.Dataset.from_batches([np.ones(2, kind) for kind in kinds])
+        iterator = iter(ms.MirroredStrategy().distribute_datasets_from_function(lambda c: data))
+        next(iterator)
+        if ended:
+            with pytest.raises(ms.LockstepError, match=r"rank 1: float64"):
+                next(iterator)
+            return None
+        return [e.local.dtype.name for e in iterator]
+
+    assert run_ranks(rank, 3) == [None if ended else ["float32"]] * 3
+
+
+def test_that_elements_look_alike_is_shown_at_no_further_exchange():
+    def rank(comm):
+        count = []
+        inner = comm.allgather
+        comm.allgather = lambda *args: (count.append(1), inner(*args))[1]
+        words = ["a", "longer"][comm.rank]  # not as wide, and of other sizes: this is alike
+        data = ms.Dataset.from_batches(
+            lambda: (
+                {"x": np.ones(2 + comm.rank), "t": np.array([words] * (2 + comm.rank))}
+                for _ in range(3)
+            )
+        )
+        iterator = iter(ms.MirroredStrategy().distribute_datasets_from_function(lambda c: data))
+        count.clear()
+        sizes = [len(element["x"].local) for element in iterator]
+        return sizes, len(count)
+
+    assert run_ranks(rank, 2) == [([2, 2, 2], 4), ([3, 3, 3], 4)]

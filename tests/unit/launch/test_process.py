@@ -36,6 +36,20 @@ def test_end_by_signal_is_128_more():
     assert run_job(shell("kill -9 $$")).code == 128 + 9
 
 
+def test_a_signal_that_ended_the_launcher_is_known_unless_it_was_handed_on(tmp_path):
+    assert run_job(shell("kill -9 $$")).killed == signal.SIGKILL
+    assert run_job(shell("kill -15 $$")).killed == signal.SIGTERM
+    assert run_job(shell("exit 137")).killed == 0
+    assert run_job(shell("exec sleep 30"), 0.5).killed == 0
+    # Again and again: the first may come before there is anybody to hand it on.
+    before = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    try:
+        handed = run_job(shell(f"while :; do kill -15 {os.getpid()}; sleep 0.1; done"))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (handed.code, handed.killed) == (128 + 15, 0)
+
+
 def test_output_and_variables_reach_the_job(tmp_path):
     command = Command(("/bin/sh", "-c", "echo $WORD; echo err >&2; pwd"), {"WORD": "word"})
     with (tmp_path / "out").open("wb") as output:

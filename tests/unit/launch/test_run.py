@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -99,6 +101,34 @@ def test_ways_out(body, code, told, tmp_path, capfd):
     err = capfd.readouterr().err
     assert told in err
     assert err.count("ValueError: ") <= 1  # an exception is printed once
+
+
+KILLS = """
+import os, signal, sys
+from pathlib import Path
+from mpi4py import MPI
+
+def parent(pid):
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+launcher = os.getpid()
+while parent(launcher) != int(sys.argv[1]):
+    launcher = parent(launcher)
+os.kill(launcher, int(sys.argv[2]))
+os._exit(0)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the launcher in /proc")
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV"])
+def test_a_launcher_that_is_killed_is_told_of_in_one_line(name, tmp_path, capfd):
+    program, number = tmp_path / "kills.py", getattr(signal, name)
+    program.write_text(KILLS)
+    assert run(1, [str(program), str(os.getpid()), str(int(number))], timeout=60) == 128 + number
+    told = [line for line in capfd.readouterr().err.splitlines() if "was ended by" in line]
+    assert len(told) == 1
+    assert f"mpiexec itself was ended by signal {int(number)} ({name})" in told[0]
+    assert "memory" in told[0]
 
 
 HEAD = """
