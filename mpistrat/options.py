@@ -78,9 +78,12 @@ class Options:
         ``MPISTRAT_FAULT``.
       numba: Use the compiled kernels. Off, their NumPy twins do the same work.
         ``MPISTRAT_NUMBA``: 0 or 1.
+      threads: How many threads the kernels of a rank may use at once; 0 for its share of the cores
+        that it may run on. Results are the same with any number. ``MPISTRAT_THREADS``.
     """
 
     numba: bool = True
+    threads: int = 0
     ranks: int = 0
     record: str = ""
     grace: float = 30.0
@@ -95,6 +98,7 @@ class Options:
 
 _PARSERS: Mapping[str, tuple[Callable[[str], Any], str]] = {
     "numba": (_flag, "0 or 1"),
+    "threads": (_count, "a number of threads, or 0 for the cores of the rank"),
     "ranks": (_count, "a number of ranks"),
     "record": (str, "a file name"),
     "nan": (_alarm, "off, report or raise"),

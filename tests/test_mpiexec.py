@@ -73,6 +73,18 @@ def test_rung(size, tmp_path):
     assert all(log.passed for log in job.logs), job.report()
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1230)
+def test_slow_rung(tmp_path):
+    """Arrays of more than 2**31 elements; where memory is short, these say so and are skipped."""
+    options = ("-m", "slow", "--rank-timeout=600", "-rs")
+    job = run_rung(2, RUNG, tmp_path, *options, longest=1200)
+    if job.failures():
+        pytest.fail(f"on 2 ranks:\n\n{job.report()}", pytrace=False)
+    if not all(log.passed for log in job.logs):
+        pytest.skip(f"nothing could be tried: {job.output[-TAIL:]}")
+
+
 # The driver itself: a rung of one test that goes wrong in one way.
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from mpistrat import options
 from mpistrat.board.board import Board
 from mpistrat.board.observer import Limits
+from mpistrat.cluster.cores import MASK_BYTES, cores_of, mask_of, quota
 from mpistrat.cluster.detect import launched_by
 from mpistrat.collectives.exits import exits
 from mpistrat.collectives.inject import Injection, parse
@@ -14,6 +17,7 @@ from mpistrat.comm.base import Comm
 from mpistrat.comm.mpi import MPIComm, world_size
 from mpistrat.comm.session import Unwatched
 from mpistrat.errors import OptionError
+from mpistrat.kernels.threads import Team
 
 __all__ = ["begin"]
 
@@ -54,7 +58,25 @@ def begin(lockstep: Lockstep) -> None:
         lockstep.prove("read the options", failure=failure)
     if parallel:
         preflight(lockstep)
+    # The options are equal on all ranks by now, so either all ask their neighbours or none does.
+    threads = session.options.threads or _cores(session.comm)
+    session.team = Team(threads) if threads > 1 else None
     session.begun = True
+
+
+def _cores(comm: Comm) -> int:
+    """Return how many cores are this rank's. Collective, once in a session: it finds the node."""
+    if not isinstance(comm, MPIComm):  # threads of one process, which may use the same cores
+        return cores_of([mask_of()] * comm.size, comm.rank, quota())
+    node = comm.by_node()
+    mine = np.frombuffer(mask_of().to_bytes(MASK_BYTES, "little"), np.uint8)
+    every = np.empty((node.size, MASK_BYTES), np.uint8)
+    node.allgather(mine, every)
+    masks = [int.from_bytes(row.tobytes(), "little") for row in every]
+    found = cores_of(masks, node.rank, quota())
+    if node is not comm:
+        node.free()
+    return found
 
 
 def _world(comm: Comm) -> Comm | None:

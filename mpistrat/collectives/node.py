@@ -285,14 +285,14 @@ class NodeFolds:
         rank, size = nodes.node.rank, nodes.node.size
         low, high = _slice(rank, size, columns, rows.dtype)
         one = nodes.nodes == 1
-        mine = None if one else nodes.ranks
+        mine, team = None if one else nodes.ranks, self._lockstep.session.team
         whole = sum(span.stop - span.start for span in spans)
         for span in spans:
             table = span.scales if mine is None or span.scales is None else span.scales[mine]
             start, stop = max(low, span.start), min(high, span.stop)
             divisor = span.divisor if one else 1.0
-            place = out if one else out[:1]
-            fold_rows(FOLDS[op], rows, place, start, stop, table, divisor, whole)
+            into = out if one else out[:1]
+            fold_rows(FOLDS[op], rows, into, start, stop, table, divisor, whole, team)
         if one:
             return
         nodes.node.barrier()
@@ -301,7 +301,7 @@ class NodeFolds:
         nodes.node.barrier()
         for span in spans:
             start, stop = max(low, span.start), min(high, span.stop)
-            spread_rows(out, 0, start, stop, span.divisor)
+            spread_rows(out, 0, start, stop, span.divisor, team)
 
     def _across(self, op: ReduceOp, row: Array, columns: int, spans: Sequence[_Range]) -> None:
         nodes = self.arena.nodes()

@@ -19,6 +19,7 @@ from mpistrat.comm.base import Comm
 from mpistrat.comm.loopback import LoopbackComm
 from mpistrat.comm.mpi import MPIComm, is_communicator, library
 from mpistrat.errors import StrategyError
+from mpistrat.kernels.threads import Team
 from mpistrat.memory.copies import Copy
 from mpistrat.options import Options
 
@@ -155,6 +156,7 @@ class Session:
       copies: The mirrored variables by number, as long as they live.
       holders: All variables by the identity of their array, as long as they live.
       groups: Parts of the communicator, by what they are for; each has a ``free``.
+      team: The threads of the kernels; None if this rank has but one.
     """
 
     def __init__(self, comm: Comm, owned: bool = True):
@@ -184,6 +186,7 @@ class Session:
         self.copies: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self.holders: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self.groups: dict[object, Any] = {}
+        self.team: Team | None = None
         self._owner = threading.get_ident() if owned else None
         self._pid = os.getpid()
 
@@ -255,6 +258,8 @@ def _attribute() -> int:
             session.board.free()
             for group in session.groups.values():
                 group.free()
+            if session.team is not None:
+                session.team.free()
             session.comm.free()
 
     return int(library().Comm.Create_keyval(delete_fn=freed))

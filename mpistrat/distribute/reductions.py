@@ -24,6 +24,7 @@ from mpistrat.distribute.writes import digest
 from mpistrat.errors import AxisError, StructureError
 from mpistrat.kernels.local import local_sum
 from mpistrat.kernels.ops import ReduceOp
+from mpistrat.kernels.threads import Team
 
 __all__ = ["reduce_over_axis", "reduce_over_replicas"]
 
@@ -131,8 +132,9 @@ def reduce_over_axis(parts: Parts, reduce_op: Any, value: Any, axis: Any) -> Any
         op = ReduceOp.parse(reduce_op)
         leaves, structure = nest.flatten(value)
         paths = named(leaves, structure)
+        team = parts.lockstep.session.team
         contributions = [
-            _over_axis(op, as_array(_component(leaf), path), axis, path)
+            _over_axis(op, as_array(_component(leaf), path), axis, path, team)
             for leaf, path in zip(leaves, paths, strict=True)
         ]
         over = tuple(map(operator.index, axis if isinstance(axis, tuple | list) else (axis,)))
@@ -143,13 +145,13 @@ def reduce_over_axis(parts: Parts, reduce_op: Any, value: Any, axis: Any) -> Any
     return nest.unflatten(structure, [total[()] for total in totals])
 
 
-def _over_axis(op: ReduceOp, array: Array, axis: Any, path: str) -> Part:
+def _over_axis(op: ReduceOp, array: Array, axis: Any, path: str, team: Team | None) -> Part:
     how = form(op, array.dtype, path)
     # What travels is the local total, perhaps in a wider dtype: the leaf's own goes into the text.
     spec = f"{path} of {dtype_name(array.dtype)}"
     axes = _axes(axis, array, path)
     if op in (ReduceOp.SUM, ReduceOp.MEAN):
-        total, count = local_sum(array, axes, how.wire)
+        total, count = local_sum(array, axes, how.wire, team)
         return Part(total, how, count, spec)
     count = int(np.prod([array.shape[a] for a in axes], dtype=np.int64))
     start = identity(op, how.wire)

@@ -53,6 +53,14 @@ def test_seconds_are_positive_numbers(name, text):
         options.read({f"MPISTRAT_{name}": text})
 
 
+@pytest.mark.parametrize("text", ["-1", "1.5", "", "all", "inf"])
+def test_a_number_of_threads_is_0_or_more(text):
+    assert options.read({"MPISTRAT_THREADS": "3"}).threads == 3
+    assert options.read({"MPISTRAT_THREADS": "0"}).threads == 0
+    with pytest.raises(OptionError, match=f"MPISTRAT_THREADS='{text}' .* a number of threads"):
+        options.read({"MPISTRAT_THREADS": text})
+
+
 def test_a_number_of_ranks_is_not_negative():
     assert options.read({"MPISTRAT_RANKS": "4"}).ranks == 4
     with pytest.raises(OptionError, match="MPISTRAT_RANKS"):

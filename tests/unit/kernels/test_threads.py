@@ -1,0 +1,301 @@
+"""Threads of kernels: who does what, what becomes of errors, and the same bits with any number."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import mpistrat as ms
+from mpistrat.comm.loopback import LoopbackComm, LoopbackWorld
+from mpistrat.kernels import fold as fold_module
+from mpistrat.kernels import local
+from mpistrat.kernels.fold import fold_rows, spread_rows
+from mpistrat.kernels.threads import Team, cuts
+from mpistrat.testing import run_ranks
+
+COUNTS = [1, 2, 3, 5]
+
+
+def team_of(count):
+    return Team(count) if count > 1 else None
+
+
+@pytest.fixture
+def team():
+    made = Team(3)
+    yield made
+    made.free()
+
+
+def helpers():
+    return [t for t in threading.enumerate() if t.name.startswith("mpistrat kernels")]
+
+
+@pytest.mark.parametrize("step", [1, 7, 16])
+@pytest.mark.parametrize("parts", COUNTS)
+@pytest.mark.parametrize(("start", "stop"), [(0, 0), (0, 1), (3, 50), (16, 32), (5, 1000)])
+def test_cuts_cover_a_range_once_and_meet_at_steps(start, stop, parts, step):
+    found = cuts(start, stop, parts, step)
+    assert [i for low, high in found for i in range(low, high)] == list(range(start, stop))
+    assert len(found) <= parts
+    assert all(low % step == 0 for low, _ in found[1:])
+    sizes = [high - low for low, high in found]
+    assert not sizes or max(sizes) <= -(-(stop - start) // parts) + 2 * step
+
+
+def test_parts_are_done_at_once_by_threads_of_which_the_caller_is_one(team):
+    meeting, seen = threading.Barrier(3, timeout=30), []
+
+    def work(low, high):
+        meeting.wait()  # passes only if all three are in here
+        seen.append((low, high, threading.current_thread() is threading.main_thread()))
+
+    team.run(work, 0, 30, 100)
+    assert sorted(seen) == [(0, 10, True), (10, 20, False), (20, 30, False)]
+
+
+def test_work_that_is_worth_one_part_starts_no_thread(team):
+    before, seen = helpers(), []
+    team.run(lambda low, high: seen.append((low, high)), 2, 9, 1)
+    team.run(lambda low, high: seen.append((low, high)), 4, 4, 3)
+    assert (helpers(), seen) == (before, [(2, 9), (4, 4)])
+
+
+@pytest.mark.parametrize("where", [0, 10, 20])
+def test_an_error_is_raised_when_all_parts_have_ended(team, where):
+    ended = []
+
+    def work(low, high):
+        if low == where:
+            raise ValueError(f"part {low}")
+        time.sleep(0.05)
+        ended.append(low)
+
+    with pytest.raises(ValueError, match=f"part {where}"):
+        team.run(work, 0, 30, 3)
+    assert sorted(ended) == sorted({0, 10, 20} - {where})
+    ended.clear()
+    team.run(lambda low, high: ended.append(low), 0, 30, 3)
+    assert sorted(ended) == [0, 10, 20]
+
+
+def test_signals_are_left_to_the_main_thread(team):
+    masks = []
+    team.run(lambda low, high: masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, [])), 0, 3, 3)
+    deaf = [signal.SIGINT in mask for mask in masks]
+    assert sorted(deaf) == [False, True, True]
+    assert not any(signal.SIGSEGV in mask for mask in masks)
+
+
+def test_threads_end_with_free_and_come_again(team):
+    before = helpers()
+    team.run(lambda low, high: None, 0, 3, 3)
+    assert len(helpers()) > len(before)
+    team.free()
+    assert helpers() == before
+    team.free()
+    seen = []
+    team.run(lambda low, high: seen.append(low), 0, 3, 3)
+    assert sorted(seen) == [0, 1, 2]
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # fork beside threads
+def test_a_forked_child_has_threads_of_its_own(team):
+    team.run(lambda low, high: None, 0, 3, 3)
+    child = os.fork()
+    if child == 0:
+        seen = []
+        signal.alarm(30)  # of which the child ends if it waits for threads of its parent
+        team.run(lambda low, high: seen.append(low), 0, 3, 3)
+        os._exit(0 if sorted(seen) == [0, 1, 2] else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def matrix(rows, columns, dtype):
+    rng = np.random.default_rng(rows)
+    values = rng.standard_normal((rows, columns)) * 2.0 ** rng.integers(-40, 40, (rows, columns))
+    values[:, :4] = [np.nan, np.inf, -np.inf, -0.0]
+    if np.dtype(dtype).kind in "iu":
+        values = rng.integers(0, 100, (rows, columns))
+    return values.astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f8", "i4", "i1", "c8"])
+@pytest.mark.parametrize("fold", [np.add, np.multiply, np.minimum, np.maximum])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_folds_have_the_same_bits_with_any_number_of_threads(dtype, fold, scaled, monkeypatch):
+    if np.dtype(dtype).kind == "c" and fold in (np.minimum, np.maximum):
+        pytest.skip("complex numbers have no order")
+    if np.dtype(dtype).kind == "i" and scaled:
+        pytest.skip("integers are not scaled")
+    monkeypatch.setattr(fold_module, "_COMPILE", 1)
+    monkeypatch.setattr(fold_module, "_PART", 200)
+    given = matrix(3, 5000, dtype)
+    rest = (np.array([2.0, 0.5, 3.0]), 7.0) if scaled else (None, 1.0)
+    found = []
+    for count in COUNTS:
+        rows, team = given.copy(), team_of(count)
+        fold_rows(fold, rows, rows, 17, 4321, *rest, team)
+        assert rows[:, :17].tobytes() == given[:, :17].tobytes()
+        assert rows[:, 4321:].tobytes() == given[:, 4321:].tobytes()
+        found.append(rows.tobytes())
+        if team is not None:
+            team.free()
+    assert found[1:] == found[:1] * 3
+    assert found[0] != given.tobytes()
+
+
+@pytest.mark.parametrize("divisor", [1.0, 3.0])
+def test_spreading_has_the_same_bits_with_any_number_of_threads(divisor, monkeypatch):
+    monkeypatch.setattr(fold_module, "_PART", 200)
+    given = matrix(3, 5000, "f8")
+    with np.errstate(all="ignore"):
+        want = given[1, 17:4321] / divisor
+    for count in COUNTS:
+        rows, team = given.copy(), team_of(count)
+        spread_rows(rows, 1, 17, 4321, divisor, team)
+        np.testing.assert_array_equal(rows[:, 17:4321], np.tile(want, (3, 1)))
+        np.testing.assert_array_equal(rows[:, :17], given[:, :17])
+        np.testing.assert_array_equal(rows[:, 4321:], given[:, 4321:])
+        if team is not None:
+            team.free()
+
+
+LAYOUTS = {
+    "rows": (lambda: matrix(90, 5001, "f4"), (0,)),
+    "long rows": (lambda: matrix(90, 5001, "f4"), (1,)),
+    "middle": (lambda: matrix(60, 7200, "f8").reshape(60, 90, 80), (1,)),
+    "ends": (lambda: matrix(60, 7200, "f8").reshape(60, 90, 80), (0, 2)),
+    "turned": (lambda: matrix(300, 3000, "f4").T, (0,)),
+    "backwards": (lambda: matrix(200, 3000, "f4")[::-1, ::-2], (0,)),
+    "integers": (lambda: matrix(90, 5001, "i4"), (0,)),
+    "complex": (lambda: matrix(90, 5001, "c8"), (0,)),
+    "all": (lambda: matrix(90, 5001, "f4"), (0, 1)),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_local_sums_have_the_same_bits_with_any_number_of_threads(layout, monkeypatch):
+    make, axes = LAYOUTS[layout]
+    x = make()
+    monkeypatch.setattr(local, "_PART", 1000)
+    found = []
+    for count in COUNTS:
+        team = team_of(count)
+        total, size = local.local_sum(x, axes, x.dtype, team)
+        found.append((total.tobytes(), size))
+        if team is not None:
+            team.free()
+    assert found[1:] == found[:1] * 3
+    with np.errstate(all="ignore"):
+        wide = np.promote_types(x.dtype, "i8" if x.dtype.kind == "i" else "f8")
+        want = x.sum(axis=axes, dtype=wide).astype(x.dtype)
+    np.testing.assert_allclose(total, want, rtol=1e-5)
+
+
+def test_local_sums_are_divided_at_all(monkeypatch, team):
+    monkeypatch.setattr(local, "_PART", 1000)
+    parts = []
+    monkeypatch.setattr(Team, "run", lambda self, work, *rest: parts.append(rest))
+    x = np.ones((90, 5001), np.float32)
+    local.local_sum(x, (0,), x.dtype, team)
+    local.local_sum(x, (1,), x.dtype, team)
+    local.local_sum(x, (0, 1), x.dtype, team)  # one sum, one thread
+    assert parts == [(0, 5, x.nbytes // 1000), (0, 90, x.nbytes // 1000)]
+
+
+@pytest.mark.parametrize(("asked", "wanted"), [("1", None), ("2", 2), ("3", 3)])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_session_has_the_threads_that_are_asked_for(size, asked, wanted, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_THREADS", asked)
+
+    def program(comm):
+        team = ms.MirroredStrategy(comm=comm).parts.lockstep.session.team
+        return team and team.count
+
+    assert run_ranks(program, size) == [wanted] * size
+
+
+@pytest.mark.parametrize(("cores", "wanted"), [(1, None), (2, None), (4, 2), (7, 3)])
+def test_ranks_divide_the_cores_if_nothing_is_asked_for(cores, wanted, monkeypatch):
+    monkeypatch.setattr("mpistrat.collectives.begin.mask_of", lambda: (1 << cores) - 1)
+    monkeypatch.setattr("mpistrat.collectives.begin.quota", lambda: 100.0)
+
+    def program(comm):
+        team = ms.MirroredStrategy(comm=comm).parts.lockstep.session.team
+        return team and team.count
+
+    assert run_ranks(program, 2) == [wanted] * 2
+
+
+@pytest.mark.parametrize("how", ["fresh", "in place"])
+@pytest.mark.parametrize("per_node", ["0", "2"])
+def test_all_reduces_have_the_same_bits_with_any_number_of_threads(how, per_node, monkeypatch):
+    monkeypatch.setattr(fold_module, "_PART", 5000)
+    monkeypatch.setenv("MPISTRAT_RANKS_PER_NODE", per_node)
+    done = []
+    original = Team.run
+    monkeypatch.setattr(Team, "run", lambda self, *rest: (done.append(1), original(self, *rest)))
+
+    def program(comm):
+        strategy = ms.MirroredStrategy(comm=comm)
+        mine = np.random.default_rng(comm.rank).standard_normal(100_001).astype("f4")
+        places = strategy.buffers([mine]) if how == "in place" else [np.empty_like(mine)]
+        if how == "in place":
+            places[0][:] = mine
+        given = places if how == "in place" else [mine]
+        strategy.run(
+            lambda: ms.get_replica_context().all_reduce("MEAN", given, out=places) and None
+        )
+        return places[0].tobytes()
+
+    found = []
+    for count in COUNTS:
+        monkeypatch.setenv("MPISTRAT_THREADS", str(count))
+        done.clear()
+        found += run_ranks(program, 3)
+        assert bool(done) == (count > 1)
+    assert found == found[:1] * len(found)
+
+
+def test_reduce_over_rows_uses_them(monkeypatch):
+    monkeypatch.setattr(local, "_PART", 1000)
+    monkeypatch.setenv("MPISTRAT_THREADS", "2")
+    done = []
+    original = Team.run
+    monkeypatch.setattr(Team, "run", lambda self, *rest: (done.append(1), original(self, *rest)))
+    strategy = ms.MirroredStrategy(comm=LoopbackComm(LoopbackWorld(1), 0))
+    x = np.ones((50, 3000))
+    np.testing.assert_array_equal(strategy.reduce("SUM", ms.PerReplica(x), axis=0), x.sum(0))
+    assert done
+
+
+def test_columns_beyond_what_a_c_int_counts(monkeypatch):
+    """Pages that nobody touches take no memory, so rows of 8 GiB are cheap."""
+    columns, width = 2**31 + 2**20, 300_000
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+    with_room = mmap.mmap(-1, 2 * columns * 4, flags=flags)
+    rows = np.frombuffer(with_room, np.float32).reshape(2, columns)
+    start, stop = 2**31 - width // 2, 2**31 + width // 2
+    rows[0, start:stop], rows[1, start:stop] = 1.5, np.arange(stop - start)
+    fold_rows(np.add, rows, rows, start, stop)  # compiled
+    want = np.arange(stop - start, dtype="f4") + np.float32(1.5)
+    np.testing.assert_array_equal(rows[:, start:stop], [want, want])
+    fold_rows(np.maximum, rows, rows, start, stop)  # by NumPy
+    np.testing.assert_array_equal(rows[:, start:stop], [want, want])
+    assert not rows[:, start - 3000 : start].any()
+    assert not rows[:, stop : stop + 3000].any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", [0, 1])
+def test_local_sums_of_more_elements_than_a_c_int_counts(axis):
+    x = np.lib.stride_tricks.as_strided(np.array([3], np.int8), (2**31 + 5, 1), (0, 1))
+    total, count = local.local_sum(x, (0,) if axis == 0 else (0, 1), np.dtype(np.int64))
+    assert (total.ravel().tolist(), count) == ([3 * (2**31 + 5)], 2**31 + 5)
