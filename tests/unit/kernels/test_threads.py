@@ -141,7 +141,7 @@ def test_folds_have_the_same_bits_with_any_number_of_threads(dtype, fold, scaled
     found = []
     for count in COUNTS:
         rows, team = given.copy(), team_of(count)
-        fold_rows(fold, rows, rows, 17, 4321, *rest, team)
+        fold_rows(fold, rows, rows, 17, 4321, *rest, None, team)
         assert rows[:, :17].tobytes() == given[:, :17].tobytes()
         assert rows[:, 4321:].tobytes() == given[:, 4321:].tobytes()
         found.append(rows.tobytes())
