@@ -15,7 +15,11 @@ from mpistrat.collectives.messages import divide
 from mpistrat.collectives.packs import Pack, packs
 from mpistrat.kernels.ops import ReduceOp
 
-__all__ = ["Folding", "put"]
+__all__ = ["SMALL", "Folding", "put"]
+
+# Up to so many bytes of a rank are copied into shared memory, wherever they lie: a copy is less
+# than the barrier that ends a fold in place.
+SMALL = 16 * 1024
 
 
 @final
@@ -50,6 +54,11 @@ class Folding:
         self.packs: tuple[Pack, ...] = packs(tuple(specs))
         self.most = max((pack.nbytes for pack in self.packs), default=0)
         self._said: dict[str, tuple[str, bytes]] = {}
+
+    @property
+    def worth_a_place(self) -> bool:
+        """Whether arrays of the arena are folded where they lie."""
+        return self.as_it_is and self.nbytes > SMALL
 
     def said(self, suffix: str) -> tuple[str, bytes]:
         """Return the text with what a path adds to it, and its digest."""

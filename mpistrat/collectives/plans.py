@@ -95,7 +95,7 @@ class InPlace(NamedTuple):
     generation: int
     what: Folding
     placed: Placed
-    specs: tuple[tuple[np.dtype[Any], tuple[int, ...]], ...]
+    specs: list[tuple[np.dtype[Any], tuple[int, ...]]]
 
 
 def _as_is(leaf: Any, part: Part) -> bool:
@@ -150,13 +150,13 @@ class Plans:
 
     def learn_in_place(self, key: tuple[Any, ...], what: Folding, leaves: list[Array]) -> None:
         """Remember where these leaves lie, if all of them lie in the arena."""
-        homes = self._node.homes(leaves, leaves) if what.as_it_is else None
+        homes = self._node.homes(leaves, leaves)
         if homes is None:
             return
         if len(self._places) >= _MOST:
             self._places.clear()
         placed = self._node.placed(homes)
-        specs = tuple((leaf.dtype, leaf.shape) for leaf in leaves)
+        specs = [(leaf.dtype, leaf.shape) for leaf in leaves]
         self._places[key] = InPlace(self._node.arena.generation, what, placed, specs)
 
     def learn(self, asked: Request, what: Folding, parts: Sequence[Part], weighted: bool) -> None:

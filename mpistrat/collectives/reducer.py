@@ -140,11 +140,10 @@ class Reducer(Reducing):
     ) -> _Way:
         """Choose a path, and do on it what can fail."""
         homes = None
-        if outs is not None and self.node.possible and what.as_it_is:
+        if outs is not None and self.node.possible and what.worth_a_place:
             homes = self.node.homes(values, outs)
         mean = what.op is ReduceOp.MEAN
         header = struct.pack(f"<{len(weights)}d", *weights) if mean else b""
-        suffix = "" if outs is None else ", out"
         if homes is not None:
             self.node.compile(what)
             placed = self.node.placed(homes)
@@ -153,19 +152,19 @@ class Reducer(Reducing):
         if self.lockstep.fits(len(header) + what.nbytes):
             wires = what.wires(values, weights, fresh=False)
             riding = header + b"".join([wire.tobytes() for wire in wires])
-            return _Way(suffix, riding, functools.partial(_rode, what, wires, len(header)), True)
+            return _Way("", riding, functools.partial(_rode, what, wires, len(header)), True)
         if not self.node.possible:
             wires = what.wires(values, weights, fresh=weigh)
             sent = messages(what.op, wires, self.comm.size)
             finish = functools.partial(self._native, what, wires, sent, weigh)
-            return _Way(suffix, header, finish)
+            return _Way("", header, finish)
         if mean and 0 in weights:  # never read
             values = what.wires(values, weights, fresh=False)
         self.node.compile(what)
         packed = self.node.prepare(what, values)
         results = results_for(what, values, outs)
         finish = functools.partial(self._packed, what, packed, values, weights, weigh, results)
-        return _Way(suffix, header, finish)
+        return _Way("", header, finish)
 
     def _in_place(
         self, what: Folding, placed: Placed, values: list[Array], scales: Scales, _: list[bytes]

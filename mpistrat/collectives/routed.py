@@ -159,7 +159,7 @@ class Routed(Chosen):
         op = what.op
         with np.errstate(all="ignore"):
             with self.lockstep.preparing(what.text):
-                text = f"{what.text}{'' if outs is None else ', out'}{self._by}"
+                text = f"{what.text}{self._by}"
                 wires = what.wires(values, weights, fresh=weigh)
                 sent = self._sent(op, wires)
             scales = self._weighed(what, weights, weigh, text, alarm)

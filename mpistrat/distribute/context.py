@@ -11,6 +11,7 @@ import numpy as np
 from mpistrat import nest
 from mpistrat.arrays import as_array, finish, label
 from mpistrat.collectives.communication import CommunicationOptions
+from mpistrat.collectives.folding import put
 from mpistrat.collectives.part import Part
 from mpistrat.collectives.plans import request
 from mpistrat.distribute import sparse
@@ -19,7 +20,7 @@ from mpistrat.distribute.mode import Mode, current, entered, settle
 from mpistrat.distribute.naming import named
 from mpistrat.distribute.parts import Parts
 from mpistrat.distribute.regroup import select
-from mpistrat.distribute.replica_reduce import places, prepared, reduce_in_replica
+from mpistrat.distribute.replica_reduce import places, prepared, reduce_in_replica, takes
 from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.distribute.variables import Variable
 from mpistrat.distribute.views import ALONE
@@ -226,10 +227,11 @@ class ReplicaContext:
         self._enter("all_reduce")
         parts = self._strategy.parts if options is None else self._parts("all_reduce", options)
         asked = None
-        if weight is None and out is None:
+        if weight is None:
             plan = parts.plans.lone(reduce_op, value)
-            if plan is not None:
-                return plan.one(value)
+            if plan is not None and (out is None or takes(out, value)):
+                return plan.one(value) if out is None else put([plan.one(value)], [out])[0]
+        if weight is None and out is None:
             asked = request(reduce_op, value)
             plan = parts.plans.find(asked)
             if plan is not None and asked is not None:

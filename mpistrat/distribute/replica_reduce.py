@@ -10,7 +10,7 @@ import numpy as np
 
 from mpistrat import nest
 from mpistrat.arrays import Array, as_array, dtype_name, finish, label, spec_text
-from mpistrat.collectives.folding import Folding
+from mpistrat.collectives.folding import SMALL, Folding, put
 from mpistrat.collectives.forms import form
 from mpistrat.collectives.part import Part
 from mpistrat.collectives.plans import Request, Sketch, request
@@ -24,7 +24,7 @@ from mpistrat.distribute.values import DistributedValues
 from mpistrat.errors import LeafTypeError, StructureError
 from mpistrat.kernels.ops import ReduceOp
 
-__all__ = ["Call", "places", "prepared", "reduce_in_replica"]
+__all__ = ["Call", "places", "prepared", "reduce_in_replica", "takes"]
 
 
 class Call(NamedTuple):
@@ -96,6 +96,14 @@ def places(
     return outs
 
 
+def takes(out: Any, value: Any) -> bool:
+    """Tell whether a small sum of `value`, which plans know of, can be put into `out`."""
+    if not (type(out) is np.ndarray and type(value) is np.ndarray and value.nbytes <= SMALL):
+        return False
+    same = out.dtype == value.dtype and out.shape == value.shape
+    return same and out.flags.writeable
+
+
 def _fit(
     place: Any, shape: tuple[int, ...], dtype: np.dtype[Any], tree: nest.Structure, leaf: int
 ) -> None:
@@ -117,9 +125,9 @@ def reduce_in_replica(
     parts: Parts, asked: Request | None, reduce_op: Any, value: Any, weight: Any, out: Any
 ) -> Any:
     """Fold `value` over the replicas; see `ReplicaContext.all_reduce`. Collective."""
-    if out is value and _in_place(parts, reduce_op, value, weight):
-        return out
     asked = asked or request(reduce_op, value)
+    if out is value and asked is not None and _inside(parts, asked, weight):
+        return out
     sketch = parts.plans.sketch(asked, weight is not None)
     if sketch is not None and asked is not None:
         return _again(parts, asked, sketch, weight, out)
@@ -150,35 +158,46 @@ def reduce_in_replica(
     return nest.unflatten(call.structure, list(map(finish, totals, call.leaves)))
 
 
-def _in_place(parts: Parts, reduce_op: Any, value: Any, weight: Any) -> bool:
-    """Fold leaves of the arena where they lie, if they were folded there before. Collective."""
-    if not isinstance(reduce_op, str | ReduceOp):
+def _inside(parts: Parts, asked: Request, weight: Any) -> bool:
+    """Fold leaves into themselves, if it is known how. Collective."""
+    return _small(parts, asked, weight) or _in_place(parts, asked, weight)
+
+
+def _small(parts: Parts, asked: Request, weight: Any) -> bool:
+    """Fold a small tree of arrays into itself, if a plan knows of it. Collective."""
+    plan = parts.plans.find(asked) if weight is None else None
+    if plan is None or not all(takes(leaf, leaf) for leaf in asked.leaves):
         return False
+    if sum(leaf.nbytes for leaf in asked.leaves) > SMALL:
+        return False  # that is folded in place, if it can be
+    put(plan.all(asked.leaves), asked.leaves)
+    return True
+
+
+def _in_place(parts: Parts, asked: Request, weight: Any) -> bool:
+    """Fold leaves of the arena where they lie, if their like were folded before. Collective."""
+    reduce_op, structure, *specs = asked.key
     weigh = weight is not None
     try:
-        leaves, structure = nest.flatten(value)
-        hash(structure)
-    except (TypeError, ValueError):
-        return False  # the general path says what is wrong with it, if anything is
-    try:
-        key = (reduce_op, weigh, structure, *map(id, leaves))
+        key = (reduce_op, weigh, structure, *map(id, asked.leaves))
         known = parts.plans.in_place(key)
         if known is None:
-            sketch = parts.plans.sketch(request(reduce_op, value), weigh)
-            if sketch is not None:
-                parts.plans.learn_in_place(key, sketch.what, leaves)
-                known = parts.plans.in_place(key)
+            sketch = parts.plans.sketch(asked, weigh)
+            if sketch is None or not sketch.what.worth_a_place:
+                return False
+            parts.plans.learn_in_place(key, sketch.what, asked.leaves)
+            known = parts.plans.in_place(key)
             if known is None:
                 return False
         number = _weight(known.what.op, weight)
-        if tuple([(leaf.dtype, leaf.shape) for leaf in leaves]) != known.specs:
+        if specs != known.specs:
             return False
-        for leaf in leaves:
+        for leaf in asked.leaves:
             if not leaf.flags.writeable:
                 raise ValueError("out: a leaf is read-only, so the result cannot go there.")
     except Exception as error:
         parts.lockstep.refuse("all_reduce", error)
-    parts.reducer.fold_placed(known.what, known.placed, number, weigh, leaves)
+    parts.reducer.fold_placed(known.what, known.placed, number, weigh, asked.leaves)
     return True
 
 

@@ -376,7 +376,7 @@ def test_an_out_that_cannot_be_is_refused_on_every_rank(how):
 def test_in_place_on_one_rank_only_is_a_difference():
     def rank(comm):
         strategy = ms.MirroredStrategy(comm=comm)
-        (buffer,) = strategy.buffers([np.empty(1000)])
+        (buffer,) = strategy.buffers([np.empty(3000)])
         buffer[:] = comm.rank
         own = np.array(buffer)
         out = buffer if comm.rank else own
@@ -386,7 +386,7 @@ def test_in_place_on_one_rank_only_is_a_difference():
         strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", buffer, out=buffer).sum())
         return float(buffer.sum())
 
-    assert run_ranks(rank, 3) == [3000.0] * 3
+    assert run_ranks(rank, 3) == [9000.0] * 3
 
 
 def test_a_small_tree_in_a_call_with_out():
