@@ -25,7 +25,7 @@ from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.collectives.messages import reduce_messages
 from mpistrat.collectives.packs import LIMIT, Pack, fill
 from mpistrat.collectives.results import Results
-from mpistrat.kernels.fold import compile_for, fold_rows, spread_rows
+from mpistrat.kernels.fold import compile_for, fold_pair, fold_rows, spread_rows
 from mpistrat.kernels.ops import FOLDS, ReduceOp
 from mpistrat.memory.arena import Arena, Block, Home
 from mpistrat.memory.copies import Copy
@@ -221,8 +221,30 @@ class NodeFolds:
             fold_rows(FOLDS[what.op], rows, total, start, stop, table, divisor)
         results.take(0, total[0])
 
+    def _fold_pairs(self, what: Folding, packed: Packed, scales: Scales, results: Results) -> None:
+        # Of two ranks each folds everything, into where it goes: that moves fewer bytes than to
+        # fold one half and copy both. Packs take turns in two pairs of rows.
+        node, team = self.arena.nodes().node, self._lockstep.session.team
+        for number, pack in enumerate(what.packs):
+            side = 2 * (number & 1)
+            rows = self.arena.scratch(pack.dtype)[side : side + 2]
+            if number or not packed.filled:
+                fill(pack, packed.values, rows[node.rank])
+                node.barrier()
+            spans = _spans(pack, scales)
+            for start, stop, to in results.places(number):
+                for low, high, table, divisor in spans:
+                    begin, end = max(start, low), min(stop, high)
+                    if begin < end:
+                        into = to[begin - start : end - start]
+                        fold_pair(FOLDS[what.op], rows, begin, end, into, table, divisor, team)
+        node.barrier()
+
     def _fold_packs(self, what: Folding, packed: Packed, scales: Scales, results: Results) -> None:
         node = self.arena.nodes().node
+        if node.size == 2 and self.arena.nodes().nodes == 1 and what.as_it_is:
+            self._fold_pairs(what, packed, scales, results)
+            return
         for number, pack in enumerate(what.packs):
             # The proof was the barrier after the first pack, if that was filled before it.
             if number or not packed.filled:

@@ -41,6 +41,10 @@ class Results:
         """Wait for what is folded."""
         self.arrays, self._copies = arrays, copies
 
+    def places(self, number: int) -> Sequence[tuple[int, int, Array]]:
+        """Return where results of that pack go: columns, and a flat array for them."""
+        return self._copies[number]
+
     def take(self, number: int, row: Array) -> None:
         """Copy the results of that pack out of `row`."""
         for start, stop, to in self._copies[number]:

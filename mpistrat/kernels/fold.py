@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from mpistrat.kernels import jit
 from mpistrat.kernels.threads import Team
 
-__all__ = ["compile_for", "fold_rows", "spread_rows"]
+__all__ = ["compile_for", "fold_pair", "fold_rows", "spread_rows"]
 
 Array: TypeAlias = NDArray[Any]
 
@@ -94,10 +94,63 @@ def _divided(
     team.run(work, start, stop, (stop - start) // _PART, max(1, _LINE // rows.itemsize))
 
 
+def fold_pair(
+    fold: Callable[..., Any],
+    rows: Array,
+    start: int,
+    stop: int,
+    out: Array,
+    scales: Array | None = None,
+    divisor: float = 1.0,
+    team: Team | None = None,
+) -> None:
+    """Fold columns `start` to `stop` of two rows into a flat array.
+
+    Replaces, for two ranks, a fold of one half of the columns and a copy of all: instead of 3.5
+    times the bytes of a row, 3 times pass through memory.
+
+    Args:
+      fold: As in `fold_rows`.
+      rows: Matrix of two C-ordered rows.
+      start: The first column.
+      stop: The column after the last.
+      out: Where the result goes; of ``stop - start`` elements and the same dtype, contiguous.
+      scales: As in `fold_rows`.
+      divisor: As in `fold_rows`.
+      team: As in `fold_rows`.
+
+    Cost: One pass over the columns.
+    """
+    if team is not None and stop - start >= 2 * _PART:
+
+        def part(low: int, high: int) -> None:
+            fold_pair(fold, rows, low, high, out[low - start : high - start], scales, divisor)
+
+        _divided(team, part, rows, start, stop)
+        return
+    one, two = rows[0, start:stop], rows[1, start:stop]
+    plain = scales is None or bool((scales == 1).all())
+    with np.errstate(all="ignore"):
+        if plain and divisor == 1.0:
+            fold(one, two, out=out)
+        elif fold is np.add and rows.dtype.kind == "f" and _ready(rows.dtype, stop - start):
+            factors = np.ones(2, rows.dtype) if scales is None else scales.astype(rows.dtype)
+            _sum_pair(one, two, out, factors, np.array([divisor], rows.dtype))
+        else:
+            table = None if plain else scales
+            _fold_blocks(fold, rows[:, start:stop], out[None], 0, stop - start, table, divisor)
+
+
+def _ready(dtype: np.dtype[Any], columns: int) -> bool:
+    return dtype in _COMPILED and columns >= _COMPILE
+
+
 @functools.cache
 def _compiled_for(dtype: np.dtype[Any]) -> None:
     rows = np.zeros((2, 1), dtype)
     _sum_rows(rows, rows, 0, 1, np.ones(2, dtype), np.ones(1, dtype), True)
+    if dtype.kind == "f":
+        _sum_pair(rows[0], rows[1], np.zeros(1, dtype), np.ones(2, dtype), np.ones(1, dtype))
 
 
 def compile_for(dtype: np.dtype[Any], columns: int) -> None:
@@ -105,7 +158,7 @@ def compile_for(dtype: np.dtype[Any], columns: int) -> None:
 
     Cost: A second or two per dtype, once per cache on disk; nothing for small slices.
     """
-    if dtype in _COMPILED and columns >= _COMPILE:
+    if _ready(dtype, columns):
         _compiled_for(dtype)
 
 
@@ -229,6 +282,36 @@ def _sum_rows(
             place = out[r, low:high]
             for i in range(high - low):
                 place[i] = total[i]
+
+
+def _sum_pair_twin(one: Array, two: Array, out: Array, factors: Array, divisor: Array) -> None:
+    with np.errstate(all="ignore"):
+        parts = [
+            np.multiply(row, factor) if factor else np.zeros_like(row)
+            for row, factor in zip((one, two), factors, strict=True)
+        ]
+        np.divide(np.add(*parts), divisor[0], out=out)
+
+
+@jit.kernel(_sum_pair_twin)
+def _sum_pair(one: Array, two: Array, out: Array, factors: Array, divisor: Array) -> None:
+    by = divisor[0]
+    for low in range(0, out.size, _TILE):
+        first, second, total = (
+            one[low : low + _TILE],
+            two[low : low + _TILE],
+            out[low : low + _TILE],
+        )
+        if factors[0] != 0:
+            factor = factors[0]
+            for i in range(total.size):
+                total[i] = first[i] * factor
+        else:
+            for i in range(total.size):
+                total[i] = 0
+        _add(second, factors[1], total)
+        for i in range(total.size):
+            total[i] = total[i] / by
 
 
 def spread_rows(
