@@ -72,7 +72,11 @@ class Overlay:
     def _allow(self, start: int, stop: int, what: int) -> None:
         if self._protect(self._address + start, stop - start, what):
             code = ctypes.get_errno()
-            raise OSError(code, os.strerror(code))
+            raise OSError(
+                code,
+                f"{os.strerror(code)}: the system has not {stop - start} bytes for what this rank "
+                "writes before the others have agreed to it",
+            )
 
     def shows_changes(self, memory: memoryview, at: int) -> bool:
         """Tell whether the first page does what the overlay is for.

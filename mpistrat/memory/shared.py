@@ -150,8 +150,8 @@ def _overlay(path: str, size: int) -> Overlay | None:
 
 def _advise(found: mmap.mmap, what: str) -> None:
     advices = ["MADV_HUGEPAGE"] if len(found) >= _HUGE else []
-    if what == "arena":
-        # What a forked child wrote to gradients would be seen by all ranks; so it has none.
+    if what in ("arena", "copies"):
+        # What a forked child wrote to it would be seen by all ranks; so it has none.
         advices.append("MADV_DONTFORK")
     for advice in advices:
         if hasattr(mmap, advice):
