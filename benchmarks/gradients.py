@@ -17,6 +17,8 @@ median. Results are checked.
 ``raw packed``      mpi4py, pack, one ``Allreduce``, unpack
 ``gloo``            torch.distributed with gloo, in buckets of 25 MB, where torch can be imported
 ``copy``            one plain copy of the same bytes: no peer, but what memory can do
+``own memory``      the loop of ``arena`` on as many bytes of each rank's own memory, without a word
+                    to others: no peer either; faster than that ``arena`` cannot be
 
 The path that each of our calls takes is looked at; the benchmark fails if it is not the one that
 belongs to these bytes.
@@ -46,6 +48,7 @@ from mpi4py import MPI
 from pictures import Panel, bars
 
 import mpistrat
+from mpistrat.kernels.fold import fold_rows
 
 BUCKET = 25 * 2**20
 REPETITIONS = 15
@@ -177,6 +180,20 @@ def with_gloo(shapes: list[tuple[int, ...]], comm: MPI.Intracomm) -> dict[str, P
     return {"gloo": Peer(reads, call, sums(comm, lambda _: reads))}
 
 
+def own_memory(shapes: list[tuple[int, ...]], comm: MPI.Intracomm) -> dict[str, Peer]:
+    """Return what reads and writes the bytes of an arena, with pages as large as there are."""
+    size = -(-sum(int(np.prod(shape)) for shape in shapes) // comm.size)
+    rows = np.zeros((comm.size, size), np.float32)
+
+    def call() -> None:
+        fold_rows(np.add, rows, rows, 0, size)
+
+    def right(_: Any, number: int) -> bool:
+        return bool(rows[0, -1] == rows[-1, 0] == np.float32(comm.size * (comm.rank + number)))
+
+    return {"own memory": Peer([*rows], call, right)}
+
+
 def copying(shapes: list[tuple[int, ...]]) -> dict[str, Peer]:
     source = np.zeros(sum(int(np.prod(shape)) for shape in shapes), np.float32)
     target = np.zeros_like(source)
@@ -202,6 +219,7 @@ def reduced(
             want = expected(strategy, nbytes, way.startswith("arena"))
             paths[way] = take(comm, f"{name}, {way}", peers[way].call, want)
         peers |= {**raw(shapes, comm), **with_gloo(shapes, comm), **copying(shapes)}
+        peers |= own_memory(shapes, comm)
         found.update(measure(comm, peers, repetitions))
 
     strategy.run(replica)

@@ -29,7 +29,10 @@ def bars(
     figure, parts = _figure(known, title, len(panels), 3.4)
     for part, panel in zip(parts, panels, strict=True):
         names = list(panel.values)[::-1]
-        colors = ["C0" if name in ours else "0.6" if name == "copy" else "C1" for name in names]
+        colors = [
+            "C0" if name in ours else "0.6" if name in ("copy", "own memory") else "C1"
+            for name in names
+        ]
         part.barh(names, [panel.values[name] for name in names], color=colors)
         part.set(title=panel.title, xlabel=panel.label)
     figure.savefig(path)
