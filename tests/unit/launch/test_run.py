@@ -122,6 +122,18 @@ rank = int(s.run(lambda: ms.get_replica_context().replica_id_in_sync_group).loca
         ("t = threading.Thread(target=sys.exit, args=(3,))\nt.start()\nt.join()", 0, ""),
         ("if rank: raise ValueError('only here')\ns.run(lambda: 1)", 1, "only here"),
         ("if rank: sys.exit()\ns.run(lambda: 1)", 77, "rank 1 has left the program (exit code 0)"),
+        (
+            "for _ in range(2 + rank):\n    try:\n        s.run(lambda: 1)\n"
+            "    except ValueError:\n        pass",
+            77,
+            "rank 0 has left the program (exit code 0)",
+        ),
+        (
+            "try:\n    if not rank: sys.exit(0)\n    s.run(lambda: 1)\n"
+            "except ms.LockstepError:\n    sys.exit(0)",
+            77,
+            "rank 1 of 2 caught this exception",
+        ),
         ("sys.excepthook\nraise KeyError('all')", 1, "on 2 ranks of 2"),
         (
             "from mpi4py import MPI\nc = MPI.COMM_WORLD.Dup()\n"
@@ -136,7 +148,10 @@ rank = int(s.run(lambda: ms.get_replica_context().replica_id_in_sync_group).loca
             "before its call",
         ),
     ],
-    ids=["end", "exit", "caught", "caught deep", "thread", "one", "early", "all", "freed", "two"],
+    ids=[
+        *("end", "exit", "caught", "caught deep", "thread", "one", "early"),
+        *("swallowed", "swallowed exit", "all", "freed", "two"),
+    ],
 )
 def test_ways_out_without_the_runner(body, code, told, tmp_path):
     program, output = tmp_path / "leaves.py", tmp_path / "output"
