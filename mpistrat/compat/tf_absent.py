@@ -19,7 +19,7 @@ _GRADIENTS = (
 )
 _SAVE = (
     "Save with np.savez where strategy.extended.should_checkpoint is true, and restore with "
-    "variable.assign on every rank; docs/sharp-edges.md has the program."
+    "variable.assign on every rank; docs/concepts.md has the program."
 )
 _MODELS = "Models, layers, losses and optimizers are the program's own; this is for loops without."
 _PYTHON = (
