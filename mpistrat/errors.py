@@ -25,6 +25,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import functools
+from typing import Any
 
 __all__ = [
     "AxisError",
@@ -82,6 +83,12 @@ class RemoteError(MpistratError, RuntimeError):
         self.rank = rank
         self.kind = kind
         self.remote_traceback = remote_traceback
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return how to make it again: the class that it is of has been made on the fly."""
+        names = tuple(cls.__name__ for cls in type(self).__bases__[1:])
+        told = (str(self.args[0]), self.rank, self.kind, names, self.remote_traceback)
+        return remote_error, told, vars(self)
 
     def __str__(self) -> str:
         """Return the message, whatever the mixed-in built-in would print."""

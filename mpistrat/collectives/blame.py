@@ -16,12 +16,14 @@ from mpistrat.errors import LockstepError, remote_error
 if TYPE_CHECKING:
     from mpistrat.collectives.lockstep import Lockstep
 
-__all__ = ["mismatch", "ours", "ranks_text", "remote", "report", "where"]
+__all__ = ["cut", "mismatch", "ours", "ranks_text", "remote", "report", "where"]
 
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
 _EXAMPLES = str(Path(_PACKAGE, "examples"))
 # Modules whose exception classes are the same on every rank.
 _SHARED = ("builtins", "mpistrat.errors")
+# Characters of a text that other ranks are told; the rank itself keeps all of it.
+_LONGEST = 1 << 16
 _LIMIT = 300
 _HEAD = 60
 
@@ -62,6 +64,20 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 # A digest of contents, as texts of calls show it.
 _HASH = re.compile(r"\b[0-9a-f]{16,}\b")
+
+
+def cut(text: str) -> str:
+    """Return a text that may travel: of a very long one beginning and end, and how much is cut.
+
+    Example:
+      >>> len(cut("x" * 10**7)) < 70_000
+      True
+    """
+    over = len(text) - _LONGEST
+    if over <= 0:
+        return text
+    half = _LONGEST // 2
+    return f"{text[:half]}\n... {over:,} characters are cut here ...\n{text[-half:]}"
 
 
 def _window(text: str, at: int = 0) -> str:
@@ -142,9 +158,9 @@ def report(error: BaseException) -> bytes:
     known: dict[str, Any] = {
         "kind": type(error).__name__,
         "names": [c.__name__ for c in type(error).__mro__ if c.__module__ in _SHARED],
-        "text": _text(error),
+        "text": cut(_text(error)),
         "place": _place(error),
-        "traceback": _traceback(error),
+        "traceback": cut(_traceback(error)),
     }
     return json.dumps(known).encode()
 

@@ -211,6 +211,14 @@ class Exits:
                         f"{': ' if said else '.'}{said}"
                     )
             return told.code
+        caught = self.failure is None or isinstance(self.failure, SystemExit)
+        if caught and isinstance(session.gone, LockstepError) and session.speaks:
+            # Else the job would end with a code and no reason.
+            self.failure = session.gone
+            self._print(
+                f"mpistrat: rank {comm.rank} of {comm.size} caught this exception, after which "
+                "nothing could be called any more:\n"
+            )
         # An echo of what the rank that left prints itself is not worth a second traceback.
         echo = self.failure is session.gone and isinstance(session.gone, RemoteError)
         if not echo and (self.failure is not session.gone or session.speaks):

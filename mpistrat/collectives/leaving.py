@@ -45,7 +45,7 @@ def said_by(failure: BaseException | None) -> str:
     """Return the text that a program left with by ``sys.exit(text)``; empty if it did not."""
     if not isinstance(failure, SystemExit) or isinstance(failure.code, int | None):
         return ""
-    return str(failure.code)
+    return blame.cut(str(failure.code))
 
 
 def _row(code: int, failure: BaseException | None) -> dict[str, Any]:

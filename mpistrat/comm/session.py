@@ -25,6 +25,8 @@ from mpistrat.options import Options
 
 __all__ = ["Board", "Interrupted", "RunState", "Session", "Unproved", "Unwatched"]
 
+_NOBODY = -1  # no thread has this number
+
 
 class Board(Protocol):
     """Where a rank says what it is doing; see `mpistrat.board.board.Board`."""
@@ -187,7 +189,8 @@ class Session:
         self.holders: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self.groups: dict[object, Any] = {}
         self.team: Team | None = None
-        self._owner = threading.get_ident() if owned else None
+        self._owner: int | None = threading.get_ident() if owned else None
+        self._owner_name = threading.current_thread().name
         self._pid = os.getpid()
 
     @staticmethod
@@ -206,16 +209,28 @@ class Session:
             if "session" not in vars(parent):
                 vars(parent)["session"] = Session(parent)
             found: Session = vars(parent)["session"]
+            found.claim()
             return found
         if is_communicator(parent):
             cached: Session | None = parent.Get_attr(_attribute())
             if cached is None:
                 cached = Session(MPIComm(parent))
                 parent.Set_attr(_attribute(), cached)
+            cached.claim()
             return cached
         raise TypeError(
             f"comm must be an mpi4py intracommunicator or an mpistrat Comm, not {parent!r}."
         )
+
+    def release(self) -> None:
+        """Let the session belong to the thread that next asks for it; this one only began it."""
+        self._owner = _NOBODY
+
+    def claim(self) -> None:
+        """Let the session belong to this thread, if it belongs to none."""
+        if self._owner == _NOBODY:
+            self._owner = threading.get_ident()
+            self._owner_name = threading.current_thread().name
 
     def check(self) -> None:
         """Raise StrategyError unless this thread and process own the session."""
@@ -239,12 +254,12 @@ class Session:
         if threading.get_ident() != self._owner:
             return (
                 f"rank {self.comm.rank}: a collective was called from thread "
-                f"{threading.current_thread().name!r}, but the strategy was made in another one. "
-                "Call strategies from the thread that made them."
+                f"{threading.current_thread().name!r}, but all strategies of these ranks belong to "
+                f"{self._owner_name!r}, which made the first. Make and call them all in one thread."
             )
         return (
-            f"rank {self.comm.rank}: this process was forked after MPI had started; it may not "
-            "communicate. Use threads or multiprocessing's spawn."
+            f"rank {self.comm.rank}: this process was forked after MPI had started; it is no rank "
+            "and may not communicate. Let it compute, and its parent call strategies."
         )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import multiprocessing
+import os
+import signal
 import sys
 import warnings
 from collections.abc import Iterator
@@ -51,11 +53,8 @@ def default_parent() -> Any:
     here = _here.get()
     if here is not None:
         return here
-    if "multiprocessing" in sys.modules and multiprocessing.parent_process() is not None:
-        raise StrategyError(
-            "this process was started by multiprocessing and is no rank. Make strategies "
-            'only under `if __name__ == "__main__":`, which children do not run.'
-        )
+    if _is_child():
+        raise StrategyError(_refusal())
     try:
         return library().COMM_WORLD
     except (ImportError, RuntimeError) as error:
@@ -72,6 +71,36 @@ def default_parent() -> Any:
             stacklevel=3,
         )
         return _single()
+
+
+def _is_child() -> bool:
+    """Tell whether multiprocessing has started this process.
+
+    MPI must not be started in it: it has the variables that the launcher gave to its parent, and
+    would take the parent's place.
+    """
+    if multiprocessing.parent_process() is not None:
+        return True
+    # While a spawned child imports the main module, its parent has not been set yet. This is how
+    # multiprocessing itself finds out (`spawn._check_not_importing_main`).
+    return bool(getattr(multiprocessing.current_process(), "_inheriting", False))
+
+
+def _refusal() -> str:
+    name = multiprocessing.current_process().name
+    told = (
+        f"this process ({name}) was started by multiprocessing and is no rank, so no strategy can "
+        "be made here. A child imports the main module again: put what makes strategies, and MPI, "
+        'under `if __name__ == "__main__":`, which children do not run.'
+    )
+    if "PoolWorker" not in name or multiprocessing.parent_process() is not None:
+        return told
+    # A worker that dies on import is replaced at once, and so is that one, for ever. It is said
+    # first, as the pool takes its workers with it.
+    told = f"{told} A pool would start workers for ever, so its process is interrupted."
+    print(f"mpistrat: {told}", file=sys.stderr, flush=True)
+    os.kill(os.getppid(), signal.SIGINT)
+    return told
 
 
 def _single() -> LoopbackComm:

@@ -1,13 +1,23 @@
 """The few ``tf.*`` names that programs for tf.distribute without models need.
 
-``from mpistrat.compat import tf`` instead of ``import tensorflow as tf``. Tensors are NumPy arrays,
-so they have no ``.numpy()``: write ``np.asarray(tensor)``, which both kinds understand. Python
-numbers become int32 and float32, as they do there.
+``from mpistrat.compat import tf`` instead of ``import tensorflow as tf``. A name that is not here
+says what to use instead. What to beware of:
+
+- Tensors are NumPy arrays, so they have no ``.numpy()``, and neither has what strategies return:
+  write ``np.asarray(tensor)`` or ``float(loss)``, which both kinds understand.
+- Python numbers become int32 and float32, as they do there; an integer that does not fit is a
+  ValueError. Between arrays and NumPy's own scalars NumPy's rules hold: a float32 array times
+  ``np.float64(2)`` is float64, where TensorFlow keeps float32. Write ``2.0``.
+- Nothing is traced: `function` returns its argument, and there are no gradients.
+- Random numbers are NumPy's; without a seed they are others on each rank.
 """
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import builtins
+import contextlib
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,30 +25,65 @@ import numpy as np
 from mpistrat.cluster.spec import ClusterSpec
 from mpistrat.compat import tf_data as data
 from mpistrat.compat import tf_distribute as distribute
+from mpistrat.compat import tf_math as math
 from mpistrat.compat import tf_nest as nest
+from mpistrat.compat import tf_nn as nn
+from mpistrat.compat import tf_random as random
 from mpistrat.compat import v1
+from mpistrat.compat.tf_absent import Names, absent_from
 from mpistrat.compat.tf_arrays import (
     cast,
     concat,
     constant,
     convert_to_tensor,
+    expand_dims,
     fill,
     identity,
     matmul,
+    one_hot,
     ones,
     ones_like,
     range,
+    reduce_max,
     reduce_mean,
+    reduce_min,
     reduce_sum,
     reshape,
+    shape,
     square,
+    squeeze,
     stack,
+    transpose,
+    where,
     zeros,
     zeros_like,
 )
-from mpistrat.distribute import variables
+from mpistrat.compat.tf_math import (
+    abs,
+    add,
+    argmax,
+    argmin,
+    divide,
+    equal,
+    exp,
+    greater,
+    less,
+    maximum,
+    minimum,
+    multiply,
+    negative,
+    not_equal,
+    pow,
+    sigmoid,
+    sign,
+    sqrt,
+    subtract,
+    tanh,
+)
+from mpistrat.compat.tf_variable import Variable
 from mpistrat.distribute.context import get_replica_context
 from mpistrat.distribute.slices import IndexedSlices
+from mpistrat.distribute.topology import DeviceAssignment, Topology
 from mpistrat.distribute.values import Mirrored, PerReplica
 from mpistrat.distribute.writes import VariableAggregation, VariableSynchronization
 from mpistrat.errors import OutOfRangeError
@@ -50,18 +95,29 @@ __all__ = [
     "Variable",
     "VariableAggregation",
     "VariableSynchronization",
+    "abs",
+    "add",
+    "argmax",
+    "argmin",
     "bool",
     "cast",
     "compat",
     "complex64",
     "complex128",
     "concat",
+    "config",
     "constant",
+    "control_dependencies",
     "convert_to_tensor",
     "data",
+    "device",
     "distribute",
+    "divide",
+    "equal",
     "errors",
     "executing_eagerly",
+    "exp",
+    "expand_dims",
     "experimental",
     "fill",
     "float16",
@@ -69,28 +125,55 @@ __all__ = [
     "float64",
     "function",
     "get_replica_context",
+    "greater",
     "group",
     "identity",
     "int8",
     "int16",
     "int32",
     "int64",
+    "less",
+    "math",
     "matmul",
+    "maximum",
+    "minimum",
+    "multiply",
+    "name_scope",
+    "negative",
     "nest",
+    "nn",
+    "no_op",
+    "not_equal",
+    "one_hot",
     "ones",
     "ones_like",
+    "pow",
+    "print",
+    "random",
     "range",
+    "reduce_max",
     "reduce_mean",
+    "reduce_min",
     "reduce_sum",
     "reshape",
+    "shape",
+    "sigmoid",
+    "sign",
+    "sqrt",
     "square",
+    "squeeze",
     "stack",
+    "subtract",
+    "tanh",
+    "tpu",
     "train",
+    "transpose",
     "types",
     "uint8",
     "uint16",
     "uint32",
     "uint64",
+    "where",
     "zeros",
     "zeros_like",
 ]
@@ -111,15 +194,7 @@ uint64 = np.uint64
 complex64 = np.complex64
 complex128 = np.complex128
 
-compat = SimpleNamespace(v1=v1)
-train = SimpleNamespace(ClusterSpec=ClusterSpec)
-errors = SimpleNamespace(OutOfRangeError=OutOfRangeError)
-experimental = SimpleNamespace(Optional=Optional)
-types = SimpleNamespace(
-    experimental=SimpleNamespace(
-        distributed=SimpleNamespace(Mirrored=Mirrored, PerReplica=PerReplica)
-    )
-)
+__getattr__ = absent_from("tf")
 
 
 def function(func: Any = None, **_: Any) -> Any:
@@ -136,13 +211,77 @@ def group(*inputs: Any, **_: Any) -> None:
     """Do nothing: values are there as soon as a call has returned them."""
 
 
-def Variable(initial_value: Any, *args: Any, **kwargs: Any) -> variables.Variable:
-    """Return an `mpistrat.Variable` whose initial value is taken as `constant` takes it.
+def no_op(name: Any = None) -> None:
+    """Do nothing; `name` has no effect."""
 
-    Example:
-      >>> Variable([1.0, 2.0]).dtype
-      dtype('float32')
+
+def print(*inputs: Any, output_stream: Any = None, **kwargs: Any) -> None:
+    """Print `inputs`, as the built-in does, on every rank that comes here.
+
+    Args:
+      inputs: What to print.
+      output_stream: A file; None for stderr.
+      kwargs: ``sep`` and ``end`` as there; others have no effect.
     """
-    if callable(initial_value):
-        return variables.Variable(lambda: constant(initial_value()), *args, **kwargs)
-    return variables.Variable(constant(initial_value), *args, **kwargs)
+    chosen = {key: value for key, value in kwargs.items() if key in ("sep", "end")}
+    file = sys.stderr if output_stream is None else output_stream
+    builtins.print(*inputs, file=file, **chosen)
+
+
+def device(device_name: Any) -> contextlib.AbstractContextManager[None]:
+    """Return a context that changes nothing: `device_name` is a label here."""
+    return contextlib.nullcontext()
+
+
+def control_dependencies(control_inputs: Any) -> contextlib.AbstractContextManager[None]:
+    """Return a context that changes nothing: what stands before runs before; `control_inputs`."""
+    return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def name_scope(name: str) -> Iterator[str]:
+    """Return a context that changes nothing; it gives `name` with a slash after it."""
+    yield f"{name}/"
+
+
+def _connect_to_cluster(*args: Any, **kwargs: Any) -> None:
+    """Do nothing: MPI has connected the ranks."""
+
+
+def _initialize_tpu_system(cluster_resolver: Any = None) -> Any:
+    """Start nothing, and return ``mpistrat.Topology.read()``: which ranks share a node.
+
+    Collective; `cluster_resolver` is ignored.
+    """
+    return Topology.read()
+
+
+compat = Names("tf.compat", v1=v1)
+train = Names("tf.train", ClusterSpec=ClusterSpec)
+errors = Names("tf.errors", OutOfRangeError=OutOfRangeError)
+experimental = Names("tf.experimental", Optional=Optional)
+types = Names(
+    "tf.types",
+    experimental=Names(
+        "tf.types.experimental",
+        distributed=Names(
+            "tf.types.experimental.distributed", Mirrored=Mirrored, PerReplica=PerReplica
+        ),
+    ),
+)
+config = Names(
+    "tf.config",
+    experimental_connect_to_cluster=_connect_to_cluster,
+    experimental_connect_to_host=_connect_to_cluster,
+    run_functions_eagerly=_connect_to_cluster,
+)
+tpu = Names(
+    "tf.tpu",
+    experimental=Names(
+        "tf.tpu.experimental",
+        DeviceAssignment=DeviceAssignment,
+        Topology=Topology,
+        initialize_tpu_system=_initialize_tpu_system,
+        shutdown_tpu_system=_connect_to_cluster,
+    ),
+)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any, final
 
 from mpistrat import nest
+from mpistrat.compat.tf_absent import absent, absent_from, refusing
 from mpistrat.compat.tf_arrays import constant
 from mpistrat.errors import RefusedError
 from mpistrat.feed import dataset
@@ -20,6 +21,8 @@ __all__ = [
     "Options",
     "experimental",
 ]
+
+__getattr__ = absent_from("tf.data")
 
 AUTOTUNE = -1
 INFINITE_CARDINALITY = dataset.Dataset.INFINITE
@@ -35,8 +38,8 @@ class Dataset(dataset.Dataset):
     """An `mpistrat.Dataset` whose methods take what those of ``tf.data.Dataset`` take.
 
     Hints for its runtime (``num_parallel_calls``, ``deterministic``, ``name``) change nothing.
-    There is no ``from_generator``: `mpistrat.Dataset.from_batches` takes a function that returns
-    an iterable of batches.
+    What it does not have (``from_generator``, ``zip``, ``filter``, ``list_files``, ...) says what
+    to use instead.
 
     As: ``tf.data.Dataset``.
 
@@ -46,6 +49,20 @@ class Dataset(dataset.Dataset):
     """
 
     __slots__ = ()
+
+    from_generator = staticmethod(refusing("tf.data.Dataset.from_generator"))
+    list_files = staticmethod(refusing("tf.data.Dataset.list_files"))
+    zip = staticmethod(refusing("tf.data.Dataset.zip"))
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise an AttributeError that says what to use instead of `name`."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise absent("tf.data.Dataset", name)
+
+    def as_numpy_iterator(self) -> Any:
+        """Return an iterator over the elements of the next epoch, which are arrays anyway."""
+        return iter(self)
 
     @staticmethod
     def from_tensor_slices(tensors: Any, name: Any = None) -> Dataset:
@@ -99,7 +116,7 @@ class Dataset(dataset.Dataset):
                 "shuffle(reshuffle_each_iteration=False) is refused: every epoch has an order of "
                 "its own here. Leave it out, or permute the arrays once, before the dataset."
             )
-        return self if buffer_size == 1 else super().shuffle(seed)
+        return self if buffer_size == 1 else super().shuffle(seed=seed)
 
     def batch(
         self,

@@ -1,6 +1,7 @@
 """``tf.distribute`` as programs that import `mpistrat.compat.tf` see it."""
 
 from mpistrat import cluster_resolver, coordinator, experimental
+from mpistrat.compat.tf_absent import absent_from
 from mpistrat.distribute.context import (
     ReplicaContext,
     experimental_set_strategy,
@@ -65,6 +66,8 @@ __all__ = [
     "has_strategy",
     "in_cross_replica_context",
 ]
+
+__getattr__ = absent_from("tf.distribute")
 
 ParameterServerStrategy = refused("ParameterServerStrategy")
 Server = refused("Server")

@@ -133,7 +133,7 @@ def train(
     progress = progress or Progress(0, shown=False)
     images, test_images = load(settings.seed)
     model, velocity = create(strategy, settings.hidden, settings.seed)
-    shuffled = mpistrat.Dataset(images).shuffle(settings.seed).batch(settings.batch)
+    shuffled = mpistrat.Dataset(images).shuffle(seed=settings.seed).batch(settings.batch)
     batches = strategy.experimental_distribute_dataset(shuffled)
     in_order = mpistrat.Dataset(test_images).batch(settings.batch)
     tests = strategy.experimental_distribute_dataset(in_order)

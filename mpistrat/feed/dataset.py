@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
+import itertools
+import numbers
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
@@ -58,7 +61,8 @@ class Dataset:
         - a callable without arguments that returns such an iterable, called once an epoch.
 
     Raises:
-      DataError: Leaves differ in their first dimension or have none, or there is no leaf.
+      DataError: Leaves differ in their first dimension or have none, or there is no leaf. A list of
+        numbers: it would be a tree of them, or batches; `from_tensor_slices` makes it an array.
 
     Example:
       >>> import numpy as np
@@ -81,6 +85,7 @@ class Dataset:
         """Look at the shapes of the source; nothing is read."""
         if isinstance(source, Dataset):
             raise TypeError("This already is a Dataset; use it as it is.")
+        _refuse_lists(source)
         self._set(begin(source), depth=0, seeds=0)
 
     def _set(self, level: Examples | Batches, depth: int, seeds: int) -> None:
@@ -100,6 +105,34 @@ class Dataset:
         # One more step on either level; only an Arrange ever comes here for examples.
         steps: tuple[Any, ...] = (*self._level.steps, step)
         return self._with(dataclasses.replace(self._level, steps=steps), seeds)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Return how to make it again in another process.
+
+        Raises:
+          TypeError: It reads an iterator, which cannot be read twice, or elsewhere.
+        """
+        self._refuse_iterator("pickled")
+        return super().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Dataset:
+        """Return a dataset of copies of its arrays, which begins with the same epoch.
+
+        Raises:
+          TypeError: It reads an iterator, which cannot be read twice.
+        """
+        self._refuse_iterator("copied")
+        new = self._with(copy.deepcopy(self._level, memo))
+        new._depth, new._seeds, new._epoch = self._depth, self._seeds, self._epoch
+        return new
+
+    def _refuse_iterator(self, done: str) -> None:
+        source = self._level.source if isinstance(self._level, Batches) else None
+        if isinstance(source, Stream) and isinstance(source._source, Iterator):
+            raise TypeError(
+                f"a dataset of an iterator cannot be {done}: the batches come once, and here. Give "
+                "Dataset a function that returns a new iterator each time it is called."
+            )
 
     @staticmethod
     def from_tensor_slices(tensors: Any) -> Dataset:
@@ -164,17 +197,20 @@ class Dataset:
         """
         return Dataset(np.array(range(*args), np.int64))
 
-    def shuffle(self, seed: int | None = None) -> Dataset:
+    def shuffle(self, *buffer_size: Any, seed: int | None = None) -> Dataset:
         """Return a dataset in random order: a permutation of the whole epoch, another for each.
 
         Seed and number of the epoch determine the order, on every rank alike and without NumPy's
         global generator. Before `batch` it permutes examples, after it batches.
 
         Args:
+          buffer_size: There is none: everything is shuffled. A number here is refused, because it
+            might be meant as the seed.
           seed: At least 0. Without one, each plain iteration draws its own, and a distributed one
             brings one that all ranks share; see `seeds_needed`.
 
         Raises:
+          TypeError: A positional argument.
           DataError: The end is unknown: after ``repeat()``, or for batches from a callable or
             iterator. Shuffle before ``repeat()``; pass batches as a list.
 
@@ -185,6 +221,12 @@ class Dataset:
           >>> sorted(Dataset.range(4).shuffle(seed=1)) == [0, 1, 2, 3]
           True
         """
+        if buffer_size:
+            raise TypeError(
+                f"shuffle({', '.join(map(repr, buffer_size))}): there is no buffer size; the whole "
+                "epoch is shuffled, always. Write shuffle(), or shuffle(seed=7) for an order that "
+                "comes again."
+            )
         seed = None if seed is None else whole_number("shuffle(seed)", seed, 0)
         Shuffle.check(self.cardinality())
         return self._then(Shuffle(seed, self._seeds), seeds=seed is None)
@@ -503,3 +545,26 @@ class Dataset:
         """Return what the elements are and how many there are."""
         kind = "batches" if self.batched else "examples"
         return f"<Dataset of {kind}, cardinality {self.cardinality()}>"
+
+
+def _refuse_lists(source: Any) -> None:
+    """Raise if a list of numbers was given where an array was meant."""
+    found = _list_of_numbers(source)
+    if found is not None:
+        what = "an iterable of batches" if isinstance(source, list) else "a tree of its items"
+        shown = ", ".join(map(repr, found[:3])) + (", ..." if len(found) > 3 else "")
+        raise DataError(
+            f"Dataset got a list of numbers, [{shown}]. A list is {what} here, and no array: give "
+            "np.asarray(list), or call Dataset.from_tensor_slices, which makes arrays of lists."
+        )
+
+
+def _list_of_numbers(tree: Any) -> list[Any] | None:
+    if isinstance(tree, list) and tree and isinstance(tree[0], numbers.Number | str):
+        return tree
+    if not isinstance(tree, list | tuple | dict):
+        return None
+    items = tree.values() if isinstance(tree, dict) else tree
+    # Of a list the first says what the others are; it may be long.
+    some = itertools.islice(items, 1 if isinstance(tree, list) else None)
+    return next((found for item in some if (found := _list_of_numbers(item)) is not None), None)

@@ -31,6 +31,24 @@ class ReduceOp(enum.Enum):
     MAX = "MAX"
     PROD = "PROD"
 
+    @staticmethod
+    def from_variable_aggregation(aggregation: Any) -> ReduceOp:
+        """Return the operation that a `VariableAggregation` names: SUM or MEAN.
+
+        Args:
+          aggregation: The member of `VariableAggregation`.
+
+        Raises:
+          ValueError: It is NONE or ONLY_FIRST_REPLICA, which reduce nothing.
+        """
+        name = getattr(aggregation, "name", aggregation)
+        if name not in ("SUM", "MEAN"):
+            raise ValueError(
+                f"Could not convert from `VariableAggregation` {aggregation} to `ReduceOp`: it "
+                "reduces nothing; only SUM and MEAN do."
+            )
+        return ReduceOp[name]
+
     @classmethod
     def parse(cls, op: ReduceOp | str) -> ReduceOp:
         """Return the operation that `op` names.

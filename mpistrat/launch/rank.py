@@ -36,6 +36,7 @@ def main(argv: Sequence[str]) -> None:
         if chosen.record:
             out.recorder = lambda code: _record(chosen.record, code)
         _check_size(chosen.ranks, session.comm.size)
+        session.release()  # it belongs to whoever makes the first strategy, as without the runner
         _run(list(argv))
     except BaseException as error:
         # Frames of runpy and of this file say nothing about the program.

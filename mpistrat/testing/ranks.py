@@ -61,6 +61,8 @@ def run_ranks(
       The results in rank order.
 
     Raises:
+      TypeError: `size` is no integer.
+      ValueError: It is less than 1.
       RanksFailed: A rank raised, or did not end in time; says which, and where they are.
 
     Example:
@@ -80,6 +82,13 @@ def run_ranks(
       >>> run_ranks(order, 3, [], seed=7)[0] == run_ranks(order, 3, [], seed=7)[0]
       True
     """
+    if isinstance(size, bool) or not hasattr(size, "__index__"):
+        raise TypeError(
+            f"run_ranks(fn, size) wants the number of ranks, not {size!r} ({type(size).__name__}); "
+            "arguments of fn come after it."
+        )
+    if size < 1:
+        raise ValueError(f"run_ranks(fn, size) wants at least one rank, not {size}.")
     world = LoopbackWorld(size, patience=timeout, seed=seed)
     results: list[Any] = [None] * size
     errors: dict[int, BaseException] = {}

@@ -14,6 +14,7 @@ from mpistrat.board.observer import HUNG
 from mpistrat.board.watchdog import ORPHANED
 from mpistrat.collectives.exits import PREFLIGHT, code_of
 from mpistrat.collectives.leaving import MISMATCH
+from mpistrat.compat import tf
 from mpistrat.launch.process import TIMED_OUT
 from mpistrat.launch.run import UNRECORDED
 from mpistrat.options import PREFIX, Options
@@ -65,6 +66,12 @@ def table(text, first):
             break
         rows.append([cell.strip().strip("`") for cell in line.strip("|").split("|")])
     return rows
+
+
+def test_all_of_compat_tf_is_listed():
+    text = page("coming-from")
+    listed = text[text.index("### What the tf module has") : text.index("## Horovod")]
+    assert [name for name in tf.__all__ if not re.search(rf"`{name}\b", listed)] == []
 
 
 def test_environment_variables():

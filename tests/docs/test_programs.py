@@ -80,6 +80,41 @@ def test_gather(library, size, tmp_path):
     assert printed(PROGRAMS / f"gather_{library}.py", size, tmp_path) == [gathered(size)]
 
 
+def test_a_program_goes_on_where_its_last_start_stopped(tmp_path):
+    x, w = np.arange(10.0), 0.0
+    for epochs, size in enumerate([2, 1, 3], start=1):
+        for first in range(0, 10, 4):
+            batch = x[first : first + 4]
+            w -= 0.01 * np.mean((w * batch - 3 * batch) * batch)
+        found = printed(PROGRAMS / "save_mpistrat.py", size, tmp_path)
+        np.testing.assert_allclose(found, [epochs, w], rtol=1e-12)
+    assert {path.name for path in tmp_path.iterdir()} == {"model.npz", "printed"}
+
+
+def trained():
+    """The same steps with gradients by central differences, on whole batches."""
+    x = np.linspace(0.0, 1.0, 10)
+    y = 2 * (x - x.mean()) ** 2
+
+    def loss(weights, x, y):
+        layer = np.tanh(weights[0] * x)
+        return np.mean((weights[1] * (layer - layer.mean()) + weights[2] - y) ** 2)
+
+    weights, h, before = np.array([0.5, 1.0, 0.0]), 1e-5, 0.0
+    for step in range(60):
+        rows = slice(4 * (step % 3), 4 * (step % 3) + 4)
+        given, before = (x[rows], y[rows]), loss(weights, x[rows], y[rows])
+        slopes = [loss(weights + d, *given) - loss(weights - d, *given) for d in h * np.eye(3)]
+        weights = weights - 0.5 * np.array(slopes) / (2 * h)
+    return [*weights, before]
+
+
+@SIZES
+def test_training_with_a_backward_pass_through_a_collective(size, tmp_path):
+    found = printed(PROGRAMS / "train_vjp.py", size, tmp_path)
+    np.testing.assert_allclose(found, trained(), rtol=1e-6)
+
+
 @SIZES
 def test_fit_written_for_tensorflow_with_its_import_changed(size, tmp_path):
     text = (PROGRAMS / "fit_tf.py").read_text()

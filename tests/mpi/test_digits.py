@@ -20,7 +20,7 @@ pytestmark = pytest.mark.mpi
 
 
 def test_parameters_and_figures_are_those_of_plain_numpy(world):
-    images = mpistrat.Dataset(np.arange(1409)).shuffle(SHORT.seed).batch(SHORT.batch)
+    images = mpistrat.Dataset(np.arange(1409)).shuffle(seed=SHORT.seed).batch(SHORT.batch)
     orders = [list(images) for _ in range(SHORT.epochs)]
     values, history = runpy.run_path(str(PLAIN))["simulate"](
         orders, seed=SHORT.seed, epochs=SHORT.epochs, lr=SHORT.lr, hidden=SHORT.hidden

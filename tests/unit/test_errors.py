@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import builtins
+import copy
+import pickle
 
 import pytest
 
@@ -63,3 +65,15 @@ def test_what_is_no_exception_class_gives_the_plain_remote_error(names):
 def test_the_most_derived_builtin_counts():
     error = errors.remote_error("m", 0, "X", ("KeyError", "LookupError", "Exception"), "")
     assert isinstance(error, KeyError)
+
+
+@pytest.mark.parametrize("name", [*BUILTINS, "StructureError", "LeafTypeError", "NoSuchError"])
+@pytest.mark.parametrize("again", [copy.copy, lambda error: pickle.loads(pickle.dumps(error))])
+def test_a_remote_error_can_be_sent_to_another_process(name, again):
+    error = errors.remote_error("rank 1 failed", 1, name, (name, "Exception"), "trace")
+    error.__notes__ = ["seen in step 3"]
+    other = again(error)
+    assert type(other) is type(error)
+    assert str(other) == "rank 1 failed"
+    assert (other.rank, other.kind, other.remote_traceback) == (1, name, "trace")
+    assert other.__notes__ == ["seen in step 3"]

@@ -100,3 +100,22 @@ def test_results_that_are_hard_to_send_never_hang(value):
     zero, one = run_ranks(rank, 2, timeout=10)
     assert zero == one
     assert zero[1] == (0, 1)
+
+
+def test_a_very_long_text_is_cut_where_it_travels_and_whole_where_it_was_raised():
+    def rank(comm):
+        def fn():
+            if comm.rank == 1:
+                raise ValueError("begin" + "x" * 10**7 + "end")
+
+        with pytest.raises(ValueError, match="begin") as caught:
+            ms.MirroredStrategy().run(fn)
+        return caught.value
+
+    told, own = run_ranks(rank, 2)
+    assert len(str(own)) == 10**7 + 8
+    assert len(str(told)) < 300_000
+    assert re.search(r"\.\.\. 9,9\d\d,\d\d\d characters are cut here \.\.\.", str(told))
+    assert len(told.remote_traceback) < 70_000
+    assert told.remote_traceback.startswith("Traceback")
+    assert told.remote_traceback.rstrip().endswith("end")

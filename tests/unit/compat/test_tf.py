@@ -92,7 +92,7 @@ def test_shuffling_is_of_the_whole_epoch():
     ten = DATA.range(10)
     assert read(ten.shuffle(1)) == list(range(10))
     assert sorted(read(ten.shuffle(2, seed=3))) == list(range(10))
-    assert read(ten.shuffle(2, seed=3)) == read(ms.Dataset.range(10).shuffle(3))
+    assert read(ten.shuffle(2, seed=3)) == read(ms.Dataset.range(10).shuffle(seed=3))
     assert read(ten.shuffle(100, reshuffle_each_iteration=True, seed=3)) == read(ten.shuffle(10, 3))
     with pytest.raises(ms.RefusedError, match="reshuffle_each_iteration"):
         ten.shuffle(10, reshuffle_each_iteration=False)
@@ -163,3 +163,65 @@ def test_the_rest():
     for module in (tf.data, tf.nest):
         for name in module.__all__:
             assert getattr(module, name) is not None
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "kept"),
+    [
+        (0.1, tf.float64, 0.1),
+        (2**40, tf.int64, 2**40),
+        ([2**40, 1], tf.int64, [2**40, 1]),
+        (2**63, tf.uint64, 2**63),
+        (3, tf.float64, 3.0),
+        (-1, tf.int8, -1),
+    ],
+)
+def test_the_dtype_is_looked_at_before_the_number_is_narrowed(value, dtype, kept):
+    for made in (tf.constant(value, dtype=dtype), tf.Variable(value, dtype=dtype)):
+        assert made.dtype == dtype
+        assert np.asarray(made).tolist() == kept
+    assert np.asarray(tf.Variable(lambda: value, dtype=dtype)).tolist() == kept
+    assert tf.convert_to_tensor(value, dtype).tolist() == kept
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: tf.constant(2**40),
+        lambda: tf.constant([1, -(2**31) - 1]),
+        lambda: tf.constant(2**63),
+        lambda: tf.constant(2**70),
+        lambda: tf.constant(256, tf.uint8),
+        lambda: tf.constant(-1, tf.uint32),
+        lambda: tf.constant(np.int64(2**40), tf.int32),
+        lambda: tf.Variable(2**40),
+        lambda: tf.range(2**40, 2**40 + 2),
+        lambda: tf.fill([2], 2**40),
+        lambda: tf.data.Dataset.from_tensor_slices([2**40, 1]),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_never_wraps(wrong):
+    with pytest.raises(ValueError, match=r"does not fit u?int"):
+        wrong()
+
+
+def test_the_limits_fit():
+    assert tf.constant([2**31 - 1, -(2**31)]).tolist() == [2**31 - 1, -(2**31)]
+    assert np.isinf(tf.constant(1e300))
+    with pytest.raises(TypeError, match="cut off"):
+        tf.constant(1.5, tf.int32)
+
+
+def test_a_variable_is_an_instance_of_the_class():
+    v = tf.Variable([1.0, 2.0], shape=[2], validate_shape=True, constraint=None, name="v")
+    assert isinstance(v, tf.Variable)
+    assert isinstance(v, ms.Variable)
+    assert isinstance(ms.Variable(1), tf.Variable)
+    assert issubclass(ms.Variable, tf.Variable)
+    assert not isinstance(np.ones(2), tf.Variable)
+    assert v.name == "v:0"
+    for given in ({"validate_shape": False}, {"constraint": abs}, {"shape": [None]}):
+        with pytest.raises(ms.RefusedError, match=next(iter(given))):
+            tf.Variable([1.0], **given)
+    with pytest.raises(ValueError, match=r"shape=\(2,\).*\(1,\)"):
+        tf.Variable([1.0], shape=(2,))

@@ -34,7 +34,7 @@ CONTROL = re.compile(r"[^\n\x20-\x7e]")
 
 def orders(settings):
     """For every epoch the batches, as numbers of images."""
-    images = mpistrat.Dataset(np.arange(1409)).shuffle(settings.seed).batch(settings.batch)
+    images = mpistrat.Dataset(np.arange(1409)).shuffle(seed=settings.seed).batch(settings.batch)
     return [list(images) for _ in range(settings.epochs)]
 
 

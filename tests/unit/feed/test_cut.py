@@ -74,7 +74,7 @@ def test_every_example_is_seen_exactly_once(
 ):
     dataset = Dataset.range(rows)
     if shuffle in ("examples", "both"):
-        dataset = dataset.shuffle(7)
+        dataset = dataset.shuffle(seed=7)
     if repeat_first:
         dataset = dataset.repeat(repeat)
     dataset = dataset.batch(batch)
@@ -106,7 +106,7 @@ def test_every_example_is_seen_exactly_once(
     late=st.booleans(),
 )
 def test_take_limits_what_all_replicas_see_together(rows, batch, count, taken, late):
-    dataset = Dataset.range(rows).shuffle(3)
+    dataset = Dataset.range(rows).shuffle(seed=3)
     dataset = dataset.batch(batch).take(taken) if late else dataset.take(taken).batch(batch)
     seen = [x for step in parts(dataset, count) for part in step for x in part]
     assert len(set(seen)) == len(seen) == min(rows, taken * batch if late else taken)
@@ -121,7 +121,7 @@ def test_a_replica_reads_its_own_rows_and_no_other(recorder, fancy, count, seed)
     for index in range(count):
         source = recorder(numbers, fancy)
         dataset = Dataset({"x": source})
-        dataset = (dataset if seed is None else dataset.shuffle(seed)).batch(6)
+        dataset = (dataset if seed is None else dataset.shuffle(seed=seed)).batch(6)
         got = [piece.cut(index, count)["x"] for piece in dataset.pieces(1, [])]
         assert sorted(source.touched) == sorted(np.concatenate(got)[:, 0] // 2)
         touched += source.touched
@@ -137,7 +137,10 @@ def test_replicas_without_rows_touch_nothing(recorder):
 
 def test_pieces_know_their_rows_before_anything_is_read(recorder):
     source = recorder(np.arange(5))
-    assert [piece.rows for piece in Dataset(source).shuffle(0).batch(4).pieces(0, [])] == [4, 1]
+    assert [piece.rows for piece in Dataset(source).shuffle(seed=0).batch(4).pieces(0, [])] == [
+        4,
+        1,
+    ]
     assert source.keys == []
     assert [piece.rows for piece in Dataset([np.ones(3)]).pieces(0, [])] == [3]
     assert [piece.rows for piece in Dataset(source).batch(4).map(abs).pieces(0, [])] == [None] * 2
@@ -169,7 +172,7 @@ def test_a_replica_that_does_not_exist_is_an_error(index):
 def test_pieces_wants_batches_the_right_seeds_and_an_epoch():
     with pytest.raises(DataError, match=r"call batch\(global_batch_size\) first"):
         Dataset.range(3).pieces(0, [])
-    dataset = Dataset.range(3).shuffle().shuffle(3).shuffle().batch(2)
+    dataset = Dataset.range(3).shuffle().shuffle(seed=3).shuffle().batch(2)
     assert dataset.seeds_needed == 2
     for seeds in ([], [1], [1, 2, 3]):
         with pytest.raises(DataError, match="needs 2 seeds"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import copy
+import pickle
 
 import numpy as np
 import pytest
@@ -55,18 +57,18 @@ class TestOrderOfSteps:
         assert lists(Dataset.range(1).batch(2, drop_remainder=True)) == []
 
     def test_shuffle_after_batch_moves_batches_only(self):
-        got = lists(Dataset.range(64).batch(4).shuffle(1))
+        got = lists(Dataset.range(64).batch(4).shuffle(seed=1))
         assert got != sorted(got)
         assert sorted(got) == lists(Dataset.range(64).batch(4))
 
     def test_shuffle_after_repeat_mixes_epochs(self):
-        got = lists(Dataset.range(50).repeat(2).shuffle(0))
+        got = lists(Dataset.range(50).repeat(2).shuffle(seed=0))
         assert sorted(got) == sorted([*range(50)] * 2)
         assert len(set(got[:50])) < 50
 
     def test_shuffle_of_given_batches(self):
         given = [np.full(1, i) for i in range(30)]
-        got = lists(Dataset(given).shuffle(4))
+        got = lists(Dataset(given).shuffle(seed=4))
         assert sorted(got) == [[i] for i in range(30)] != got
 
     def test_map_sees_tuples_unpacked_and_nothing_else(self):
@@ -118,26 +120,29 @@ class TestEpochs:
 
     def test_each_repetition_has_its_own_order(self):
         for repeated in (
-            Dataset.range(40).shuffle(3).repeat(3).batch(40),
-            Dataset.range(40).shuffle(3).batch(40).repeat(3),
+            Dataset.range(40).shuffle(seed=3).repeat(3).batch(40),
+            Dataset.range(40).shuffle(seed=3).batch(40).repeat(3),
         ):
             orders = [tuple(batch) for epoch in range(2) for batch in repeated]
             assert len(set(orders)) == 6
 
     def test_the_same_seed_gives_the_same_orders(self):
-        one, two = Dataset.range(40).shuffle(3).batch(8), Dataset.range(40).shuffle(3).batch(8)
+        one, two = (
+            Dataset.range(40).shuffle(seed=3).batch(8),
+            Dataset.range(40).shuffle(seed=3).batch(8),
+        )
         assert [lists(one) for _ in range(3)] == [lists(two) for _ in range(3)]
-        assert lists(one) != lists(Dataset.range(40).shuffle(4).batch(8))
+        assert lists(one) != lists(Dataset.range(40).shuffle(seed=4).batch(8))
 
     def test_iteration_and_pieces_agree(self):
-        dataset = Dataset.range(40).shuffle(3).batch(8)
+        dataset = Dataset.range(40).shuffle(seed=3).batch(8)
         for epoch in range(3):
             pieces = [piece.cut(0, 1).tolist() for piece in dataset.pieces(epoch, [])]
             assert lists(dataset) == pieces
 
     def test_the_order_is_the_one_of_seed_and_epoch(self):
         rng = np.random.default_rng(np.random.SeedSequence([3, 1]))
-        (piece,) = Dataset.range(20).shuffle(3).batch(20).pieces(1, [])
+        (piece,) = Dataset.range(20).shuffle(seed=3).batch(20).pieces(1, [])
         assert piece.cut(0, 1).tolist() == rng.permutation(20).tolist()
 
     def test_unseeded_orders_differ_and_leave_the_global_generator_alone(self):
@@ -150,7 +155,7 @@ class TestEpochs:
 
     def test_a_method_leaves_its_dataset_as_it_was(self):
         dataset = Dataset.range(4)
-        dataset.shuffle(0).repeat(3).batch(2).prefetch(1).map(np.negative).take(1)
+        dataset.shuffle(seed=0).repeat(3).batch(2).prefetch(1).map(np.negative).take(1)
         assert lists(dataset) == [0, 1, 2, 3]
         assert (dataset.batched, dataset.depth, dataset.seeds_needed) == (False, 0, 0)
 
@@ -332,11 +337,11 @@ class TestConstruction:
         (lambda d: d.repeat(1.5), TypeError),
         (lambda d: d.prefetch(-1), DataError),
         (lambda d: d.prefetch(None), TypeError),
-        (lambda d: d.shuffle(-1), DataError),
-        (lambda d: d.shuffle(0.5), TypeError),
-        (lambda d: d.repeat().shuffle(0), DataError),
-        (lambda d: d.batch(2).repeat().shuffle(0), DataError),
-        (lambda d: Dataset(lambda: iter([])).shuffle(0), DataError),
+        (lambda d: d.shuffle(seed=-1), DataError),
+        (lambda d: d.shuffle(seed=0.5), TypeError),
+        (lambda d: d.repeat().shuffle(seed=0), DataError),
+        (lambda d: d.batch(2).repeat().shuffle(seed=0), DataError),
+        (lambda d: Dataset(lambda: iter([])).shuffle(seed=0), DataError),
         (lambda d: d.map(3), TypeError),
         (lambda d: d.batch(2).map(None), TypeError),
         (lambda d: d.map(abs, rowwise=True), DataError),
@@ -349,7 +354,7 @@ def test_bad_arguments_are_refused_at_the_call(call, error):
 
 
 def test_numpy_integers_are_integers():
-    dataset = Dataset.range(10).shuffle(np.uint8(3)).batch(np.int64(4)).take(np.int32(2))
+    dataset = Dataset.range(10).shuffle(seed=np.uint8(3)).batch(np.int64(4)).take(np.int32(2))
     assert dataset.cardinality() == 2
 
 
@@ -368,7 +373,7 @@ def test_numpy_integers_are_integers():
         (Dataset.range(10).repeat(0), 0),
         (Dataset.range(0).repeat(), 0),
         (Dataset.range(0).batch(3), 0),
-        (Dataset.range(10).take(3).shuffle(0).map(abs).prefetch(3), 3),
+        (Dataset.range(10).take(3).shuffle(seed=0).map(abs).prefetch(3), 3),
         (Dataset([np.ones(2)] * 3).batch(2).repeat(2), 4),
         (Dataset(lambda: []), -2),
         (Dataset(lambda: []).batch(2).repeat(2), -2),
@@ -390,7 +395,7 @@ def test_cardinality_is_what_iterating_finds(dataset, expected):
     "dataset",
     [
         Dataset.range(0).repeat(),
-        Dataset.range(0).shuffle(0).batch(3),
+        Dataset.range(0).shuffle(seed=0).batch(3),
         Dataset.range(0).repeat().batch(3),
         Dataset.range(0).batch(3).repeat(),
         Dataset.range(3).batch(3, drop_remainder=True).take(0).repeat(),
@@ -409,7 +414,7 @@ def test_element_spec_is_known_without_reading(recorder):
     source = recorder(np.ones((4, 3), np.float32))
     dataset = Dataset({"x": source, "y": np.ones(4, ">i2")})
     assert dataset.element_spec == {"x": Spec((3,), np.dtype("f4")), "y": Spec((), np.dtype(">i2"))}
-    batched = dataset.shuffle(0).batch(2).repeat().prefetch(2)
+    batched = dataset.shuffle(seed=0).batch(2).repeat().prefetch(2)
     assert batched.element_spec["x"] == Spec((None, 3), np.dtype("f4"))
     assert batched.batch(2).element_spec["x"].shape == (None, None, 3)
     assert dataset.map(lambda d: d).element_spec is None
@@ -419,7 +424,7 @@ def test_element_spec_is_known_without_reading(recorder):
 
 
 def test_batched_tells_examples_from_batches():
-    assert not Dataset.range(3).shuffle(0).repeat().batched
+    assert not Dataset.range(3).shuffle(seed=0).repeat().batched
     assert Dataset.range(3).batch(2).batched
     assert Dataset([np.ones(3)]).batched
 
@@ -427,3 +432,50 @@ def test_batched_tells_examples_from_batches():
 def test_repr_says_what_it_is():
     assert repr(Dataset.range(5).batch(2)) == "<Dataset of batches, cardinality 3>"
     assert repr(Dataset.range(5)) == "<Dataset of examples, cardinality 5>"
+
+
+def test_a_buffer_size_is_not_taken_for_a_seed():
+    with pytest.raises(TypeError, match=r"shuffle\(1000\).*whole epoch.*shuffle\(seed=7\)"):
+        Dataset.range(4).shuffle(1000)
+    with pytest.raises(TypeError, match="buffer_size"):
+        Dataset.range(4).shuffle(buffer_size=1000)
+
+
+@pytest.mark.parametrize(
+    ("source", "what"),
+    [
+        ([1.0, 2.0, 3.0, 4.0], r"\[1.0, 2.0, 3.0, \.\.\.\].*iterable of batches"),
+        ([[1, 2], [3, 4]], r"\[1, 2\].*iterable of batches"),
+        ({"x": [1.0, 2.0]}, r"\[1.0, 2.0\].*tree of its items"),
+        ((np.ones(2), [1, 2]), r"\[1, 2\].*tree of its items"),
+        ({"x": np.ones(2), "y": ["a", "b"]}, r"'a', 'b'.*tree of its items"),
+    ],
+)
+def test_a_list_of_numbers_is_told_from_an_array(source, what):
+    with pytest.raises(DataError, match=rf"{what}.*asarray.*from_tensor_slices"):
+        Dataset(source)
+
+
+def test_lists_of_arrays_are_batches_or_trees():
+    assert Dataset([np.ones(2), np.ones(3)]).batched
+    assert Dataset({"x": [np.ones(2), np.zeros(2)]}).cardinality() == 2
+    assert Dataset([]).cardinality() == 0
+
+
+def test_copies_begin_where_the_dataset_is_and_own_their_arrays():
+    rows = np.arange(8.0)
+    dataset = Dataset(rows).shuffle(seed=1).batch(3).prefetch(1)
+    list(dataset)
+    for other in (copy.deepcopy(dataset), pickle.loads(pickle.dumps(dataset))):
+        assert (other.epoch, other.depth) == (1, 1)
+        assert sorted(np.concatenate(list(other)).tolist()) == rows.tolist()
+    other = copy.deepcopy(dataset)
+    again = [batch.tolist() for batch in dataset]
+    rows[:] = -1
+    assert [batch.tolist() for batch in other] == again
+
+
+@pytest.mark.parametrize("do", [copy.deepcopy, pickle.dumps])
+def test_a_dataset_of_an_iterator_stays_where_it_is(do):
+    with pytest.raises(TypeError, match=r"iterator cannot be (copied|pickled).*function"):
+        do(Dataset(iter([np.ones(2)])).rebatch(1))

@@ -117,7 +117,7 @@ def test_a_rank_reads_no_row_of_another_in_any_deal_of_the_global_view(recorder)
         got = {}
         for policy in ("DATA", "OFF"):
             source = recorder(np.arange(14))
-            data = with_policy(ms.Dataset(source).shuffle(3).batch(8).prefetch(2), policy)
+            data = with_policy(ms.Dataset(source).shuffle(seed=3).batch(8).prefetch(2), policy)
             distributed = ms.MirroredStrategy(comm=comm).experimental_distribute_dataset(data)
             rows = [row for part in lists(distributed) for row in part]
             assert sorted(source.touched) == sorted(rows)
@@ -184,13 +184,13 @@ def test_names_of_files_in_another_order_are_told():
 
 
 MADE = {
-    "seed": lambda k: ms.Dataset.range(8).shuffle(k).batch(2),
-    "no seed": lambda k: ms.Dataset.range(8).shuffle(None if k else 1).batch(2),
+    "seed": lambda k: ms.Dataset.range(8).shuffle(seed=k).batch(2),
+    "no seed": lambda k: ms.Dataset.range(8).shuffle(seed=None if k else 1).batch(2),
     "batch size": lambda k: ms.Dataset.range(8).batch(2 + k),
     "remainder": lambda k: ms.Dataset.range(8).batch(2, drop_remainder=bool(k)),
     "order of steps": lambda k: [
-        ms.Dataset.range(8).shuffle(0).repeat(2).batch(2),
-        ms.Dataset.range(8).shuffle(0).batch(2).repeat(2),
+        ms.Dataset.range(8).shuffle(seed=0).repeat(2).batch(2),
+        ms.Dataset.range(8).shuffle(seed=0).batch(2).repeat(2),
     ][k],
     "number of rows": lambda k: ms.Dataset.range(8 + k).batch(2),
     "dtype": lambda k: ms.Dataset(np.zeros(8, ["f4", "f8"][k])).batch(2),

@@ -46,7 +46,7 @@ def test_every_batch_is_cut_exactly(make, depth, length, batch, n):
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_each_example_once_an_epoch_in_a_new_order(seed, n):
     def rank(comm):
-        data = ms.Dataset.range(23).shuffle(seed).batch(6)
+        data = ms.Dataset.range(23).shuffle(seed=seed).batch(6)
         distributed = ms.MirroredStrategy().experimental_distribute_dataset(data)
         return [lists(distributed) for _ in range(3)]
 
@@ -65,7 +65,7 @@ def test_each_example_once_an_epoch_in_a_new_order(seed, n):
 
 def test_the_order_does_not_depend_on_the_number_of_ranks():
     def rank(comm):
-        data = ms.Dataset.range(20).shuffle(5).batch(8)
+        data = ms.Dataset.range(20).shuffle(seed=5).batch(8)
         return lists(ms.MirroredStrategy().experimental_distribute_dataset(data))
 
     whole = [whole_step(step) for step in zip(*run_ranks(rank, 1), strict=True)]
@@ -168,7 +168,9 @@ def test_an_error_in_reading_on_one_rank_is_one_on_all_and_ends_the_epoch():
 def test_iter_on_one_rank_only_is_an_error_and_the_next_epoch_works():
     def rank(comm):
         strategy = ms.MirroredStrategy()
-        data = strategy.experimental_distribute_dataset(ms.Dataset.range(4).shuffle(1).batch(2))
+        data = strategy.experimental_distribute_dataset(
+            ms.Dataset.range(4).shuffle(seed=1).batch(2)
+        )
         with pytest.raises(ms.LockstepError):
             iter(data) if comm.rank == 0 else strategy.run(lambda: 1)
         return lists(data)

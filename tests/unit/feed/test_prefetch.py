@@ -165,7 +165,7 @@ def test_runs_in_one_other_thread_with_the_callers_context():
 
 
 def test_datasets_with_and_without_prefetch_are_equal():
-    plain = Dataset.range(50).shuffle(2).batch(7).map(np.negative)
+    plain = Dataset.range(50).shuffle(seed=2).batch(7).map(np.negative)
     ahead = plain.prefetch(3)
     assert (plain.depth, ahead.depth, ahead.repeat(2).depth) == (0, 3, 3)
     assert ahead.prefetch(0).depth == 0
@@ -174,7 +174,7 @@ def test_datasets_with_and_without_prefetch_are_equal():
 
 
 def test_pieces_can_be_cut_ahead():
-    dataset = Dataset.range(50).shuffle(2).batch(7).prefetch(3)
+    dataset = Dataset.range(50).shuffle(seed=2).batch(7).prefetch(3)
 
     def parts(depth):
         cuts = (piece.cut(1, 3) for piece in dataset.pieces(0, []))

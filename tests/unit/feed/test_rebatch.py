@@ -81,11 +81,11 @@ def test_shard_and_skip_are_slices(length, count, batched):
 
 def test_shard_of_a_shuffled_and_repeated_dataset_reads_no_other_row(recorder):
     source = recorder(np.arange(9))
-    data = Dataset(source).shuffle(4).repeat().shard(3, 1).take(6).batch(2)
+    data = Dataset(source).shuffle(seed=4).repeat().shard(3, 1).take(6).batch(2)
     assert data.cardinality() == 3
     found = [row for batch in lists(data) for row in batch]
     assert sorted(source.touched) == sorted(found)
-    whole = [int(x) for x in Dataset.range(9).shuffle(4).repeat(2)]
+    whole = [int(x) for x in Dataset.range(9).shuffle(seed=4).repeat(2)]
     assert found == whole[1::3]
 
 

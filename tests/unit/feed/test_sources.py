@@ -50,8 +50,8 @@ def test_rows_come_in_their_order(source, rows):
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_every_kind_gives_the_same_batches(source, count):
-    twin = Dataset((DATA, np.arange(23))).shuffle(11).batch(5)
-    dataset = Dataset((source, np.arange(23))).shuffle(11).batch(5)
+    twin = Dataset((DATA, np.arange(23))).shuffle(seed=11).batch(5)
+    dataset = Dataset((source, np.arange(23))).shuffle(seed=11).batch(5)
     for piece, other in zip(dataset.pieces(2, []), twin.pieces(2, []), strict=True):
         for index in range(count):
             x, y = piece.cut(index, count)
@@ -60,7 +60,7 @@ def test_every_kind_gives_the_same_batches(source, count):
 
 
 def test_results_belong_to_the_caller(source):
-    for dataset in (Dataset(source).batch(4), Dataset(source).shuffle(0).batch(4)):
+    for dataset in (Dataset(source).batch(4), Dataset(source).shuffle(seed=0).batch(4)):
         for piece in dataset.pieces(0, []):
             part = piece.cut(0, 2)
             assert part.flags.writeable
@@ -133,7 +133,7 @@ def test_reading_errors_pass_unchanged(recorder):
         def __getitem__(self, key):
             raise OSError("disk")
 
-    for dataset in (Dataset(Broken(DATA)).batch(2), Dataset(Broken(DATA)).shuffle(0).batch(2)):
+    for dataset in (Dataset(Broken(DATA)).batch(2), Dataset(Broken(DATA)).shuffle(seed=0).batch(2)):
         with pytest.raises(OSError, match="disk"):
             next(iter(dataset))
 
@@ -162,6 +162,6 @@ def test_hdf5_text_and_zarr_beside_numpy(tmp_path):
     with h5py.File(tmp_path / "text.h5", "w") as file:
         words = file.create_dataset("w", data=["a", "bb", "ccc"], dtype=h5py.string_dtype())
         labels = zarr.array(np.array([1, 2, 3]))
-        dataset = Dataset({"w": words, "y": labels}).shuffle(0).batch(2)
+        dataset = Dataset({"w": words, "y": labels}).shuffle(seed=0).batch(2)
         seen = {w: int(y) for batch in dataset for w, y in zip(batch["w"], batch["y"], strict=True)}
     assert seen == {b"a": 1, b"bb": 2, b"ccc": 3}

@@ -140,3 +140,12 @@ def test_library_is_named_on_one_line():
     text = "MPICH Version:      5.0.2\nMPICH Release date: x"
     loaded = mpiexec.Library(of_library(text), text, "/lib/libmpi.so")
     assert str(loaded) == "MPICH Version: 5.0.2 (/lib/libmpi.so)"
+
+
+@pytest.mark.parametrize("name", ["struct", "json"])
+def test_a_file_that_shadows_a_module_is_named(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path(f"{name}.py").write_text("x = 1\n")
+    with pytest.raises(LaunchError, match=rf"Error: .*\n.*{name}\.py\. Rename") as caught:
+        mpiexec.library.__wrapped__()
+    assert "no working MPI" not in str(caught.value)

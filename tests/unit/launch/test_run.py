@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -152,6 +153,18 @@ rank = int(s.run(lambda: ms.get_replica_context().replica_id_in_sync_group).loca
         ("t = threading.Thread(target=sys.exit, args=(3,))\nt.start()\nt.join()", 0, ""),
         ("if rank: raise ValueError('only here')\ns.run(lambda: 1)", 1, "only here"),
         ("if rank: sys.exit()\ns.run(lambda: 1)", 77, "rank 1 has left the program (exit code 0)"),
+        (
+            "for _ in range(2 + rank):\n    try:\n        s.run(lambda: 1)\n"
+            "    except ValueError:\n        pass",
+            77,
+            "rank 0 has left the program (exit code 0)",
+        ),
+        (
+            "try:\n    if not rank: sys.exit(0)\n    s.run(lambda: 1)\n"
+            "except ms.LockstepError:\n    sys.exit(0)",
+            77,
+            "rank 1 of 2 caught this exception",
+        ),
         ("sys.excepthook\nraise KeyError('all')", 1, "on 2 ranks of 2"),
         (
             "from mpi4py import MPI\nc = MPI.COMM_WORLD.Dup()\n"
@@ -166,7 +179,10 @@ rank = int(s.run(lambda: ms.get_replica_context().replica_id_in_sync_group).loca
             "before its call",
         ),
     ],
-    ids=["end", "exit", "caught", "caught deep", "thread", "one", "early", "all", "freed", "two"],
+    ids=[
+        *("end", "exit", "caught", "caught deep", "thread", "one", "early"),
+        *("swallowed", "swallowed exit", "all", "freed", "two"),
+    ],
 )
 def test_ways_out_without_the_runner(body, code, told, tmp_path):
     program, output = tmp_path / "leaves.py", tmp_path / "output"
@@ -177,6 +193,45 @@ def test_ways_out_without_the_runner(body, code, told, tmp_path):
     assert (outcome.code, outcome.timed_out) == (code, False), output.read_text()
     assert outcome.seconds < 25  # not by the grace of a timer
     assert told in output.read_text()
+
+
+THREADS = """
+import threading
+import mpistrat as ms
+
+def told(make):
+    try:
+        make()
+        return "fine"
+    except ms.StrategyError as error:
+        return str(error)
+
+def work():
+    strategy = ms.MirroredStrategy()
+    total = strategy.run(lambda: ms.get_replica_context().all_reduce("sum", 1))
+    print("worker got", int(total.local), flush=True)
+
+worker = threading.Thread(target=work, name="worker")
+worker.start()
+worker.join()
+print("main got", told(lambda: ms.MirroredStrategy().run(lambda: 1)), flush=True)
+"""
+
+
+@pytest.mark.parametrize("runner", [True, False])
+def test_the_ranks_belong_to_the_thread_of_the_first_strategy(runner, tmp_path, capfd):
+    program, output = tmp_path / "threads.py", tmp_path / "output"
+    program.write_text(THREADS)
+    if runner:
+        assert run(2, [str(program)], timeout=60) == 0
+        text = capfd.readouterr().out
+    else:
+        launcher, _ = find()
+        with output.open("wb") as file:
+            assert run_job(launcher.command(2, [sys.executable, str(program)]), 60, file).code == 0
+        text = output.read_text()
+    assert text.count("worker got 2") == 2
+    assert len(re.findall("main got .*'MainThread'.* belong to 'worker', which made", text)) == 2
 
 
 def test_an_option_that_one_rank_cannot_use_ends_the_job(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
+import numpy as np
 import pytest
 
 import mpistrat as ms
@@ -63,3 +64,19 @@ def test_a_thread_leaves_nothing_behind():
     before = set(threading.enumerate())
     run_ranks(lambda comm: ms.MirroredStrategy().run(lambda: 1), 3)
     assert set(threading.enumerate()) <= before
+
+
+@pytest.mark.parametrize("size", ["2", 2.0, None, True])
+def test_what_is_no_number_of_ranks_is_told(size):
+    with pytest.raises(TypeError, match=r"wants the number of ranks, not .*come after it"):
+        run_ranks(lambda comm: 1, size)
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_there_is_at_least_one_rank(size):
+    with pytest.raises(ValueError, match=f"at least one rank, not {size}"):
+        run_ranks(lambda comm: 1, size)
+
+
+def test_integers_of_numpy_are_numbers_of_ranks():
+    assert run_ranks(lambda comm: comm.size, np.int64(2)) == [2, 2]

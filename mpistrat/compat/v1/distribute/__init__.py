@@ -4,6 +4,7 @@ Contexts, ``extended`` and everything else are the same objects as the newer nam
 """
 
 from mpistrat import cluster_resolver
+from mpistrat.compat.tf_absent import absent_from
 from mpistrat.compat.v1.distribute import experimental
 from mpistrat.compat.v1.strategies import MirroredStrategy, OneDeviceStrategy, Strategy
 from mpistrat.distribute.context import (
@@ -49,6 +50,8 @@ __all__ = [
     "has_strategy",
     "in_cross_replica_context",
 ]
+
+__getattr__ = absent_from("tf.compat.v1.distribute")
 
 Server = refused("Server")
 

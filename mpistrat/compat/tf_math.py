@@ -1,0 +1,150 @@
+"""``tf.math`` as programs that import `mpistrat.compat.tf` see it: NumPy, element by element.
+
+Python numbers alone become int32 and float32; beside an array they take its dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mpistrat.compat.tf_absent import absent_from
+from mpistrat.compat.tf_arrays import (
+    convert_to_tensor,
+    is_typed,
+    reduce_max,
+    reduce_mean,
+    reduce_min,
+    reduce_sum,
+    square,
+)
+
+__all__ = [
+    "abs",
+    "add",
+    "argmax",
+    "argmin",
+    "cos",
+    "divide",
+    "divide_no_nan",
+    "equal",
+    "exp",
+    "greater",
+    "is_finite",
+    "is_nan",
+    "less",
+    "log",
+    "logical_and",
+    "logical_not",
+    "logical_or",
+    "maximum",
+    "minimum",
+    "multiply",
+    "negative",
+    "not_equal",
+    "pow",
+    "reduce_max",
+    "reduce_mean",
+    "reduce_min",
+    "reduce_sum",
+    "rsqrt",
+    "sigmoid",
+    "sign",
+    "sin",
+    "softmax",
+    "sqrt",
+    "square",
+    "squared_difference",
+    "subtract",
+    "tanh",
+]
+
+__getattr__ = absent_from("tf.math")
+
+
+def _one(function: Callable[..., Any], what: str) -> Callable[..., Any]:
+    def apply(x: Any, name: Any = None) -> Any:
+        return function(convert_to_tensor(x))
+
+    apply.__doc__ = f"Return {what} of each element of `x`; `name` has no effect."
+    return apply
+
+
+def _two(function: Callable[..., Any], what: str) -> Callable[..., Any]:
+    def apply(x: Any, y: Any, name: Any = None) -> Any:
+        if not (is_typed(x) or is_typed(y)):
+            return function(convert_to_tensor(x), convert_to_tensor(y))
+        return function(
+            np.asarray(x) if is_typed(x) else x,
+            np.asarray(y) if is_typed(y) else y,
+        )
+
+    apply.__doc__ = f"Return {what} of each element of `x` and of `y`; `name` has no effect."
+    return apply
+
+
+abs = _one(np.abs, "the absolute value")
+cos = _one(np.cos, "the cosine")
+exp = _one(np.exp, "the exponential")
+is_finite = _one(np.isfinite, "whether it is finite,")
+is_nan = _one(np.isnan, "whether it is NaN,")
+log = _one(np.log, "the natural logarithm")
+logical_not = _one(np.logical_not, "the negation")
+negative = _one(np.negative, "the negative")
+rsqrt = _one(lambda x: 1 / np.sqrt(x), "one over the square root")
+sigmoid = _one(lambda x: (1 + np.tanh(x / 2)) / 2, "1 / (1 + exp(-x))")
+sign = _one(np.sign, "the sign")
+sin = _one(np.sin, "the sine")
+sqrt = _one(np.sqrt, "the square root")
+tanh = _one(np.tanh, "the hyperbolic tangent")
+
+add = _two(np.add, "the sum")
+divide = _two(np.true_divide, "the quotient")
+equal = _two(np.equal, "the equality")
+greater = _two(np.greater, "whether the first is greater,")
+less = _two(np.less, "whether the first is less,")
+logical_and = _two(np.logical_and, "the conjunction")
+logical_or = _two(np.logical_or, "the disjunction")
+maximum = _two(np.maximum, "the larger one")
+minimum = _two(np.minimum, "the smaller one")
+multiply = _two(np.multiply, "the product")
+not_equal = _two(np.not_equal, "the inequality")
+pow = _two(np.power, "the power")
+squared_difference = _two(lambda x, y: np.square(np.subtract(x, y)), "the squared difference")
+subtract = _two(np.subtract, "the difference")
+
+
+def divide_no_nan(x: Any, y: Any) -> Any:
+    """Return the quotient of each element of `x` and of `y`, and 0 where `y` is 0.
+
+    Example:
+      >>> divide_no_nan([1.0, 2.0], [0.0, 4.0]).tolist()
+      [0.0, 0.5]
+    """
+    above, below = np.broadcast_arrays(convert_to_tensor(x), convert_to_tensor(y))
+    dtype = np.result_type(above, below)
+    return np.divide(above, below, out=np.zeros(above.shape, dtype), where=below != 0)
+
+
+def argmax(input: Any, axis: int = 0, output_type: Any = np.int64) -> Any:
+    """Return where along `axis` the largest elements of `input` are, as `output_type`."""
+    return np.argmax(convert_to_tensor(input), axis).astype(output_type)
+
+
+def argmin(input: Any, axis: int = 0, output_type: Any = np.int64) -> Any:
+    """Return where along `axis` the smallest elements of `input` are, as `output_type`."""
+    return np.argmin(convert_to_tensor(input), axis).astype(output_type)
+
+
+def softmax(logits: Any, axis: int = -1) -> Any:
+    """Return exponentials of `logits` that add up to 1 along `axis`.
+
+    Example:
+      >>> softmax([0.0, 0.0]).tolist()
+      [0.5, 0.5]
+    """
+    tensor = convert_to_tensor(logits)
+    shifted = np.exp(tensor - np.max(tensor, axis, keepdims=True, initial=-np.inf))
+    return shifted / np.sum(shifted, axis, keepdims=True)

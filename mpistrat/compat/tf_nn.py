@@ -1,0 +1,88 @@
+"""``tf.nn`` as programs that import `mpistrat.compat.tf` see it: the losses of a replica."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mpistrat.compat.tf_absent import absent_from
+from mpistrat.compat.tf_arrays import convert_to_tensor
+from mpistrat.compat.tf_math import sigmoid, softmax, tanh
+from mpistrat.distribute.context import get_strategy, has_strategy, in_cross_replica_context
+from mpistrat.errors import ContextError
+
+__all__ = [
+    "compute_average_loss",
+    "relu",
+    "scale_regularization_loss",
+    "sigmoid",
+    "softmax",
+    "tanh",
+]
+
+__getattr__ = absent_from("tf.nn")
+
+
+def compute_average_loss(
+    per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None
+) -> Any:
+    """Return this replica's share of the mean loss: its sum over the size of the *global* batch.
+
+    The sum over all replicas is the mean over all examples, so add up what comes of it, losses or
+    gradients, with SUM. Never communicates.
+
+    Args:
+      per_example_loss: Losses of this replica's examples, with at least one axis.
+      sample_weight: Weights to multiply them with, broadcast to them; None for none.
+      global_batch_size: The number of examples of all replicas. None for this replica's rows times
+        the number of replicas, which is wrong for a batch that is not divided evenly: then say it.
+
+    Raises:
+      ValueError: `per_example_loss` has no axis.
+      ContextError: Cross-replica code, where there is no replica's share.
+
+    Example:
+      >>> float(compute_average_loss([1.0, 2.0], global_batch_size=4))
+      0.75
+    """
+    _replica_code("compute_average_loss")
+    losses = convert_to_tensor(per_example_loss)
+    if not losses.ndim:
+        raise ValueError(
+            "compute_average_loss: per_example_loss has no axis; give one loss per example."
+        )
+    if sample_weight is not None:
+        losses = (losses * np.asarray(sample_weight)).astype(losses.dtype)
+    if global_batch_size is None:
+        global_batch_size = len(losses) * get_strategy().num_replicas_in_sync
+    # A replica without examples adds nothing, where the quotient would be no number.
+    size = np.asarray(global_batch_size, losses.dtype)
+    total = np.sum(losses, dtype=losses.dtype)
+    return total / size if size else total
+
+
+def scale_regularization_loss(regularization_loss: Any) -> Any:
+    """Return the sum of `regularization_loss` over the number of replicas.
+
+    What every replica computes alike is then counted once in a SUM over them.
+
+    Raises:
+      ContextError: Cross-replica code.
+    """
+    _replica_code("scale_regularization_loss")
+    loss = np.sum(convert_to_tensor(regularization_loss))
+    return (loss / get_strategy().num_replicas_in_sync).astype(loss.dtype)
+
+
+def relu(features: Any) -> Any:
+    """Return `features`, and 0 where they are negative."""
+    return np.maximum(convert_to_tensor(features), 0)
+
+
+def _replica_code(name: str) -> None:
+    if has_strategy() and in_cross_replica_context():
+        raise ContextError(
+            f"{name} was called in cross-replica code; it gives one replica's share. Call it in "
+            "the function of strategy.run, and reduce with SUM."
+        )

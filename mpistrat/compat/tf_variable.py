@@ -1,0 +1,121 @@
+"""``tf.Variable`` as programs that import `mpistrat.compat.tf` see it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mpistrat.compat.tf_arrays import constant, is_typed
+from mpistrat.distribute import variables
+from mpistrat.distribute.writes import VariableAggregation, VariableSynchronization
+from mpistrat.errors import RefusedError, StructureError
+
+__all__ = ["Variable"]
+
+
+def _make(
+    initial_value: Any,
+    trainable: bool | None = None,
+    validate_shape: bool = True,
+    caching_device: Any = None,
+    name: str | None = None,
+    variable_def: Any = None,
+    dtype: Any = None,
+    import_scope: Any = None,
+    constraint: Any = None,
+    synchronization: VariableSynchronization = VariableSynchronization.AUTO,
+    aggregation: VariableAggregation = VariableAggregation.NONE,
+    shape: Sequence[int] | None = None,
+) -> variables.Variable:
+    """Return an `mpistrat.Variable`; see `Variable` for the arguments."""
+    wanted = _shape(validate_shape, constraint, shape)
+
+    def value() -> Any:
+        given = initial_value() if callable(initial_value) else initial_value
+        # What brings a dtype is for the variable to convert, or to refuse.
+        found = given if is_typed(given) else constant(given, dtype)
+        if wanted is not None and np.shape(found) != wanted:
+            raise StructureError(
+                f"Variable(shape={wanted}): the initial value has shape {np.shape(found)}."
+            )
+        return found
+
+    return variables.Variable(
+        value,
+        trainable,
+        name=name,
+        dtype=dtype,
+        synchronization=synchronization,
+        aggregation=aggregation,
+    )
+
+
+def _shape(
+    validate_shape: bool, constraint: Any, shape: Sequence[int] | None
+) -> tuple[int, ...] | None:
+    """Return the shape that is wanted, or raise for what is refused."""
+    if not validate_shape:
+        raise RefusedError(
+            "Variable(validate_shape=False) is refused: the shape of a variable does not change."
+        )
+    if constraint is not None:
+        raise RefusedError(
+            "Variable(constraint=) is refused: no optimizer of this library would apply it. After "
+            "each step write variable.assign(constraint(variable))."
+        )
+    wanted = None if shape is None else tuple(shape)
+    if wanted is not None and any(size is None for size in wanted):
+        raise RefusedError(
+            f"Variable(shape={wanted}) is refused: the shape of a variable does not change, so "
+            "every size must be known."
+        )
+    return wanted
+
+
+class _Kind(type):
+    """What lets `mpistrat.Variable` be an instance of a class that it is not made by."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, variables.Variable)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return issubclass(subclass, variables.Variable)
+
+
+class Variable(metaclass=_Kind):
+    """An `mpistrat.Variable` whose initial value is taken as `constant` takes it.
+
+    Args:
+      initial_value: Number, nested list, array, or a function that returns one.
+      trainable: As in `mpistrat.Variable`.
+      validate_shape: False is refused.
+      caching_device: No effect.
+      name: As in `mpistrat.Variable`.
+      variable_def: No effect.
+      dtype: As in `mpistrat.Variable`; of Python numbers int32 and float32 if None.
+      import_scope: No effect.
+      constraint: Anything but None is refused.
+      synchronization: As in `mpistrat.Variable`.
+      aggregation: As in `mpistrat.Variable`.
+      shape: The shape that the initial value has; one with unknown sizes is refused.
+
+    Raises:
+      RefusedError: A shape that may change, or a constraint.
+      StructureError: The initial value has another shape.
+      ValueError: An integer does not fit the dtype.
+
+    Collective, as `mpistrat.Variable` is. Cost: as there.
+
+    Example:
+      >>> v = Variable([1.0, 2.0])
+      >>> v.dtype, isinstance(v, Variable)
+      (dtype('float32'), True)
+      >>> Variable(0.1, dtype="float64").numpy().tolist()
+      0.1
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Return the variable that `mpistrat.Variable` makes."""
+        return _make(*args, **kwargs)

@@ -1,0 +1,77 @@
+"""Children of multiprocessing are no ranks, and say so, also while they import the main module."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from mpistrat.launch.run import run
+
+TOLD = "was started by multiprocessing and is no rank"
+HEAD = """
+import concurrent.futures, multiprocessing, sys
+import mpistrat as ms
+
+def double(x):
+    return 2 * x
+
+def inside(x):
+    try:
+        return ms.MirroredStrategy().num_replicas_in_sync
+    except ms.StrategyError as error:
+        return str(error)
+
+spawn = multiprocessing.get_context("spawn")
+"""
+POOL = """
+if __name__ == "__main__":
+    with spawn.Pool(1) as pool:
+        print(pool.map({}, [1, 2]))
+"""
+EXECUTOR = """
+if __name__ == "__main__":
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as pool:
+        print(list(pool.map(double, [1, 2])))
+"""
+TOP = "strategy = ms.MirroredStrategy()\n"
+GUARDED = 'if __name__ == "__main__":\n    strategy = ms.MirroredStrategy()\n'
+
+
+def alone(program):
+    done = subprocess.run(
+        [sys.executable, str(program)], capture_output=True, text=True, timeout=60, check=False
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("pool", [POOL.format("double"), EXECUTOR], ids=["Pool", "Executor"])
+def test_a_strategy_at_top_level_ends_the_program_with_a_text(pool, tmp_path, capfd):
+    program = tmp_path / "top.py"
+    program.write_text(HEAD + TOP + pool)
+    code, _, err = alone(program)
+    assert code
+    assert TOLD in err
+    assert '`if __name__ == "__main__":`' in err
+    assert run(2, [str(program)], timeout=60) not in (0, 124)
+    err = capfd.readouterr().err
+    assert TOLD in err
+    assert "PMI" not in err  # no child has tried to join
+
+
+@pytest.mark.parametrize("pool", [POOL.format("double"), EXECUTOR], ids=["Pool", "Executor"])
+def test_one_that_children_do_not_make_is_fine(pool, tmp_path, capfd):
+    program = tmp_path / "guarded.py"
+    program.write_text(HEAD + GUARDED + pool)
+    assert alone(program)[:2] == (0, "[2, 4]\n")
+    assert run(2, [str(program)], timeout=60) == 0
+    assert capfd.readouterr().out.split() == ["[2,", "4]"] * 2
+
+
+def test_a_worker_is_refused_and_the_pool_goes_on(tmp_path):
+    program = tmp_path / "inside.py"
+    program.write_text(HEAD + GUARDED + POOL.format("inside"))
+    code, out, _ = alone(program)
+    assert code == 0
+    assert out.count(TOLD) == 2

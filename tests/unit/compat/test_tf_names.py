@@ -1,0 +1,181 @@
+"""Small names of tf.*, against NumPy, and what the others say."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import mpistrat as ms
+from mpistrat.compat import tf
+from mpistrat.testing import run_ranks
+
+X = np.array([[1.0, -2.0, 3.5], [0.25, 4.0, -1.0]], np.float32)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (tf.reduce_max(X, axis=1), X.max(axis=1)),
+        (tf.reduce_min(X), X.min()),
+        (tf.transpose(X), X.T),
+        (tf.transpose(X, [1, 0]), X.T),
+        (tf.shape(X), np.array([2, 3], np.int32)),
+        (tf.expand_dims(X, 1), X[:, None]),
+        (tf.squeeze(X[:1], axis=[0]), X[0]),
+        (tf.where(X > 0, X, 0.0), np.maximum(X, 0)),
+        (tf.nn.relu(X), np.maximum(X, 0)),
+        (tf.one_hot([2, 0], 3), np.eye(3, dtype=np.float32)[[2, 0]]),
+        (tf.abs(X), np.abs(X)),
+        (tf.exp(X), np.exp(X)),
+        (tf.math.log(tf.exp(X)), X),
+        (tf.sigmoid(X), 1 / (1 + np.exp(-X))),
+        (tf.math.rsqrt(np.abs(X)), np.abs(X) ** -0.5),
+        (tf.add(X, 2), X + 2),
+        (tf.subtract(1.0, X), 1 - X),
+        (tf.multiply(X, X), X * X),
+        (tf.maximum(X, 0.5), np.maximum(X, 0.5)),
+        (tf.pow(X, 2), X**2),
+        (tf.math.squared_difference(X, 1.0), (X - 1) ** 2),
+        (tf.math.divide_no_nan(X, X * 0), X * 0),
+        (tf.argmax(X, axis=1), X.argmax(axis=1)),
+        (tf.argmin(X), X.argmin(axis=0)),
+        (tf.nn.softmax(X), np.exp(X) / np.exp(X).sum(-1, keepdims=True)),
+        (tf.matmul(X, X, transpose_b=True), X @ X.T),
+        (tf.matmul(X, X, transpose_a=True), X.T @ X),
+        (tf.add(1, 2), np.int32(3)),
+        (tf.divide(1.0, 4.0), np.float32(0.25)),
+    ],
+)
+def test_functions_give_what_numpy_gives_and_keep_the_dtype(ours, theirs):
+    np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
+    assert ours.dtype == theirs.dtype
+
+
+def test_stacks_of_matrices_are_transposed_each():
+    a = np.arange(12.0).reshape(2, 2, 3)
+    np.testing.assert_allclose(tf.matmul(a, a, transpose_b=True), a @ a.transpose(0, 2, 1))
+
+
+def test_functions_take_variables():
+    v = tf.Variable(X)
+    np.testing.assert_allclose(tf.math.square(v), X * X)
+    np.testing.assert_allclose(tf.add(v, 1.0), X + 1)
+
+
+def test_draws():
+    assert tf.random.normal([2, 3]).shape == (2, 3)
+    assert (tf.random.normal([9], seed=1) == tf.random.normal([9], seed=1)).all()
+    assert (tf.random.normal([9]) != tf.random.normal([9])).any()
+    drawn = tf.random.uniform([1000], 2, 5, tf.int32, seed=0)
+    assert drawn.dtype == tf.int32
+    assert set(drawn.tolist()) == {2, 3, 4}
+    drawn = tf.random.uniform([1000], 2.0, 5.0, seed=0)
+    assert drawn.dtype == tf.float32
+    assert (2 <= drawn.min() < 2.1) and (4.9 < drawn.max() < 5)
+    one = tf.random.Generator.from_seed(3)
+    assert (one.normal([9]) != one.normal([9])).any()
+    with pytest.raises(ms.RefusedError, match=r"Generator\.from_seed"):
+        tf.random.set_seed(1)
+    with pytest.raises(ValueError, match="maxval"):
+        tf.random.uniform([1], dtype=tf.int32)
+
+
+def test_what_changes_nothing(capsys):
+    with tf.device("/GPU:0"), tf.name_scope("loss") as scope, tf.control_dependencies([1]):
+        assert scope == "loss/"
+    assert tf.no_op() is None
+    assert tf.config.experimental_connect_to_cluster("resolver") is None
+    tf.print("a", 1, sep="-", summarize=3)
+    assert capsys.readouterr() == ("", "a-1\n")
+    assert tf.tpu.experimental.initialize_tpu_system("resolver").num_ranks == 1
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_the_average_loss_is_over_the_global_batch(n):
+    losses = np.arange(1.0, 6.0, dtype=np.float32)  # five, so some ranks have fewer, or none
+
+    def program(comm):
+        strategy = ms.MirroredStrategy()
+        (batch,) = strategy.experimental_distribute_dataset(ms.Dataset(losses).batch(5))
+        even = np.full((2,), comm.rank, np.float32)
+
+        def step(mine):
+            return (
+                tf.nn.compute_average_loss(mine, global_batch_size=5),
+                tf.nn.compute_average_loss(mine, sample_weight=2.0, global_batch_size=5),
+                tf.nn.compute_average_loss(even),
+                tf.nn.scale_regularization_loss(3.0),
+            )
+
+        found = strategy.run(step, args=(batch,))
+        return [float(strategy.reduce("sum", one, axis=None)) for one in found]
+
+    for found in run_ranks(program, n):
+        np.testing.assert_allclose(found, [3.0, 6.0, (n - 1) / 2, 3.0], rtol=1e-6)
+
+
+def test_the_average_loss_has_its_place():
+    assert tf.nn.compute_average_loss(np.zeros((0,), np.float32)) == 0
+    with pytest.raises(ValueError, match="no axis"):
+        tf.nn.compute_average_loss(1.0)
+    with ms.MirroredStrategy().scope(), pytest.raises(RuntimeError, match="cross-replica"):
+        tf.nn.compute_average_loss([1.0])
+
+
+def test_operations_by_aggregation():
+    of = tf.distribute.ReduceOp.from_variable_aggregation
+    assert of(tf.VariableAggregation.SUM) is ms.ReduceOp.SUM
+    assert of(tf.VariableAggregation.MEAN) is ms.ReduceOp.MEAN
+    for none in (tf.VariableAggregation.NONE, tf.VariableAggregation.ONLY_FIRST_REPLICA):
+        with pytest.raises(ValueError, match="Could not convert from"):
+            of(none)
+
+
+@pytest.mark.parametrize(
+    ("get", "instead"),
+    [
+        (lambda: tf.GradientTape, "mpistrat.vjp"),
+        (lambda: tf.gradients, "mpistrat.vjp"),
+        (lambda: tf.train.Checkpoint, "np.savez"),
+        (lambda: tf.summary.create_file_writer, "should_save_summary"),
+        (lambda: tf.keras.Model, "Models"),
+        (lambda: tf.cond, "Python's own"),
+        (lambda: tf.config.list_logical_devices, "mpistrat run"),
+        (lambda: tf.cumsum, r"numpy\.cumsum"),
+        (lambda: tf.math.cumsum, r"numpy\.cumsum"),
+        (lambda: tf.nonsense, "coming-from"),
+        (lambda: tf.distribute.nonsense, r"mpistrat\.parity"),
+        (lambda: tf.data.TFRecordDataset, "from_files"),
+        (lambda: tf.data.Dataset.range(2).filter, r"x\[keep\]"),
+        (lambda: tf.data.Dataset.range(2).unbatch, "rebatch"),
+        (lambda: tf.nest.flatten_up_to, "map_structure"),
+        (lambda: tf.random.shuffle, "Seed each draw"),
+        (lambda: tf.compat.v1.get_variable, r"tf\.Variable"),
+        (lambda: tf.compat.v1.disable_v2_behavior, "without graphs"),
+        (lambda: tf.compat.v1.Session, "without graphs"),
+        (lambda: tf.compat.v1.distribute.nonsense, r"mpistrat\.parity"),
+        (lambda: tf.tpu.experimental.embedding, "coming-from"),
+    ],
+)
+def test_names_that_are_missing_say_what_to_use(get, instead):
+    with pytest.raises(AttributeError, match=rf"mpistrat\.compat\.tf has no tf\..*{instead}"):
+        get()
+
+
+def test_missing_names_are_missing_to_python_too():
+    assert not hasattr(tf, "GradientTape")
+    with pytest.raises(ImportError):
+        from mpistrat.compat.tf import GradientTape  # noqa: F401
+
+
+@pytest.mark.parametrize(
+    ("call", "instead"),
+    [
+        (lambda: tf.data.Dataset.from_generator(lambda: iter([1]), tf.int32), "from_batches"),
+        (lambda: tf.data.Dataset.zip((1, 2)), "from_tensor_slices"),
+        (lambda: tf.data.Dataset.list_files("*.npy"), "from_files"),
+    ],
+)
+def test_sources_that_are_refused_say_what_to_use(call, instead):
+    with pytest.raises(ms.RefusedError, match=instead):
+        call()
