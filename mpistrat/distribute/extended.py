@@ -86,12 +86,12 @@ class StrategyExtended:
 
     @property
     def should_checkpoint(self) -> bool:
-        """Whether this rank is the one to write files: rank 0."""
-        return self.strategy.parts.lockstep.comm.rank == 0
+        """Whether this rank is the one to write files: rank 0, whichever replica that is."""
+        return self.strategy.parts.lockstep.session.comm.rank == 0
 
     @property
     def should_save_summary(self) -> bool:
-        """Whether this rank is the one to report: rank 0."""
+        """Whether this rank is the one to report: rank 0, as for `should_checkpoint`."""
         return self.should_checkpoint
 
     def call_for_each_replica(
