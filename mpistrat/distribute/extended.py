@@ -109,7 +109,7 @@ class StrategyExtended:
         self,
         fn: Callable[..., Any],
         iterator: Iterator[Any],
-        iterations: int | None = None,
+        iterations: int = 1,
         initial_loop_values: Any = None,
     ) -> MultiStepContext:
         """Make several steps in one call.
@@ -120,7 +120,8 @@ class StrategyExtended:
           fn: ``fn(context, inputs)``, one step in cross-replica code; it calls `Strategy.run` and
             ``context.set_last_step_output``.
           iterator: A distributed iterator.
-          iterations: How many steps; None for `steps_per_run`.
+          iterations: How many steps. A strategy with `steps_per_run` makes so many unless it is
+            told.
           initial_loop_values: Outputs by name before the first step; the steps set no others.
 
         Returns:
@@ -128,15 +129,15 @@ class StrategyExtended:
 
         Raises:
           ContextError: Called in replica code.
-          StopIteration: The data end before the steps do.
+          OutOfRangeError: The data end before the steps do.
+          TypeError: `iterations` is no integer.
           StructureError: The outputs are not those of `initial_loop_values`, or there are no
             steps to make.
 
         Cost: that of `iterations` calls of `fn` and of ``next(iterator)``; the loop adds nothing.
         """
         with self._cross("experimental_run_steps_on_iterator", "the step itself"):
-            steps = self.steps_per_run if iterations is None else iterations
-            return run_steps(self.strategy, fn, iterator, steps, initial_loop_values)
+            return run_steps(self.strategy, fn, iterator, iterations, initial_loop_values)
 
     def _cross(self, name: str, instead: str) -> Any:
         return cross_replica(self.strategy, f"StrategyExtended.{name}()", instead)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn, final
@@ -11,6 +11,7 @@ from typing import Any, NoReturn, final
 from mpistrat.cluster.resolver import ClusterResolver
 from mpistrat.cluster.resolvers import default_resolver
 from mpistrat.distribute.extended import StrategyExtended
+from mpistrat.distribute.multi_step import MultiStepContext
 from mpistrat.distribute.parts import Parts
 from mpistrat.distribute.strategy import Strategy
 from mpistrat.distribute.topology import DeviceAssignment, Topology
@@ -45,6 +46,24 @@ class PlacedExtended(StrategyExtended):
           ValueError: Nodes have different numbers.
         """
         return self.strategy.device_assignment.topology.num_tpus_per_task
+
+    def experimental_run_steps_on_iterator(
+        self,
+        fn: Callable[..., Any],
+        iterator: Iterator[Any],
+        iterations: int | None = None,
+        initial_loop_values: Any = None,
+    ) -> MultiStepContext:
+        """Make several steps in one call; see `StrategyExtended`. Collective.
+
+        Args:
+          fn: As there.
+          iterator: As there.
+          iterations: How many steps; None for `steps_per_run`.
+          initial_loop_values: As there.
+        """
+        steps = self.steps_per_run if iterations is None else iterations
+        return super().experimental_run_steps_on_iterator(fn, iterator, steps, initial_loop_values)
 
     @property
     def tpu_hardware_feature(self) -> NoReturn:
