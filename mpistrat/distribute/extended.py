@@ -230,6 +230,7 @@ class StrategyExtended:
 
         Raises:
           ContextError: Called in replica code.
+          NotImplementedError: This is the default strategy.
           StructureError: There are no such destinations, or a class of the program's own returned
             another shape.
           LockstepError: Shapes or dtypes differ, or such a class returned other values on a rank.
@@ -238,6 +239,9 @@ class StrategyExtended:
         does.
         """
         with self._cross("broadcast_to", "get_replica_context().merge_call(...)"):
+            if self.strategy is default_strategy():
+                check_destinations(destinations)
+                raise NotImplementedError("the default strategy has no broadcast_to; make another.")
             return broadcast_as_chosen(self.strategy, tensor, destinations)
 
     def update(
