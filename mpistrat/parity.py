@@ -64,7 +64,7 @@ _NAMES: dict[str, str] = {
     "MirroredStrategy": f"{_RANKS}; device names are labels; every leaf that `run` returns is "
     "wrapped, with one replica too",
     "MultiWorkerMirroredStrategy": "each rank is a worker with one replica; the resolver names it, "
-    "the rank comes from MPI",
+    "the rank comes from MPI; names that do not fit the ranks warn",
     "NcclAllReduce": "stands for the MPI library's own all-reduce",
     "OneDeviceStrategy": "",
     "ParameterServerStrategy": "",
@@ -86,11 +86,14 @@ _NAMES: dict[str, str] = {
     "cluster_resolver.KubernetesClusterResolver": "",
     "cluster_resolver.KubernetesExecutableLocation": "",
     "cluster_resolver.SimpleClusterResolver": "",
-    "cluster_resolver.SlurmClusterResolver": "works on nodes without GPUs too",
+    "cluster_resolver.SlurmClusterResolver": "works on nodes without GPUs too; hosts stand in the "
+    "order of Slurm's list, in which `srun` numbers its tasks (n9 before n10), and are not sorted",
     "cluster_resolver.TFConfigClusterResolver": "`environment` is an empty text if nothing "
     "has set it",
-    "cluster_resolver.TPUClusterResolver": "the ranks of the MPI world in a TPU's words",
-    "cluster_resolver.UnionResolver": "",
+    "cluster_resolver.TPUClusterResolver": "the ranks of the MPI world in a TPU's words; the name "
+    "of a TPU warns",
+    "cluster_resolver.UnionResolver": "a `task_id` of 0 counts; there it falls through to the "
+    "first resolver's",
     "coordinator.ClusterCoordinator": "",
     "coordinator.PerWorkerValue": "",
     "coordinator.RemoteValue": "",
@@ -197,7 +200,8 @@ _MEMBERS: dict[str, dict[str, str]] = {
         "experimental_between_graph": "",
         "experimental_make_numpy_dataset": "",
         "experimental_require_static_shapes": "",
-        "experimental_run_steps_on_iterator": "a loop in Python",
+        "experimental_run_steps_on_iterator": "a loop in Python; a strategy with `steps_per_run` "
+        "makes so many steps unless it is told",
         "experimental_should_init": "",
         "non_slot_devices": "labels of ranks",
         "parameter_devices": "labels of ranks",

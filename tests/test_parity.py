@@ -199,7 +199,7 @@ def test_what_is_the_same_has_a_signature_to_show_it():
     without = {
         *("DistributedIterator", "VariableSynchronization"),
         *("cluster_resolver.ClusterResolver", "cluster_resolver.KubernetesExecutableLocation"),
-        *("cluster_resolver.UnionResolver", "experimental.partitioners.Partitioner"),
+        "experimental.partitioners.Partitioner",
     }
     of_v2 = {name for name in plain if not name.startswith("compat.")}
     assert of_v2 - set(SIGNATURES) == without

@@ -9,7 +9,8 @@ The rank always comes from MPI; resolvers only add names.
   words of a TPU.
 - `simple`: what the program says, and several resolvers as one. `slurm`, `clouds`: from Slurm's
   environment, written as `hostlist` reads it; from Kubernetes and Compute Engine.
-- `roles`: which task is the chief, and who counts as a worker.
+- `roles`: which task is the chief, and who counts as a worker. `tasks`: whether the names that
+  resolvers give to ranks fit the ranks.
 - `tf_config`: the text of ``TF_CONFIG``; `mpistrat.launch.tf_config` asks the ranks for it.
 
 A resolver more is one file here, one line in `mpistrat.cluster_resolver` and one test class.

@@ -43,6 +43,7 @@ class KubernetesClusterResolver(ClusterResolver):
       executable_location: Which configuration a client made here loads.
 
     Raises:
+      TypeError: `job_to_label_mapping` is no dict of lists.
       ImportError: No client is given, and the package ``kubernetes`` is not installed.
 
     As: ``tf.distribute.cluster_resolver.KubernetesClusterResolver``.
@@ -68,6 +69,14 @@ class KubernetesClusterResolver(ClusterResolver):
     ):
         """Take the client, or make one."""
         self._labels = job_to_label_mapping or _DEFAULT_JOBS
+        if not isinstance(self._labels, Mapping) or any(
+            isinstance(labels, str) or not isinstance(labels, Sequence)
+            for labels in self._labels.values()
+        ):
+            raise TypeError(
+                "job_to_label_mapping must be a dict from each job to a list of labels, such as "
+                f"{_DEFAULT_JOBS}, got {job_to_label_mapping!r:.80}."
+            )
         self._port = tf_server_port
         self.rpc_layer = rpc_layer
         self._client = override_client or _kubernetes(executable_location)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Mapping, MutableMapping
 from typing import Any, final
@@ -13,6 +14,7 @@ from mpistrat.cluster.spec import ClusterSpec
 __all__ = ["SlurmClusterResolver"]
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
+_PORTS = 65535
 _NO_DEVICES = {"", "-1", "NoDevFiles"}
 
 
@@ -42,7 +44,9 @@ class SlurmClusterResolver(ClusterResolver):
 
     Raises:
       RuntimeError: This is no task of a step, or jobs, tasks and GPUs do not fit together.
-      ValueError: A number is negative, or Slurm's texts have another form.
+      TypeError: `jobs` is no dict, or a number no integer.
+      ValueError: A number is negative, there are not as many ports, or Slurm's texts have another
+        form.
 
     As: ``tf.distribute.cluster_resolver.SlurmClusterResolver``.
 
@@ -70,17 +74,24 @@ class SlurmClusterResolver(ClusterResolver):
     ):
         """Read the environment, and check that jobs, tasks and GPUs fit together."""
         self._env = os.environ if env is None else env
-        self._rank = int(_told(self._env, "PROCID"))
+        self._rank = _counted(self._env, "PROCID")
         counts = _tasks(self._env, tasks_per_node)
         if jobs is None:
-            jobs = {"worker": int(_told(self._env, "STEP_NUM_TASKS"))}
-        self._jobs = dict(sorted(jobs.items()))
+            jobs = {"worker": _counted(self._env, "STEP_NUM_TASKS")}
+        if not isinstance(jobs, Mapping):
+            raise TypeError(f"jobs must be a dict of numbers of tasks, got {jobs!r:.80}.")
+        self._jobs = {job: _whole(f"jobs[{job!r}]", n) for job, n in sorted(jobs.items())}
+        most = max(counts.values(), default=0)
+        if not 0 < _whole("port_base", port_base) <= _PORTS + 1 - max(1, most):
+            raise ValueError(
+                f"port_base must leave {max(1, most)} ports between 1 and {_PORTS}, got "
+                f"{port_base}."
+            )
         self._tasks = [
             (f"{host}:{port_base + place}", place)
             for host, count in counts.items()
             for place in range(count)
         ]
-        most = max(counts.values(), default=0)
         gpus = _visible(self._env) if gpus_per_node is None else gpus_per_node
         self._gpus = gpus // max(1, most) if gpus_per_task is None else gpus_per_task
         self._auto_set_gpu = auto_set_gpu
@@ -88,10 +99,8 @@ class SlurmClusterResolver(ClusterResolver):
         self._check(most, gpus)
 
     def _check(self, most: int, gpus: int) -> None:
-        numbers = {"jobs": min(self._jobs.values(), default=0), "gpus_per_node": gpus}
-        for name, number in {**numbers, "gpus_per_task": self._gpus}.items():
-            if number < 0:
-                raise ValueError(f"{name} must not be negative, got {number}.")
+        _whole("gpus_per_node", gpus)
+        _whole("gpus_per_task", self._gpus)
         if most * self._gpus > gpus:
             raise RuntimeError(
                 f"{most} tasks of a node with {self._gpus} GPUs each want more than the {gpus} "
@@ -151,6 +160,22 @@ def _told(env: Mapping[str, str], name: str) -> str:
     return env[f"SLURM_{name}"]
 
 
+def _counted(env: Mapping[str, str], name: str) -> int:
+    text = _told(env, name)
+    if not (text.isascii() and text.isdigit()):
+        raise ValueError(f"SLURM_{name} must be a number from 0, but is {text!r:.40}.")
+    return int(text)
+
+
+def _whole(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be an integer, got {value!r:.80}.")
+    number = operator.index(value)
+    if number < 0:
+        raise ValueError(f"{name} must not be negative, got {number}.")
+    return number
+
+
 def _tasks(
     env: Mapping[str, str], tasks_per_node: int | Mapping[str, int] | None
 ) -> dict[str, int]:
@@ -159,9 +184,10 @@ def _tasks(
     if isinstance(tasks_per_node, Mapping):
         order = {host: place for place, host in enumerate(hosts)}
         ours = sorted(tasks_per_node, key=lambda host: (order.get(host, len(order)), host))
-        return {host: int(tasks_per_node[host]) for host in ours}
+        name = "tasks_per_node"
+        return {host: _whole(f"{name}[{host!r}]", tasks_per_node[host]) for host in ours}
     if tasks_per_node is not None:
-        return dict.fromkeys(hosts, int(tasks_per_node))
+        return dict.fromkeys(hosts, _whole("tasks_per_node", tasks_per_node))
     counts = expand_tasks_per_node(_told(env, "STEP_TASKS_PER_NODE"))
     if len(counts) != len(hosts):
         raise RuntimeError(f"Slurm tells of {len(hosts)} nodes, but tasks for {len(counts)}.")

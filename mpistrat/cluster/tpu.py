@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, final
 
 from mpistrat.cluster.resolver import ClusterResolver
@@ -9,6 +10,8 @@ from mpistrat.cluster.resolvers import MPIClusterResolver
 from mpistrat.cluster.spec import ClusterSpec
 
 __all__ = ["TPUClusterResolver"]
+
+_NONE = (None, "", "local")
 
 
 @final
@@ -18,7 +21,7 @@ class TPUClusterResolver(ClusterResolver):
     Making one starts MPI, and communicates nothing.
 
     Args:
-      tpu: A label; it chooses nothing.
+      tpu: None, ``""`` or ``"local"``. The name of a TPU chooses nothing, and warns.
       zone: Not looked at.
       project: Not looked at.
       job_name: What to call the job of all ranks.
@@ -27,6 +30,9 @@ class TPUClusterResolver(ClusterResolver):
       credentials: Not looked at.
       service: Not looked at.
       discovery_url: Not looked at.
+
+    Warns:
+      RuntimeWarning: `tpu` is the name of a TPU.
 
     As: ``tf.distribute.cluster_resolver.TPUClusterResolver``.
 
@@ -48,6 +54,14 @@ class TPUClusterResolver(ClusterResolver):
         discovery_url: str | None = None,
     ):
         """Ask MPI for this rank and the number of ranks."""
+        if tpu not in _NONE:
+            # On every rank: where warnings are errors, it is one on all of them.
+            warnings.warn(
+                f"there is no TPU {tpu!r} here: TPUClusterResolver names the ranks of the MPI "
+                'world. Leave tpu out, or give "" or "local".',
+                RuntimeWarning,
+                stacklevel=2,
+            )
         self._ranks = MPIClusterResolver(job=job_name)
         self._task_type, self._task_id = job_name, self._ranks.task_id
         self._coordinator: dict[str, list[str]] = {}

@@ -86,12 +86,12 @@ class StrategyExtended:
 
     @property
     def should_checkpoint(self) -> bool:
-        """Whether this rank is the one to write files: rank 0."""
-        return self.strategy.parts.lockstep.comm.rank == 0
+        """Whether this rank is the one to write files: rank 0, whichever replica that is."""
+        return self.strategy.parts.lockstep.session.comm.rank == 0
 
     @property
     def should_save_summary(self) -> bool:
-        """Whether this rank is the one to report: rank 0."""
+        """Whether this rank is the one to report: rank 0, as for `should_checkpoint`."""
         return self.should_checkpoint
 
     def call_for_each_replica(
@@ -109,7 +109,7 @@ class StrategyExtended:
         self,
         fn: Callable[..., Any],
         iterator: Iterator[Any],
-        iterations: int | None = None,
+        iterations: int = 1,
         initial_loop_values: Any = None,
     ) -> MultiStepContext:
         """Make several steps in one call.
@@ -120,7 +120,8 @@ class StrategyExtended:
           fn: ``fn(context, inputs)``, one step in cross-replica code; it calls `Strategy.run` and
             ``context.set_last_step_output``.
           iterator: A distributed iterator.
-          iterations: How many steps; None for `steps_per_run`.
+          iterations: How many steps. A strategy with `steps_per_run` makes so many unless it is
+            told.
           initial_loop_values: Outputs by name before the first step; the steps set no others.
 
         Returns:
@@ -128,15 +129,15 @@ class StrategyExtended:
 
         Raises:
           ContextError: Called in replica code.
-          StopIteration: The data end before the steps do.
+          OutOfRangeError: The data end before the steps do.
+          TypeError: `iterations` is no integer.
           StructureError: The outputs are not those of `initial_loop_values`, or there are no
             steps to make.
 
         Cost: that of `iterations` calls of `fn` and of ``next(iterator)``; the loop adds nothing.
         """
         with self._cross("experimental_run_steps_on_iterator", "the step itself"):
-            steps = self.steps_per_run if iterations is None else iterations
-            return run_steps(self.strategy, fn, iterator, steps, initial_loop_values)
+            return run_steps(self.strategy, fn, iterator, iterations, initial_loop_values)
 
     def _cross(self, name: str, instead: str) -> Any:
         return cross_replica(self.strategy, f"StrategyExtended.{name}()", instead)
@@ -229,6 +230,7 @@ class StrategyExtended:
 
         Raises:
           ContextError: Called in replica code.
+          NotImplementedError: This is the default strategy.
           StructureError: There are no such destinations, or a class of the program's own returned
             another shape.
           LockstepError: Shapes or dtypes differ, or such a class returned other values on a rank.
@@ -237,6 +239,9 @@ class StrategyExtended:
         does.
         """
         with self._cross("broadcast_to", "get_replica_context().merge_call(...)"):
+            if self.strategy is default_strategy():
+                check_destinations(destinations)
+                raise NotImplementedError("the default strategy has no broadcast_to; make another.")
             return broadcast_as_chosen(self.strategy, tensor, destinations)
 
     def update(

@@ -47,7 +47,7 @@ def from_function(
     with strategy.parts.lockstep.preparing(name):
         checked = _checked(name, options)
         checked.check()
-        if checked.per_replica and view is not GLOBAL:
+        if checked.per_replica and not getattr(strategy, "pipeline_per_replica", False):
             raise NotImplementedError(
                 f"{name}: PER_REPLICA is for MirroredStrategy. Here leave it out: dataset_fn is "
                 "called on every rank, which is one replica, anyway."

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any, final
 
+import numpy as np
+
 from mpistrat import nest
+from mpistrat.errors import ContextError, DataError, StrategyError
 from mpistrat.feed.distributed import DistributedDataset, DistributedIterator
 from mpistrat.feed.iterators import ElementIterator
 
@@ -25,15 +28,31 @@ class InputIterator(ElementIterator):
         """Iterate over `dataset`; its first epoch begins with the first element."""
         self._dataset = dataset
         self._epoch: DistributedIterator | None = None
+        self._failed = ""
 
     def __next__(self) -> Any:
         """Return the next element, as cross-replica code sees it. Collective.
 
         Raises:
           StopIteration: The data have ended; `initialize` begins the next epoch.
+          DataError: Ranks have differed before, or the data have failed; `initialize` on all ranks
+            begins the next epoch.
         """
+        if self._failed:
+            raise DataError(self._failed)
         if self._epoch is None:
-            self._epoch = iter(self._dataset)
+            try:
+                self._epoch = iter(self._dataset)
+            except (ContextError, StrategyError):
+                raise  # called at the wrong place, where nothing has begun
+            except Exception as error:
+                # The others may be in the middle of their epoch: to begin anew would be once more
+                # to do what they do not.
+                self._failed = (
+                    f"this iterator has failed to begin an epoch ({error!s:.200}): call "
+                    "initialize() on every rank."
+                )
+                raise
         return next(self._epoch)
 
     def initialize(self) -> list[Any]:
@@ -41,7 +60,7 @@ class InputIterator(ElementIterator):
 
         Not collective itself, but all ranks must do it, as the next element will show.
         """
-        self._epoch = None
+        self._epoch, self._failed = None, ""
         return []
 
     @property
@@ -56,8 +75,10 @@ class InputIterator(ElementIterator):
 
     @property
     def output_classes(self) -> Any:
-        """The tree of the classes of the leaves; None if only reading could tell."""
-        return self._each(type)
+        """The tree of the classes of a replica's leaves; None if only reading could tell."""
+        return self._each(
+            lambda spec: np.ndarray if spec.specs[0].shape else spec.specs[0].dtype.type
+        )
 
     @property
     def output_shapes(self) -> Any:

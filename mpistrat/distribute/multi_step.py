@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, final
 
+from mpistrat.distribute.context import get_replica_context
 from mpistrat.distribute.mode import current
-from mpistrat.errors import ContextError, StructureError
+from mpistrat.errors import ContextError, OutOfRangeError, StructureError
 from mpistrat.kernels.ops import ReduceOp
 
 if TYPE_CHECKING:
     from mpistrat.distribute.strategy import Strategy
 
 __all__ = ["MultiStepContext", "run_steps"]
+
+_CALL = "experimental_run_steps_on_iterator"
 
 
 @final
@@ -36,36 +39,70 @@ class MultiStepContext:
     def set_last_step_output(self, name: str, output: Any, reduce_op: Any = None) -> None:
         """Set what this step gave under `name`, over what the step before gave.
 
-        Collective with a `reduce_op`: every rank calls it, in cross-replica code.
+        Collective with a `reduce_op`: every rank calls it.
 
         Args:
           name: A name.
-          output: A value per replica, or a tree of them.
+          output: A value per replica, or a tree of them; in replica code, this replica's.
           reduce_op: ``"SUM"`` or another operation: the output is folded over the replicas. None:
             it is kept as it is.
 
         Raises:
-          ContextError: Called in replica code.
-          ValueError: An earlier step folded it with another operation.
+          ContextError: Called in replica code without `reduce_op`: what one replica gives is no
+            output of the step.
+          ValueError: There is no such operation, or an earlier step folded it with another one.
         """
-        mode = current()
-        if mode is not None and mode.replica is not None:
+        if not _in_replica():
+            with self._strategy.parts.lockstep.preparing("set_last_step_output"):
+                op = self._noted(name, reduce_op)
+            self._keep(name, output, op)
+        elif reduce_op is None:
             raise ContextError(
-                "set_last_step_output was called in replica code. Call it on what strategy.run "
-                "returned, or inside merge_call."
+                "set_last_step_output was called in replica code without reduce_op. Give it one, "
+                "or call it on what strategy.run returned."
             )
+        else:
+            op = self._noted(name, reduce_op)
+            get_replica_context().merge_call(
+                lambda _, value: self._keep(name, value, op), (output,)
+            )
+
+    def _noted(self, name: str, reduce_op: Any) -> ReduceOp | None:
         op = None if reduce_op is None else ReduceOp.parse(reduce_op)
         if self._reductions.setdefault(name, op) is not op:
             raise StructureError(
                 f"output {name!r} was set with {self._reductions[name]} before, now with {op}."
             )
+        return op
+
+    def _keep(self, name: str, output: Any, op: ReduceOp | None) -> None:
         if op is not None:
             output = self._strategy.reduce(op, output, axis=None)
         self.last_step_outputs[name] = output
 
     def set_non_tensor_output(self, name: str, output: Any) -> None:
-        """Set something that is no array under `name`."""
-        self.non_tensor_outputs[name] = output
+        """Set something that is no array under `name`.
+
+        Collective in replica code: every replica calls it, and what is kept is the tuple of what
+        all of them gave, as far as the strategy shows them.
+
+        Args:
+          name: A name.
+          output: Anything; in replica code, anything that can be sent.
+        """
+        if not _in_replica():
+            self.non_tensor_outputs[name] = output
+            return
+
+        def keep(strategy: Strategy, value: Any) -> None:
+            self.non_tensor_outputs[name] = strategy.experimental_local_results(value)
+
+        get_replica_context().merge_call(keep, (output,))
+
+
+def _in_replica() -> bool:
+    mode = current()
+    return mode is not None and mode.replica is not None
 
 
 def run_steps(
@@ -86,18 +123,34 @@ def run_steps(
         others.
 
     Raises:
-      StopIteration: The data end before the steps do.
-      StructureError: The outputs are not those of `initial`.
+      OutOfRangeError: The data end before the steps do.
+      TypeError: `iterations` is no integer.
+      StructureError: There are no steps to make, or the outputs are not those of `initial`.
     """
-    if iterations < 1:
-        raise StructureError(f"iterations must be 1 or more, got {iterations}.")
-    context = MultiStepContext(strategy, initial)
+    lockstep = strategy.parts.lockstep
+    with lockstep.preparing(_CALL):
+        if isinstance(iterations, bool) or not hasattr(iterations, "__index__"):
+            raise TypeError(f"{_CALL}: iterations must be an integer, got {iterations!r}.")
+        if iterations < 1:
+            raise StructureError(f"{_CALL}: iterations must be 1 or more, got {iterations}.")
+        context = MultiStepContext(strategy, initial)
     with strategy.scope():
-        for _ in range(iterations):
-            fn(context, next(iterator))
-    if initial is not None and set(initial) != set(context.last_step_outputs):
-        raise StructureError(
-            f"initial_loop_values are called {sorted(initial)}, the outputs of the steps "
-            f"{sorted(context.last_step_outputs)}."
-        )
+        for step in range(iterations):
+            try:
+                inputs = next(iterator)
+            except StopIteration:
+                lockstep.refuse(
+                    _CALL,
+                    OutOfRangeError(
+                        f"{_CALL}: the data ended after {step} of {iterations} steps. Ask for "
+                        "fewer, or repeat() the dataset."
+                    ),
+                )
+            fn(context, inputs)
+    with lockstep.preparing(_CALL):
+        if initial is not None and set(initial) != set(context.last_step_outputs):
+            raise StructureError(
+                f"initial_loop_values are called {sorted(initial)}, the outputs of the steps "
+                f"{sorted(context.last_step_outputs)}."
+            )
     return context

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 from mpistrat.cluster.resolver import ClusterResolver
 from mpistrat.cluster.resolvers import default_resolver
+from mpistrat.cluster.tasks import Task, misfit, task_of
 from mpistrat.collectives.communication import (
     CommunicationImplementation,
     CommunicationOptions,
     as_implementation,
 )
+from mpistrat.collectives.lockstep import Lockstep
+from mpistrat.comm.world import size_of_job
 from mpistrat.distribute.cross_device import CrossDeviceOps
 from mpistrat.distribute.parts import Parts
 from mpistrat.distribute.strategy import Strategy
@@ -42,7 +45,7 @@ class MirroredStrategy(Strategy):
       comm: An mpi4py intracommunicator whose ranks are the replicas; None for all of the job's.
 
     Raises:
-      TypeError: `cross_device_ops` are none.
+      TypeError: `cross_device_ops` are none, or `devices` is no list of labels.
       ValueError: A label comes twice.
 
     As: ``tf.distribute.MirroredStrategy``.
@@ -64,31 +67,20 @@ class MirroredStrategy(Strategy):
         comm: Any = None,
     ):
         """Make a strategy over all ranks of `comm`."""
-        if cross_device_ops is not None and not isinstance(cross_device_ops, CrossDeviceOps):
-            raise TypeError(
-                f"cross_device_ops must be a CrossDeviceOps or None, got {cross_device_ops!r:.80}."
-            )
-        if isinstance(devices, str):
-            raise TypeError(f"devices must be a list of labels, not {devices!r}.")
-        labels = tuple(devices or ())
-        if len(set(labels)) != len(labels):
-            raise ValueError(f"devices must be different labels, got {list(labels)}.")
-        super().__init__(Parts.over(GLOBAL, comm), labels)
-        self.parts = self.parts.by(ops=cross_device_ops, labels=self.device_labels)
-        if labels and len(labels) != self.num_replicas_in_sync:
-            self._warn(labels)
-
-    def _warn(self, labels: tuple[str, ...]) -> None:
-        lockstep = self.parts.lockstep
-        with lockstep.preparing("MirroredStrategy"):  # a warning may be an error, on one rank only
-            if lockstep.comm.rank == 0:
-                warnings.warn(
-                    f"MirroredStrategy was given {len(labels)} devices, {list(labels)}, but this "
-                    f"job has {lockstep.comm.size} ranks, and one rank is one replica. Start that "
-                    f"many: mpistrat run -n {len(labels)} program.py",
-                    stacklevel=3,
+        # The parts first: what is wrong with the arguments of one rank is told to all of them.
+        parts = Parts.over(GLOBAL, comm)
+        with parts.lockstep.preparing("MirroredStrategy"):
+            if not isinstance(cross_device_ops, CrossDeviceOps | None):
+                raise TypeError(
+                    "cross_device_ops must be a CrossDeviceOps or None, got "
+                    f"{cross_device_ops!r:.80}."
                 )
-        lockstep.prove(f"MirroredStrategy({list(labels)})")
+            labels = _labels("devices", devices)
+        super().__init__(parts, labels)
+        with parts.lockstep.preparing("MirroredStrategy"):
+            self.parts = parts.by(ops=cross_device_ops, labels=self.device_labels)
+        self.pipeline_per_replica = True  # asked for by InputReplicationMode.PER_REPLICA
+        _compare(self, "devices", labels)
 
 
 class MultiWorkerMirroredStrategy(Strategy):
@@ -101,15 +93,19 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     Args:
       cluster_resolver: Names this process in the job; None for ``TF_CONFIG`` if that is set, else
-        for MPI. The rank always comes from MPI.
+        for MPI. The rank always comes from MPI, and rank 0 writes files, whatever the names are.
       communication_options: `CommunicationOptions`: the algorithm and the size of messages of all
         collectives of this strategy, and the time of all its calls that wait for other ranks:
         reductions and gathers, the end of `run`, variables, steps of a dataset.
       comm: An mpi4py intracommunicator whose ranks are the workers; None for all of the job's.
 
     Raises:
-      TypeError: `cluster_resolver` is none.
-      ValueError: `communication_options` are none, or ``TF_CONFIG`` is malformed.
+      ValueError: `cluster_resolver` or `communication_options` are none; ``TF_CONFIG`` is
+        malformed; or the resolver names no task of a chief, worker or evaluator of its cluster.
+
+    Warns:
+      RuntimeWarning: On rank 0: several ranks have the name of one task, there are more or fewer
+        workers than ranks, or another rank than 0 is called the chief.
 
     As: ``tf.distribute.MultiWorkerMirroredStrategy``.
 
@@ -126,21 +122,39 @@ class MultiWorkerMirroredStrategy(Strategy):
         comm: Any = None,
     ):
         """Make a strategy over all ranks of `comm`."""
-        if cluster_resolver is not None and not isinstance(cluster_resolver, ClusterResolver):
-            raise TypeError(
-                f"cluster_resolver must be a ClusterResolver, got {cluster_resolver!r}."
-            )
-        if not isinstance(communication_options, CommunicationOptions | None):
-            raise ValueError(
-                "communication_options must be an instance of CommunicationOptions, got "
-                f"{communication_options!r:.80}."
-            )
-        seconds = None if communication_options is None else communication_options.timeout_seconds
-        parts = Parts.over(LOCAL, comm, seconds=seconds).by(communication_options)
-        group = parts.lockstep.comm
-        with parts.lockstep.preparing("MultiWorkerMirroredStrategy"):
-            resolver = cluster_resolver or default_resolver(group.rank, group.size)
-        super().__init__(parts, (), resolver)
+        self._begin(cluster_resolver, lambda: communication_options, comm)
+
+    def _begin(
+        self,
+        resolver: Any,
+        options: Callable[[], CommunicationOptions | None],
+        comm: Any,
+    ) -> None:
+        name = "MultiWorkerMirroredStrategy"
+        # The parts first: what is wrong with the arguments of one rank is told to all of them.
+        lockstep = Parts.over(LOCAL, comm).lockstep
+        rank, size = lockstep.comm.rank, lockstep.comm.size
+        with lockstep.preparing(name):
+            if not isinstance(resolver, ClusterResolver | None):
+                raise ValueError(
+                    "cluster_resolver must be an instance of ClusterResolver, got "
+                    f"{resolver!r:.80}."
+                )
+            chosen = options()
+            if not isinstance(chosen, CommunicationOptions | None):
+                raise ValueError(
+                    "communication_options must be an instance of CommunicationOptions, got "
+                    f"{chosen!r:.80}."
+                )
+            seconds = None if chosen is None else chosen.timeout_seconds
+            parts = Parts.over(LOCAL, comm, seconds=seconds).by(chosen)
+            found = resolver or default_resolver(rank, size)
+            task = task_of(found)
+        super().__init__(parts, (), found)
+        told = parts.lockstep.share(name, task.packed())
+        wrong = misfit([Task.unpacked(text) for text in told], size_of_job())
+        if wrong:
+            _warn(parts.lockstep, name, wrong, RuntimeWarning, 4)
 
 
 @final
@@ -163,8 +177,11 @@ class ExperimentalMultiWorkerMirroredStrategy(MultiWorkerMirroredStrategy):
         comm: Any = None,
     ):
         """Make a strategy over all ranks of `comm`."""
-        implementation = CommunicationOptions(0, None, as_implementation(communication))
-        super().__init__(cluster_resolver, implementation, comm=comm)
+        self._begin(
+            cluster_resolver,
+            lambda: CommunicationOptions(0, None, as_implementation(communication)),
+            comm,
+        )
 
 
 @final
@@ -178,11 +195,13 @@ class CentralStorageStrategy(Strategy):
     Collective: making the first strategy of a communicator duplicates it.
 
     Args:
-      compute_devices: Labels for the replicas, as the devices of `MirroredStrategy`.
+      compute_devices: Labels for the replicas, as the devices of `MirroredStrategy`; a list of
+        another length than there are ranks warns.
       parameter_device: The label of the device of the variables; None for the first replica's.
       comm: An mpi4py intracommunicator whose ranks are the replicas; None for all of the job's.
 
     Raises:
+      TypeError: `compute_devices` is no list of labels.
       ValueError: A label comes twice.
 
     As: ``tf.distribute.experimental.CentralStorageStrategy``.
@@ -207,11 +226,10 @@ class CentralStorageStrategy(Strategy):
         """Make a strategy over all ranks of `comm`."""
         parts = Parts.over(GLOBAL, comm)
         with parts.lockstep.preparing("CentralStorageStrategy"):
-            labels = tuple(compute_devices or ())
-            if isinstance(compute_devices, str) or len(set(labels)) != len(labels):
-                raise ValueError(f"compute_devices must be different labels: {compute_devices!r}.")
+            labels = _labels("compute_devices", compute_devices)
         super().__init__(parts, labels)
         self.parameter_device = parameter_device or self.device_labels[0]
+        _compare(self, "compute_devices", labels)
 
 
 @final
@@ -240,3 +258,38 @@ class DefaultStrategy(Strategy):
     def __init__(self) -> None:
         """Make the strategy; programs get it from `get_strategy`."""
         super().__init__(Parts.over(ALONE))
+
+
+def _labels(name: str, labels: Any) -> tuple[str, ...]:
+    """Return the labels of the replicas that a program gave, if they can be labels."""
+    if labels is None:
+        return ()
+    if not isinstance(labels, Sequence) or not all(isinstance(one, str) for one in labels):
+        raise TypeError(f"{name} must be a list of labels, not {labels!r:.80}.")
+    if isinstance(labels, str):
+        raise TypeError(f"{name} must be a list of labels, not {labels!r}.")
+    if len(set(labels)) != len(labels):
+        raise ValueError(f"{name} must be different labels, got {list(labels)}.")
+    return tuple(labels)
+
+
+def _compare(strategy: Strategy, what: str, labels: tuple[str, ...]) -> None:
+    """Warn if there are not as many labels as ranks."""
+    lockstep, name = strategy.parts.lockstep, type(strategy).__name__
+    if not labels or len(labels) == lockstep.comm.size:
+        return
+    text = (
+        f"{name} was given {len(labels)} {what}, {list(labels)}, but this job has "
+        f"{lockstep.comm.size} ranks, and one rank is one replica. Start that many: "
+        f"mpistrat run -n {len(labels)} program.py"
+    )
+    _warn(lockstep, f"{name}({list(labels)})", text, UserWarning, 4)
+
+
+def _warn(
+    lockstep: Lockstep, name: str, text: str, category: type[Warning], stacklevel: int
+) -> None:
+    with lockstep.preparing(name):  # a warning may be an error, on one rank only
+        if lockstep.comm.rank == 0:
+            warnings.warn(text, category, stacklevel=stacklevel)
+    lockstep.prove(f"{name}, which warned")

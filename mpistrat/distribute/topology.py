@@ -14,6 +14,7 @@ from mpistrat.collectives.begin import begin
 from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.comm.session import Session
 from mpistrat.comm.world import default_parent
+from mpistrat.feed.steps import whole_number
 
 __all__ = ["DeviceAssignment", "Topology"]
 
@@ -32,7 +33,8 @@ class Topology:
         have as many consecutive ranks, else for one dimension.
 
     Raises:
-      ValueError: The mesh has another size than there are ranks, or nodes are not numbered from 0.
+      ValueError: There are no ranks, the mesh has another size than there are ranks, or nodes are
+        not numbered from 0.
 
     As: ``tf.tpu.experimental.Topology``, with nodes for tasks and ranks for TPUs.
 
@@ -47,6 +49,8 @@ class Topology:
 
     def __post_init__(self) -> None:
         """Check the sizes; see the class."""
+        if not self.nodes:
+            raise ValueError("a topology has at least one rank, but nodes is empty.")
         if sorted(set(self.nodes)) != list(range(len(set(self.nodes)))):
             raise ValueError(f"nodes must be numbered from 0 without gaps, got {self.nodes}.")
         shape = tuple(int(size) for size in self.mesh_shape) or self._shape()
@@ -74,7 +78,8 @@ class Topology:
           ranks_per_node: Take so many consecutive ranks as one node, whatever they share; 0 to ask.
 
         Raises:
-          ValueError: The mesh does not fit the ranks.
+          TypeError: `ranks_per_node` is no integer.
+          ValueError: It is negative, or the mesh does not fit the ranks.
 
         Cost: two proofs, a split by shared memory and a small all-gather.
 
@@ -85,9 +90,12 @@ class Topology:
         lockstep = Lockstep(Session.on(default_parent() if comm is None else comm))
         begin(lockstep)
         ranks = lockstep.comm
-        lockstep.prove(f"Topology.read({tuple(mesh_shape)}, {ranks_per_node})")
-        if ranks_per_node:
-            first = ranks.rank - ranks.rank % ranks_per_node
+        with lockstep.preparing("Topology.read"):
+            each = whole_number("ranks_per_node", ranks_per_node, 0)
+            shape = tuple(mesh_shape)
+        lockstep.prove(f"Topology.read({shape}, {each})")
+        if each:
+            first = ranks.rank - ranks.rank % each
         else:
             node = ranks.by_node()
             first_of = np.empty(1, np.int64)
@@ -99,7 +107,7 @@ class Topology:
         ranks.allgather(np.array([first], np.int64), firsts)
         number = {rank: i for i, rank in enumerate(sorted(set(firsts.tolist())))}
         with lockstep.preparing("Topology.read"):
-            return Topology(tuple(number[rank] for rank in firsts.tolist()), tuple(mesh_shape))
+            return Topology(tuple(number[rank] for rank in firsts.tolist()), shape)
 
     @property
     def num_ranks(self) -> int:

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn, final
 
 from mpistrat.cluster.resolver import ClusterResolver
 from mpistrat.cluster.resolvers import default_resolver
 from mpistrat.distribute.extended import StrategyExtended
+from mpistrat.distribute.multi_step import MultiStepContext
 from mpistrat.distribute.parts import Parts
 from mpistrat.distribute.strategy import Strategy
 from mpistrat.distribute.topology import DeviceAssignment, Topology
 from mpistrat.distribute.views import GLOBAL
 from mpistrat.errors import StructureError
+from mpistrat.feed.steps import whole_number
 
 __all__ = ["PlacedStrategy", "TPUStrategy", "TPUStrategyExperimental", "TPUStrategyV1"]
+
+
+def _check(name: str, value: Any, kind: type) -> None:
+    if value is not None and not isinstance(value, kind):
+        raise TypeError(f"{name} must be a {kind.__name__}, got {value!r:.80}.")
 
 
 @dataclass(frozen=True)
@@ -39,6 +47,24 @@ class PlacedExtended(StrategyExtended):
         """
         return self.strategy.device_assignment.topology.num_tpus_per_task
 
+    def experimental_run_steps_on_iterator(
+        self,
+        fn: Callable[..., Any],
+        iterator: Iterator[Any],
+        iterations: int | None = None,
+        initial_loop_values: Any = None,
+    ) -> MultiStepContext:
+        """Make several steps in one call; see `StrategyExtended`. Collective.
+
+        Args:
+          fn: As there.
+          iterator: As there.
+          iterations: How many steps; None for `steps_per_run`.
+          initial_loop_values: As there.
+        """
+        steps = self.steps_per_run if iterations is None else iterations
+        return super().experimental_run_steps_on_iterator(fn, iterator, steps, initial_loop_values)
+
     @property
     def tpu_hardware_feature(self) -> NoReturn:
         """Refuse: there is no TPU.
@@ -55,7 +81,7 @@ class PlacedExtended(StrategyExtended):
           ValueError: Another one is asked for.
         """
         self.strategy.experimental_assign_to_logical_device(None, logical_device_id)
-        return self.strategy.scope()
+        return nullcontext()
 
 
 class PlacedStrategy(Strategy):
@@ -69,47 +95,53 @@ class PlacedStrategy(Strategy):
     Args:
       resolver: Names this process in the job; None for ``TF_CONFIG`` if that is set, else for MPI.
       assignment: Which rank is which replica; None for rank order.
-      steps_per_run: How many steps ``extended.experimental_run_steps_on_iterator`` makes.
+      steps_per_run: How many steps ``extended.experimental_run_steps_on_iterator`` makes; None
+        for one.
       comm: An mpi4py intracommunicator whose ranks are the replicas; None for all of the job's.
+      partitioned: Must be False: a replica has one device.
 
     Raises:
-      TypeError: `resolver` or `assignment` is none.
-      ValueError: The assignment is for another number of ranks, or there are no steps.
+      TypeError: `resolver` or `assignment` is none, or `steps_per_run` no integer.
+      ValueError: The assignment is for another number of ranks, there are no steps, or
+        partitioning is asked for.
     """
 
     def __init__(
         self,
         resolver: ClusterResolver | None,
         assignment: DeviceAssignment | None,
-        steps_per_run: int,
+        steps_per_run: int | None,
         comm: Any,
+        partitioned: bool = False,
     ):
         """Make a strategy over all ranks of `comm`."""
-        if resolver is not None and not isinstance(resolver, ClusterResolver):
-            raise TypeError(f"tpu_cluster_resolver must be a ClusterResolver, got {resolver!r}.")
-        if assignment is not None and not isinstance(assignment, DeviceAssignment):
-            raise TypeError(f"device_assignment must be a DeviceAssignment, got {assignment!r}.")
-        if steps_per_run < 1:
-            raise ValueError(f"steps_per_run must be 1 or more, got {steps_per_run}.")
-        if assignment is None:
-            assignment = DeviceAssignment.build(Topology.read(comm))
+        # The parts first: what is wrong with the arguments of one rank is told to all of them.
         parts = Parts.over(GLOBAL, comm)
-        ranks, size = assignment.ranks, parts.lockstep.comm.size
-        rank = parts.lockstep.comm.rank
+        rank, size = parts.lockstep.comm.rank, parts.lockstep.comm.size
         name = type(self).__name__
         with parts.lockstep.preparing(name):
-            if len(ranks) != size:
+            if partitioned:
                 raise ValueError(
-                    f"device_assignment places {len(ranks)} replicas, but there are {size} ranks."
+                    "a replica has one device, its rank, so nothing can be partitioned."
                 )
+            _check("tpu_cluster_resolver", resolver, ClusterResolver)
+            _check("device_assignment", assignment, DeviceAssignment)
+            steps = 1 if steps_per_run is None else whole_number("steps_per_run", steps_per_run, 1)
+            if assignment is not None and len(assignment.ranks) != size:
+                raise ValueError(
+                    f"device_assignment places {len(assignment.ranks)} replicas, but there are "
+                    f"{size} ranks."
+                )
+            found = resolver or default_resolver(rank, size)
+        if assignment is None:
+            assignment = DeviceAssignment.build(Topology.read(comm))
+        ranks = assignment.ranks
         # A replica would wait for another one that counts differently, so it is proved first.
-        parts.lockstep.prove(f"{name}({ranks}, {assignment.topology}, {steps_per_run})")
+        parts.lockstep.prove(f"{name}({ranks}, {assignment.topology}, {steps})")
         if ranks != tuple(range(size)):
             parts = Parts.over(GLOBAL, comm, ranks)
-        super().__init__(parts, [f"rank:{rank}" for rank in ranks], resolver)
-        with parts.lockstep.preparing(name):
-            self._resolver = resolver or default_resolver(rank, size)
-        self._assignment, self._steps = assignment, steps_per_run
+        super().__init__(parts, [f"rank:{rank}" for rank in ranks], found)
+        self._assignment, self._steps = assignment, steps
 
     @property
     def device_assignment(self) -> DeviceAssignment:
@@ -208,9 +240,8 @@ class TPUStrategy(PlacedStrategy):
         comm: Any = None,
     ):
         """Make a strategy over all ranks of `comm`."""
-        if experimental_spmd_xla_partitioning:
-            raise ValueError("a replica has one device, its rank, so nothing can be partitioned.")
-        super().__init__(tpu_cluster_resolver, experimental_device_assignment, 1, comm)
+        partitioned = experimental_spmd_xla_partitioning
+        super().__init__(tpu_cluster_resolver, experimental_device_assignment, 1, comm, partitioned)
 
 
 @final
@@ -255,5 +286,4 @@ class TPUStrategyV1(PlacedStrategy):
         comm: Any = None,
     ):
         """Make a strategy over all ranks of `comm`."""
-        steps = 1 if steps_per_run is None else steps_per_run
-        super().__init__(tpu_cluster_resolver, device_assignment, steps, comm)
+        super().__init__(tpu_cluster_resolver, device_assignment, steps_per_run, comm)

@@ -14,6 +14,7 @@ from mpistrat.feed.dataset import Dataset
 from mpistrat.feed.pieces import Piece
 from mpistrat.feed.policies import AutoShardPolicy
 from mpistrat.feed.prefetch import prefetched
+from mpistrat.feed.reads import Reads
 from mpistrat.feed.rebatch import rejoined, shares
 
 __all__ = ["Deal", "Place", "calls", "own", "policy_deal", "turns"]
@@ -63,7 +64,8 @@ class Deal(NamedTuple):
     def epoch(self, epoch: int, seeds: Sequence[int]) -> Parts:
         """Iterate over this replica's parts of one epoch."""
         if self.parts is None:
-            return ((-1, element) for element in self.dataset)
+            # Not a generator, which would end at the first error.
+            return map(lambda element: (-1, element), self.dataset)
         parts = self.parts(self.dataset.pieces(epoch, seeds))
         return prefetched(parts, self.dataset.depth) if self.dataset.depth else parts
 
@@ -77,12 +79,13 @@ def calls(fn: Callable[[], Any]) -> Deal:
     """Return the deal where each replica calls a function for each element, until that has none."""
 
     def parts(pieces: Iterator[Piece]) -> Parts:
-        while True:
-            try:
-                element = fn()
-            except (StopIteration, OutOfRangeError):
-                return
-            yield -1, element
+        return map(lambda _: (-1, called()), itertools.repeat(None))
+
+    def called() -> Any:
+        try:
+            return fn()
+        except OutOfRangeError:
+            raise StopIteration from None
 
     nothing = Dataset.from_batches(lambda: ())  # what it looks like, only the function knows
     return Deal("a function of each rank", nothing, same=False, cut=False, parts=parts)
@@ -93,7 +96,7 @@ def turns(dataset: Dataset, place: Place) -> Deal:
 
     def parts(pieces: Iterator[Piece]) -> Parts:
         mine = itertools.islice(pieces, place.rank, None, place.size)
-        return ((-1, piece.cut(0, 1)) for piece in mine)
+        return Reads(mine, lambda piece: (-1, piece.cut(0, 1)))
 
     return Deal("batches in turns", dataset, same=True, cut=False, parts=parts)
 
@@ -121,10 +124,12 @@ def policy_deal(dataset: Dataset, place: Place) -> Deal:
 
 
 def _cut(dataset: Dataset, place: Place) -> Deal:
+    def part(piece: Piece) -> tuple[int, Any]:
+        rows = -1 if piece.rows is None else piece.rows
+        return rows, piece.cut(place.rank, place.size)
+
     def parts(pieces: Iterator[Piece]) -> Parts:
-        for piece in pieces:
-            rows = -1 if piece.rows is None else piece.rows
-            yield rows, piece.cut(place.rank, place.size)
+        return Reads(pieces, part)
 
     return Deal("cut", dataset, True, True, parts, _fixed(dataset, place))
 
@@ -139,10 +144,12 @@ def _even(dataset: Dataset, place: Place, batch_size: int) -> Deal:
     sizes = shares(batch_size, place.size)
     start, stop = sum(sizes[: place.rank]), sum(sizes[: place.rank + 1])
 
+    def part(piece: Piece) -> tuple[int, Any]:
+        rows = piece.count()
+        return rows, piece.span(min(start, rows), min(stop, rows))
+
     def parts(pieces: Iterator[Piece]) -> Parts:
-        for piece in rejoined(pieces, (batch_size,)):
-            rows = piece.count()
-            yield rows, piece.span(min(start, rows), min(stop, rows))
+        return Reads(rejoined(pieces, (batch_size,)), part)
 
     return Deal("dealt out", dataset, True, True, parts, _fixed(dataset, place))
 
@@ -162,9 +169,10 @@ def _in_shares(dataset: Dataset, place: Place) -> Callable[[Iterator[Piece]], Pa
     """Return the parts of a replica that goes over all of its dataset, in parts of a batch."""
     batch_size = dataset.batch_size
     if batch_size is None:
-        return lambda pieces: (
-            (-1, piece.cut(index, place.size)) for piece in pieces for index in range(place.size)
+        return lambda pieces: Reads(
+            ((piece, index) for piece in pieces for index in range(place.size)),
+            lambda each: (-1, each[0].cut(each[1], place.size)),
         )
     sizes = shares(batch_size, place.size)
     turned = sizes[place.rank :] + sizes[: place.rank]
-    return lambda pieces: ((-1, piece.cut(0, 1)) for piece in rejoined(pieces, turned))
+    return lambda pieces: Reads(rejoined(pieces, turned), lambda piece: (-1, piece.cut(0, 1)))

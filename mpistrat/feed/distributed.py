@@ -7,7 +7,6 @@ same number of steps.
 
 from __future__ import annotations
 
-import ast
 import functools
 import secrets
 import struct
@@ -20,12 +19,13 @@ import numpy as np
 from mpistrat import nest
 from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.comm.codec import decode, encode
-from mpistrat.errors import LockstepError
+from mpistrat.errors import DataError, LockstepError
 from mpistrat.feed.dataset import Dataset
 from mpistrat.feed.dealing import Deal, Parts
 from mpistrat.feed.iterators import ElementIterator
 from mpistrat.feed.looks import LOOK, Looks
-from mpistrat.feed.sources import Spec
+from mpistrat.feed.reads import failed
+from mpistrat.feed.sources import INFINITE, Spec
 
 __all__ = ["DistributedDataset", "DistributedIterator", "Door", "PerReplicaSpec"]
 
@@ -96,7 +96,7 @@ class DistributedDataset:
           together: End when the first replica's data end, not the last's.
         """
         self._deal = deal
-        self._origin = origin or deal.dataset
+        self._origin = deal.dataset if origin is None else origin
         self._door = door
         self._together = together
         session = door.lockstep.session
@@ -126,27 +126,32 @@ class DistributedDataset:
     def element_spec(self) -> Any:
         """The tree of `PerReplicaSpec` of a step; None if only reading could tell.
 
-        A number of rows is None unless it is the same in every step and on every replica.
+        A number of rows, the first axis, is None unless it is the same in every step and on every
+        replica. Elements that are no batches have no such axis, but where data can end earlier on
+        one replica than on others, that one is given empty arrays.
         """
         spec = self._deal.dataset.element_spec
         if spec is None:
             return None
         comm = self._door.lockstep.comm
         shown = 1 if self._door.alone else comm.size
+        whole = self._together or self._deal.dataset.cardinality() == INFINITE
+        cut = self._deal.dataset.batched or not whole
 
         def part(leaf: Spec) -> PerReplicaSpec:
-            shape = (self._deal.rows, *leaf.shape[1:]) if leaf.shape else ()
+            shape = (self._deal.rows, *leaf.shape[1:]) if leaf.shape and cut else leaf.shape
             return PerReplicaSpec((Spec(shape, leaf.dtype),) * shown)
 
         return nest.map(part, spec)
 
     @property
     def cardinality(self) -> int:
-        """How many batches the dataset has on this rank before it is divided, or -1, or -2.
+        """How many elements the dataset has that was given, before it is divided, or -1, or -2.
 
-        As `Dataset.cardinality`: -1 for no end, -2 if it is not known.
+        As `Dataset.cardinality`: -1 for no end, -2 if it is not known. Of a dataset that is not
+        batched it is the number of examples; of a dataset of each rank, that of this one.
         """
-        return self._deal.dataset.cardinality()
+        return self._origin.cardinality()
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
         """Return what is left of `initial_state` after all steps of one epoch.
@@ -183,7 +188,10 @@ class DistributedDataset:
 class DistributedIterator(ElementIterator):
     """One epoch of a `DistributedDataset`.
 
-    After the end, and after an error on any rank, it gives nothing more on every rank.
+    After the end it gives nothing more. An error in reading an element, which is one on every rank,
+    stands in the place of that step, and the next step follows where the data can still be had.
+    After ranks have made different calls, or hold different data, no step can follow: then each
+    further ``next()`` is an error.
 
     As: ``tf.distribute.DistributedIterator``.
     """
@@ -204,6 +212,7 @@ class DistributedIterator(ElementIterator):
         self._cut = cut
         self._together = together
         self._ended = False
+        self._failed = ""
         self._empty: Any = None
         self._looks = Looks()
         self._steps = 0
@@ -222,14 +231,19 @@ class DistributedIterator(ElementIterator):
           ContextError: Called in replica code.
           LockstepError: The ranks read batches of different sizes, structures or dtypes.
           RemoteError: Reading failed on another rank.
+          DataError: The ranks have differed before, or the data have failed: iterate anew.
         """
         self._door.check()
+        if self._failed:
+            raise DataError(self._failed)
         if self._ended:
             raise StopIteration
         try:
             found, element = self._step()
-        except BaseException:
-            self._ended = True
+        except BaseException as error:
+            # Of what one rank cannot read all ranks are told, and all are at the next step.
+            if isinstance(error, LockstepError) or not isinstance(error, Exception):
+                self._failed = failed(error)
             raise
         if not found:
             self._ended = True
@@ -278,22 +292,16 @@ class DistributedIterator(ElementIterator):
             )
 
     def _learn(self, known: bool) -> None:
-        # Only a replica that has never had an element has to ask what one looks like; it is told
-        # dtypes and shapes.
+        # Only a replica that has never had an element has to ask what one looks like; it is given
+        # one without rows.
         lockstep = self._door.lockstep
         call = f"an element of {self._name}"
         with lockstep.preparing(call):
-            looks = nest.map(lambda a: f"{a.dtype.name} {a.shape}", self._empty) if known else None
-            kind, data = encode(looks, whole=True)
+            kind, data = encode(self._empty if known else None, whole=True)
         texts = lockstep.share(call, kind + data)
         with lockstep.preparing(call):
             if self._empty is None:
                 text = next(text for text in texts if text[:1] != b"n")
-                self._empty = nest.map(_empty, decode(text[:1], text[1:]))
+                self._empty = decode(text[:1], text[1:])
                 self._looks.see(self._empty)
         lockstep.prove(f"{call}, understood")
-
-
-def _empty(looks: str) -> Any:
-    name, _, shape = looks.partition(" ")
-    return np.empty(ast.literal_eval(shape), np.dtype(name))

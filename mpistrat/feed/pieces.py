@@ -27,15 +27,32 @@ __all__ = [
     "Piece",
     "RowMapped",
     "Selected",
+    "named",
     "stack",
 ]
 
 MapFn: TypeAlias = Callable[..., Any]
 
 
+def named(fn: Callable[..., Any]) -> str:
+    """Return what a function is called, on every rank alike.
+
+    Example:
+      >>> named(print)
+      'print'
+    """
+    return getattr(fn, "__qualname__", type(fn).__name__)
+
+
 def _apply(fn: MapFn, element: Any) -> Any:
-    # As in tf.data, which unpacks tuples but not named tuples.
-    return fn(*element) if type(element) is tuple else fn(element)
+    try:
+        # As in tf.data, which unpacks tuples but not named tuples.
+        return fn(*element) if type(element) is tuple else fn(element)
+    except StopIteration as error:
+        raise DataError(
+            f"the function of map, {named(fn)}, raised StopIteration, which would look like the "
+            "end of the data. Return an element, or raise another exception; take(count) ends data."
+        ) from error
 
 
 def stack(elements: Sequence[Any]) -> Any:

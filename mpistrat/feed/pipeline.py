@@ -14,10 +14,11 @@ from typing import Any, final
 
 from mpistrat.feed.orders import Order, Straight
 from mpistrat.feed.padded import PaddedBatch
-from mpistrat.feed.pieces import ExampleReader, FileRead, Given, MapFn, Piece
+from mpistrat.feed.pieces import ExampleReader, FileRead, Given, MapFn, Piece, named
+from mpistrat.feed.reads import Reads
 from mpistrat.feed.rebatch import Rebatch
 from mpistrat.feed.sources import INFINITE, Arrays, Files, Stream, is_array
-from mpistrat.feed.steps import Arrange, Batch, Map, Path, Pieces, Seeds, Step, named
+from mpistrat.feed.steps import Arrange, Batch, Map, Path, Pieces, Seeds, Step
 
 __all__ = ["Batches", "Examples", "begin"]
 
@@ -58,8 +59,11 @@ class Examples:
         """Iterate over the examples of one epoch."""
         order = self.order(seeds, path)
         endless = order.length == INFINITE
-        for position in itertools.count() if endless else range(order.length):
-            yield self.reader.example(int(order.span(position, position + 1)[0]))
+        positions = itertools.count() if endless else iter(range(order.length))
+        return Reads(
+            positions,
+            lambda position: self.reader.example(int(order.span(position, position + 1)[0])),
+        )
 
     def spec(self, *leading: int | None) -> Any:
         """Return the tree of `Spec`, or None if only a map knows; see `Arrays.specs`."""
@@ -109,8 +113,7 @@ class Batches:
 
     def elements(self, seeds: Seeds, path: Path) -> Iterator[Any]:
         """Iterate over the whole batches of one epoch."""
-        for piece in self.stream(seeds, path):
-            yield piece.cut(0, 1)
+        return Reads(self.stream(seeds, path), lambda piece: piece.cut(0, 1))
 
     def spec(self) -> Any:
         """Return the tree of `Spec` of a batch, or None if only reading could tell."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import collections
 import contextvars
 import threading
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar, final
 
 from mpistrat.errors import DataError
+from mpistrat.feed.reads import Reads, failed
 
 __all__ = ["prefetched"]
 
@@ -65,7 +67,13 @@ def _produce(iterable: Iterable[Any], lane: _Lane) -> None:
         items = iter(iterable)
         nothing = object()
         while lane.room():
-            item = next(items, nothing)
+            try:
+                item = next(items, nothing)
+            except Exception as caught:
+                if not isinstance(items, Reads) or items.broken:
+                    raise
+                lane.put(_Entry(None, error=caught))
+                continue
             if item is nothing:
                 break
             lane.put(_Entry(item))
@@ -77,25 +85,48 @@ def _produce(iterable: Iterable[Any], lane: _Lane) -> None:
     lane.put(_Entry(None, last=True, error=error))
 
 
-def _consume(iterable: Iterable[T], depth: int) -> Iterator[T]:
-    lane = _Lane(depth)
-    # The copied context carries numpy.errstate and the like to the thread that does the work.
-    context = contextvars.copy_context()
-    threading.Thread(
-        target=context.run, args=(_produce, iterable, lane), name="mpistrat-prefetch", daemon=True
-    ).start()
-    del iterable, context
-    try:
-        while True:
-            entry = lane.get()
+@final
+class _Ahead(Iterator[T]):
+    """Elements that a thread makes, which runs from the first ``next()`` on."""
+
+    def __init__(self, iterable: Iterable[T], depth: int):
+        self._iterable: Iterable[T] | None = iterable
+        self._lane = _Lane(depth)
+        self._ended = False
+        self._broken = ""
+        # Dropped, it takes the thread along, which holds no more of it than the lane.
+        weakref.finalize(self, self._lane.close)
+
+    def __next__(self) -> T:
+        if self._broken:
+            raise DataError(self._broken)
+        if self._ended:
+            raise StopIteration
+        if self._iterable is not None:
+            # The copied context carries numpy.errstate and the like to the thread that works.
+            run = contextvars.copy_context().run
+            args = (_produce, self._iterable, self._lane)
+            self._iterable = None
+            threading.Thread(target=run, args=args, name="mpistrat-prefetch", daemon=True).start()
+            del args
+        entry = self._lane.get()
+        try:
             if entry.error is not None:
+                if entry.last:
+                    self._broken = failed(entry.error)
                 raise entry.error
             if entry.last:
-                return
-            yield entry.value
-            del entry
-    finally:
-        lane.close()
+                self.close()
+                raise StopIteration
+            value: T = entry.value
+            return value
+        finally:
+            del entry  # an error that holds this frame, which holds the error, would keep us alive
+
+    def close(self) -> None:
+        self._ended = True
+        self._iterable = None
+        self._lane.close()
 
 
 def prefetched(iterable: Iterable[T], depth: int) -> Iterator[T]:
@@ -110,7 +141,9 @@ def prefetched(iterable: Iterable[T], depth: int) -> Iterator[T]:
       depth: How many elements to hold ready; 0 reads in the calling thread.
 
     Returns:
-      An iterator. An exception of `iterable` is raised at the element where it happened.
+      An iterator. An exception of `iterable` is raised at the element where it happened. `Reads`
+      go on after it; of others nothing more can come, and each further ``next()`` says so by a
+      `DataError`.
 
     Raises:
       DataError: `depth` is negative.
@@ -125,4 +158,4 @@ def prefetched(iterable: Iterable[T], depth: int) -> Iterator[T]:
     """
     if depth < 0:
         raise DataError(f"prefetch wants a number of elements of at least 0, not {depth}.")
-    return _consume(iterable, depth) if depth else iter(iterable)
+    return _Ahead(iterable, depth) if depth else iter(iterable)

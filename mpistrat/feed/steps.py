@@ -12,7 +12,7 @@ import itertools
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias, final
+from typing import TypeAlias, final
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from mpistrat.feed.pieces import (
     Piece,
     RowMapped,
     Selected,
+    named,
 )
 from mpistrat.feed.sources import INFINITE, UNKNOWN
 
@@ -43,7 +44,6 @@ __all__ = [
     "Step",
     "Take",
     "batches_of",
-    "named",
     "whole_number",
 ]
 
@@ -303,16 +303,6 @@ class Map(Step):
     def __repr__(self) -> str:
         """Return a text that does not depend on the process, as the address of `fn` does."""
         return f"Map({named(self.fn)}, rowwise={self.rowwise})"
-
-
-def named(fn: Callable[..., Any]) -> str:
-    """Return what a function is called, on every rank alike.
-
-    Example:
-      >>> named(print)
-      'print'
-    """
-    return getattr(fn, "__qualname__", type(fn).__name__)
 
 
 @final

@@ -163,3 +163,9 @@ def test_a_service_of_the_package(given, handed, monkeypatch):
     resolver = GCEClusterResolver("p", "z", "g", 1, **given)
     assert calls == [("compute", "v1", handed)]
     assert resolver.cluster_spec().as_dict() == {"worker": ["10.0.0.1:1"]}
+
+
+@pytest.mark.parametrize("labels", [{"worker": "job=x"}, ["worker"], "worker", {"worker": None}])
+def test_labels_come_in_lists(labels):
+    with pytest.raises(TypeError, match=r"job_to_label_mapping must be a dict .* list of labels"):
+        KubernetesClusterResolver(labels, override_client=object())

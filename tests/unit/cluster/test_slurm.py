@@ -105,7 +105,7 @@ def test_outside_of_a_step(missing):
         ({}, {"gpus_per_task": 1}, RuntimeError, "more than the 0"),
         ({}, {"jobs": {"w": 2}, "tasks_per_node": 1}, RuntimeError, "rank 4 of the step"),
         ({"STEP_TASKS_PER_NODE": "6"}, {}, RuntimeError, "2 nodes, but tasks for 1"),
-        ({}, {"jobs": {"a": -1, "w": 7}}, ValueError, "jobs must not be negative"),
+        ({}, {"jobs": {"a": -1, "w": 7}}, ValueError, r"jobs\['a'\] must not be negative"),
         ({}, {"gpus_per_task": -1}, ValueError, "gpus_per_task must not be negative"),
         ({}, {"gpus_per_node": -1}, ValueError, "must not be negative"),
         ({"STEP_NODELIST": "n[1-"}, {}, ValueError, "no list of hosts"),
@@ -130,3 +130,26 @@ def test_a_tf_config_from_slurm():
     read = TFConfigClusterResolver(env=env)
     assert (read.task_type, read.task_id, read.rpc_layer) == ("worker", 4, "grpc")
     assert read.cluster_spec().as_dict() == {"worker": SIX}
+
+
+@pytest.mark.parametrize(
+    ("more", "given", "error", "name"),
+    [
+        ({}, {"jobs": ["worker"]}, TypeError, "jobs"),
+        ({}, {"jobs": {"worker": "6"}}, TypeError, "jobs"),
+        ({}, {"jobs": {"worker": -6}}, ValueError, "jobs"),
+        ({}, {"tasks_per_node": "3"}, TypeError, "tasks_per_node"),
+        ({}, {"tasks_per_node": {"cpu9": 2.5}}, TypeError, "tasks_per_node"),
+        ({}, {"port_base": 70000}, ValueError, "port_base"),
+        ({}, {"port_base": 65534}, ValueError, "port_base"),
+        ({}, {"port_base": 0}, ValueError, "port_base"),
+        ({}, {"port_base": "8888"}, TypeError, "port_base"),
+        ({"PROCID": "x"}, {}, ValueError, "SLURM_PROCID"),
+        ({"PROCID": "-1"}, {}, ValueError, "SLURM_PROCID"),
+        ({"STEP_NUM_TASKS": "six"}, {}, ValueError, "SLURM_STEP_NUM_TASKS"),
+    ],
+)
+def test_what_is_no_number_is_named(more, given, error, name):
+    with pytest.raises(error, match=name):
+        SlurmClusterResolver(env=step(**more), **given)
+    SlurmClusterResolver(env=step(), port_base=65533)

@@ -53,7 +53,7 @@ def test_what_is_no_default_rules():
 def test_a_strategy_takes_nothing_else():
     with pytest.raises(ValueError, match="communication_options must be an instance"):
         ms.MultiWorkerMirroredStrategy(communication_options="fast")
-    with pytest.raises(TypeError, match="cluster_resolver must be a ClusterResolver"):
+    with pytest.raises(ValueError, match="cluster_resolver must be an instance of ClusterRes"):
         ms.MultiWorkerMirroredStrategy(CommunicationOptions())
 
 

@@ -354,3 +354,11 @@ def test_shares_of_integers_lose_only_the_rest(dtype, value):
         return int(v.component())
 
     assert run_ranks(rank, 3) == [int(abs(value) // 3 * (1 if value > 0 else -1))] * 3
+
+
+def test_the_default_strategy_broadcasts_nothing():
+    extended = ms.get_strategy().extended
+    with pytest.raises(NotImplementedError, match="broadcast_to"):
+        extended.broadcast_to(1.0, "/cpu:0")
+    with pytest.raises(ms.StructureError):
+        extended.broadcast_to(1.0, None)

@@ -66,8 +66,10 @@ def test_what_goes_wrong():
         strategy = ms.MirroredStrategy(comm=comm)
         run = strategy.extended.experimental_run_steps_on_iterator
         dataset = strategy.experimental_distribute_dataset(ms.Dataset.range(4).batch(2))
-        with pytest.raises(StopIteration):
+        with pytest.raises(ms.OutOfRangeError, match="ended after 2 of 3 steps"):
             run(step_of(strategy), iter(dataset), 3)
+        with pytest.raises(TypeError, match="iterations must be an integer"):
+            run(step_of(strategy), iter(dataset), 2.5)
         with pytest.raises(ms.StructureError, match="iterations must be 1 or more"):
             run(step_of(strategy), iter(dataset), 0)
         with pytest.raises(ms.ContextError):
@@ -76,7 +78,7 @@ def test_what_goes_wrong():
         def inside(context, inputs):
             strategy.run(lambda: context.set_last_step_output("a", 1))
 
-        with pytest.raises(ms.ContextError, match="replica code"):
+        with pytest.raises(ms.ContextError, match="without reduce_op"):
             run(inside, iter(dataset))
 
         def twice(context, inputs):
@@ -88,3 +90,73 @@ def test_what_goes_wrong():
         return strategy.run(lambda: comm.rank).local
 
     assert run_ranks(rank, 2) == [0, 1]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("make", [ms.MirroredStrategy, ms.MultiWorkerMirroredStrategy])
+def test_outputs_set_in_replica_code(make, size):
+    """What the reference's merge_call keeps: the fold of all replicas, and everyone's text."""
+
+    def rank(comm):
+        strategy = make(comm=comm)
+
+        def replica(context):
+            context.set_last_step_output("loss", np.array([comm.rank, 1.0]), reduce_op="SUM")
+            context.set_last_step_output("mean", float(comm.rank), "MEAN")
+            context.set_non_tensor_output("name", f"replica {comm.rank}")
+
+        def step(context, inputs):
+            strategy.run(replica, (context,))
+
+        run = strategy.extended.experimental_run_steps_on_iterator
+        context = run(step, iter(range(3)), 2)
+        outputs = context.last_step_outputs
+        return outputs["loss"].tolist(), float(outputs["mean"]), context.non_tensor_outputs["name"]
+
+    names = tuple(f"replica {r}" for r in range(size))
+    total = sum(range(size))
+    for r, (loss, mean, seen) in enumerate(run_ranks(rank, size)):
+        assert (loss, mean) == ([total, size], total / size)
+        assert seen == (names if make is ms.MirroredStrategy else names[r : r + 1])
+
+
+WRONG = {
+    "operation": lambda run, c: run(lambda k, x: k.set_last_step_output("a", x, "MEDIAN")),
+    "in a replica": lambda run, c: run(
+        lambda k, x: c.run(lambda: k.set_last_step_output("a", 1.0, "MEDIAN"))
+    ),
+    "no steps": lambda run, c: run(lambda k, x: None, 0),
+    "half a step": lambda run, c: run(lambda k, x: None, 1.5),
+    "ends early": lambda run, c: run(lambda k, x: None, 9),
+    "other outputs": lambda run, c: run(lambda k, x: k.set_last_step_output("b", 1), 1, {"a": 1}),
+    "no outputs": lambda run, c: run(lambda k, x: None, 1, 5),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_goes_wrong_on_one_rank_is_told_to_all(case):
+    def rank(comm):
+        strategy = ms.MirroredStrategy(comm=comm)
+
+        def run(fn, *more):
+            return strategy.extended.experimental_run_steps_on_iterator(fn, iter(range(3)), *more)
+
+        with pytest.raises((ValueError, TypeError, IndexError)) as error:
+            if comm.rank == 1:
+                WRONG[case](run, strategy)
+            else:
+                run(lambda k, x: k.set_last_step_output("a", strategy.run(lambda: 1.0), "SUM"))
+        return isinstance(error.value, ms.RemoteError), strategy.run(lambda: comm.rank).local
+
+    assert run_ranks(rank, 2, timeout=20) == [(True, 0), (False, 1)]
+
+
+def test_one_step_unless_it_is_told():
+    def rank(comm):
+        count = []
+        for strategy in (ms.MirroredStrategy(), TPUStrategyV1(steps_per_run=2)):
+            run = strategy.extended.experimental_run_steps_on_iterator
+            run(lambda c, x: count.append(x), iter(range(9)))
+        return count
+
+    assert run_ranks(rank, 2) == [[0, 0, 1]] * 2

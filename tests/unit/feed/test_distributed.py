@@ -145,24 +145,109 @@ def test_different_datasets_are_an_error_on_every_rank(lengths):
     assert run_ranks(rank, 2) == [2.0, 2.0]
 
 
-def test_an_error_in_reading_on_one_rank_is_one_on_all_and_ends_the_epoch():
+WAYS = ["one dataset", "a dataset each", "a function"]
+
+
+def distributed_by(way, strategy, data):
+    if way == "one dataset":
+        return iter(strategy.experimental_distribute_dataset(data))
+    if way == "a dataset each":
+        return iter(strategy.distribute_datasets_from_function(lambda c: data))
+    batches = iter(data)
+    return strategy.make_input_fn_iterator(lambda c: lambda: next(batches))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("who", [{0}, {1}, {0, 1}], ids=str)
+def test_a_batch_that_cannot_be_read_does_not_take_the_rest_along(way, depth, who):
+    """The error is one on all ranks, and the steps after it are those of an epoch without it."""
+
     def rank(comm):
         def fn(x):
-            if comm.rank == 1 and x[0] == 4:
-                raise KeyError("bad row")
+            if comm.rank in who and x[0] == 4:
+                raise OSError("bad sector")
             return x
 
-        data = ms.Dataset.range(8).batch(2).map(fn)
-        distributed = ms.MirroredStrategy().experimental_distribute_dataset(data)
-        iterator, seen = iter(distributed), 0
-        with pytest.raises(KeyError, match="bad row"):
-            while True:
-                next(iterator)
-                seen += 1
-        assert list(iterator) == []
-        return seen
+        data = ms.Dataset.range(8).batch(2).map(fn).prefetch(depth)
+        iterator, seen = distributed_by(way, ms.MirroredStrategy(), data), []
+        while True:
+            try:
+                seen.append(next(iterator).local.tolist())
+            except OSError as error:
+                assert "bad sector" in str(error)
+                seen.append("error")
+            except StopIteration:
+                return seen
 
-    assert run_ranks(rank, 2) == [2, 2]
+    batches = [[0, 1], [2, 3], "error", [6, 7]]
+    for r, seen in enumerate(run_ranks(rank, 2, timeout=20)):
+        if way == "one dataset":
+            assert seen == [b if b == "error" else [b[r]] for b in batches]
+        else:
+            assert seen == batches
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_source_that_has_failed_is_never_an_end(way, depth):
+    """A generator that has raised has nothing more; on all ranks, and at every further step."""
+
+    def rank(comm):
+        def batches():
+            yield np.zeros(2)
+            if comm.rank == 1:
+                raise OSError("gone")
+            yield np.zeros(2)
+            yield np.zeros(2)
+            yield np.zeros(2)
+            yield np.zeros(2)
+
+        data = ms.Dataset.from_batches(batches).prefetch(depth)
+        strategy = ms.MirroredStrategy()
+        iterator = distributed_by(way, strategy, data)
+        next(iterator)
+        with pytest.raises(OSError, match="gone"):
+            next(iterator)
+        for _ in range(2):
+            with pytest.raises(ms.DataError, match=r"has failed .OSError: gone.*make a new one"):
+                next(iterator)
+        return strategy.run(lambda: comm.rank).local
+
+    assert run_ranks(rank, 2, timeout=20) == [0, 1]
+
+
+@pytest.mark.parametrize("rowwise", [False, True])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_map_that_raises_stopiteration_is_named(rowwise, depth):
+    def rank(comm):
+        def exhausted(x):
+            return next(iter(())) if comm.rank == 1 else x
+
+        data = ms.Dataset.range(4).batch(4).map(exhausted, rowwise=rowwise).prefetch(depth)
+        iterator = distributed_by("one dataset", ms.MirroredStrategy(), data)
+        with pytest.raises(ms.DataError, match=r"map, .*exhausted, raised StopIteration"):
+            next(iterator)
+        return True
+
+    assert run_ranks(rank, 2, timeout=20) == [True, True]
+
+
+@pytest.mark.parametrize("make", VIEWS)
+@pytest.mark.parametrize("tree", [False, True])
+def test_texts_where_a_replica_never_had_an_element(make, tree):
+    def rank(comm):
+        words = np.array(["a", "bcd"] * comm.rank, dtype="U3")
+        data = ms.Dataset({"w": words, "b": words.astype("S3")} if tree else words).batch(2)
+        found = make().distribute_datasets_from_function(lambda c: data)
+        return [
+            [(leaf.local.dtype, leaf.local.tolist()) for leaf in (e.values() if tree else [e])]
+            for e in found
+        ]
+
+    none, some = run_ranks(rank, 2)
+    assert some == [[("<U3", ["a", "bcd"]), ("S3", [b"a", b"bcd"])][: 1 + tree]]
+    assert none == [[("<U3", []), ("S3", [])][: 1 + tree]]
 
 
 def test_iter_on_one_rank_only_is_an_error_and_the_next_epoch_works():
@@ -282,7 +367,8 @@ def test_another_dtype_or_structure_on_one_rank_is_named_on_all(what, step, way,
             next(iterator)
         with pytest.raises(ms.LockstepError, match="structure or dtype") as found:
             next(iterator)
-        assert not iterator.get_next_as_optional().has_value()
+        with pytest.raises(ms.DataError, match=r"has failed .*make a new one"):
+            iterator.get_next_as_optional()
         text = str(found.value)
         assert f"step {step}" in text
         ours, theirs = text.splitlines()[1:3]
@@ -329,3 +415,31 @@ def test_that_elements_look_alike_is_shown_at_no_further_exchange():
         return sizes, len(count)
 
     assert run_ranks(rank, 2) == [([2, 2, 2], 4), ([3, 3, 3], 4)]
+
+
+UNLIKE = {
+    "a dict and an array": lambda rank: ms.Dataset(
+        {"x": np.ones((4, 2))} if rank == 0 else np.ones((4, 2))
+    ),
+    "a map": lambda rank: ms.Dataset(np.ones((4, 2))).map(
+        lambda x: x if rank == 0 else x.astype(np.float32)
+    ),
+}
+
+
+@pytest.mark.parametrize("what", UNLIKE)
+@pytest.mark.parametrize("make", VIEWS)
+@pytest.mark.parametrize("old", [False, True])
+def test_arrays_and_maps_that_differ_between_ranks_are_named_at_the_first_step(what, make, old):
+    def rank(comm):
+        strategy, data = make(), UNLIKE[what](comm.rank).batch(2)
+        if old:
+            iterator = strategy.make_input_fn_iterator(lambda c: lambda: next(batches))
+            batches = iter(data)
+        else:
+            iterator = iter(strategy.distribute_datasets_from_function(lambda c: data))
+        with pytest.raises(ms.LockstepError, match=r"step 0: .*(?s:.)* rank 1: .*float"):
+            next(iterator)
+        return True
+
+    assert run_ranks(rank, 2) == [True, True]

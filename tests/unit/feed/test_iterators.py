@@ -153,7 +153,7 @@ def test_an_iterator_of_the_older_kind_begins_anew_when_told(n):
         iterator = strategy.make_dataset_iterator(ms.Dataset.range(2 * n).batch(n))
         assert iterator.output_types == np.dtype("i8")
         assert iterator.output_shapes == (None,)
-        assert iterator.output_classes.__name__ == "PerReplicaSpec"
+        assert iterator.output_classes is np.ndarray
         found = [iterator.get_next().local.tolist()]
         assert iterator.initialize() == []
         found += [e.local.tolist() for e in iterator]
@@ -178,8 +178,50 @@ def test_an_iterator_that_begins_anew_on_one_rank_only_is_an_error():
             iterator.initialize()
         with pytest.raises(ms.LockstepError, match="iter"):
             iterator.get_next()
+        for _ in range(2):  # on all ranks, where some would begin and others go on
+            with pytest.raises(ms.DataError, match="has failed"):
+                iterator.get_next()
+        iterator.initialize()
+        return len([e.local for e in iterator])
 
-    run_ranks(rank, 2)
+    assert run_ranks(rank, 2, timeout=20) == [4, 4]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_shapes_of_examples_that_are_not_batched(n):
+    def rank(comm):
+        strategy = ms.MultiWorkerMirroredStrategy(comm=comm)
+
+        def shape(data, old):
+            if old:
+                return strategy.make_input_fn_iterator(lambda c: data).output_shapes
+            found = strategy.distribute_datasets_from_function(lambda c: data)
+            return found.element_spec.specs[0].shape
+
+        rows = ms.Dataset(np.zeros((4, 3)))
+        # Who has ended earlier is given no rows; but nobody ends earlier where the first ends all,
+        # and nobody ends at all where there is no end.
+        return shape(rows, False), shape(rows, True), shape(rows.repeat(), False)
+
+    assert run_ranks(rank, n) == [((None,), (3,), (3,))] * n
+
+
+@pytest.mark.parametrize("n", NUMBERS)
+def test_cardinality_is_that_of_the_dataset_that_was_given(n, tmp_path):
+    for name in "abcde":
+        np.save(tmp_path / f"{name}.npy", np.arange(4))
+    paths = sorted(map(str, tmp_path.iterdir()))
+
+    def rank(comm):
+        distribute = ms.MirroredStrategy(comm=comm).experimental_distribute_dataset
+        options = ms.DatasetOptions()
+        options.experimental_distribute.auto_shard_policy = ms.AutoShardPolicy.FILE
+        files = ms.Dataset.from_files(paths, np.load).with_options(options)
+        plain = distribute(ms.Dataset.range(10))
+        batched = distribute(ms.Dataset.range(10).batch(4))
+        return plain.cardinality, batched.cardinality, distribute(files).cardinality
+
+    assert run_ranks(rank, n) == [(10, 3, 5)] * n
 
 
 @pytest.mark.parametrize("n", NUMBERS)

@@ -12,6 +12,7 @@ import pytest
 from mpistrat.errors import DataError
 from mpistrat.feed.dataset import Dataset
 from mpistrat.feed.prefetch import prefetched
+from mpistrat.feed.reads import Reads
 
 
 def threads():
@@ -58,6 +59,20 @@ def test_errors_come_at_their_element(depth, error):
     with pytest.raises(type(error)) as caught:
         next(iterator)
     assert caught.value is error
+    if depth:
+        for _ in range(2):  # never a StopIteration, which would look like the end
+            with pytest.raises(DataError, match=r"has failed .*make a new one"):
+                next(iterator)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_what_can_be_read_after_an_error_is(depth):
+    reads = Reads(iter([2, 0, 4]), lambda number: 8 // number)
+    iterator = prefetched(reads, depth)
+    assert next(iterator) == 4
+    with pytest.raises(ZeroDivisionError):
+        next(iterator)
+    assert list(iterator) == [2]
     assert list(iterator) == []
 
 
@@ -193,7 +208,7 @@ def test_generators_that_refill_one_buffer_are_safe():
     assert [x.tolist() for x in Dataset(batches).prefetch(4)] == [[i, i] for i in range(6)]
 
 
-def test_an_error_in_map_ends_the_thread():
+def test_after_an_error_in_map_the_thread_ends_with_the_iterator():
     dataset = Dataset.range(9).batch(1).map(lambda x: x // (x != 3) if x != 3 else 1 / 0)
     iterator = iter(dataset.prefetch(2))
     assert [next(iterator).tolist() for _ in range(3)] == [[0], [1], [2]]

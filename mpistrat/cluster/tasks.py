@@ -1,0 +1,114 @@
+"""Do the names that resolvers give to ranks fit the ranks? They name; the rank comes from MPI."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from mpistrat.cluster.resolver import ClusterResolver
+from mpistrat.cluster.roles import check_task, is_chief, worker_count
+from mpistrat.cluster.spec import ClusterSpec
+
+__all__ = ["Task", "misfit", "task_of"]
+
+_WORKING = ("chief", "worker", "evaluator")
+
+
+class Task(NamedTuple):
+    """What a resolver calls a rank.
+
+    Attributes:
+      kind: The job of the task; empty where the resolver knows of no cluster.
+      number: Which task of it.
+      workers: How many tasks work together with it, itself included.
+      chief: It is the one that the others leave checkpoints to.
+    """
+
+    kind: str = ""
+    number: int = 0
+    workers: int = 0
+    chief: bool = False
+
+    def packed(self) -> bytes:
+        """Return it as bytes, for the other ranks."""
+        return json.dumps(self).encode()
+
+    @staticmethod
+    def unpacked(data: bytes) -> Task:
+        """Return the task of another rank."""
+        return Task(*json.loads(data))
+
+    def __str__(self) -> str:
+        """Return its name, such as ``worker 0``."""
+        return f"{self.kind} {self.number}" if self.kind else "without a name"
+
+
+def task_of(resolver: ClusterResolver) -> Task:
+    """Return what a resolver calls this process.
+
+    Args:
+      resolver: Asked for its cluster first, for some learn from that which task they are.
+
+    Raises:
+      ValueError: The cluster has no chief, worker or evaluator; or the resolver does not say which
+        task this is, or names one that is not in the cluster, or that takes part in no collective.
+
+    Example:
+      >>> from mpistrat.cluster.resolvers import MPIClusterResolver
+      >>> str(task_of(MPIClusterResolver(1, 2)))
+      'worker 1'
+    """
+    spec = ClusterSpec(resolver.cluster_spec())
+    if not spec:
+        return Task()
+    kind, number = resolver.task_type, resolver.task_id
+    name = type(resolver).__name__
+    if kind is None or number is None:
+        raise ValueError(
+            f"{name} names a cluster, {spec}, so it must also say which task of it this process "
+            f"is: task_type is {kind!r}, task_id {number!r}. Give both, or leave the resolver out: "
+            "then names come from MPI."
+        )
+    check_task(spec, kind, number)
+    if kind not in _WORKING:
+        raise ValueError(
+            f"{name} calls this process {kind} {number}, but ranks are replicas: a "
+            f"{', '.join(_WORKING[:-1])} or {_WORKING[-1]}."
+        )
+    if number < 0 or (kind in spec.jobs and number not in spec.task_indices(kind)):
+        raise ValueError(f"{name} calls this process {kind} {number}, which {spec} does not have.")
+    return Task(kind, number, worker_count(spec, kind), is_chief(spec, kind, number))
+
+
+def misfit(tasks: Sequence[Task], job: int) -> str:
+    """Return what does not fit between the names of the ranks and the ranks, or an empty text.
+
+    Args:
+      tasks: The task of each rank.
+      job: How many ranks the whole job has; a strategy may have fewer.
+
+    Example:
+      >>> misfit([Task("worker", 0, 2, True), Task("worker", 1, 2)], 2)
+      ''
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank, task in enumerate(tasks):
+        if task.kind:
+            ranks.setdefault(str(task), []).append(rank)
+    wrong = [f"ranks {held} are all called {name}" for name, held in ranks.items() if held[1:]]
+    counts = sorted({task.workers for task in tasks if task.kind in _WORKING[:-1]})
+    if any(count not in (len(tasks), job) for count in counts):
+        told = " and ".join(map(str, counts))
+        wrong.append(f"the cluster has {told} workers, but there are {len(tasks)} ranks")
+    chiefs = [rank for rank, task in enumerate(tasks) if task.chief and task.kind in _WORKING[:-1]]
+    if chiefs and 0 not in chiefs:
+        wrong.append(f"rank {chiefs[0]} is called the chief, but rank 0 writes files")
+    if not wrong:
+        return ""
+    return (
+        f"{'; '.join(wrong)}. Names (TF_CONFIG, or a cluster_resolver) choose no ranks: MPI does, "
+        "and extended.should_checkpoint is true on rank 0. Unset TF_CONFIG and give no resolver to "
+        "let MPI name the ranks too, or give each rank the name of a task of its own, in rank "
+        "order."
+    )
