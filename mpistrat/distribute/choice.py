@@ -9,6 +9,7 @@ from typing import Any, Protocol, final
 
 import numpy as np
 
+from mpistrat import nest
 from mpistrat.arrays import Array, as_array
 from mpistrat.collectives.communication import CommunicationImplementation, CommunicationOptions
 from mpistrat.collectives.folding import Folding, put
@@ -26,7 +27,7 @@ from mpistrat.collectives.routes import Native, Ring, Route
 from mpistrat.distribute.default import current_strategy
 from mpistrat.distribute.mode import Mode, entered
 from mpistrat.distribute.regroup import select
-from mpistrat.distribute.values import OnRank, PerReplica
+from mpistrat.distribute.values import Birth, Home, OnRank, PerReplica
 from mpistrat.distribute.writes import prove_same
 from mpistrat.errors import StructureError
 from mpistrat.kernels.ops import ReduceOp
@@ -173,7 +174,8 @@ class _Delegated(Chosen):
             return []
         failure, totals, contents = None, [], b""
         try:
-            values = [self._per_replica(wire, i) for i, wire in enumerate(wires)]
+            structure = nest.flatten(wires)[1]
+            values = [self._per_replica(wire, i, structure) for i, wire in enumerate(wires)]
             with entered(Mode(current_strategy())):
                 if len(values) == 1:
                     made = [self._ops.reduce(op, values[0], values[0], self._options)]
@@ -189,12 +191,12 @@ class _Delegated(Chosen):
         prove_same(self.lockstep, f"{text}, folded", given, advice, failure)
         return totals
 
-    def _per_replica(self, value: Array, place: int) -> PerReplica:
-        comm = self.comm
-        values: list[Any] = [OnRank(rank) for rank in range(comm.size)]
+    def _per_replica(self, value: Any, place: int, structure: nest.Structure) -> PerReplica:
+        comm, home = self.comm, Home.of(self.lockstep)
+        values: list[Any] = [OnRank(rank) for rank in home.ranks]
         values[comm.rank] = value
-        birth = f"{self.lockstep.session.calls}/{place}"
-        return PerReplica(value, comm.rank, tuple(values), comm.size == 1, birth)
+        birth = Birth(self.lockstep.session.calls, place, structure)
+        return PerReplica(value, comm.rank, tuple(values), comm.size == 1, birth, home)
 
 
 def like(ops: Ops, result: Any, wire: Array) -> Array:

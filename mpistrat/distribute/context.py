@@ -21,8 +21,9 @@ from mpistrat.distribute.parts import Parts
 from mpistrat.distribute.regroup import select
 from mpistrat.distribute.replica_reduce import places, prepared, reduce_in_replica
 from mpistrat.distribute.slices import IndexedSlices
+from mpistrat.distribute.values import PerReplica, born
 from mpistrat.distribute.variables import Variable
-from mpistrat.distribute.views import ALONE
+from mpistrat.distribute.views import ALONE, Plain
 from mpistrat.errors import AxisError, ContextError
 from mpistrat.kernels.ops import ReduceOp
 
@@ -334,8 +335,31 @@ def _alone(op: ReduceOp, part: Part | sparse.SlicesPart) -> Any:
     return np.array(part.value)
 
 
-def gather(parts: Parts, name: str, value: Any, axis: int) -> Any:
-    """Concatenate this rank's `value` with the others'; see `ReplicaContext.all_gather`."""
+def gather_leaves(parts: Parts, value: Any, axis: int) -> Any:
+    """Concatenate the leaves that each replica has its own of; see `Strategy.gather`."""
+    with parts.lockstep.preparing("gather"):
+        leaves, structure = nest.flatten(value)
+        parts.regroup.check("gather", leaves)
+        mine = [select(leaf) for leaf in leaves]
+    if parts.view.plain is Plain.EACH:
+        return gather(parts, "gather", nest.unflatten(structure, mine), axis, born(leaves))
+    which = [i for i, leaf in enumerate(leaves) if isinstance(leaf, PerReplica | Variable)]
+    if len(which) == len(leaves):
+        return gather(parts, "gather", nest.unflatten(structure, mine), axis, born(leaves))
+    if which:
+        # All others are plain, and stay where they are.
+        of = f" of {nest.describe(structure)} {which}{born(leaves)}"
+        moved = gather(parts, "gather", [mine[i] for i in which], axis, of)
+        for i, result in zip(which, moved, strict=True):
+            mine[i] = result
+    return nest.unflatten(structure, mine)
+
+
+def gather(parts: Parts, name: str, value: Any, axis: int, of: str = "") -> Any:
+    """Concatenate this rank's `value` with the others'; see `ReplicaContext.all_gather`.
+
+    The text `of` says more of what is gathered.
+    """
     with parts.lockstep.preparing(name):
         if isinstance(axis, bool) or not hasattr(axis, "__index__"):
             raise TypeError(f"{name}: axis must be an integer, not {axis!r}.")
@@ -353,7 +377,7 @@ def gather(parts: Parts, name: str, value: Any, axis: int) -> Any:
         axes = [_axis(name, a, axis, path) for a, path in zip(arrays, paths, strict=True)]
     if not leaves:
         return value
-    call = f"{name}(axis={axis}, {nest.describe(structure)})"
+    call = f"{name}(axis={axis}, {nest.describe(structure)}){of}"
     return nest.unflatten(structure, parts.reducer.all_gather(call, axes, arrays, paths))
 
 

@@ -312,8 +312,9 @@ class Variable(Reading, ScatterUpdates):
 
     def _prove_cross(self, call: str, value: Any, array: Array) -> None:
         lockstep = self.strategy.parts.lockstep
-        if isinstance(value, Mirrored) and value.proved:
-            lockstep.prove(f"{call} of what call {value.proved} gave")
+        proved = value.proved_by(lockstep.session) if isinstance(value, Mirrored) else ""
+        if proved:
+            lockstep.prove(f"{call} of what call {proved} gave")
             return
         writes.prove_same(
             lockstep, call, array, "Compute it alike on all ranks, or broadcast or reduce it first."
