@@ -101,8 +101,7 @@ class Lockstep:
         self.session = session
         self.seconds = seconds
         self.order = None if order is None else tuple(order)
-        # Replicas are counted by `comm`; messages name ranks, of which each has its number here.
-        self.ranks = tuple(range(session.comm.size) if order is None else order)
+        self.ranks = tuple(order or range(session.comm.size))  # of the replicas, for messages
         self._raw = session.comm if order is None else Ordered(session.comm, order)
         self.comm: Comm = Watched(session, self._raw)
         self.frames = self.comm.size <= frame_ranks

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from mpistrat import nest
-from mpistrat.arrays import as_array, finish, label
+from mpistrat.arrays import Array, as_array, finish, label
 from mpistrat.collectives.communication import CommunicationOptions
 from mpistrat.collectives.part import Part
 from mpistrat.collectives.plans import request
 from mpistrat.distribute import sparse
 from mpistrat.distribute.default import current_strategy, default_strategy
-from mpistrat.distribute.mode import Mode, current, entered, settle
+from mpistrat.distribute.mode import Mode, current, entered, same_strategy, settle
 from mpistrat.distribute.naming import named
 from mpistrat.distribute.parts import Parts
 from mpistrat.distribute.regroup import select
@@ -302,7 +302,7 @@ class ReplicaContext:
 
         Returns:
           What `merge_fn` returned, with this replica's component in the place of every
-          `PerReplica` and `Mirrored`.
+          `PerReplica` and `Mirrored`. Dicts have their keys in the same order on every replica.
 
         Raises:
           ContextError: Called outside the run that this context belongs to.
@@ -317,7 +317,7 @@ class ReplicaContext:
         seen_args, seen_kwargs = self._strategy.parts.regroup.gathered("merge_call", given)
         with entered(Mode(self._strategy)):
             merged = merge_fn(self._strategy, *seen_args, **seen_kwargs)
-        return select(merged)
+        return self._strategy.parts.regroup.selected(merged)
 
 
 def _note_alone(strategy: Strategy, what: str) -> None:
@@ -372,13 +372,18 @@ def gather(parts: Parts, name: str, value: Any, axis: int, of: str = "") -> Any:
             )
         paths = named(leaves, structure)
         # Of a variable each replica's copy, which reading it here might make one.
-        copies = [leaf.component() if isinstance(leaf, Variable) else leaf for leaf in leaves]
+        copies = [_copy(leaf) if isinstance(leaf, Variable) else leaf for leaf in leaves]
         arrays = [as_array(leaf, path) for leaf, path in zip(copies, paths, strict=True)]
         axes = [_axis(name, a, axis, path) for a, path in zip(arrays, paths, strict=True)]
     if not leaves:
         return value
     call = f"{name}(axis={axis}, {nest.describe(structure)}){of}"
     return nest.unflatten(structure, parts.reducer.all_gather(call, axes, arrays, paths))
+
+
+def _copy(variable: Variable) -> Array:
+    same_strategy(variable.strategy, f"variable {variable.name!r}")
+    return variable.component()
 
 
 def _axis(name: str, array: Any, axis: int, path: str) -> int:

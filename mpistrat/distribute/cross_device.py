@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, final
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, final
 
+from mpistrat import nest
 from mpistrat.collectives.communication import CommunicationOptions
 from mpistrat.collectives.routes import Hierarchical, Native, OneRoot, Route
 from mpistrat.distribute.broadcasting import broadcast
-from mpistrat.distribute.default import current_strategy
+from mpistrat.distribute.default import current_strategy, default_strategy
 from mpistrat.distribute.destinations import check_destinations, checked_pairs
 from mpistrat.distribute.reductions import reduce_over_replicas
 from mpistrat.distribute.regroup import select
 from mpistrat.kernels.ops import ReduceOp
+
+if TYPE_CHECKING:
+    from mpistrat.distribute.strategy import Strategy
 
 __all__ = [
     "CrossDeviceOps",
@@ -82,13 +86,17 @@ class CrossDeviceOps:
 
         Raises:
           StructureError: There are no such destinations; as all errors here, on every rank.
+          StrategyError: They, or the value, are of another strategy than the one that rules here;
+            so are all values per replica outside of any scope.
           ValueError: There is no such operation, or `options` are none.
 
         Cost: what `reduce_implementation` does. Of the classes here: the proof, which values do not
         ride in, and one journey per message.
         """
-        with _preparing("CrossDeviceOps.reduce"):
-            check_destinations(destinations)
+        name = "CrossDeviceOps.reduce"
+        with _preparing(name) as strategy:
+            check_destinations(strategy, name, destinations)
+            strategy.parts.regroup.check(name, nest.flatten(per_replica_value)[0])
             options = _options(options)
             ReduceOp.parse(reduce_op)
         return self.reduce_implementation(reduce_op, per_replica_value, destinations, options)
@@ -113,8 +121,10 @@ class CrossDeviceOps:
           StructureError: A pair is no tuple of two, or there are no such destinations.
           ValueError: There is no such operation, or `options` are none.
         """
-        with _preparing("CrossDeviceOps.batch_reduce"):
-            pairs = checked_pairs("batch_reduce", value_destination_pairs)
+        name = "CrossDeviceOps.batch_reduce"
+        with _preparing(name) as strategy:
+            pairs = checked_pairs(strategy, name, value_destination_pairs)
+            strategy.parts.regroup.check(name, nest.flatten([value for value, _ in pairs])[0])
             options = _options(options)
             ReduceOp.parse(reduce_op)
         return list(self.batch_reduce_implementation(reduce_op, pairs, options))
@@ -132,8 +142,10 @@ class CrossDeviceOps:
         Raises:
           StructureError: There are no such destinations.
         """
-        with _preparing("CrossDeviceOps.broadcast"):
-            check_destinations(destinations)
+        name = "CrossDeviceOps.broadcast"
+        with _preparing(name) as strategy:
+            check_destinations(strategy, name, destinations)
+            strategy.parts.regroup.check(name, [tensor])
         return self.broadcast_implementation(tensor, destinations)
 
     def reduce_implementation(
@@ -357,9 +369,14 @@ class NcclAllReduce(_Routing):
         return Native(), self._packs
 
 
-def _preparing(name: str) -> AbstractContextManager[None]:
-    """Return what raises on every rank, under the strategy that rules here."""
-    return current_strategy().parts.lockstep.preparing(name)
+@contextmanager
+def _preparing(name: str) -> Iterator[Strategy]:
+    """Give the strategy that rules here, and raise on every rank what the body raises on one."""
+    strategy = current_strategy()
+    with strategy.parts.lockstep.preparing(name):
+        yield strategy
+    if strategy is default_strategy():
+        strategy.note_alone(name)
 
 
 def _options(given: Any) -> CommunicationOptions:

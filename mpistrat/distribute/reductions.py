@@ -82,22 +82,26 @@ def reduce_over_replicas(
     which = "".join("*" if moves else "." for moves in moving)
     call = f"{name}({op.value}, {nest.describe(structure)} {which}{plain_values}){born(leaves)}{to}"
     totals = iter(all_reduce(parts.reducer, call, op, contributions))
-    results = []
-    for i, (leaf, source, moves) in enumerate(zip(leaves, sources, moving, strict=True)):
-        result = finish(next(totals), source) if moves else source
-        if mirrors and moves:
-            # What is in slices can be written to, so a proof would say nothing of it later.
-            known = not isinstance(result, IndexedSlices)
-            proof = f"{session.calls}/{i}" if known else ""
-            result = Mirrored(result, parts.lockstep.comm.size, proof, parts.regroup.home)
-        elif mirrors and isinstance(leaf, Mirrored | Variable):
-            result = (
-                leaf
-                if isinstance(leaf, Mirrored)
-                else Mirrored(result, leaf.strategy.num_replicas_in_sync)
-            )
-        results.append(result)
-    return nest.unflatten(structure, results)
+    found = [
+        finish(next(totals), source) if moves else source
+        for source, moves in zip(sources, moving, strict=True)
+    ]
+    if mirrors:
+        given = zip(leaves, found, moving, strict=True)
+        found = [_mirror(parts, i, *one) for i, one in enumerate(given)]
+    return nest.unflatten(structure, found)
+
+
+def _mirror(parts: Parts, place: int, leaf: Any, result: Any, moved: bool) -> Any:
+    """Return `result`, of the leaf in that place, as `Mirrored` if it is the same everywhere."""
+    if moved:
+        # What is in slices can be written to, so a proof would say nothing of it later.
+        known = not isinstance(result, IndexedSlices)
+        proof = f"{parts.lockstep.session.calls}/{place}" if known else ""
+        return Mirrored(result, parts.lockstep.comm.size, proof, parts.regroup.home)
+    if isinstance(leaf, Variable):
+        return Mirrored(result, parts.lockstep.comm.size)
+    return leaf if isinstance(leaf, Mirrored) else result
 
 
 def _component(leaf: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Iterable
 from typing import Any, NoReturn, final
 
@@ -98,14 +99,17 @@ class Regroup:
         Returns:
           In the global view, `tree` with a `PerReplica` for every leaf, but for ``None``,
           variables and values that are mirrored indeed; in the others, this replica's `tree`. A
-          dict comes with its keys in the same order on all ranks.
+          dict comes with its keys in the same order on all ranks: that of all replicas, or, if
+          they differ, sorted.
 
         Raises:
           LockstepError: The structures differ.
         """
         if failure is not None or not self.view.wraps:
-            self.lockstep.prove(call, failure=failure)
-            return select(tree)
+            order = _order(tree)
+            smalls = self.lockstep.prove(call, order, failure).smalls
+            alike = smalls is not None and smalls.count(order) == len(smalls)
+            return select(tree) if alike else self.selected(tree)
         structure, leaves, rows = self._shared(call, tree)
         wrapped = []
         for i, leaf in enumerate(leaves):
@@ -119,6 +123,13 @@ class Regroup:
             mine = leaf if same or not isinstance(leaf, Mirrored) else leaf.local
             wrapped.append(leaf if same else self._wrap(mine, entries, i, structure))
         return nest.unflatten(structure, wrapped)
+
+    def selected(self, tree: Any) -> Any:
+        """Return this replica's part of `tree`; dicts with keys in the same order on all ranks."""
+        if self.view is ALONE:
+            return select(tree)
+        leaves, structure = nest.flatten(tree)
+        return nest.unflatten(nest.alike(structure), [select(leaf) for leaf in leaves])
 
     def inputs(self, call: str, tree: Any, failure: BaseException | None = None) -> Any:
         """Return `tree`, made by every replica for itself, with every leaf wrapped as inputs are.
@@ -146,13 +157,17 @@ class Regroup:
             leaves, structure = nest.flatten(tree)
             leaves = [leaf.local if isinstance(leaf, PerReplica) else leaf for leaf in leaves]
             entries = [self._entry(leaf) for leaf in leaves]
-            small = b"d" + pack(entries)
+            order = _order(tree)
+            small = b"d" + order + pack(entries)
             if not self.lockstep.fits(len(small)):
                 noted = [kind if kind in _UNWRAPPED else _ELSEWHERE for kind, _ in entries]
                 names = [data for kind, data in entries if kind[0] in _NAMED]
-                small = b"k" + b"".join(noted + names)
+                small = b"k" + order + b"".join(noted + names)
         messages = self.lockstep.share(f"{call} {nest.describe(structure)}", small)
-        return structure, leaves, [self._read(message, len(leaves)) for message in messages]
+        at = 1 + len(order)
+        if any(message[1:at] != order for message in messages):
+            structure = nest.alike(structure)
+        return structure, leaves, [self._read(message, at, len(leaves)) for message in messages]
 
     def _entry(self, leaf: Any) -> tuple[bytes, bytes]:
         if isinstance(leaf, Variable):
@@ -162,11 +177,11 @@ class Regroup:
         return encode(leaf, whole=False)
 
     @staticmethod
-    def _read(message: bytes, count: int) -> list[tuple[bytes, bytes]]:
+    def _read(message: bytes, at: int, count: int) -> list[tuple[bytes, bytes]]:
         if message[:1] != b"k":
-            return unpack(message[1:])
-        entries, at = [], 1 + count
-        for kind in message[1:at]:
+            return unpack(message[at:])
+        kinds, at, entries = message[at : at + count], at + count, []
+        for kind in kinds:
             size = _NAME if kind in _NAMED else 0
             entries.append((bytes([kind]), message[at : at + size]))
             at += size
@@ -281,6 +296,12 @@ class Regroup:
             if isinstance(leaf, PerReplica):
                 leaf.fetched(column, self.home)
         return {id(leaf): column for leaf, column in zip(unknown, columns, strict=True)}
+
+
+def _order(tree: Any) -> bytes:
+    """Return what differs between ranks whose dicts have their keys in different orders."""
+    text = nest.order(tree)
+    return zlib.crc32(text.encode()).to_bytes(4, "little") if text else b""
 
 
 def _whole(value: Any) -> tuple[bytes, bytes]:

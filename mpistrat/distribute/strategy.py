@@ -150,7 +150,8 @@ class Strategy:
         Returns:
           Under `MirroredStrategy` what `fn` returned with a `PerReplica` for every leaf but
           ``None``, variables and mirrored values; numbers of all replicas are known at once,
-          arrays of other replicas when they are asked for. Elsewhere what `fn` returned here.
+          arrays of other replicas when they are asked for. Elsewhere what `fn` returned here. Dicts
+          have their keys in one order on all ranks: that of `fn`, or sorted if it differed.
 
         Raises:
           Exception: What `fn` raised, on the rank where it did.

@@ -75,7 +75,7 @@ def update(
         lockstep.session.unproved.clear()
         undo()
         raise
-    return mirrored(strategy, result) if group else _ungrouped(strategy, result)
+    return _returned(strategy, call, result, group, each=var.on_read)
 
 
 def update_non_slot(
@@ -98,6 +98,11 @@ def update_non_slot(
     except BaseException as error:
         failure = error
     writes.prove_same(lockstep, call, contents, _ADVICE, failure)
+    return _returned(strategy, call, result, group, each)
+
+
+def _returned(strategy: Strategy, call: str, result: Any, group: bool, each: bool) -> Any:
+    """Return what `fn` returned: mirrored; or if `each` has its own, as that, collectively."""
     if not each:
         return mirrored(strategy, result) if group else _ungrouped(strategy, result)
     seen = strategy.parts.regroup.gathered(f"{call}, its results", result)

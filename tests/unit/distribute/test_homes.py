@@ -191,3 +191,34 @@ def test_the_same_leaf_of_another_step_is_told():
         return float(s.reduce("SUM", second, axis=None))
 
     assert run_ranks(rank, 2) == [4.0, 4.0]
+
+
+@pytest.mark.parametrize("kind", [ms.MirroredStrategy, ms.MultiWorkerMirroredStrategy])
+def test_dicts_come_back_in_one_order(kind):
+    def rank(comm):
+        s = kind()
+
+        def made():
+            names = "ba" if comm.rank else "ab"
+            return {name: [{name: 0.0 for name in names + "c"}, ord(name)] for name in names}
+
+        def merge(s, tree):
+            if kind is ms.MirroredStrategy:
+                assert list(tree) == ["a", "b"]
+            return made()
+
+        def fn():
+            merged = ms.get_replica_context().merge_call(merge, args=(made(),))
+            assert list(merged) == ["a", "b"]
+            return made()
+
+        given = s.experimental_distribute_values_from_function(lambda ctx: made())
+        s.run(lambda tree: None, args=(given,))
+        if kind is ms.MirroredStrategy:
+            assert list(given) == ["a", "b"]
+        out = s.run(fn)
+        assert [list(one[0]) for one in out.values()] == [["a", "b", "c"]] * 2
+        assert list(s.run(lambda: {"z": 0, "y": 1})) == ["z", "y"]
+        return [float(s.reduce("MEAN", out[name][1], axis=None)) for name in out]
+
+    assert run_ranks(rank, 2) == [[97.0, 98.0]] * 2
