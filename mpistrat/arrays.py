@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpistrat.errors import LeafTypeError
+from mpistrat.errors import LeafTypeError, MpistratError
 
 __all__ = [
     "Array",
@@ -93,6 +93,8 @@ def _convert(value: Any, path: str) -> Array:
             return np.from_dlpack(value)
         if not isinstance(value, str | bytes | None):
             return np.asarray(memoryview(value))
+    except MpistratError:  # what is ours says better what is wrong, as of a mixture of strategies
+        raise
     except (TypeError, ValueError, RuntimeError, BufferError) as error:
         raise LeafTypeError(
             f"{label(path)} ({type(value).__name__}) cannot be seen as an array: {error}"

@@ -8,6 +8,7 @@ may fill their dicts in any order; only an OrderedDict keeps its own.
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -17,10 +18,12 @@ from mpistrat.errors import StructureError
 
 __all__ = [
     "Structure",
+    "alike",
     "describe",
     "flatten",
     "is_lone",
     "map",
+    "order",
     "path_names",
     "paths",
     "unflatten",
@@ -47,6 +50,59 @@ def flatten(tree: Any, none_is_leaf: bool = True) -> tuple[list[Any], Structure]
 def unflatten(structure: Structure, leaves: list[Any]) -> Any:
     """Return the tree of that structure with these leaves."""
     return optree.tree_unflatten(structure, leaves)
+
+
+def alike(structure: Structure) -> Structure:
+    """Return the same structure, with the keys of its dicts in the order of their leaves.
+
+    A dict that `unflatten` makes has its keys in the order in which they came into the one that was
+    flattened, and equal structures may differ in that. Of this one it is the same on all ranks.
+
+    Example:
+      >>> leaves, structure = flatten({"b": 2, "a": 1})
+      >>> unflatten(structure, leaves), unflatten(alike(structure), leaves)
+      ({'b': 2, 'a': 1}, {'a': 1, 'b': 2})
+    """
+    try:
+        hash(structure)
+    except TypeError:  # as of a defaultdict whose factory has no hash
+        return structure
+    return _alike(structure)
+
+
+@functools.lru_cache(maxsize=512)
+def _alike(structure: Structure) -> Structure:
+    return flatten(_in_order(structure, unflatten(structure, list(range(structure.num_leaves)))))[1]
+
+
+def _in_order(structure: Structure, tree: Any) -> Any:
+    if structure.is_leaf(strict=True):
+        return tree
+    entries, children = structure.entries(), structure.children()
+    if structure.type in (dict, OrderedDict, defaultdict):
+        pairs = zip(entries, children, strict=True)
+        parts = {key: _in_order(child, tree[key]) for key, child in pairs}
+        tree.clear()  # and filled again: a defaultdict keeps its factory
+        tree.update(parts)
+        return tree
+    if not isinstance(tree, list | tuple):
+        return tree  # of a kind that a program has registered
+    inner = [_in_order(child, part) for child, part in zip(children, tree, strict=True)]
+    return tree._make(inner) if hasattr(tree, "_make") else type(tree)(inner)
+
+
+def order(tree: Any) -> str:
+    """Return a text that is equal for trees of one structure if their dicts have one order.
+
+    It is empty for a tree without dicts.
+
+    Example:
+      >>> order({"b": 0, "a": 1}), order([1, 2])
+      ("'b', 'a'; ", '')
+    """
+    if isinstance(tree, dict):
+        return f"{', '.join([repr(key) for key in tree])}; " + order(list(tree.values()))
+    return "".join([order(part) for part in tree]) if isinstance(tree, list | tuple) else ""
 
 
 def is_lone(structure: Structure) -> bool:

@@ -16,6 +16,7 @@ The gradient by the value of replica i is, of
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -77,8 +78,11 @@ def all_reduce(
         given = _checked(ctx, "all_reduce", likes, gradient)
         if weight is None:
             return ctx.all_reduce(op, given)
-        total, weights = ctx.all_reduce(ReduceOp.SUM, (given, np.float64(weight)))
-        return nest.map(lambda leaf: _share(leaf, float(weight), float(weights)), total)
+        # A sum that float16 does not hold may well have a share that it does.
+        wide = nest.map(_wide, given)
+        total, weights = ctx.all_reduce(ReduceOp.SUM, (wide, np.float64(weight)))
+        share = functools.partial(_share, weight=float(weight), weights=float(weights))
+        return nest.map(lambda leaf, like: share(leaf, dtype=like.dtype), total, given)
 
     return result, pull
 
@@ -195,12 +199,18 @@ def _checked(
         return nest.unflatten(structure, given)
 
 
-def _share(total: Any, weight: float, weights: float) -> Any:
+def _wide(leaf: Any) -> Any:
+    half = leaf.dtype == np.float16 or is_bfloat16(leaf.dtype)
+    return leaf.astype(np.float32) if half else leaf
+
+
+def _share(total: Any, dtype: np.dtype[Any], weight: float, weights: float) -> Any:
     if weights == 0:
-        return np.full_like(total, math.nan)[()]
+        return np.full_like(total, math.nan, dtype=dtype)[()]
     if weight == 0:  # whatever the others bring: this value was never read
-        return np.zeros_like(total)[()]
-    return (total * (weight / weights)).astype(total.dtype)
+        return np.zeros_like(total, dtype=dtype)[()]
+    with np.errstate(all="ignore"):
+        return (total * (weight / weights)).astype(dtype)
 
 
 def _part(total: Array, axis: int, start: int, size: int) -> Array:

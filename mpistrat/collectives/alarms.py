@@ -65,13 +65,15 @@ def compare_copies(lockstep: Lockstep) -> None:
     if len(votes) < 2:
         return
     (most, count), (_, second) = votes.most_common(2)
-    odd = [rank for rank, row in enumerate(rows) if row and (row != most or count == second)]
+    ranks = lockstep.ranks
+    pairs = zip(ranks, rows, strict=True)
+    odd = [rank for rank, row in pairs if row and (row != most or count == second)]
     name = f"variable no. {number}" if variable is None else f"variable {variable.spec()}"
     lockstep.fail(
         DivergenceError(
             f"the copies of {name} are no longer equal at step {session.steps}: "
             f"{blame.ranks_text(odd)} differ{'s' if len(odd) == 1 else ''} "
-            f"(this is rank {lockstep.comm.rank} of {lockstep.comm.size}).\n  Something wrote to a "
+            f"(this is rank {ranks[lockstep.comm.rank]} of {len(ranks)}).\n  Something wrote to a "
             "copy behind the library's back, or memory is at fault. Restart from a checkpoint."
         )
     )

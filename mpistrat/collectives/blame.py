@@ -96,7 +96,7 @@ def mismatch(lockstep: Lockstep, call: str) -> LockstepError:
     number = lockstep.session.calls
     mine = json.dumps([number, where(), call]).encode()
     calls: dict[tuple[int, str, str], list[int]] = {}
-    ranks = lockstep.order or range(comm.size)  # replicas may be counted in another order
+    ranks = lockstep.ranks  # replicas may be counted in another order
     for rank, text in zip(ranks, lockstep.texts(mine), strict=True):
         calls.setdefault(tuple(json.loads(text)), []).append(rank)
     lines = [
@@ -176,11 +176,13 @@ def remote(lockstep: Lockstep, call: str, failure: BaseException | None) -> Base
         return failure
     rank = next(r for r, text in enumerate(texts) if text)
     known = json.loads(texts[rank])
-    others = [r for r, text in enumerate(texts) if text and r != rank]
+    ranks = lockstep.ranks
+    others = [ranks[r] for r, text in enumerate(texts) if text and r != rank]
     also = f" ({ranks_text(others)} failed too)" if others else ""
     message = (
         f"replica {rank} raised {known['kind']} in {known['place']}: {known['text']}{also}\n"
         f"  This is replica {lockstep.comm.rank} of {lockstep.comm.size}, in {where()}, "
         f"{_window(call)}.\n  On replica {rank}:\n{known['traceback']}"
     )
-    return remote_error(message, rank, known["kind"], tuple(known["names"]), known["traceback"])
+    names = tuple(known["names"])
+    return remote_error(message, ranks[rank], known["kind"], names, known["traceback"])

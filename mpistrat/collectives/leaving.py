@@ -101,22 +101,25 @@ def left(lockstep: Lockstep, call: str) -> BaseException:
     stayed = [rank for rank, row in enumerate(rows) if not row["leaving"]]
     session.speaks = stayed[0] == comm.rank
     gone = [rank for rank, row in enumerate(rows) if row["leaving"]]
-    here = f"this is rank {comm.rank} of {comm.size}, call {session.calls}: {blame.where()} {call}"
+    ranks = lockstep.ranks  # of the replicas, by which the rows are counted
+    where = f"call {session.calls}: {blame.where()} {call}"
+    here = f"this is rank {ranks[comm.rank]} of {comm.size}, {where}"
     culprits = [rank for rank in gone if "kind" in rows[rank] and not rows[rank]["echo"]]
     if culprits:
         row, rank = rows[culprits[0]], culprits[0]
         return remote_error(
             f"replica {rank} raised {row['kind']} in {row['place']} and left the program: "
             f"{row['text']}\n  ({here})\n  On replica {rank}:\n{row['traceback']}",
-            rank,
+            ranks[rank],
             row["kind"],
             tuple(row["names"]),
             row["traceback"],
         )
     codes = ", ".join(_code(rows[rank]) for rank in gone)
     verb = "has" if len(gone) == 1 else "have"
+    who = blame.ranks_text([ranks[one] for one in gone])
     return LockstepError(
-        f"{blame.ranks_text(gone)} {verb} left the program (exit code {codes}) while others had "
+        f"{who} {verb} left the program (exit code {codes}) while others had "
         f"more to do ({here}).\n  Every rank must make the same calls. Look for an early return or "
         "break, a sys.exit, or a loop of another length on one rank."
     )

@@ -101,6 +101,7 @@ class Lockstep:
         self.session = session
         self.seconds = seconds
         self.order = None if order is None else tuple(order)
+        self.ranks = tuple(order or range(session.comm.size))  # of the replicas, for messages
         self._raw = session.comm if order is None else Ordered(session.comm, order)
         self.comm: Comm = Watched(session, self._raw)
         self.frames = self.comm.size <= frame_ranks
@@ -228,7 +229,7 @@ class Lockstep:
 
     def _sound(self, alarm: str) -> None:
         rows = [text.decode() for text in self.texts(alarm.encode())]
-        text = "\n".join(f"rank {rank}: {row}" for rank, row in enumerate(rows) if row)
+        text = "\n".join(f"rank {self.ranks[i]}: {row}" for i, row in enumerate(rows) if row)
         first = next(rank for rank, row in enumerate(rows) if row)
         if self.options.nan == "raise":
             self.fail(NonFiniteError(text))
@@ -344,14 +345,14 @@ class Lockstep:
             raise failure  # every rank has raised already
         if session.gone is not None:
             raise LockstepError(
-                f"rank {self.comm.rank}: ranks have left the program; nothing can be called any "
+                f"rank {session.comm.rank}: ranks have left the program; nothing can be called any "
                 f"more. {session.gone}"
             ) from failure
         run = session.run
         if run.failed is not None and run.depth:
             raise ContextError(
-                f"rank {self.comm.rank}: this run has failed ({run.failed}); nothing can be called "
-                "until it has ended. Let the exception leave fn."
+                f"rank {session.comm.rank}: this run has failed ({run.failed}); nothing can be "
+                "called until it has ended. Let the exception leave fn."
             ) from (failure or run.failed)
 
     def fail(self, error: BaseException) -> NoReturn:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
-from typing import final
+from collections.abc import Callable, Sequence
+from typing import Any, final
 
 from mpistrat.arrays import Array
 from mpistrat.collectives.alarms import first_nonfinite
@@ -88,6 +88,27 @@ class Reducing(abc.ABC):
         self, call: str, axis: Sequence[int], leaves: Sequence[Array], paths: Sequence[str]
     ) -> list[Array]:
         """Concatenate every leaf over all ranks; see `Gatherer.all_gather`. Collective."""
+
+    @property
+    def delegates(self) -> bool:
+        """Whether a class of the program's own moves values here."""
+        return False
+
+    def by_class(
+        self, call: str, op: ReduceOp, values: Sequence[Any], check: Callable[[Any, Any], Any]
+    ) -> list[Any]:
+        """Fold values of any kind by a class of the program's own. Collective, with its own proof.
+
+        Args:
+          call: The text of the call; the name of the class is added to it.
+          op: The fold.
+          values: One per leaf.
+          check: Makes the result of what the class returned, and the value; or raises.
+
+        Raises:
+          NotImplementedError: There is no such class; see `delegates`.
+        """
+        raise NotImplementedError
 
     @final
     def alarm(self, call: str, parts: Sequence[Part]) -> str:

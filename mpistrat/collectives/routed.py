@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -252,3 +252,15 @@ class Timed(Chosen):
         """Concatenate every leaf over all ranks, in time. Collective."""
         with self.lockstep.within(self._seconds):
             return self._inner.all_gather(f"{call}{self._within}", axis, leaves, paths)
+
+    @property
+    def delegates(self) -> bool:
+        """Whether a class of the program's own moves values here."""
+        return self._inner.delegates
+
+    def by_class(
+        self, call: str, op: ReduceOp, values: Sequence[Any], check: Callable[[Any, Any], Any]
+    ) -> list[Any]:
+        """Fold values by a class of the program's own, in time. Collective."""
+        with self.lockstep.within(self._seconds):
+            return self._inner.by_class(f"{call}{self._within}", op, values, check)

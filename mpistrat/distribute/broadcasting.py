@@ -26,7 +26,7 @@ def broadcast(strategy: Strategy, tensor: Any, destinations: Any) -> Any:
     array = _checked(strategy, tensor, destinations)
     if not parts.view.mirrors:
         return tensor
-    if isinstance(tensor, int | float):
+    if _is_python_number(tensor):
         kind, data = encode(tensor, whole=True)
         call = f"broadcast_to({type(tensor).__name__})"
         return decode(kind, parts.lockstep.share(call, data)[0])
@@ -53,14 +53,19 @@ def broadcast_as_chosen(strategy: Strategy, tensor: Any, destinations: Any) -> A
     advice = "A CrossDeviceOps must return the same on every rank."
     given = {"what the class returned": contents}
     prove_same(lockstep, f"{call}, made", given, advice, failure)
-    if isinstance(tensor, int | float):
+    if _is_python_number(tensor):
         return type(tensor)(contents.item())
     return contents if isinstance(destinations, str) else mirrored(strategy, contents)
 
 
+def _is_python_number(tensor: Any) -> bool:
+    # np.float64 is a float; but it is an array to programs, as every number of NumPy's.
+    return isinstance(tensor, int | float) and not isinstance(tensor, np.generic)
+
+
 def _checked(strategy: Strategy, tensor: Any, destinations: Any) -> Array:
     with strategy.parts.lockstep.preparing("broadcast_to"):
-        check_destinations(destinations)
+        check_destinations(strategy, "broadcast_to", destinations)
         return np.array(as_array(select(tensor)), order="C")
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, final
 
 import numpy as np
 
+from mpistrat import nest
 from mpistrat.arrays import Array, as_array
 from mpistrat.collectives.communication import CommunicationImplementation, CommunicationOptions
 from mpistrat.collectives.folding import Folding, put
@@ -26,8 +26,8 @@ from mpistrat.collectives.routes import Native, Ring, Route
 from mpistrat.distribute.default import current_strategy
 from mpistrat.distribute.mode import Mode, entered
 from mpistrat.distribute.regroup import select
-from mpistrat.distribute.values import OnRank, PerReplica
-from mpistrat.distribute.writes import prove_same
+from mpistrat.distribute.values import Birth, Home, OnRank, PerReplica
+from mpistrat.distribute.writes import digest, prove_same
 from mpistrat.errors import StructureError
 from mpistrat.kernels.ops import ReduceOp
 
@@ -86,6 +86,8 @@ class Choice:
     def but(self, ops: Ops | None = None, options: CommunicationOptions | None = None) -> Choice:
         """Return this choice with others in its place, where there are others.
 
+        An algorithm that options name takes the place of a class that was chosen before.
+
         Raises:
           ValueError: `options` are none.
         """
@@ -94,7 +96,9 @@ class Choice:
                 f"options must be an instance of CommunicationOptions, got {options!r:.80}."
             )
         merged = self.options.merge(options)
-        return Choice(self.base, self.ops if ops is None else ops, merged, self.labels)
+        named = options is not None and options.implementation is not _AUTO
+        kept = None if named else self.ops
+        return Choice(self.base, kept if ops is None else ops, merged, self.labels)
 
     def reducer(self) -> Reducing:
         """Return what moves values so.
@@ -165,36 +169,55 @@ class _Delegated(Chosen):
         if weigh and scales is not None:
             for wire, scale in zip(wires, scales[self.comm.rank], strict=True):
                 multiply(wire, scale)
-        totals = self._folded(text, op, wires)
+        totals = self._folded(text, op, wires, self._like)
         return put(what.results(totals, divisors_of(scales)), outs)
 
-    def _folded(self, text: str, op: ReduceOp, wires: list[Array]) -> list[Array]:
-        if not wires:
+    @property
+    def delegates(self) -> bool:
+        """True: the class moves values."""
+        return True
+
+    def by_class(
+        self, call: str, op: ReduceOp, values: Sequence[Any], check: Callable[[Any, Any], Any]
+    ) -> list[Any]:
+        """Fold values of any kind. Collective. Cost: two proofs, and what the class does."""
+        text = f"{call}{self._by}"
+        self.lockstep.prove(text)
+        return self._folded(text, op, values, check)
+
+    def _like(self, made: Any, wire: Array) -> Array:
+        return like(self._ops, made, wire)
+
+    def _folded(
+        self, text: str, op: ReduceOp, given: Sequence[Any], check: Callable[[Any, Any], Any]
+    ) -> list[Any]:
+        if not given:
             return []
         failure, totals, contents = None, [], b""
         try:
-            values = [self._per_replica(wire, i) for i, wire in enumerate(wires)]
+            structure = nest.flatten(list(given))[1]
+            values = [self._per_replica(one, i, structure) for i, one in enumerate(given)]
             with entered(Mode(current_strategy())):
                 if len(values) == 1:
                     made = [self._ops.reduce(op, values[0], values[0], self._options)]
                 else:
                     pairs = [(value, value) for value in values]
                     made = list(self._ops.batch_reduce(op, pairs, self._options))
-            totals = [like(self._ops, one, w) for one, w in zip(made, wires, strict=True)]
-            contents = b"".join(hashlib.blake2b(total.tobytes()).digest() for total in totals)
+            totals = [check(one, value) for one, value in zip(made, given, strict=True)]
+            contents = b"".join(map(digest, totals))
         except Exception as error:
             failure = error
         advice = "A CrossDeviceOps must return the same on every rank."
-        given = {"what the class returned": contents}
-        prove_same(self.lockstep, f"{text}, folded", given, advice, failure)
+        told = {"what the class returned": contents}
+        prove_same(self.lockstep, f"{text}, folded", told, advice, failure)
         return totals
 
-    def _per_replica(self, value: Array, place: int) -> PerReplica:
-        comm = self.comm
-        values: list[Any] = [OnRank(rank) for rank in range(comm.size)]
+    def _per_replica(self, value: Any, place: int, structure: nest.Structure) -> PerReplica:
+        comm, home = self.comm, Home.of(self.lockstep)
+        values: list[Any] = [OnRank(rank) for rank in home.ranks]
         values[comm.rank] = value
-        birth = f"{self.lockstep.session.calls}/{place}"
-        return PerReplica(value, comm.rank, tuple(values), comm.size == 1, birth)
+        birth = Birth(self.lockstep.session.calls, place, structure)
+        return PerReplica(value, comm.rank, tuple(values), comm.size == 1, birth, home)
 
 
 def like(ops: Ops, result: Any, wire: Array) -> Array:

@@ -9,21 +9,22 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from mpistrat import nest
-from mpistrat.arrays import as_array, finish, label
+from mpistrat.arrays import Array, as_array, finish, label
 from mpistrat.collectives.communication import CommunicationOptions
 from mpistrat.collectives.folding import put
 from mpistrat.collectives.part import Part
 from mpistrat.collectives.plans import request
 from mpistrat.distribute import sparse
 from mpistrat.distribute.default import current_strategy, default_strategy
-from mpistrat.distribute.mode import Mode, current, entered, settle
+from mpistrat.distribute.mode import Mode, current, entered, same_strategy, settle
 from mpistrat.distribute.naming import named
 from mpistrat.distribute.parts import Parts
 from mpistrat.distribute.regroup import select
 from mpistrat.distribute.replica_reduce import places, prepared, reduce_in_replica, takes
 from mpistrat.distribute.slices import IndexedSlices
+from mpistrat.distribute.values import PerReplica, born
 from mpistrat.distribute.variables import Variable
-from mpistrat.distribute.views import ALONE
+from mpistrat.distribute.views import ALONE, Plain
 from mpistrat.errors import AxisError, ContextError
 from mpistrat.kernels.ops import ReduceOp
 
@@ -195,7 +196,8 @@ class ReplicaContext:
           reduce_op: ``"SUM"``, ``"MEAN"``, ``"MIN"``, ``"MAX"`` or ``"PROD"``.
           value: Tree of arrays or numbers, any layout and byte order. Of `IndexedSlices` the rows
             of all replicas are concatenated, in replica order; SUM and MEAN only.
-          options: How the values are to move, over what the strategy was given.
+          options: How the values are to move, over what the strategy was given: an implementation
+            takes the place of its `CrossDeviceOps` too.
           weight: For MEAN, how many examples this replica's values stand for: the result is
             ``sum(weight * value) / sum(weight)``. A value of weight 0 is never read, so it may be
             NaN. With all weights 0 the result is NaN.
@@ -303,7 +305,7 @@ class ReplicaContext:
 
         Returns:
           What `merge_fn` returned, with this replica's component in the place of every
-          `PerReplica` and `Mirrored`.
+          `PerReplica` and `Mirrored`. Dicts have their keys in the same order on every replica.
 
         Raises:
           ContextError: Called outside the run that this context belongs to.
@@ -318,7 +320,7 @@ class ReplicaContext:
         seen_args, seen_kwargs = self._strategy.parts.regroup.gathered("merge_call", given)
         with entered(Mode(self._strategy)):
             merged = merge_fn(self._strategy, *seen_args, **seen_kwargs)
-        return select(merged)
+        return self._strategy.parts.regroup.selected(merged)
 
 
 def _note_alone(strategy: Strategy, what: str) -> None:
@@ -336,8 +338,31 @@ def _alone(op: ReduceOp, part: Part | sparse.SlicesPart) -> Any:
     return np.array(part.value)
 
 
-def gather(parts: Parts, name: str, value: Any, axis: int) -> Any:
-    """Concatenate this rank's `value` with the others'; see `ReplicaContext.all_gather`."""
+def gather_leaves(parts: Parts, value: Any, axis: int) -> Any:
+    """Concatenate the leaves that each replica has its own of; see `Strategy.gather`."""
+    with parts.lockstep.preparing("gather"):
+        leaves, structure = nest.flatten(value)
+        parts.regroup.check("gather", leaves)
+        mine = [select(leaf) for leaf in leaves]
+    if parts.view.plain is Plain.EACH:
+        return gather(parts, "gather", nest.unflatten(structure, mine), axis, born(leaves))
+    which = [i for i, leaf in enumerate(leaves) if isinstance(leaf, PerReplica | Variable)]
+    if len(which) == len(leaves):
+        return gather(parts, "gather", nest.unflatten(structure, mine), axis, born(leaves))
+    if which:
+        # All others are plain, and stay where they are.
+        of = f" of {nest.describe(structure)} {which}{born(leaves)}"
+        moved = gather(parts, "gather", [mine[i] for i in which], axis, of)
+        for i, result in zip(which, moved, strict=True):
+            mine[i] = result
+    return nest.unflatten(structure, mine)
+
+
+def gather(parts: Parts, name: str, value: Any, axis: int, of: str = "") -> Any:
+    """Concatenate this rank's `value` with the others'; see `ReplicaContext.all_gather`.
+
+    The text `of` says more of what is gathered.
+    """
     with parts.lockstep.preparing(name):
         if isinstance(axis, bool) or not hasattr(axis, "__index__"):
             raise TypeError(f"{name}: axis must be an integer, not {axis!r}.")
@@ -350,13 +375,18 @@ def gather(parts: Parts, name: str, value: Any, axis: int) -> Any:
             )
         paths = named(leaves, structure)
         # Of a variable each replica's copy, which reading it here might make one.
-        copies = [leaf.component() if isinstance(leaf, Variable) else leaf for leaf in leaves]
+        copies = [_copy(leaf) if isinstance(leaf, Variable) else leaf for leaf in leaves]
         arrays = [as_array(leaf, path) for leaf, path in zip(copies, paths, strict=True)]
         axes = [_axis(name, a, axis, path) for a, path in zip(arrays, paths, strict=True)]
     if not leaves:
         return value
-    call = f"{name}(axis={axis}, {nest.describe(structure)})"
+    call = f"{name}(axis={axis}, {nest.describe(structure)}){of}"
     return nest.unflatten(structure, parts.reducer.all_gather(call, axes, arrays, paths))
+
+
+def _copy(variable: Variable) -> Array:
+    same_strategy(variable.strategy, f"variable {variable.name!r}")
+    return variable.component()
 
 
 def _axis(name: str, array: Any, axis: int, path: str) -> int:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, final
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, final
 
+from mpistrat import nest
 from mpistrat.collectives.communication import CommunicationOptions
 from mpistrat.collectives.routes import Hierarchical, Native, OneRoot, Route
 from mpistrat.distribute.broadcasting import broadcast
-from mpistrat.distribute.default import current_strategy
+from mpistrat.distribute.default import current_strategy, default_strategy
 from mpistrat.distribute.destinations import check_destinations, checked_pairs
 from mpistrat.distribute.reductions import reduce_over_replicas
 from mpistrat.distribute.regroup import select
 from mpistrat.kernels.ops import ReduceOp
+
+if TYPE_CHECKING:
+    from mpistrat.distribute.strategy import Strategy
 
 __all__ = [
     "CrossDeviceOps",
@@ -34,7 +39,9 @@ class CrossDeviceOps:
     cross-replica code, with a `PerReplica` whose values
     ``strategy.experimental_local_results`` fetches, and must return the same on every rank, which
     is proved. float16 values come as float32, and integers of a MEAN as float64. A weighted mean
-    comes as a SUM.
+    comes as a SUM. `IndexedSlices` come as such, and must come back as such: the rows of all
+    replicas. Gathers are not asked for. Options of a call that name an implementation take the
+    place of the class.
 
     As: ``tf.distribute.CrossDeviceOps``.
 
@@ -82,13 +89,17 @@ class CrossDeviceOps:
 
         Raises:
           StructureError: There are no such destinations; as all errors here, on every rank.
+          StrategyError: They, or the value, are of another strategy than the one that rules here;
+            so are all values per replica outside of any scope.
           ValueError: There is no such operation, or `options` are none.
 
         Cost: what `reduce_implementation` does. Of the classes here: the proof, which values do not
         ride in, and one journey per message.
         """
-        with _preparing("CrossDeviceOps.reduce"):
-            check_destinations(destinations)
+        name = "CrossDeviceOps.reduce"
+        with _preparing(name) as strategy:
+            check_destinations(strategy, name, destinations)
+            strategy.parts.regroup.check(name, nest.flatten(per_replica_value)[0])
             options = _options(options)
             ReduceOp.parse(reduce_op)
         return self.reduce_implementation(reduce_op, per_replica_value, destinations, options)
@@ -113,8 +124,10 @@ class CrossDeviceOps:
           StructureError: A pair is no tuple of two, or there are no such destinations.
           ValueError: There is no such operation, or `options` are none.
         """
-        with _preparing("CrossDeviceOps.batch_reduce"):
-            pairs = checked_pairs("batch_reduce", value_destination_pairs)
+        name = "CrossDeviceOps.batch_reduce"
+        with _preparing(name) as strategy:
+            pairs = checked_pairs(strategy, name, value_destination_pairs)
+            strategy.parts.regroup.check(name, nest.flatten([value for value, _ in pairs])[0])
             options = _options(options)
             ReduceOp.parse(reduce_op)
         return list(self.batch_reduce_implementation(reduce_op, pairs, options))
@@ -132,8 +145,10 @@ class CrossDeviceOps:
         Raises:
           StructureError: There are no such destinations.
         """
-        with _preparing("CrossDeviceOps.broadcast"):
-            check_destinations(destinations)
+        name = "CrossDeviceOps.broadcast"
+        with _preparing(name) as strategy:
+            check_destinations(strategy, name, destinations)
+            strategy.parts.regroup.check(name, [tensor])
         return self.broadcast_implementation(tensor, destinations)
 
     def reduce_implementation(
@@ -257,12 +272,13 @@ class ReductionToOneDevice(_Routing):
 
     Args:
       reduce_to_device: That rank: the label of its device, such as ``"rank:2"``, or its number;
-        None for the first replica.
+        None for the first replica's.
       accumulation_fn: Takes the list of all replicas' arrays, in replica order, and returns their
         sum; it is called on that rank only, once per leaf. None for addition.
 
     Raises:
-      ValueError: When a strategy is made with it, if there is no such device.
+      ValueError: It is neither a label nor a number; or, when a strategy is made with it, if there
+        is no such device.
 
     As: ``tf.distribute.ReductionToOneDevice``.
 
@@ -280,7 +296,15 @@ class ReductionToOneDevice(_Routing):
         accumulation_fn: Callable[[list[Any]], Any] | None = None,
     ):
         """Reduce to that rank."""
-        self._device, self._accumulation_fn = reduce_to_device, accumulation_fn
+        device: Any = reduce_to_device
+        number = hasattr(device, "__index__") and not isinstance(device, bool)
+        if not number and not isinstance(device, str | None):
+            raise ValueError(
+                "reduce_to_device must be the label of a device or the number of a rank, got "
+                f"{reduce_to_device!r:.80}."
+            )
+        self._device: str | None = f"rank:{operator.index(device)}" if number else device
+        self._accumulation_fn = accumulation_fn
 
     def route(self, labels: Sequence[str]) -> tuple[Route, int]:
         """Return the way over one rank, and the number of packs: one.
@@ -291,12 +315,14 @@ class ReductionToOneDevice(_Routing):
         Raises:
           ValueError: There is no such device.
         """
-        device = 0 if self._device is None else self._device
-        ranks = {label: rank for rank, label in enumerate(labels)}
-        ranks |= {f"rank:{rank}": rank for rank in range(len(labels))}
-        root = ranks.get(device, -1) if isinstance(device, str) else device
-        if not 0 <= root < len(labels):
-            raise ValueError(f"reduce_to_device is {device!r}, but the devices are {list(labels)}.")
+        # What the strategy calls its devices goes first: replicas may be counted in another order.
+        places = {f"rank:{rank}": rank for rank in range(len(labels))}
+        places |= {label: replica for replica, label in enumerate(labels)}
+        root = 0 if self._device is None else places.get(self._device)
+        if root is None:
+            raise ValueError(
+                f"reduce_to_device is {self._device!r}, but the devices are {list(labels)}."
+            )
         return OneRoot(root, self._accumulation_fn), 1
 
 
@@ -318,9 +344,7 @@ class HierarchicalCopyAllReduce(_Routing):
     def __init__(self, num_packs: int = 1, *, ranks_per_node: int = 0):
         """Reduce by nodes."""
         self._packs = _packs("HierarchicalCopy", num_packs)
-        if ranks_per_node < 0:
-            raise ValueError(f"ranks_per_node must be 0 or more, got {ranks_per_node}.")
-        self._per_node = ranks_per_node
+        self._per_node = _count("ranks_per_node must be 0 or more, got", "instead.", ranks_per_node)
 
     def route(self, labels: Sequence[str]) -> tuple[Route, int]:
         """Return the way over the nodes, and the number of packs.
@@ -357,9 +381,14 @@ class NcclAllReduce(_Routing):
         return Native(), self._packs
 
 
-def _preparing(name: str) -> AbstractContextManager[None]:
-    """Return what raises on every rank, under the strategy that rules here."""
-    return current_strategy().parts.lockstep.preparing(name)
+@contextmanager
+def _preparing(name: str) -> Iterator[Strategy]:
+    """Give the strategy that rules here, and raise on every rank what the body raises on one."""
+    strategy = current_strategy()
+    with strategy.parts.lockstep.preparing(name):
+        yield strategy
+    if strategy is default_strategy():
+        strategy.note_alone(name)
 
 
 def _options(given: Any) -> CommunicationOptions:
@@ -370,7 +399,11 @@ def _options(given: Any) -> CommunicationOptions:
     return given
 
 
-def _packs(name: str, count: int) -> int:
-    if count < 0:
-        raise ValueError(f"{name} requires num_packs >= 0, but {count} is specified.")
-    return count
+def _packs(name: str, count: Any) -> int:
+    return _count(f"{name} requires num_packs >= 0, but", "is specified.", count)
+
+
+def _count(before: str, after: str, given: Any) -> int:
+    if isinstance(given, bool) or not hasattr(given, "__index__") or operator.index(given) < 0:
+        raise ValueError(f"{before} {given!r:.80} {after}")
+    return operator.index(given)

@@ -2,35 +2,66 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from typing import TYPE_CHECKING, Any
 
 from mpistrat.distribute.values import DistributedValues
 from mpistrat.distribute.variables import Variable
 from mpistrat.errors import StructureError
 
+if TYPE_CHECKING:
+    from mpistrat.distribute.strategy import Strategy
+
 __all__ = ["check_destinations", "checked_pairs", "place"]
 
+# Programs for tf.distribute name devices in these ways; they choose nothing here.
+_DEVICE = re.compile(r"(/\w+:\w+)*/?(device:)?(xla_)?[a-z]pu(:\d+|:\*)?", re.IGNORECASE)
 
-def check_destinations(destinations: Any) -> None:
-    """Raise StructureError unless results can be wanted there."""
+
+def check_destinations(strategy: Strategy, name: str, destinations: Any) -> None:
+    """Raise unless results of `strategy` can be wanted there.
+
+    Args:
+      strategy: Whose call it is.
+      name: The call that they were given to.
+      destinations: A variable, a distributed value, a label of one of the strategy's devices, or a
+        device as tf.distribute names them, such as ``"/cpu:0"``.
+
+    Raises:
+      StructureError: They are none of these.
+      StrategyError: It is the variable or value of another strategy.
+    """
     if isinstance(destinations, DistributedValues | Variable):
+        strategy.parts.regroup.check(name, [destinations])
         return
     if not isinstance(destinations, str) or not destinations:
         raise StructureError(
             "destinations must be a variable, a distributed value or the label of a device, not "
             f"{destinations!r:.80}."
         )
+    labels = strategy.device_labels
+    known = {*labels, *(f"rank:{rank}" for rank in range(len(labels)))}
+    known.add(getattr(strategy, "parameter_device", labels[0]))
+    if destinations not in known and not _DEVICE.fullmatch(destinations):
+        raise StructureError(
+            f"{name}: destinations must be the label of a device, but there is no "
+            f"{destinations!r:.80}; the devices of {strategy!r} are {list(labels)!r:.200}."
+        )
 
 
-def checked_pairs(name: str, value_destination_pairs: Any) -> list[tuple[Any, Any]]:
+def checked_pairs(
+    strategy: Strategy, name: str, value_destination_pairs: Any
+) -> list[tuple[Any, Any]]:
     """Return the pairs of value and destinations as a list.
 
     Args:
+      strategy: Whose call it is.
       name: The call that they were given to.
       value_destination_pairs: What was given.
 
     Raises:
       StructureError: These are no tuples of two, or there are no such destinations.
+      StrategyError: They are another strategy's.
     """
     try:
         pairs = list(value_destination_pairs)
@@ -42,7 +73,7 @@ def checked_pairs(name: str, value_destination_pairs: Any) -> list[tuple[Any, An
             f"{value_destination_pairs!r:.80}."
         )
     for _, destinations in pairs:
-        check_destinations(destinations)
+        check_destinations(strategy, name, destinations)
     return pairs
 
 

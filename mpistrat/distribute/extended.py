@@ -174,7 +174,7 @@ class StrategyExtended:
             parts = self.strategy.parts
             with parts.lockstep.preparing("reduce_to"):
                 parts = parts.by(options)
-                check_destinations(destinations)
+                check_destinations(self.strategy, "reduce_to", destinations)
             mirrors = parts.view.mirrors and not isinstance(destinations, str)
             to = place(destinations)
             return reduce_over_replicas(parts, "reduce_to", reduce_op, value, mirrors, to)
@@ -201,14 +201,13 @@ class StrategyExtended:
           StructureError: A pair is no tuple of two.
         """
         with self._cross("batch_reduce_to", "get_replica_context().all_reduce(...)"):
-            parts = self.strategy.parts
-            with parts.lockstep.preparing("batch_reduce_to"):
+            parts, name = self.strategy.parts, "batch_reduce_to"
+            with parts.lockstep.preparing(name):
                 parts = parts.by(options)
-                pairs = checked_pairs("batch_reduce_to", value_destination_pairs)
+                pairs = checked_pairs(self.strategy, name, value_destination_pairs)
             values = [value for value, _ in pairs]
             mirrors = parts.view.mirrors
             to = "".join(place(destinations) for _, destinations in pairs)
-            name = "batch_reduce_to"
             reduced = reduce_over_replicas(parts, name, reduce_op, values, mirrors, to)
             return [
                 select(one) if isinstance(destinations, str) else one
@@ -265,17 +264,20 @@ class StrategyExtended:
           group: Return one tree; otherwise a tuple with the result of every replica that is seen.
 
         Returns:
-          What `fn` returned: arrays as `Mirrored` under `MirroredStrategy`.
+          What `fn` returned: arrays as `Mirrored` under `MirroredStrategy`. Of an ON_READ variable
+          each replica's copy is its own, so there every leaf comes as `PerReplica`.
 
         Raises:
           ValueError: An argument is a value per replica: the copies would drift apart.
           StrategyError: `var` is no variable of this strategy.
           LockstepError: An argument differs between ranks.
 
-        Cost: one proof, with a hash of the variable, and a copy of it until then.
+        Cost: one proof, with a hash of the variable, and a copy of it until then; of an ON_READ
+        variable two proofs.
         """
         mode = current()
         if mode is not None and mode.replica is not None:
+            same_strategy(self.strategy, "StrategyExtended.update()")
             # Not through merge_call, which would make values per replica of the arguments: they
             # are proved to be the same on all replicas, as in cross-replica code.
             with entered(Mode(self.strategy)):

@@ -62,12 +62,9 @@ def initial(name: str, value: Any, dtype: Any) -> Array:
       LeafTypeError: It is no array of numbers, or does not convert: floating point to integers,
         integers to bool, or an integer that the dtype does not hold.
     """
-    listed = isinstance(value, list | tuple)
-    source = as_array(np.asarray(value) if listed else plain(value), name)
+    source, listed = _array(name, value)
     wanted = source.dtype if dtype is None else np.dtype(dtype)
-    integers = source.dtype.kind in "iu" and wanted.kind in "iu"
-    fits = _holds(wanted, source) if integers else _keeps_kind(source.dtype, wanted)
-    if not fits and not (listed and not source.size):  # an empty list is of any dtype
+    if not _fits(source, wanted, listed):
         what = f"{source.dtype}" if source.size != 1 else f"{source.dtype}, {source.item()!r},"
         raise LeafTypeError(
             f"Variable {name!r}: an initial value of dtype {what} does not convert to {wanted}. "
@@ -76,9 +73,23 @@ def initial(name: str, value: Any, dtype: Any) -> Array:
     return as_array(np.array(source, wanted, order="C"), name)
 
 
-def _holds(dtype: np.dtype[Any], array: Array) -> bool:
-    least, most = np.iinfo(dtype).min, np.iinfo(dtype).max
-    return not array.size or (int(array.min()) >= least and int(array.max()) <= most)
+def _array(name: str, value: Any) -> tuple[Array, bool]:
+    """Return what is in `value` as an array, and whether it was a list."""
+    value = plain(value)
+    listed = isinstance(value, list | tuple)
+    return as_array(np.asarray(value) if listed else value, name), listed
+
+
+def _fits(given: Array, wanted: np.dtype[Any], listed: bool) -> bool:
+    """Tell whether values convert: within their kind, and integers that the dtype holds."""
+    if given.dtype == wanted or (listed and not given.size):  # an empty list is of any dtype
+        return True
+    if given.dtype.kind not in "iu" or wanted.kind not in "iu":
+        return _keeps_kind(given.dtype, wanted)
+    if np.can_cast(given.dtype, wanted) or not given.size:
+        return True
+    least, most = np.iinfo(wanted).min, np.iinfo(wanted).max
+    return int(given.min()) >= least and int(given.max()) <= most
 
 
 def _keeps_kind(given: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
@@ -99,7 +110,7 @@ def incoming(variable: Variable, mode: Mode | None, kind: str, value: Any) -> Ar
 
     Raises:
       StructureError: A value per replica in cross-replica code, or another shape.
-      LeafTypeError: The dtype does not convert.
+      LeafTypeError: The dtype does not convert, or an integer is none that the dtype holds.
       ValueError: The write has no meaning there.
     """
     own = own_copy(variable, mode)
@@ -111,15 +122,12 @@ def incoming(variable: Variable, mode: Mode | None, kind: str, value: Any) -> Ar
             f"{kind} of ON_READ variable {variable.name!r} with aggregation SUM has no meaning in "
             "cross-replica code. Do it in replica code, or assign."
         )
-    value = plain(value)
-    array = as_array(np.asarray(value) if isinstance(value, list | tuple) else value, variable.name)
+    array, listed = _array(variable.name, value)
     if array.shape != variable.shape:
         raise StructureError(
             f"{kind} of {variable.name!r}: wanted shape {variable.shape}, got {array.shape}."
         )
-    if isinstance(value, int) and variable.dtype.kind in "iu":
-        return _integer(variable, kind, value)
-    return _converted(variable, kind, array)
+    return _converted(variable, kind, array, listed)
 
 
 def incoming_slices(variable: Variable, mode: Mode | None, kind: str, value: Any) -> IndexedSlices:
@@ -160,18 +168,17 @@ def _refuse_per_replica(variable: Variable, own: bool, kind: str, value: Any) ->
         )
 
 
-def _converted(variable: Variable, kind: str, array: Array) -> Array:
-    if not np.can_cast(array.dtype, variable.dtype, "same_kind"):
+def _converted(variable: Variable, kind: str, array: Array, listed: bool = False) -> Array:
+    if not _fits(array, variable.dtype, listed):
+        integers = array.dtype.kind in "iu" and variable.dtype.kind in "iu"
+        what = f"a value of dtype {array.dtype} does not convert to {variable.dtype}"
+        if integers:
+            limits = np.iinfo(variable.dtype)
+            what = f"{array.min()} to {array.max()} are not all among the integers of "
+            what = f"{array.item()} is none of the integers of " if array.size == 1 else what
+            what += f"{variable.dtype}, {limits.min} to {limits.max}"
         raise LeafTypeError(
-            f"{kind} of {variable.name!r}: a value of dtype {array.dtype} does not convert to "
-            f"{variable.dtype}. Cast it with astype if that is meant."
+            f"{kind} of {variable.name!r}: {what}. Cast it with astype if that is meant."
         )
     with np.errstate(all="ignore"):
         return array.astype(variable.dtype, copy=False)
-
-
-def _integer(variable: Variable, kind: str, value: int) -> Array:
-    try:
-        return np.array(value, variable.dtype)
-    except OverflowError as error:
-        raise LeafTypeError(f"{kind} of {variable.name!r}: {error}.") from error

@@ -17,7 +17,7 @@ from mpistrat.distribute.parts import Parts
 from mpistrat.distribute.regroup import select
 from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.distribute.sparse import all_reduce, contribution
-from mpistrat.distribute.values import Mirrored, PerReplica
+from mpistrat.distribute.values import Mirrored, PerReplica, born
 from mpistrat.distribute.variables import Variable
 from mpistrat.distribute.views import Plain
 from mpistrat.distribute.writes import digest
@@ -60,9 +60,11 @@ def reduce_over_replicas(
     The text `to` says where the results go. With `mirrors`, what was folded or is mirrored already
     comes back as `Mirrored`.
     """
+    session = parts.lockstep.session
     with parts.lockstep.preparing(name):
         op = ReduceOp.parse(reduce_op)
         leaves, structure = nest.flatten(value)
+        parts.regroup.check(name, leaves)
         paths = named(leaves, structure)
         plain = parts.view.plain
         moving = [_moves(name, op, leaf, plain, p) for leaf, p in zip(leaves, paths, strict=True)]
@@ -75,28 +77,32 @@ def reduce_over_replicas(
             checked = source if isinstance(source, IndexedSlices) else as_array(source, path)
             if plain is not Plain.SAME:
                 # It is returned as it is, so it has to be the same on all ranks.
-                known = isinstance(leaf, Variable) or (isinstance(leaf, Mirrored) and leaf.proved)
-                plain_values += f" {path}" if known else f" {digest(checked).hex()[:16]}"
-                plain_values += f" {leaf.proved}" if isinstance(leaf, Mirrored) else ""
+                proof = leaf.proved_by(session) if isinstance(leaf, Mirrored) else ""
+                known = isinstance(leaf, Variable) or bool(proof)
+                plain_values += f" {path} {proof}" if known else f" {digest(checked).hex()[:16]}"
     which = "".join("*" if moves else "." for moves in moving)
-    call = f"{name}({op.value}, {nest.describe(structure)} {which}{plain_values}){to}"
+    call = f"{name}({op.value}, {nest.describe(structure)} {which}{plain_values}){born(leaves)}{to}"
     totals = iter(all_reduce(parts.reducer, call, op, contributions))
-    results = []
-    for i, (leaf, source, moves) in enumerate(zip(leaves, sources, moving, strict=True)):
-        result = finish(next(totals), source) if moves else source
-        if mirrors and moves:
-            # What is in slices can be written to, so a proof would say nothing of it later.
-            known = not isinstance(result, IndexedSlices)
-            proof = f"{parts.lockstep.session.calls}/{i}" if known else ""
-            result = Mirrored(result, parts.lockstep.comm.size, proof)
-        elif mirrors and isinstance(leaf, Mirrored | Variable):
-            result = (
-                leaf
-                if isinstance(leaf, Mirrored)
-                else Mirrored(result, leaf.strategy.num_replicas_in_sync)
-            )
-        results.append(result)
-    return nest.unflatten(structure, results)
+    found = [
+        finish(next(totals), source) if moves else source
+        for source, moves in zip(sources, moving, strict=True)
+    ]
+    if mirrors:
+        given = zip(leaves, found, moving, strict=True)
+        found = [_mirror(parts, i, *one) for i, one in enumerate(given)]
+    return nest.unflatten(structure, found)
+
+
+def _mirror(parts: Parts, place: int, leaf: Any, result: Any, moved: bool) -> Any:
+    """Return `result`, of the leaf in that place, as `Mirrored` if it is the same everywhere."""
+    if moved:
+        # What is in slices can be written to, so a proof would say nothing of it later.
+        known = not isinstance(result, IndexedSlices)
+        proof = f"{parts.lockstep.session.calls}/{place}" if known else ""
+        return Mirrored(result, parts.lockstep.comm.size, proof, parts.regroup.home)
+    if isinstance(leaf, Variable):
+        return Mirrored(result, parts.lockstep.comm.size)
+    return leaf if isinstance(leaf, Mirrored) else result
 
 
 def _component(leaf: Any) -> Any:
@@ -131,6 +137,7 @@ def reduce_over_axis(parts: Parts, reduce_op: Any, value: Any, axis: Any) -> Any
     with parts.lockstep.preparing("reduce"):
         op = ReduceOp.parse(reduce_op)
         leaves, structure = nest.flatten(value)
+        parts.regroup.check("reduce", leaves)
         paths = named(leaves, structure)
         team = parts.lockstep.session.team
         contributions = [
@@ -138,7 +145,7 @@ def reduce_over_axis(parts: Parts, reduce_op: Any, value: Any, axis: Any) -> Any
             for leaf, path in zip(leaves, paths, strict=True)
         ]
         over = tuple(map(operator.index, axis if isinstance(axis, tuple | list) else (axis,)))
-    call = f"reduce({op.value}, axis={over}, {nest.describe(structure)})"
+    call = f"reduce({op.value}, axis={over}, {nest.describe(structure)}){born(leaves)}"
     if op in (ReduceOp.MIN, ReduceOp.MAX):
         _refuse_nothing(parts, call, contributions, paths)
     totals = parts.reducer.all_reduce(call, op, contributions)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import zlib
+from collections.abc import Iterable
 from typing import Any, NoReturn, final
 
 import numpy as np
@@ -9,16 +12,20 @@ import numpy as np
 from mpistrat import nest
 from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.comm.codec import decode, encode, pack, unpack
+from mpistrat.distribute.mode import same_strategy
 from mpistrat.distribute.slices import IndexedSlices
-from mpistrat.distribute.values import DistributedValues, Mirrored, OnRank, PerReplica
+from mpistrat.distribute.values import Birth, DistributedValues, Home, Mirrored, OnRank, PerReplica
 from mpistrat.distribute.variables import Variable
-from mpistrat.distribute.views import LOCAL, View
-from mpistrat.errors import LockstepError
+from mpistrat.distribute.views import ALONE, LOCAL, View
+from mpistrat.distribute.writes import digest
+from mpistrat.errors import LeafTypeError, LockstepError, StrategyError
 
 __all__ = ["Regroup", "select"]
 
 _NONE, _VARIABLE, _MIRRORED, _ELSEWHERE, _SLICES = b"n", b"v", b"m", b"o", b"z"
 _UNWRAPPED = frozenset({_NONE, _VARIABLE, _MIRRORED})
+_NAMED = frozenset({_VARIABLE[0], _MIRRORED[0]})
+_NAME = 8  # bytes that say which variable, or which mirrored value
 
 
 def select(tree: Any) -> Any:
@@ -26,12 +33,15 @@ def select(tree: Any) -> Any:
     return nest.map(lambda leaf: leaf.local if isinstance(leaf, DistributedValues) else leaf, tree)
 
 
-def _entry(leaf: Any, whole: bool) -> tuple[bytes, bytes]:
-    if isinstance(leaf, Variable):
-        return _VARIABLE, str(leaf.number).encode()
-    if isinstance(leaf, Mirrored):
-        return _MIRRORED, b""
-    return encode(leaf, whole)
+def _mirrored_name(leaf: Mirrored, home: Home) -> bytes:
+    """Return what is equal on all ranks exactly if the value is."""
+    proof = leaf.proved_by(home.session)
+    if proof:
+        return hashlib.blake2b(proof.encode(), digest_size=_NAME).digest()
+    try:
+        return digest(leaf.local)[:_NAME]
+    except LeafTypeError:  # no array: then what it looks like has to do
+        return hashlib.blake2b(repr(leaf.local).encode(), digest_size=_NAME).digest()
 
 
 @final
@@ -42,8 +52,39 @@ class Regroup:
         """Regroup over the ranks of `lockstep`, as `view` shows them."""
         self.lockstep = lockstep
         self.view = view
+        self.home = Home.of(lockstep)
         self.rank = lockstep.comm.rank
         self.size = lockstep.comm.size
+
+    def check(self, name: str, leaves: Iterable[Any]) -> None:
+        """Refuse values and variables of other ranks, or of another strategy's.
+
+        Not collective. Values of the same ranks in another order are fine: a rank has one value,
+        whichever replica it is.
+
+        Args:
+          name: The call that they were given to.
+          leaves: What was given to it.
+
+        Raises:
+          StrategyError: One of them is of others.
+        """
+        session = self.home.session
+        for leaf in leaves:
+            if isinstance(leaf, Variable):
+                mode = same_strategy(leaf.strategy, f"variable {leaf.name!r}")
+                if mode is None and leaf.strategy.parts.lockstep is not self.lockstep:
+                    raise StrategyError(
+                        f"{name}: variable {leaf.name!r} belongs to {leaf.strategy!r}, which is "
+                        "another strategy. Use the one whose variable it is."
+                    )
+            elif isinstance(leaf, PerReplica) and leaf.home and leaf.home.session is not session:
+                rules = "the default strategy or OneDeviceStrategy" if self.view is ALONE else ""
+                raise StrategyError(
+                    f"{name}: {leaf.birth or 'this'} is a value of another strategy, of "
+                    f"{len(leaf.home.ranks)} replicas, and not of {rules or 'the one'} that rules "
+                    "here. Call it in the scope of the strategy that made the value."
+                )
 
     def gathered(self, call: str, tree: Any, failure: BaseException | None = None) -> Any:
         """Return what cross-replica code sees of the trees that the replicas hold.
@@ -57,14 +98,18 @@ class Regroup:
 
         Returns:
           In the global view, `tree` with a `PerReplica` for every leaf, but for ``None``,
-          variables and mirrored values; in the others, this replica's `tree`.
+          variables and values that are mirrored indeed; in the others, this replica's `tree`. A
+          dict comes with its keys in the same order on all ranks: that of all replicas, or, if
+          they differ, sorted.
 
         Raises:
           LockstepError: The structures differ.
         """
         if failure is not None or not self.view.wraps:
-            self.lockstep.prove(call, failure=failure)
-            return select(tree)
+            order = _order(tree)
+            smalls = self.lockstep.prove(call, order, failure).smalls
+            alike = smalls is not None and smalls.count(order) == len(smalls)
+            return select(tree) if alike else self.selected(tree)
         structure, leaves, rows = self._shared(call, tree)
         wrapped = []
         for i, leaf in enumerate(leaves):
@@ -72,9 +117,19 @@ class Regroup:
             kinds = {kind for kind, _ in entries}
             same = len(kinds) == 1 and kinds <= _UNWRAPPED
             if same and len(set(entries)) > 1:
-                self._refuse(call, entries)
-            wrapped.append(leaf if same else self._wrap(leaf, entries, i))
+                if _VARIABLE in kinds:
+                    self._refuse(call, entries)
+                same = False  # what calls itself mirrored, and is not
+            mine = leaf if same or not isinstance(leaf, Mirrored) else leaf.local
+            wrapped.append(leaf if same else self._wrap(mine, entries, i, structure))
         return nest.unflatten(structure, wrapped)
+
+    def selected(self, tree: Any) -> Any:
+        """Return this replica's part of `tree`; dicts with keys in the same order on all ranks."""
+        if self.view is ALONE:
+            return select(tree)
+        leaves, structure = nest.flatten(tree)
+        return nest.unflatten(nest.alike(structure), [select(leaf) for leaf in leaves])
 
     def inputs(self, call: str, tree: Any, failure: BaseException | None = None) -> Any:
         """Return `tree`, made by every replica for itself, with every leaf wrapped as inputs are.
@@ -88,7 +143,10 @@ class Regroup:
             self.lockstep.prove(call, failure=failure)
             return self.wrap_input(tree)
         structure, leaves, rows = self._shared(call, tree)
-        wrapped = [self._wrap(leaf, [r[i] for r in rows], i) for i, leaf in enumerate(leaves)]
+        wrapped = [
+            self._wrap(leaf, [row[i] for row in rows], i, structure)
+            for i, leaf in enumerate(leaves)
+        ]
         return nest.unflatten(structure, wrapped)
 
     def _shared(
@@ -98,41 +156,67 @@ class Regroup:
         with self.lockstep.preparing(call):
             leaves, structure = nest.flatten(tree)
             leaves = [leaf.local if isinstance(leaf, PerReplica) else leaf for leaf in leaves]
-            entries = [_entry(leaf, whole=False) for leaf in leaves]
-            small = b"d" + pack(entries)
+            entries = [self._entry(leaf) for leaf in leaves]
+            order = _order(tree)
+            small = b"d" + order + pack(entries)
             if not self.lockstep.fits(len(small)):
                 noted = [kind if kind in _UNWRAPPED else _ELSEWHERE for kind, _ in entries]
-                small = b"k" + b"".join(noted)
+                names = [data for kind, data in entries if kind[0] in _NAMED]
+                small = b"k" + order + b"".join(noted + names)
         messages = self.lockstep.share(f"{call} {nest.describe(structure)}", small)
-        return structure, leaves, [self._read(message) for message in messages]
+        at = 1 + len(order)
+        if any(message[1:at] != order for message in messages):
+            structure = nest.alike(structure)
+        return structure, leaves, [self._read(message, at, len(leaves)) for message in messages]
+
+    def _entry(self, leaf: Any) -> tuple[bytes, bytes]:
+        if isinstance(leaf, Variable):
+            return _VARIABLE, leaf.number.to_bytes(_NAME, "little")
+        if isinstance(leaf, Mirrored):
+            return _MIRRORED, _mirrored_name(leaf, self.home)
+        return encode(leaf, whole=False)
 
     @staticmethod
-    def _read(message: bytes) -> list[tuple[bytes, bytes]]:
-        if message[:1] == b"k":
-            return [(bytes([kind]), b"") for kind in message[1:]]
-        return unpack(message[1:])
+    def _read(message: bytes, at: int, count: int) -> list[tuple[bytes, bytes]]:
+        if message[:1] != b"k":
+            return unpack(message[at:])
+        kinds, at, entries = message[at : at + count], at + count, []
+        for kind in kinds:
+            size = _NAME if kind in _NAMED else 0
+            entries.append((bytes([kind]), message[at : at + size]))
+            at += size
+        return entries
 
     def _refuse(self, call: str, entries: list[tuple[bytes, bytes]]) -> NoReturn:
-        held = ", ".join(f"no. {data.decode()} on rank {r}" for r, (_, data) in enumerate(entries))
+        ranks = self.home.ranks
+        numbers = [int.from_bytes(data, "little") for _, data in entries]
+        pairs = sorted(zip(ranks, numbers, strict=True))
+        held = ", ".join(f"no. {number} on rank {rank}" for rank, number in pairs)
         self.lockstep.fail(
             LockstepError(
                 f"{call}: the replicas hold different variables in the same place: {held} (this "
-                f"is rank {self.rank} of {self.size})."
+                f"is rank {ranks[self.rank]} of {self.size})."
             )
         )
 
-    def _wrap(self, leaf: Any, entries: list[tuple[bytes, bytes]], place: int) -> PerReplica:
+    def _wrap(
+        self,
+        leaf: Any,
+        entries: list[tuple[bytes, bytes]],
+        place: int,
+        structure: nest.Structure,
+    ) -> PerReplica:
         elsewhere = {_ELSEWHERE, _VARIABLE, _MIRRORED}
         values = [
             OnRank(rank) if kind in elsewhere else decode(kind, data)
-            for rank, (kind, data) in enumerate(entries)
+            for rank, (kind, data) in zip(self.home.ranks, entries, strict=True)
         ]
         # Whether all are known is decided from what rode, so alike on every rank.
         known = not any(kind in elsewhere for kind, _ in entries)
         # Not the live array: what is known of a replica is the same on every rank.
         values[self.rank] = leaf.copy() if isinstance(leaf, np.ndarray) and known else leaf
-        birth = f"{self.lockstep.session.calls}/{place}"
-        return PerReplica(leaf, self.rank, tuple(values), known, birth)
+        birth = Birth(self.lockstep.session.calls, place, structure)
+        return PerReplica(leaf, self.rank, tuple(values), known, birth, self.home)
 
     def wrap_input(self, tree: Any) -> Any:
         """Return `tree`, this replica's input, with every leaf as `PerReplica` if the view wraps.
@@ -141,20 +225,21 @@ class Regroup:
         """
         if not self.view.wraps_inputs:
             return tree
-        if not self.view.wraps:
-            return nest.map(lambda leaf: PerReplica(leaf, 0, (leaf,), known=True), tree)
-        others = [OnRank(rank) for rank in range(self.size)]
-        birth = str(self.lockstep.session.calls)
-
-        def wrap(leaf: Any) -> PerReplica:
-            values = (*others[: self.rank], leaf, *others[self.rank + 1 :])
-            return PerReplica(leaf, self.rank, values, self.size == 1, birth)
-
-        return nest.map(wrap, tree)
+        leaves, structure = nest.flatten(tree)
+        mine, others = self.rank, [OnRank(rank) for rank in self.home.ranks]
+        known = self.size == 1 or not self.view.wraps
+        wrapped = []
+        for place, leaf in enumerate(leaves):
+            values = (*others[:mine], leaf, *others[mine + 1 :]) if self.view.wraps else (leaf,)
+            birth = Birth(self.lockstep.session.calls, place, structure)
+            wrapped.append(PerReplica(leaf, mine, values, known, birth, self.home))
+        return nest.unflatten(structure, wrapped)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
         """Return every replica's `value` that the view shows; see the method of `Strategy`."""
-        leaves, structure = nest.flatten(value)
+        with self.lockstep.preparing("experimental_local_results"):
+            leaves, structure = nest.flatten(value)
+            self.check("experimental_local_results", leaves)
         lone = len(leaves) == 1 and leaves[0] is value
         if self.view is LOCAL:
             # Of a variable that each replica owns this one's copy, not what all together read as.
@@ -165,9 +250,7 @@ class Regroup:
             return (select(value),)
         if lone and not isinstance(value, DistributedValues | Variable):
             return (value,)
-        unknown = [
-            leaf for leaf in leaves if _is_on_read(leaf) or (_is_per(leaf) and not leaf.known)
-        ]
+        unknown = [leaf for leaf in leaves if _is_on_read(leaf) or self._is_unknown(leaf)]
         fetched = self._fetch(unknown) if unknown else {}
         columns = [self._column(leaf, fetched) for leaf in leaves]
         return tuple(
@@ -175,18 +258,27 @@ class Regroup:
             for rank in range(self.size)
         )
 
+    def _is_unknown(self, leaf: Any) -> bool:
+        # A strategy of the local view shows one value; here, each of the others is another rank's.
+        return isinstance(leaf, PerReplica) and (not leaf.known or len(leaf.values) != self.size)
+
     def _column(self, leaf: Any, fetched: dict[int, tuple[Any, ...]]) -> tuple[Any, ...]:
         if id(leaf) in fetched:
             return fetched[id(leaf)]
-        if isinstance(leaf, PerReplica | Mirrored):
-            return leaf.values
-        return (leaf,) * self.size
+        if isinstance(leaf, PerReplica):
+            if leaf.home is None or leaf.home == self.home:
+                return leaf.values
+            by_rank = dict(zip(leaf.home.ranks, leaf.values, strict=True))
+            return tuple(by_rank[rank] for rank in self.home.ranks)
+        return (leaf.local if isinstance(leaf, Mirrored) else leaf,) * self.size
 
     def _fetch(self, unknown: list[Any]) -> dict[int, tuple[Any, ...]]:
         with self.lockstep.preparing("experimental_local_results"):
             mine = [leaf.component() if _is_on_read(leaf) else leaf.local for leaf in unknown]
             message = pack([_whole(value) for value in mine])
-        names = [leaf.spec() if _is_on_read(leaf) else leaf.birth or "made" for leaf in unknown]
+        names = [
+            leaf.spec() if _is_on_read(leaf) else str(leaf.birth or "made") for leaf in unknown
+        ]
         self.lockstep.prove(f"experimental_local_results of {', '.join(names)}")
         rows = [unpack(text) for text in self.lockstep.texts(message)]
         with self.lockstep.preparing("experimental_local_results"):
@@ -201,9 +293,15 @@ class Regroup:
             # An object may be packed on its rank and fail to be unpacked on another.
             self.lockstep.prove("experimental_local_results, unpacked")
         for leaf, column in zip(unknown, columns, strict=True):
-            if _is_per(leaf):
-                leaf.fetched(column)
+            if isinstance(leaf, PerReplica):
+                leaf.fetched(column, self.home)
         return {id(leaf): column for leaf, column in zip(unknown, columns, strict=True)}
+
+
+def _order(tree: Any) -> bytes:
+    """Return what differs between ranks whose dicts have their keys in different orders."""
+    text = nest.order(tree)
+    return zlib.crc32(text.encode()).to_bytes(4, "little") if text else b""
 
 
 def _whole(value: Any) -> tuple[bytes, bytes]:
@@ -223,10 +321,6 @@ def _decoded(kind: bytes, data: bytes) -> Any:
 
 def _own(value: Any) -> Any:
     return value.copy() if isinstance(value, np.ndarray) else value
-
-
-def _is_per(leaf: Any) -> bool:
-    return isinstance(leaf, PerReplica)
 
 
 def _is_on_read(leaf: Any) -> bool:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpistrat.arrays import Array, as_array, label
+from mpistrat.arrays import Array, as_array, dtype_name, label, spec_text
 from mpistrat.collectives.alarms import first_nonfinite
 from mpistrat.collectives.forms import Form, form
 from mpistrat.collectives.part import Part
 from mpistrat.collectives.reducing import Reducing
 from mpistrat.distribute.slices import IndexedSlices
+from mpistrat.distribute.values import DistributedValues
+from mpistrat.errors import StructureError
 from mpistrat.kernels.ops import ReduceOp
 
 __all__ = ["SlicesPart", "all_reduce", "alone", "contribution"]
@@ -90,7 +93,8 @@ def all_reduce(
     if lockstep.options.nan != "off":
         lockstep.prove(f"{call}, their numbers", alarm=alarm)
     totals = iter(reducer.all_reduce(call, op, dense, weigh=weigh) if dense else [])
-    gathered = iter(_gathered(reducer, call, op, sparse, given, weigh))
+    meet = _by_class if reducer.delegates else _gathered
+    gathered = iter(meet(reducer, call, op, sparse, given, weigh))
     return [next(gathered if kind == "s" else totals) for kind in where]
 
 
@@ -124,6 +128,59 @@ def _gathered(
             values = _mean(values, shares, reducer.comm.size, part.form)
         results.append(IndexedSlices(values, indices, part.slices.dense_shape))
     return results
+
+
+def _by_class(
+    reducer: Reducing,
+    call: str,
+    op: ReduceOp,
+    sparse: Sequence[SlicesPart],
+    given: Sequence[Array],
+    weigh: bool,
+) -> list[IndexedSlices]:
+    """Return what a class of the program's own makes of the rows."""
+    pairs = list(zip(sparse, given, strict=True))
+    wires = [values.astype(part.form.wire, copy=False) for part, values in pairs]
+    shapes = [f"{dtype_name(wire.dtype)} rows of {wire.shape[1:]}" for wire in wires]
+    text = f"{call}, {', '.join(shapes)}"
+    with np.errstate(all="ignore"):
+        if weigh and op is ReduceOp.MEAN:
+            # A weighted mean comes as a sum, as that of dense leaves does.
+            header = struct.pack(f"<{len(sparse)}d", *[part.weight for part in sparse])
+            smalls = reducer.lockstep.share(f"{text}, weights", header)
+            table = np.array([np.frombuffer(small, np.float64) for small in smalls])
+            mine = table[reducer.comm.rank] / [math.fsum(column) for column in table.T]
+            scaled = zip(wires, mine, strict=True)
+            wires = [wire * wire.real.dtype.type(share) for wire, share in scaled]
+            op = ReduceOp.SUM
+        rows = [
+            IndexedSlices(wire, part.slices.indices, part.slices.dense_shape)
+            for part, wire in zip(sparse, wires, strict=True)
+        ]
+        found = zip(sparse, reducer.by_class(text, op, rows, _checked), strict=True)
+        return [
+            IndexedSlices(one.values.astype(part.form.result), one.indices, one.dense_shape)
+            for part, one in found
+        ]
+
+
+def _checked(made: Any, given: IndexedSlices) -> IndexedSlices:
+    """Return what a class made of rows, if it is rows of the same kind."""
+    made = made.local if isinstance(made, DistributedValues) else made
+    if not isinstance(made, IndexedSlices):
+        raise StructureError(
+            f"the CrossDeviceOps returned {type(made).__name__} for IndexedSlices; wanted "
+            "IndexedSlices of all replicas' rows. Where it has no way to fold them, give the "
+            "call options=CommunicationOptions(implementation='NCCL'), or dense values."
+        )
+    if made.values.shape[1:] != given.values.shape[1:] or not np.can_cast(
+        made.values.dtype, given.values.dtype, "same_kind"
+    ):
+        raise StructureError(
+            f"the CrossDeviceOps returned {spec_text(made.values)} for rows "
+            f"{spec_text(given.values)}; wanted rows of the same shape and kind."
+        )
+    return IndexedSlices(made.values, made.indices, given.dense_shape)
 
 
 def _shares(weights: Array, ndim: int) -> Array:

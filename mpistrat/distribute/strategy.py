@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mpistrat.comm.world import size_of_job
 from mpistrat.distribute import feeding, reductions
 from mpistrat.distribute.buffers import make_buffers
-from mpistrat.distribute.context import gather
+from mpistrat.distribute.context import gather_leaves
 from mpistrat.distribute.extended import StrategyExtended
 from mpistrat.distribute.inputs import (
     InputContext,
@@ -21,11 +21,8 @@ from mpistrat.distribute.inputs import (
 )
 from mpistrat.distribute.mode import cross_replica
 from mpistrat.distribute.parts import Parts
-from mpistrat.distribute.regroup import select
 from mpistrat.distribute.running import run
-from mpistrat.distribute.values import PerReplica
-from mpistrat.distribute.variables import Variable
-from mpistrat.distribute.views import LOCAL, Plain
+from mpistrat.distribute.views import LOCAL
 from mpistrat.errors import StrategyError
 from mpistrat.feed.dataset import Dataset
 
@@ -153,7 +150,8 @@ class Strategy:
         Returns:
           Under `MirroredStrategy` what `fn` returned with a `PerReplica` for every leaf but
           ``None``, variables and mirrored values; numbers of all replicas are known at once,
-          arrays of other replicas when they are asked for. Elsewhere what `fn` returned here.
+          arrays of other replicas when they are asked for. Elsewhere what `fn` returned here. Dicts
+          have their keys in one order on all ranks: that of `fn`, or sorted if it differed.
 
         Raises:
           Exception: What `fn` raised, on the rank where it did.
@@ -216,8 +214,9 @@ class Strategy:
         Collective: all ranks call it, in cross-replica code.
 
         Args:
-          value: A `PerReplica` of arrays, or a tree of them; sizes along `axis` may differ.
-            Under `MirroredStrategy` a value that is not per replica is returned as it is.
+          value: A `PerReplica` of arrays, or a tree of them; sizes along `axis` may differ. Of a
+            variable that is every replica's copy. Where cross-replica code sees all replicas
+            (`MirroredStrategy`), other leaves are returned as they are.
           axis: Which axis; counted from the end if negative.
 
         Returns:
@@ -225,6 +224,7 @@ class Strategy:
 
         Raises:
           ContextError: Called in replica code.
+          StrategyError: A leaf is a value or variable of another strategy.
           AxisError: A leaf has no such axis.
           LockstepError: The values do not fit together.
 
@@ -232,11 +232,7 @@ class Strategy:
         As: ``tf.distribute.Strategy.gather``.
         """
         with self._cross("gather", "get_replica_context().all_gather(...)"):
-            each = self.parts.view.plain is Plain.EACH
-            held = isinstance(value, PerReplica | Variable | dict | list | tuple)
-            if not each and not held:
-                return select(value)
-            return gather(self.parts, "gather", select(value), axis)
+            return gather_leaves(self.parts, value, axis)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """Return the values of all replicas that this strategy shows, as a tuple.

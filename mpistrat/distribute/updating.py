@@ -9,7 +9,7 @@ import numpy as np
 
 from mpistrat import nest
 from mpistrat.arrays import is_scalar
-from mpistrat.comm.session import Unproved
+from mpistrat.comm.session import Session, Unproved
 from mpistrat.distribute import writes
 from mpistrat.distribute.mode import Mode, entered
 from mpistrat.distribute.regroup import select
@@ -63,8 +63,8 @@ def update(
             result = fn(var, *mine, **named)
         call += f" of {nest.describe(nest.flatten((given, result))[1])}"
         if not var.on_read:
-            contents = {_WRITTEN: var.component(), _GIVEN: _contents(given)}
-            contents[_RETURNED] = _contents(result)
+            contents = {_WRITTEN: var.component(), _GIVEN: _contents(given, lockstep.session)}
+            contents[_RETURNED] = _contents(result, lockstep.session)
     except BaseException as error:  # a way out of the program is one that all ranks have to know
         failure = error
     try:
@@ -75,7 +75,7 @@ def update(
         lockstep.session.unproved.clear()
         undo()
         raise
-    return mirrored(strategy, result) if group else _ungrouped(strategy, result)
+    return _returned(strategy, call, result, group, each=var.on_read)
 
 
 def update_non_slot(
@@ -88,16 +88,21 @@ def update_non_slot(
     contents: dict[str, Any] = {}
     try:
         # Of what is given, the values per replica differ; everything else must be the same.
-        contents = {_GIVEN: _contents(given)}
+        contents = {_GIVEN: _contents(given, lockstep.session)}
         mine, named = select(given)
         with entered(Mode(strategy)):
             result = fn(*mine, **named)
         call += f" of {nest.describe(nest.flatten((given, result))[1])}"
         if not each:
-            contents[_RETURNED] = _contents(result)
+            contents[_RETURNED] = _contents(result, lockstep.session)
     except BaseException as error:
         failure = error
     writes.prove_same(lockstep, call, contents, _ADVICE, failure)
+    return _returned(strategy, call, result, group, each)
+
+
+def _returned(strategy: Strategy, call: str, result: Any, group: bool, each: bool) -> Any:
+    """Return what `fn` returned: mirrored; or if `each` has its own, as that, collectively."""
     if not each:
         return mirrored(strategy, result) if group else _ungrouped(strategy, result)
     seen = strategy.parts.regroup.gathered(f"{call}, its results", result)
@@ -121,12 +126,15 @@ def _is_data(leaf: Any) -> bool:
     return isinstance(leaf, np.ndarray | IndexedSlices) or is_scalar(leaf)
 
 
-def _contents(tree: Any) -> bytes:
+def _contents(tree: Any, session: Session) -> bytes:
     """Return digests of what has to be alike on all ranks in a tree."""
     digests = []
     for leaf in nest.flatten(tree)[0]:
-        if isinstance(leaf, Mirrored) and not leaf.proved:
-            leaf = leaf.local
+        if isinstance(leaf, Mirrored):
+            proof = leaf.proved_by(session)
+            leaf = proof or leaf.local
+            if proof:
+                digests.append(proof.encode().ljust(16))
         if _is_data(leaf):
             digests.append(writes.digest(leaf))
     return b"".join(digests)

@@ -8,13 +8,52 @@ from __future__ import annotations
 
 import abc
 import operator
-from typing import Any, final
+from collections.abc import Iterable
+from typing import Any, NamedTuple, final
 
 import numpy as np
 
+from mpistrat import nest
+from mpistrat.arrays import label
+from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.errors import StructureError
 
-__all__ = ["DistributedValues", "Mirrored", "OnRank", "PerReplica", "show"]
+__all__ = ["Birth", "DistributedValues", "Home", "Mirrored", "OnRank", "PerReplica", "born", "show"]
+
+
+class Home(NamedTuple):
+    """The ranks that a value belongs to.
+
+    Attributes:
+      session: Their session, known by identity.
+      ranks: Which rank is the first replica, the second and so on.
+    """
+
+    session: Any
+    ranks: tuple[int, ...]
+
+    @staticmethod
+    def of(lockstep: Lockstep) -> Home:
+        """Return the ranks of `lockstep`."""
+        return Home(lockstep.session, lockstep.ranks)
+
+
+class Birth(NamedTuple):
+    """Which leaf of which call a value is; equal on all ranks, so that proofs can name it.
+
+    Attributes:
+      call: The number of the call.
+      place: The number of the leaf.
+      structure: The tree that it was a leaf of.
+    """
+
+    call: int
+    place: int
+    structure: nest.Structure
+
+    def __str__(self) -> str:
+        """Return what proofs and messages say of it."""
+        return f"{label(nest.path_names(self.structure)[self.place])} of call {self.call}"
 
 
 @final
@@ -28,6 +67,12 @@ class OnRank:
     def __repr__(self) -> str:
         """Return ``<on rank k>``."""
         return f"<on rank {self.rank}>"
+
+
+def born(leaves: Iterable[Any]) -> str:
+    """Return what a proof says of where values per replica are from; nothing of other values."""
+    births = [str(leaf.birth) for leaf in leaves if isinstance(leaf, PerReplica) and leaf.birth]
+    return f" of {', '.join(births)}" if births else ""
 
 
 def show(value: Any) -> str:
@@ -59,7 +104,8 @@ class PerReplica(DistributedValues):
       values: What is known of every replica's value; `OnRank` where nothing is. None for a value
         that is not placed yet, as programs make them.
       known: Whether every rank knows all of them.
-      birth: Which call made it; equal on all ranks.
+      birth: Which call made it; equal on all ranks. None for a value that programs make.
+      home: Whose value it is; None for a value that programs make.
 
     Example:
       >>> PerReplica(2.5).local
@@ -77,7 +123,8 @@ class PerReplica(DistributedValues):
         index: int = 0,
         values: tuple[Any, ...] | None = None,
         known: bool = False,
-        birth: str = "",
+        birth: Birth | None = None,
+        home: Home | None = None,
     ):
         """Hold `local`, and what is known of the others."""
         self._local = local
@@ -85,6 +132,7 @@ class PerReplica(DistributedValues):
         self._values = values
         self._known = known
         self.birth = birth
+        self.home = home
 
     @property
     def local(self) -> Any:
@@ -124,10 +172,13 @@ class PerReplica(DistributedValues):
             "use value.local, strategy.reduce, or strategy.experimental_local_results."
         )
 
-    def fetched(self, values: tuple[Any, ...]) -> None:
-        """Keep `values` of all replicas, once a collective call has brought them."""
-        self._values = values
-        self._known = True
+    def fetched(self, values: tuple[Any, ...], home: Home) -> None:
+        """Keep `values` of all replicas of `home`, once a collective call has brought them."""
+        if self.home is None:
+            self.home = home
+        if self.home == home:  # else they are in another order than this value's own
+            self._values = values
+            self._known = True
 
     def __repr__(self) -> str:
         """Return ``PerReplica:{...}`` with a line per replica. Never communicates."""
@@ -149,6 +200,7 @@ class Mirrored(DistributedValues, np.lib.mixins.NDArrayOperatorsMixin):
       proved: The name of the proof that showed it to be the same on all replicas, as results of
         collectives have; without one it is compared before it is written to a variable. A proved
         array is read-only.
+      home: The ranks that have proved it; on others it is compared again.
 
     Example:
       >>> Mirrored(np.array([1.0, 2.0]), 2) + 1
@@ -157,14 +209,19 @@ class Mirrored(DistributedValues, np.lib.mixins.NDArrayOperatorsMixin):
 
     __hash__ = object.__hash__
 
-    def __init__(self, value: Any, count: int = 1, proved: str = ""):
+    def __init__(self, value: Any, count: int = 1, proved: str = "", home: Home | None = None):
         """Hold `value` for `count` replicas."""
         if proved and isinstance(value, np.ndarray):
             value = value.view()
             value.flags.writeable = False
         self._value = value
         self._count = count
-        self.proved = proved
+        self._proved = proved
+        self._home = home
+
+    def proved_by(self, session: Any) -> str:
+        """Return the name of the proof, if it was one of the ranks of `session`."""
+        return self._proved if self._home is not None and self._home.session is session else ""
 
     @property
     def local(self) -> Any:

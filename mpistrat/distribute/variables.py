@@ -11,7 +11,7 @@ from mpistrat.arrays import Array, spec_text
 from mpistrat.distribute import writes
 from mpistrat.distribute.default import current_strategy
 from mpistrat.distribute.incoming import incoming, initial, kinds, own_copy
-from mpistrat.distribute.mode import current, same_strategy
+from mpistrat.distribute.mode import Mode, current, entered, same_strategy
 from mpistrat.distribute.reading import Reading
 from mpistrat.distribute.scatter import ScatterUpdates, apply
 from mpistrat.distribute.values import Mirrored
@@ -236,7 +236,9 @@ class Variable(Reading, ScatterUpdates):
         if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
             return writes.REPLICA[self.aggregation](self, call, self.kept.array)
         op = writes.OPS[self.aggregation]
-        return writes.reduced(parts.reducer, call, op, self.kept.array)
+        # In its strategy's scope, for the sake of what a program has chosen to fold it.
+        with entered(mode or Mode(self.strategy)):
+            return writes.reduced(parts.reducer, call, op, self.kept.array)
 
     def assign(
         self,
@@ -312,8 +314,9 @@ class Variable(Reading, ScatterUpdates):
 
     def _prove_cross(self, call: str, value: Any, array: Array) -> None:
         lockstep = self.strategy.parts.lockstep
-        if isinstance(value, Mirrored) and value.proved:
-            lockstep.prove(f"{call} of what call {value.proved} gave")
+        proved = value.proved_by(lockstep.session) if isinstance(value, Mirrored) else ""
+        if proved:
+            lockstep.prove(f"{call} of what call {proved} gave")
             return
         writes.prove_same(
             lockstep, call, array, "Compute it alike on all ranks, or broadcast or reduce it first."

@@ -114,7 +114,7 @@ def prove_same(
     """
     parts = contents if isinstance(contents, Mapping) else {"the value": contents}
     mine = b"".join(map(_row, parts.values()))
-    ranks = lockstep.order or range(lockstep.comm.size)
+    ranks = lockstep.ranks
 
     def judge(smalls: list[bytes] | None) -> LockstepError | None:
         smalls = lockstep.texts(mine) if smalls is None else smalls

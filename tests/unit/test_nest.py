@@ -79,3 +79,25 @@ def test_an_ordered_dict_comes_back_as_one():
     again = nest.unflatten(structure, leaves)
     assert type(again) is collections.OrderedDict
     assert again == tree
+
+
+def test_alike_sorts_the_keys_of_every_dict_and_keeps_all_else():
+    tree = [
+        {"b": 1, "a": {"d": 2, "c": 3}},
+        (collections.OrderedDict([("z", {"y": 4, "x": 5}), ("a", 6)]),),
+        Point({"q": 7, "p": 8}, None),
+        collections.defaultdict(list, {"n": 9, "m": 10}),
+        {},
+        (),
+    ]
+    leaves, structure = nest.flatten(tree)
+    sorted_ = nest.unflatten(nest.alike(structure), leaves)
+    assert nest.alike(structure) == structure
+    assert sorted_ == tree
+    assert [list(sorted_[0]), list(sorted_[0]["a"])] == [["a", "b"], ["c", "d"]]
+    assert [list(sorted_[1][0]), list(sorted_[1][0]["z"])] == [["z", "a"], ["x", "y"]]
+    assert type(sorted_[2]) is Point
+    assert list(sorted_[2].x) == ["p", "q"]
+    assert list(sorted_[3]) == ["m", "n"]
+    assert sorted_[3].default_factory is list
+    assert [*map(list, (tree[0], tree[3]))] == [["b", "a"], ["n", "m"]]

@@ -218,3 +218,23 @@ def test_it_belongs_to_replica_code_and_to_its_run():
             kept[0](1.0)
 
     run_ranks(program, 2)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_a_share_that_the_dtype_holds_comes_back_though_the_sum_would_not_fit(dtype):
+    kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    large = 60000.0 if dtype == "float16" else 3e38 if dtype == "bfloat16" else 1e38
+
+    def rank(comm):
+        def fn():
+            _, pull = ms.vjp.all_reduce("MEAN", np.ones(2, kind), weight=1)
+            return pull(np.array([large, 0.5], kind))
+
+        return ms.MirroredStrategy().run(fn).local
+
+    for got in run_ranks(rank, 2):
+        assert got.dtype == kind
+        want = np.array([large, 0.5], kind).astype(np.float64)
+        if dtype == "bfloat16":  # whose sum float32 does not hold either
+            want[0] = np.inf
+        np.testing.assert_array_equal(got.astype(np.float64), want)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
+from mpistrat import nest
 from mpistrat.testing import run_ranks
 
 BAD = {
@@ -24,7 +25,7 @@ CALLS = {
     "all_gather": lambda s, v: s.run(lambda: ms.get_replica_context().all_gather(v, 0)),
     "reduce": lambda s, v: s.reduce("SUM", {"a": {"b": ms.PerReplica(v["a"]["b"])}}, None),
     "reduce axis": lambda s, v: s.reduce("SUM", {"a": {"b": ms.PerReplica(v["a"]["b"])}}, axis=0),
-    "gather": lambda s, v: s.gather(v, 0),
+    "gather": lambda s, v: s.gather(nest.map(ms.PerReplica, v), 0),
     "assign": lambda s, v: VARIABLES[s].assign(v["a"]["b"]),
 }
 VARIABLES = {}

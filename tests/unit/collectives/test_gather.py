@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
+from mpistrat import nest
 from mpistrat.testing import run_ranks
 
 DTYPES = [np.dtype(c) for c in "?bhilBHILefdgFDG"] + [np.dtype(ml_dtypes.bfloat16)]
@@ -96,7 +97,7 @@ def test_what_does_not_fit_raises_on_every_rank(strategy_on, make, axis, error):
         with pytest.raises(error):
             strategy.run(lambda: ms.get_replica_context().all_gather(mine, axis))
         with pytest.raises(error):
-            strategy.gather(mine if isinstance(mine, list) else ms.PerReplica(mine), axis)
+            strategy.gather(nest.map(ms.PerReplica, mine), axis)
         return strategy.gather(ms.PerReplica(np.full(1, comm.rank)), 0).tolist()
 
     assert run_ranks(rank, 2) == [[0, 1]] * 2
@@ -125,3 +126,34 @@ def test_many_leaves_do_not_fit_the_frame():
 
     want = [sum(1 + (i + r) % 3 for r in range(2)) for i in range(50)]
     assert run_ranks(rank, 2) == [want, want]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_plain_leaves_come_back_as_they_are_wherever_they_stand(size):
+    def rank(comm):
+        for s in (ms.MirroredStrategy(), ms.OneDeviceStrategy("cpu"), ms.get_strategy()):
+            plain = np.ones(2)
+            assert s.gather(plain, 0) is plain
+            assert s.gather([plain], 0)[0] is plain
+            assert s.gather({"a": plain, "b": 5, "c": None}, 0) == {"a": plain, "b": 5, "c": None}
+            assert s.gather([ms.Mirrored(plain, comm.size)], 0)[0] is plain
+        s = ms.MirroredStrategy()
+        per = s.run(lambda: np.full(1, comm.rank))
+        mixed = s.gather({"per": [per, ms.PerReplica(np.ones(2))], "plain": plain}, 0)
+        assert mixed["plain"] is plain
+        assert mixed["per"][1].tolist() == [1.0] * 2 * comm.size
+        local = ms.MultiWorkerMirroredStrategy()
+        assert local.gather([np.full(1, comm.rank)], 0)[0].tolist() == list(range(comm.size))
+        return mixed["per"][0].tolist()
+
+    assert run_ranks(rank, size) == [list(range(size))] * size
+
+
+def test_ranks_that_gather_other_leaves_of_a_tree_are_told():
+    def rank(comm):
+        s, per, plain = ms.MirroredStrategy(), ms.PerReplica(np.ones(2)), np.ones(2)
+        with pytest.raises(ms.LockstepError):
+            s.gather([plain, per] if comm.rank else [per, plain], 0)
+        return s.gather(per, 0).tolist()
+
+    assert run_ranks(rank, 2) == [[1.0] * 4] * 2

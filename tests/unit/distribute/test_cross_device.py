@@ -711,3 +711,138 @@ def test_leaving_is_no_call_of_a_strategy():
     for board in boards:
         assert board.noted[0][1] == 7
         assert board.noted[-1] == ("leave the program", None)
+
+
+class Rows(Largest):
+    """Concatenates the rows of all replicas, last replica first, and notes what it was given."""
+
+    def __init__(self):
+        self.given = []
+
+    def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
+        all_ = ms.get_strategy().experimental_local_results(per_replica_value)[::-1]
+        self.given.append((reduce_op, type(all_[0])))
+        if not isinstance(all_[0], ms.IndexedSlices):
+            return sum(all_)
+        divisor = len(all_) if reduce_op is ms.ReduceOp.MEAN else 1
+        values = np.concatenate([one.values / divisor for one in all_])
+        return ms.IndexedSlices(values, np.concatenate([one.indices for one in all_]))
+
+
+@pytest.mark.parametrize("seconds", [None, 50])
+def test_a_class_of_the_program_folds_rows_too(seconds):
+    def rank(comm):
+        ops = Rows()
+        s = ms.MirroredStrategy(cross_device_ops=ops, comm=comm)
+        me = comm.rank
+        rows = ms.IndexedSlices(np.full((me + 1, 2), me + 1.0, "f2"), np.arange(me + 1), (4, 2))
+        options = None if seconds is None else ms.CommunicationOptions(timeout_seconds=seconds)
+
+        def fn():
+            both = ctx().all_reduce("SUM", [rows, np.ones(2)], options)
+            mean = ctx().all_reduce("MEAN", rows, options)
+            weighed = ctx().all_reduce("MEAN", rows, options, weight=float(me))
+            return both, mean, weighed
+
+        (total, dense), mean, weighed = nest.map(lambda leaf: leaf.local, s.run(fn))
+        to = s.extended.reduce_to("SUM", s.run(lambda: rows), "rank:0")
+        with s.scope():
+            v = ms.Variable(np.zeros((4, 2)), aggregation=ms.VariableAggregation.SUM)
+        s.run(lambda: v.scatter_add(ms.IndexedSlices(np.ones((1, 2)), [me])))
+        kinds = [kind.__name__ for _, kind in ops.given]
+        firsts = [one.values[:, 0].tolist() for one in (total, mean, weighed, to)]
+        same = {one.values.dtype.name for one in (total, mean, weighed, to)}
+        dtypes = [same, dense.tolist(), total.dense_shape]
+        return firsts, dtypes, total.indices.tolist(), kinds, v.numpy()[:, 0].tolist()
+
+    want = (
+        [[2, 2, 1], [1, 1, 0.5], [2, 2, 0], [2, 2, 1]],
+        [{"float16"}, [2, 2], (4, 2)],
+        [0, 1, 0],
+        ["ndarray"] + ["IndexedSlices"] * 5,
+        [1, 1, 0, 0],
+    )
+    assert run_ranks(rank, 2) == [want] * 2
+
+
+def test_a_class_that_makes_no_rows_of_rows_is_an_error_everywhere():
+    def rank(comm):
+        s = ms.MirroredStrategy(cross_device_ops=Dense(), comm=comm)
+        rows = ms.IndexedSlices(np.ones((1, 2)), [0])
+        with pytest.raises(ms.StructureError, match="returned ndarray for IndexedSlices"):
+            s.run(lambda: ctx().all_reduce("SUM", rows))
+        native = ms.CommunicationOptions(implementation="NCCL")
+        got = s.run(lambda: ctx().all_reduce("SUM", rows, native)).local
+        return len(got.values), s.run(lambda: comm.rank).local
+
+    class Dense(ms.CrossDeviceOps):
+        def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
+            return np.ones((1, 2))
+
+    assert run_ranks(rank, 2) == [(2, 0), (2, 1)]
+
+
+@pytest.mark.parametrize("ops", [ms.NcclAllReduce, ms.ReductionToOneDevice, Largest])
+def test_the_implementation_of_a_call_goes_over_the_class_of_the_strategy(ops):
+    def rank(comm):
+        noted = record(comm)
+        s = ms.MirroredStrategy(cross_device_ops=ops(), comm=comm)
+        noted.clear()
+        ring = ms.CommunicationOptions(implementation="RING")
+        got = s.run(lambda: ctx().all_reduce("SUM", np.ones(500), ring)).local
+        return sorted(set(moved(noted))), float(got[0])
+
+    assert run_ranks(rank, 2) == [(["sendrecv"], 2.0)] * 2
+
+
+@pytest.mark.parametrize("device", ["rank:2", 2, np.int64(2)])
+def test_the_root_is_the_device_of_that_name_in_any_order_of_replicas(device):
+    order = (2, 0, 3, 1)
+
+    def rank(comm):
+        called = []
+
+        def add(values):
+            called.append(comm.rank)
+            return sum(values)
+
+        topology = ms.Topology((0,) * comm.size)
+        s = ms.TPUStrategy(None, ms.DeviceAssignment(topology, order), comm=comm)
+        with s.scope():
+            ops = ms.ReductionToOneDevice(device, add)
+            ops.reduce("SUM", s.run(lambda: np.ones(3)), "rank:0")
+        return called
+
+    assert run_ranks(rank, 4) == [[], [], [2], []]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ms.ReductionToOneDevice(0.5),
+        lambda: ms.ReductionToOneDevice(True),
+        lambda: ms.ReductionToOneDevice([0]),
+        lambda: ms.NcclAllReduce(1.5),
+        lambda: ms.NcclAllReduce(True),
+        lambda: ms.NcclAllReduce("1"),
+        lambda: ms.HierarchicalCopyAllReduce(-1),
+        lambda: ms.HierarchicalCopyAllReduce(None),
+        lambda: ms.HierarchicalCopyAllReduce(ranks_per_node=2.0),
+        lambda: ms.HierarchicalCopyAllReduce(ranks_per_node=-1),
+    ],
+)
+def test_numbers_of_packs_and_roots_are_whole(make):
+    with pytest.raises(ValueError, match=r"must be|requires"):
+        make()
+    ms.NcclAllReduce(np.int32(2))
+    ms.HierarchicalCopyAllReduce(ranks_per_node=np.int64(2))
+
+
+@pytest.mark.parametrize("number", [-1, 2])
+def test_there_is_no_such_root(number):
+    def rank(comm):
+        with pytest.raises(ValueError, match="but the devices are"):
+            ms.MirroredStrategy(cross_device_ops=ms.ReductionToOneDevice(number), comm=comm)
+        return True
+
+    assert all(run_ranks(rank, 2))

@@ -294,3 +294,61 @@ def test_central_storage_has_one_value():
     assert run_ranks(rank, 2) == [(4.0, 1.0, ("CPU:0",))] * 2
     with pytest.raises(ValueError, match="different labels"):
         ms.CentralStorageStrategy(["a", "a"])
+
+
+def test_messages_name_ranks_and_not_replicas(monkeypatch):
+    monkeypatch.setenv("MPISTRAT_NAN", "raise")
+
+    def rank(comm):
+        s, texts = placed(comm), []
+
+        def told(error, call):
+            with pytest.raises(error) as caught:
+                call()
+            texts.append(str(caught.value))
+            return caught.value
+
+        large = s.run(lambda: np.full(100, comm.rank))
+        nan = np.array([np.nan if comm.rank == 3 else 0.0])
+        told(ms.NonFiniteError, lambda: s.run(lambda: ctx().all_reduce("SUM", nan)))
+        with s.scope():
+            pair = [ms.Variable(0.0), ms.Variable(0.0)]
+        told(ms.LockstepError, lambda: s.run(lambda: pair[comm.rank == 3]))
+        failed = []
+
+        def fails():
+            if comm.rank in (0, 3):
+                raise KeyError(comm.rank)
+
+        error = told(KeyError, lambda: s.run(fails))
+        failed = error.rank if isinstance(error, ms.RemoteError) else None
+        return repr(large), texts, failed
+
+    for me, (shown, (nan, variables, failure), failed) in enumerate(run_ranks(rank, 4)):
+        places = [f"  {i}: <on rank {rank}>" for i, rank in enumerate(ORDER) if rank != me]
+        assert [line.rstrip(",") for line in shown.split("\n") if "on rank" in line] == places
+        assert nan.startswith("rank 3: ")
+        assert "no. 1 on rank 2, no. 2 on rank 3" in variables
+        assert f"(this is rank {me} of 4)" in variables
+        if me in (0, 3):
+            continue
+        assert failed == 3  # the first replica
+        assert "(rank 0 failed too)" in failure
+
+
+def test_copies_that_differ_are_told_by_rank(monkeypatch):
+    monkeypatch.setenv("MPISTRAT_CHECK_EVERY", "1")
+
+    def rank(comm):
+        s = placed(comm)
+        with s.scope():
+            v = ms.Variable(np.zeros(3))
+        if comm.rank == 3:
+            v.kept.array[1] = 7.0
+        with pytest.raises(ms.DivergenceError) as caught:
+            s.run(lambda: None)
+        return str(caught.value)
+
+    for me, text in enumerate(run_ranks(rank, 4)):
+        assert "rank 3 differs" in text
+        assert f"this is rank {me} of 4" in text
