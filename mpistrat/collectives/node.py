@@ -15,7 +15,7 @@ import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, cast, final
+from typing import cast, final
 
 import numpy as np
 
@@ -25,52 +25,17 @@ from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.collectives.messages import reduce_messages
 from mpistrat.collectives.packs import LIMIT, Pack, fill
 from mpistrat.collectives.results import Results
+from mpistrat.collectives.spans import Packed, Placed, Range, Scales, slice_of, spans_of
 from mpistrat.kernels.fold import compile_for, fold_pair, fold_rows, spread_rows
 from mpistrat.kernels.ops import FOLDS, ReduceOp
 from mpistrat.memory.arena import Arena, Block, Home
 from mpistrat.memory.copies import Copy
 from mpistrat.memory.layout import Specs
 
-__all__ = ["NodeFolds", "Packed", "Placed", "Scales"]
+__all__ = ["NodeFolds"]
 
 # What goes between nodes at once, in elements; bounds what it takes beside the arena.
 _LANE = 1 << 20
-# Slices begin on cache lines, so that no two ranks write to one.
-_LINE = 64
-
-
-class Scales(NamedTuple):
-    """What the values of each rank are multiplied by, and the sum divided by.
-
-    Attributes:
-      table: One row per rank, one column per leaf or one for all; None for all ones.
-      divisors: One per leaf, or one for all; None for 1.
-    """
-
-    table: Array | None = None
-    divisors: Sequence[float] | None = None
-
-    def of(self, leaf: int) -> tuple[Array | None, float]:
-        """Return what belongs to one leaf."""
-        table, divisors = self.table, self.divisors
-        column = None if table is None else table[:, leaf if table.shape[1] > 1 else 0]
-        divisor = 1.0 if divisors is None else divisors[leaf if len(divisors) > 1 else 0]
-        return column, divisor
-
-    @property
-    def uniform(self) -> bool:
-        """Whether all leaves are treated alike."""
-        one = self.table is None or self.table.shape[1] == 1
-        return one and (self.divisors is None or len(self.divisors) == 1)
-
-
-class _Range(NamedTuple):
-    """Columns of a matrix that are treated alike."""
-
-    start: int
-    stop: int
-    scales: Array | None
-    divisor: float
 
 
 @final
@@ -217,7 +182,7 @@ class NodeFolds:
         pack = what.packs[0]
         rows = self.arena.sides(pack.dtype)[side]
         total = np.empty((1, pack.columns), pack.dtype)
-        for start, stop, table, divisor in _spans(pack, scales):
+        for start, stop, table, divisor in spans_of(pack, scales):
             fold_rows(FOLDS[what.op], rows, total, start, stop, table, divisor)
         results.take(0, total[0])
 
@@ -231,7 +196,7 @@ class NodeFolds:
             if number or not packed.filled:
                 fill(pack, packed.values, rows[node.rank])
                 node.barrier()
-            spans = _spans(pack, scales)
+            spans = spans_of(pack, scales)
             for start, stop, to in results.places(number):
                 for low, high, table, divisor in spans:
                     begin, end = max(start, low), min(stop, high)
@@ -253,7 +218,7 @@ class NodeFolds:
             rows = self.arena.scratch(pack.dtype)
             at = node.size + self.arena.turn()
             result = rows[at : at + 1]
-            spans = _spans(pack, scales)
+            spans = spans_of(pack, scales)
             self._fold(what.op, rows[: node.size], result, pack.columns, spans)
             node.barrier()
             results.take(number, result[0])
@@ -282,7 +247,7 @@ class NodeFolds:
         with self._sharing():
             for (block, matrix), spans in zip(placed.rows, placed.spans, strict=True):
                 rows = cast(Block, block()).matrices[matrix]  # its arrays are in the caller's hands
-                ranges = [_Range(start, stop, *scales.of(leaf)) for start, stop, leaf in spans]
+                ranges = [Range(start, stop, *scales.of(leaf)) for start, stop, leaf in spans]
                 self._fold(op, rows, rows, rows.shape[1], ranges)
             self.arena.nodes().node.barrier()
 
@@ -301,11 +266,11 @@ class NodeFolds:
             session.sharing = False
 
     def _fold(
-        self, op: ReduceOp, rows: Array, out: Array, columns: int, spans: Sequence[_Range]
+        self, op: ReduceOp, rows: Array, out: Array, columns: int, spans: Sequence[Range]
     ) -> None:
         nodes = self.arena.nodes()
         rank, size = nodes.node.rank, nodes.node.size
-        low, high = _slice(rank, size, columns, rows.dtype)
+        low, high = slice_of(rank, size, columns, rows.dtype)
         one = nodes.nodes == 1
         mine, team = None if one else nodes.ranks, self._lockstep.session.team
         whole = sum(span.stop - span.start for span in spans)
@@ -325,53 +290,12 @@ class NodeFolds:
             start, stop = max(low, span.start), min(high, span.stop)
             spread_rows(out, 0, start, stop, span.divisor, team)
 
-    def _across(self, op: ReduceOp, row: Array, columns: int, spans: Sequence[_Range]) -> None:
+    def _across(self, op: ReduceOp, row: Array, columns: int, spans: Sequence[Range]) -> None:
         nodes = self.arena.nodes()
         assert nodes.lane is not None
-        low, high = _slice(nodes.node.rank, nodes.lanes, columns, row.dtype)
+        low, high = slice_of(nodes.node.rank, nodes.lanes, columns, row.dtype)
         for span in spans:
             start, stop = max(low, span.start), min(high, span.stop)
             for at in range(start, stop, _LANE):
                 part = row[at : min(at + _LANE, stop)]
                 (part[:],) = reduce_messages(nodes.lane, op, [part])
-
-
-class Placed(NamedTuple):
-    """Arrays of the arena that are folded where they lie.
-
-    Attributes:
-      suffix: What the text of the call says of it.
-      rows: The matrices: the block of each, and its number there.
-      spans: For each of them the columns: where they begin and end, and which leaf begins there.
-    """
-
-    suffix: str
-    rows: list[tuple[weakref.ref[Block], int]]
-    spans: list[list[tuple[int, int, int]]]
-
-
-class Packed(NamedTuple):
-    """Leaves on their way to shared memory.
-
-    Attributes:
-      values: The leaves.
-      filled: The first pack is in place already.
-      side: And every rank folds all of it, from this side.
-    """
-
-    values: Sequence[Array]
-    filled: bool
-    side: int | None
-
-
-def _spans(pack: Pack, scales: Scales) -> list[_Range]:
-    if scales.uniform:
-        return [_Range(0, pack.columns, *scales.of(0))]
-    return [_Range(p.column, p.column + p.stop - p.start, *scales.of(p.leaf)) for p in pack.pieces]
-
-
-def _slice(rank: int, size: int, columns: int, dtype: np.dtype[Any]) -> tuple[int, int]:
-    step = max(1, _LINE // dtype.itemsize)
-    lines = -(-columns // step)
-    low, high = (min(columns, lines * r // size * step) for r in (rank, rank + 1))
-    return low, high

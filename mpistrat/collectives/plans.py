@@ -18,9 +18,10 @@ from mpistrat import nest
 from mpistrat.arrays import Array
 from mpistrat.collectives.folding import Folding
 from mpistrat.collectives.lockstep import Lockstep
-from mpistrat.collectives.node import NodeFolds, Placed
+from mpistrat.collectives.node import NodeFolds
 from mpistrat.collectives.part import Part
 from mpistrat.collectives.planned import ONE, AnyPlan, NumberPlan, Plan, SharedPlan
+from mpistrat.collectives.spans import Placed
 from mpistrat.kernels.ops import ReduceOp
 
 __all__ = ["InPlace", "Plans", "Request", "Sketch", "request"]

@@ -23,9 +23,10 @@ from mpistrat.collectives.folding import Folding, put
 from mpistrat.collectives.gatherer import Gatherer
 from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.collectives.messages import Message, messages, multiply, scale, travel
-from mpistrat.collectives.node import NodeFolds, Packed, Placed, Scales
+from mpistrat.collectives.node import NodeFolds
 from mpistrat.collectives.reducing import Reducing
 from mpistrat.collectives.results import Results, results_for
+from mpistrat.collectives.spans import Packed, Placed, Scales
 from mpistrat.kernels.ops import FOLDS, ReduceOp
 
 __all__ = ["Reducer", "scales_of"]

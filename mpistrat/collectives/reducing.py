@@ -10,8 +10,9 @@ from mpistrat.arrays import Array
 from mpistrat.collectives.alarms import first_nonfinite
 from mpistrat.collectives.folding import Folding
 from mpistrat.collectives.lockstep import Lockstep
-from mpistrat.collectives.node import NodeFolds, Placed
+from mpistrat.collectives.node import NodeFolds
 from mpistrat.collectives.part import Part
+from mpistrat.collectives.spans import Placed
 from mpistrat.collectives.texts import described
 from mpistrat.kernels.ops import ReduceOp
 

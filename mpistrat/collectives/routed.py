@@ -15,10 +15,10 @@ from mpistrat.collectives.folding import Folding, put
 from mpistrat.collectives.forms import decode_order, encode_order, ordered
 from mpistrat.collectives.gatherer import Gatherer
 from mpistrat.collectives.messages import multiply
-from mpistrat.collectives.node import Placed
 from mpistrat.collectives.reducer import Reducer, scales_of
 from mpistrat.collectives.reducing import Reducing
 from mpistrat.collectives.routes import Route
+from mpistrat.collectives.spans import Placed
 from mpistrat.kernels.ops import ReduceOp
 
 __all__ = [

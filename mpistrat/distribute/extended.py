@@ -239,7 +239,7 @@ class StrategyExtended:
         """
         with self._cross("broadcast_to", "get_replica_context().merge_call(...)"):
             if self.strategy is default_strategy():
-                check_destinations(destinations)
+                check_destinations(self.strategy, "broadcast_to", destinations)
                 raise NotImplementedError("the default strategy has no broadcast_to; make another.")
             return broadcast_as_chosen(self.strategy, tensor, destinations)
 

@@ -655,7 +655,7 @@ def test_the_time_of_a_strategy_is_that_of_all_its_calls():
         timed = ms.MultiWorkerMirroredStrategy(None, options, comm=comm)
         other = ms.MirroredStrategy(comm=comm)
         session = timed.parts.lockstep.session
-        session.board = board = Clocked()
+        session.board, session.allowed = (board := Clocked()), None
         value = np.full(300, 1.0)
         with timed.scope():
             variable = ms.Variable(value, aggregation=ms.VariableAggregation.SUM)

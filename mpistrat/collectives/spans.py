@@ -1,0 +1,100 @@
+"""Which columns of a matrix are folded, by whom, and how they are scaled."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpistrat.arrays import Array
+from mpistrat.collectives.packs import Pack
+from mpistrat.memory.arena import Block
+
+__all__ = ["Packed", "Placed", "Range", "Scales", "slice_of", "spans_of"]
+
+# Slices begin on cache lines, so that no two ranks write to one.
+_LINE = 64
+
+
+class Scales(NamedTuple):
+    """What the values of each rank are multiplied by, and the sum divided by.
+
+    Attributes:
+      table: One row per rank, one column per leaf or one for all; None for all ones.
+      divisors: One per leaf, or one for all; None for 1.
+    """
+
+    table: Array | None = None
+    divisors: Sequence[float] | None = None
+
+    def of(self, leaf: int) -> tuple[Array | None, float]:
+        """Return what belongs to one leaf."""
+        table, divisors = self.table, self.divisors
+        column = None if table is None else table[:, leaf if table.shape[1] > 1 else 0]
+        divisor = 1.0 if divisors is None else divisors[leaf if len(divisors) > 1 else 0]
+        return column, divisor
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all leaves are treated alike."""
+        one = self.table is None or self.table.shape[1] == 1
+        return one and (self.divisors is None or len(self.divisors) == 1)
+
+
+class Range(NamedTuple):
+    """Columns of a matrix that are treated alike."""
+
+    start: int
+    stop: int
+    scales: Array | None
+    divisor: float
+
+
+class Placed(NamedTuple):
+    """Arrays of the arena that are folded where they lie.
+
+    Attributes:
+      suffix: What the text of the call says of it.
+      rows: The matrices: the block of each, and its number there.
+      spans: For each of them the columns: where they begin and end, and which leaf begins there.
+    """
+
+    suffix: str
+    rows: list[tuple[weakref.ref[Block], int]]
+    spans: list[list[tuple[int, int, int]]]
+
+
+class Packed(NamedTuple):
+    """Leaves on their way to shared memory.
+
+    Attributes:
+      values: The leaves.
+      filled: The first pack is in place already.
+      side: And every rank folds all of it, from this side.
+    """
+
+    values: Sequence[Array]
+    filled: bool
+    side: int | None
+
+
+def spans_of(pack: Pack, scales: Scales) -> list[Range]:
+    """Return the columns of a pack, cut where leaves are scaled differently."""
+    if scales.uniform:
+        return [Range(0, pack.columns, *scales.of(0))]
+    return [Range(p.column, p.column + p.stop - p.start, *scales.of(p.leaf)) for p in pack.pieces]
+
+
+def slice_of(rank: int, size: int, columns: int, dtype: np.dtype[Any]) -> tuple[int, int]:
+    """Return where the columns that one of `size` ranks folds begin and end.
+
+    Example:
+      >>> [slice_of(rank, 3, 100, np.dtype("f4")) for rank in range(3)]
+      [(0, 32), (32, 64), (64, 100)]
+    """
+    step = max(1, _LINE // dtype.itemsize)
+    lines = -(-columns // step)
+    low, high = (min(columns, lines * r // size * step) for r in (rank, rank + 1))
+    return low, high
