@@ -146,8 +146,8 @@ def test_a_rank_that_ends_early_does_not_hang_the_others():
     assert set(caught.value.errors) == {1}
 
 
-@pytest.mark.parametrize("length", [0, 1, 10, 1000, 30_000])
-def test_texts_of_any_length_arrive_whole(strategy_on, length):
+@pytest.mark.parametrize("length", [0, 1, 10, 1000, 1 << 16])  # longer ones are cut
+def test_texts_of_usual_lengths_arrive_whole(strategy_on, length):
     def rank(comm):
         def fn():
             if comm.rank == 1:
