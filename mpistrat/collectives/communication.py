@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import numbers
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -65,13 +66,22 @@ implementation=CommunicationImplementation.RING)
 
     def __post_init__(self) -> None:
         """Check the values; see the class."""
-        if isinstance(self.bytes_per_pack, bool) or not isinstance(self.bytes_per_pack, int):
-            raise ValueError(f"bytes_per_pack must be an integer, got {self.bytes_per_pack!r}.")
-        if self.bytes_per_pack < 0:
-            raise ValueError(f"bytes_per_pack must be 0 or more, got {self.bytes_per_pack}.")
-        seconds = self.timeout_seconds
-        if seconds is not None and not seconds > 0:
-            raise ValueError(f"timeout_seconds must be positive or None, got {seconds!r}.")
+        nbytes: Any = self.bytes_per_pack
+        if isinstance(nbytes, bool) or not isinstance(nbytes, numbers.Integral):
+            raise ValueError(f"bytes_per_pack must be an integer, got {nbytes!r:.80}.")
+        if nbytes < 0:
+            raise ValueError(f"bytes_per_pack must be 0 or more, got {nbytes}.")
+        object.__setattr__(self, "bytes_per_pack", int(nbytes))
+        seconds: Any = self.timeout_seconds
+        if seconds is not None:
+            number = isinstance(seconds, numbers.Real) and not isinstance(seconds, bool)
+            if not number or not seconds > 0:
+                raise ValueError(
+                    f"timeout_seconds must be a positive number or None, got {seconds!r:.80}."
+                )
+            # A whole number stays one, as programs print it.
+            whole = isinstance(seconds, numbers.Integral)
+            object.__setattr__(self, "timeout_seconds", int(seconds) if whole else float(seconds))
         object.__setattr__(self, "implementation", as_implementation(self.implementation))
 
     def merge(self, options: CommunicationOptions | None) -> CommunicationOptions:

@@ -201,7 +201,3 @@ class Plans:
         number = specs[0] in _FLOATS and op in (ReduceOp.SUM, ReduceOp.MEAN)
         key = (reduce_op, *specs[0]) if isinstance(specs[0], tuple) else (reduce_op, specs[0])
         self._lone[key] = NumberPlan(lockstep, op, what.text) if number else plan
-
-    def _direct(self, what: Folding) -> bool:
-        small = len(what.packs) == 1 and what.most <= self._node.arena.direct
-        return small and self._lockstep.frames

@@ -120,18 +120,25 @@ class ReplicaContext:
       array([1., 2.])
     """
 
-    def __init__(self, strategy: Strategy, replica_id_in_sync_group: int):
-        """Be replica `replica_id_in_sync_group` of `strategy`.
+    def __init__(self, strategy: Strategy, replica_id_in_sync_group: int | None):
+        """Be replica `replica_id_in_sync_group` of `strategy`; None for one that is not known.
 
         Raises:
           ValueError: The id is no integer.
         """
-        if not isinstance(replica_id_in_sync_group, int):
-            raise ValueError(
-                f"replica_id_in_sync_group must be an integer, got {replica_id_in_sync_group!r}."
-            )
+        number: Any = replica_id_in_sync_group
+        if number is not None:
+            try:
+                if isinstance(number, bool):
+                    raise TypeError
+                number = operator.index(number)
+            except TypeError:
+                raise ValueError(
+                    "replica_id_in_sync_group must be an integer or None, got "
+                    f"{replica_id_in_sync_group!r:.80}."
+                ) from None
         self._strategy = strategy
-        self._id = replica_id_in_sync_group
+        self._id = number
 
     @property
     def strategy(self) -> Strategy:
@@ -139,8 +146,8 @@ class ReplicaContext:
         return self._strategy
 
     @property
-    def replica_id_in_sync_group(self) -> int:
-        """Which replica this is, from 0 to ``num_replicas_in_sync - 1``."""
+    def replica_id_in_sync_group(self) -> Any:
+        """Which replica this is, from 0 to ``num_replicas_in_sync - 1``; None if nobody said."""
         return self._id
 
     @property
@@ -151,7 +158,8 @@ class ReplicaContext:
     @property
     def devices(self) -> tuple[str, ...]:
         """The label of this replica's device, as a tuple of one."""
-        return (self._strategy.device_labels[self._id],)
+        mine = self._strategy.parts.lockstep.comm.rank if self._id is None else self._id
+        return (self._strategy.device_labels[mine],)
 
     def __repr__(self) -> str:
         """Return which replica of which strategy this is."""

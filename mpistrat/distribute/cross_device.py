@@ -297,13 +297,13 @@ class ReductionToOneDevice(_Routing):
     ):
         """Reduce to that rank."""
         device: Any = reduce_to_device
-        number = hasattr(device, "__index__") and not isinstance(device, bool)
-        if not number and not isinstance(device, str | None):
+        number = _whole(device)
+        if number is None and not isinstance(device, str | None):
             raise ValueError(
                 "reduce_to_device must be the label of a device or the number of a rank, got "
                 f"{reduce_to_device!r:.80}."
             )
-        self._device: str | None = f"rank:{operator.index(device)}" if number else device
+        self._device: str | None = device if number is None else f"rank:{number}"
         self._accumulation_fn = accumulation_fn
 
     def route(self, labels: Sequence[str]) -> tuple[Route, int]:
@@ -404,6 +404,15 @@ def _packs(name: str, count: Any) -> int:
 
 
 def _count(before: str, after: str, given: Any) -> int:
-    if isinstance(given, bool) or not hasattr(given, "__index__") or operator.index(given) < 0:
+    number = _whole(given)
+    if number is None or number < 0:
         raise ValueError(f"{before} {given!r:.80} {after}")
-    return operator.index(given)
+    return number
+
+
+def _whole(given: Any) -> int | None:
+    """Return a number as an int, or None if it is no whole number."""
+    try:
+        return None if isinstance(given, bool) else operator.index(given)
+    except TypeError:
+        return None

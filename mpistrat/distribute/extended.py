@@ -97,8 +97,14 @@ class StrategyExtended:
     def call_for_each_replica(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call `fn` on every replica; an older spelling of `Strategy.run`. Collective."""
-        return self.strategy.run(fn, args, kwargs)
+        """Call `fn` on every replica; an older spelling of `Strategy.run`. Collective.
+
+        Args:
+          fn: The function.
+          args: Its arguments, of any kind that can be iterated over.
+          kwargs: The same by name.
+        """
+        return self.strategy.run(fn, tuple(args) if hasattr(args, "__iter__") else args, kwargs)
 
     @property
     def steps_per_run(self) -> int:

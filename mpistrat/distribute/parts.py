@@ -88,9 +88,11 @@ class Parts:
         Raises:
           ValueError: `options` are none, or the root is no replica.
         """
-        if (options is None and ops is None) or self.view is ALONE or self.choice is None:
+        if (options is None and ops is None) or self.choice is None:
             return self
         choice = self.choice.but(ops, options)
+        if self.view is ALONE:
+            return self
         choice = replace(choice, labels=tuple(labels) or choice.labels)
         if not choice.made:
             return self

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.distribute.values import DistributedValues
+from mpistrat.distribute.values import DistributedValues, Operators
 
 __all__ = ["Reading", "plain"]
 
@@ -20,7 +20,7 @@ _WRITE = (
 )
 
 
-class Reading(np.lib.mixins.NDArrayOperatorsMixin, abc.ABC):
+class Reading(Operators, abc.ABC):
     """A named array that can be read, and written to only by its own methods."""
 
     __hash__ = object.__hash__
@@ -52,7 +52,13 @@ class Reading(np.lib.mixins.NDArrayOperatorsMixin, abc.ABC):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         """Return the value: a live, read-only view unless a copy or another dtype is asked for."""
         array = self._read()
-        if copy or (dtype is not None and np.dtype(dtype) != array.dtype):
+        another = dtype is not None and np.dtype(dtype) != array.dtype
+        if another and copy is False:
+            raise ValueError(
+                f"variable {self.name!r} is {array.dtype}: as {np.dtype(dtype)} it needs a copy, "
+                "and copy=False allows none."
+            )
+        if copy or another:
             return array.astype(dtype or array.dtype)
         return array
 
@@ -116,6 +122,14 @@ class Reading(np.lib.mixins.NDArrayOperatorsMixin, abc.ABC):
     def __int__(self) -> int:
         """Return the value as an int."""
         return int(self._read())
+
+    def __round__(self, digits: int | None = None) -> Any:
+        """Return the value, rounded as NumPy does; without `digits` a number becomes an int."""
+        return round(self.read_value(), digits) if not self.shape else np.round(self, digits or 0)
+
+    def __format__(self, spec: str) -> str:
+        """Return the value as text, in a format; without one, what `repr` says."""
+        return format(self.read_value(), spec) if spec else str(self)
 
     def __bool__(self) -> bool:
         """Return the truth of the value, as NumPy does."""

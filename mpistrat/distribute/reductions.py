@@ -35,6 +35,11 @@ _IDEMPOTENT = frozenset({ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX})
 
 def _moves(name: str, op: ReduceOp, leaf: Any, plain: Plain, path: str) -> bool:
     """Tell whether the replicas' values of this leaf must meet; raise if the question is wrong."""
+    if leaf is None:
+        raise StructureError(
+            f"{name}({op.value}): {label(path)} is None. Where strategy.run gave it, its function "
+            "returned None on every replica: look for a missing return."
+        )
     if isinstance(leaf, PerReplica) or (isinstance(leaf, Variable) and leaf.on_read):
         return True
     mirrored = isinstance(leaf, Mirrored | Variable)

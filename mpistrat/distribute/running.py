@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import TYPE_CHECKING, Any
 
 from mpistrat.collectives.alarms import compare_copies
 from mpistrat.distribute.context import ReplicaContext
 from mpistrat.distribute.mode import Mode, entered
 from mpistrat.distribute.regroup import select
-from mpistrat.errors import StructureError
+from mpistrat.errors import LeafTypeError, StructureError
 
 if TYPE_CHECKING:
     from mpistrat.distribute.strategy import Strategy
 
 __all__ = ["run"]
+
+# What functions with `async` and `yield` return before they begin.
+_UNSTARTED = frozenset({CoroutineType, GeneratorType, AsyncGeneratorType})
 
 
 def run(strategy: Strategy, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -61,4 +65,12 @@ def _call(strategy: Strategy, fn: Callable[..., Any], args: Any, kwargs: Any) ->
         on_fn = strategy.parts.lockstep.session.on_fn
         if on_fn is not None:
             on_fn()
-        return fn(*mine, **named)
+        result = fn(*mine, **named)
+    if type(result) in _UNSTARTED:
+        if isinstance(result, CoroutineType):
+            result.close()  # or Python warns that nobody has waited for it
+        raise LeafTypeError(
+            f"run: the function returned a {type(result).__name__}, so nothing of it has run. Give "
+            "a plain function: without `async`, without `yield`."
+        )
+    return result

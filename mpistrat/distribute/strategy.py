@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from mpistrat.comm.world import size_of_job
 from mpistrat.distribute import feeding, reductions
 from mpistrat.distribute.buffers import make_buffers
 from mpistrat.distribute.context import gather_leaves
+from mpistrat.distribute.default import default_strategy
 from mpistrat.distribute.extended import StrategyExtended
 from mpistrat.distribute.inputs import (
     InputContext,
@@ -19,9 +20,10 @@ from mpistrat.distribute.inputs import (
     InputReplicationMode,
     ValueContext,
 )
-from mpistrat.distribute.mode import cross_replica
+from mpistrat.distribute.mode import cross_replica, same_strategy
 from mpistrat.distribute.parts import Parts
 from mpistrat.distribute.running import run
+from mpistrat.distribute.scopes import Scope
 from mpistrat.distribute.views import LOCAL
 from mpistrat.errors import StrategyError
 from mpistrat.feed.dataset import Dataset
@@ -104,12 +106,11 @@ class Strategy:
         """What names this process in the job; None if nothing was asked to."""
         return self._resolver
 
-    @contextmanager
-    def scope(self) -> Iterator[Any]:
+    def scope(self) -> Scope:
         """Return a context manager whose body is cross-replica code of this strategy.
 
         Variables created in it belong to the strategy. It may be nested in itself, not in another
-        strategy's.
+        strategy's, and may be entered again. That of the default strategy changes nothing.
 
         Raises:
           ContextError: Entered in replica code.
@@ -122,8 +123,16 @@ class Strategy:
           ...     ms.get_strategy() is strategy
           True
         """
-        with self._cross("scope", "what you need; replica code is in the scope"):
-            yield self
+        return Scope(self, self._scope)
+
+    def _scope(self) -> AbstractContextManager[Any]:
+        if self is default_strategy():
+            same_strategy(self, "Strategy.scope()")
+            return nullcontext()
+        entered: AbstractContextManager[Any] = self._cross(
+            "scope", "what you need; replica code is in the scope"
+        )
+        return entered
 
     def _cross(self, name: str, instead: str) -> Any:
         return cross_replica(self, f"Strategy.{name}()", instead)

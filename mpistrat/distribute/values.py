@@ -18,7 +18,17 @@ from mpistrat.arrays import label
 from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.errors import StructureError
 
-__all__ = ["Birth", "DistributedValues", "Home", "Mirrored", "OnRank", "PerReplica", "born", "show"]
+__all__ = [
+    "Birth",
+    "DistributedValues",
+    "Home",
+    "Mirrored",
+    "OnRank",
+    "Operators",
+    "PerReplica",
+    "born",
+    "show",
+]
 
 
 class Home(NamedTuple):
@@ -94,6 +104,12 @@ class DistributedValues(abc.ABC):
         """The components that this rank can name without communicating."""
 
 
+_ONE = (
+    "each replica has a value of its own. Make them one, strategy.reduce(op, value, axis=None), or "
+    "in replica code ctx.all_reduce(op, value); or look at value.local, which ranks differ in."
+)
+
+
 @final
 class PerReplica(DistributedValues):
     """One value per replica; each rank holds its own.
@@ -158,6 +174,26 @@ class PerReplica(DistributedValues):
             )
         return self._values
 
+    def __bool__(self) -> bool:
+        """Refuse: each replica has a truth of its own, so ranks would go different ways.
+
+        Raises:
+          TypeError: Always; says what to ask instead.
+        """
+        raise TypeError(f"a PerReplica is neither true nor false: {_ONE}")
+
+    def __eq__(self, other: object) -> bool:
+        """Return True for this very object, and refuse to compare it with anything else.
+
+        Raises:
+          TypeError: `other` is another object; says what to compare instead.
+        """
+        if other is self:
+            return True
+        raise TypeError(f"a PerReplica cannot be compared: {_ONE}")
+
+    __hash__ = object.__hash__
+
     # NumPy leaves operators to Python, which has none here, instead of making an object array.
     __array_ufunc__ = None
 
@@ -188,11 +224,21 @@ class PerReplica(DistributedValues):
         return "PerReplica:{\n" + ",\n".join(lines) + "\n}"
 
 
+class Operators(np.lib.mixins.NDArrayOperatorsMixin):
+    """Operators of NumPy that make new values: ``x += 1`` makes `x` a name of the sum."""
+
+    def _not_in_place(self, other: Any) -> Any:
+        return NotImplemented  # so Python takes the operator itself
+
+    __iadd__ = __isub__ = __imul__ = __imatmul__ = __itruediv__ = __ifloordiv__ = _not_in_place
+    __imod__ = __ipow__ = __ilshift__ = __irshift__ = __iand__ = __ixor__ = __ior__ = _not_in_place
+
+
 @final
-class Mirrored(DistributedValues, np.lib.mixins.NDArrayOperatorsMixin):
+class Mirrored(DistributedValues, Operators):
     """A value that is the same on every replica, as reductions give it.
 
-    Arithmetic and NumPy functions act on the value itself.
+    Arithmetic, attributes and NumPy functions are those of the value itself.
 
     Args:
       value: The value.
@@ -258,6 +304,15 @@ class Mirrored(DistributedValues, np.lib.mixins.NDArrayOperatorsMixin):
         plain = [i.local if isinstance(i, Mirrored) else i for i in inputs]
         return getattr(ufunc, method)(*plain, **kwargs)
 
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the value, or else of the value as an array."""
+        if name.startswith("_"):
+            raise AttributeError(f"'Mirrored' object has no attribute {name!r}")
+        try:
+            return getattr(self._value, name)
+        except AttributeError:
+            return getattr(np.asarray(self._value), name)
+
     def __getitem__(self, key: Any) -> Any:
         """Return a part of the value."""
         return self._value[key]
@@ -285,6 +340,18 @@ class Mirrored(DistributedValues, np.lib.mixins.NDArrayOperatorsMixin):
     def __int__(self) -> int:
         """Return the value as an int."""
         return int(self._value)
+
+    def __complex__(self) -> complex:
+        """Return the value as a complex number."""
+        return complex(self._value)
+
+    def __round__(self, digits: int | None = None) -> Any:
+        """Return the value, rounded as NumPy does; without `digits` a number becomes an int."""
+        return np.round(self, digits or 0) if self.shape else round(self._value, digits)
+
+    def __format__(self, spec: str) -> str:
+        """Return the value as text, in a format; without one, what `repr` says."""
+        return format(self.numpy(), spec) if spec else str(self)
 
     def __repr__(self) -> str:
         """Return ``Mirrored:{...}`` with a line per replica."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 import mpistrat as ms
@@ -29,8 +30,12 @@ def test_names_and_defaults():
         ({"bytes_per_pack": -1}, "0 or more, got -1"),
         ({"bytes_per_pack": 1.5}, "must be an integer"),
         ({"bytes_per_pack": True}, "must be an integer"),
-        ({"timeout_seconds": 0}, "must be positive"),
-        ({"timeout_seconds": float("nan")}, "must be positive"),
+        ({"timeout_seconds": 0}, "must be a positive number"),
+        ({"timeout_seconds": True}, "must be a positive number"),
+        ({"timeout_seconds": "a"}, "must be a positive number"),
+        ({"timeout_seconds": [1.0]}, "must be a positive number"),
+        ({"bytes_per_pack": "1"}, "must be an integer"),
+        ({"timeout_seconds": float("nan")}, "must be a positive number"),
         ({"implementation": "MPI"}, "'MPI' is not a valid CommunicationImplementation"),
         ({"implementation": 3}, "must be a CommunicationImplementation or its name"),
     ],
@@ -67,3 +72,25 @@ def test_the_older_order_of_arguments():
     assert strategy.parts.choice.options == CommunicationOptions(implementation="RING")
     with pytest.raises(ValueError, match="not a valid"):
         ms.experimental.MultiWorkerMirroredStrategy("fast")
+
+
+def test_numbers_of_numpy_are_numbers():
+    options = ms.CommunicationOptions(np.int64(5), np.float32(2.5))
+    assert (options.bytes_per_pack, options.timeout_seconds) == (5, 2.5)
+    assert type(options.bytes_per_pack) is int
+    assert type(options.timeout_seconds) is float
+    assert str(ms.CommunicationOptions(timeout_seconds=3)).startswith(
+        "Options(bytes_per_pack=0,timeout_seconds=3,"
+    )
+
+
+def test_options_are_options_where_nothing_moves_too():
+    one = ms.OneDeviceStrategy("cpu")
+    for call in (
+        lambda: one.run(lambda: ms.get_replica_context().all_reduce("SUM", 1.0, "fast")),
+        lambda: one.run(lambda: ms.get_replica_context().all_gather(np.ones(1), 0, "fast")),
+        lambda: one.extended.reduce_to("SUM", 1.0, "cpu", "fast"),
+        lambda: one.extended.batch_reduce_to("SUM", [(1.0, "cpu")], 5),
+    ):
+        with pytest.raises(ValueError, match="must be an instance of CommunicationOptions"):
+            call()

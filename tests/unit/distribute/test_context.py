@@ -215,3 +215,56 @@ def test_next_in_replica_code():
         return [x.local.tolist() for x in iterator]
 
     assert run_ranks(rank, 2) == [[[0], [2]], [[1], [3]]]
+
+
+def test_a_scope_can_be_entered_again_and_in_itself():
+    s = ms.OneDeviceStrategy("cpu")
+    scope = s.scope()
+    for _ in range(2):
+        with scope as first, scope as second:
+            assert first is second is s is ms.get_strategy()
+        assert not ms.has_strategy()
+    with scope:
+        with scope:
+            pass
+        assert ms.get_strategy() is s
+    with pytest.raises(RuntimeError, match="was not entered"):
+        scope.__exit__(None, None, None)
+    with pytest.raises(KeyError), scope:
+        raise KeyError
+    assert not ms.has_strategy()
+
+
+def test_the_scope_of_the_default_strategy_changes_nothing():
+    default, other = ms.get_strategy(), ms.OneDeviceStrategy("cpu")
+    with default.scope() as same, default.scope():
+        assert same is default
+        assert ms.get_replica_context() is not None
+        assert not ms.in_cross_replica_context()
+        with other.scope():
+            assert ms.get_strategy() is other
+    with other.scope(), pytest.raises(RuntimeError, match="Mixing"), default.scope():
+        pass
+    assert not ms.has_strategy()
+
+
+def test_the_number_of_a_replica():
+    s = ms.OneDeviceStrategy("cpu")
+    made = ms.ReplicaContext(s, np.int32(0))
+    assert (made.replica_id_in_sync_group, made.devices) == (0, ("cpu",))
+    unknown = ms.ReplicaContext(s, None)
+    assert (unknown.replica_id_in_sync_group, unknown.devices) == (None, ("cpu",))
+    for wrong in ("0", 0.0, True, np.ones(2)):
+        with pytest.raises(ValueError, match="must be an integer"):
+            ms.ReplicaContext(s, wrong)
+
+
+def test_call_for_each_replica_takes_any_arguments_that_come_one_by_one():
+    s = ms.OneDeviceStrategy("cpu")
+    add = lambda a, b: a + b  # noqa: E731
+    assert s.extended.call_for_each_replica(add, iter([1, 2])) == 3
+    assert s.extended.call_for_each_replica(add, {1: None, 2: None}) == 3
+    with pytest.raises(ValueError, match="args must be"):
+        s.extended.call_for_each_replica(add, 5)
+    with pytest.raises(ValueError, match="args must be"):
+        s.run(add, iter([1, 2]))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import math
 
 import numpy as np
@@ -196,3 +198,91 @@ def test_per_replica_values_do_not_compute():
     for act in (lambda: value + 1, lambda: len(value), lambda: value[0], lambda: float(value)):
         with pytest.raises(TypeError):
             act()
+
+
+def test_a_value_per_replica_is_neither_true_nor_equal():
+    def rank(comm):
+        s = ms.MirroredStrategy()
+        loss, other = s.run(lambda: (comm.rank < 1, comm.rank))
+        for question in (
+            lambda: bool(loss),
+            lambda: 1 if loss else 0,
+            lambda: not loss,
+            lambda: loss == other,
+            lambda: loss != other,
+            lambda: loss == 1.0,
+            lambda: loss != None,  # noqa: E711
+            lambda: np.float64(1.0) == loss,
+            lambda: np.ones(2) == loss,
+        ):
+            with pytest.raises(TypeError, match=r"strategy\.reduce"):
+                question()
+        assert loss == loss
+        assert (loss != loss) is False
+        assert loss in [loss]
+        assert len({loss, other}) == 2
+        # Inside of the library nothing looks at leaves that way.
+        tree = {"a": [loss, other, loss], "b": (other,)}
+        assert s.experimental_local_results(tree)[1]["a"] == [False, 1, False]
+        s.reduce("SUM", [other, other], axis=None)
+        s.extended.batch_reduce_to("SUM", [(other, other), (other, other)])
+        s.run(lambda t: None, args=(tree,))
+        return s.run(lambda: ms.get_replica_context().merge_call(lambda s, t: t, args=(tree,)))
+
+    run_ranks(rank, 2)
+
+
+def test_a_mirrored_value_has_the_attributes_of_its_value():
+    m = ms.Mirrored(np.arange(6.0).reshape(2, 3), 2)
+    assert (m.ndim, m.size, m.T.shape, m.nbytes) == (2, 6, (3, 2), 48)
+    assert (m.sum(), m.mean(axis=0).tolist(), m.tolist()) == (15, [1.5, 2.5, 3.5], m.local.tolist())
+    assert m.astype("f4").dtype == np.float32
+    assert m.reshape(-1).shape == (6,)
+    number = ms.Mirrored(2.5, 2)
+    assert (number.ndim, number.size, number.is_integer(), number.sum()) == (0, 1, False, 2.5)
+    with pytest.raises(AttributeError):
+        m.nothing  # noqa: B018
+    assert copy.copy(m).size == 6
+    assert copy.deepcopy(m).numpy().tolist() == m.tolist()
+
+
+def test_a_function_that_returned_nothing_is_told_so():
+    def rank(comm):
+        s = ms.MirroredStrategy()
+        nothing = s.run(lambda: None)
+        for op in ("SUM", "MEAN", "MAX"):
+            with pytest.raises(ms.StructureError, match="its function returned None"):
+                s.reduce(op, nothing, axis=None)
+        with pytest.raises(ms.StructureError, match="leaf 'b' is None"):
+            s.reduce("MEAN", s.run(lambda: {"a": 1.0, "b": None}), axis=None)
+        with pytest.raises(TypeError, match="None"):
+            s.reduce("MEAN", nothing, axis=0)
+        return float(s.reduce("SUM", s.run(lambda: 1.0), axis=None))
+
+    assert run_ranks(rank, 2) == [2.0, 2.0]
+
+
+async def _async():
+    return 1.0
+
+
+def _generator():
+    yield 1.0
+
+
+async def _both():
+    yield 1.0
+
+
+@pytest.mark.parametrize("fn", [_async, _generator, _both, functools.partial(_async)])
+@pytest.mark.parametrize("kind", [ms.MirroredStrategy, ms.MultiWorkerMirroredStrategy])
+def test_a_function_that_has_not_begun_is_refused(fn, kind):
+    def rank(comm):
+        s = kind()
+        with pytest.raises(TypeError, match="nothing of it has run"):
+            s.run(fn)
+        with pytest.raises(TypeError, match="nothing of it has run"):
+            s.run(fn if comm.rank else lambda: 1.0)
+        return s.run(lambda: comm.rank) is not None
+
+    assert run_ranks(rank, 2) == [True, True]

@@ -74,9 +74,10 @@ def test_views_are_live_and_read_only_and_copies_are_copies():
         v.assign_add(np.ones(3))
         with pytest.raises(TypeError, match="assign"):
             np.add(v, 1, out=v)
-        with pytest.raises(TypeError, match="assign"):
-            v += 1
         assert np.array(v, copy=True).flags.writeable
+        with pytest.raises(ValueError, match="copy=False allows none"):
+            v.__array__(np.dtype("f4"), copy=False)
+        assert np.shares_memory(v.__array__(np.dtype("f8"), copy=False), view)
         assert np.asarray(v, np.float32).dtype == np.float32
         return view.tolist(), v.read_value().tolist(), v.value().tolist()
 
@@ -413,3 +414,29 @@ def test_one_rank_s_number_that_does_not_fit_is_an_error_of_all():
 def test_nothing_is_of_every_dtype():
     v = ms.Variable(np.zeros(0, np.int32))
     assert v.assign([]).shape == (0,)
+
+
+def test_operators_in_place_make_new_values():
+    v = kept = ms.Variable([1.0, 2.0])
+    v += 1
+    assert (type(v), v.tolist()) == (np.ndarray, [2, 3])
+    assert kept.numpy().tolist() == [1, 2]
+    m = mirrored = ms.Mirrored(np.ones(2), 2)
+    m *= 3
+    assert (type(m), m.tolist(), mirrored.numpy().tolist()) == (np.ndarray, [3, 3], [1, 1])
+    array = np.zeros(2)
+    array += kept
+    assert array.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("make", [ms.Variable, lambda x: ms.Mirrored(x, 2)])
+def test_text_and_rounding(make):
+    number = make(np.float64(2.34567))
+    assert f"{number:.3f}" == "2.346"
+    assert f"{number}" == str(number)
+    assert round(number, 2) == 2.35
+    assert round(number) == 2
+    assert round(make(np.array([1.26, 2.34])), 1).tolist() == [1.3, 2.3]
+    assert complex(number) == 2.34567
+    with pytest.raises(TypeError):
+        f"{make(np.ones(2)):.3f}"
