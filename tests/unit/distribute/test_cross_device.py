@@ -655,7 +655,8 @@ def test_the_time_of_a_strategy_is_that_of_all_its_calls():
         timed = ms.MultiWorkerMirroredStrategy(None, options, comm=comm)
         other = ms.MirroredStrategy(comm=comm)
         session = timed.parts.lockstep.session
-        session.board = board = Clocked()
+        session.board, session.allowed = Clocked(), None
+        board = session.board
         value = np.full(300, 1.0)
         with timed.scope():
             variable = ms.Variable(value, aggregation=ms.VariableAggregation.SUM)
@@ -674,6 +675,7 @@ def test_the_time_of_a_strategy_is_that_of_all_its_calls():
             "replicas assign": lambda: timed.run(lambda: variable.assign(value).dtype.char),
             "read": lambda: own.numpy(),
             "update": lambda: timed.extended.update(variable, lambda v: v.assign(value)),
+            "distribute": lambda: timed.experimental_distribute_dataset(ms.Dataset.range(4)),
             "steps": lambda: list(batches),
             "group": lambda: timed.group(None),
             "buffers": lambda: timed.buffers([value]),
@@ -704,7 +706,8 @@ def test_leaving_is_no_call_of_a_strategy():
     def rank(comm):
         options = ms.CommunicationOptions(timeout_seconds=7)
         timed = ms.MultiWorkerMirroredStrategy(None, options, comm=comm)
-        timed.parts.lockstep.session.board = boards[comm.rank]
+        session = timed.parts.lockstep.session
+        session.board, session.allowed = boards[comm.rank], None
         timed.run(lambda: None)
 
     run_ranks(rank, 2)
