@@ -189,7 +189,8 @@ _STRATEGY: dict[str, str] = {
 _MEMBERS: dict[str, dict[str, str]] = {
     "Strategy": {
         **_STRATEGY,
-        "experimental_distribute_values_from_function": "each rank calls it for its own replica",
+        "experimental_distribute_values_from_function": "each rank calls it for its own replica; "
+        "it is refused in replica code",
         "gather": "axes may be negative, and parts all empty",
     },
     "StrategyExtended": {

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +18,14 @@ from mpistrat import parity
 from mpistrat.compat import tf
 from mpistrat.parity import Verdict
 from mpistrat.refused import REFUSED, refused
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from golden.compare import EQUAL
+from golden.harness import results
+from golden.judge import judge
+from golden.patterns import matches
+from golden.record import cases
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -125,30 +135,89 @@ def test_what_is_to_come_is_not_there(name):
     assert not come, f"{come} came: take {name!r} out of PENDING; both namespaces must have it"
 
 
-# The parameters that they have in TensorFlow; ours may have further ones, which have defaults.
+# All parameters that they have in TensorFlow 2.21.0, in their order. Ours may have further ones, by
+# name only and with defaults.
 SIGNATURES = {
     "InputContext": "num_input_pipelines=1, input_pipeline_id=0, num_replicas_in_sync=1",
+    "InputContext.get_per_replica_batch_size": "global_batch_size",
     "InputOptions": "experimental_fetch_to_device=None, experimental_replication_mode=PER_WORKER, "
     "experimental_place_dataset_on_device=False, experimental_per_replica_buffer_size=1",
     "RunOptions": "experimental_enable_dynamic_batch_size=True, "
     "experimental_bucketizing_dynamic_shape=False, experimental_xla_options=None",
     "OneDeviceStrategy": "device",
-    "MirroredStrategy": "devices=None",
-    "MultiWorkerMirroredStrategy": "cluster_resolver=None",
+    "MirroredStrategy": "devices=None, cross_device_ops=None",
+    "MultiWorkerMirroredStrategy": "cluster_resolver=None, communication_options=None",
+    "TPUStrategy": "tpu_cluster_resolver=None, experimental_device_assignment=None, "
+    "experimental_spmd_xla_partitioning=False",
+    "TPUStrategy.experimental_assign_to_logical_device": "tensor, logical_device_id",
+    "TPUStrategy.experimental_split_to_logical_devices": "tensor, partition_dimensions",
+    "TPUStrategy.experimental_replicate_to_logical_devices": "tensor",
+    "experimental.MultiWorkerMirroredStrategy": "communication=AUTO, cluster_resolver=None",
+    "experimental.TPUStrategy": "tpu_cluster_resolver=None, device_assignment=None",
+    "experimental.CentralStorageStrategy": "compute_devices=None, parameter_device=None",
+    "experimental.CommunicationOptions": "bytes_per_pack=0, timeout_seconds=None, "
+    "implementation=AUTO",
+    "experimental.CollectiveHints": "bytes_per_pack=0, timeout_seconds=None",
+    "compat.v1.distribute.MirroredStrategy": "devices=None, cross_device_ops=None",
+    "compat.v1.distribute.OneDeviceStrategy": "device",
+    "compat.v1.distribute.experimental.CentralStorageStrategy": "compute_devices=None, "
+    "parameter_device=None",
+    "compat.v1.distribute.experimental.MultiWorkerMirroredStrategy": "communication=AUTO, "
+    "cluster_resolver=None",
+    "compat.v1.distribute.experimental.TPUStrategy": "tpu_cluster_resolver=None, "
+    "steps_per_run=None, device_assignment=None",
+    "compat.v1.distribute.Strategy.reduce": "reduce_op, value, axis=None",
+    "compat.v1.distribute.Strategy.experimental_make_numpy_dataset": "numpy_input, session=None",
+    "NcclAllReduce": "num_packs=1",
+    "HierarchicalCopyAllReduce": "num_packs=1",
+    "ReductionToOneDevice": "reduce_to_device=None, accumulation_fn=None",
+    "CrossDeviceOps": "",
+    "CrossDeviceOps.reduce": "reduce_op, per_replica_value, destinations, options=None",
+    "CrossDeviceOps.batch_reduce": "reduce_op, value_destination_pairs, options=None",
+    "CrossDeviceOps.broadcast": "tensor, destinations",
     "ReplicaContext": "strategy, replica_id_in_sync_group",
-    "ReplicaContext.all_reduce": "reduce_op, value",
-    "ReplicaContext.all_gather": "value, axis",
+    "ReplicaContext.all_reduce": "reduce_op, value, options=None",
+    "ReplicaContext.all_gather": "value, axis, options=None",
     "ReplicaContext.merge_call": "merge_fn, args=(), kwargs=None",
     "Strategy.run": "fn, args=(), kwargs=None, options=None",
     "Strategy.reduce": "reduce_op, value, axis",
     "Strategy.gather": "value, axis",
+    "Strategy.scope": "",
     "Strategy.experimental_distribute_dataset": "dataset, options=None",
     "Strategy.distribute_datasets_from_function": "dataset_fn, options=None",
+    "Strategy.experimental_distribute_datasets_from_function": "dataset_fn, options=None",
     "Strategy.experimental_distribute_values_from_function": "value_fn",
     "Strategy.experimental_local_results": "value",
-    "StrategyExtended.reduce_to": "reduce_op, value, destinations",
-    "StrategyExtended.batch_reduce_to": "reduce_op, value_destination_pairs",
+    "Strategy.unwrap": "value",
+    "Strategy.group": "value, name=None",
+    "Strategy.configure": "session_config=None, cluster_spec=None, task_type=None, task_id=None",
+    "Strategy.update_config_proto": "config_proto",
+    "Strategy.colocate_vars_with": "colocate_with_variable",
+    "Strategy.make_dataset_iterator": "dataset",
+    "Strategy.make_input_fn_iterator": "input_fn, replication_mode=PER_WORKER",
+    "Strategy.experimental_run": "fn, input_iterator=None",
+    "StrategyExtended.reduce_to": "reduce_op, value, destinations, options=None",
+    "StrategyExtended.batch_reduce_to": "reduce_op, value_destination_pairs, options=None",
+    "StrategyExtended.broadcast_to": "tensor, destinations",
+    "StrategyExtended.update": "var, fn, args=(), kwargs=None, group=True",
+    "StrategyExtended.update_non_slot": "colocate_with, fn, args=(), kwargs=None, group=True",
+    "StrategyExtended.non_slot_devices": "var_list",
+    "StrategyExtended.call_for_each_replica": "fn, args=(), kwargs=None",
+    "StrategyExtended.colocate_vars_with": "colocate_with_variable",
+    "StrategyExtended.variable_created_in_scope": "v",
+    "StrategyExtended.read_var": "v",
+    "StrategyExtended.value_container": "value",
+    "StrategyExtended.experimental_make_numpy_dataset": "numpy_input, session=None",
+    "StrategyExtended.experimental_run_steps_on_iterator": "fn, iterator, iterations=1, "
+    "initial_loop_values=None",
     "DistributedDataset.reduce": "initial_state, reduce_func",
+    "DistributedIterator.get_next": "",
+    "DistributedIterator.get_next_as_optional": "",
+    "cluster_resolver.ClusterResolver.cluster_spec": "",
+    "cluster_resolver.ClusterResolver.master": "task_type=None, task_id=None, rpc_layer=None",
+    "cluster_resolver.ClusterResolver.num_accelerators": "task_type=None, task_id=None, "
+    "config_proto=None",
+    "cluster_resolver.UnionResolver": "*args, **kwargs",
     "experimental_set_strategy": "strategy",
     "get_replica_context": "",
     "get_strategy": "",
@@ -176,10 +245,13 @@ SIGNATURES = {
 }
 
 
+STARS = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+
+
 def spelled(parameter):
     default = parameter.default
     if default is inspect.Parameter.empty:
-        return parameter.name
+        return STARS.get(parameter.kind, "") + parameter.name
     return f"{parameter.name}={getattr(default, 'name', None) or repr(default)}"
 
 
@@ -190,19 +262,135 @@ def test_signature(path):
     wanted = SIGNATURES[path].split(", ") if SIGNATURES[path] else []
     given = list(parameters.values())
     assert [spelled(parameter) for parameter in given[: len(wanted)]] == wanted
-    further = [p.name for p in given[len(wanted) :] if p.default is inspect.Parameter.empty]
-    assert not further
+    # A further one by place could be taken for what a later TensorFlow has there.
+    for parameter in given[len(wanted) :]:
+        assert parameter.kind is inspect.Parameter.KEYWORD_ONLY
+        assert parameter.default is not inspect.Parameter.empty
 
 
-def test_what_is_the_same_has_a_signature_to_show_it():
-    plain = {row.here for row in ROWS.values() if row.verdict is Verdict.SAME}
-    without = {
-        *("DistributedIterator", "VariableSynchronization"),
-        *("cluster_resolver.ClusterResolver", "cluster_resolver.KubernetesExecutableLocation"),
-        "experimental.partitioners.Partitioner",
+WITHOUT = {
+    *("DistributedIterator", "DistributedDataset", "DistributedValues", "InputReplicationMode"),
+    *("PerReplica", "Mirrored", "ReduceOp", "VariableAggregation", "VariableSynchronization"),
+    *("Strategy", "StrategyExtended", "cluster_resolver.ClusterResolver"),
+    *("cluster_resolver.KubernetesExecutableLocation", "experimental.partitioners.Partitioner"),
+    *("experimental.CollectiveCommunication", "experimental.CommunicationImplementation"),
+}
+
+
+def test_every_name_that_is_called_has_a_signature_to_show():
+    """The rest are classes that programs do not make, and enumerations."""
+    named = {row.here for row in ROWS.values() if row.verdict is not Verdict.REFUSED}
+    own = {name for name in named if not name.startswith("compat.")}
+    called = {
+        row.here
+        for row in MEMBERS.values()
+        if row.verdict is not Verdict.PENDING and callable(at(row.here))
+        if not row.here.startswith("compat.")
     }
-    of_v2 = {name for name in plain if not name.startswith("compat.")}
-    assert of_v2 - set(SIGNATURES) == without
+    assert own - set(SIGNATURES) == WITHOUT
+    assert called - set(SIGNATURES) == set()
+
+
+# What shows that a row that says *same* is true: recorded cases of which one is equal and
+# none is wrong, or a test of what TensorFlow's documentation says, in which the name is used.
+SHOWN = {
+    "DistributedIterator": "dataset_iteration_protocol/{get_next|next|optional}_*",
+    "InputContext": "options_and_enums/InputContext*",
+    "OneDeviceStrategy": "one_device_strategy/{num|run|reduce_SUM|local_results_tensor}",
+    "RunOptions": "options_and_enums/RunOptions",
+    "experimental_set_strategy": "scopes/{experimental_set_strategy|set_strategy_in_scope}",
+    "get_replica_context": "merge_call_context/*",
+    "get_strategy": "merge_call_context/*",
+    "has_strategy": "merge_call_context/*",
+    "in_cross_replica_context": "merge_call_context/*",
+    "cluster_resolver.ClusterResolver": "cluster_resolvers/base_is_abstract",
+    "cluster_resolver.GCEClusterResolver": "unit/cluster/test_clouds.py::"
+    "test_instances_of_all_pages",
+    "cluster_resolver.KubernetesClusterResolver": "cluster_resolvers/k8s*",
+    "cluster_resolver.KubernetesExecutableLocation": "cluster_resolvers/k8s_locations",
+    "cluster_resolver.SimpleClusterResolver": "cluster_resolvers/simple*",
+    "experimental.ValueContext": "options_and_enums/ValueContext",
+    "experimental.partitioners.FixedShardsPartitioner": "unit/experimental/test_partitioners.py",
+    "experimental.partitioners.MaxSizePartitioner": "unit/experimental/test_partitioners.py",
+    "experimental.partitioners.MinSizePartitioner": "unit/experimental/test_partitioners.py",
+    "experimental.partitioners.Partitioner": "unit/experimental/test_partitioners.py::"
+    "test_one_of_ones_own",
+    "VariableSynchronization": "options_and_enums/VariableSynchronization",
+    "Strategy.cluster_resolver": "extended_v1_misc/cluster_resolver",
+    "Strategy.colocate_vars_with": "extended_v1_misc/colocate_vars_with_on_strategy",
+    "Strategy.experimental_run": "v1_strategy/experimental_run{|_no_iterator}",
+    "Strategy.extended": "v1_strategy/v2_extended_is_v1_too",
+    "Strategy.make_dataset_iterator": "v1_strategy/make_dataset_iterator",
+    "Strategy.num_replicas_in_sync": "one_device_strategy/num",
+    "Strategy.scope": "scopes/{scope_yields_strategy|nest_same|nest_other}",
+    "StrategyExtended.colocate_vars_with": "variables_creation/colocate_vars_with*",
+    "StrategyExtended.experimental_between_graph": "extended_v1_misc/experimental_between_graph",
+    "StrategyExtended.experimental_make_numpy_dataset": "v1_strategy/numpy_dataset",
+    "StrategyExtended.experimental_require_static_shapes": "extended_v1_misc/"
+    "experimental_require_static_shapes",
+    "StrategyExtended.experimental_should_init": "extended_v1_misc/experimental_should_init",
+    "StrategyExtended.read_var": "extended_v1_misc/read_var",
+    "StrategyExtended.value_container": "extended_v1_misc/value_container_*",
+    "StrategyExtended.variable_created_in_scope": "variables_creation/variable_created_in_scope_*",
+    "ReplicaContext.num_replicas_in_sync": "unit/distribute/test_context.py::"
+    "test_what_a_context_says_of_itself",
+    "ReplicaContext.strategy": "unit/distribute/test_context.py::"
+    "test_what_a_context_says_of_itself",
+    "DistributedDataset.cardinality": "dataset_iteration_protocol/cardinality",
+    "DistributedDataset.reduce": "dataset_iteration_protocol/dataset_reduce_method",
+    "DistributedIterator.get_next_as_optional": "dataset_iteration_protocol/optional_*",
+    "compat.v1.distribute.OneDeviceStrategy": "unit/compat/test_v1.py",
+    "compat.v1.distribute.Strategy.experimental_make_numpy_dataset": "unit/compat/test_v1.py",
+}
+
+
+def shown(here):
+    """What shows that it is the same; of an older name that of the newer, if it is that."""
+    newer = here.removeprefix("compat.v1.distribute.")
+    same = here != newer and exists(newer) and vars_of(here) is vars_of(newer)
+    return SHOWN.get(here) or (SHOWN.get(newer, "") if same else "")
+
+
+def vars_of(here):
+    """What the class itself holds: properties are not asked for, and classes inherit."""
+    owner, _, name = here.rpartition(".")
+    return inspect.getattr_static(at(owner) if owner else ms, name)
+
+
+SAME = [row for row in EVERY if row.verdict is Verdict.SAME]
+
+
+@pytest.mark.parametrize("row", SAME, ids=lambda row: row.name)
+def test_what_is_the_same_has_been_compared(row):
+    place = shown(row.here)
+    assert place, f"{row.name}: name a recorded case, or a test, in SHOWN"
+    if ".py" in place:
+        uses(place, row.here.rpartition(".")[2])
+        return
+    found = [case for case in cases() if matches(place, case.key)]
+    assert found, f"{place} is no recorded case"
+    for case in found:
+        verdict = judge(case, results(case.program, case.size))
+        assert verdict.problem == ""
+    assert any(judge(case, results(case.program, case.size)).kind == EQUAL for case in found), (
+        f"{place}: no case is equal"
+    )
+
+
+def uses(place, name):
+    """See that a test there uses the name."""
+    path, _, test = place.partition("::")
+    tree = ast.parse((Path(__file__).parent / path).read_text(encoding="utf-8"))
+    tests = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    if test:
+        tests = [node for node in tests if node.name == test]
+        assert tests, f"{path} has no {test}"
+    text = ast.unparse(tree if not test else tests[0])
+    assert re.search(rf"\b{name}\b", text), f"{place} does not use {name}"
+
+
+def test_nothing_is_shown_that_is_not_said():
+    assert set(SHOWN) <= {row.here for row in SAME}
 
 
 def test_python_m_prints_the_table():

@@ -50,13 +50,15 @@ def encode(value: Any, whole: bool) -> tuple[bytes, bytes]:
     """
     if value is None:
         return b"n", b""
-    if isinstance(value, bool):
+    # Not what refines these types, such as an IntEnum: it is to be the same on all ranks.
+    kind = type(value)
+    if kind is bool:
         return b"b", b"\1" if value else b"\0"
-    if isinstance(value, int):
+    if kind is int:
         return b"i", str(value).encode()
-    if isinstance(value, float) and not isinstance(value, np.generic):
+    if kind is float:
         return b"f", struct.pack("<d", value)
-    if isinstance(value, str) and (whole or len(value) <= _TINY):
+    if kind is str and (whole or len(value) <= _TINY):
         return b"s", value.encode()
     if isinstance(value, np.ndarray | np.generic) and not isinstance(value, np.ma.MaskedArray):
         data = _array(value, whole) if whole or value.nbytes <= _TINY else None

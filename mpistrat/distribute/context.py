@@ -15,6 +15,7 @@ from mpistrat.collectives.folding import put
 from mpistrat.collectives.part import Part
 from mpistrat.collectives.plans import request
 from mpistrat.distribute import sparse
+from mpistrat.distribute.arguments import check_function, given
 from mpistrat.distribute.default import current_strategy, default_strategy
 from mpistrat.distribute.mode import Mode, current, entered, same_strategy, settle
 from mpistrat.distribute.naming import named
@@ -317,6 +318,8 @@ class ReplicaContext:
 
         Raises:
           ContextError: Called outside the run that this context belongs to.
+          TypeError: `merge_fn` is no function, or `kwargs` no dict.
+          ValueError: `args` is no list or tuple.
           LockstepError: The structures of the arguments differ between ranks.
           RemoteError: Another rank failed.
 
@@ -324,8 +327,9 @@ class ReplicaContext:
         As: ``tf.distribute.ReplicaContext.merge_call``.
         """
         self._enter("merge_call")
-        given = (tuple(args), dict(kwargs or {}))
-        seen_args, seen_kwargs = self._strategy.parts.regroup.gathered("merge_call", given)
+        check_function("merge_call", "merge_fn", merge_fn)
+        mine = given("merge_call", args, kwargs)
+        seen_args, seen_kwargs = self._strategy.parts.regroup.gathered("merge_call", mine)
         with entered(Mode(self._strategy)):
             merged = merge_fn(self._strategy, *seen_args, **seen_kwargs)
         return self._strategy.parts.regroup.selected(merged)

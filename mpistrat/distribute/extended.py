@@ -244,8 +244,7 @@ class StrategyExtended:
         does.
         """
         with self._cross("broadcast_to", "get_replica_context().merge_call(...)"):
-            if self.strategy is default_strategy():
-                check_destinations(self.strategy, "broadcast_to", destinations)
+            if self.strategy is default_strategy() and destinations is not None:
                 raise NotImplementedError("the default strategy has no broadcast_to; make another.")
             return broadcast_as_chosen(self.strategy, tensor, destinations)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from mpistrat.distribute.arguments import check_function
 from mpistrat.distribute.inputs import InputContext, InputOptions, InputReplicationMode
 from mpistrat.distribute.iterators import InputIterator
 from mpistrat.distribute.mode import cross_replica, current
@@ -52,6 +53,7 @@ def from_function(
                 f"{name}: PER_REPLICA is for MirroredStrategy. Here leave it out: dataset_fn is "
                 "called on every rank, which is one replica, anyway."
             )
+        check_function(name, "dataset_fn", dataset_fn)
         dataset = dataset_fn(InputContext(place.size, place.rank, place.size))
         _check_dataset(name, dataset)
     if view is ALONE:
@@ -81,6 +83,7 @@ def input_fn_iterator(
     with strategy.parts.lockstep.preparing(name):
         if mode is not InputReplicationMode.PER_WORKER:
             raise DataError(f"{name}: input replication mode not supported: {mode!r}.")
+        check_function(name, "input_fn", input_fn)
         pipelines, number = (1, 0) if shown else (place.size, place.rank)
         made = input_fn(InputContext(pipelines, number, place.size))
         if not isinstance(made, Dataset):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, final
 
+from mpistrat.distribute.arguments import check_function
 from mpistrat.distribute.context import get_replica_context
 from mpistrat.distribute.mode import current
 from mpistrat.errors import ContextError, OutOfRangeError, StructureError
@@ -133,6 +134,7 @@ def run_steps(
             raise TypeError(f"{_CALL}: iterations must be an integer, got {iterations!r}.")
         if iterations < 1:
             raise StructureError(f"{_CALL}: iterations must be 1 or more, got {iterations}.")
+        check_function(_CALL, "fn", fn)
         context = MultiStepContext(strategy, initial)
     with strategy.scope():
         for step in range(iterations):

@@ -7,10 +7,11 @@ from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import TYPE_CHECKING, Any
 
 from mpistrat.collectives.alarms import compare_copies
+from mpistrat.distribute.arguments import check_function, given
 from mpistrat.distribute.context import ReplicaContext
 from mpistrat.distribute.mode import Mode, entered
 from mpistrat.distribute.regroup import select
-from mpistrat.errors import LeafTypeError, StructureError
+from mpistrat.errors import LeafTypeError
 
 if TYPE_CHECKING:
     from mpistrat.distribute.strategy import Strategy
@@ -54,13 +55,10 @@ def run(strategy: Strategy, fn: Callable[..., Any], args: Any, kwargs: Any) -> A
 
 
 def _call(strategy: Strategy, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    if not isinstance(args, list | tuple):
-        raise StructureError(
-            f"run: args must be a list or tuple of arguments, got {type(args).__name__}. "
-            "For one argument write args=(value,)."
-        )
+    check_function("run", "fn", fn)
+    positional, by_name = given("run", args, kwargs)
     replica = ReplicaContext(strategy, strategy.parts.lockstep.comm.rank)
-    mine, named = select((tuple(args), dict(kwargs or {})))
+    mine, named = select((positional, by_name))
     with entered(Mode(strategy, replica)):
         on_fn = strategy.parts.lockstep.session.on_fn
         if on_fn is not None:

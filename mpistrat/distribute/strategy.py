@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpistrat.comm.world import size_of_job
 from mpistrat.distribute import feeding, reductions
+from mpistrat.distribute.arguments import check_function
 from mpistrat.distribute.buffers import make_buffers
 from mpistrat.distribute.context import gather_leaves
 from mpistrat.distribute.default import default_strategy
@@ -163,6 +164,8 @@ class Strategy:
           have their keys in one order on all ranks: that of `fn`, or sorted if it differed.
 
         Raises:
+          TypeError: `fn` is no function, or `kwargs` no dict.
+          ValueError: `args` is no list or tuple.
           Exception: What `fn` raised, on the rank where it did.
           RemoteError: `fn` raised on another rank.
           LockstepError: The replicas returned different structures, or made different calls.
@@ -330,18 +333,21 @@ class Strategy:
           by construction (`OneDeviceStrategy`).
 
         Raises:
+          ContextError: Called in replica code.
+          TypeError: `value_fn` is no function.
           LockstepError: The replicas returned trees of different structure.
 
         Cost: one proof; small values ride in it.
         """
-        comm = self.parts.lockstep.comm
-        self.parts.lockstep.session.check()
+        call = "experimental_distribute_values_from_function"
+        with self._cross(call, "value_fn itself, and use what it returns"):
+            comm = self.parts.lockstep.comm
         failure, made = None, None
         try:
+            check_function(call, "value_fn", value_fn)
             made = value_fn(ValueContext(comm.rank, comm.size))
         except Exception as error:
             failure = error
-        call = "experimental_distribute_values_from_function"
         return self.parts.regroup.inputs(call, made, failure)
 
     def experimental_distribute_dataset(

@@ -104,10 +104,22 @@ class Recorder(dict):
 
 
 def variable_kind(variable: Variable) -> str:
-    """Return what tf.distribute calls a variable of this kind."""
-    if variable.strategy.num_replicas_in_sync == 1:
+    """Return which of tf.distribute's variables this one behaves like. Collective.
+
+    Found out by what may be asked of it, not by what it says of itself: a variable of one replica
+    has one local result, and is itself the value; replicas' own values have a sum, and a mirrored
+    variable has none.
+    """
+    strategy = variable.strategy
+    if len(strategy.experimental_local_results(variable)) == 1:
         return "ResourceVariable"
-    return "SyncOnReadVariable" if variable.on_read else "MirroredVariable"
+    try:
+        total = np.asarray(strategy.reduce("SUM", variable, axis=None))
+    except ValueError:
+        return "MirroredVariable"
+    copies = [np.asarray(copy) for copy in strategy.experimental_local_results(variable)]
+    assert np.array_equal(total, np.sum(copies, axis=0)), (total, copies)
+    return "SyncOnReadVariable"
 
 
 def written_error(error: BaseException) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import math
 
 import ml_dtypes
@@ -10,6 +11,15 @@ import pytest
 
 from mpistrat.comm.codec import decode, encode, pack, unpack
 from mpistrat.errors import LeafTypeError
+
+
+class Colour(enum.IntEnum):
+    RED = 1
+
+
+class Name(str):
+    pass
+
 
 CODES = ["?", "b", "B", "h", "H", "i", "I", "l", "L", "e", "f", "d", "g", "F", "D", "G"]
 CODES += ["M8[ns]", "m8[s]", "U3", "S2", ">f8", ">i4", ml_dtypes.bfloat16]
@@ -51,6 +61,11 @@ def test_arrays_and_their_scalars(dtype, shape, whole):
         "ä" * 300,
         2j,
         b"b",
+        Colour.RED,
+        Name("text"),
+        np.str_("text"),
+        np.bytes_(b"b"),
+        np.float64(1.5),
     ],
     ids=repr,
 )

@@ -674,6 +674,7 @@ def test_the_time_of_a_strategy_is_that_of_all_its_calls():
             "replicas assign": lambda: timed.run(lambda: variable.assign(value).dtype.char),
             "read": lambda: own.numpy(),
             "update": lambda: timed.extended.update(variable, lambda v: v.assign(value)),
+            "distribute": lambda: timed.experimental_distribute_dataset(ms.Dataset.range(4)),
             "steps": lambda: list(batches),
             "group": lambda: timed.group(None),
             "buffers": lambda: timed.buffers([value]),

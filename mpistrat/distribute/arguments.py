@@ -1,0 +1,50 @@
+"""What functions are called with, checked so that errors name the argument."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mpistrat.errors import StructureError
+
+__all__ = ["check_function", "given"]
+
+
+def check_function(call: str, name: str, fn: object) -> None:
+    """Raise if `fn` cannot be called.
+
+    Raises:
+      TypeError: It cannot.
+    """
+    if not callable(fn):
+        raise TypeError(f"{call}: {name} must be a function, got {fn!r:.80}.")
+
+
+def given(call: str, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a function by place and by name.
+
+    Args:
+      call: The call, for messages.
+      args: A list or tuple.
+      kwargs: A dict with texts for keys, or None.
+
+    Raises:
+      StructureError: `args` are none.
+      TypeError: `kwargs` are none.
+
+    Example:
+      >>> given("run", [1], None)
+      ((1,), {})
+    """
+    if not isinstance(args, list | tuple):
+        raise StructureError(
+            f"{call}: args must be a list or tuple of arguments, got {type(args).__name__}. "
+            "For one argument write args=(value,)."
+        )
+    if kwargs is None:
+        return tuple(args), {}
+    if not isinstance(kwargs, Mapping) or not all(isinstance(key, str) for key in kwargs):
+        raise TypeError(
+            f"{call}: kwargs must be a dict of arguments by name, or None, got {kwargs!r:.80}."
+        )
+    return tuple(args), dict(kwargs)

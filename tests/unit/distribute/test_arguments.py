@@ -1,0 +1,91 @@
+"""What is no function or no arguments is named, on every rank."""
+
+from __future__ import annotations
+
+import enum
+
+import numpy as np
+import pytest
+
+import mpistrat as ms
+from mpistrat.testing import run_ranks
+
+VIEWS = [ms.MirroredStrategy, ms.MultiWorkerMirroredStrategy]
+DATA = ms.Dataset.range(2).batch(1)
+
+
+def merged(*args, **kwargs):
+    return lambda: ms.get_replica_context().merge_call(*args, **kwargs)
+
+
+def steps(strategy, *args):
+    return strategy.extended.experimental_run_steps_on_iterator(*args)
+
+
+WRONG = {
+    "run: fn": (lambda s: s.run(3), TypeError),
+    "run: args": (lambda s: s.run(abs, 3), ValueError),
+    "run: args ": (lambda s: s.run(abs, "x"), ValueError),
+    "run: kwargs": (lambda s: s.run(abs, (), [1]), TypeError),
+    "run: kwargs ": (lambda s: s.run(abs, (), {1: 2}), TypeError),
+    "merge_call: merge_fn": (lambda s: s.run(merged(None)), TypeError),
+    "merge_call: args": (lambda s: s.run(merged(abs, 3)), ValueError),
+    "merge_call: kwargs": (lambda s: s.run(merged(abs, (), [1])), TypeError),
+    "experimental_distribute_values_from_function: value_fn": (
+        lambda s: s.experimental_distribute_values_from_function(3),
+        TypeError,
+    ),
+    "distribute_datasets_from_function: dataset_fn": (
+        lambda s: s.distribute_datasets_from_function(DATA),
+        TypeError,
+    ),
+    "make_input_fn_iterator: input_fn": (lambda s: s.make_input_fn_iterator(DATA), TypeError),
+    "experimental_run_steps_on_iterator: fn": (lambda s: steps(s, 3, iter([1])), TypeError),
+}
+
+
+@pytest.mark.parametrize("make", VIEWS)
+@pytest.mark.parametrize("what", WRONG)
+def test_the_argument_is_named_on_every_rank(make, what):
+    call, error = WRONG[what]
+
+    def rank(comm):
+        strategy = make()
+        with pytest.raises(error, match=f"{what.strip()} must be") as found:
+            if comm.rank == 1:
+                call(strategy)
+            else:
+                strategy.run(lambda: None)
+        alone = ms.OneDeviceStrategy("cpu")
+        with pytest.raises(error, match=f"{what.strip()} must be"):
+            call(alone)
+        return isinstance(found.value, ms.RemoteError), float(strategy.run(lambda: 1.0) is not None)
+
+    assert run_ranks(rank, 2, timeout=20) == [(True, 1), (False, 1)]
+
+
+@pytest.mark.parametrize("make", VIEWS)
+def test_values_are_made_outside_of_replica_code(make):
+    def rank(comm):
+        strategy = make()
+        call = strategy.experimental_distribute_values_from_function
+        with pytest.raises(ms.ContextError, match=r"from_function.* is cross-replica code"):
+            strategy.run(lambda: call(lambda c: c.replica_id_in_sync_group))
+        made = call(lambda c: (c.replica_id_in_sync_group, ms.in_cross_replica_context()))
+        return made[0].local, made[1].local
+
+    assert run_ranks(rank, 2) == [(0, False), (1, False)]
+
+
+class Kind(enum.IntEnum):
+    GOOD = 1
+
+
+@pytest.mark.parametrize("value", [Kind.GOOD, np.str_("text"), np.float32(2), "text", 1, True, 2.5])
+def test_values_have_the_same_types_on_every_rank(value):
+    def rank(comm):
+        strategy = ms.MirroredStrategy()
+        results = strategy.experimental_local_results(strategy.run(lambda: value))
+        return [(type(result), result == value) for result in results]
+
+    assert run_ranks(rank, 2) == [[(type(value), True)] * 2] * 2
