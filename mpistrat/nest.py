@@ -31,6 +31,7 @@ __all__ = [
 ]
 
 Structure = optree.PyTreeSpec
+_NODES = (dict, list, tuple)
 
 
 def flatten(tree: Any, none_is_leaf: bool = True) -> tuple[list[Any], Structure]:
@@ -100,9 +101,12 @@ def order(tree: Any) -> str:
       >>> order({"b": 0, "a": 1}), order([1, 2])
       ("'b', 'a'; ", '')
     """
-    if isinstance(tree, dict):
-        return f"{', '.join([repr(key) for key in tree])}; " + order(list(tree.values()))
-    return "".join([order(part) for part in tree]) if isinstance(tree, list | tuple) else ""
+    if not isinstance(tree, _NODES):
+        return ""
+    if not isinstance(tree, dict):
+        return "".join([order(part) for part in tree if isinstance(part, _NODES)])
+    inner = [order(part) for part in tree.values() if isinstance(part, _NODES)]
+    return f"{', '.join([repr(key) for key in tree])}; {''.join(inner)}"
 
 
 def is_lone(structure: Structure) -> bool:

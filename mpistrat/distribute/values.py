@@ -212,7 +212,8 @@ class PerReplica(DistributedValues):
         """Keep `values` of all replicas of `home`, once a collective call has brought them."""
         if self.home is None:
             self.home = home
-        if self.home == home:  # else they are in another order than this value's own
+        # Else they are in another order than this value's own, or of a view that shows more.
+        if self.home == home and (self._values is None or len(self._values) == len(values)):
             self._values = values
             self._known = True
 

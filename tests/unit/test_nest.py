@@ -101,3 +101,9 @@ def test_alike_sorts_the_keys_of_every_dict_and_keeps_all_else():
     assert list(sorted_[3]) == ["m", "n"]
     assert sorted_[3].default_factory is list
     assert [*map(list, (tree[0], tree[3]))] == [["b", "a"], ["n", "m"]]
+
+
+def test_the_order_of_keys_of_any_kind_is_told():
+    assert nest.order({2: 0, 1: [{(1, 2): 0, "a": 1}]}) == "2, 1; (1, 2), 'a'; "
+    assert nest.order({1: 0, 2: 0}) != nest.order({2: 0, 1: 0})
+    assert nest.order([1, (None, "x"), Point(1, 2)]) == ""
