@@ -189,8 +189,7 @@ _STRATEGY: dict[str, str] = {
 _MEMBERS: dict[str, dict[str, str]] = {
     "Strategy": {
         **_STRATEGY,
-        "experimental_distribute_values_from_function": "each rank calls it for its own replica; "
-        "it is refused in replica code",
+        "experimental_distribute_values_from_function": "each rank calls it for its own replica",
         "gather": "axes may be negative, and parts all empty",
     },
     "StrategyExtended": {

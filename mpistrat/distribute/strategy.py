@@ -323,7 +323,7 @@ class Strategy:
     ) -> Any:
         """Make one value per replica: each rank calls `value_fn` for its own.
 
-        Collective: all ranks call it.
+        Collective: all ranks call it; in replica code too.
 
         Args:
           value_fn: ``value_fn(ValueContext)``.
@@ -333,15 +333,13 @@ class Strategy:
           by construction (`OneDeviceStrategy`).
 
         Raises:
-          ContextError: Called in replica code.
           TypeError: `value_fn` is no function.
           LockstepError: The replicas returned trees of different structure.
 
         Cost: one proof; small values ride in it.
         """
         call = "experimental_distribute_values_from_function"
-        with self._cross(call, "value_fn itself, and use what it returns"):
-            comm = self.parts.lockstep.comm
+        comm = self.parts.lockstep.comm
         failure, made = None, None
         try:
             check_function(call, "value_fn", value_fn)

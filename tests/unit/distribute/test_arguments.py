@@ -65,16 +65,15 @@ def test_the_argument_is_named_on_every_rank(make, what):
 
 
 @pytest.mark.parametrize("make", VIEWS)
-def test_values_are_made_outside_of_replica_code(make):
+def test_values_are_made_in_replica_code_too(make):
     def rank(comm):
         strategy = make()
         call = strategy.experimental_distribute_values_from_function
-        with pytest.raises(ms.ContextError, match=r"from_function.* is cross-replica code"):
-            strategy.run(lambda: call(lambda c: c.replica_id_in_sync_group))
+        inside = strategy.run(lambda: call(lambda c: c.replica_id_in_sync_group).local)
         made = call(lambda c: (c.replica_id_in_sync_group, ms.in_cross_replica_context()))
-        return made[0].local, made[1].local
+        return inside.local, made[0].local, made[1].local
 
-    assert run_ranks(rank, 2) == [(0, False), (1, False)]
+    assert run_ranks(rank, 2) == [(0, 0, False), (1, 1, False)]
 
 
 class Kind(enum.IntEnum):
