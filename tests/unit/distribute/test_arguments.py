@@ -69,9 +69,10 @@ def test_values_are_made_in_replica_code_too(make):
     def rank(comm):
         strategy = make()
         call = strategy.experimental_distribute_values_from_function
-        inside = strategy.run(lambda: call(lambda c: c.replica_id_in_sync_group).local)
+        seen = []
+        strategy.run(lambda: seen.append(call(lambda c: c.replica_id_in_sync_group).local))
         made = call(lambda c: (c.replica_id_in_sync_group, ms.in_cross_replica_context()))
-        return inside.local, made[0].local, made[1].local
+        return seen[0], made[0].local, made[1].local
 
     assert run_ranks(rank, 2) == [(0, 0, False), (1, 1, False)]
 
