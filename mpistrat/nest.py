@@ -20,6 +20,7 @@ __all__ = [
     "Structure",
     "alike",
     "describe",
+    "flat",
     "flatten",
     "is_lone",
     "map",
@@ -46,6 +47,17 @@ def flatten(tree: Any, none_is_leaf: bool = True) -> tuple[list[Any], Structure]
       [1, 2]
     """
     return optree.tree_flatten(tree, none_is_leaf=none_is_leaf)
+
+
+@functools.lru_cache(maxsize=512)
+def flat(is_list: bool, count: int) -> Structure:
+    """Return the structure of a list, or else a tuple, of so many leaves.
+
+    Example:
+      >>> flat(True, 2) == flatten([1, 2])[1]
+      True
+    """
+    return flatten([0] * count if is_list else (0,) * count)[1]
 
 
 def unflatten(structure: Structure, leaves: list[Any]) -> Any:

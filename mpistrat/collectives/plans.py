@@ -9,6 +9,7 @@ plan on one rank only has another digest there.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple, final
 
@@ -17,6 +18,7 @@ import numpy as np
 from mpistrat import nest
 from mpistrat.arrays import Array
 from mpistrat.collectives.folding import Folding
+from mpistrat.collectives.forms import Form
 from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.collectives.node import NodeFolds
 from mpistrat.collectives.part import Part
@@ -31,6 +33,9 @@ _MOST = 1024
 _FLOATS = frozenset({float, np.float64})
 _NUMBERS = _FLOATS | {complex, np.float32, np.int32, np.int64, np.complex64, np.complex128}
 _TREES = frozenset({dict, list, tuple})
+_ARRAYS = frozenset({np.ndarray})
+_LEAVES = _NUMBERS | _ARRAYS
+_spec = operator.attrgetter("dtype", "shape")
 
 
 class Request(NamedTuple):
@@ -54,20 +59,21 @@ def request(reduce_op: Any, value: Any) -> Request | None:
     kind = type(value)
     if kind not in _TREES and kind is not np.ndarray and kind not in _NUMBERS:
         return None
-    leaves, structure = nest.flatten(value)
+    if (kind is list or kind is tuple) and set(map(type, value)) == _ARRAYS:
+        # What has hundreds of leaves is mostly this, and to walk it costs as much as to fold it.
+        leaves, structure = list(value), nest.flat(kind is list, len(value))
+    else:
+        leaves, structure = nest.flatten(value)
     try:
         hash(structure)
     except TypeError:  # as of a defaultdict whose factory has no hash
         return None
-    specs: list[Any] = []
-    for leaf in leaves:
-        kind = type(leaf)
-        if kind is np.ndarray:
-            specs.append((leaf.dtype, leaf.shape))
-        elif kind in _NUMBERS:
-            specs.append(kind)
-        else:
-            return None
+    kinds = set(map(type, leaves))
+    if kinds == _ARRAYS:
+        return Request((reduce_op, structure, *map(_spec, leaves)), leaves, structure)
+    if not kinds <= _LEAVES:
+        return None
+    specs = [_spec(leaf) if type(leaf) is np.ndarray else type(leaf) for leaf in leaves]
     return Request((reduce_op, structure, *specs), leaves, structure)
 
 
@@ -99,10 +105,10 @@ class InPlace(NamedTuple):
     specs: list[tuple[np.dtype[Any], tuple[int, ...]]]
 
 
-def _as_is(leaf: Any, part: Part) -> bool:
+def _as_is(leaf: Any, value: Array, form: Form) -> bool:
     """Tell whether the bytes of a leaf travel and come back as they are."""
-    same = part.form.wire == part.form.result == part.value.dtype
-    return same and _native(leaf, part) and part.value.size > 0
+    same = form.wire == form.result == value.dtype
+    return same and (type(leaf) is not np.ndarray or leaf.dtype == value.dtype) and value.size > 0
 
 
 def _native(leaf: Any, part: Part) -> bool:
@@ -171,12 +177,25 @@ class Plans:
             like = tuple(type(leaf) is not np.ndarray for leaf in asked.leaves)
             self._sketches[(weighted, *asked.key)] = Sketch(what, like)
         if not weighted:
-            self._plan(asked, what, parts)
+            self._plan(asked, what, [part.value for part in parts])
 
-    def _plan(self, asked: Request, what: Folding, parts: Sequence[Part]) -> None:
+    def learn_again(self, asked: Request, what: Folding, values: Sequence[Array]) -> None:
+        """Remember a plan that could not be made before there was shared memory."""
+        if not self._learns or not self._direct(what):
+            return
+        reduce_op, structure, *_ = asked.key
+        lone = nest.is_lone(structure)
+        if (self.lone(reduce_op, asked.leaves[0]) if lone else self.find(asked)) is None:
+            self._plan(asked, what, values)
+
+    def _direct(self, what: Folding) -> bool:
+        most = self._node.arena.direct if self._lockstep.frames else 0
+        return len(what.packs) == 1 and what.most <= most
+
+    def _plan(self, asked: Request, what: Folding, values: Sequence[Array]) -> None:
         lockstep, op = self._lockstep, what.op
         header = ONE if op is ReduceOp.MEAN else b""
-        if not all(_as_is(leaf, part) for leaf, part in zip(asked.leaves, parts, strict=True)):
+        if not all(map(_as_is, asked.leaves, values, what.forms)):
             return
         if len(self) >= _MOST:
             self._known.clear()
@@ -185,13 +204,8 @@ class Plans:
         numbers = [type(leaf) is not np.ndarray for leaf in asked.leaves]
         plan: Plan | SharedPlan
         if lockstep.fits(len(header) + what.nbytes):
-            plan = Plan(lockstep, op, what.text, parts, header, numbers)
-        elif (
-            lockstep.frames
-            and self._node.arena.direct
-            and what.most <= self._node.arena.direct
-            and len(what.packs) == 1
-        ):
+            plan = Plan(lockstep, op, what.text, values, header, numbers)
+        elif self._direct(what):
             plan = SharedPlan(lockstep, self._node, what, numbers)
         else:
             return

@@ -166,10 +166,10 @@ def _inside(parts: Parts, asked: Request, weight: Any) -> bool:
 def _small(parts: Parts, asked: Request, weight: Any) -> bool:
     """Fold a small tree of arrays into itself, if a plan knows of it. Collective."""
     plan = parts.plans.find(asked) if weight is None else None
-    if plan is None or not all(takes(leaf, leaf) for leaf in asked.leaves):
-        return False
-    if sum(leaf.nbytes for leaf in asked.leaves) > SMALL:
+    if plan is None or plan.nbytes > SMALL:
         return False  # that is folded in place, if it can be
+    if not all(takes(leaf, leaf) for leaf in asked.leaves):
+        return False
     put(plan.all(asked.leaves), asked.leaves)
     return True
 
@@ -216,6 +216,8 @@ def _again(parts: Parts, asked: Request, sketch: Sketch, weight: Any, out: Any) 
     except Exception as error:
         parts.lockstep.refuse("all_reduce", error)
     totals = parts.reducer.fold(what, values, [number], weight is not None, outs)
+    if weight is None:
+        parts.plans.learn_again(asked, what, values)
     if outs is not None:
         return out
     if any(numbers):

@@ -260,3 +260,30 @@ def test_a_value_that_depends_on_the_rank_is_called_that():
         return "Every rank must make the same calls" in str(told.value)
 
     assert run_ranks(program, 2) == [True, True]
+
+
+def test_a_plan_is_made_when_there_is_memory_for_it():
+    """The first call of its kind may come before the memory that the plan passes through."""
+
+    def rank(comm):
+        strategy = ms.MirroredStrategy(comm=comm)
+        buffers = strategy.buffers([np.empty(300)] * 20)
+        values = [np.full(300, comm.rank + i, float) for i in range(20)]
+        plans = strategy.parts.plans
+        counts = []
+
+        def fn():
+            ctx = ms.get_replica_context()
+            ctx.all_reduce("SUM", buffers, out=buffers)
+            counts.append(len(plans))
+            for _ in range(3):
+                found.append(ctx.all_reduce("SUM", values))
+                counts.append(len(plans))
+
+        found: list = []
+        strategy.run(fn)
+        assert counts == [0, 1, 1, 1]
+        return [float(leaf[7]) for tree in found for leaf in tree]
+
+    total = [float(sum(r + i for r in range(3))) for i in range(20)]
+    assert run_ranks(rank, 3) == [total * 3] * 3
