@@ -126,8 +126,10 @@ def reduce_in_replica(
 ) -> Any:
     """Fold `value` over the replicas; see `ReplicaContext.all_reduce`. Collective."""
     asked = asked or request(reduce_op, value)
-    if out is value and asked is not None and _inside(parts, asked, weight):
-        return out
+    if out is not None and asked is not None:
+        known = _inside if out is value else _outside
+        if known(parts, asked, weight, out):
+            return out
     sketch = parts.plans.sketch(asked, weight is not None)
     if sketch is not None and asked is not None:
         return _again(parts, asked, sketch, weight, out)
@@ -158,7 +160,21 @@ def reduce_in_replica(
     return nest.unflatten(call.structure, list(map(finish, totals, call.leaves)))
 
 
-def _inside(parts: Parts, asked: Request, weight: Any) -> bool:
+def _outside(parts: Parts, asked: Request, weight: Any, out: Any) -> bool:
+    """Put what a plan knows of into other arrays than are folded. Collective."""
+    plan = parts.plans.find(asked) if weight is None else None
+    if plan is None:
+        return False
+    other = request(asked.key[0], out)
+    if other is None or other.key != asked.key or other.leaves[0] is asked.leaves[0]:
+        return False  # it does not fit, or is the same, which may lie in the arena
+    if not all(type(leaf) is np.ndarray and leaf.flags.writeable for leaf in other.leaves):
+        return False
+    put(plan.all(asked.leaves), other.leaves)
+    return True
+
+
+def _inside(parts: Parts, asked: Request, weight: Any, _: Any) -> bool:
     """Fold leaves into themselves, if it is known how. Collective."""
     return _small(parts, asked, weight) or _in_place(parts, asked, weight)
 

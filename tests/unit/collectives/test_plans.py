@@ -287,3 +287,53 @@ def test_a_plan_is_made_when_there_is_memory_for_it():
 
     total = [float(sum(r + i for r in range(3))) for i in range(20)]
     assert run_ranks(rank, 3) == [total * 3] * 3
+
+
+def wrong(outs, kind):
+    """Outs that do not take the results, or are the values themselves in another order."""
+    if kind == "read-only":
+        outs[3].flags.writeable = False
+    elif kind == "dtype":
+        outs[3] = outs[3].astype("f4")
+    elif kind == "shape":
+        outs[3] = outs[3].reshape(-1, 1)
+    elif kind == "structure":
+        outs = tuple(outs)
+    return outs
+
+
+@pytest.mark.parametrize("kind", ["read-only", "dtype", "shape", "structure"])
+def test_outs_that_do_not_fit_are_refused_after_a_plan_too(kind):
+    def rank(comm):
+        strategy = ms.MirroredStrategy(comm=comm)
+        values = [np.full(30, comm.rank + i, float) for i in range(9)]
+        fold = lambda out: ms.get_replica_context().all_reduce("SUM", values, out=out)  # noqa: E731
+        good = [np.zeros(30) for _ in range(9)]
+        for _ in range(3):
+            strategy.run(lambda: fold(good) is good)
+        bad = wrong([np.zeros(30) for _ in range(9)], kind) if comm.rank == 1 else list(good)
+        with pytest.raises((ValueError, TypeError)) as caught:
+            strategy.run(lambda: fold(bad))
+        strategy.run(lambda: fold(good) is good)
+        return isinstance(caught.value, ms.RemoteError), [float(leaf[-1]) for leaf in good]
+
+    want = [3.0 * i + 3 for i in range(9)]
+    assert run_ranks(rank, 3) == [(r != 1, want) for r in range(3)]
+
+
+def test_outs_may_be_values_in_another_order():
+    def rank(comm):
+        strategy = ms.MirroredStrategy(comm=comm)
+        ctx = ms.get_replica_context
+
+        def fn():
+            for _ in range(4):
+                values = [np.full(30, comm.rank + i, float) for i in range(9)]
+                ctx().all_reduce("SUM", values, out=values[::-1])
+                found.append([float(leaf[3]) for leaf in values])
+
+        found: list = []
+        strategy.run(fn)
+        return found
+
+    assert run_ranks(rank, 2) == [[[2.0 * i + 1 for i in range(8, -1, -1)]] * 4] * 2
