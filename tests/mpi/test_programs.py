@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import warnings
 
@@ -71,7 +72,10 @@ def test_tf_config(world, monkeypatch):
     cluster = {"worker": ["localhost:12345", "localhost:23456"], "ps": ["localhost:34567"]}
     task = {"type": "worker", "index": world.rank % 2}
     monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": task}))
-    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    # Names that do not fit the ranks are told once, on rank 0.
+    told = world.rank == 0 and world.size != 2
+    with pytest.warns(RuntimeWarning, match="2 workers") if told else contextlib.nullcontext():
+        strategy = tf.distribute.MultiWorkerMirroredStrategy()
     assert strategy.cluster_resolver.task_type == "worker"
     assert strategy.cluster_resolver.task_id == world.rank % 2
 
