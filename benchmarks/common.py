@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 import mpistrat
+from mpistrat.collectives.folding import SMALL
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -201,7 +202,7 @@ def path_of(call: Callable[[], Any]) -> str:
 def expected(strategy: mpistrat.Strategy, nbytes: int, in_place: bool = False) -> str:
     """Return the path that an all-reduce is said to take, once its kind was made before."""
     lockstep, arena = strategy.parts.lockstep, strategy.parts.reducer.node.arena
-    if in_place and lockstep.comm.size > 1:
+    if in_place and lockstep.comm.size > 1 and nbytes > SMALL:
         return "in place"
     if lockstep.fits(nbytes):
         return "small"

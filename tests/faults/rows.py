@@ -65,7 +65,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "B23": ("tests/faults/test_rows.py::test_b23_no_operation_of_our_own_runs_inside_mpi",),
     "C1": ("tests/unit/collectives/test_all_reduce.py::test_every_dtype_and_layout",),
     "C8": ("tests/unit/collectives/test_bad_leaves.py::test_a_bad_leaf_raises_on_every_rank",),
-    "C13": ("tests/mpi/test_collectives.py::test_what_an_mpi_cannot_take_at_once_goes_in_pieces",),
+    "C13": ("tests/mpi/test_pieces.py::test_uneven_gathers",),
     "C15": (
         "tests/unit/distribute/test_values.py::test_what_cannot_be_sent_is_a_type_error_everywhere",
     ),
