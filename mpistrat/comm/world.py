@@ -7,7 +7,9 @@ import contextvars
 import multiprocessing
 import os
 import signal
+import socket
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -20,6 +22,8 @@ from mpistrat.comm.mpi import initialized, library
 from mpistrat.errors import StrategyError
 
 __all__ = ["alone", "as_world", "default_parent", "size_of_job"]
+
+_ENDING = 10.0  # seconds in which a pool ends its workers
 
 _here: contextvars.ContextVar[Comm | None] = contextvars.ContextVar("mpistrat_world", default=None)
 
@@ -99,8 +103,17 @@ def _refusal() -> str:
     # first, as the pool takes its workers with it.
     told = f"{told} A pool would start workers for ever, so its process is interrupted."
     print(f"mpistrat: {told}", file=sys.stderr, flush=True)
-    os.kill(os.getppid(), signal.SIGINT)
+    _interrupt_pool()
     return told
+
+
+def _interrupt_pool() -> None:
+    # Once, whatever the number of workers: a second signal would disturb the pool's own end. The
+    # name goes with the process that has it, and this one waits to be ended by the pool.
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as name:
+        name.bind(f"\0mpistrat interrupts {os.getppid()}")
+        os.kill(os.getppid(), signal.SIGINT)
+        time.sleep(_ENDING)
 
 
 def _single() -> LoopbackComm:
