@@ -202,7 +202,8 @@ class NodeFolds:
                     begin, end = max(start, low), min(stop, high)
                     if begin < end:
                         into = to[begin - start : end - start]
-                        fold_pair(FOLDS[what.op], rows, begin, end, into, table, divisor, team)
+                        how = (table, divisor, pack.columns, team)
+                        fold_pair(FOLDS[what.op], rows, begin, end, into, *how)
         node.barrier()
 
     def _fold_packs(self, what: Folding, packed: Packed, scales: Scales, results: Results) -> None:

@@ -135,14 +135,17 @@ class Plans:
         """Return the plan for a lone array or number, if there is one."""
         try:
             if type(value) is np.ndarray:
-                return self._lone.get((reduce_op, value.dtype, value.shape))
+                plan = self._lone.get((reduce_op, value.dtype, value.shape))
+                return None if type(plan) is SharedPlan and self._node.arena.refused else plan
             return self._lone.get((reduce_op, type(value)))
         except TypeError:  # no operation; the general path says so, on every rank
             return None
 
     def find(self, asked: Request | None) -> Plan | SharedPlan | None:
         """Return the plan of this request, if there is one."""
-        return None if asked is None else self._known.get(asked.key)
+        plan = None if asked is None else self._known.get(asked.key)
+        # Since memory was refused, the general path on other ranks goes by MPI.
+        return None if type(plan) is SharedPlan and self._node.arena.refused else plan
 
     def sketch(self, asked: Request | None, weighted: bool) -> Sketch | None:
         """Return what is known of this request, if anything is."""
@@ -189,7 +192,7 @@ class Plans:
             self._plan(asked, what, values)
 
     def _direct(self, what: Folding) -> bool:
-        most = self._node.arena.direct if self._lockstep.frames else 0
+        most = self._node.arena.direct if self._lockstep.frames and self._node.possible else 0
         return len(what.packs) == 1 and what.most <= most
 
     def _plan(self, asked: Request, what: Folding, values: Sequence[Array]) -> None:

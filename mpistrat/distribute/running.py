@@ -33,6 +33,8 @@ def run(strategy: Strategy, fn: Callable[..., Any], args: Any, kwargs: Any) -> A
     session = lockstep.session
     failure: BaseException | None = None
     result: Any = None
+    if not session.run.depth:
+        session.raised = None  # what ended another run says nothing of this one
     session.run.depth += 1
     try:
         try:

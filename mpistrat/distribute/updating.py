@@ -54,9 +54,14 @@ def update(
     with lockstep.preparing("update"):
         own_variable(strategy, "update", var)
         _refuse_per_replica(var, given)
+    if any(write.copy is var.kept for write in lockstep.session.unproved):
+        # So that what is undone, if this fails, is this.
+        lockstep.prove(f"update({var.spec()}), what was written before it")
+    with lockstep.preparing("update"):
         undo = var.kept.undo()
     failure, result, call = None, None, f"update({var.spec()})"
     contents: dict[str, Any] = {}
+    var.kept.holds += 1  # a proof that fn makes shows nothing of what it writes here
     try:
         mine, named = select(given)
         with entered(Mode(strategy, updating=var)):
@@ -67,11 +72,15 @@ def update(
             contents[_RETURNED] = _contents(result, lockstep.session)
     except BaseException as error:  # a way out of the program is one that all ranks have to know
         failure = error
+    var.kept.holds -= 1
     try:
         # Undone by the proof if that fails, before what was written earlier in the run.
         lockstep.session.unproved.append(Unproved(f"{call} itself", undo, var.kept))
         writes.prove_same(lockstep, call, contents, _ADVICE, failure)
     except BaseException:
+        # Left over if this run had failed before, so that there was no proof.
+        for write in reversed(lockstep.session.unproved):
+            write.undo()
         lockstep.session.unproved.clear()
         undo()
         raise

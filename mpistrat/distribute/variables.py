@@ -303,6 +303,8 @@ class Variable(Reading, ScatterUpdates):
         call = f"{kind}({self.spec()})"
         with self.strategy.parts.lockstep.preparing(call):
             array = incoming(self, mode, kind, value)
+            if np.may_share_memory(array, self.kept.array):
+                array = array.copy()  # other ranks write to it while this one reads
         if replica:
             array = writes.REPLICA[self.aggregation](self, call, array)
         else:

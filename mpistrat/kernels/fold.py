@@ -102,6 +102,7 @@ def fold_pair(
     out: Array,
     scales: Array | None = None,
     divisor: float = 1.0,
+    whole: int | None = None,
     team: Team | None = None,
 ) -> None:
     """Fold columns `start` to `stop` of two rows into a flat array.
@@ -117,14 +118,18 @@ def fold_pair(
       out: Where the result goes; of ``stop - start`` elements and the same dtype, contiguous.
       scales: As in `fold_rows`.
       divisor: As in `fold_rows`.
+      whole: As in `fold_rows`. Equal on all ranks, which may cut differently: loops give a NaN
+        that comes of two another payload than NumPy.
       team: As in `fold_rows`.
 
     Cost: One pass over the columns.
     """
+    count = stop - start if whole is None else whole
     if team is not None and stop - start >= 2 * _PART:
 
         def part(low: int, high: int) -> None:
-            fold_pair(fold, rows, low, high, out[low - start : high - start], scales, divisor)
+            into = out[low - start : high - start]
+            fold_pair(fold, rows, low, high, into, scales, divisor, count)
 
         _divided(team, part, rows, start, stop)
         return
@@ -133,7 +138,7 @@ def fold_pair(
     with np.errstate(all="ignore"):
         if plain and divisor == 1.0:
             fold(one, two, out=out)
-        elif fold is np.add and rows.dtype.kind == "f" and _ready(rows.dtype, stop - start):
+        elif fold is np.add and rows.dtype.kind == "f" and _ready(rows.dtype, count):
             factors = np.ones(2, rows.dtype) if scales is None else scales.astype(rows.dtype)
             _sum_pair(one, two, out, factors, np.array([divisor], rows.dtype))
         else:

@@ -38,6 +38,8 @@ class Copy(abc.ABC):
     """
 
     array: Array
+    # While it is more than 0 all writes are this rank's alone, and none of them is settled.
+    holds = 0
 
     @property
     @abc.abstractmethod
@@ -135,9 +137,18 @@ class Common(Copy):
         self._shared[:] = values.reshape(-1)
 
     def undo(self, rows: Array | None = None) -> Callable[[], None]:
-        """Return `forget`."""
-        self._opened()
-        return self.forget
+        """Return what forgets all that is written alone; or, after the first, what is put back."""
+        if not self.open:
+            self._opened()
+            return self.forget
+        place: Any = ... if rows is None else rows.copy()
+        before = [np.array(self.array[place])]
+
+        def restore() -> None:
+            if before:
+                self._opened().reshape(self.shape)[place] = before.pop()
+
+        return restore
 
     def _opened(self) -> Array:
         if self._alone is None:
@@ -164,7 +175,7 @@ class Common(Copy):
 
         Collective over the node unless `alone`.
         """
-        if alone:
+        if alone or self.holds:
             write(self._opened().reshape(self.shape), values, rows)
             return
         if rows is None:
@@ -180,10 +191,11 @@ class Common(Copy):
 def settle(copies: Iterable[Copy]) -> None:
     """Make what all ranks of the node have written alone, and alike, the copy of all of them.
 
-    Collective over the node, if any of the copies is common and open.
+    Collective over the node, if any of the copies is common, open and not held.
     """
     # Written to several times, it is there several times.
-    held = {id(copy): copy for copy in copies if isinstance(copy, Common) and copy.open}
+    common = [copy for copy in copies if isinstance(copy, Common)]
+    held = {id(copy): copy for copy in common if copy.open and not copy.holds}
     for copy in held.values():
         copy.give()
     if held:

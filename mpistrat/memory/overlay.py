@@ -48,8 +48,11 @@ class Overlay:
         if hasattr(mmap, "MADV_DONTDUMP"):
             self._map.madvise(mmap.MADV_DONTDUMP)  # the shared mapping is in a dump already
         self._address = int(np.frombuffer(self._map, np.uint8).ctypes.data)
-        self._protect: Any = ctypes.CDLL(None, use_errno=True).mprotect
+        library = ctypes.CDLL(None, use_errno=True)
+        self._protect: Any = library.mprotect
         self._protect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        self._unlock: Any = library.munlock
+        self._unlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
     def seen(self, start: int, stop: int) -> memoryview:
         """Return what this process sees of these bytes. Memory that nothing can write to."""
@@ -66,7 +69,11 @@ class Overlay:
 
     def close(self, start: int, stop: int) -> None:
         """Forget what this process has written to these pages: they show the file again."""
-        self._map.madvise(mmap.MADV_DONTNEED, start, stop - start)
+        try:
+            self._map.madvise(mmap.MADV_DONTNEED, start, stop - start)
+        except OSError:  # what the program has locked (mlock) is not given back
+            self._unlock(self._address + start, stop - start)
+            self._map.madvise(mmap.MADV_DONTNEED, start, stop - start)
         self._allow(start, stop, _READ)
 
     def _allow(self, start: int, stop: int, what: int) -> None:

@@ -24,6 +24,8 @@ _LATE = {
     "merge": frozenset({"bad_leaf", "other_shape", "other_dtype", "raise_merge"}),
     "update": frozenset({"other_value"}),
 }
+# The same for an update of a variable that was written to just before it, which is proved first.
+_LATER = frozenset({"other_value", "other_shape", "bad_leaf", "raise_update"})
 
 
 def _fold(how: str, parts: list[np.ndarray]) -> np.ndarray:
@@ -100,15 +102,21 @@ class Expected:
         self.bits = model.bits()
         self.loose = {op.key for step, op in program.ops() if is_local(step, op)}
         for step in program.steps:
+            pending: set[str] = set()
             for op in step.ops:
                 if fault is not None and op.key == fault.key:
                     # The first proof of the call may pass, and prove what was written before it.
-                    if set(fault.kinds.values()) <= _LATE.get(op.kind, frozenset()):
+                    late = _LATE.get(op.kind, frozenset())
+                    late = _LATER if op.kind == "update" and op.var in pending else late
+                    if set(fault.kinds.values()) <= late:
                         self.bits = model.bits()
                     return
                 self.results[op.key] = model.give(op)
                 if not is_local(step, op):
                     self.bits = model.bits()
+                    pending.clear()
+                elif op.var in ON_WRITE:
+                    pending.add(op.var)
             self.bits = model.bits()
 
 

@@ -254,3 +254,106 @@ def test_the_ranks_that_differ_are_named(what, frames):
         return lines[: len(want)], len(lines), v.numpy().tolist()
 
     assert run_ranks(rank, 3) == [(want, len(want) + 1, [0.0, 0.0])] * 3
+
+
+LARGE = (300, 70)  # 168 KB: what a node has in common
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("kind", "seen"),
+    [
+        ("assign", lambda a: a[::-1]),
+        ("assign", lambda a: a[:, ::-1]),
+        ("assign_add", lambda a: a[::-1]),
+        ("assign_sub", lambda a: np.broadcast_to(a[0], a.shape)),
+        ("assign_add", lambda a: a),
+    ],
+)
+def test_a_value_may_be_a_view_of_the_variable(size, kind, seen):
+    start = np.random.default_rng(0).standard_normal(LARGE)
+    want = start.copy()
+    given = seen(start).copy()
+    want = {"assign": given, "assign_add": want + given, "assign_sub": want - given}[kind]
+
+    def rank(comm):
+        strategy = ms.MirroredStrategy(comm=comm)
+        with strategy.scope():
+            v = ms.Variable(start)
+        getattr(v, kind)(seen(np.asarray(v)))
+        return v.numpy().tobytes()
+
+    assert run_ranks(rank, size) == [want.tobytes()] * size
+
+
+def test_a_proof_inside_the_function_shows_nothing_of_what_it_writes():
+    def rank(comm):
+        strategy = ms.MirroredStrategy(comm=comm)
+        with strategy.scope():
+            v, w = ms.Variable(np.zeros(LARGE)), ms.Variable(0.0)
+
+        def fn(var):
+            var.assign(np.full(LARGE, 10.0 + comm.rank))
+            w.assign_add(1.0)
+
+        def step():
+            v.assign_add(np.ones(LARGE))
+            strategy.extended.update(v, fn)
+
+        with pytest.raises(ms.LockstepError):
+            strategy.run(step)
+        return v.numpy().min(), v.numpy().max()
+
+    # What was written before the update has been shown alike, before its function was called.
+    assert run_ranks(rank, 2) == [(1.0, 1.0)] * 2
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_update_inside_an_update(fails):
+    def rank(comm):
+        strategy = ms.MirroredStrategy(comm=comm)
+        with strategy.scope():
+            v = ms.Variable(np.ones(LARGE))
+
+        def inner(var):
+            var.assign_add(np.ones(LARGE))
+
+        def outer(var):
+            var.assign(np.full(LARGE, 5.0))
+            strategy.extended.update(var, inner)
+            var.assign_add(np.full(LARGE, 10.0))
+            if fails:
+                raise ValueError("after all that")
+
+        view = np.asarray(v)
+        try:
+            strategy.extended.update(v, outer)
+        except ValueError:
+            assert fails
+        v.assign_add(np.full(LARGE, 100.0))
+        return {float(x) for x in (view.min(), view.max(), v.numpy().min(), v.numpy().max())}
+
+    assert run_ranks(rank, 2) == [{101.0 if fails else 116.0}] * 2
+
+
+def test_an_exception_of_another_run_is_a_new_one():
+    def rank(comm):
+        strategy = ms.MirroredStrategy(comm=comm)
+        with strategy.scope():
+            v, w = ms.Variable(np.zeros(LARGE)), ms.Variable(0.0)
+        with pytest.raises(ZeroDivisionError) as first:
+            strategy.run(lambda: 1 / 0)
+
+        def again(var):
+            raise first.value
+
+        def step():
+            v.assign(np.full(LARGE, 7.0 + comm.rank))
+            strategy.extended.update(w, again)
+
+        with pytest.raises((ms.LockstepError, ZeroDivisionError)):
+            strategy.run(step)
+        v.assign_add(np.ones(LARGE))
+        return float(v.numpy().min()), float(v.numpy().max())
+
+    assert run_ranks(rank, 2) == [(1.0, 1.0)] * 2
