@@ -112,7 +112,9 @@ def _interrupt_pool() -> None:
     # name goes with the process that has it, and this one waits to be ended by the pool.
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as name:
         name.bind(f"\0mpistrat interrupts {os.getppid()}")
-        os.kill(os.getppid(), signal.SIGINT)
+        # What a shell starts in the background does not hear Ctrl-C, nor do its children.
+        deaf = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+        os.kill(os.getppid(), signal.SIGTERM if deaf else signal.SIGINT)
         time.sleep(_ENDING)
 
 
