@@ -107,6 +107,8 @@ def test_signal_is_handed_on_once(name, tmp_path):
     job = f"trap 'echo {name} >> {said}' {short}; touch {tmp_path}/up; {wait}"
     program = (
         "from mpistrat.launch.process import run_job; from mpistrat.launch.mpiexec import Command\n"
+        # What a shell starts in the background would not hear it.
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         f"raise SystemExit(run_job(Command(('/bin/sh', '-c', {job!r} + '; exit 5'), {{}})).code)"
     )
     process = subprocess.Popen([sys.executable, "-c", program], start_new_session=True)
