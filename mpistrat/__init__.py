@@ -60,8 +60,13 @@ _NAMES = {
     "InputReplicationMode": "mpistrat.distribute.inputs",
     "RunOptions": "mpistrat.distribute.inputs",
     "ValueContext": "mpistrat.distribute.inputs",
+    # saving and restoring
+    "Checkpoint": "mpistrat.checkpoint.checkpoint",
+    "CheckpointManager": "mpistrat.checkpoint.manager",
+    "latest_checkpoint": "mpistrat.checkpoint.files",
     # errors
     "AxisError": "mpistrat.errors",
+    "CheckpointError": "mpistrat.errors",
     "ContextError": "mpistrat.errors",
     "DataError": "mpistrat.errors",
     "DivergenceError": "mpistrat.errors",
@@ -84,6 +89,9 @@ __all__ = [
     "AutoShardPolicy",
     "AxisError",
     "CentralStorageStrategy",
+    "Checkpoint",
+    "CheckpointError",
+    "CheckpointManager",
     "CommunicationImplementation",
     "CommunicationOptions",
     "ContextError",
@@ -143,12 +151,16 @@ __all__ = [
     "get_strategy",
     "has_strategy",
     "in_cross_replica_context",
+    "latest_checkpoint",
     "testing",
     "vjp",
 ]
 
 if TYPE_CHECKING:
     from mpistrat import cluster_resolver, compat, coordinator, experimental, testing, vjp
+    from mpistrat.checkpoint.checkpoint import Checkpoint
+    from mpistrat.checkpoint.files import latest_checkpoint
+    from mpistrat.checkpoint.manager import CheckpointManager
     from mpistrat.collectives.communication import (
         CommunicationImplementation,
         CommunicationOptions,
@@ -190,6 +202,7 @@ if TYPE_CHECKING:
     from mpistrat.distribute.writes import VariableAggregation, VariableSynchronization
     from mpistrat.errors import (
         AxisError,
+        CheckpointError,
         ContextError,
         DataError,
         DivergenceError,

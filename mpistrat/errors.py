@@ -11,6 +11,7 @@ The tree; each class is also the built-in it refines, so code that knows only th
     ├── RemoteError     (RuntimeError)   another rank failed; also the built-in it raised there
     ├── StructureError  (ValueError)     a tree has the wrong shape
     ├── AxisError       (ValueError)     an axis does not exist, or comes twice
+    ├── CheckpointError (ValueError)     a file is no checkpoint, or damaged
     ├── DataError       (ValueError)     a data source is ragged, empty-handed or used up
     ├── OutOfRangeError (IndexError)     the data have ended, and another element was asked for
     ├── LeafTypeError   (TypeError)      a leaf is no array, or its dtype cannot be reduced
@@ -29,6 +30,7 @@ from typing import Any
 
 __all__ = [
     "AxisError",
+    "CheckpointError",
     "ContextError",
     "DataError",
     "DivergenceError",
@@ -109,6 +111,10 @@ class StructureError(MpistratError, ValueError):
 
 class AxisError(MpistratError, ValueError):
     """An axis is out of range, repeated, or not an integer."""
+
+
+class CheckpointError(MpistratError, ValueError):
+    """A file is no checkpoint, or damaged, or of a newer format; nothing has been restored."""
 
 
 class DataError(MpistratError, ValueError):

@@ -107,10 +107,12 @@ _NAMES: dict[str, str] = {
     "blocked inside MPI cannot raise",
     "experimental.MultiWorkerMirroredStrategy": "as `MultiWorkerMirroredStrategy`",
     "experimental.ParameterServerStrategy": "",
-    "experimental.PreemptionCheckpointHandler": "",
+    "experimental.PreemptionCheckpointHandler": "ranks save at the step at which they "
+    "learn of the notice, and replica 0 writes; no metadata server is asked unless a program does; "
+    "a `Checkpoint` without a directory is a ValueError",
     "experimental.PreemptionWatcher": "",
     "experimental.TPUStrategy": _PLACED,
-    "experimental.TerminationConfig": "",
+    "experimental.TerminationConfig": "has `signals` too; the same defaults on every platform",
     "experimental.ValueContext": "",
     "experimental.coordinator.ClusterCoordinator": "",
     "experimental.coordinator.PerWorkerValues": "",

@@ -44,10 +44,6 @@ _PER_WORKER = (
     "A value of each replica is a PerReplica; "
     "strategy.experimental_distribute_values_from_function makes one."
 )
-_UNSAVED = "this version neither writes checkpoints nor waits for preemption"
-_SAVE = (
-    "Save variables on the rank where strategy.extended.should_checkpoint is true, every so often."
-)
 
 REFUSED: dict[str, Refusal] = {  # by path below mpistrat
     "ParameterServerStrategy": Refusal(
@@ -65,9 +61,6 @@ REFUSED: dict[str, Refusal] = {  # by path below mpistrat
     "coordinator.experimental_get_current_worker_index": Refusal(
         _WAITS, "Use get_replica_context().replica_id_in_sync_group.", function=True
     ),
-    "experimental.PreemptionCheckpointHandler": Refusal(_UNSAVED, _SAVE),
-    "experimental.PreemptionWatcher": Refusal(_UNSAVED, _SAVE),
-    "experimental.TerminationConfig": Refusal(_UNSAVED, _SAVE),
     "experimental.coordinator.PerWorkerValues": Refusal(_WAITS, _PER_WORKER),
     "experimental.rpc.Server": Refusal(
         _LAUNCHED, "Use mpi4py's messages, or a library of remote calls.", static=("create",)

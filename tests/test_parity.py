@@ -223,6 +223,11 @@ SIGNATURES = {
     "get_strategy": "",
     "has_strategy": "",
     "in_cross_replica_context": "",
+    "experimental.PreemptionCheckpointHandler": "cluster_resolver, "
+    "checkpoint_or_checkpoint_manager, checkpoint_dir=None, termination_config=None",
+    "experimental.PreemptionWatcher": "",
+    "experimental.TerminationConfig": "termination_watcher_fn=None, exit_fn=None, "
+    "grace_period=None, save_fn=None",
     "experimental.ValueContext": "replica_id_in_sync_group=0, num_replicas_in_sync=1",
     "experimental.partitioners.FixedShardsPartitioner": "num_shards",
     "experimental.partitioners.MinSizePartitioner": "min_shard_bytes=262144, max_shards=1, "
@@ -309,6 +314,7 @@ SHOWN = {
     "cluster_resolver.KubernetesClusterResolver": "cluster_resolvers/k8s*",
     "cluster_resolver.KubernetesExecutableLocation": "cluster_resolvers/k8s_locations",
     "cluster_resolver.SimpleClusterResolver": "cluster_resolvers/simple*",
+    "experimental.PreemptionWatcher": "unit/launch/test_preemption.py",
     "experimental.ValueContext": "options_and_enums/ValueContext",
     "experimental.partitioners.FixedShardsPartitioner": "unit/experimental/test_partitioners.py",
     "experimental.partitioners.MaxSizePartitioner": "unit/experimental/test_partitioners.py",

@@ -22,6 +22,9 @@ from typing import Any
 
 import numpy as np
 
+from mpistrat.checkpoint.checkpoint import Checkpoint
+from mpistrat.checkpoint.files import latest_checkpoint
+from mpistrat.checkpoint.manager import CheckpointManager
 from mpistrat.cluster.spec import ClusterSpec
 from mpistrat.compat import tf_data as data
 from mpistrat.compat import tf_distribute as distribute
@@ -257,7 +260,13 @@ def _initialize_tpu_system(cluster_resolver: Any = None) -> Any:
 
 
 compat = Names("tf.compat", v1=v1)
-train = Names("tf.train", ClusterSpec=ClusterSpec)
+train = Names(
+    "tf.train",
+    ClusterSpec=ClusterSpec,
+    Checkpoint=Checkpoint,
+    CheckpointManager=CheckpointManager,
+    latest_checkpoint=latest_checkpoint,
+)
 errors = Names("tf.errors", OutOfRangeError=OutOfRangeError)
 experimental = Names("tf.experimental", Optional=Optional)
 types = Names(

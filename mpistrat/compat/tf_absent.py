@@ -17,10 +17,7 @@ _GRADIENTS = (
     "collectives), or take gradients with an autodiff library (torch, JAX, autograd) on the arrays "
     "of one replica and give them to all_reduce."
 )
-_SAVE = (
-    "Save with np.savez where strategy.extended.should_checkpoint is true, and restore with "
-    "variable.assign on every rank; docs/concepts.md has the program."
-)
+_SAVE = "tf.train.Checkpoint saves variables, and docs/concepts.md has a program that does."
 _MODELS = "Models, layers, losses and optimizers are the program's own; this is for loops without."
 _PYTHON = (
     "Everything runs at once, without graphs and sessions: use Python's own if, while and for, and "
@@ -50,9 +47,6 @@ INSTEAD = {
     "tf.gradients": _GRADIENTS,
     "tf.custom_gradient": _GRADIENTS,
     "tf.stop_gradient": _GRADIENTS,
-    "tf.train.Checkpoint": _SAVE,
-    "tf.train.CheckpointManager": _SAVE,
-    "tf.train.latest_checkpoint": _SAVE,
     "tf.train.Saver": _SAVE,
     "tf.saved_model": _SAVE,
     "tf.summary": (

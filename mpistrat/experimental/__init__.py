@@ -2,6 +2,7 @@
 
 - Options of collectives, and strategies with the constructors that they have there.
 - `partitioners`: into how many shards a variable would be cut.
+- `PreemptionCheckpointHandler`: saves when the job is about to be ended.
 - `coordinator`, `rpc`: names that are refused, with a reason.
 """
 
@@ -18,6 +19,11 @@ from mpistrat.distribute.strategies import (
 )
 from mpistrat.distribute.topology_strategy import TPUStrategyExperimental as TPUStrategy
 from mpistrat.experimental import coordinator, partitioners, rpc
+from mpistrat.launch.preemption import (
+    PreemptionCheckpointHandler,
+    PreemptionWatcher,
+    TerminationConfig,
+)
 from mpistrat.refused import refused
 
 __all__ = [
@@ -39,6 +45,3 @@ __all__ = [
 ]
 
 ParameterServerStrategy = refused("ParameterServerStrategy")
-PreemptionCheckpointHandler = refused("experimental.PreemptionCheckpointHandler")
-PreemptionWatcher = refused("experimental.PreemptionWatcher")
-TerminationConfig = refused("experimental.TerminationConfig")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import socket
 import subprocess
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 import mpistrat
+import mpistrat as ms
 from mpistrat.cluster.detect import launched_by
 from mpistrat.launch.mpiexec import find
 from mpistrat.launch.process import run_job
@@ -80,15 +82,27 @@ def test_gather(library, size, tmp_path):
     assert printed(PROGRAMS / f"gather_{library}.py", size, tmp_path) == [gathered(size)]
 
 
-def test_a_program_goes_on_where_its_last_start_stopped(tmp_path):
-    x, w = np.arange(10.0), 0.0
-    for epochs, size in enumerate([2, 1, 3], start=1):
-        for first in range(0, 10, 4):
-            batch = x[first : first + 4]
+def fitted_in_epochs():
+    """The fit in plain NumPy with the order of each epoch, after each."""
+    dataset, w = ms.Dataset(np.arange(10.0)).shuffle(seed=1).batch(4), 0.0
+    while True:
+        for batch in dataset:
             w -= 0.01 * np.mean((w * batch - 3 * batch) * batch)
+        yield w
+
+
+def test_a_program_goes_on_where_its_last_start_stopped(tmp_path):
+    for epochs, size, w in zip([1, 2, 3], [2, 1, 3], fitted_in_epochs(), strict=False):
         found = printed(PROGRAMS / "save_mpistrat.py", size, tmp_path)
         np.testing.assert_allclose(found, [epochs, w], rtol=1e-12)
-    assert {path.name for path in tmp_path.iterdir()} == {"model.npz", "printed"}
+    assert {path.name for path in tmp_path.iterdir()} == {"saved", "printed"}
+    assert {path.name for path in (tmp_path / "saved").iterdir()} == {"ckpt-2.npz", "ckpt-3.npz"}
+
+
+def test_a_program_that_may_be_told_to_end(tmp_path):
+    *_, w = itertools.islice(fitted_in_epochs(), 4)
+    found = printed(PROGRAMS / "preempt_mpistrat.py", 2, tmp_path)
+    np.testing.assert_allclose(found, [12, w], rtol=1e-12)
 
 
 def trained():

@@ -203,3 +203,41 @@ def test_the_few_other_names():
         assert getattr(tf.distribute, name) is not None
     for name in tf.__all__:
         assert getattr(tf, name) is not None
+
+
+@RANKS
+def test_a_program_that_may_be_preempted(n, tmp_path):
+    """The loop of the guide to PreemptionCheckpointHandler: told once, then started again."""
+
+    def program(comm):
+        resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+            tf.train.ClusterSpec({"worker": [f"host{i}:1" for i in range(n)]}),
+            task_type="worker",
+            task_id=comm.rank,
+        )
+        strategy = tf.distribute.MultiWorkerMirroredStrategy(resolver)
+        with strategy.scope():
+            total = tf.Variable(0, dtype=tf.int64)
+            checkpoint = tf.train.Checkpoint(total=total)
+
+        def step():
+            context = tf.distribute.get_replica_context()
+            total.assign_add(context.all_reduce("sum", tf.constant(1, tf.int64)))
+
+        config = tf.distribute.experimental.TerminationConfig(
+            termination_watcher_fn=lambda: False, exit_fn=lambda: None
+        )
+        handler = tf.distribute.experimental.PreemptionCheckpointHandler(
+            resolver, checkpoint, str(tmp_path), config
+        )
+        first = handler.total_run_calls
+        for number in range(first, 20):
+            with handler.watch_preemption_scope():
+                handler.run(strategy.run, step)
+            if number == 4 and not first and comm.rank == n - 1:
+                handler._notice.tell("a test")
+        return first, int(total.numpy())
+
+    assert run_ranks(program, n) == [(0, 20 * n)] * n
+    assert tf.train.latest_checkpoint(str(tmp_path)) == str(tmp_path / "ckpt-1.npz")
+    assert run_ranks(program, n) == [(5, 20 * n)] * n

@@ -136,7 +136,7 @@ def test_operations_by_aggregation():
     [
         (lambda: tf.GradientTape, "mpistrat.vjp"),
         (lambda: tf.gradients, "mpistrat.vjp"),
-        (lambda: tf.train.Checkpoint, "np.savez"),
+        (lambda: tf.train.Saver, "Checkpoint"),
         (lambda: tf.summary.create_file_writer, "should_save_summary"),
         (lambda: tf.keras.Model, "Models"),
         (lambda: tf.cond, "Python's own"),

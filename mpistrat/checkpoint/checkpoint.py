@@ -1,0 +1,261 @@
+"""`Checkpoint`: the values of variables, saved and restored by all ranks together."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, final
+
+from mpistrat.checkpoint import files, restoring, saving, tree
+from mpistrat.checkpoint.restored import Restored
+from mpistrat.collectives.lockstep import Lockstep
+from mpistrat.distribute.default import current_strategy
+from mpistrat.distribute.mode import cross_replica, current
+from mpistrat.distribute.variables import Variable
+from mpistrat.errors import ContextError, StrategyError, StructureError
+
+__all__ = ["Checkpoint", "save"]
+
+_Path = str | os.PathLike[str]
+
+
+@final
+class Checkpoint:
+    """Variables under names that do not change, to be saved and restored.
+
+    A checkpoint is one file, written by replica 0. It is the same whatever the number of ranks, and
+    may be restored at any other. It is there whole or not at all; every byte of it has a checksum.
+
+    Args:
+      root: An object or mapping whose own variables are saved too; None for none.
+      **kwargs: Variables, and dicts, lists, tuples and objects of the program's own classes that
+        hold variables. Each becomes an attribute; attributes that are set later are saved too.
+
+    Raises:
+      ValueError: A name is that of a method, or begins with an underscore.
+
+    As: ``tf.train.Checkpoint``.
+
+    Example:
+      >>> import tempfile, mpistrat as ms
+      >>> v = ms.Variable([1.0, 2.0])
+      >>> checkpoint = ms.Checkpoint(model={"w": v})
+      >>> path = checkpoint.save(tempfile.mkdtemp() + "/ckpt")
+      >>> path[-10:]
+      'ckpt-1.npz'
+      >>> _ = v.assign([0.0, 0.0])
+      >>> checkpoint.restore(path).assert_consumed().missing
+      ()
+      >>> v.numpy()
+      array([1., 2.])
+    """
+
+    def __init__(self, root: Any = None, **kwargs: Any):
+        """Remember the trees; nothing is read yet."""
+        self._root = root
+        self._counter = 0
+        for name, value in kwargs.items():
+            if name.startswith("_") or hasattr(type(self), name):
+                raise ValueError(
+                    f"Checkpoint({name}=...): that name is taken; give the tree another one."
+                )
+            setattr(self, name, value)
+
+    def variables(self) -> dict[str, Variable]:
+        """Return all variables by the names that they have in files. Never communicates.
+
+        Raises:
+          StructureError: A tree holds no variable, or something else, or two with one name.
+        """
+        trees = {name: held for name, held in vars(self).items() if not name.startswith("_")}
+        return tree.variables(self._root, trees)
+
+    @property
+    def strategy(self) -> Any:
+        """The strategy that the variables belong to; the current one if there are none yet.
+
+        Raises:
+          StrategyError: They belong to several.
+        """
+        return _owner(self.variables())
+
+    @property
+    def save_counter(self) -> int:
+        """How many times it has been saved, those before it was restored included."""
+        return self._counter
+
+    def save(self, file_prefix: _Path) -> str:
+        """Save the values under the next number.
+
+        Collective: all ranks call it, in cross-replica code.
+
+        Args:
+          file_prefix: Directory and name, such as ``"run/ckpt"``; the same text on every rank. Only
+            replica 0 needs to see the directory, and makes it.
+
+        Returns:
+          The path, ``run/ckpt-N.npz``. N is one more than `save_counter`, or than the highest
+          number that is there.
+
+        Raises:
+          OSError: It cannot be written; on every rank. What was there is as it was.
+          ContextError: Called in replica code.
+          StructureError: A tree holds no variable, or something else.
+          StrategyError: The variables belong to several strategies.
+          LockstepError: The ranks save different variables, or elsewhere.
+
+        Cost: three proofs; one rank writes, and waits for the disk. ON_READ variables are reduced
+        first.
+        """
+        return save(self, file_prefix)[0]
+
+    def write(self, file_prefix: _Path) -> str:
+        """Save the values in ``file_prefix.npz``, in place of what is there; no number is counted.
+
+        Collective; everything else is as in `save`.
+
+        Args:
+          file_prefix: The path without its ending.
+
+        Returns:
+          The path.
+        """
+        with _cross(self, "Checkpoint.write") as (lockstep, mine):
+            with lockstep.preparing("Checkpoint.write"):
+                path = _file(file_prefix)
+            saving.overwrite(lockstep, mine, path, self._counter)
+        return os.fspath(path)
+
+    def restore(self, save_path: _Path | None, partial: bool = False) -> Restored:
+        """Give every variable the value that it has in a file, or none of them.
+
+        Collective: all ranks call it, in cross-replica code.
+
+        What was saved is what reads afterwards. Of an ON_READ variable with SUM replica 0 gets
+        everything, and the others 0.
+
+        Args:
+          save_path: What `save` returned, with or without ``.npz``; only replica 0 needs to see the
+            file. None, as `latest_checkpoint` gives where there is none, restores nothing.
+          partial: Variables that are not in the file stay as they are, and what only the file has
+            is left there; else both are errors. dtypes and shapes have to be equal anyway.
+
+        Returns:
+          What was missing and what was left over, if that was allowed.
+
+        Raises:
+          OSError: The file cannot be read; on every rank, as all of these.
+          CheckpointError: It is damaged, or no checkpoint, or of a newer format.
+          StructureError: It has other variables, or with other shapes or dtypes: says which.
+          ContextError: Called in replica code, or in the function of ``extended.update``.
+          LockstepError: The ranks restore different variables, or from elsewhere.
+
+        Cost: replica 0 reads the whole file into its memory; then a proof and an ``MPI_Bcast`` for
+        each variable.
+        """
+        done, counter = self._restored("Checkpoint.restore", save_path, partial)
+        if done.path is not None:
+            self._counter = counter
+        return done
+
+    def read(self, save_path: _Path | None, partial: bool = False) -> Restored:
+        """Do as `restore`, but leave `save_counter` as it is. Collective.
+
+        Args:
+          save_path: What `write` returned, with or without ``.npz``.
+          partial: As in `restore`.
+
+        Returns:
+          As `restore`.
+        """
+        return self._restored("Checkpoint.read", save_path, partial)[0]
+
+    def _restored(self, name: str, given: _Path | None, partial: bool) -> tuple[Restored, int]:
+        with _cross(self, name) as (lockstep, mine):
+            with lockstep.preparing(name):
+                path = None if given is None else _file(given)
+            if path is not None:
+                return restoring.restore(lockstep, mine, path, bool(partial))
+            lockstep.prove(f"{name}(None)")
+        return Restored(None), 0
+
+    def __repr__(self) -> str:
+        """Return the names of the trees."""
+        names = [name for name in vars(self) if not name.startswith("_")]
+        return f"Checkpoint({', '.join(names)})"
+
+
+def save(
+    checkpoint: Checkpoint,
+    file_prefix: _Path,
+    number: int | None = None,
+    keep: int | None = None,
+) -> tuple[str, list[str]]:
+    """Save a checkpoint under a number, as `saving.save` does. Collective.
+
+    Args:
+      checkpoint: What to save.
+      file_prefix: Directory and name.
+      number: The number; None for the next one.
+      keep: How many of that name are to stay; None for all.
+
+    Returns:
+      The path, and the paths of all that are there, the oldest first.
+    """
+    with _cross(checkpoint, "Checkpoint.save") as (lockstep, mine):
+        with lockstep.preparing("Checkpoint.save"):
+            prefix = Path(file_prefix)
+            if prefix.name in ("", "..") or prefix.name.startswith(".") or _ends(file_prefix):
+                raise ValueError(
+                    f"Checkpoint.save({os.fspath(file_prefix)!r}): wanted a directory and a name, "
+                    "such as 'run/ckpt'."
+                )
+        counter = checkpoint._counter
+        counter, there = saving.save(lockstep, mine, prefix, counter, number, keep)
+        checkpoint._counter = counter
+    return os.fspath(files.numbered(prefix.parent, prefix.name, counter)), there
+
+
+def _ends(given: _Path) -> bool:
+    return os.fspath(given).endswith(os.sep)  # pathlib drops it, and takes the directory as a name
+
+
+def _file(given: _Path) -> Path:
+    path = Path(given)
+    return path if path.name.endswith(files.SUFFIX) else path.with_name(path.name + files.SUFFIX)
+
+
+def _owner(mine: Mapping[str, Variable]) -> Any:
+    owners: dict[int, tuple[str, Any]] = {}
+    for name, variable in mine.items():
+        owners.setdefault(id(variable.strategy), (name, variable.strategy))
+    if len(owners) > 1:
+        text = "; ".join(f"{name!r} to {strategy!r}" for name, strategy in owners.values())
+        raise StrategyError(
+            f"the variables of a checkpoint belong to several strategies: {text}. Create all of "
+            "them in one `with strategy.scope()`."
+        )
+    return next((strategy for _, strategy in owners.values()), None) or current_strategy()
+
+
+@contextlib.contextmanager
+def _cross(checkpoint: Checkpoint, name: str) -> Iterator[tuple[Lockstep, dict[str, Variable]]]:
+    """Run the body in cross-replica code of the checkpoint's strategy, with its variables."""
+    mine: dict[str, Variable] = {}
+    strategy, failure = current_strategy(), None
+    try:
+        mine = checkpoint.variables()
+        strategy = _owner(mine)
+        if not mine:
+            raise StructureError(f"{name}: the checkpoint holds no variables.")
+        mode = current()
+        if mode is not None and mode.updating is not None:
+            raise ContextError(f"{name} was called in the function of update; call it after that.")
+    except Exception as error:
+        failure = error
+    with cross_replica(strategy, name, "it after run()"):
+        if failure is not None:
+            strategy.parts.lockstep.refuse(name, failure)
+        yield strategy.parts.lockstep, mine

@@ -1,0 +1,170 @@
+"""The files of checkpoints: their names and numbers, and how one comes to be there whole.
+
+A file is written under a name that begins with a dot, its bytes are forced to the disk, and then it
+gets its own name, which the directory is made to keep too. So a name that looks like a checkpoint
+is one, at whatever moment the program or the machine stops. Order is that of the numbers in the
+names; clocks are not asked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from mpistrat.errors import CheckpointError
+
+__all__ = ["SUFFIX", "latest_checkpoint", "numbered", "saved", "whole"]
+
+SUFFIX = ".npz"
+_NAME = re.compile(rf"(.+)-(\d{{1,18}}){re.escape(SUFFIX)}")
+_PART = ".part"
+# What a file system says that has no links (FAT, some network ones).
+_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+
+
+def numbered(directory: Path, name: str, number: int) -> Path:
+    """Return the path of a checkpoint.
+
+    Example:
+      >>> numbered(Path("run"), "ckpt", 3).as_posix()
+      'run/ckpt-3.npz'
+    """
+    return directory / f"{name}-{number}{SUFFIX}"
+
+
+def _numbers(directory: Path) -> dict[str, dict[int, Path]]:
+    found: dict[str, dict[int, Path]] = {}
+    for path in directory.iterdir() if directory.is_dir() else ():
+        match = _NAME.fullmatch(path.name)
+        # ckpt-03 is none of ours: a number has one name.
+        if match and not path.name.startswith(".") and str(int(match[2])) == match[2]:
+            found.setdefault(match[1], {})[int(match[2])] = path
+    return found
+
+
+def saved(directory: Path, name: str) -> dict[int, Path]:
+    """Return the checkpoints of that name in a directory, by number, the oldest first.
+
+    Raises:
+      OSError: The directory cannot be read.
+    """
+    return dict(sorted(_numbers(directory).get(name, {}).items()))
+
+
+def latest_checkpoint(
+    checkpoint_dir: str | os.PathLike[str], name: str | None = None
+) -> str | None:
+    """Return the path of the newest checkpoint in a directory: that of the highest number.
+
+    Never communicates. Ranks that do not all see the directory ask a `CheckpointManager`, whose
+    replica 0 looks for all of them.
+
+    Args:
+      checkpoint_dir: The directory.
+      name: What comes before the number; any name if None.
+
+    Returns:
+      A path for `Checkpoint.restore`, or None if there is no checkpoint.
+
+    Raises:
+      CheckpointError: No name was given, and there are checkpoints of several.
+      OSError: The directory cannot be read.
+
+    As: ``tf.train.latest_checkpoint``.
+
+    Example:
+      >>> latest_checkpoint("no/such/directory") is None
+      True
+    """
+    found = _numbers(Path(checkpoint_dir))
+    if name is None and len(found) > 1:
+        raise CheckpointError(
+            f"{os.fspath(checkpoint_dir)} has checkpoints of several names: {sorted(found)}. Say "
+            "which is wanted: latest_checkpoint(directory, name)."
+        )
+    mine = found.get(name, {}) if name is not None else next(iter(found.values()), {})
+    return os.fspath(mine[max(mine)]) if mine else None
+
+
+@contextlib.contextmanager
+def whole(path: Path, replace: bool) -> Iterator[IO[bytes]]:
+    """Open a file that will be at `path` when the body has ended well, and not be there otherwise.
+
+    Args:
+      path: Where; directories above it are made.
+      replace: Take the place of a file that is there; else that is an error.
+
+    Yields:
+      The file, open for binary writing, of mode 0600.
+
+    Raises:
+      OSError: It cannot be written. `path` is as it was.
+      FileExistsError: It is there, and is not to be replaced.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(path)
+    descriptor, name = tempfile.mkstemp(_PART, f".{path.name}.", path.parent)
+    try:
+        with os.fdopen(descriptor, "w+b") as file:
+            _lock(descriptor)
+            yield file
+            file.flush()
+            os.fsync(descriptor)
+        _name(Path(name), path, replace)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            Path(name).unlink()
+    _sync_directory(path.parent)
+
+
+def _name(part: Path, path: Path, replace: bool) -> None:
+    if replace:
+        part.replace(path)
+        return
+    try:
+        os.link(part, path)  # unlike a rename it fails if another job was quicker
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        if path.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from error
+        part.rename(path)
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, *_NO_LINKS):  # it knows no such thing
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool:
+    """Say that this process writes the file; tell whether it could."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _sweep(path: Path) -> None:
+    """Remove what processes have left that were stopped while they wrote to `path`."""
+    for part in path.parent.glob(f".{_escaped(path.name)}.*{_PART}"):
+        with contextlib.suppress(FileNotFoundError), part.open("rb") as file:
+            if _lock(file.fileno()):  # nobody writes it any more
+                part.unlink()
+
+
+def _escaped(name: str) -> str:
+    return re.sub(r"([*?[])", r"[\1]", name)

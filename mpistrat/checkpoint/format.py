@@ -1,0 +1,228 @@
+"""What is in the file of a checkpoint, and a reader that believes none of it.
+
+It is a ZIP archive without compression, as ``numpy.savez`` writes it: a member ``name.npy`` for
+each variable, so ``numpy.load(path)[name]`` reads it without this library, and ``manifest.json``,
+which says what members there have to be, of which dtype and shape. ZIP has a checksum (CRC-32) of
+the data of each member; what stands between them is covered by a digest in the archive's comment,
+its last bytes. The reader looks at all of them before anything is given out.
+
+Nothing in such a file is ever run: no pickle, and no dtype that the reader did not ask for. No
+memory is reserved for more bytes than the file has. A checksum is no signature: whoever may write
+the file may change it.
+
+Sources: APPNOTE.TXT of PKWARE, 6.3.10; the .npy format, NumPy Enhancement Proposal 1.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+import struct
+import zipfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+
+from mpistrat.arrays import Array, dtype_name, is_bfloat16
+from mpistrat.errors import CheckpointError
+
+__all__ = ["FORMAT", "Contents", "Entry", "read", "write"]
+
+FORMAT = 1
+_MANIFEST = "manifest.json"
+_LARGEST_MANIFEST = 1 << 26
+_PIECE = 1 << 24  # bytes that are written, or read only for their checksum, at once
+_HEADER = struct.Struct("<26xHH")  # of a member in the file: lengths of its name and extra field
+_SEAL = 16  # letters of the digest
+_EARLIEST = (1980, 1, 1, 0, 0, 0)  # the first date that ZIP knows: equal values, equal files
+
+
+class Entry(NamedTuple):
+    """What the manifest says of an array."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @staticmethod
+    def of(array: Array) -> Entry:
+        """Return the entry of an array."""
+        return Entry(dtype_name(array.dtype), array.shape)
+
+    def __str__(self) -> str:
+        """Return it as messages show dtypes and shapes."""
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+class Contents(NamedTuple):
+    """What was in a file.
+
+    Attributes:
+      entries: All arrays that are in it, by name.
+      arrays: Those that were wanted and are as they were wanted.
+      counter: How many times the checkpoint had been saved.
+    """
+
+    entries: dict[str, Entry]
+    arrays: dict[str, Array]
+    counter: int
+
+
+def _stored(array: Array) -> Array:
+    """Return the array in a dtype that .npy knows."""
+    return array.view(np.uint16) if is_bfloat16(array.dtype) else array
+
+
+def write(file: IO[bytes], arrays: Mapping[str, Array], counter: int) -> None:
+    """Write arrays to a file that can be read again and sought in.
+
+    Args:
+      file: Open for binary writing, and empty.
+      arrays: By name; any dtype that travels between ranks.
+      counter: How many times the checkpoint has been saved, this time included.
+
+    Raises:
+      OSError: The file cannot be written.
+    """
+    entries = {name: Entry.of(array)._asdict() for name, array in arrays.items()}
+    told = {"format": FORMAT, "save_counter": counter, "arrays": entries}
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr(zipfile.ZipInfo(_MANIFEST, _EARLIEST), json.dumps(told, indent=1))
+        for name, array in arrays.items():
+            info = zipfile.ZipInfo(f"{name}.npy", _EARLIEST)
+            with archive.open(info, "w", force_zip64=True) as member:
+                flat = np.ascontiguousarray(_stored(array))
+                header = np.lib.format.header_data_from_array_1_0(flat)
+                np.lib.format.write_array_header_1_0(member, {**header, "shape": array.shape})
+                data = flat.reshape(-1).view(np.uint8).data
+                for start in range(0, len(data), _PIECE):
+                    member.write(data[start : start + _PIECE])
+        archive.comment = bytes(_SEAL)
+    end = file.seek(-_SEAL, os.SEEK_END)
+    sealed = _seal(file, archive.infolist(), end)
+    file.seek(end)
+    file.write(sealed)
+
+
+def _seal(file: IO[bytes], infos: Iterable[zipfile.ZipInfo], end: int) -> bytes:
+    """Return a digest of everything before `end` but the data of the members."""
+    digest, done = hashlib.blake2b(digest_size=_SEAL // 2), 0
+    for info in sorted(infos, key=lambda info: info.header_offset):
+        file.seek(info.header_offset)
+        begin = info.header_offset + _HEADER.size
+        begin += sum(_HEADER.unpack(file.read(_HEADER.size)))
+        file.seek(done)
+        digest.update(file.read(max(0, begin - done)))
+        done = begin + info.compress_size
+    file.seek(done)
+    digest.update(file.read(max(0, end - done)))
+    return digest.hexdigest().encode()
+
+
+def read(path: Path, wanted: Mapping[str, Array]) -> Contents:
+    """Read a file, and check all of it.
+
+    Args:
+      path: The file.
+      wanted: An array like each that is wanted, by name. One that the file does not have, or has
+        with another dtype or shape, is missing from what is returned; it is no error here.
+
+    Raises:
+      OSError: There is no such file, or it may not be read.
+      CheckpointError: It is no checkpoint, or damaged, or of a newer format.
+    """
+    # Not blocking: what has the name of a checkpoint may be a pipe.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise CheckpointError(f"{path} is no checkpoint: it is not a regular file.")
+        try:
+            with zipfile.ZipFile(file) as archive:
+                contents = _contents(archive, wanted, status.st_size)
+                if _seal(file, archive.infolist(), status.st_size - _SEAL) != archive.comment:
+                    raise ValueError("what stands between the arrays has been changed")
+                return contents
+        except Exception as error:  # whatever the parts say of bytes that make no sense to them
+            raise CheckpointError(
+                f"{path} is damaged, or no checkpoint: {str(error) or type(error).__name__}"
+            ) from error
+
+
+def _contents(archive: zipfile.ZipFile, wanted: Mapping[str, Array], size: int) -> Contents:
+    infos = {info.filename: info for info in archive.infolist()}
+    if len(infos) < len(archive.infolist()) or sum(i.file_size for i in infos.values()) > size:
+        raise ValueError("members overlap, or have one name")
+    for info in infos.values():
+        if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
+            raise ValueError(f"{info.filename!r} is compressed")
+    entries, counter = _manifest(archive, infos)
+    if set(infos) != {_MANIFEST, *(f"{name}.npy" for name in entries)}:
+        raise ValueError("the members are not those that the manifest lists")
+    arrays = {}
+    for name, entry in entries.items():
+        like = wanted.get(name)
+        fits = like is not None and Entry.of(like) == entry
+        with archive.open(infos[f"{name}.npy"]) as member:
+            if fits and like is not None:
+                arrays[name] = _array(member, like, infos[f"{name}.npy"].file_size)
+            while member.read(_PIECE):  # at the end of a member its checksum is looked at
+                if fits:
+                    raise ValueError(f"{name!r} has more bytes than its shape says")
+    return Contents(entries, arrays, counter)
+
+
+def _manifest(
+    archive: zipfile.ZipFile, infos: Mapping[str, zipfile.ZipInfo]
+) -> tuple[dict[str, Entry], int]:
+    if _MANIFEST not in infos:
+        raise ValueError(f"there is no {_MANIFEST} in it")
+    if infos[_MANIFEST].file_size > _LARGEST_MANIFEST:
+        raise ValueError(f"{_MANIFEST} has {infos[_MANIFEST].file_size} bytes")
+    told = json.loads(archive.read(_MANIFEST))
+    if not isinstance(told, dict) or type(told.get("format")) is not int:
+        raise ValueError(f"{_MANIFEST} does not say of which format it is")
+    if told["format"] != FORMAT:
+        raise ValueError(
+            f"it is of format {told['format']}, and this version of mpistrat reads format {FORMAT}"
+        )
+    counter = told["save_counter"]
+    if type(counter) is not int or not 0 <= counter < 1 << 63:
+        raise ValueError(f"save_counter is {counter!r:.40}")
+    entries = {name: _entry(name, row) for name, row in told["arrays"].items()}
+    return entries, counter
+
+
+def _entry(name: str, row: dict[str, Any]) -> Entry:
+    dtype, shape = row["dtype"], row["shape"]
+    sizes = isinstance(shape, list) and all(type(n) is int and 0 <= n < 1 << 63 for n in shape)
+    if not isinstance(dtype, str) or not sizes:
+        raise ValueError(f"{name!r} has dtype {dtype!r:.40} and shape {shape!r:.40}")
+    return Entry(dtype, tuple(shape))
+
+
+def _array(member: IO[bytes], like: Array, size: int) -> Array:
+    """Read a member that has to be as `like`."""
+    version = np.lib.format.read_magic(member)
+    if version != (1, 0):
+        raise ValueError(f"an array is of .npy format {version}")
+    shape, fortran, dtype = np.lib.format.read_array_header_1_0(member)
+    expected = _stored(like)
+    native = dtype.newbyteorder("=")
+    if shape != like.shape or fortran or native != expected.dtype:
+        raise ValueError("an array is not as the manifest says")
+    if member.tell() + expected.nbytes != size:
+        raise ValueError("an array has more or fewer bytes than its shape says")
+    array = np.empty(shape, dtype)
+    data = array.reshape(-1).view(np.uint8).data
+    done = 0
+    while done < len(data):
+        got = member.read(min(_PIECE, len(data) - done))
+        if not got:
+            raise ValueError("an array ends too early")
+        data[done : done + len(got)] = got
+        done += len(got)
+    return array.astype(native, copy=False).view(like.dtype)

@@ -1,0 +1,193 @@
+"""`CheckpointManager`: the newest few checkpoints of a directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, final
+
+from mpistrat.checkpoint import files
+from mpistrat.checkpoint.checkpoint import Checkpoint, save
+from mpistrat.errors import CheckpointError
+
+__all__ = ["CheckpointManager"]
+
+
+@final
+class CheckpointManager:
+    """Saves a checkpoint under growing numbers, and removes the oldest.
+
+    Collective: making it is; replica 0 looks what is there, for all ranks.
+
+    Args:
+      checkpoint: What is saved.
+      directory: Where; replica 0 makes it when it first saves. The same text on every rank.
+      max_to_keep: How many may be there, those of earlier runs included; None for any number.
+      checkpoint_name: What comes before the numbers.
+      init_fn: Called, on every rank, by `restore_or_initialize` if there is nothing to restore.
+
+    Raises:
+      TypeError: `checkpoint` is none, or `init_fn` no function.
+      ValueError: `max_to_keep` is no positive number, or `checkpoint_name` cannot name a file.
+      OSError: The directory cannot be read.
+      LockstepError: The ranks name different directories.
+
+    Cost: one proof.
+    As: ``tf.train.CheckpointManager``.
+
+    Example:
+      >>> import tempfile, mpistrat as ms
+      >>> v = ms.Variable(0)
+      >>> directory = tempfile.mkdtemp()
+      >>> manager = ms.CheckpointManager(ms.Checkpoint(v=v), directory, max_to_keep=2)
+      >>> for step in range(3):
+      ...     _ = v.assign(step)
+      ...     path = manager.save()
+      >>> [path[-10:] for path in manager.checkpoints]
+      ['ckpt-2.npz', 'ckpt-3.npz']
+      >>> _ = v.assign(7)
+      >>> manager.restore_or_initialize() == manager.latest_checkpoint
+      True
+      >>> int(v.numpy())
+      2
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        directory: str | os.PathLike[str],
+        max_to_keep: int | None,
+        *,
+        checkpoint_name: str = "ckpt",
+        init_fn: Callable[[], Any] | None = None,
+    ):
+        """Look what is there."""
+        if not isinstance(checkpoint, Checkpoint):
+            raise TypeError(f"CheckpointManager wants a Checkpoint, not {checkpoint!r:.60}.")
+        self._checkpoint = checkpoint
+        lockstep = checkpoint.strategy.parts.lockstep
+        with lockstep.preparing("CheckpointManager"):
+            self._directory = Path(directory)
+            self._name = _checked_name(checkpoint_name)
+            self._keep = _checked_number(max_to_keep)
+            if init_fn is not None and not callable(init_fn):
+                raise TypeError(f"init_fn is a function or None, not {init_fn!r:.60}.")
+            self._init_fn = init_fn
+        there, failure = [], None
+        if lockstep.comm.rank == 0:
+            try:
+                there = list(map(os.fspath, files.saved(self._directory, self._name).values()))
+            except Exception as error:
+                failure = error
+        call = f"CheckpointManager({str(self._directory)!r}, {self._name!r}, keep {self._keep})"
+        told = lockstep.share(call, json.dumps(there).encode(), failure)[0]
+        self._there: list[str] = json.loads(told)
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """What is saved."""
+        return self._checkpoint
+
+    @property
+    def directory(self) -> str:
+        """Where."""
+        return os.fspath(self._directory)
+
+    @property
+    def checkpoints(self) -> list[str]:
+        """The paths of what is there, the oldest first, as of the last call of this manager."""
+        return list(self._there)
+
+    @property
+    def latest_checkpoint(self) -> str | None:
+        """The path of the newest, or None."""
+        return self._there[-1] if self._there else None
+
+    def save(self, checkpoint_number: int | None = None) -> str:
+        """Save the checkpoint, and then remove the oldest of those that are too many.
+
+        Collective, in cross-replica code; raises and costs what `Checkpoint.save` does.
+
+        Args:
+          checkpoint_number: Its number, not below those that are there; the next one if None.
+
+        Returns:
+          The path.
+
+        Raises:
+          ValueError: There are newer ones than that number, or it is none.
+        """
+        lockstep = self._checkpoint.strategy.parts.lockstep
+        with lockstep.preparing("CheckpointManager.save"):
+            number = None if checkpoint_number is None else _number(checkpoint_number)
+        path, self._there = save(self._checkpoint, self._directory / self._name, number, self._keep)
+        return path
+
+    def restore_or_initialize(self) -> str | None:
+        """Restore the newest checkpoint that can be read, or call `init_fn` if there is none.
+
+        Collective, in cross-replica code. One that is damaged is passed over, with a warning, and
+        the one before it is taken.
+
+        Returns:
+          The path of what was restored, or None.
+
+        Raises:
+          CheckpointError: There are checkpoints, but none can be read: nothing begins anew unless
+            they are removed.
+          StructureError: The newest does not fit the variables.
+          OSError: It cannot be opened.
+
+        Warns:
+          RuntimeWarning: The newest could not be read; on replica 0.
+        """
+        bad: list[str] = []
+        for path in reversed(self._there):
+            try:
+                self._checkpoint.restore(path)
+            except CheckpointError as error:
+                bad.append(str(error))
+                continue
+            if bad and self._checkpoint.strategy.parts.lockstep.comm.rank == 0:
+                warnings.warn(
+                    f"{path} was restored, because newer ones cannot be read: {'; '.join(bad)}",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+            return path
+        if bad:
+            raise CheckpointError(
+                f"none of the {len(bad)} checkpoints in {self.directory} can be read: "
+                f"{'; '.join(bad)}. Remove them to begin anew."
+            )
+        if self._init_fn is not None:
+            self._init_fn()
+        return None
+
+    def __repr__(self) -> str:
+        """Return directory, name, and how many are there."""
+        return f"CheckpointManager({self.directory!r}, {self._name!r}, {len(self._there)} there)"
+
+
+def _checked_name(name: Any) -> str:
+    if not isinstance(name, str) or not name or name.startswith(".") or os.sep in name:
+        raise ValueError(f"checkpoint_name is a part of a file's name, not {name!r}.")
+    return name
+
+
+def _checked_number(keep: Any) -> int | None:
+    if keep is None:
+        return None
+    if isinstance(keep, bool) or not hasattr(keep, "__index__") or int(keep) < 1:
+        raise ValueError(f"max_to_keep is a number of at least 1, or None for all, not {keep!r}.")
+    return int(keep)
+
+
+def _number(given: Any) -> int:
+    value = given.numpy() if hasattr(given, "numpy") else given
+    if isinstance(value, bool) or not hasattr(value, "__index__") or not 0 <= int(value) < 10**18:
+        raise ValueError(f"checkpoint_number is a number of at least 0, not {given!r}.")
+    return int(value)

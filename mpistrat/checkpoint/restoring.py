@@ -1,0 +1,107 @@
+"""Reading a checkpoint: replica 0 reads and checks all of it before any rank writes anything."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from mpistrat.arrays import Array
+from mpistrat.checkpoint import format
+from mpistrat.checkpoint.restored import Restored, listed
+from mpistrat.checkpoint.saving import patient, specs
+from mpistrat.collectives.lockstep import Lockstep
+from mpistrat.distribute.variables import Variable
+from mpistrat.distribute.writes import VariableAggregation
+from mpistrat.errors import StructureError
+
+__all__ = ["restore"]
+
+# Of the library itself: they come and go with how a program runs, not with what it computes.
+_COUNTERS = frozenset({"checkpointed_runs"})
+
+
+def restore(
+    lockstep: Lockstep, mine: Mapping[str, Variable], path: Path, partial: bool
+) -> tuple[Restored, int]:
+    """Give variables the values of a file. Collective, in cross-replica code.
+
+    Args:
+      lockstep: Proves it.
+      mine: The variables.
+      path: The file.
+      partial: Pass over what only the file or only the program has.
+
+    Returns:
+      What was done, and how many times the checkpoint had been saved.
+
+    Raises:
+      OSError: The file cannot be read; on every rank, as all of these.
+      CheckpointError: It is damaged or no checkpoint.
+      StructureError: It does not fit the variables.
+    """
+    call = f"Checkpoint.restore({str(path)!r}, partial={partial}) of {specs(mine)}"
+    with lockstep.preparing(call):
+        # All the memory that ranks need for it, before anything is written.
+        scratch = np.empty(max(v.kept.array.nbytes for v in mine.values()), np.uint8)
+    found, failure = None, None
+    if lockstep.comm.rank == 0:
+        found, failure = _read(lockstep, mine, path, partial)
+    told = b"" if found is None else _told(found, mine)
+    counter, missing, unused = json.loads(lockstep.share(call, told, failure)[0])
+    for name in sorted(set(mine) - set(missing)):
+        _give(lockstep, mine[name], None if found is None else found.arrays[name], scratch)
+    return Restored(os.fspath(path), tuple(missing), tuple(unused)), counter
+
+
+def _read(
+    lockstep: Lockstep, mine: Mapping[str, Variable], path: Path, partial: bool
+) -> tuple[format.Contents | None, BaseException | None]:
+    """Read the file; return also what that failed with, which all ranks have to know."""
+    try:
+        with patient(lockstep, f"read {path}", path.stat().st_size):
+            found = format.read(path, {name: v.kept.array for name, v in mine.items()})
+        _compare(path, found, mine, partial)
+    except BaseException as error:
+        return None, error
+    return found, None
+
+
+def _compare(
+    path: Path, found: format.Contents, mine: Mapping[str, Variable], partial: bool
+) -> None:
+    wrong = []
+    for name, variable in mine.items():
+        here, there = format.Entry.of(variable.kept.array), found.entries.get(name)
+        if there is not None and there != here:
+            wrong.append(f"{name!r} is {there} there and {here} here")
+    if not partial:
+        wrong += [f"{name!r} is not in the file" for name in mine if name not in found.entries]
+        extra = [name for name in found.entries if name not in mine and name not in _COUNTERS]
+        wrong += [f"{name!r} is only in the file" for name in extra]
+    if wrong:
+        hint = "" if partial else " What one side only has may be passed over: partial=True."
+        raise StructureError(f"{path} does not fit these variables: {listed(wrong)}.{hint}")
+
+
+def _told(found: format.Contents, mine: Mapping[str, Variable]) -> bytes:
+    missing = [name for name in mine if name not in found.arrays]
+    unused = [name for name in found.entries if name not in mine]
+    return json.dumps([found.counter, missing, unused]).encode()
+
+
+def _give(lockstep: Lockstep, variable: Variable, array: Array | None, scratch: Array) -> None:
+    """Give a variable the value that replica 0 has read."""
+    like = variable.kept.array
+    room = scratch[: like.nbytes]
+    if array is not None:
+        room[:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    lockstep.prove(f"restore({variable.spec()})")
+    lockstep.comm.bcast(room, 0)
+    value = room.view(like.dtype).reshape(like.shape)
+    if variable.on_read and variable.aggregation is VariableAggregation.SUM and lockstep.comm.rank:
+        value[...] = 0  # an n-th on each would not add up to what was saved
+    variable.store("assign", value, alone=False)

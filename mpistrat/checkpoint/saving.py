@@ -1,0 +1,158 @@
+"""Writing a checkpoint: all ranks agree on what and where, replica 0 writes, all are told how."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpistrat.arrays import Array
+from mpistrat.checkpoint import files, format
+from mpistrat.collectives.lockstep import Lockstep
+from mpistrat.distribute.variables import Variable
+from mpistrat.distribute.writes import VariableAggregation
+
+__all__ = ["overwrite", "patient", "save", "specs"]
+
+# Reading and writing may keep the other ranks waiting: seconds, and seconds for each byte.
+_PATIENCE, _SLOWEST = 600.0, 1e-7
+
+
+def patient(lockstep: Lockstep, what: str, nbytes: int) -> Any:
+    """Return a context manager in which this rank reads or writes, while the others wait."""
+    return lockstep.session.board.long_operation(what, _PATIENCE + nbytes * _SLOWEST)
+
+
+def specs(mine: Mapping[str, Variable]) -> str:
+    """Return a text that is equal on all ranks exactly if their variables are alike."""
+    text = "\n".join(f"{name}: {variable.spec()}" for name, variable in mine.items())
+    digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    return f"{len(mine)} variables {digest}"
+
+
+def overwrite(lockstep: Lockstep, mine: Mapping[str, Variable], path: Path, counter: int) -> None:
+    """Write variables to a file, in place of what is there. Collective, in cross-replica code.
+
+    Args:
+      lockstep: Proves it.
+      mine: The variables.
+      path: The file.
+      counter: How many times they have been saved.
+
+    Raises:
+      OSError: It cannot be written; on every rank.
+    """
+    call = f"Checkpoint.write({str(path)!r}) of {specs(mine)}"
+    values = _values(lockstep, mine, call)
+    failure = None
+    if lockstep.comm.rank == 0:
+        failure = _attempt(lockstep, path, values, counter, replace=True)
+    lockstep.prove(f"{call}, written", failure=failure)
+
+
+def save(
+    lockstep: Lockstep,
+    mine: Mapping[str, Variable],
+    prefix: Path,
+    counter: int,
+    number: int | None = None,
+    keep: int | None = None,
+) -> tuple[int, list[str]]:
+    """Write variables to a file with a number. Collective, in cross-replica code.
+
+    Args:
+      lockstep: Proves it.
+      mine: The variables.
+      prefix: Directory, and the name before the number.
+      counter: How many times they have been saved before.
+      number: The number; None for the next one.
+      keep: How many of that name are to stay; None for all.
+
+    Returns:
+      The number, and the paths of all that are there, the oldest first.
+
+    Raises:
+      OSError: It cannot be written; on every rank.
+      ValueError: There are newer ones than `number`.
+    """
+    call = f"Checkpoint.save({str(prefix)!r}, number {number}) of {specs(mine)}"
+    values = _values(lockstep, mine, call)
+    chosen, failure = b"", None
+    if lockstep.comm.rank == 0:
+        try:
+            chosen = str(_number(prefix, counter, number)).encode()
+        except Exception as error:
+            failure = error
+    told = int(lockstep.share(f"{call}, its number", chosen, failure)[0])
+    there: list[str] = []
+    failing: BaseException | None = None
+    if lockstep.comm.rank == 0:
+        path = files.numbered(prefix.parent, prefix.name, told)
+        failing = _attempt(lockstep, path, values, told, replace=number is not None)
+        there = _kept(prefix, path, keep) if failing is None else []
+    everything = lockstep.share(f"{call}, written", json.dumps(there).encode(), failing)[0]
+    return told, json.loads(everything)
+
+
+def _values(lockstep: Lockstep, mine: Mapping[str, Variable], call: str) -> dict[str, Array]:
+    """Prove the call, and return what is to be written."""
+    with lockstep.preparing(call):
+        for key, variable in mine.items():
+            if variable.on_read and variable.aggregation is VariableAggregation.NONE:
+                raise ValueError(
+                    f"{call}: {key!r} is ON_READ with aggregation NONE, so it has no one value. "
+                    "Choose an aggregation, or leave it out of the checkpoint."
+                )
+    lockstep.prove(call)
+    # What is always equal is not copied: nobody writes to it before this call has ended.
+    return {key: np.asarray(variable) for key, variable in mine.items()}
+
+
+def _number(prefix: Path, counter: int, number: int | None) -> int:
+    newest = max(files.saved(prefix.parent, prefix.name), default=0)
+    if number is None:
+        return max(counter, newest) + 1
+    if number < newest:
+        raise ValueError(
+            f"checkpoint number {number} is not the newest: {prefix.parent} has "
+            f"{prefix.name}-{newest}, and the newest is what will be restored. Remove those above "
+            f"{number}, or count on from {newest}."
+        )
+    return number
+
+
+def _attempt(
+    lockstep: Lockstep, path: Path, values: Mapping[str, Array], counter: int, replace: bool
+) -> BaseException | None:
+    """Write the file; return what it failed with, which all ranks have to know."""
+    try:
+        total = sum(array.nbytes for array in values.values())
+        with patient(lockstep, f"write {path}", total), files.whole(path, replace) as file:
+            format.write(file, values, counter)
+    except OSError as error:
+        if error.errno is None:
+            return error
+        why = f"{error.strerror}: {path} was not written; checkpoints before it are as they were"
+        found = OSError(error.errno, why)
+        found.__cause__ = error
+        return found
+    except BaseException as error:
+        return error
+    return None
+
+
+def _kept(prefix: Path, new: Path, keep: int | None) -> list[str]:
+    """Remove the oldest checkpoints, and return those that are there."""
+    there = list(files.saved(prefix.parent, prefix.name).values())
+    for path in there[:-keep] if keep is not None else ():
+        # What cannot be removed now is one of the oldest next time too; the new one is safe.
+        with contextlib.suppress(OSError):
+            path.unlink()
+            there.remove(path)
+    return [os.fspath(path) for path in there]

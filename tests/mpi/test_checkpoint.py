@@ -1,0 +1,90 @@
+"""Checkpoints of ranks that are processes, with variables that are in memory once."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import mpistrat as ms
+
+LARGE = 50_000  # elements; shared by the ranks of a node
+
+
+@pytest.fixture
+def directory(world, tmp_path):
+    """One directory for all ranks."""
+    return world.bcast(str(tmp_path) if world.rank == 0 else None)
+
+
+def made(start):
+    strategy = ms.MirroredStrategy()
+    with strategy.scope():
+        w = ms.Variable(np.full(LARGE, start), name="w")
+        n = ms.Variable(
+            0,
+            synchronization=ms.VariableSynchronization.ON_READ,
+            aggregation=ms.VariableAggregation.SUM,
+        )
+    return strategy, w, n, ms.Checkpoint(w=w, n=n)
+
+
+def test_what_was_saved_is_what_reads(world, directory):
+    strategy, w, n, checkpoint = made(1.0)
+    strategy.run(lambda: n.assign(7 + world.rank))
+    strategy.run(lambda: w.assign_add(np.arange(float(LARGE))))
+    path = checkpoint.save(f"{directory}/x")
+    wanted = 1.0 + np.arange(float(LARGE))
+    w.assign(np.zeros(LARGE))
+    n.assign(0)
+    view = np.asarray(w)
+    checkpoint.restore(path).assert_consumed()
+    np.testing.assert_array_equal(view, wanted)
+    assert n.numpy() == sum(range(7, 7 + world.size))
+    if world.rank == 0:
+        with np.load(path) as found:
+            np.testing.assert_array_equal(found["w"], wanted)
+            assert found["n"] == sum(range(7, 7 + world.size))
+
+
+def test_a_directory_that_only_rank_0_sees(world, tmp_path, monkeypatch):
+    _, w, _, checkpoint = made(2.0)
+    shared = world.bcast(str(tmp_path) if world.rank == 0 else None)
+    if world.rank:
+
+        def unseen(*args, **kwargs):
+            raise OSError(errno.EIO, "another node looks at the directory")
+
+        monkeypatch.setattr(os, "open", unseen)
+    manager = ms.CheckpointManager(checkpoint, shared, 1)
+    for _ in range(2):
+        manager.save()
+    w.assign(np.zeros(LARGE))
+    assert manager.restore_or_initialize() == f"{shared}/ckpt-2.npz"
+    assert w[LARGE - 1] == 2.0
+
+
+def test_a_disk_that_is_full(world, directory):
+    """A limit on the size of files, which is told as a full disk is: by an OSError of rank 0."""
+    _, w, _, checkpoint = made(3.0)
+    path = checkpoint.save(f"{directory}/x")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    if world.rank == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (LARGE, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"x-2\.npz was not written"):
+            checkpoint.save(f"{directory}/x")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    if world.rank == 0:
+        assert not [path for path in Path(directory).iterdir() if "x-2" in path.name]
+    w.assign(np.zeros(LARGE))
+    checkpoint.restore(path)
+    assert w[0] == 3.0

@@ -1,0 +1,377 @@
+"""All ranks save and restore together; what they are told is the same on each."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import numpy as np
+import pytest
+
+import mpistrat as ms
+from mpistrat.checkpoint import format, saving
+from mpistrat.testing import run_ranks
+
+SIZES = [1, 2, 3, 4]
+KINDS = ms.VariableAggregation
+ON_READ = ms.VariableSynchronization.ON_READ
+STRATEGIES = [ms.MirroredStrategy, ms.MultiWorkerMirroredStrategy]
+
+
+def made(strategy, start=0.0):
+    """A checkpoint of variables of all kinds."""
+    with strategy.scope():
+        return ms.Checkpoint(
+            w=ms.Variable(np.full((3, 5), start), name="w"),
+            counts={
+                "seen": ms.Variable(0, synchronization=ON_READ, aggregation=KINDS.SUM),
+                "loss": ms.Variable(start, synchronization=ON_READ, aggregation=KINDS.MEAN),
+                "first": ms.Variable(
+                    start, synchronization=ON_READ, aggregation=KINDS.ONLY_FIRST_REPLICA
+                ),
+            },
+            empty=ms.Variable(np.zeros((0, 2), np.float32)),
+        )
+
+
+def trained(strategy, checkpoint):
+    """Write something of one's own to each; return what cross-replica code reads."""
+
+    def step():
+        me = ms.get_replica_context().replica_id_in_sync_group
+        checkpoint.w.assign_add(np.arange(15.0).reshape(3, 5))
+        checkpoint.counts["seen"].assign_add(5 + me)
+        checkpoint.counts["loss"].assign(2.0)
+        checkpoint.counts["first"].assign(me + 0.5)
+
+    strategy.run(step)
+    return read(strategy, checkpoint)
+
+
+def read(strategy, checkpoint):
+    with strategy.scope():
+        return {name: v.numpy() for name, v in checkpoint.variables().items()}
+
+
+@pytest.mark.parametrize("strategy_class", STRATEGIES)
+@pytest.mark.parametrize("restored_on", SIZES)
+@pytest.mark.parametrize("saved_on", [1, 3])
+def test_what_was_saved_is_what_reads(saved_on, restored_on, strategy_class, tmp_path, kept):
+    def save(comm):
+        strategy = strategy_class()
+        checkpoint = made(strategy)
+        wanted = trained(strategy, checkpoint)
+        path = checkpoint.save(tmp_path / "run" / "ckpt")
+        assert path == str(tmp_path / "run" / "ckpt-1.npz")
+        assert checkpoint.save_counter == 1
+        return wanted
+
+    def restore(comm):
+        strategy = strategy_class()
+        checkpoint = made(strategy, start=-1.0)
+        status = checkpoint.restore(tmp_path / "run" / "ckpt-1")
+        assert status.assert_consumed() is status
+        assert status.path == str(tmp_path / "run" / "ckpt-1.npz")
+        assert checkpoint.save_counter == 1
+        return read(strategy, checkpoint)
+
+    wanted = run_ranks(save, saved_on)[0]
+    # 3 replicas: 5 + 6 + 7, which three equal parts would not give for every number.
+    assert wanted["counts/seen"] == sum(range(5, 5 + saved_on))
+    assert wanted["counts/first"] == 0.5
+    for found in run_ranks(restore, restored_on):
+        assert found.keys() == wanted.keys()
+        for name, value in wanted.items():
+            assert found[name].dtype == value.dtype
+            np.testing.assert_array_equal(found[name], value)
+
+
+def test_integers_that_do_not_divide_are_kept(tmp_path):
+    def program(comm):
+        strategy = ms.MirroredStrategy()
+        with strategy.scope():
+            v = ms.Variable(0, synchronization=ON_READ, aggregation=KINDS.SUM)
+            checkpoint = ms.Checkpoint(v=v)
+        strategy.run(lambda: v.assign_add(1 if comm.rank else 5))
+        path = checkpoint.save(tmp_path / "x")
+        v.assign(0)
+        checkpoint.restore(path)
+        return int(v.numpy())
+
+    assert run_ranks(program, 3) == [7, 7, 7]
+
+
+def test_numbers_go_on(tmp_path):
+    def program(comm):
+        checkpoint = made(ms.MirroredStrategy())
+        first = [checkpoint.save(tmp_path / "x") for _ in range(2)]
+        anew = made(ms.MirroredStrategy())
+        # Nothing was restored, and still nothing is written over.
+        third = anew.save(tmp_path / "x")
+        return [path.rpartition("/")[2] for path in (*first, third)], anew.save_counter
+
+    for names, counter in run_ranks(program, 2):
+        assert names == ["x-1.npz", "x-2.npz", "x-3.npz"]
+        assert counter == 3
+
+
+def test_write_and_read_count_nothing(tmp_path):
+    def program(comm):
+        checkpoint = made(ms.MirroredStrategy())
+        path = checkpoint.write(tmp_path / "best")
+        again = checkpoint.write(tmp_path / "best.npz")
+        checkpoint.w.assign(np.ones((3, 5)))
+        checkpoint.read(path).assert_consumed()
+        return path, again, checkpoint.save_counter, checkpoint.w.numpy().sum()
+
+    for path, again, counter, total in run_ranks(program, 2):
+        assert path == again == str(tmp_path / "best.npz")
+        assert (counter, total) == (0, 0.0)
+
+
+def test_none_restores_nothing():
+    def program(comm):
+        checkpoint = made(ms.MirroredStrategy(), start=4.0)
+        status = checkpoint.restore(None)
+        with pytest.raises(AssertionError, match="there was no checkpoint"):
+            status.assert_consumed()
+        assert status.expect_partial() is status
+        return checkpoint.w.numpy()[0, 0]
+
+    assert run_ranks(program, 2) == [4.0, 4.0]
+
+
+def fails(program, size, error):
+    """Run a program that raises on every rank; return the texts."""
+
+    def guarded(comm):
+        with pytest.raises(error) as caught:
+            program(comm)
+        # The ranks are still together.
+        total = ms.MirroredStrategy().reduce("SUM", ms.MirroredStrategy().run(lambda: 1), axis=None)
+        assert total == size
+        return str(caught.value)
+
+    return run_ranks(guarded, size)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_another_model_is_told_what_differs_and_nothing_is_written(size, tmp_path):
+    def program(comm):
+        strategy = ms.MirroredStrategy()
+        with strategy.scope():
+            a, b, c = ms.Variable([1.0, 2.0]), ms.Variable(3), ms.Variable(np.float32(4))
+            path = ms.Checkpoint(a=a, b=b, c=c).save(tmp_path / "x")
+            other = ms.Checkpoint(
+                a=ms.Variable([0.0, 0.0, 0.0]), b=ms.Variable(0.0), d=ms.Variable(9), c=c
+            )
+        c.assign(0)
+        try:
+            other.restore(path)
+        finally:
+            assert c.numpy() == 0
+
+    for text in fails(program, size, ms.StructureError):
+        assert "'a' is float64[2] there and float64[3] here" in text
+        assert "'b' is int64[] there and float64[] here" in text
+        assert "'d' is not in the file" in text
+        assert "partial=True" in text
+
+
+def test_a_part_may_be_restored(tmp_path):
+    def program(comm):
+        with ms.MirroredStrategy().scope():
+            a, b = ms.Variable(1.0), ms.Variable(2.0)
+            path = ms.Checkpoint(a=a, b=b).save(tmp_path / "x")
+            other = ms.Checkpoint(b=ms.Variable(0.0), c=ms.Variable(7.0))
+        with pytest.raises(ms.StructureError, match="'a' is only in the file"):
+            other.restore(path)
+        status = other.restore(path, partial=True)
+        assert (status.missing, status.unused) == (("c",), ("a",))
+        for method in (status.assert_consumed, status.assert_existing_objects_matched):
+            with pytest.raises(AssertionError):
+                method()
+        return float(other.b.numpy()), float(other.c.numpy())
+
+    assert run_ranks(program, 2) == [(2.0, 7.0)] * 2
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_damage_is_told_on_all_ranks_and_nothing_is_written(size, tmp_path):
+    def program(comm):
+        checkpoint = made(ms.MirroredStrategy(), start=1.0)
+        path = checkpoint.save(tmp_path / "x")
+        checkpoint.w.assign(np.zeros((3, 5)))
+        if comm.rank == 0:
+            data = bytearray((tmp_path / "x-1.npz").read_bytes())
+            data[data.find(np.float64(1).tobytes() * 2)] ^= 1
+            (tmp_path / "x-1.npz").write_bytes(data)
+        try:
+            checkpoint.restore(path)
+        finally:
+            assert not checkpoint.w.numpy().any()
+
+    for text in fails(program, size, ms.CheckpointError):
+        assert "x-1.npz is damaged" in text
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    def program(comm):
+        made(ms.MirroredStrategy()).restore(tmp_path / "none")
+
+    for text in fails(program, 2, FileNotFoundError):
+        assert "none.npz" in text
+
+
+def test_a_disk_that_is_full_is_told_on_all_ranks(tmp_path, monkeypatch):
+    real = format.write
+
+    def full(file, arrays, counter):
+        if counter == 1:
+            return real(file, arrays, counter)
+        file.write(b"x" * 100)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(saving.format, "write", full)
+
+    def program(comm):
+        checkpoint = made(ms.MirroredStrategy())
+        checkpoint.save(tmp_path / "x")
+        try:
+            checkpoint.save(tmp_path / "x")
+        finally:
+            assert checkpoint.save_counter == 1
+
+    for text in fails(program, 2, OSError):
+        assert "No space left on device" in text
+        assert "x-2.npz was not written; checkpoints before it are as they were" in text
+    assert [path.name for path in tmp_path.iterdir()] == ["x-1.npz"]
+    assert format.read(tmp_path / "x-1.npz", {}).counter == 1
+
+
+@pytest.mark.skipif(not os.getuid(), reason="root may write anywhere")
+def test_a_directory_that_may_not_be_written(tmp_path):
+    tmp_path.chmod(0o500)
+    for text in fails(lambda comm: made(ms.MirroredStrategy()).save(tmp_path / "x"), 2, OSError):
+        assert "Permission denied" in text
+
+
+def test_a_path_below_a_file(tmp_path):
+    (tmp_path / "file").touch()
+
+    def program(comm):
+        made(ms.MirroredStrategy()).save(tmp_path / "file" / "x")
+
+    for text in fails(program, 2, OSError):
+        assert "file" in text
+
+
+def differing(comm, tmp_path):
+    made(ms.MirroredStrategy()).save(tmp_path / f"x{comm.rank}")
+
+
+def other_variables(comm, tmp_path):
+    checkpoint = made(ms.MirroredStrategy())
+    if comm.rank:
+        checkpoint.w2 = checkpoint.w
+    checkpoint.save(tmp_path / "x")
+
+
+def save_and_restore(comm, tmp_path):
+    checkpoint = made(ms.MirroredStrategy())
+    if comm.rank:
+        checkpoint.restore(tmp_path / "x-1")
+    else:
+        checkpoint.save(tmp_path / "x")
+
+
+def some_none(comm, tmp_path):
+    made(ms.MirroredStrategy()).restore(tmp_path / "x" if comm.rank else None)
+
+
+@pytest.mark.parametrize("program", [differing, other_variables, save_and_restore, some_none])
+def test_ranks_that_differ_are_told_and_nothing_is_written(program, tmp_path):
+    errors = (ms.LockstepError, OSError)
+    fails(lambda comm: program(comm, tmp_path), 2, errors)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_replica_code_may_not_save(tmp_path):
+    def program(comm):
+        strategy = ms.MirroredStrategy()
+        checkpoint = made(strategy)
+        strategy.run(lambda: checkpoint.save(tmp_path / "x"))
+
+    for text in fails(program, 2, ms.ContextError):
+        assert "Checkpoint.save is cross-replica code" in text
+
+
+def test_the_function_of_update_may_not(tmp_path):
+    def program(comm):
+        strategy = ms.MirroredStrategy()
+        checkpoint = made(strategy)
+        with strategy.scope():
+            strategy.extended.update(checkpoint.w, lambda v: checkpoint.save(tmp_path / "x"))
+
+    for text in fails(program, 2, ms.ContextError):
+        assert "in the function of update" in text
+
+
+def test_variables_of_several_strategies_are_refused(tmp_path):
+    def program(comm):
+        with ms.MirroredStrategy().scope():
+            a = ms.Variable(0)
+        with ms.MultiWorkerMirroredStrategy().scope():
+            b = ms.Variable(0)
+        ms.Checkpoint(a=a, b=b).save(tmp_path / "x")
+
+    with ms.OneDeviceStrategy("cpu").scope():
+        c = ms.Variable(0)
+    with pytest.raises(ms.StrategyError, match="belong to several strategies: 'c' to"):
+        ms.Checkpoint(c=c, d=ms.Variable(0)).save(tmp_path / "x")
+
+
+def test_on_read_without_aggregation_has_no_value(tmp_path):
+    def program(comm):
+        with ms.MirroredStrategy().scope():
+            v = ms.Variable(0, synchronization=ON_READ)
+        ms.Checkpoint(v=v).save(tmp_path / "x")
+
+    for text in fails(program, 2, ValueError):
+        assert "'v' is ON_READ with aggregation NONE" in text
+
+
+@pytest.mark.parametrize("prefix", ["", ".", "run/", "..", "run/.x"])
+def test_a_prefix_that_names_no_file(prefix, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for text in fails(lambda comm: made(ms.MirroredStrategy()).save(prefix), 2, ValueError):
+        assert "wanted a directory and a name" in text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_to_save(tmp_path):
+    for text in fails(lambda comm: ms.Checkpoint().save(tmp_path / "x"), 2, ms.StructureError):
+        assert "holds no variables" in text
+
+
+@pytest.mark.parametrize("name", ["save", "_w", "variables", "strategy"])
+def test_names_that_are_taken(name):
+    with pytest.raises(ValueError, match="that name is taken"):
+        ms.Checkpoint(**{name: ms.Variable(0)})
+
+
+def test_replicas_in_another_order(tmp_path):
+    """Replica 0 writes and reads, whichever rank it is."""
+
+    def program(comm):
+        order = ms.DeviceAssignment(ms.Topology.read(comm), (2, 0, 1))
+        strategy = ms.TPUStrategy(None, order, comm=comm)
+        with strategy.scope():
+            v = ms.Variable(0, synchronization=ON_READ, aggregation=KINDS.ONLY_FIRST_REPLICA)
+        strategy.run(lambda: v.assign(10 + comm.rank))
+        path = ms.Checkpoint(v=v).save(tmp_path / "x")
+        v.assign(0)
+        ms.Checkpoint(v=v).restore(path)
+        return int(v.numpy())
+
+    assert run_ranks(program, 3) == [12, 12, 12]

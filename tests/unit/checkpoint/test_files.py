@@ -1,0 +1,176 @@
+"""Files that are there whole or not at all, at whatever step a process ends."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+
+import pytest
+
+from mpistrat import CheckpointError, latest_checkpoint
+from mpistrat.checkpoint import files
+
+OLD, NEW = b"old" * 1000, b"new" * 2000
+
+
+def put(path, data=NEW, replace=False):
+    with files.whole(path, replace) as file:
+        for start in range(0, len(data), 1000):
+            file.write(data[start : start + 1000])
+            file.flush()
+
+
+def hidden(directory):
+    return [path.name for path in directory.iterdir() if path.name.startswith(".")]
+
+
+def test_it_is_there_and_nothing_else(tmp_path):
+    put(tmp_path / "a" / "b" / "x.npz")
+    assert (tmp_path / "a" / "b" / "x.npz").read_bytes() == NEW
+    assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == ["x.npz"]
+    assert stat.S_IMODE((tmp_path / "a" / "b" / "x.npz").stat().st_mode) == 0o600
+
+
+def test_what_is_there_is_replaced_only_if_that_was_said(tmp_path):
+    put(tmp_path / "x", OLD)
+    with pytest.raises(FileExistsError):
+        put(tmp_path / "x")
+    assert (tmp_path / "x").read_bytes() == OLD
+    put(tmp_path / "x", replace=True)
+    assert (tmp_path / "x").read_bytes() == NEW
+    assert not hidden(tmp_path)
+
+
+def steps(monkeypatch, act):
+    """Call ``act(n)`` before the n-th step that `files` takes."""
+    count = [0]
+
+    def watched(real):
+        def step(*args, **kwargs):
+            count[0] += 1
+            act(count[0])
+            return real(*args, **kwargs)
+
+        return step
+
+    for name in ("open", "fsync", "link", "replace", "rename", "unlink"):
+        monkeypatch.setattr(os, name, watched(getattr(os, name)))
+    monkeypatch.setattr(files.fcntl, "flock", watched(files.fcntl.flock))
+    return count
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_an_error_at_any_step_leaves_what_was(tmp_path, monkeypatch, replace):
+    path, failed = tmp_path / "x", 0
+    with monkeypatch.context() as patch:
+        count = steps(patch, lambda n: None)
+        put(path, OLD)
+    for bad in range(1, count[0] + 1):
+        path.unlink()
+        if replace:
+            path.write_bytes(OLD)
+
+        def fail(n, bad=bad):
+            if n == bad:
+                raise OSError(errno.EIO, "the disk")
+
+        with monkeypatch.context() as patch:
+            steps(patch, fail)
+            try:
+                put(path, NEW, replace)
+            except OSError:
+                failed += 1
+        there = path.read_bytes() if path.exists() else None
+        # An error after the name was given is told, and the file is whole.
+        assert there in (OLD if replace else None, NEW)
+        if not path.exists():
+            path.write_bytes(OLD)
+    assert failed >= 3
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_a_process_that_ends_at_any_step_leaves_the_old_or_the_new(tmp_path, monkeypatch, replace):
+    with monkeypatch.context() as patch:
+        count = steps(patch, lambda n: None)
+        put(tmp_path / "first", OLD)
+    seen = set()
+    for last in range(1, count[0] + 2):
+        directory = tmp_path / str(last)
+        directory.mkdir()
+        path = directory / "x"
+        if replace:
+            path.write_bytes(OLD)
+        child = os.fork()
+        if not child:
+            try:
+                steps(monkeypatch, lambda n, last=last: os._exit(9) if n == last else None)
+                put(path, NEW, replace)
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        there = path.read_bytes() if path.exists() else None
+        assert there in (OLD if replace else None, NEW)
+        seen.add(there)
+        # The next one to write clears up.
+        put(path, NEW, replace=True)
+        assert path.read_bytes() == NEW
+        assert not hidden(directory)
+    assert seen == {OLD if replace else None, NEW}
+
+
+def test_what_another_process_is_writing_is_left_alone(tmp_path):
+    path = tmp_path / "x"
+    with files.whole(path, replace=True) as slow:
+        slow.write(OLD)
+        put(path, NEW)
+        assert len(hidden(tmp_path)) == 1
+    assert path.read_bytes() == OLD
+    assert not hidden(tmp_path)
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP])
+def test_where_there_are_no_links(tmp_path, monkeypatch, code):
+    def link(*args, **kwargs):
+        raise OSError(code, "no links here")
+
+    monkeypatch.setattr(os, "link", link)
+    put(tmp_path / "x", OLD)
+    assert (tmp_path / "x").read_bytes() == OLD
+    with pytest.raises(FileExistsError):
+        put(tmp_path / "x", NEW)
+    assert (tmp_path / "x").read_bytes() == OLD
+    assert not hidden(tmp_path)
+
+
+def test_a_body_that_fails_leaves_nothing(tmp_path):
+    with pytest.raises(ZeroDivisionError), files.whole(tmp_path / "x", replace=False) as file:
+        file.write(NEW)
+        raise ZeroDivisionError
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_numbers_are_ordered_as_numbers(tmp_path):
+    for name in ("ckpt-9.npz", "ckpt-10.npz", "ckpt-2.npz", "ckpt-011.npz", "ckpt-x.npz"):
+        (tmp_path / name).touch()
+    for name in (".ckpt-99.npz.part", "ckpt-99.npz.part", "other-7.npz", "ckpt-98", "ckpt--1.npz"):
+        (tmp_path / name).touch()
+    assert list(files.saved(tmp_path, "ckpt")) == [2, 9, 10]
+    assert latest_checkpoint(tmp_path, "ckpt") == str(tmp_path / "ckpt-10.npz")
+    assert latest_checkpoint(tmp_path, "other") == str(tmp_path / "other-7.npz")
+    assert latest_checkpoint(tmp_path, "none") is None
+
+
+def test_several_names_are_not_guessed_between(tmp_path):
+    (tmp_path / "a-1.npz").touch()
+    assert latest_checkpoint(tmp_path) == str(tmp_path / "a-1.npz")
+    (tmp_path / "b-2.npz").touch()
+    with pytest.raises(CheckpointError, match=r"\['a', 'b'\]"):
+        latest_checkpoint(tmp_path)
+
+
+def test_no_directory_is_no_checkpoint(tmp_path):
+    assert latest_checkpoint(tmp_path / "none") is None
+    shutil.rmtree(tmp_path)
+    assert files.saved(tmp_path, "x") == {}

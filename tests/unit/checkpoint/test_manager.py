@@ -1,0 +1,204 @@
+"""The newest few checkpoints of a directory."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+
+import mpistrat as ms
+from mpistrat.checkpoint import manager as manager_module
+from mpistrat.testing import run_ranks
+
+SIZES = pytest.mark.parametrize("size", [1, 2, 3])
+
+
+def made(directory, keep=2, **more):
+    with ms.MirroredStrategy().scope():
+        v = ms.Variable(0)
+    return v, ms.CheckpointManager(ms.Checkpoint(v=v), directory, keep, **more)
+
+
+def names(manager):
+    return [path.rpartition("/")[2] for path in manager.checkpoints]
+
+
+def there(directory):
+    return sorted(path.name for path in directory.iterdir())
+
+
+@SIZES
+@pytest.mark.parametrize("keep", [1, 2, 3, None])
+def test_the_oldest_go(size, keep, tmp_path):
+    def program(comm):
+        v, manager = made(tmp_path, keep)
+        assert manager.latest_checkpoint is None
+        for _ in range(4):
+            v.assign_add(1)
+            assert manager.save() == manager.latest_checkpoint
+        # One that is made later sees those that are there, and goes on.
+        w, later = made(tmp_path, keep)
+        assert names(later) == names(manager)
+        assert later.restore_or_initialize() == manager.latest_checkpoint
+        assert w.numpy() == 4
+        later.save()
+        return names(manager), names(later)
+
+    expected = [f"ckpt-{n}.npz" for n in range(1, 6)]
+    for before, after in run_ranks(program, size):
+        assert before == expected[:4][-(keep or 4) :]
+        assert after == expected[-(keep or 5) :]
+    assert there(tmp_path) == after
+
+
+def test_files_of_others_are_left_alone(tmp_path):
+    for name in ("ckpt-x.npz", "other-1.npz", "ckpt-1.txt", "data.npz"):
+        (tmp_path / name).touch()
+
+    def program(comm):
+        _, manager = made(tmp_path, 1)
+        for _ in range(3):
+            manager.save()
+        return names(manager)
+
+    assert run_ranks(program, 2) == [["ckpt-3.npz"]] * 2
+    assert there(tmp_path) == sorted(
+        ["ckpt-x.npz", "other-1.npz", "ckpt-1.txt", "data.npz", "ckpt-3.npz"]
+    )
+
+
+def test_numbers_of_the_program(tmp_path):
+    def program(comm):
+        v, manager = made(tmp_path, checkpoint_name="step")
+        assert manager.save(checkpoint_number=100).endswith("step-100.npz")
+        v.assign(5)
+        assert manager.save(100).endswith("step-100.npz")  # the same step once more
+        with pytest.raises(ValueError, match=r"number 99 is not the newest: .* has step-100"):
+            manager.save(99)
+        manager.save(ms.Variable(200))
+        for bad in (-1, 1.5, True, "7", 10**18):
+            with pytest.raises(ValueError, match="checkpoint_number is a number"):
+                manager.save(bad)
+        v.assign(0)
+        manager.checkpoint.restore(manager.checkpoints[0])
+        return names(manager), int(v.numpy()), manager.checkpoint.save_counter
+
+    assert run_ranks(program, 2) == [(["step-100.npz", "step-200.npz"], 5, 100)] * 2
+
+
+@SIZES
+def test_damage_is_passed_over_with_a_warning(size, tmp_path):
+    def save(comm):
+        v, manager = made(tmp_path, None)
+        for _ in range(3):
+            v.assign_add(1)
+            manager.save()
+
+    def restore(comm):
+        v, manager = made(tmp_path, None)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            path = manager.restore_or_initialize()
+        return path.rpartition("/")[2], int(v.numpy()), [str(one.message) for one in told]
+
+    run_ranks(save, 1)
+    (tmp_path / "ckpt-3.npz").write_bytes(b"")
+    # Warnings of threads are caught by whichever came last, so one rank at a time looks at them.
+    found = run_ranks(restore, size)
+    assert [row[:2] for row in found] == [("ckpt-2.npz", 2)] * size
+    told = [text for row in found for text in row[2]]
+    if size == 1:
+        [text] = told
+        assert "ckpt-2.npz was restored, because newer ones cannot be read" in text
+        assert "ckpt-3.npz is damaged" in text
+
+
+@SIZES
+def test_nothing_begins_anew_where_all_are_damaged(size, tmp_path):
+    for number in (1, 2):
+        (tmp_path / f"ckpt-{number}.npz").write_bytes(b"hello")
+
+    def program(comm):
+        _, manager = made(tmp_path)
+        with pytest.raises(ms.CheckpointError) as error:
+            manager.restore_or_initialize()
+        return str(error.value)
+
+    for text in run_ranks(program, size):
+        assert "none of the 2 checkpoints" in text
+        assert "ckpt-1.npz is damaged" in text
+        assert "ckpt-2.npz is damaged" in text
+    assert there(tmp_path) == ["ckpt-1.npz", "ckpt-2.npz"]
+
+
+def test_another_model_is_no_damage(tmp_path):
+    def program(comm):
+        _, manager = made(tmp_path)
+        manager.save()
+        with ms.MirroredStrategy().scope():
+            other = ms.Checkpoint(w=ms.Variable(0))
+        with pytest.raises(ms.StructureError, match="'w' is not in the file"):
+            ms.CheckpointManager(other, tmp_path, 1).restore_or_initialize()
+
+    run_ranks(program, 2)
+
+
+def test_init_fn_is_called_where_there_is_nothing(tmp_path):
+    def program(comm):
+        called = []
+        v, manager = made(tmp_path, init_fn=lambda: called.append(v.assign(3)))
+        assert manager.restore_or_initialize() is None
+        manager.save()
+        assert manager.restore_or_initialize() == manager.latest_checkpoint
+        return len(called), int(v.numpy())
+
+    assert run_ranks(program, 2) == [(1, 3)] * 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"keep": 0}, ValueError),
+        ({"keep": -1}, ValueError),
+        ({"keep": True}, ValueError),
+        ({"keep": 1.5}, ValueError),
+        ({"checkpoint_name": ""}, ValueError),
+        ({"checkpoint_name": "a/b"}, ValueError),
+        ({"checkpoint_name": ".x"}, ValueError),
+        ({"init_fn": 3}, TypeError),
+        ({"directory": 3}, TypeError),
+    ],
+)
+def test_arguments(arguments, error, tmp_path):
+    def program(comm):
+        with pytest.raises(error):
+            made(**{"directory": tmp_path, **arguments})
+
+    run_ranks(program, 2)
+
+
+def test_a_checkpoint_is_wanted(tmp_path):
+    with pytest.raises(TypeError, match="wants a Checkpoint, not"):
+        ms.CheckpointManager(ms.Variable(0), tmp_path, 1)
+
+
+def test_other_directories_on_other_ranks(tmp_path):
+    def program(comm):
+        with pytest.raises(ms.LockstepError):
+            made(tmp_path / str(comm.rank))
+
+    run_ranks(program, 2)
+
+
+def test_only_replica_0_looks(tmp_path, monkeypatch):
+    """The others may be on nodes that do not see the directory."""
+    looked = []
+    real = manager_module.files.saved
+
+    def saved(directory, name):
+        looked.append(1)
+        return real(directory, name)
+
+    monkeypatch.setattr(manager_module.files, "saved", saved)
+    assert len(run_ranks(lambda comm: made(tmp_path)[1].checkpoints, 3)) == 3
+    assert len(looked) == 1

@@ -1,0 +1,94 @@
+"""Names of variables: the ways to them."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import mpistrat as ms
+from mpistrat.checkpoint.tree import variables
+
+Pair = namedtuple("Pair", "left right")
+
+
+class Layer:
+    def __init__(self, w):
+        self.w = w
+        self.rate = 0.1
+        self.sizes = [3, 4]
+        self.notes = {"what": "a layer"}
+
+
+class Model:
+    def __init__(self):
+        self.layers = [Layer(ms.Variable(1.0)), Layer(ms.Variable(2.0))]
+        self.parent = self
+        self.strategy = ms.get_strategy()
+        self.rng = np.random.default_rng(0)
+
+
+def names(**trees):
+    return list(variables(None, trees))
+
+
+def test_mappings_sequences_and_objects():
+    v = ms.Variable(0)
+    assert names(a=v) == ["a"]
+    assert names(a={"x": v, 3: ms.Variable(1)}) == ["a/3", "a/x"]
+    assert names(a=[v, (ms.Variable(1),)]) == ["a/0", "a/1/0"]
+    assert names(a=Pair(v, ms.Variable(1))) == ["a/left", "a/right"]
+    assert names(a=SimpleNamespace(b=v, c=3)) == ["a/b"]
+    assert names(m=Model()) == ["m/layers/0/w", "m/layers/1/w"]
+    assert names(a=v, b=None) == ["a"]
+
+
+def test_it_is_the_variables_that_are_found():
+    model = Model()
+    found = variables(None, {"m": model})
+    assert found["m/layers/1/w"] is model.layers[1].w
+
+
+def test_a_root_has_names_of_its_own():
+    model, v = Model(), ms.Variable(0)
+    assert list(variables(model, {"step": v})) == ["layers/0/w", "layers/1/w", "step"]
+    assert list(variables({"w": v}, {})) == ["w"]
+
+
+def test_one_variable_may_have_two_names():
+    v = ms.Variable(0)
+    assert variables(None, {"a": v, "b": [v]}) == {"a": v, "b/0": v}
+
+
+def test_names_do_not_lead_out_of_an_archive():
+    v = ms.Variable(0)
+    assert names(a={"../x": v}) == ["a/%2E.%2Fx"]
+    assert names(a={"..": v}) == ["a/%2E."]
+    assert names(a={"\0": v, "ä": ms.Variable(1)}) == ["a/%00", "a/%C3%A4"]
+
+
+@pytest.mark.parametrize(
+    ("tree", "text"),
+    [
+        ({"w": 3}, "'a/w' of the checkpoint is 3 (int); only variables are saved"),
+        ([np.zeros(2)], "'a/0' of the checkpoint is array([0., 0.]) (ndarray)"),
+        (3, "'a' of the checkpoint is 3 (int)"),
+        ({}, "a of the checkpoint (dict) holds no variable"),
+        ([None], "a of the checkpoint (list) holds no variable"),
+        (SimpleNamespace(w=3), "a of the checkpoint (SimpleNamespace) holds no variable"),
+    ],
+)
+def test_what_would_not_be_saved_is_told(tree, text):
+    with pytest.raises(ms.StructureError) as error:
+        variables(None, {"a": tree})
+    assert text in str(error.value)
+
+
+def test_two_variables_with_one_name_are_an_error():
+    one, two = ms.Variable(0), ms.Variable(1)
+    with pytest.raises(ms.StructureError, match="have the name 'a/1'"):
+        variables(None, {"a": {1: one, "1": two}})
+    with pytest.raises(ms.StructureError, match="have the name 'w'"):
+        variables({"w": one}, {"w": two})
