@@ -7,6 +7,7 @@ other ranks until `Strategy.experimental_local_results` has fetched them.
 from __future__ import annotations
 
 import abc
+import copy
 import operator
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, NoReturn, final
@@ -244,6 +245,30 @@ class PerReplica(DistributedValues, _NotOne):
             "use value.local, strategy.reduce, or strategy.experimental_local_results."
         )
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Return how to make it again, if it is of a program's own making.
+
+        Raises:
+          TypeError: It is a value of the ranks of a strategy; says what to pickle instead.
+        """
+        if self.home is not None:
+            raise TypeError(f"a PerReplica of a strategy cannot be pickled: {_ONE}")
+        return super().__reduce_ex__(protocol)
+
+    def __copy__(self) -> PerReplica:
+        """Return another value of the same ranks, of the same objects."""
+        made = object.__new__(PerReplica)
+        made.__dict__.update(self.__dict__)
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PerReplica:
+        """Return another value of the same ranks, of copies of the objects."""
+        made = self.__copy__()
+        memo[id(self)] = made
+        made._local = copy.deepcopy(self._local, memo)
+        made._values = copy.deepcopy(self._values, memo)
+        return made
+
     def fetched(self, values: tuple[Any, ...], home: Home) -> None:
         """Keep `values` of all replicas of `home`, once a collective call has brought them."""
         if self.home is None:
@@ -301,6 +326,10 @@ class Mirrored(DistributedValues, Operators):
         self._count = count
         self._proved = proved
         self._home = home
+
+    def __reduce__(self) -> Any:
+        """Return how to make it again; a copy is not proved, so compared before it is written."""
+        return Mirrored, (self._value, self._count)
 
     def proved_by(self, session: Any) -> str:
         """Return the name of the proof, if it was one of the ranks of `session`."""
