@@ -235,16 +235,16 @@ def arguments(doc: str | None, quick: str) -> argparse.ArgumentParser:
     return parser
 
 
-def facts(comm: MPI.Intracomm) -> dict[str, Any]:
-    """Return what a reader must know to compare these numbers with others. Collective."""
+def introduced(comm: MPI.Intracomm, header: str = "") -> dict[str, Any]:
+    """Return what a reader must know to compare these numbers with others, printed. Collective."""
     from mpi4py import MPI
 
     hosts = len(set(comm.allgather(MPI.Get_processor_name())))
-    return {
-        "mpi": first_line(MPI.Get_library_version()),
-        "ranks": comm.size,
-        "hosts": hosts,
-    } | host()
+    library = first_line(MPI.Get_library_version())
+    known = {"mpi": library, "ranks": comm.size, "hosts": hosts, **host()}
+    if comm.rank == 0:
+        print_facts(known, header)
+    return known
 
 
 def first_line(text: str) -> str:

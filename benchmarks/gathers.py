@@ -33,16 +33,15 @@ from common import (
     Peer,
     arguments,
     enough,
-    facts,
     gloo,
     holds,
+    introduced,
     measure,
-    print_facts,
     take,
     write_json,
 )
 from mpi4py import MPI
-from pictures import Panel, curves
+from pictures import Panel, curves, points
 
 import mpistrat
 
@@ -166,12 +165,11 @@ def line(row: dict[str, Any]) -> str:
 
 
 def plot(path: str | None, known: dict[str, Any], found: list[dict[str, Any]]) -> None:
-    def points(layout: str) -> dict[str, list[tuple[int, float]]]:
-        of = [row for row in found if row["layout"] == layout]
-        ways = dict.fromkeys(row["way"] for row in of)
-        return {w: [(r["bytes"], r["time_us"]) for r in of if r["way"] == w] for w in ways}
-
-    panels = [Panel(layout, "median of the slowest rank, us", points(layout)) for layout in LAYOUTS]
+    by_layout = {one: [row for row in found if row["layout"] == one] for one in LAYOUTS}
+    panels = [
+        Panel(layout, "median of the slowest rank, us", points(of, "time_us"))
+        for layout, of in by_layout.items()
+    ]
     curves(path, known, "All-gather of rows", panels, ("ours",))
 
 
@@ -179,9 +177,7 @@ def main() -> int:
     chosen = arguments(__doc__, "every other size to 4 MiB, few repetitions").parse_args()
     comm = MPI.COMM_WORLD.Dup()
     strategy = mpistrat.MirroredStrategy()
-    known = facts(comm)
-    if comm.rank == 0:
-        print_facts(known, HEADER)
+    known = introduced(comm, HEADER)
     found: list[dict[str, Any]] = []
     budget = BUDGET / 20 if chosen.quick else BUDGET
     for layout in LAYOUTS:

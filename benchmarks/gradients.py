@@ -35,11 +35,10 @@ from common import (
     Peer,
     arguments,
     expected,
-    facts,
     gloo,
     holds,
+    introduced,
     measure,
-    print_facts,
     sums,
     take,
     write_json,
@@ -243,9 +242,7 @@ def main() -> int:
     chosen = parser.parse_args()
     comm = MPI.COMM_WORLD.Dup()
     strategy = mpistrat.MirroredStrategy()
-    known = facts(comm)
-    if comm.rank == 0:
-        print_facts(known)
+    known = introduced(comm)
     rows = []
     for name in [chosen.only] if chosen.only else list(MODELS):
         if chosen.quick and name == "BERT-base":

@@ -41,16 +41,15 @@ from common import (
     enough,
     everywhere,
     expected,
-    facts,
     gloo,
+    introduced,
     measure,
-    print_facts,
     sums,
     take,
     write_json,
 )
 from mpi4py import MPI
-from pictures import Panel, curves
+from pictures import Panel, curves, points
 
 import mpistrat
 
@@ -248,13 +247,9 @@ def line(row: dict[str, Any]) -> str:
 
 
 def plot(path: str | None, known: dict[str, Any], found: list[dict[str, Any]]) -> None:
-    def points(key: str) -> dict[str, list[tuple[int, float]]]:
-        ways = dict.fromkeys(row["way"] for row in found)
-        return {w: [(r["bytes"], r[key]) for r in found if r["way"] == w] for w in ways}
-
     panels = [
-        Panel("Time", "median time of the slowest rank, us", points("time_us")),
-        Panel("Bus bandwidth", "GB/s", points("busbw_gbps")),
+        Panel("Time", "median time of the slowest rank, us", points(found, "time_us")),
+        Panel("Bus bandwidth", "GB/s", points(found, "busbw_gbps")),
     ]
     curves(path, known, "All-reduce of float32", panels, OURS)
 
@@ -264,9 +259,7 @@ def main() -> int:
     # A communicator of its own: the measuring must not meet the measured.
     comm = MPI.COMM_WORLD.Dup()
     strategy = mpistrat.MirroredStrategy()
-    known = facts(comm)
-    if comm.rank == 0:
-        print_facts(known, HEADER)
+    known = introduced(comm, HEADER)
     found: list[dict[str, Any]] = []
     budget = BUDGET / 20 if chosen.quick else BUDGET
     for nbytes in QUICK if chosen.quick else SIZES:

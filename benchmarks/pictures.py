@@ -16,6 +16,12 @@ class Panel(NamedTuple):
     values: Mapping[str, Any]
 
 
+def points(rows: Sequence[dict[str, Any]], key: str) -> dict[str, list[tuple[int, float]]]:
+    """Return for each way of these rows its values over sizes in bytes."""
+    ways = dict.fromkeys(row["way"] for row in rows)
+    return {w: [(r["bytes"], r[key]) for r in rows if r["way"] == w] for w in ways}
+
+
 def bars(
     path: str | None,
     known: dict[str, Any],

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from common import arguments, facts, median, print_facts, turns, write_json
+from common import arguments, introduced, median, turns, write_json
 from mpi4py import MPI
 from pictures import Panel, bars
 
@@ -187,10 +187,8 @@ def main() -> int:
         "proved": mpistrat.MirroredStrategy(),
         "nan": watchful_strategy(MPI.COMM_WORLD.Dup()),
     }
-    known = facts(comm)
+    known = introduced(comm, HEADER)
     rows = []
-    if comm.rank == 0:
-        print_facts(known, HEADER)
     for name in CASES:
         row = measure(comm, strategies, name, 3 if chosen.quick else BLOCKS)
         rows.append(row)

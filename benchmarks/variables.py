@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import arguments, facts, print_facts, write_json
+from common import arguments, introduced, write_json
 from mpi4py import MPI
 from pictures import Panel, bars
 
@@ -149,9 +149,7 @@ def main() -> int:
     comm = MPI.COMM_WORLD.Dup()
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     strategy = mpistrat.MirroredStrategy()
-    known = facts(comm)
-    if comm.rank == 0:
-        print_facts(known, HEADER)
+    known = introduced(comm, HEADER)
     warm_up(comm, strategy)
     rows: list[dict[str, Any]] = []
     for nbytes in SIZES[:1] if chosen.quick else SIZES:

@@ -70,7 +70,8 @@ _NAMES: dict[str, str] = {
     "ParameterServerStrategy": "",
     "ReduceOp": "has MIN, MAX and PROD too",
     "ReductionToOneDevice": _CHOOSES,
-    "ReplicaContext": "the replica id is a Python integer",
+    "ReplicaContext": "the replica id is a Python integer; `with` one, a rank enters its own "
+    "replica's, and leaving it is collective, as the end of `run`",
     "RunOptions": "",
     "Server": "",
     "Strategy": "another strategy is another choice of parts, not another `extended`",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 MPI_RUNG = Path(__file__).parent / "mpi"
@@ -16,3 +17,12 @@ def pytest_ignore_collect(collection_path, config):
     if collection_path == PROGRAMS:
         return True
     return None
+
+
+def pytest_collection_finish(session):
+    """Let no garbage collection look at the tests themselves.
+
+    There are thousands, so one that a test asks for would take most of a second.
+    """
+    gc.collect()
+    gc.freeze()

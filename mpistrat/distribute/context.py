@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
@@ -21,6 +22,7 @@ from mpistrat.distribute.mode import Mode, current, entered, same_strategy, sett
 from mpistrat.distribute.naming import named
 from mpistrat.distribute.parts import Parts
 from mpistrat.distribute.regroup import select
+from mpistrat.distribute.replica_code import body
 from mpistrat.distribute.replica_reduce import places, prepared, reduce_in_replica, takes
 from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.distribute.values import PerReplica, born
@@ -110,7 +112,11 @@ def get_replica_context() -> ReplicaContext | Any:
 class ReplicaContext:
     """One replica, as its own code sees it inside ``Strategy.run``.
 
-    Get it with `get_replica_context`; it is of use only in the run it came from.
+    Get it with `get_replica_context`; it is of use only in the run it came from. One that a program
+    makes is of use in ``with ReplicaContext(strategy, replica_id)``, whose body is replica code.
+
+    Collective: that ``with``. All ranks enter it, each with a context of its own replica, and it
+    ends in one proof, as a run does: an exception in the body of one rank is one on all.
 
     As: ``tf.distribute.ReplicaContext``.
 
@@ -120,6 +126,8 @@ class ReplicaContext:
       >>> ctx.all_reduce("sum", np.array([1.0, 2.0]))
       array([1., 2.])
     """
+
+    _open: tuple[AbstractContextManager[None], ...] = ()  # bodies that run, the innermost last
 
     def __init__(self, strategy: Strategy, replica_id_in_sync_group: int | None):
         """Be replica `replica_id_in_sync_group` of `strategy`; None for one that is not known.
@@ -140,6 +148,32 @@ class ReplicaContext:
                 ) from None
         self._strategy = strategy
         self._id = number
+
+    def __enter__(self) -> ReplicaContext:
+        """Begin replica code of this replica, and return the context. All ranks do.
+
+        Raises:
+          ContextError: This rank is another replica, or this is replica code of another context.
+          StrategyError: Another strategy rules here.
+          RemoteError: It could not begin on another rank.
+        """
+        entered = body(self)
+        entered.__enter__()
+        self._open = (*self._open, entered)
+        return self
+
+    def __exit__(self, *exception: Any) -> bool | None:
+        """End it, in one proof.
+
+        Raises:
+          ContextError: It was not entered.
+          LockstepError: The ranks made different calls in it.
+          RemoteError: The body failed on another rank.
+        """
+        if not self._open:
+            raise ContextError(f"{self!r} was left, but not entered.")
+        entered, self._open = self._open[-1], self._open[:-1]
+        return entered.__exit__(*exception)
 
     @property
     def strategy(self) -> Strategy:

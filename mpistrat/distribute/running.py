@@ -6,11 +6,11 @@ from collections.abc import Callable
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import TYPE_CHECKING, Any
 
-from mpistrat.collectives.alarms import compare_copies
 from mpistrat.distribute.arguments import check_function, given
 from mpistrat.distribute.context import ReplicaContext
 from mpistrat.distribute.mode import Mode, entered
 from mpistrat.distribute.regroup import select
+from mpistrat.distribute.replica_code import begin, end, proved
 from mpistrat.errors import LeafTypeError
 
 if TYPE_CHECKING:
@@ -26,34 +26,21 @@ def run(strategy: Strategy, fn: Callable[..., Any], args: Any, kwargs: Any) -> A
     """Call `fn` as this rank's replica, and end in one proof whatever happened.
 
     That proof is what makes ``try`` around ``run`` symmetric: it ends `run` on every rank, with an
-    exception on all of them or on none. When a call inside `fn` failed on all ranks, it has been
-    that proof, and none follows.
+    exception on all of them or on none.
     """
-    lockstep = strategy.parts.lockstep
-    session = lockstep.session
+    session = strategy.parts.lockstep.session
     failure: BaseException | None = None
     result: Any = None
-    if not session.run.depth:
-        session.raised = None  # what ended another run says nothing of this one
-    session.run.depth += 1
+    begin(session)
     try:
         try:
             result = _call(strategy, fn, args, kwargs)
             session.interrupted.check()
         except BaseException as error:
             failure = error
-        if session.run.failed is not None:
-            raise failure or session.run.failed
-        seen = strategy.parts.regroup.gathered("run, whose function returned", result, failure)
-        session.steps += 1
-        every = lockstep.options.check_every
-        if every and session.steps % every == 0 and session.comm.size > 1:
-            compare_copies(lockstep)
-        return seen
+        return proved(strategy, "run, whose function returned", result, failure)
     finally:
-        session.run.depth -= 1
-        if not session.run.depth:
-            session.run.failed = None
+        end(session)
 
 
 def _call(strategy: Strategy, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -166,6 +166,9 @@ class ExperimentalMultiWorkerMirroredStrategy(MultiWorkerMirroredStrategy):
       cluster_resolver: As there.
       comm: As there.
 
+    Raises:
+      ValueError: `communication` or `cluster_resolver` is none, or as there.
+
     As: ``tf.distribute.experimental.MultiWorkerMirroredStrategy``.
     """
 

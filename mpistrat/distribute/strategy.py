@@ -6,7 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpistrat.comm.world import size_of_job
 from mpistrat.distribute import feeding, reductions
@@ -64,6 +64,17 @@ class Strategy:
         )
         self._resolver = resolver
         self._warned = False
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse: it is ranks that are connected, and another process is none of them.
+
+        Raises:
+          TypeError: Always; says what to do instead.
+        """
+        raise TypeError(
+            f"{self!r} cannot be pickled: it connects the ranks of this job. Give another process "
+            "arrays, and functions that take them; a program that needs a strategy makes its own."
+        )
 
     def __copy__(self) -> Any:
         """Refuse: a copy would be a second strategy by the name of the first.

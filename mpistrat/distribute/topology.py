@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -27,12 +28,13 @@ class Topology:
     Get it with `Topology.read`; made by hand it describes any job.
 
     Args:
-      nodes: The number of the node of each rank.
+      nodes: The number of the node of each rank, from 0.
       mesh_shape: The sizes of a Cartesian mesh, whose coordinates number the ranks row by row, the
         last one fastest, as MPI_Cart_create does. Empty for nodes times ranks per node if all nodes
         have as many consecutive ranks, else for one dimension.
 
     Raises:
+      TypeError: `nodes` or `mesh_shape` is no sequence of integers.
       ValueError: There are no ranks, the mesh has another size than there are ranks, or nodes are
         not numbered from 0.
 
@@ -44,16 +46,20 @@ class Topology:
       ((2, 2), (1, 0), 3)
     """
 
-    nodes: tuple[int, ...]
+    nodes: tuple[int, ...] = ()
     mesh_shape: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Check the sizes; see the class."""
+        object.__setattr__(self, "nodes", _integers("nodes", self.nodes, "(0, 0, 1, 1)"))
         if not self.nodes:
-            raise ValueError("a topology has at least one rank, but nodes is empty.")
+            raise ValueError(
+                "a topology has at least one rank, but nodes is empty. Give the number of the node "
+                "of each rank, Topology(nodes=(0, 0, 1, 1)), or ask MPI: Topology.read()."
+            )
         if sorted(set(self.nodes)) != list(range(len(set(self.nodes)))):
             raise ValueError(f"nodes must be numbered from 0 without gaps, got {self.nodes}.")
-        shape = tuple(int(size) for size in self.mesh_shape) or self._shape()
+        shape = _integers("mesh_shape", self.mesh_shape, "(2, 2)") or self._shape()
         if math.prod(shape) != self.num_ranks or min(shape) < 1:
             raise ValueError(f"a mesh of {shape} has no place for exactly {self.num_ranks} ranks.")
         object.__setattr__(self, "mesh_shape", shape)
@@ -78,7 +84,7 @@ class Topology:
           ranks_per_node: Take so many consecutive ranks as one node, whatever they share; 0 to ask.
 
         Raises:
-          TypeError: `ranks_per_node` is no integer.
+          TypeError: `ranks_per_node` is no integer, or `mesh_shape` no sequence of them.
           ValueError: It is negative, or the mesh does not fit the ranks.
 
         Cost: two proofs, a split by shared memory and a small all-gather.
@@ -92,7 +98,7 @@ class Topology:
         ranks = lockstep.comm
         with lockstep.preparing("Topology.read"):
             each = whole_number("ranks_per_node", ranks_per_node, 0)
-            shape = tuple(mesh_shape)
+            shape = _integers("mesh_shape", mesh_shape, "(2, 2)")
         lockstep.prove(f"Topology.read({shape}, {each})")
         if each:
             first = ranks.rank - ranks.rank % each
@@ -195,6 +201,20 @@ class Topology:
         return self.ranks_of(self.nodes[rank]).index(rank)
 
 
+def _integers(name: str, given: Any, example: str) -> tuple[int, ...]:
+    """Return a sequence of integers, a NumPy array too, as a tuple of Python's."""
+    try:
+        # Neither a dict nor a set has an order; a bool has an index, but is no number of anything.
+        if isinstance(given, (Sequence, np.ndarray)) and bool not in map(type, given):
+            return tuple(operator.index(one) for one in given)
+    except TypeError:
+        pass
+    raise TypeError(
+        f"Topology: {name} must be a sequence of integers such as {example}, got {given!r:.80} "
+        f"({type(given).__name__})."
+    )
+
+
 @final
 @dataclass(frozen=True)
 class DeviceAssignment:
@@ -206,6 +226,7 @@ class DeviceAssignment:
         [replicas, 1, dimensions of the mesh]; or the rank of each replica, one number each.
 
     Raises:
+      TypeError: `topology` is none.
       ValueError: A rank has no replica, or several: every rank runs the program, so each is one.
 
     As: ``tf.tpu.experimental.DeviceAssignment``.
@@ -223,6 +244,10 @@ class DeviceAssignment:
     def __post_init__(self) -> None:
         """Check that each rank is one replica."""
         topology, places = self.topology, np.asarray(self.core_assignment)
+        if not isinstance(topology, Topology):
+            raise TypeError(
+                f"topology must be a Topology, got {topology!r:.80}. Topology.read() asks MPI."
+            )
         if places.dtype.kind not in "iu" or places.ndim not in (1, 3):
             raise ValueError(
                 "core_assignment must be integers of shape [replicas, 1, dimensions], or one rank "

@@ -7,9 +7,10 @@ other ranks until `Strategy.experimental_local_results` has fetched them.
 from __future__ import annotations
 
 import abc
+import copy
 import operator
-from collections.abc import Iterable
-from typing import Any, NamedTuple, final
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, NoReturn, final
 
 import numpy as np
 
@@ -106,12 +107,38 @@ class DistributedValues(abc.ABC):
 
 _ONE = (
     "each replica has a value of its own. Make them one, strategy.reduce(op, value, axis=None), or "
-    "in replica code ctx.all_reduce(op, value); or look at value.local, which ranks differ in."
+    "in replica code ctx.all_reduce(op, value); or look at value.local, which ranks differ in, or "
+    "at all of them, strategy.experimental_local_results(value)."
 )
 
 
+def _refusal(text: str) -> Callable[..., Any]:
+    def refuse(self: Any, *others: Any) -> NoReturn:
+        raise TypeError(f"a PerReplica {text}: {_ONE}")
+
+    return refuse
+
+
+class _NotOne:
+    """What a single value has. Here each raises a TypeError that says what to use instead."""
+
+    _no_arithmetic, _no_bits = _refusal("has no arithmetic"), _refusal("has no bits")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _no_arithmetic
+    __matmul__ = __rmatmul__ = __truediv__ = __rtruediv__ = __pow__ = __rpow__ = _no_arithmetic
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __divmod__ = __rdivmod__ = _no_arithmetic
+    __neg__ = __pos__ = __abs__ = _no_arithmetic
+    __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = __invert__ = _no_bits
+    __and__ = __rand__ = __xor__ = __rxor__ = __or__ = __ror__ = _no_bits
+    __lt__ = __le__ = __gt__ = __ge__ = _refusal("cannot be compared")
+    __int__ = __float__ = __complex__ = __round__ = _refusal("is no number")
+    __len__ = _refusal("has no length")
+    __iter__ = __contains__ = _refusal("cannot be iterated over")
+    __getitem__ = _refusal("has no parts")
+
+
 @final
-class PerReplica(DistributedValues):
+class PerReplica(DistributedValues, _NotOne):
     """One value per replica; each rank holds its own.
 
     Args:
@@ -194,7 +221,17 @@ class PerReplica(DistributedValues):
 
     __hash__ = object.__hash__
 
-    # NumPy leaves operators to Python, which has none here, instead of making an object array.
+    def __format__(self, spec: str) -> str:
+        """Return what `repr` says; a format for one number is refused.
+
+        Raises:
+          TypeError: `spec` is not empty; says what to format instead.
+        """
+        if spec:
+            raise TypeError(f"a PerReplica cannot be formatted as {spec!r}: {_ONE}")
+        return str(self)
+
+    # NumPy leaves operators to Python, and so to this class, instead of making an object array.
     __array_ufunc__ = None
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
@@ -207,6 +244,30 @@ class PerReplica(DistributedValues):
             "a PerReplica is not an array. In replica code pass it through strategy.run; elsewhere "
             "use value.local, strategy.reduce, or strategy.experimental_local_results."
         )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Return how to make it again, if it is of a program's own making.
+
+        Raises:
+          TypeError: It is a value of the ranks of a strategy; says what to pickle instead.
+        """
+        if self.home is not None:
+            raise TypeError(f"a PerReplica of a strategy cannot be pickled: {_ONE}")
+        return super().__reduce_ex__(protocol)
+
+    def __copy__(self) -> PerReplica:
+        """Return another value of the same ranks, of the same objects."""
+        made = object.__new__(PerReplica)
+        made.__dict__.update(self.__dict__)
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PerReplica:
+        """Return another value of the same ranks, of copies of the objects."""
+        made = self.__copy__()
+        memo[id(self)] = made
+        made._local = copy.deepcopy(self._local, memo)
+        made._values = copy.deepcopy(self._values, memo)
+        return made
 
     def fetched(self, values: tuple[Any, ...], home: Home) -> None:
         """Keep `values` of all replicas of `home`, once a collective call has brought them."""
@@ -265,6 +326,10 @@ class Mirrored(DistributedValues, Operators):
         self._count = count
         self._proved = proved
         self._home = home
+
+    def __reduce__(self) -> Any:
+        """Return how to make it again; a copy is not proved, so compared before it is written."""
+        return Mirrored, (self._value, self._count)
 
     def proved_by(self, session: Any) -> str:
         """Return the name of the proof, if it was one of the ranks of `session`."""

@@ -12,7 +12,7 @@ import secrets
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import numpy as np
 
@@ -105,6 +105,18 @@ class DistributedDataset:
             told = deal.describe()
         door.lockstep.prove(f"distribute {self._name}, {told}")
         session.datasets += 1
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse: all ranks have made it together, and take its steps together.
+
+        Raises:
+          TypeError: Always, when it is copied as when it is pickled; says what to do instead.
+        """
+        raise TypeError(
+            f"{self._name} cannot be copied or pickled: its steps are calls that all ranks of the "
+            "job make. Copy or pickle the dataset that was distributed; distribute it again, on "
+            "every rank, for another distributed dataset."
+        )
 
     def __iter__(self) -> DistributedIterator:
         """Return an iterator over the next epoch. Unseeded shuffles take rank 0's seed."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 from mpistrat.errors import DataError, OutOfRangeError
 
@@ -68,6 +68,18 @@ class ElementIterator(ABC):
     @abstractmethod
     def element_spec(self) -> Any:
         """What an element looks like."""
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse: it is somewhere in its data, and what it reads from cannot be in two places.
+
+        Raises:
+          TypeError: Always, when it is copied as when it is pickled; says what to do instead.
+        """
+        raise TypeError(
+            f"a {type(self).__name__} cannot be copied or pickled: it stands amid its data. "
+            "Copy or pickle the dataset, and begin another iter() of that; of a distributed "
+            "dataset on every rank. To begin where a program has stopped: dataset.begin_after."
+        )
 
     def __iter__(self) -> Any:
         """Return itself."""

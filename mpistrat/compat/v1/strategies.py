@@ -102,7 +102,7 @@ class MirroredStrategy(Strategy):
       comm: As there.
 
     Raises:
-      TypeError: `cross_device_ops` are none.
+      TypeError: `cross_device_ops` are none, or `devices` is no list of labels.
       ValueError: A label comes twice.
 
     As: ``tf.compat.v1.distribute.MirroredStrategy``.
@@ -139,7 +139,7 @@ class MultiWorkerMirroredStrategy(Strategy):
       comm: As there.
 
     Raises:
-      TypeError: `cluster_resolver` is none.
+      ValueError: `communication` or `cluster_resolver` is none, or as there.
 
     As: ``tf.compat.v1.distribute.experimental.MultiWorkerMirroredStrategy``.
     """
@@ -157,6 +157,7 @@ class CentralStorageStrategy(Strategy):
       comm: As there.
 
     Raises:
+      TypeError: `compute_devices` is no list of labels.
       ValueError: A label comes twice.
 
     As: ``tf.compat.v1.distribute.experimental.CentralStorageStrategy``.
@@ -175,6 +176,11 @@ class TPUStrategy(Strategy, topology_strategy.PlacedStrategy):
         for one.
       device_assignment: As there, or None for rank order.
       comm: As there.
+
+    Raises:
+      TypeError: `tpu_cluster_resolver` or `device_assignment` is none, or `steps_per_run` no
+        integer.
+      ValueError: The assignment is for another number of ranks, or there are no steps.
 
     As: ``tf.compat.v1.distribute.experimental.TPUStrategy``.
 

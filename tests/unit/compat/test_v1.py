@@ -244,3 +244,30 @@ def test_names_that_are_the_newer_ones():
 def test_every_public_name_is_there(module):
     for name in module.__all__:
         assert getattr(module, name).__doc__
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "text"),
+    [
+        (lambda: v1.MirroredStrategy(cross_device_ops=3), TypeError, "cross_device_ops must be"),
+        (lambda: v1.MirroredStrategy(devices=3), TypeError, "devices must be a list"),
+        (lambda: v1.MirroredStrategy(devices=["a", "a"]), ValueError, "different labels"),
+        (lambda: workers(cluster_resolver=3), ValueError, "cluster_resolver must be"),
+        (lambda: workers(communication=3), ValueError, "CommunicationImplementation"),
+        (lambda: v1.experimental.CentralStorageStrategy(3), TypeError, "must be a list"),
+        (lambda: v1.experimental.CentralStorageStrategy("ab"), TypeError, "must be a list"),
+        (lambda: v1.experimental.TPUStrategy(3), TypeError, "tpu_cluster_resolver"),
+        (lambda: v1.experimental.TPUStrategy(device_assignment=3), TypeError, "device_assignment"),
+        (lambda: v1.experimental.TPUStrategy(steps_per_run=2.5), TypeError, "steps_per_run"),
+        (lambda: v1.experimental.TPUStrategy(steps_per_run=0), ValueError, "steps_per_run"),
+    ],
+)
+def test_wrong_arguments_of_strategies_raise_what_their_docstrings_say(make, kind, text):
+    with pytest.raises(kind, match=text) as caught:
+        make()
+    assert isinstance(caught.value, kind)
+    assert isinstance(caught.value, TypeError) is (kind is TypeError)
+
+
+def workers(**given):
+    return v1.experimental.MultiWorkerMirroredStrategy(**given)

@@ -259,6 +259,84 @@ def test_the_number_of_a_replica():
             ms.ReplicaContext(s, wrong)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("kind", [ms.MirroredStrategy, ms.MultiWorkerMirroredStrategy])
+def test_the_body_of_a_context_is_replica_code(kind, size):
+    def rank(comm):
+        strategy = kind()
+        with strategy.scope():
+            v = ms.Variable(0.0, aggregation=ms.VariableAggregation.SUM)
+        mine = ms.ReplicaContext(strategy, replica_id_in_sync_group=comm.rank)
+        with mine as ctx:
+            assert ctx is mine is ms.get_replica_context()
+            assert not ms.in_cross_replica_context()
+            assert ms.get_strategy() is strategy
+            total = ctx.all_reduce("sum", comm.rank + 1.0)
+            assert v.assign_add(ctx.replica_id_in_sync_group + 1.0) == total
+            seen = ctx.merge_call(lambda s, x: s.reduce("SUM", x, None), args=(comm.rank + 1.0,))
+            with pytest.raises(ms.ContextError, match="cross-replica"):
+                strategy.reduce("SUM", 1.0, None)
+            with (
+                pytest.raises(ms.ContextError, match="cross-replica"),
+                ms.ReplicaContext(strategy, 0),
+            ):
+                pass
+            with ctx:  # the one that rules already
+                assert ms.get_replica_context() is ctx
+            assert ms.get_replica_context() is ctx
+        assert ms.get_replica_context().strategy is not strategy
+        with strategy.scope(), ms.ReplicaContext(strategy, None) as ctx:
+            assert ctx.replica_id_in_sync_group is None
+            again = ctx.all_reduce("sum", 1.0)
+        with pytest.raises(ms.ContextError, match="outside run"):
+            ctx.all_reduce("sum", 1.0)
+        with pytest.raises(ms.ContextError, match="not entered"):
+            ctx.__exit__(None, None, None)
+        return float(total), float(v.numpy()), float(seen), float(again)
+
+    total = size * (size + 1) / 2
+    assert run_ranks(rank, size) == [(total, total, total, size)] * size
+
+
+def test_what_fails_in_the_body_of_a_context_fails_on_all_ranks():
+    def rank(comm):
+        strategy = ms.MirroredStrategy()
+        with strategy.scope():
+            v = ms.Variable(0.0)
+        told = []
+        failing = pytest.raises(ValueError, match="only here")
+        with failing as caught, ms.ReplicaContext(strategy, comm.rank):
+            v.assign(3.0)
+            if comm.rank == 1:
+                raise ValueError("only here")
+        told.append(type(caught.value) is ValueError)
+        with pytest.raises(ms.LockstepError), ms.ReplicaContext(strategy, comm.rank) as ctx:
+            ctx.all_reduce("sum" if comm.rank else "max", 1.0)
+        failing = pytest.raises(ms.ContextError, match=r"is replica 1 of 2.*code of replica 0")
+        with failing as caught, ms.ReplicaContext(strategy, 0):
+            assert comm.rank == 0
+        told.append(type(caught.value) is ms.ContextError)
+        other = ms.MirroredStrategy()
+        mixing = pytest.raises(ms.StrategyError, match="Mixing")
+        with strategy.scope(), mixing, ms.ReplicaContext(other, comm.rank):
+            raise AssertionError("the body must not run")
+        return told, float(v.numpy()), float(strategy.reduce("SUM", ms.PerReplica(1.0), None))
+
+    assert run_ranks(rank, 2) == [([False, False], 0.0, 2.0), ([True, True], 0.0, 2.0)]
+
+
+def test_the_body_of_a_context_of_one_replica():
+    for strategy in (ms.get_strategy(), ms.OneDeviceStrategy("cpu")):
+        with ms.ReplicaContext(strategy, 0) as ctx:
+            assert ms.get_replica_context() is ctx
+            assert ctx.all_reduce("sum", 2.0) == 2.0
+        with pytest.raises(KeyError), ms.ReplicaContext(strategy, None):
+            raise KeyError
+    with ms.get_replica_context() as ctx:
+        assert ctx.replica_id_in_sync_group == 0
+    assert not ms.in_cross_replica_context()
+
+
 def test_call_for_each_replica_takes_any_arguments_that_come_one_by_one():
     s = ms.OneDeviceStrategy("cpu")
     add = lambda a, b: a + b  # noqa: E731

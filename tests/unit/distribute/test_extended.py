@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import threading
 
 import numpy as np
@@ -248,6 +249,46 @@ def test_copies_of_strategies():
         return t.num_replicas_in_sync, float(t.reduce("SUM", ms.PerReplica(1.0), None))
 
     assert run_ranks(rank, 2) == [(2, 2.0)] * 2
+
+
+def test_strategies_are_not_pickled():
+    def rank(comm):
+        for s in (ms.MirroredStrategy(), ms.MultiWorkerMirroredStrategy(), ms.get_strategy()):
+            for value in (s, {"s": [s]}, s.extended, s.scope(), ms.ReplicaContext(s, None)):
+                for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+                    with pytest.raises(
+                        TypeError, match=r"Strategy.*cannot be pickled.*Give .* arrays"
+                    ):
+                        pickle.dumps(value, protocol)
+        return True
+
+    assert all(run_ranks(rank, 2))
+
+
+def test_values_of_a_strategy_are_copied_and_the_same_values_pickled():
+    def rank(comm):
+        s = ms.MirroredStrategy()
+        value = s.run(lambda: np.arange(99.0) + comm.rank)
+        with pytest.raises(TypeError, match=r"PerReplica .*cannot be pickled.*value\.local"):
+            pickle.dumps([value])
+        shallow, deep = copy.copy(value), copy.deepcopy({"v": value})["v"]
+        assert shallow.local is value.local
+        assert deep.local is not value.local
+        assert pickle.loads(pickle.dumps(ms.PerReplica(2.5))).local == 2.5
+        deep.local[0] = -1  # the copy's alone
+        total = s.extended.reduce_to("SUM", value, value)
+        again = [copy.deepcopy(total), pickle.loads(pickle.dumps(total)), copy.copy(total)]
+        with s.scope():
+            v = ms.Variable(np.zeros(99))
+        for one in again:
+            assert (one.numpy() == total.numpy()).all()
+            v.assign(one)
+        again[0].local[0] = comm.rank
+        with pytest.raises(ms.LockstepError):  # the copy has not been proved to be the same on all
+            v.assign(again[0])
+        return [float(s.reduce("SUM", x, None)[0]) for x in (value, shallow, deep)]
+
+    assert run_ranks(rank, 2) == [[1.0, 1.0, -2.0]] * 2
 
 
 def test_deep_copies_of_variables_are_variables_of_their_own():

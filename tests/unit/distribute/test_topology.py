@@ -46,6 +46,44 @@ def test_a_mesh_that_does_not_fit(nodes, mesh, text):
         ms.Topology(nodes, mesh)
 
 
+@pytest.mark.parametrize(
+    ("given", "kind", "text"),
+    [
+        ((), ValueError, r"nodes is empty.*nodes=\(0, 0, 1, 1\).*Topology\.read\(\)"),
+        (([],), ValueError, r"nodes is empty.*Topology\.read"),
+        ((None,), TypeError, r"nodes must be a sequence of integers .*got None \(NoneType\)"),
+        ((2,), TypeError, r"nodes must be .*such as \(0, 0, 1, 1\), got 2 \(int\)"),
+        (("01",), TypeError, "nodes must be .*got '01'"),
+        (((0.0, 1.0),), TypeError, "nodes must be"),
+        (((0, "a"),), TypeError, "nodes must be"),
+        (((False, True),), TypeError, "nodes must be"),
+        (({0: 1},), TypeError, "nodes must be"),
+        ((np.zeros((2, 1), int),), TypeError, "nodes must be"),
+        (((0, 1), 2), TypeError, r"mesh_shape must be .*such as \(2, 2\), got 2"),
+        (((0, 1), ("a",)), TypeError, "mesh_shape must be"),
+        (((0, 1), (2.0,)), TypeError, "mesh_shape must be"),
+    ],
+)
+def test_what_is_no_topology(given, kind, text):
+    with pytest.raises(kind, match=text):
+        ms.Topology(*given)
+
+
+def test_any_sequence_of_integers_makes_the_same_topology():
+    for nodes in (
+        [0, 0, 1, 1],
+        np.array([0, 0, 1, 1], np.int8),
+        [np.int64(n) for n in (0, 0, 1, 1)],
+    ):
+        made = ms.Topology(nodes, np.array([2, 2]))
+        assert (made, hash(made), repr(made)) == (TWO, hash(TWO), repr(TWO))
+
+
+def test_what_is_no_topology_of_an_assignment():
+    with pytest.raises(TypeError, match=r"must be a Topology, got 4.*Topology\.read"):
+        ms.DeviceAssignment(4, [0, 1, 2, 3])
+
+
 @pytest.mark.parametrize("place", [(2, 0), (0, -1), (0,), (0, 0, 0)])
 def test_a_place_outside_of_the_mesh(place):
     with pytest.raises(ValueError, match="outside of the mesh"):

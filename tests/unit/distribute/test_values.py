@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import operator
 
 import numpy as np
 import pytest
@@ -230,6 +231,59 @@ def test_a_value_per_replica_is_neither_true_nor_equal():
         return s.run(lambda: ms.get_replica_context().merge_call(lambda s, t: t, args=(tree,)))
 
     run_ranks(rank, 2)
+
+
+SINGLE = {
+    "has no arithmetic": [
+        *(operator.add, operator.sub, operator.mul, operator.matmul, operator.truediv),
+        *(operator.floordiv, operator.mod, operator.pow, divmod),
+    ],
+    "has no bits": [operator.lshift, operator.rshift, operator.and_, operator.xor, operator.or_],
+    "cannot be compared": [operator.lt, operator.le, operator.gt, operator.ge],
+}
+OTHERS = {
+    "int": lambda: 1,
+    "scalar": lambda: np.float32(2),
+    "array": lambda: np.ones(3),
+    "Mirrored": lambda: ms.Mirrored(np.ones(2), 2),
+    "PerReplica": lambda: ms.PerReplica(3.0),
+    "Variable": lambda: ms.Variable(1.0),
+    "text": lambda: "a",
+}
+ALONE = {
+    "has no arithmetic": [operator.neg, operator.pos, abs],
+    "has no bits": [operator.invert],
+    "is no number": [int, float, complex, round, lambda v: round(v, 2)],
+    "has no length": [len],
+    "cannot be iterated over": [iter, list, sorted, max, lambda v: [*v], lambda v: 1.0 in v],
+    "has no parts": [lambda v: v[0], lambda v: v[:, 1]],
+    "cannot be formatted as '.3f'": [lambda v: f"{v:.3f}"],
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_values_per_replica_are_no_operands(kind):
+    value, other = ms.PerReplica(2.0), OTHERS[kind]()
+    for told, operators in SINGLE.items():
+        for operate in operators:
+            turned = [] if kind == "text" and operate is operator.mod else [(other, value)]
+            for pair in [(value, other), *turned]:
+                with pytest.raises(TypeError, match=f"PerReplica {told}: each replica") as caught:
+                    operate(*pair)
+                for way in ("value.local", "experimental_local_results", "strategy.reduce"):
+                    assert way in str(caught.value)
+    with pytest.raises(TypeError, match="has no arithmetic"):
+        value += other
+    with pytest.raises(TypeError, match="has no arithmetic"):
+        sum([value, value])
+
+
+@pytest.mark.parametrize("told", ALONE)
+def test_values_per_replica_are_not_one_value(told):
+    for make in ALONE[told]:
+        with pytest.raises(TypeError, match=f"a PerReplica {told}: each replica"):
+            make(ms.PerReplica(2.0))
+    assert f"{ms.PerReplica(2.0)}" == repr(ms.PerReplica(2.0))
 
 
 def test_a_mirrored_value_has_the_attributes_of_its_value():

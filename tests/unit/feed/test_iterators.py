@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 
 import numpy as np
 import pytest
@@ -26,6 +28,27 @@ def test_optional():
     with pytest.raises(ms.DataError, match="has_value"):
         Optional.empty().get_value()
     assert tf.experimental.Optional is Optional
+
+
+@pytest.mark.parametrize("do", [copy.copy, copy.deepcopy, pickle.dumps])
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_all_ranks_step_through_is_neither_copied_nor_pickled(do, size):
+    def rank(comm):
+        strategy, dataset = ms.MirroredStrategy(), ms.Dataset(np.arange(8.0)).batch(4)
+        distributed = strategy.experimental_distribute_dataset(dataset)
+        older = strategy.make_dataset_iterator(dataset)
+        with pytest.raises(
+            TypeError, match=r"dataset no\. 1 cannot be copied.*distribute it again"
+        ):
+            do(distributed)
+        for iterator in (iter(distributed), older, iter(dataset), iter(tf.data.Dataset.range(3))):
+            next(iterator)
+            with pytest.raises(TypeError, match=r"Iterator cannot be copied.*another iter\(\)"):
+                do([iterator] if do is not copy.copy else iterator)
+        do(dataset)
+        return len(list(distributed))
+
+    assert run_ranks(rank, size) == [2] * size
 
 
 def test_an_undivided_dataset_is_asked_in_the_same_words():
