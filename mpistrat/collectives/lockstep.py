@@ -183,10 +183,10 @@ class Lockstep:
             if wrong is not None:
                 _undo(writes)
                 self.fail(wrong)
+            if union & _ALARM:
+                self._sound(alarm, writes)
             if writes:
                 settle(write.copy for write in writes)
-            if union & _ALARM:
-                self._sound(alarm)
             return Proof(smalls, bool(union & _MORE))
         finally:
             board.leave()
@@ -227,11 +227,12 @@ class Lockstep:
         finally:
             board.leave()
 
-    def _sound(self, alarm: str) -> None:
+    def _sound(self, alarm: str, writes: list[Unproved]) -> None:
         rows = [text.decode() for text in self.texts(alarm.encode())]
         text = "\n".join(f"rank {self.ranks[i]}: {row}" for i, row in enumerate(rows) if row)
         first = next(rank for rank, row in enumerate(rows) if row)
         if self.options.nan == "raise":
+            _undo(writes)
             self.fail(NonFiniteError(text))
         if self.comm.rank == first:
             print(f"mpistrat: {text}", file=sys.stderr, flush=True)
