@@ -66,7 +66,7 @@ class Proof(NamedTuple):
     more: bool
 
 
-def _undo(writes: list[Unproved]) -> None:
+def _undo(writes: Sequence[Unproved]) -> None:
     for write in reversed(writes):
         write.undo()
 
@@ -181,12 +181,11 @@ class Lockstep:
                 self._explain(call, failure, union, writes)
             wrong = None if judge is None else judge(smalls)
             if wrong is not None:
-                _undo(writes)
-                self.fail(wrong)
+                self.fail(wrong, writes)
+            if union & _ALARM:
+                self._sound(alarm, writes)
             if writes:
                 settle(write.copy for write in writes)
-            if union & _ALARM:
-                self._sound(alarm)
             return Proof(smalls, bool(union & _MORE))
         finally:
             board.leave()
@@ -227,12 +226,12 @@ class Lockstep:
         finally:
             board.leave()
 
-    def _sound(self, alarm: str) -> None:
+    def _sound(self, alarm: str, writes: list[Unproved]) -> None:
         rows = [text.decode() for text in self.texts(alarm.encode())]
         text = "\n".join(f"rank {self.ranks[i]}: {row}" for i, row in enumerate(rows) if row)
         first = next(rank for rank, row in enumerate(rows) if row)
         if self.options.nan == "raise":
-            self.fail(NonFiniteError(text))
+            self.fail(NonFiniteError(text), writes)
         if self.comm.rank == first:
             print(f"mpistrat: {text}", file=sys.stderr, flush=True)
 
@@ -355,8 +354,12 @@ class Lockstep:
                 "called until it has ended. Let the exception leave fn."
             ) from (failure or run.failed)
 
-    def fail(self, error: BaseException) -> NoReturn:
-        """Raise `error`, which every rank raises here, and close the runs that this rank is in."""
+    def fail(self, error: BaseException, writes: Sequence[Unproved] = ()) -> NoReturn:
+        """Raise `error`, which every rank raises here, and close the runs that this rank is in.
+
+        What was written alone, and is not proved by this, is undone.
+        """
+        _undo(writes)
         self.session.raised = error
         if self.session.run.depth:
             self.session.run.failed = error

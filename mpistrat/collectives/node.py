@@ -15,7 +15,7 @@ import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import cast, final
+from typing import Any, cast, final
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from mpistrat.collectives.messages import reduce_messages
 from mpistrat.collectives.packs import LIMIT, Pack, fill
 from mpistrat.collectives.results import Results
 from mpistrat.collectives.spans import Packed, Placed, Range, Scales, slice_of, spans_of
-from mpistrat.kernels.fold import compile_for, fold_pair, fold_rows, spread_rows
+from mpistrat.kernels.fold import compile_for, compiles, fold_pair, fold_rows, spread_rows
 from mpistrat.kernels.ops import FOLDS, ReduceOp
 from mpistrat.memory.arena import Arena, Block, Home
 from mpistrat.memory.copies import Copy
@@ -130,6 +130,17 @@ class NodeFolds:
             for pack in what.packs:
                 compile_for(pack.dtype, pack.columns)
 
+    def _ready(self, op: ReduceOp, dtype: np.dtype[Any], columns: int) -> bool:
+        """Tell whether the loop is compiled, alike on all ranks: from the calls proved so far.
+
+        What this process has compiled for another group of ranks is not asked: a NaN that comes of
+        two has another payload in loops than in NumPy.
+        """
+        known = self._lockstep.session.compiled
+        if compiles(FOLDS[op], dtype, columns):
+            known.add(dtype)
+        return FOLDS[op] is np.add and dtype in known
+
     @property
     def rank(self) -> int:
         """The rank in the node."""
@@ -182,8 +193,10 @@ class NodeFolds:
         pack = what.packs[0]
         rows = self.arena.sides(pack.dtype)[side]
         total = np.empty((1, pack.columns), pack.dtype)
+        # What has no weights may go by a plan on another rank, so by NumPy.
+        ready = scales.table is not None and self._ready(what.op, pack.dtype, pack.columns)
         for start, stop, table, divisor in spans_of(pack, scales):
-            fold_rows(FOLDS[what.op], rows, total, start, stop, table, divisor)
+            fold_rows(FOLDS[what.op], rows, total, start, stop, table, divisor, ready=ready)
         results.take(0, total[0])
 
     def _fold_pairs(self, what: Folding, packed: Packed, scales: Scales, results: Results) -> None:
@@ -196,13 +209,13 @@ class NodeFolds:
             if number or not packed.filled:
                 fill(pack, packed.values, rows[node.rank])
                 node.barrier()
-            spans = spans_of(pack, scales)
+            spans, ready = spans_of(pack, scales), self._ready(what.op, pack.dtype, pack.columns)
             for start, stop, to in results.places(number):
                 for low, high, table, divisor in spans:
                     begin, end = max(start, low), min(stop, high)
                     if begin < end:
                         into = to[begin - start : end - start]
-                        how = (table, divisor, pack.columns, team)
+                        how = (table, divisor, pack.columns, team, ready)
                         fold_pair(FOLDS[what.op], rows, begin, end, into, *how)
         node.barrier()
 
@@ -275,12 +288,13 @@ class NodeFolds:
         one = nodes.nodes == 1
         mine, team = None if one else nodes.ranks, self._lockstep.session.team
         whole = sum(span.stop - span.start for span in spans)
+        ready = self._ready(op, rows.dtype, whole)
         for span in spans:
             table = span.scales if mine is None or span.scales is None else span.scales[mine]
             start, stop = max(low, span.start), min(high, span.stop)
             divisor = span.divisor if one else 1.0
             into = out if one else out[:1]
-            fold_rows(FOLDS[op], rows, into, start, stop, table, divisor, whole, team)
+            fold_rows(FOLDS[op], rows, into, start, stop, table, divisor, whole, team, ready)
         if one:
             return
         nodes.node.barrier()

@@ -158,6 +158,7 @@ class Session:
       copies: The mirrored variables by number, as long as they live.
       holders: All variables by the identity of their array, as long as they live.
       groups: Parts of the communicator, by what they are for; each has a ``free``.
+      compiled: The dtypes whose folds some call has had compiled; equal on all ranks.
       team: The threads of the kernels; None if this rank has but one.
     """
 
@@ -188,6 +189,7 @@ class Session:
         self.copies: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self.holders: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self.groups: dict[object, Any] = {}
+        self.compiled: set[Any] = set()
         self.team: Team | None = None
         self._owner: int | None = threading.get_ident() if owned else None
         self._owner_name = threading.current_thread().name

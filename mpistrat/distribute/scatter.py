@@ -54,7 +54,7 @@ class ScatterUpdates:
           LockstepError: The rows differ between ranks where they may not.
 
         Cost: the proof with a hash of the rows; in replica code with aggregation, two
-        ``MPI_Allgatherv``.
+        ``MPI_Allgatherv``, and without it, a copy of the pages that the rows lie on.
 
         Example:
           >>> import mpistrat as ms

@@ -256,7 +256,8 @@ class Variable(Reading, ScatterUpdates):
         on each replica in cross-replica code, so that it reads as `value`.
 
         What replicas write without aggregation is shown alike by the next collective call, at the
-        latest the end of the run; if that fails, for whatever reason, the write is undone.
+        latest the end of the run; if that fails, for whatever reason (``MPISTRAT_NAN=raise`` is
+        one), the write is undone. A strategy of one device has nobody to show it to, and keeps it.
 
         Args:
           value: Array or number of the variable's shape, of a dtype that converts to its own.

@@ -18,6 +18,7 @@ from mpistrat.arrays import Array
 from mpistrat.comm.base import Comm
 from mpistrat.memory.nodes import Nodes
 from mpistrat.memory.shared import Pages
+from mpistrat.memory.touched import NOTHING, joined, pages_of, part_of, whole
 
 __all__ = ["LEAST", "Common", "Copies", "Copy", "Own", "settle"]
 
@@ -115,12 +116,13 @@ class Common(Copy):
         """Look at the memory; write nothing."""
         self.node, self._pages = node, pages
         self._start, self._stop = start, start + -(-like.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        self.shape = like.shape
+        self.shape, self._row = like.shape, like.nbytes // max((1, *like.shape[:1]))
         here = slice(start, start + like.nbytes)
         self._flat = np.frombuffer(pages.overlay.seen(here.start, here.stop), like.dtype)
         self._shared = np.frombuffer(pages.memory[here], like.dtype)
         self.array = self._flat.reshape(self.shape)
-        self._alone: Array | None = None
+        # The pages that this rank has opened, or is about to write to.
+        self._touched = NOTHING
 
     @property
     def base(self) -> Array:
@@ -130,7 +132,7 @@ class Common(Copy):
     @property
     def open(self) -> bool:
         """Whether this rank writes alone."""
-        return self._alone is not None
+        return len(self._touched) > 0
 
     def fill(self, values: Array) -> None:
         """Write all of it; for one rank of the node, before the others look."""
@@ -139,32 +141,47 @@ class Common(Copy):
     def undo(self, rows: Array | None = None) -> Callable[[], None]:
         """Return what forgets all that is written alone; or, after the first, what is put back."""
         if not self.open:
-            self._opened()
+            self._opened(rows)
             return self.forget
+        self._opened(rows)
         place: Any = ... if rows is None else rows.copy()
         before = [np.array(self.array[place])]
 
         def restore() -> None:
             if before:
-                self._opened().reshape(self.shape)[place] = before.pop()
+                self._opened(rows)[place] = before.pop()
 
         return restore
 
-    def _opened(self) -> Array:
-        if self._alone is None:
-            mine = self._pages.overlay.open(self._start, self._stop)
-            self._alone = mine[: self._flat.nbytes].view(self._flat.dtype)
-        return self._alone
+    def _opened(self, rows: Array | None) -> Array:
+        """Return the array with these rows, or all, open; to write to others ends the process."""
+        runs = whole(self._flat.nbytes) if rows is None else pages_of(rows, self._row)
+        touched, overlay = joined(self._touched, runs), self._pages.overlay
+        if not np.array_equal(touched, self._touched):
+            try:
+                overlay.open(self._start, self._stop, runs)
+            except OSError:
+                if not self.open:
+                    overlay.close(self._start, self._stop, NOTHING)
+                raise
+            self._touched = touched
+        mine = overlay.writable(self._start, self._start + self._flat.nbytes)
+        return mine.view(self._flat.dtype).reshape(self.shape)
 
     def forget(self) -> None:
         """Drop what this rank has written alone."""
-        self._alone = None
-        self._pages.overlay.close(self._start, self._stop)
+        if self.open:
+            self._pages.overlay.close(self._start, self._stop, self._touched)
+            self._touched = NOTHING
 
     def give(self) -> None:
-        """Make this rank's slice of what it has written alone that of all."""
-        low, high = self._slice(self._flat.size)
-        self._shared[low:high] = self._flat[low:high]
+        """Make this rank's part of the pages that it has written to alone those of all."""
+        place = slice(self._start, self._stop)
+        ours = np.frombuffer(self._pages.memory[place], np.uint8)
+        mine = np.frombuffer(self._pages.overlay.seen(place.start, place.stop), np.uint8)
+        runs = part_of(self._touched, self.node.rank, self.node.size)
+        for low, high in (mmap.PAGESIZE * runs).tolist():
+            ours[low:high] = mine[low:high]
 
     def _slice(self, count: int) -> tuple[int, int]:
         rank, size = self.node.rank, self.node.size
@@ -176,7 +193,7 @@ class Common(Copy):
         Collective over the node unless `alone`.
         """
         if alone or self.holds:
-            write(self._opened().reshape(self.shape), values, rows)
+            write(self._opened(rows), values, rows)
             return
         if rows is None:
             low, high = self._slice(self._flat.size)

@@ -107,6 +107,35 @@ def test_a_write_that_differs_is_undone_on_every_rank(strategy):
     np.testing.assert_array_equal(view, start() + start(3))
 
 
+@pytest.mark.parametrize("alike", [True, False])
+def test_few_rows_of_a_large_variable(strategy, alike):
+    size = strategy.num_replicas_in_sync
+    rows = np.array([3, 99_999, 0, 3, 50_000])
+    added = np.random.default_rng(1).standard_normal((5, 32))
+    with strategy.scope():
+        v = ms.Variable(np.ones((100_000, 32)))
+    view = np.asarray(v)
+    want = np.ones((100_000, 32))
+
+    def step():
+        mine = ms.get_replica_context().replica_id_in_sync_group
+        last = mine == size - 1 and not alike
+        v.scatter_add(ms.IndexedSlices(added, rows + (rows == 50_000) * last))
+        v.scatter_mul(ms.IndexedSlices(2 * added[:1], rows[1:2]))
+
+    if alike or size == 1:
+        strategy.run(step)
+        np.add.at(want, rows + (size == 1 and not alike) * (rows == 50_000), added)
+        want[99_999] *= 2 * added[0]
+    else:
+        with pytest.raises(ms.LockstepError, match="scatter_add"):
+            strategy.run(step)
+    np.testing.assert_array_equal(view, want)
+    strategy.run(lambda: v.scatter_add(ms.IndexedSlices(added, rows[::-1])))
+    np.add.at(want, rows[::-1], added)
+    np.testing.assert_array_equal(view, want)
+
+
 def test_update_writes_once(strategy):
     with strategy.scope():
         v = ms.Variable(start())

@@ -73,6 +73,39 @@ def test_a_report_is_printed_once_and_the_program_goes_on(monkeypatch, capfd):
     assert err.count("mpistrat: rank 1: the value, float32[2], is nan at index (1,)") == 1
 
 
+@pytest.mark.parametrize("rows", [20, 20_000])  # a copy of each rank, and one for all
+@pytest.mark.parametrize("how", ["raise", "report"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_writes_without_aggregation_before_a_bad_number(size, how, rows, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_NAN", how)
+
+    def rank(comm):
+        strategy = ms.MirroredStrategy(comm=comm)
+        with strategy.scope():
+            v, w = ms.Variable(np.ones(rows)), ms.Variable(np.ones((rows, 2)))
+
+        def step(bad):
+            v.assign_add(np.full(rows, 2.0))
+            w.scatter_add(ms.IndexedSlices(np.ones((2, 2)), [3, rows - 1]))
+            v.assign_sub(np.full(rows, 1.0))
+            return reduce_all(np.array([np.nan if bad and comm.rank == size - 1 else 1.0]))
+
+        if how == "raise":
+            with pytest.raises(ms.NonFiniteError):
+                strategy.run(step, (True,))
+            assert v.numpy().tolist() == [1.0] * rows
+            assert w.numpy().tolist() == [[1.0, 1.0]] * rows
+        else:
+            assert np.isnan(strategy.run(step, (True,)).local[0])
+        strategy.run(step, (False,))
+        return v.numpy(), w.numpy().sum()
+
+    more = 2 if how == "report" else 1
+    for one, two in run_ranks(rank, size):
+        assert one.tolist() == [1.0 + more] * rows
+        assert two == 2 * rows + 4 * more
+
+
 def test_nothing_is_looked_for_unless_asked(capfd):
     def rank(comm):
         return ms.MirroredStrategy().run(reduce_all, (np.nan,)).local

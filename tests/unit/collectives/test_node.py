@@ -8,6 +8,7 @@ import gc
 import threading
 import warnings
 import weakref
+from collections import Counter
 
 import ml_dtypes
 import numpy as np
@@ -18,7 +19,7 @@ from mpistrat.collectives import folding, node
 from mpistrat.collectives.packs import packs
 from mpistrat.comm.loopback import LoopbackComm
 from mpistrat.kernels import fold as fold_module
-from mpistrat.kernels.fold import fold_rows
+from mpistrat.kernels.fold import fold_pair, fold_rows
 from mpistrat.testing import run_ranks
 
 _FOLDS = {"SUM": np.add, "MEAN": np.add, "PROD": np.multiply, "MIN": np.minimum, "MAX": np.maximum}
@@ -442,6 +443,78 @@ def test_the_kernel_has_the_bits_of_its_twin(rows, dtype, scaled, by, second, pl
     for row in outs[0]:
         np.testing.assert_array_equal(row[17:4321], want[17:4321])
     np.testing.assert_array_equal(compiled[:, :17], values[:, :17])
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+@pytest.mark.parametrize("by", [7.0, 1.0])
+@pytest.mark.parametrize("scales", [(3.0, 5.0), (0.0, 5.0), (3.0, 0.0), (1.0, 1.0), (0.1, 0.7)])
+def test_two_rows_have_the_bits_of_rounding_once_each_step(scales, by, dtype):
+    values = np.array([random(r, (5000,), dtype) for r in range(2)])
+    with np.errstate(all="ignore"):
+        terms = [
+            values[r] * values.dtype.type(s) if s else values[r] * 0 for r, s in enumerate(scales)
+        ]
+        want = np.add(*(np.where(s == 0, 0, t) for s, t in zip(scales, terms, strict=True)))
+        want = (want / values.dtype.type(by)).astype(dtype)[17:4321]
+    given = (17, 4321, np.array(scales), by)
+    for row, scale in zip(values, scales, strict=True):
+        if scale == 0:
+            row[:] = np.nan  # never read
+    found = []
+    for ready in (False, True):
+        out, into = np.zeros((1, 5000), dtype), np.zeros(4304, dtype)
+        fold_rows(np.add, values, out, *given, ready=ready)
+        fold_pair(np.add, values, *given[:2], into, *given[2:], ready=ready)
+        found += [out[0, 17:4321].tobytes(), into.tobytes()]
+    assert set(found) == {found[0]}
+    np.testing.assert_array_equal(np.frombuffer(found[0], dtype), want)
+
+
+@pytest.mark.parametrize("count", [3000, 100_000])  # every rank folds everything; each a part
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("size", [2, 3])
+def test_small_folds_take_the_loop_once_a_large_one_has_had_it_compiled(
+    size, weighted, count, monkeypatch
+):
+    monkeypatch.setattr(fold_module, "_COMPILE", 120_000)
+    loops = Counter()
+
+    def counted(run, *args):
+        loops[threading.get_ident()] += 1
+        return run(*args)
+
+    monkeypatch.setattr(fold_module, "_sum_rows", functools.partial(counted, fold_module._sum_rows))
+    gradients = [random(r, (count,), "f4") for r in range(size)]
+    weights = [2.0, 5.0, 9.0][:size] if weighted else [1.0] * size
+    with np.errstate(all="ignore"):
+        terms = [g * np.float32(w) for g, w in zip(gradients, weights, strict=True)]
+        want = functools.reduce(np.add, terms) / np.float32(sum(weights))
+
+    def rank(comm):
+        strategy, seen = ms.MirroredStrategy(comm=comm), []
+
+        def step():
+            ctx, before = ms.get_replica_context(), loops[threading.get_ident()]
+            weight = weights[comm.rank] if weighted else None
+            mean = ctx.all_reduce("mean", gradients[comm.rank], weight=weight)
+            seen.append(loops[threading.get_ident()] > before)
+            np.testing.assert_array_equal(mean, want)
+            return mean.tobytes()
+
+        first = [strategy.run(step).local for _ in range(3)]
+        large = np.ones(130_000, np.float32)
+        strategy.run(lambda: ms.get_replica_context().all_reduce("sum", large).sum())
+        return first + [strategy.run(step).local for _ in range(3)], seen
+
+    # What the process has compiled for one group of ranks is nothing that another group knows of.
+    for _ in range(2):
+        results = run_ranks(rank, size)
+        taken = weighted or count == 100_000
+        assert [seen for _, seen in results] == [[False] * 3 + [taken] * 3] * size
+        bits = {one for found, _ in results for one in found}
+        if np.isfinite(want).all():
+            assert len(bits) == 1
+        assert all(len({found[step] for found, _ in results}) == 1 for step in range(6))
 
 
 @pytest.mark.parametrize("count", [50, 700, 100_000])

@@ -245,3 +245,33 @@ def test_large_variables_take_the_native_path():
 
     total = 300 * 40 * (1 + 2 + 3)
     assert run_ranks(rank, 3) == [[0, total, pytest.approx(total / 3), 300 * 40]] * 3
+
+
+@pytest.mark.parametrize("kind", ["add", "mul", "update"])
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_rows_of_the_variable_itself_written_to_others(n, kind):
+    start = np.random.default_rng(0).standard_normal((500, 40))
+    to = np.array([499, 1, 0, 250, 1])
+    want = start.copy()
+    given = start[[0, 1, 499, 3, 4]]
+    for row, value in zip(to, given, strict=True):
+        want[row] = {"add": want[row] + value, "mul": want[row] * value, "update": value}[kind]
+
+    def rank(comm):
+        strategy = ms.MirroredStrategy(comm=comm)
+        v = made(strategy, start.copy())
+        whole = made(strategy, np.arange(500))
+        rows = np.asarray(whole)[[0, 1, 499, 3, 4]]
+
+        def step():
+            view = v.component()
+            delta = np.stack([view[row] for row in rows])
+            getattr(v, f"scatter_{kind}")(ms.IndexedSlices(delta, to))
+            v.scatter_update(ms.IndexedSlices(view[:0], np.asarray(whole)[:0]))
+            v.scatter_update(ms.IndexedSlices(view[40:42], np.asarray(whole)[60:62]))
+
+        strategy.run(step)
+        return v.numpy().tobytes()
+
+    want[60:62] = want[40:42]
+    assert run_ranks(rank, n) == [want.tobytes()] * n
