@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -34,25 +33,9 @@ def run(size, *args, warn=1):
     return done.returncode, done.stdout + done.stderr, time.monotonic() - begun
 
 
-# By way, late rank, ranks, and MPISTRAT_WARN.
-JOBS = [
-    *(("strategy", 1, 3, 1), ("call", 0, 3, 1)),
-    *(("run", 2, 3, 1), ("run", 2, 3, 60)),
-    ("alone", 1, 2, 1),
-]
-
-
-@pytest.fixture(scope="module")
-def jobs():
-    """All jobs, which do little but wait, at once."""
-    with ThreadPoolExecutor(len(JOBS)) as pool:
-        yield {job: pool.submit(run, job[2], job[1], job[0], warn=job[3]) for job in JOBS}
-
-
-@pytest.mark.parametrize("job", JOBS[:2], ids=lambda job: job[0])
-def test_the_job_ends_when_the_call_has_taken_its_time(job, jobs):
-    code, said, seconds = jobs[job].result()
-    late = job[1]
+@pytest.mark.parametrize(("way", "late"), [("strategy", 1), ("call", 0)])
+def test_the_job_ends_when_the_call_has_taken_its_time(way, late):
+    code, said, seconds = run(3, late, way)
     assert code == 75, said
     line = next(
         n for n, text in enumerate(JOB.read_text().splitlines(), 1) if text.endswith("# late")
@@ -63,9 +46,9 @@ def test_the_job_ends_when_the_call_has_taken_its_time(job, jobs):
     assert seconds < 40
 
 
-@pytest.mark.parametrize("job", JOBS[2:4], ids=lambda job: f"warn-{job[3]}")
-def test_the_time_of_a_strategy_holds_for_its_runs_too(job, jobs):
-    code, said, seconds = jobs[job].result()
+@pytest.mark.parametrize("warn", [1, 60])
+def test_the_time_of_a_strategy_holds_for_its_runs_too(warn):
+    code, said, seconds = run(3, 2, "run", warn=warn)
     assert code == 75, said
     place = next(n for n, text in enumerate(JOB.read_text().splitlines(), 1) if "# late in" in text)
     _, warned = said.split("mpistrat: rank 2 (", 1)  # the warning, and then the end
@@ -75,7 +58,7 @@ def test_the_time_of_a_strategy_holds_for_its_runs_too(job, jobs):
     assert seconds < 40
 
 
-def test_what_is_no_such_call_may_take_longer(jobs):
-    code, said, _ = jobs[JOBS[4]].result()
+def test_what_is_no_such_call_may_take_longer():
+    code, said, _ = run(2, 1, "alone")
     assert code == 0, said
     assert "the job ends" not in said
