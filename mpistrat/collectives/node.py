@@ -130,7 +130,7 @@ class NodeFolds:
             for pack in what.packs:
                 compile_for(pack.dtype, pack.columns)
 
-    def _ready(self, op: ReduceOp, dtype: np.dtype[Any], columns: int) -> bool:
+    def ready(self, op: ReduceOp, dtype: np.dtype[Any], columns: int) -> bool:
         """Tell whether the loop is compiled, alike on all ranks: from the calls proved so far.
 
         What this process has compiled for another group of ranks is not asked: a NaN that comes of
@@ -194,7 +194,7 @@ class NodeFolds:
         rows = self.arena.sides(pack.dtype)[side]
         total = np.empty((1, pack.columns), pack.dtype)
         # What has no weights may go by a plan on another rank, so by NumPy.
-        ready = scales.table is not None and self._ready(what.op, pack.dtype, pack.columns)
+        ready = scales.table is not None and self.ready(what.op, pack.dtype, pack.columns)
         for start, stop, table, divisor in spans_of(pack, scales):
             fold_rows(FOLDS[what.op], rows, total, start, stop, table, divisor, ready=ready)
         results.take(0, total[0])
@@ -209,7 +209,7 @@ class NodeFolds:
             if number or not packed.filled:
                 fill(pack, packed.values, rows[node.rank])
                 node.barrier()
-            spans, ready = spans_of(pack, scales), self._ready(what.op, pack.dtype, pack.columns)
+            spans, ready = spans_of(pack, scales), self.ready(what.op, pack.dtype, pack.columns)
             for start, stop, to in results.places(number):
                 for low, high, table, divisor in spans:
                     begin, end = max(start, low), min(stop, high)
@@ -288,7 +288,7 @@ class NodeFolds:
         one = nodes.nodes == 1
         mine, team = None if one else nodes.ranks, self._lockstep.session.team
         whole = sum(span.stop - span.start for span in spans)
-        ready = self._ready(op, rows.dtype, whole)
+        ready = self.ready(op, rows.dtype, whole)
         for span in spans:
             table = span.scales if mine is None or span.scales is None else span.scales[mine]
             start, stop = max(low, span.start), min(high, span.stop)

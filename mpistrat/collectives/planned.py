@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import struct
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias, final
@@ -13,6 +15,8 @@ from mpistrat.collectives.folding import Folding
 from mpistrat.collectives.lockstep import FRAME, HEAD, Lockstep, digest_of
 from mpistrat.collectives.messages import divide
 from mpistrat.collectives.node import NodeFolds
+from mpistrat.collectives.spans import scaled
+from mpistrat.kernels.fold import fold_rows
 from mpistrat.kernels.ops import FOLDS, ReduceOp
 
 __all__ = ["ONE", "AnyPlan", "NumberPlan", "Plan", "SharedPlan"]
@@ -71,6 +75,11 @@ class Plan:
         with np.errstate(all="ignore"):
             return self._totals()
 
+    def into(self, leaves: Sequence[Any], outs: Sequence[Array]) -> None:
+        """Put the totals of `leaves` into arrays of their shapes and dtypes. Collective."""
+        for out, total in zip(outs, self.all(leaves), strict=True):
+            out[...] = total
+
     def one(self, leaf: Any) -> Any:
         """Return the total of the only leaf. Collective."""
         return self.all((leaf,))[0]
@@ -123,6 +132,20 @@ class NumberPlan:
         return np.float64(total / self._size if self._mean else total)
 
 
+class _Cut(NamedTuple):
+    """Where leaves lie in the total: one, or neighbours of one shape.
+
+    Attributes:
+      line: From where to where.
+      shape: The shape to give to it; None for a number.
+      leaves: How many leaves it is.
+    """
+
+    line: slice
+    shape: tuple[int, ...] | None
+    leaves: int
+
+
 @final
 class SharedPlan:
     """How one all-reduce that is not too large passes through memory that all ranks share.
@@ -134,46 +157,53 @@ class SharedPlan:
       node: The shared memory.
       what: The call; one pack, of one dtype.
       numbers: For each leaf, whether it is a number, so that a number comes back.
+      weighted: Values are multiplied by weights first; a mean.
 
     Attributes:
       nbytes: What one rank gives, in bytes.
     """
 
-    def __init__(self, lockstep: Lockstep, node: NodeFolds, what: Folding, numbers: Sequence[bool]):
+    def __init__(
+        self,
+        lockstep: Lockstep,
+        node: NodeFolds,
+        what: Folding,
+        numbers: Sequence[bool],
+        weighted: bool = False,
+    ):
         """Find the rows of both sides."""
         (pack,) = what.packs
         self.nbytes = what.nbytes
-        self._session, self._ride = lockstep.session, lockstep.ride
+        self._lockstep, self._session, self._ride = lockstep, lockstep.session, lockstep.ride
         self._text, self._digest = what.said("")
         mean = what.op is ReduceOp.MEAN
         self._header, self._divisor = (ONE, lockstep.comm.size) if mean else (b"", 0)
         self._fold: Callable[..., Any] = FOLDS[what.op]
-        self._rows = tuple(
-            tuple(row[: pack.columns] for row in side) for side in node.arena.sides(pack.dtype)
-        )
+        self._node, self._op, self._weighted = node, what.op, weighted
+        self._columns, self._dtype = pack.columns, pack.dtype
+        self._sides = node.arena.sides(pack.dtype)
+        self._rows = tuple(tuple(row[: pack.columns] for row in side) for side in self._sides)
         self._mine = tuple(side[node.rank] for side in self._rows)
-        places = {piece.leaf: piece for piece in pack.pieces}
-        self._cuts = tuple(
-            (at.column, at.column + at.stop, None if numbers[leaf] else what.shapes[leaf])
-            for leaf, at in places.items()
-        )
+        self._cuts = _cuts([None if n else s for s, n in zip(what.shapes, numbers, strict=True)])
         self._shape = what.shapes[0]
         # If no leaf has to be put into shape, that is half of what it takes to cut hundreds.
-        flat = all(len(shape or ()) == 1 for _, _, shape in self._cuts)
-        self._lines = [slice(start, stop) for start, stop, _ in self._cuts] if flat else None
+        flat = all(cut.leaves == 1 and len(cut.shape or ()) == 1 for cut in self._cuts)
+        self._lines = [cut.line for cut in self._cuts] if flat else None
+        self._spare: tuple[Array, list[Any]] | None = None
 
-    def all(self, leaves: Sequence[Any]) -> list[Any]:
+    def all(self, leaves: Sequence[Any], weight: float = 1.0) -> list[Any]:
         """Prove, fold and return the totals of `leaves`, in rank order. Collective."""
-        self._session.check()  # before anything is written
-        side = (self._session.calls + 1) & 1
-        np.concatenate(leaves, axis=None, out=self._mine[side])
-        total = self._total(side)
-        if self._lines is not None:
-            return [total[line] for line in self._lines]
-        return [
-            total[start] if shape is None else total[start:stop].reshape(shape)
-            for start, stop, shape in self._cuts
-        ]
+        return self._cut(self._total(self._given(leaves, weight), weight))
+
+    def into(self, leaves: Sequence[Any], outs: Sequence[Array], weight: float = 1.0) -> None:
+        """Put the totals of `leaves` into arrays of their shapes and dtype. Collective."""
+        if self._spare is None:
+            room = np.empty(self._columns, self._dtype)
+            self._spare = room, self._cut(room)
+        total, parts = self._spare
+        self._total(self._given(leaves, weight), weight, total)
+        for out, part in zip(outs, parts, strict=True):
+            out[...] = part
 
     def one(self, leaf: Any) -> Any:
         """Return the total of the only leaf, an array. Collective."""
@@ -186,22 +216,76 @@ class SharedPlan:
         mine.reshape(self._shape)[...] = leaf
         return self._total(side).reshape(self._shape)
 
-    def _total(self, side: int) -> Array:
-        self._ride(self._text, self._digest, self._header)
+    def _given(self, leaves: Sequence[Any], weight: float) -> int:
+        """Write to this rank's row, and return of which side. Not collective."""
+        self._session.check()  # before anything is written
+        side = (self._session.calls + 1) & 1
+        if weight:  # a value without weight is never read
+            np.concatenate(leaves, axis=None, out=self._mine[side])
+        return side
+
+    def _cut(self, total: Array) -> list[Any]:
+        if self._lines is not None:
+            return [total[line] for line in self._lines]
+        parts: list[Any] = []
+        for line, shape, count in self._cuts:
+            if shape is None:
+                parts.append(total[line.start])
+            elif count == 1:
+                parts.append(total[line].reshape(shape))
+            else:
+                parts.extend(total[line].reshape(count, *shape))
+        return parts
+
+    def _total(self, side: int, weight: float = 1.0, total: Array | None = None) -> Array:
+        header = struct.pack("<d", weight) if self._weighted else self._header
+        self._ride(self._text, self._digest, header)
         moving = self._session.on_moving
         if moving is not None:
             moving()
-        rows, fold = self._rows[side], self._fold
+        if total is None:
+            total = np.empty(self._columns, self._dtype)
         with np.errstate(all="ignore"):
-            total: Array = fold(rows[0], rows[1])
-            for row in rows[2:]:
-                fold(total, row, out=total)
-            if self._divisor:
-                divide(total, self._divisor)
+            if self._weighted:
+                self._weigh(side, total)
+            else:
+                self._plain(side, total)
         moved = self._session.on_moved
         if moved is not None:
             moved([total])
         return total
+
+    def _plain(self, side: int, total: Array) -> None:
+        rows, fold = self._rows[side], self._fold
+        fold(rows[0], rows[1], out=total)
+        for row in rows[2:]:
+            fold(total, row, out=total)
+        if self._divisor:
+            divide(total, self._divisor)
+
+    def _weigh(self, side: int, total: Array) -> None:
+        """Fold as the general path does, which other ranks may take."""
+        table = self._lockstep.received[:, :8].copy().view(np.float64)
+        scales = scaled(table, True)
+        ready = self._node.ready(self._op, self._dtype, self._columns)
+        given = (scales[:, 0], math.fsum(scales[:, 0]))
+        fold_rows(self._fold, self._sides[side], total[None], 0, self._columns, *given, ready=ready)
+
+
+def _cuts(shapes: Sequence[tuple[int, ...] | None]) -> tuple[_Cut, ...]:
+    """Return where leaves lie one after the other; None is a number.
+
+    Neighbours of one shape are one cut: an array is taken apart in one call.
+    """
+    found: list[_Cut] = []
+    at = 0
+    for shape, several in itertools.groupby(shapes):
+        count, size = len(list(several)), math.prod(shape or ())
+        many = shape is not None and len(shape) > 0  # what has no dimension comes out as a number
+        for number in [count] if many else [1] * count:
+            found.append(_Cut(slice(at, at + number * size), shape, number))
+            at += number * size
+    return tuple(found)
 
 
 AnyPlan: TypeAlias = Plan | NumberPlan | SharedPlan

@@ -17,7 +17,7 @@ import numpy as np
 
 from mpistrat import nest
 from mpistrat.arrays import Array
-from mpistrat.collectives.folding import Folding
+from mpistrat.collectives.folding import SMALL, Folding
 from mpistrat.collectives.forms import Form
 from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.collectives.node import NodeFolds
@@ -33,23 +33,57 @@ _MOST = 1024
 _FLOATS = frozenset({float, np.float64})
 _NUMBERS = _FLOATS | {complex, np.float32, np.int32, np.int64, np.complex64, np.complex128}
 _TREES = frozenset({dict, list, tuple})
+_OF_ARRAYS = 4  # parts that the key of a tree of arrays has
 _ARRAYS = frozenset({np.ndarray})
 _LEAVES = _NUMBERS | _ARRAYS
-_spec = operator.attrgetter("dtype", "shape")
+_dtype = operator.attrgetter("dtype")
+_shape = operator.attrgetter("shape")
+_writeable = operator.attrgetter("flags.writeable")
 
 
 class Request(NamedTuple):
     """One call, as far as plans look at it.
 
     Attributes:
-      key: What a plan is remembered under; equal for calls that move and fold alike.
+      key: What a plan is remembered under; equal for calls that move and fold alike. Operation,
+        structure, and of arrays their dtypes and their shapes, else what each leaf is.
       leaves: The leaves.
       structure: The structure of the tree.
+      kind: list or tuple, if the tree is one of arrays; else None.
     """
 
     key: tuple[Any, ...]
     leaves: list[Any]
     structure: nest.Structure
+    kind: type | None = None
+
+    def tree(self, results: list[Any]) -> Any:
+        """Return these leaves as a tree of the same structure."""
+        if self.kind is None:
+            return nest.unflatten(self.structure, results)
+        return results if self.kind is list else tuple(results)
+
+    @property
+    def can_be_written_to(self) -> bool:
+        """Whether all leaves are arrays, and none is read-only."""
+        return len(self.key) == _OF_ARRAYS and all(map(_writeable, self.leaves))
+
+    def places(self, out: Any) -> list[Array] | None:
+        """Return the leaves of `out` if these arrays can be put there as they are, else None."""
+        kind = type(out)
+        if kind is self.kind and set(map(type, out)) == _ARRAYS:
+            places, same = list(out), len(out) == len(self.leaves)
+        else:
+            places, structure = nest.flatten(out)
+            same = structure == self.structure and set(map(type, places)) == _ARRAYS
+        if same and self.key[2:] == _specs(places) and all(map(_writeable, places)):
+            return places
+        return None
+
+
+def _specs(leaves: list[Array]) -> tuple[Any, Any]:
+    # Not by a loop of Python's, which takes as long as to fold what has hundreds of leaves.
+    return tuple(map(_dtype, leaves)), tuple(map(_shape, leaves))
 
 
 def request(reduce_op: Any, value: Any) -> Request | None:
@@ -61,20 +95,21 @@ def request(reduce_op: Any, value: Any) -> Request | None:
         return None
     if (kind is list or kind is tuple) and set(map(type, value)) == _ARRAYS:
         # What has hundreds of leaves is mostly this, and to walk it costs as much as to fold it.
-        leaves, structure = list(value), nest.flat(kind is list, len(value))
-    else:
-        leaves, structure = nest.flatten(value)
+        structure = nest.flat(kind is list, len(value))
+        leaves = list(value)
+        return Request((reduce_op, structure, *_specs(leaves)), leaves, structure, kind)
+    leaves, structure = nest.flatten(value)
     try:
         hash(structure)
     except TypeError:  # as of a defaultdict whose factory has no hash
         return None
     kinds = set(map(type, leaves))
     if kinds == _ARRAYS:
-        return Request((reduce_op, structure, *map(_spec, leaves)), leaves, structure)
+        return Request((reduce_op, structure, *_specs(leaves)), leaves, structure)
     if not kinds <= _LEAVES:
         return None
-    specs = [_spec(leaf) if type(leaf) is np.ndarray else type(leaf) for leaf in leaves]
-    return Request((reduce_op, structure, *specs), leaves, structure)
+    specs = [(x.dtype, x.shape) if type(x) is np.ndarray else type(x) for x in leaves]
+    return Request((reduce_op, structure, tuple(specs)), leaves, structure)
 
 
 class Sketch(NamedTuple):
@@ -96,13 +131,13 @@ class InPlace(NamedTuple):
       generation: The arena's when this was found out; nothing has come or gone while it is that.
       what: The call.
       placed: Where they lie.
-      specs: Their dtypes and shapes, which a program might change where they are.
+      specs: Their dtypes, and their shapes, which a program might change where they are.
     """
 
     generation: int
     what: Folding
     placed: Placed
-    specs: list[tuple[np.dtype[Any], tuple[int, ...]]]
+    specs: tuple[Any, Any]
 
 
 def _as_is(leaf: Any, value: Array, form: Form) -> bool:
@@ -123,13 +158,14 @@ class Plans:
         """Remember nothing yet; nothing ever, unless it `learns`."""
         self._lockstep, self._node, self._learns = lockstep, node, learns
         self._known: dict[tuple[Any, ...], Plan | SharedPlan] = {}
+        self._weighted: dict[tuple[Any, ...], SharedPlan] = {}
         self._sketches: dict[tuple[Any, ...], Sketch] = {}
         self._lone: dict[tuple[Any, ...], AnyPlan] = {}
         self._places: dict[tuple[Any, ...], InPlace] = {}
 
     def __len__(self) -> int:
         """Return how many there are."""
-        return len(self._known) + len(self._lone)
+        return len(self._known) + len(self._weighted) + len(self._lone)
 
     def lone(self, reduce_op: Any, value: Any) -> AnyPlan | None:
         """Return the plan for a lone array or number, if there is one."""
@@ -141,11 +177,17 @@ class Plans:
         except TypeError:  # no operation; the general path says so, on every rank
             return None
 
-    def find(self, asked: Request | None) -> Plan | SharedPlan | None:
-        """Return the plan of this request, if there is one."""
-        plan = None if asked is None else self._known.get(asked.key)
+    def find(self, asked: Request | None, weighted: bool = False) -> Plan | SharedPlan | None:
+        """Return the plan of this request, if there is one; with a weight, a `SharedPlan`."""
+        known = self._weighted if weighted else self._known
+        plan = None if asked is None else known.get(asked.key)
         # Since memory was refused, the general path on other ranks goes by MPI.
         return None if type(plan) is SharedPlan and self._node.arena.refused else plan
+
+    def aside(self, plan: Plan | SharedPlan, asked: Request, outs: Sequence[Array]) -> bool:
+        """Tell whether a plan may put totals into `outs`: not where they are folded in place."""
+        same = plan.nbytes > SMALL and outs[0] is asked.leaves[0]
+        return not same or self._node.arena.home(outs[0]) is None
 
     def sketch(self, asked: Request | None, weighted: bool) -> Sketch | None:
         """Return what is known of this request, if anything is."""
@@ -166,8 +208,7 @@ class Plans:
         if len(self._places) >= _MOST:
             self._places.clear()
         placed = self._node.placed(homes)
-        specs = [(leaf.dtype, leaf.shape) for leaf in leaves]
-        self._places[key] = InPlace(self._node.arena.generation, what, placed, specs)
+        self._places[key] = InPlace(self._node.arena.generation, what, placed, _specs(leaves))
 
     def learn(self, asked: Request, what: Folding, parts: Sequence[Part], weighted: bool) -> None:
         """Remember what the general path has found out about this request."""
@@ -179,42 +220,51 @@ class Plans:
         if all(_native(leaf, part) for leaf, part in zip(asked.leaves, parts, strict=True)):
             like = tuple(type(leaf) is not np.ndarray for leaf in asked.leaves)
             self._sketches[(weighted, *asked.key)] = Sketch(what, like)
-        if not weighted:
-            self._plan(asked, what, [part.value for part in parts])
+        self._plan(asked, what, [part.value for part in parts], weighted)
 
-    def learn_again(self, asked: Request, what: Folding, values: Sequence[Array]) -> None:
+    def learn_again(
+        self, asked: Request, what: Folding, values: Sequence[Array], weighted: bool
+    ) -> None:
         """Remember a plan that could not be made before there was shared memory."""
         if not self._learns or not self._direct(what):
             return
-        reduce_op, structure, *_ = asked.key
-        lone = nest.is_lone(structure)
-        if (self.lone(reduce_op, asked.leaves[0]) if lone else self.find(asked)) is None:
-            self._plan(asked, what, values)
+        lone = nest.is_lone(asked.structure) and not weighted
+        found = self.lone(asked.key[0], asked.leaves[0]) if lone else self.find(asked, weighted)
+        if found is None:
+            self._plan(asked, what, values, weighted)
 
     def _direct(self, what: Folding) -> bool:
         most = self._node.arena.direct if self._lockstep.frames and self._node.possible else 0
         return len(what.packs) == 1 and what.most <= most
 
-    def _plan(self, asked: Request, what: Folding, values: Sequence[Array]) -> None:
+    def _plan(self, asked: Request, what: Folding, values: Sequence[Array], weighted: bool) -> None:
         lockstep, op = self._lockstep, what.op
         header = ONE if op is ReduceOp.MEAN else b""
         if not all(map(_as_is, asked.leaves, values, what.forms)):
             return
         if len(self) >= _MOST:
-            self._known.clear()
-            self._lone.clear()
-        reduce_op, structure, *specs = asked.key
+            for known in (self._known, self._weighted, self._lone):
+                known.clear()
         numbers = [type(leaf) is not np.ndarray for leaf in asked.leaves]
         plan: Plan | SharedPlan
         if lockstep.fits(len(header) + what.nbytes):
+            if weighted:
+                return
             plan = Plan(lockstep, op, what.text, values, header, numbers)
         elif self._direct(what):
-            plan = SharedPlan(lockstep, self._node, what, numbers)
+            plan = SharedPlan(lockstep, self._node, what, numbers, weighted)
+            if weighted:
+                self._weighted[asked.key] = plan
+                return
         else:
             return
-        if not nest.is_lone(structure):
+        if not nest.is_lone(asked.structure):
             self._known[asked.key] = plan
             return
-        number = specs[0] in _FLOATS and op in (ReduceOp.SUM, ReduceOp.MEAN)
-        key = (reduce_op, *specs[0]) if isinstance(specs[0], tuple) else (reduce_op, specs[0])
-        self._lone[key] = NumberPlan(lockstep, op, what.text) if number else plan
+        (leaf,) = asked.leaves
+        if type(leaf) is np.ndarray:
+            self._lone[asked.key[0], leaf.dtype, leaf.shape] = plan
+            return
+        number = type(leaf) in _FLOATS and op in (ReduceOp.SUM, ReduceOp.MEAN)
+        made = NumberPlan(lockstep, op, what.text) if number else plan
+        self._lone[asked.key[0], type(leaf)] = made

@@ -26,13 +26,10 @@ from mpistrat.collectives.messages import Message, messages, multiply, scale, tr
 from mpistrat.collectives.node import NodeFolds
 from mpistrat.collectives.reducing import Reducing
 from mpistrat.collectives.results import Results, results_for
-from mpistrat.collectives.spans import Packed, Placed, Scales
+from mpistrat.collectives.spans import Packed, Placed, Scales, scaled
 from mpistrat.kernels.ops import FOLDS, ReduceOp
 
-__all__ = ["Reducer", "scales_of"]
-
-# Whole numbers up to here are exact in float32.
-_EXACT = 2**24
+__all__ = ["Reducer"]
 
 
 class _Way(NamedTuple):
@@ -121,7 +118,7 @@ class Reducer(Reducing):
             self.lockstep.ride(text, digest, way.riding)
         if what.op is not ReduceOp.MEAN:
             return Scales(), smalls
-        table = scales_of(self._weights(smalls, weights), weigh)
+        table = scaled(self._weights(smalls, weights), weigh)
         divisors = [math.fsum(column) for column in table.T]
         return Scales(table if weigh else None, divisors), smalls
 
@@ -235,17 +232,3 @@ def _rode(
         totals.append(total.reshape(wire.shape))
         start = stop
     return what.results(totals, scales.divisors)
-
-
-def scales_of(table: Array, weigh: bool) -> Array:
-    """Return the weights as far as they matter.
-
-    Counts stay what they are: their products with values lose least. Other weights are taken
-    relative to the largest, so that they keep within the range of float32 whatever they are.
-    """
-    if not weigh:
-        return table
-    counts = (table <= _EXACT) & (table == np.floor(table))
-    largest = table.max(axis=0)
-    scales: Array = table / np.where(counts.all(axis=0) | (largest == 0), 1, largest)
-    return scales

@@ -15,10 +15,10 @@ from mpistrat.collectives.folding import Folding, put
 from mpistrat.collectives.forms import decode_order, encode_order, ordered
 from mpistrat.collectives.gatherer import Gatherer
 from mpistrat.collectives.messages import multiply
-from mpistrat.collectives.reducer import Reducer, scales_of
+from mpistrat.collectives.reducer import Reducer
 from mpistrat.collectives.reducing import Reducing
 from mpistrat.collectives.routes import Route
-from mpistrat.collectives.spans import Placed
+from mpistrat.collectives.spans import Placed, scaled
 from mpistrat.kernels.ops import ReduceOp
 
 __all__ = [
@@ -59,7 +59,7 @@ class Chosen(Reducing):
         if not mean:
             return None
         table = np.array([np.frombuffer(small, np.float64) for small in smalls])
-        scales = scales_of(table.reshape(self.comm.size, -1), weigh)
+        scales = scaled(table.reshape(self.comm.size, -1), weigh)
         return np.broadcast_to(scales, (self.comm.size, len(what.forms)))
 
 

@@ -12,10 +12,12 @@ from mpistrat.arrays import Array
 from mpistrat.collectives.packs import Pack
 from mpistrat.memory.arena import Block
 
-__all__ = ["Packed", "Placed", "Range", "Scales", "slice_of", "spans_of"]
+__all__ = ["Packed", "Placed", "Range", "Scales", "scaled", "slice_of", "spans_of"]
 
 # Slices begin on cache lines, so that no two ranks write to one.
 _LINE = 64
+# Whole numbers up to here are exact in float32.
+_EXACT = 2**24
 
 
 class Scales(NamedTuple):
@@ -98,3 +100,17 @@ def slice_of(rank: int, size: int, columns: int, dtype: np.dtype[Any]) -> tuple[
     lines = -(-columns // step)
     low, high = (min(columns, lines * r // size * step) for r in (rank, rank + 1))
     return low, high
+
+
+def scaled(table: Array, weigh: bool) -> Array:
+    """Return the weights as far as they matter.
+
+    Counts stay what they are: their products with values lose least. Other weights are taken
+    relative to the largest, so that they keep within the range of float32 whatever they are.
+    """
+    if not weigh:
+        return table
+    counts = (table <= _EXACT) & (table == np.floor(table))
+    largest = table.max(axis=0)
+    scales: Array = table / np.where(counts.all(axis=0) | (largest == 0), 1, largest)
+    return scales

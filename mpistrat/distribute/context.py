@@ -280,7 +280,7 @@ class ReplicaContext:
             asked = request(reduce_op, value)
             plan = parts.plans.find(asked)
             if plan is not None and asked is not None:
-                return nest.unflatten(asked.structure, plan.all(asked.leaves))
+                return asked.tree(plan.all(asked.leaves))
         if parts.view is ALONE:
             return self._alone(reduce_op, value, weight, out)
         return reduce_in_replica(parts, asked, reduce_op, value, weight, out)

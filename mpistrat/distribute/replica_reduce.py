@@ -10,9 +10,10 @@ import numpy as np
 
 from mpistrat import nest
 from mpistrat.arrays import Array, as_array, dtype_name, finish, label, spec_text
-from mpistrat.collectives.folding import SMALL, Folding, put
+from mpistrat.collectives.folding import SMALL, Folding
 from mpistrat.collectives.forms import form
 from mpistrat.collectives.part import Part
+from mpistrat.collectives.planned import Plan, SharedPlan
 from mpistrat.collectives.plans import Request, Sketch, request
 from mpistrat.collectives.texts import described
 from mpistrat.distribute import sparse
@@ -126,9 +127,13 @@ def reduce_in_replica(
 ) -> Any:
     """Fold `value` over the replicas; see `ReplicaContext.all_reduce`. Collective."""
     asked = asked or request(reduce_op, value)
-    if out is not None and asked is not None:
-        known = _inside if out is value else _outside
-        if known(parts, asked, weight, out):
+    if asked is not None:
+        plan = parts.plans.find(asked, weight is not None)
+        if plan is not None:
+            outs = None if out is None else _room(parts, asked, plan, value, out)
+            if out is None or outs is not None:
+                return _planned(parts, asked, plan, weight, outs, out)
+        if out is not None and out is value and _in_place(parts, asked, weight):
             return out
     sketch = parts.plans.sketch(asked, weight is not None)
     if sketch is not None and asked is not None:
@@ -160,39 +165,35 @@ def reduce_in_replica(
     return nest.unflatten(call.structure, list(map(finish, totals, call.leaves)))
 
 
-def _outside(parts: Parts, asked: Request, weight: Any, out: Any) -> bool:
-    """Put what a plan knows of into other arrays than are folded. Collective."""
-    plan = parts.plans.find(asked) if weight is None else None
-    if plan is None:
-        return False
-    other = request(asked.key[0], out)
-    if other is None or other.key != asked.key or other.leaves[0] is asked.leaves[0]:
-        return False  # it does not fit, or is the same, which may lie in the arena
-    if not all(type(leaf) is np.ndarray and leaf.flags.writeable for leaf in other.leaves):
-        return False
-    put(plan.all(asked.leaves), other.leaves)
-    return True
+def _room(
+    parts: Parts, asked: Request, plan: Plan | SharedPlan, value: Any, out: Any
+) -> list[Array] | None:
+    """Return the arrays of `out`, if a plan puts totals there."""
+    places = asked.leaves if out is value else asked.places(out)
+    if places is None or not parts.plans.aside(plan, asked, places):
+        return None
+    return places if out is not value or asked.can_be_written_to else None
 
 
-def _inside(parts: Parts, asked: Request, weight: Any, _: Any) -> bool:
-    """Fold leaves into themselves, if it is known how. Collective."""
-    return _small(parts, asked, weight) or _in_place(parts, asked, weight)
-
-
-def _small(parts: Parts, asked: Request, weight: Any) -> bool:
-    """Fold a small tree of arrays into itself, if a plan knows of it. Collective."""
-    plan = parts.plans.find(asked) if weight is None else None
-    if plan is None or plan.nbytes > SMALL:
-        return False  # that is folded in place, if it can be
-    if not all(takes(leaf, leaf) for leaf in asked.leaves):
-        return False
-    put(plan.all(asked.leaves), asked.leaves)
-    return True
+def _planned(
+    parts: Parts, asked: Request, plan: Plan | SharedPlan, weight: Any, outs: Any, out: Any
+) -> Any:
+    """Fold what a plan knows of, into other arrays if they are given. Collective."""
+    given: tuple[float, ...] = ()
+    if weight is not None:
+        try:
+            given = (_weight(ReduceOp.MEAN, weight),)
+        except Exception as error:
+            parts.lockstep.refuse("all_reduce", error)
+    if outs is None:
+        return asked.tree(plan.all(asked.leaves, *given))
+    plan.into(asked.leaves, outs, *given)
+    return out
 
 
 def _in_place(parts: Parts, asked: Request, weight: Any) -> bool:
     """Fold leaves of the arena where they lie, if their like were folded before. Collective."""
-    reduce_op, structure, *specs = asked.key
+    reduce_op, structure = asked.key[:2]
     weigh = weight is not None
     try:
         key = (reduce_op, weigh, structure, *map(id, asked.leaves))
@@ -206,7 +207,7 @@ def _in_place(parts: Parts, asked: Request, weight: Any) -> bool:
             if known is None:
                 return False
         number = _weight(known.what.op, weight)
-        if specs != known.specs:
+        if asked.key[2:] != known.specs:
             return False
         for leaf in asked.leaves:
             if not leaf.flags.writeable:
@@ -232,8 +233,7 @@ def _again(parts: Parts, asked: Request, sketch: Sketch, weight: Any, out: Any) 
     except Exception as error:
         parts.lockstep.refuse("all_reduce", error)
     totals = parts.reducer.fold(what, values, [number], weight is not None, outs)
-    if weight is None:
-        parts.plans.learn_again(asked, what, values)
+    parts.plans.learn_again(asked, what, values, weight is not None)
     if outs is not None:
         return out
     if any(numbers):

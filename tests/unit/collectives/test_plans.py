@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import math
 
 import numpy as np
 import pytest
@@ -337,3 +338,94 @@ def test_outs_may_be_values_in_another_order():
         return found
 
     assert run_ranks(rank, 2) == [[[2.0 * i + 1 for i in range(8, -1, -1)]] * 4] * 2
+
+
+TREES = {
+    # Neighbours of one shape, alone and in the middle, with and without dimensions.
+    "alike": lambda r, t: [random(r, t + i, (9, 5)) for i in range(20)],
+    "tuple": lambda r, t: tuple(random(r, t + i, (40,)) for i in range(20)),
+    "runs": lambda r, t: [
+        random(r, t + i, shape)
+        for i, shape in enumerate([(200,), (3, 2), (3, 2), (), (), (1,), (1,), (2, 3), (200,)])
+    ],
+    "nested": lambda r, t: {"b": {"x": random(r, t, (300,))}, "a": (random(r, t + 1, (2, 50)),)},
+    "lone": lambda r, t: random(r, t, (50, 9)),
+}
+
+
+@pytest.mark.parametrize("into", ["fresh", "others", "itself"])
+@pytest.mark.parametrize("weights", [None, (3.0, 5.0, 0.25), (2, 0, 7), (1.0, 1.0, 1.0)], ids=str)
+@pytest.mark.parametrize("kind", list(TREES))
+@pytest.mark.parametrize("forgetful", [False, True])  # the first rank takes the general path
+@pytest.mark.parametrize("size", [2, 3])
+def test_shared_trees_planned_or_not(size, forgetful, kind, weights, into):
+    make = TREES[kind]
+    given = None if weights is None else weights[:size]
+
+    def tree(rank, turn):
+        made = make(rank, turn)
+        if given is not None and given[rank] == 0:
+            made = ms.nest.map(lambda leaf: np.full_like(leaf, np.nan), made)  # never read
+        return made
+
+    def program(comm):
+        strategy = ms.MirroredStrategy(comm=comm)
+        plans = strategy.parts.plans
+        outs = ms.nest.map(lambda leaf: np.full(leaf.shape, -7.0), make(0, 0))
+
+        def fn(turn):
+            value = tree(comm.rank, turn)
+            out = {"fresh": None, "others": outs, "itself": value}[into]
+            weight = None if given is None else given[comm.rank]
+            found = ms.get_replica_context().all_reduce("MEAN", value, weight=weight, out=out)
+            assert out is None or found is out
+            results.append(ms.nest.map(np.copy, found))
+            kept.append(found)
+
+        results, kept = [], []
+        for turn in (0, 100, 200, 300):
+            if forgetful and comm.rank == 0:
+                for known in (plans._known, plans._weighted, plans._lone, plans._sketches):
+                    known.clear()
+            strategy.run(lambda turn=turn: fn(turn))
+        if into != "others":  # what was given away is not written to again
+            for one, two in zip(results, kept, strict=True):
+                ms.nest.map(np.testing.assert_array_equal, one, two)
+        return results, len(plans)
+
+    ranks = run_ranks(program, size)
+    assert [count > 0 for _, count in ranks] == [True] * size
+    for step, turn in enumerate((0, 100, 200, 300)):
+        leaves = [ms.nest.flatten(make(rank, turn))[0] for rank in range(size)]
+        factors = given or (1.0,) * size
+        largest = max(factors) if any(f != int(f) for f in factors) else 1
+        factors = [f / largest for f in factors]
+        want = [
+            sum_in_order([0 * a if f == 0 else a * f for a, f in zip(each, factors, strict=True)])
+            / math.fsum(factors)
+            for each in zip(*leaves, strict=True)
+        ]
+        for results, _ in ranks:
+            got, structure = ms.nest.flatten(results[step])
+            assert structure == ms.nest.flatten(make(0, 0))[1]
+            assert [leaf.shape for leaf in got] == [leaf.shape for leaf in leaves[0]]
+            assert [leaf.tobytes() for leaf in got] == [np.asarray(leaf).tobytes() for leaf in want]
+
+
+def sum_in_order(terms):
+    return functools.reduce(np.add, terms)
+
+
+def test_a_weight_that_is_none_is_refused_after_a_plan_too():
+    def rank(comm):
+        strategy = ms.MirroredStrategy(comm=comm)
+        values = [np.full(30, comm.rank + 1.0) for _ in range(9)]
+        fold = lambda w: ms.get_replica_context().all_reduce("MEAN", values, weight=w)  # noqa: E731
+        for _ in range(3):
+            strategy.run(lambda: fold(comm.rank + 1.0))
+        for bad in (-1, np.nan, "3", [1.0]):
+            with pytest.raises(ValueError, match="weight must be a number"):
+                strategy.run(lambda bad=bad: fold(bad if comm.rank else 1.0))
+        return float(strategy.run(lambda: fold(comm.rank + 1.0))[8].local[0])
+
+    assert run_ranks(rank, 2) == [5 / 3] * 2
