@@ -11,12 +11,14 @@ from typing import Any, final
 from mpistrat.checkpoint import files, restoring, saving, tree
 from mpistrat.checkpoint.restored import Restored
 from mpistrat.collectives.lockstep import Lockstep
+from mpistrat.comm.world import size_of_job
 from mpistrat.distribute.default import current_strategy
 from mpistrat.distribute.mode import cross_replica, current
 from mpistrat.distribute.variables import Variable
+from mpistrat.distribute.views import ALONE
 from mpistrat.errors import ContextError, StrategyError, StructureError
 
-__all__ = ["Checkpoint", "save"]
+__all__ = ["Checkpoint", "owner_of", "refuse_alone", "save"]
 
 _Path = str | os.PathLike[str]
 
@@ -122,7 +124,7 @@ class Checkpoint:
         Returns:
           The path.
         """
-        with _cross(self, "Checkpoint.write") as (lockstep, mine):
+        with _cross(self, "Checkpoint.write", saves=True) as (lockstep, mine):
             with lockstep.preparing("Checkpoint.write"):
                 path = _file(file_prefix)
             saving.overwrite(lockstep, mine, path, self._counter)
@@ -147,10 +149,13 @@ class Checkpoint:
 
         Raises:
           OSError: The file cannot be read; on every rank, as all of these.
-          CheckpointError: It is damaged, or no checkpoint, or of a newer format.
+          CheckpointError: It is damaged, or no checkpoint.
+          DataError: It is of another format.
           StructureError: It has other variables, or with other shapes or dtypes: says which.
           ContextError: Called in replica code, or in the function of ``extended.update``.
           LockstepError: The ranks restore different variables, or from elsewhere.
+
+        Ctrl-C while values are on their way may leave some that have come; restore again.
 
         Cost: replica 0 reads the whole file into its memory; then a proof and an ``MPI_Bcast`` for
         each variable.
@@ -204,7 +209,7 @@ def save(
     Returns:
       The path, and the paths of all that are there, the oldest first.
     """
-    with _cross(checkpoint, "Checkpoint.save") as (lockstep, mine):
+    with _cross(checkpoint, "Checkpoint.save", saves=True) as (lockstep, mine):
         with lockstep.preparing("Checkpoint.save"):
             prefix = Path(file_prefix)
             if prefix.name in ("", "..") or prefix.name.startswith(".") or _ends(file_prefix):
@@ -240,16 +245,42 @@ def _owner(mine: Mapping[str, Variable]) -> Any:
     return next((strategy for _, strategy in owners.values()), None) or current_strategy()
 
 
+def owner_of(checkpoint: Checkpoint) -> tuple[Any, Exception | None]:
+    """Return the strategy that is to be told of a call, and what is wrong with the trees."""
+    try:
+        return checkpoint.strategy, None
+    except Exception as error:
+        # The others may have made good trees of the same variables, and wait for that strategy.
+        trees = {k: held for k, held in vars(checkpoint).items() if not k.startswith("_")}
+        found = tree.first(checkpoint._root, trees)
+        return (current_strategy() if found is None else found.strategy), error
+
+
+def refuse_alone(strategy: Any, name: str) -> None:
+    """Raise StrategyError if each rank of a job would take itself for replica 0."""
+    if strategy.parts.view is ALONE and size_of_job() > 1:
+        raise StrategyError(
+            f"{name}: the variables belong to {strategy!r}, which knows one of {size_of_job()} "
+            "ranks, so every rank would write its own to one place. Create them in the scope of "
+            "a strategy of all ranks: `with mpistrat.MirroredStrategy().scope()`."
+        )
+
+
 @contextlib.contextmanager
-def _cross(checkpoint: Checkpoint, name: str) -> Iterator[tuple[Lockstep, dict[str, Variable]]]:
+def _cross(
+    checkpoint: Checkpoint, name: str, saves: bool = False
+) -> Iterator[tuple[Lockstep, dict[str, Variable]]]:
     """Run the body in cross-replica code of the checkpoint's strategy, with its variables."""
     mine: dict[str, Variable] = {}
-    strategy, failure = current_strategy(), None
+    strategy, failure = owner_of(checkpoint)
     try:
+        if failure is not None:
+            raise failure
         mine = checkpoint.variables()
-        strategy = _owner(mine)
         if not mine:
             raise StructureError(f"{name}: the checkpoint holds no variables.")
+        if saves:
+            refuse_alone(strategy, name)
         mode = current()
         if mode is not None and mode.updating is not None:
             raise ContextError(f"{name} was called in the function of update; call it after that.")

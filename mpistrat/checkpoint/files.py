@@ -13,6 +13,7 @@ import errno
 import fcntl
 import os
 import re
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -108,7 +109,7 @@ def whole(path: Path, replace: bool) -> Iterator[IO[bytes]]:
       OSError: It cannot be written. `path` is as it was.
       FileExistsError: It is there, and is not to be replaced.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    _make(path.parent)
     _sweep(path)
     descriptor, name = tempfile.mkstemp(_PART, f".{path.name}.", path.parent)
     try:
@@ -119,9 +120,22 @@ def whole(path: Path, replace: bool) -> Iterator[IO[bytes]]:
             os.fsync(descriptor)
         _name(Path(name), path, replace)
     finally:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):  # else the next save removes it
             Path(name).unlink()
-    _sync_directory(path.parent)
+    try:
+        _sync_directory(path.parent)
+    except OSError:
+        if not replace:
+            path.unlink()  # what is told to have failed must not be restored
+        raise
+
+
+def _make(directory: Path) -> None:
+    """Make a directory and those above it, so that they are there after a loss of power too."""
+    missing = [one for one in (directory, *directory.parents) if not one.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    for one in missing:
+        _sync_directory(one.parent)
 
 
 def _name(part: Path, path: Path, replace: bool) -> None:
@@ -160,10 +174,17 @@ def _lock(descriptor: int) -> bool:
 
 def _sweep(path: Path) -> None:
     """Remove what processes have left that were stopped while they wrote to `path`."""
-    for part in path.parent.glob(f".{_escaped(path.name)}.*{_PART}"):
-        with contextlib.suppress(FileNotFoundError), part.open("rb") as file:
-            if _lock(file.fileno()):  # nobody writes it any more
-                part.unlink()
+    match = _NAME.fullmatch(path.name)
+    name = f"{_escaped(match[1])}-*{SUFFIX}" if match else _escaped(path.name)
+    for part in path.parent.glob(f".{name}.*{_PART}"):
+        # What cannot be opened or removed is somebody else's; nothing of it may stop a save.
+        with contextlib.suppress(OSError):
+            descriptor = os.open(part, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                if stat.S_ISREG(os.fstat(descriptor).st_mode) and _lock(descriptor):
+                    part.unlink()  # nobody writes it any more
+            finally:
+                os.close(descriptor)
 
 
 def _escaped(name: str) -> str:

@@ -15,6 +15,7 @@ Sources: APPNOTE.TXT of PKWARE, 6.3.10; the .npy format, NumPy Enhancement Propo
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -28,13 +29,13 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 from mpistrat.arrays import Array, dtype_name, is_bfloat16
-from mpistrat.errors import CheckpointError
+from mpistrat.errors import CheckpointError, DataError
 
 __all__ = ["FORMAT", "Contents", "Entry", "read", "write"]
 
 FORMAT = 1
 _MANIFEST = "manifest.json"
-_LARGEST_MANIFEST = 1 << 26
+_MANIFEST_ROOM, _ROW_ROOM = 1 << 20, 1 << 12  # bytes of a manifest: at most, and for each array
 _PIECE = 1 << 24  # bytes that are written, or read only for their checksum, at once
 _HEADER = struct.Struct("<26xHH")  # of a member in the file: lengths of its name and extra field
 _SEAL = 16  # letters of the digest
@@ -131,8 +132,9 @@ def read(path: Path, wanted: Mapping[str, Array]) -> Contents:
         with another dtype or shape, is missing from what is returned; it is no error here.
 
     Raises:
-      OSError: There is no such file, or it may not be read.
-      CheckpointError: It is no checkpoint, or damaged, or of a newer format.
+      OSError: There is no such file, or it cannot be read.
+      CheckpointError: It is no checkpoint, or damaged.
+      DataError: It is of another format.
     """
     # Not blocking: what has the name of a checkpoint may be a pipe.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -146,7 +148,12 @@ def read(path: Path, wanted: Mapping[str, Array]) -> Contents:
                 if _seal(file, archive.infolist(), status.st_size - _SEAL) != archive.comment:
                     raise ValueError("what stands between the arrays has been changed")
                 return contents
+        except (MemoryError, DataError):  # which say nothing against the file
+            raise
         except Exception as error:  # whatever the parts say of bytes that make no sense to them
+            reading = error if isinstance(error, OSError) else error.__context__
+            if isinstance(reading, OSError) and reading.errno != errno.EINVAL:
+                raise reading from None  # the disk; zipfile calls that a bad archive
             raise CheckpointError(
                 f"{path} is damaged, or no checkpoint: {str(error) or type(error).__name__}"
             ) from error
@@ -180,14 +187,15 @@ def _manifest(
 ) -> tuple[dict[str, Entry], int]:
     if _MANIFEST not in infos:
         raise ValueError(f"there is no {_MANIFEST} in it")
-    if infos[_MANIFEST].file_size > _LARGEST_MANIFEST:
+    if infos[_MANIFEST].file_size > max(_MANIFEST_ROOM, _ROW_ROOM * len(infos)):
         raise ValueError(f"{_MANIFEST} has {infos[_MANIFEST].file_size} bytes")
     told = json.loads(archive.read(_MANIFEST))
     if not isinstance(told, dict) or type(told.get("format")) is not int:
         raise ValueError(f"{_MANIFEST} does not say of which format it is")
     if told["format"] != FORMAT:
-        raise ValueError(
-            f"it is of format {told['format']}, and this version of mpistrat reads format {FORMAT}"
+        raise DataError(
+            f"this checkpoint is of format {told['format']}, and this version of mpistrat reads "
+            f"format {FORMAT}: {archive.filename}. Restore it by the version that wrote it."
         )
     counter = told["save_counter"]
     if type(counter) is not int or not 0 <= counter < 1 << 63:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import warnings
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, final
 
 from mpistrat.checkpoint import files
-from mpistrat.checkpoint.checkpoint import Checkpoint, save
+from mpistrat.checkpoint.checkpoint import Checkpoint, owner_of, save
 from mpistrat.errors import CheckpointError
 
 __all__ = ["CheckpointManager"]
@@ -68,7 +69,10 @@ class CheckpointManager:
         if not isinstance(checkpoint, Checkpoint):
             raise TypeError(f"CheckpointManager wants a Checkpoint, not {checkpoint!r:.60}.")
         self._checkpoint = checkpoint
-        lockstep = checkpoint.strategy.parts.lockstep
+        strategy, failing = owner_of(checkpoint)
+        lockstep = strategy.parts.lockstep
+        if failing is not None:
+            lockstep.refuse("CheckpointManager", failing)
         with lockstep.preparing("CheckpointManager"):
             self._directory = Path(directory)
             self._name = _checked_name(checkpoint_name)
@@ -120,7 +124,7 @@ class CheckpointManager:
         Raises:
           ValueError: There are newer ones than that number, or it is none.
         """
-        lockstep = self._checkpoint.strategy.parts.lockstep
+        lockstep = owner_of(self._checkpoint)[0].parts.lockstep
         with lockstep.preparing("CheckpointManager.save"):
             number = None if checkpoint_number is None else _number(checkpoint_number)
         path, self._there = save(self._checkpoint, self._directory / self._name, number, self._keep)
@@ -129,8 +133,8 @@ class CheckpointManager:
     def restore_or_initialize(self) -> str | None:
         """Restore the newest checkpoint that can be read, or call `init_fn` if there is none.
 
-        Collective, in cross-replica code. One that is damaged is passed over, with a warning, and
-        the one before it is taken.
+        Collective, in cross-replica code. One that is damaged is passed over, which replica 0 says
+        on stderr, and the one before it is taken.
 
         Returns:
           The path of what was restored, or None.
@@ -139,10 +143,8 @@ class CheckpointManager:
           CheckpointError: There are checkpoints, but none can be read: nothing begins anew unless
             they are removed.
           StructureError: The newest does not fit the variables.
-          OSError: It cannot be opened.
-
-        Warns:
-          RuntimeWarning: The newest could not be read; on replica 0.
+          DataError: The newest is of another format.
+          OSError: It cannot be read.
         """
         bad: list[str] = []
         for path in reversed(self._there):
@@ -152,11 +154,10 @@ class CheckpointManager:
                 bad.append(str(error))
                 continue
             if bad and self._checkpoint.strategy.parts.lockstep.comm.rank == 0:
-                warnings.warn(
-                    f"{path} was restored, because newer ones cannot be read: {'; '.join(bad)}",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
+                # No warning, which could be an exception, and on one rank.
+                with contextlib.suppress(OSError, ValueError):
+                    text = f"{path} was restored, because newer ones cannot be read: "
+                    print(f"mpistrat: {text}{'; '.join(bad)}", file=sys.stderr, flush=True)
             return path
         if bad:
             raise CheckpointError(

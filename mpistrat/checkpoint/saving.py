@@ -22,6 +22,8 @@ __all__ = ["overwrite", "patient", "save", "specs"]
 
 # Reading and writing may keep the other ranks waiting: seconds, and seconds for each byte.
 _PATIENCE, _SLOWEST = 600.0, 1e-7
+_ADVICE = "Mend that, or save elsewhere, and save again"
+_OTHER = "Another job saves here; give each a directory of its own"
 
 
 def patient(lockstep: Lockstep, what: str, nbytes: int) -> Any:
@@ -117,7 +119,9 @@ def _values(lockstep: Lockstep, mine: Mapping[str, Variable], call: str) -> dict
 def _number(prefix: Path, counter: int, number: int | None) -> int:
     newest = max(files.saved(prefix.parent, prefix.name), default=0)
     if number is None:
-        return max(counter, newest) + 1
+        if (number := max(counter, newest) + 1) >= 10**18:
+            raise ValueError(f"there is no number after {newest} for {prefix}; use another name.")
+        return number
     if number < newest:
         raise ValueError(
             f"checkpoint number {number} is not the newest: {prefix.parent} has "
@@ -138,7 +142,8 @@ def _attempt(
     except OSError as error:
         if error.errno is None:
             return error
-        why = f"{error.strerror}: {path} was not written; checkpoints before it are as they were"
+        why = f"{error.strerror}: {path} was not written; checkpoints before it are as they were. "
+        why += _OTHER if isinstance(error, FileExistsError) else _ADVICE
         found = OSError(error.errno, why)
         found.__cause__ = error
         return found
@@ -149,10 +154,12 @@ def _attempt(
 
 def _kept(prefix: Path, new: Path, keep: int | None) -> list[str]:
     """Remove the oldest checkpoints, and return those that are there."""
-    there = list(files.saved(prefix.parent, prefix.name).values())
-    for path in there[:-keep] if keep is not None else ():
-        # What cannot be removed now is one of the oldest next time too; the new one is safe.
-        with contextlib.suppress(OSError):
+    there = [new]
+    # What cannot be looked for or removed now is one of the oldest next time too; the new is safe.
+    with contextlib.suppress(OSError):
+        there = list(files.saved(prefix.parent, prefix.name).values())
+        old = [path for path in there if path != new]
+        for path in old[: max(0, len(old) + 1 - keep)] if keep is not None else ():
             path.unlink()
             there.remove(path)
     return [os.fspath(path) for path in there]

@@ -9,17 +9,18 @@ from __future__ import annotations
 import sys
 import types
 import urllib.parse
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from mpistrat.distribute.strategy import Strategy
 from mpistrat.distribute.variables import Variable
 from mpistrat.errors import StructureError
 
-__all__ = ["variables"]
+__all__ = ["first", "variables"]
 
 # The attributes of their objects, as of those of Python's own modules, are their own affair.
 _CLOSED = {"mpistrat", "numpy", "numba", "mpi4py"}
+_TEXTS = (str, bytes, bytearray, memoryview, range)  # sequences that hold no variables
 
 
 def variables(root: Any, trees: Mapping[str, Any]) -> dict[str, Variable]:
@@ -40,7 +41,7 @@ def variables(root: Any, trees: Mapping[str, Any]) -> dict[str, Variable]:
     given = [("", root), *((_part(key), tree) for key, tree in trees.items())]
     for begin, tree in given:
         above = len(found)
-        for name, variable in _walk(tree, begin, True, set()):
+        for name, variable in _walk(tree, begin, True, {}):
             if name in found:
                 raise StructureError(f"two variables of the checkpoint have the name {name!r}.")
             found[name] = variable
@@ -53,7 +54,14 @@ def variables(root: Any, trees: Mapping[str, Any]) -> dict[str, Variable]:
     return dict(sorted(found.items()))
 
 
-def _walk(value: Any, path: str, given: bool, seen: set[int]) -> Iterator[tuple[str, Variable]]:
+def first(root: Any, trees: Mapping[str, Any]) -> Variable | None:
+    """Return some variable of what cannot all be saved, if there is one."""
+    return next((v for t in (root, *trees.values()) for _, v in _walk(t, "", False, {})), None)
+
+
+def _walk(
+    value: Any, path: str, given: bool, seen: dict[int, Any]
+) -> Iterator[tuple[str, Variable]]:
     """Find variables below `value`; `given` tells that the program meant all of it to be saved."""
     if isinstance(value, Variable):
         yield path, value
@@ -64,8 +72,8 @@ def _walk(value: Any, path: str, given: bool, seen: set[int]) -> Iterator[tuple[
                 f"{path!r} of the checkpoint is {value!r:.60} ({type(value).__name__}); only "
                 "variables are saved. Make it an mpistrat.Variable, or leave it out."
             )
-        seen.add(id(value))
-        given = given and not _has_attributes(value)
+        seen[id(value)] = value  # kept alive: another object could have its number
+        given = given and isinstance(value, Mapping | Sequence)
         for key in sorted(children or (), key=str):
             below = f"{path}/{_part(key)}" if path else _part(key)
             yield from _walk((children or {})[key], below, given, seen)
@@ -73,13 +81,31 @@ def _walk(value: Any, path: str, given: bool, seen: set[int]) -> Iterator[tuple[
 
 def _children(value: Any) -> Mapping[Any, Any] | None:
     """Return what a value holds by key, place or attribute; None if it is not to be looked into."""
+    attributes = _attributes(value) if _has_attributes(value) else {}
     if isinstance(value, Mapping):
-        return value
+        return {**attributes, **value}
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
         return dict(value._asdict())
-    if isinstance(value, list | tuple):
-        return dict(enumerate(value))
-    return vars(value) if _has_attributes(value) else None
+    if isinstance(value, Sequence) and not isinstance(value, _TEXTS):
+        return {**attributes, **dict(enumerate(value))}
+    if isinstance(value, Set) and any(isinstance(one, Variable) for one in value):
+        raise StructureError(
+            "a set of the checkpoint holds variables, which have no names there. Give a dict or a "
+            "list of them."
+        )
+    return attributes if _has_attributes(value) else None
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    slots: list[str] = []
+    for cls in type(value).__mro__:
+        mine = vars(cls).get("__slots__", ())
+        slots += [mine] if isinstance(mine, str) else mine
+    found = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    return {
+        **{k: v for k, v in found.items() if not k.startswith("__")},
+        **getattr(value, "__dict__", {}),
+    }
 
 
 def _has_attributes(value: Any) -> bool:
@@ -87,7 +113,9 @@ def _has_attributes(value: Any) -> bool:
         return True
     module = type(value).__module__.partition(".")[0]
     closed = module in _CLOSED or module in sys.stdlib_module_names
-    return not closed and not isinstance(value, type | Strategy) and hasattr(value, "__dict__")
+    if closed or isinstance(value, type | Strategy):
+        return False
+    return hasattr(value, "__dict__") or any("__slots__" in vars(c) for c in type(value).__mro__)
 
 
 def _part(key: Any) -> str:

@@ -19,25 +19,24 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any, NoReturn, final
 
 import numpy as np
 
-from mpistrat.checkpoint.checkpoint import Checkpoint
+from mpistrat.checkpoint.checkpoint import Checkpoint, owner_of, refuse_alone
 from mpistrat.checkpoint.manager import CheckpointManager
 from mpistrat.cluster.resolver import ClusterResolver
 from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.distribute.mode import cross_replica
 from mpistrat.distribute.variables import Variable
+from mpistrat.launch.notice import Notice
 
 __all__ = ["PreemptionCheckpointHandler", "PreemptionWatcher", "TerminationConfig"]
 
 EXIT_CODE = 42  # TensorFlow's, outside of Google's cloud
 _RUNS = "checkpointed_runs"
-_POLL = 1.0  # seconds between two questions to termination_watcher_fn
 _SAVE_TIME = 3 * 2  # runs kept in reserve at the end of the grace period, as in TensorFlow
 
 
@@ -59,8 +58,9 @@ class TerminationConfig:
         on, save again as late as the time that a run takes allows, and leave then.
       save_fn: Called on every rank instead of saving the checkpoint, with the arguments of
         `PreemptionCheckpointHandler.save_checkpoint_if_preempted`.
-      signals: Which signals tell. SIGTERM is what Slurm sends; Open MPI's mpirun leaves a rank a
-        quarter of a second after that, so there let the batch system send SIGUSR1, and name it.
+      signals: Which signals tell; None is SIGTERM, or none if a function tells. SIGTERM is what
+        Slurm sends; Open MPI's mpirun leaves a rank a quarter of a second after that, so there let
+        the batch system send SIGUSR1, and name it.
 
     Raises:
       TypeError: A function is none, or the period no number.
@@ -75,7 +75,7 @@ class TerminationConfig:
     exit_fn: Callable[[], Any] | None = None
     grace_period: float | None = None
     save_fn: Callable[..., Any] | None = None
-    signals: Sequence[int | str] = field(default=(signal.SIGTERM,), kw_only=True)
+    signals: Iterable[int | str] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         """Check all of them."""
@@ -88,7 +88,10 @@ class TerminationConfig:
             raise TypeError(f"TerminationConfig: grace_period is seconds, not {period!r}.")
         if period is not None and not 0 <= period < float("inf"):
             raise ValueError(f"TerminationConfig: grace_period is seconds, not {period!r}.")
-        self.numbers()
+        if self.signals is not None:
+            object.__setattr__(self, "signals", tuple(self.signals))
+        if not self.numbers() and self.termination_watcher_fn is None:
+            raise ValueError("TerminationConfig: no signal and no function would ever tell.")
 
     def numbers(self) -> tuple[signal.Signals, ...]:
         """Return the signals.
@@ -96,8 +99,9 @@ class TerminationConfig:
         Raises:
           ValueError: One is unknown, or cannot be handled.
         """
-        found = []
-        for given in self.signals:
+        found: list[signal.Signals] = []
+        usual = () if self.termination_watcher_fn is not None else (signal.SIGTERM,)
+        for given in usual if self.signals is None else self.signals:
             try:
                 one = signal.Signals[given] if isinstance(given, str) else signal.Signals(given)
             except (KeyError, ValueError):
@@ -108,69 +112,6 @@ class TerminationConfig:
                 raise ValueError(f"TerminationConfig: {one.name} cannot be handled by a process.")
             found.append(one)
         return tuple(found)
-
-
-@final
-class _Notice:
-    """What has told this rank that it is about to be ended.
-
-    Attributes:
-      why: What told, or an empty text.
-      at: When, on the monotonic clock.
-      error: What the function that was asked has raised.
-    """
-
-    def __init__(self) -> None:
-        """Know of nothing."""
-        self.why = ""
-        self.at = 0.0
-        self.error: BaseException | None = None
-        self.over = threading.Event()  # nobody waits for it any more
-        self._before: dict[int, Any] = {}
-
-    def tell(self, why: str) -> None:
-        """Take note, the first time."""
-        if not self.why:
-            self.at = time.monotonic()
-            self.why = why
-
-    def forget(self) -> None:
-        """Know of nothing again."""
-        self.why = ""
-
-    def listen(self, numbers: Sequence[signal.Signals]) -> None:
-        """Let signals tell; the handlers that were there are called too."""
-        if threading.current_thread() is not threading.main_thread():
-            raise ValueError(
-                "PreemptionCheckpointHandler was made in the thread "
-                f"{threading.current_thread().name!r}, but Python gives signals to the main thread "
-                "only. Make it there, or give TerminationConfig(termination_watcher_fn=...)."
-            )
-        for number in numbers:
-            before = signal.signal(number, self.heard)
-            owner = getattr(before, "__self__", None)
-            # One of ours, whose handler this one replaces.
-            self._before[number] = (
-                owner._before.get(number) if isinstance(owner, _Notice) else before
-            )
-
-    def heard(self, number: int, frame: FrameType | None) -> None:
-        """Take note of a signal."""
-        self.tell(signal.Signals(number).name)
-        before = self._before.get(number)
-        if callable(before) and before is not signal.default_int_handler:
-            before(number, frame)
-
-    def ask(self, watcher: Callable[[], Any]) -> None:
-        """Ask a function every second, until this is over."""
-        while not self.over.is_set():
-            try:
-                if not self.why and watcher():
-                    self.tell("termination_watcher_fn")
-            except BaseException as error:  # told by the thread that trains, on all ranks
-                self.error = error
-                return
-            self.over.wait(_POLL)
 
 
 @final
@@ -226,35 +167,46 @@ class PreemptionCheckpointHandler:
         held = given.checkpoint if isinstance(given, CheckpointManager) else given
         if not isinstance(held, Checkpoint):
             held = Checkpoint()  # for the strategy that rules here
-        strategy = held.strategy
+        strategy, failure = owner_of(held)
         lockstep: Lockstep = strategy.parts.lockstep
         with lockstep.preparing("PreemptionCheckpointHandler"):
+            if failure is not None:
+                raise failure
             _check(cluster_resolver, given, checkpoint_dir, config)
+            _check_free(held)
+            refuse_alone(strategy, "PreemptionCheckpointHandler")
         with strategy.scope():
             lockstep.prove(f"PreemptionCheckpointHandler, grace_period {config.grace_period or 0}")
             self._manager = _managed(given, checkpoint_dir)
             self._strategy, self._config, self._lockstep = strategy, config, lockstep
             self._runs = Variable(np.int64(0), trainable=False, name=_RUNS)
             if self._manager is not None:
-                setattr(self._manager.checkpoint, _RUNS, self._runs)
-                self._manager.restore_or_initialize()
+                before = getattr(held, _RUNS, None)
+                setattr(held, _RUNS, self._runs)
+                try:
+                    self._manager.restore_or_initialize()
+                except BaseException:
+                    setattr(held, _RUNS, before)
+                    raise
         self._counter = int(self._runs.numpy())
-        self._mean, self._timed = 0.0, 0
+        self._mean, self._timed, self._saving = 0.0, 0, 0.0
+        self._looked = time.monotonic()
         self._saved = False  # since the notice, and the grace period has not passed yet
-        self._notice = _Notice()
+        self._notice = Notice()
         with lockstep.preparing("PreemptionCheckpointHandler"):
             self._begin()
 
     def _begin(self) -> None:
         watcher = self._config.termination_watcher_fn
-        if watcher is None:
+        weakref.finalize(self, self._notice.end).atexit = False
+        if self._config.numbers():
             self._notice.listen(self._config.numbers())
+        if watcher is None:
             return
         # The thread knows the notice only, so it ends when nobody holds the handler any more.
         asking = threading.Thread(
             target=self._notice.ask, args=(watcher,), name="mpistrat-preemption", daemon=True
         )
-        weakref.finalize(self, self._notice.over.set)
         asking.start()
 
     @property
@@ -282,15 +234,21 @@ class PreemptionCheckpointHandler:
             `TerminationConfig` says otherwise.
           OSError: The checkpoint could not be written; the next call tries again.
 
-        Cost: one proof.
+        Cost: two proofs, one before and one after.
         """
         self._look("PreemptionCheckpointHandler.run", (), {})
         began = time.monotonic()
         result = distributed_train_function(*args, **kwargs)
-        self._timed += 1
-        self._mean += (time.monotonic() - began - self._mean) / self._timed
-        self._counter += 1
+        self._count(time.monotonic() - began)
         return result
+
+    def _count(self, seconds: float) -> None:
+        """Count one run in the variable, which whoever saves the checkpoint saves."""
+        with cross_replica(self._strategy, "PreemptionCheckpointHandler", "it outside of run()"):
+            self._runs.assign(np.int64(self._counter + 1))
+        self._counter += 1
+        self._timed += 1
+        self._mean += (seconds - self._mean) / self._timed
 
     def save_checkpoint_if_preempted(self, *args: Any, **kwargs: Any) -> None:
         """Save and leave if any rank is about to be ended; for loops that do not call `run`.
@@ -302,10 +260,11 @@ class PreemptionCheckpointHandler:
           *args: For `CheckpointManager.save`, or `TerminationConfig.save_fn`.
           **kwargs: For them, by name.
 
-        Cost: one proof.
+        Cost: two proofs.
         """
-        self._counter += 1
+        self._count(time.monotonic() - self._looked)
         self._look("PreemptionCheckpointHandler.save_checkpoint_if_preempted", args, kwargs)
+        self._looked = time.monotonic()
 
     def watch_preemption_scope(self) -> contextlib.AbstractContextManager[None]:
         """Return a context manager that runs its body and does nothing else.
@@ -321,16 +280,15 @@ class PreemptionCheckpointHandler:
             notice, failure = self._notice, None
             if notice.error is not None:
                 failure, notice.error = notice.error, None
-            reserve = _SAVE_TIME * self._mean
+            why = notice.why
+            reserve = _SAVE_TIME * self._mean + self._saving
             ends = notice.at + (self._config.grace_period or 0.0) - reserve
-            late = bool(notice.why) and self._saved and time.monotonic() > ends
-            new = bool(notice.why) and not self._saved
+            late = bool(why) and self._saved and time.monotonic() > ends
+            new = bool(why) and not self._saved
             lockstep = self._lockstep
             if not lockstep.prove(call, failure=failure, more=new or late).more:
                 return
-            told = [
-                json.loads(row) for row in lockstep.texts(json.dumps([notice.why, late]).encode())
-            ]
+            told = [json.loads(row) for row in lockstep.texts(json.dumps([why, late]).encode())]
             who = [(lockstep.ranks[i], why) for i, (why, _) in enumerate(told) if why]
             last = not self._config.grace_period or any(row[1] for row in told)
             self._save(args, kwargs)
@@ -339,14 +297,22 @@ class PreemptionCheckpointHandler:
                 self._say(who, last)
         if last:
             notice.forget()
+            notice.left = True
             (self._config.exit_fn or _leave)()
+            notice.left = False
 
     def _save(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._runs.assign(np.int64(self._counter))
+        began = time.monotonic()
         if self._config.save_fn is not None:
-            self._config.save_fn(*args, **kwargs)
+            failure = None
+            try:
+                self._config.save_fn(*args, **kwargs)
+            except BaseException as error:
+                failure = error
+            self._lockstep.prove("PreemptionCheckpointHandler, after save_fn", failure=failure)
         elif self._manager is not None:
             self._manager.save(*args, **kwargs)
+        self._saving = time.monotonic() - began
 
     def _say(self, who: Sequence[tuple[int, str]], last: bool) -> None:
         ranks = ", ".join(f"rank {rank} by {why}" for rank, why in who)
@@ -354,11 +320,9 @@ class PreemptionCheckpointHandler:
         if self._config.save_fn is None and self._manager is not None:
             path = f"as {self._manager.latest_checkpoint}"
         then = "leaving" if last else "going on until the grace period ends"
-        print(
-            f"mpistrat: told to end ({ranks}): saved {path} after {self._counter} runs; {then}.",
-            file=sys.stderr,
-            flush=True,
-        )
+        text = f"mpistrat: told to end ({ranks}): saved {path} after {self._counter} runs; {then}."
+        with contextlib.suppress(OSError, ValueError):  # nobody may be there to read it
+            print(text, file=sys.stderr, flush=True)
 
 
 @final
@@ -384,6 +348,16 @@ class PreemptionWatcher:
 
     def block_until_worker_exit(self) -> None:
         """Return at once: there is no worker that would be told to end."""
+
+
+def _check_free(checkpoint: Checkpoint) -> None:
+    there = getattr(checkpoint, _RUNS, None)
+    ours = isinstance(there, Variable) and there.name == f"{_RUNS}:0"
+    if there is not None and not ours:
+        raise ValueError(
+            f"PreemptionCheckpointHandler counts runs in the checkpoint under the name {_RUNS!r}, "
+            "which is taken; give that tree another name."
+        )
 
 
 def _managed(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 
 import mpistrat as ms
+from mpistrat.checkpoint import format
 from mpistrat.checkpoint import manager as manager_module
 from mpistrat.testing import run_ranks
 
@@ -87,7 +86,7 @@ def test_numbers_of_the_program(tmp_path):
 
 
 @SIZES
-def test_damage_is_passed_over_with_a_warning(size, tmp_path):
+def test_damage_is_passed_over_and_told(size, tmp_path, capfd):
     def save(comm):
         v, manager = made(tmp_path, None)
         for _ in range(3):
@@ -96,21 +95,71 @@ def test_damage_is_passed_over_with_a_warning(size, tmp_path):
 
     def restore(comm):
         v, manager = made(tmp_path, None)
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            path = manager.restore_or_initialize()
-        return path.rpartition("/")[2], int(v.numpy()), [str(one.message) for one in told]
+        return manager.restore_or_initialize().rpartition("/")[2], int(v.numpy())
 
     run_ranks(save, 1)
     (tmp_path / "ckpt-3.npz").write_bytes(b"")
-    # Warnings of threads are caught by whichever came last, so one rank at a time looks at them.
-    found = run_ranks(restore, size)
-    assert [row[:2] for row in found] == [("ckpt-2.npz", 2)] * size
-    told = [text for row in found for text in row[2]]
-    if size == 1:
-        [text] = told
-        assert "ckpt-2.npz was restored, because newer ones cannot be read" in text
-        assert "ckpt-3.npz is damaged" in text
+    assert run_ranks(restore, size) == [("ckpt-2.npz", 2)] * size
+    said = capfd.readouterr().err
+    assert said.count("ckpt-2.npz was restored, because newer ones cannot be read") == 1
+    assert "ckpt-3.npz is damaged" in said
+
+
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), MemoryError("too little")])
+def test_what_is_no_damage_is_not_passed_over(error, tmp_path, monkeypatch):
+    def read(*args):
+        raise error
+
+    def save(comm):
+        _, manager = made(tmp_path, None)
+        manager.save()
+        manager.save()
+
+    def restore(comm):
+        v, manager = made(tmp_path, None)
+        v.assign(7)
+        with pytest.raises(type(error)):
+            manager.restore_or_initialize()
+        return int(v.numpy())
+
+    run_ranks(save, 2)
+    monkeypatch.setattr(format, "_array", read)
+    assert run_ranks(restore, 2) == [7, 7]
+    assert there(tmp_path) == ["ckpt-1.npz", "ckpt-2.npz"]
+
+
+def test_another_format_is_not_passed_over(tmp_path, monkeypatch):
+    def save(comm):
+        made(tmp_path, None)[1].save()
+
+    def restore(comm):
+        with pytest.raises(ms.DataError, match="of format 2, and this version of mpistrat reads"):
+            made(tmp_path, None)[1].restore_or_initialize()
+
+    run_ranks(save, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(format, "FORMAT", 2)
+        run_ranks(save, 1)
+    run_ranks(restore, 2)
+
+
+def test_a_listing_that_fails_after_the_save_fails_nothing(tmp_path, monkeypatch):
+    real, calls = manager_module.files.saved, []
+
+    def saved(directory, name):
+        calls.append(1)
+        if len(calls) == 3:
+            raise OSError(116, "Stale file handle")
+        return real(directory, name)
+
+    monkeypatch.setattr(manager_module.files, "saved", saved)
+
+    def program(comm):
+        _, manager = made(tmp_path)
+        return manager.save(), manager.checkpoint.save_counter, names(manager)
+
+    path = str(tmp_path / "ckpt-1.npz")
+    assert run_ranks(program, 2) == [(path, 1, ["ckpt-1.npz"])] * 2
 
 
 @SIZES

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
+from collections import deque, namedtuple
+from collections.abc import Mapping
 from types import SimpleNamespace
 
 import numpy as np
@@ -43,6 +44,48 @@ def test_mappings_sequences_and_objects():
     assert names(a=SimpleNamespace(b=v, c=3)) == ["a/b"]
     assert names(m=Model()) == ["m/layers/0/w", "m/layers/1/w"]
     assert names(a=v, b=None) == ["a"]
+
+
+class Slotted:
+    __slots__ = ("a", "b")
+
+    def __init__(self):
+        self.a = ms.Variable(0)
+
+
+class Named(dict):
+    pass
+
+
+def test_slots_deques_and_attributes_of_containers():
+    holder = Layer(ms.Variable(0))
+    holder.slotted, holder.queue = Slotted(), deque([ms.Variable(1)])
+    assert names(h=holder) == ["h/queue/0", "h/slotted/a", "h/w"]
+    named = Named(x=ms.Variable(0))
+    named.extra = ms.Variable(1)
+    assert names(n=named) == ["n/extra", "n/x"]
+    with pytest.raises(ms.StructureError, match="a set of the checkpoint holds variables"):
+        names(h=SimpleNamespace(s={ms.Variable(0)}))
+
+
+class Fresh(Mapping):
+    """Makes what it holds when it is asked."""
+
+    def __init__(self):
+        self._kept = {name: ms.Variable(0) for name in "abcdef"}
+
+    def __getitem__(self, key):
+        return [self._kept[key]]
+
+    def __iter__(self):
+        return iter(self._kept)
+
+    def __len__(self):
+        return len(self._kept)
+
+
+def test_containers_that_are_made_when_they_are_asked_for():
+    assert {f"m/{name}/0" for name in "abcdef"} <= set(names(m=Fresh()))
 
 
 def test_it_is_the_variables_that_are_found():

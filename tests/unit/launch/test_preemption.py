@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 
@@ -17,7 +18,7 @@ from mpistrat.experimental import (
     PreemptionWatcher,
     TerminationConfig,
 )
-from mpistrat.launch import preemption
+from mpistrat.launch import notice, preemption
 from mpistrat.testing import run_ranks
 
 SIZES = pytest.mark.parametrize("size", [1, 2, 3])
@@ -25,7 +26,7 @@ SIZES = pytest.mark.parametrize("size", [1, 2, 3])
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    monkeypatch.setattr(preemption, "_POLL", 0.001)
+    monkeypatch.setattr(notice, "_POLL", 0.001)
 
 
 class Notice:
@@ -245,7 +246,10 @@ def test_a_watcher_that_fails_is_told_on_all_ranks(tmp_path):
         with pytest.raises(ZeroDivisionError, match="the metadata server"):
             while True:
                 handler.run(strategy.run, lambda: None)
-        handler.run(strategy.run, lambda: None)
+        # It is asked again, and told again.
+        with pytest.raises(ZeroDivisionError):
+            while True:
+                handler.run(strategy.run, lambda: None)
 
     run_ranks(program, 2)
 
@@ -412,11 +416,108 @@ def test_a_resolver_without_parameter_servers_will_do(tmp_path):
         ({"signals": ["SIGNOTHING"]}, ValueError),
         ({"signals": [signal.SIGKILL]}, ValueError),
         ({"signals": [12345]}, ValueError),
+        ({"signals": []}, ValueError),
     ],
 )
 def test_what_cannot_be_configured(arguments, error):
     with pytest.raises(error, match="TerminationConfig: "):
         TerminationConfig(**arguments)
+
+
+def test_a_program_that_saves_by_itself_too(tmp_path):
+    """Whoever saves, the count is that of the weights."""
+
+    def program(comm):
+        strategy = ms.MirroredStrategy()
+        with strategy.scope():
+            v = ms.Variable(0)
+        manager = ms.CheckpointManager(ms.Checkpoint(v=v), tmp_path, 3)
+        config = TerminationConfig(lambda: False)
+        handler = PreemptionCheckpointHandler(None, manager, None, config)
+        first = handler.total_run_calls
+        for number in range(first, 7 if first == 0 else 10):
+            handler.run(strategy.run, lambda: v.assign_add(1))
+            if number == 5:
+                manager.save()
+        return first, int(v.numpy())
+
+    assert run_ranks(program, 2) == [(0, 7)] * 2  # and then the machine stops
+    assert run_ranks(program, 3) == [(6, 10)] * 3
+
+
+def test_a_run_that_has_checkpoints_may_get_a_handler(tmp_path):
+    def program(comm):
+        with ms.MirroredStrategy().scope():
+            v = ms.Variable(4)
+        manager = ms.CheckpointManager(ms.Checkpoint(v=v), tmp_path, 1)
+        manager.save()
+        v.assign(0)
+        handler = PreemptionCheckpointHandler(None, manager, None, TerminationConfig(lambda: False))
+        return handler.total_run_calls, int(v.numpy())
+
+    assert run_ranks(program, 2) == [(0, 4)] * 2
+
+
+def test_a_name_that_is_taken(tmp_path):
+    taken = ms.Checkpoint(v=ms.Variable(0), checkpointed_runs=ms.Variable(5))
+    with pytest.raises(ValueError, match="which is taken"):
+        PreemptionCheckpointHandler(None, taken, tmp_path, TerminationConfig(lambda: False))
+
+
+def test_save_fn_that_fails_on_one_rank(tmp_path):
+    def program(comm):
+        def save():
+            if comm.rank:
+                raise OSError("the disk of rank 1")
+
+        strategy, left = ms.MirroredStrategy(), []
+        with strategy.scope():
+            config = TerminationConfig(lambda: False, save_fn=save, exit_fn=lambda: left.append(1))
+            handler = PreemptionCheckpointHandler(None, None, None, config)
+        handler._notice.tell("a test")
+        with pytest.raises(OSError, match="the disk of rank 1"):
+            handler.run(strategy.run, lambda: None)
+        return left
+
+    assert run_ranks(program, 2) == [[], []]
+
+
+@pytest.mark.usefixtures("_signals")
+def test_all_handlers_hear_and_one_that_is_gone_does_not(tmp_path):
+    heard = []
+    signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    config = TerminationConfig(exit_fn=lambda: None)
+    one = PreemptionCheckpointHandler(None, checkpoint(), tmp_path / "1", config)
+    two = PreemptionCheckpointHandler(None, checkpoint(), tmp_path / "2", config)
+    os.kill(os.getpid(), signal.SIGTERM)
+    one.run(lambda: None)
+    two.run(lambda: None)
+    assert (tmp_path / "1" / "ckpt-1.npz").exists()
+    assert (tmp_path / "2" / "ckpt-1.npz").exists()
+    assert heard == [signal.SIGTERM]
+    del one, two
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert heard == [signal.SIGTERM] * 2
+
+
+@pytest.mark.usefixtures("_signals")
+def test_a_handler_that_was_there_and_exits_waits_for_the_checkpoint(tmp_path):
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))
+    with pytest.raises(SystemExit) as left:
+        told_by(signal.SIGTERM, tmp_path)
+    assert left.value.code == 42
+    assert (tmp_path / "ckpt-1.npz").exists()
+
+
+@pytest.mark.usefixtures("_signals")
+def test_a_signal_beside_a_function(tmp_path):
+    with pytest.raises(SystemExit):
+        told_by(
+            signal.SIGUSR1,
+            tmp_path,
+            termination_watcher_fn=lambda: False,
+            signals=map(str, ["SIGUSR1"]),
+        )
 
 
 def test_the_defaults_are_those_of_tensorflow_outside_of_its_clouds():
