@@ -20,6 +20,11 @@ from mpistrat.testing.rank_report import Failure, RankLog, failures, read
 
 ROOT = Path(__file__).parent.parent
 RUNG = ROOT / "tests" / "mpi"
+# What goes other ways on more ranks: nodes of several, slices, pieces, orders, threads.
+MANY = [
+    RUNG / f"test_{name}.py"
+    for name in ("smoke", "arena", "collectives", "copies", "cross_device", "pieces", "threads")
+]
 LONGEST = 300  # seconds for one job
 # Plugins whose import costs more than the tests (1.3 s for each rank); ranks must not draw examples
 # of their own anyway.
@@ -53,10 +58,11 @@ class Job(NamedTuple):
 
 
 def run_rung(size, tests, directory, *options, longest=LONGEST):
-    """Run the tests in a directory on `size` ranks."""
+    """Run the tests in a directory, or in a list of files, on `size` ranks."""
     reports = directory / "ranks"
     launcher, _ = find()
-    program = [sys.executable, "-m", "pytest", str(tests), "--with-mpi", "-q", *WITHOUT]
+    paths = map(str, tests if isinstance(tests, list) else [tests])
+    program = [sys.executable, "-m", "pytest", *paths, "--with-mpi", "-q", *WITHOUT]
     # pytest-timeout's clock stops this process only; the reporter's tells what all ranks do.
     program += ["--timeout=0", f"--rank-report={reports}", *options]
     printed = directory / "printed"
@@ -65,9 +71,17 @@ def run_rung(size, tests, directory, *options, longest=LONGEST):
     return Job(outcome, read(reports, size), printed.read_text(errors="replace"))
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 6])
-def test_rung(size, tmp_path):
-    job = run_rung(size, RUNG, tmp_path)
+@pytest.mark.parametrize(
+    ("size", "tests"),
+    [
+        *((size, RUNG) for size in (1, 2, 3, 4)),
+        (6, MANY),
+        pytest.param(6, RUNG, marks=pytest.mark.slow),
+    ],
+    ids=["1", "2", "3", "4", "6", "all-6"],
+)
+def test_rung(size, tests, tmp_path):
+    job = run_rung(size, tests, tmp_path)
     if job.failures():
         pytest.fail(f"on {size} ranks:\n\n{job.report()}", pytrace=False)
     assert all(log.passed for log in job.logs), job.report()
@@ -187,7 +201,7 @@ def test_module_that_one_rank_cannot_import_is_a_failure(tmp_path):
 
 
 def test_job_that_never_ends_is_ended(tmp_path):
-    job = broken_rung(tmp_path, 2, "time.sleep(600)", longest=8)
+    job = broken_rung(tmp_path, 2, "time.sleep(600)", longest=6)
     assert job.outcome.timed_out
     assert job.outcome.seconds < 25
     [failure] = job.failures()
