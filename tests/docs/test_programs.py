@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.skipif(launched_by() is not None, reason="this process is itself a rank of a job"),
 ]
 
-SIZES = pytest.mark.parametrize("size", [1, 2, 3])
+SIZES = pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 
 
 def fitted():
