@@ -68,7 +68,7 @@ def wanted(op, dtype, size):
     return bits.digest(found, quiet=True)
 
 
-@pytest.mark.parametrize("size", [3, pytest.param(5, marks=pytest.mark.slow), 7])
+@pytest.mark.parametrize("size", [3, 5, 7])
 def test_every_rank_and_run_has_the_same_bits(size, tmp_path):
     first = hashes(size, tmp_path)
     if size == 3:
