@@ -848,3 +848,21 @@ def test_there_is_no_such_root(number):
         return True
 
     assert all(run_ranks(rank, 2))
+
+
+def test_in_the_local_view_a_value_is_a_destination():
+    def program(comm):
+        strategy = ms.MultiWorkerMirroredStrategy()
+
+        def merge(strategy, value):
+            one = strategy.extended.reduce_to("sum", value, value)
+            [two] = strategy.extended.batch_reduce_to("sum", [(value, value)])
+            return one + two
+
+        def replica():
+            value = np.full(3, comm.rank + 1.0)
+            return ms.get_replica_context().merge_call(merge, args=(value,))
+
+        return strategy.run(replica).tolist()
+
+    assert run_ranks(program, 3) == [[12.0] * 3] * 3
