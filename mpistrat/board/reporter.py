@@ -6,12 +6,12 @@ import faulthandler
 import functools
 import os
 import signal
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 from typing import final
 
+from mpistrat.board.frames import current_frames
 from mpistrat.board.page import Slot
 from mpistrat.board.places import compiles, place_of
 
@@ -27,7 +27,7 @@ _COMPILES_AT_MOST = 3600 * _SECOND
 
 def frame_of(thread: int) -> FrameType | None:
     """Return where a thread is now."""
-    return sys._current_frames().get(thread)
+    return current_frames().get(thread)
 
 
 def say(text: str) -> None:

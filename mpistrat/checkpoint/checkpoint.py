@@ -71,8 +71,10 @@ class Checkpoint:
         Raises:
           StructureError: A tree holds no variable, or something else, or two with one name.
         """
-        trees = {name: held for name, held in vars(self).items() if not name.startswith("_")}
-        return tree.variables(self._root, trees)
+        return tree.variables(self._root, self._trees())
+
+    def _trees(self) -> dict[str, Any]:
+        return {name: held for name, held in vars(self).items() if not name.startswith("_")}
 
     @property
     def strategy(self) -> Any:
@@ -188,8 +190,7 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         """Return the names of the trees."""
-        names = [name for name in vars(self) if not name.startswith("_")]
-        return f"Checkpoint({', '.join(names)})"
+        return f"Checkpoint({', '.join(self._trees())})"
 
 
 def save(
@@ -251,8 +252,7 @@ def owner_of(checkpoint: Checkpoint) -> tuple[Any, Exception | None]:
         return checkpoint.strategy, None
     except Exception as error:
         # The others may have made good trees of the same variables, and wait for that strategy.
-        trees = {k: held for k, held in vars(checkpoint).items() if not k.startswith("_")}
-        found = tree.first(checkpoint._root, trees)
+        found = tree.first(checkpoint._root, checkpoint._trees())
         return (current_strategy() if found is None else found.strategy), error
 
 

@@ -133,6 +133,8 @@ def whole(path: Path, replace: bool) -> Iterator[IO[bytes]]:
 def _make(directory: Path) -> None:
     """Make a directory and those above it, so that they are there after a loss of power too."""
     missing = [one for one in (directory, *directory.parents) if not one.exists()]
+    if directory.exists() and not directory.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory))
     directory.mkdir(parents=True, exist_ok=True)
     for one in missing:
         _sync_directory(one.parent)
@@ -173,7 +175,7 @@ def _lock(descriptor: int) -> bool:
 
 
 def _sweep(path: Path) -> None:
-    """Remove what processes have left that were stopped while they wrote to `path`."""
+    """Remove what stopped processes left that wrote to `path`, or to a number beside it."""
     match = _NAME.fullmatch(path.name)
     name = f"{_escaped(match[1])}-*{SUFFIX}" if match else _escaped(path.name)
     for part in path.parent.glob(f".{name}.*{_PART}"):

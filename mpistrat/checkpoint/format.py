@@ -138,16 +138,13 @@ def read(path: Path, wanted: Mapping[str, Array]) -> Contents:
     """
     # Not blocking: what has the name of a checkpoint may be a pipe.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        raise CheckpointError(f"{path} is no checkpoint: it is not a regular file.")
     with os.fdopen(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise CheckpointError(f"{path} is no checkpoint: it is not a regular file.")
         try:
-            with zipfile.ZipFile(file) as archive:
-                contents = _contents(archive, wanted, status.st_size)
-                if _seal(file, archive.infolist(), status.st_size - _SEAL) != archive.comment:
-                    raise ValueError("what stands between the arrays has been changed")
-                return contents
+            return _checked(file, wanted, status.st_size)
         except (MemoryError, DataError):  # which say nothing against the file
             raise
         except Exception as error:  # whatever the parts say of bytes that make no sense to them
@@ -157,6 +154,14 @@ def read(path: Path, wanted: Mapping[str, Array]) -> Contents:
             raise CheckpointError(
                 f"{path} is damaged, or no checkpoint: {str(error) or type(error).__name__}"
             ) from error
+
+
+def _checked(file: IO[bytes], wanted: Mapping[str, Array], size: int) -> Contents:
+    with zipfile.ZipFile(file) as archive:
+        contents = _contents(archive, wanted, size)
+        if _seal(file, archive.infolist(), size - _SEAL) != archive.comment:
+            raise ValueError("what stands between the arrays has been changed")
+    return contents
 
 
 def _contents(archive: zipfile.ZipFile, wanted: Mapping[str, Array], size: int) -> Contents:
@@ -194,8 +199,8 @@ def _manifest(
         raise ValueError(f"{_MANIFEST} does not say of which format it is")
     if told["format"] != FORMAT:
         raise DataError(
-            f"this checkpoint is of format {told['format']}, and this version of mpistrat reads "
-            f"format {FORMAT}: {archive.filename}. Restore it by the version that wrote it."
+            f"{archive.filename} is of format {told['format']}, and this version of mpistrat reads "
+            f"format {FORMAT}. Restore it by the version that wrote it."
         )
     counter = told["save_counter"]
     if type(counter) is not int or not 0 <= counter < 1 << 63:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextvars
-import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from mpistrat.board.frames import current_frames
 from mpistrat.collectives.blame import ranks_text
 from mpistrat.collectives.exits import code_of
 from mpistrat.collectives.lockstep import Lockstep
@@ -154,7 +154,7 @@ def _explain(
     timeout: float,
 ) -> str:
     lines = []
-    frames = sys._current_frames()
+    frames = current_frames()
     for rank in stuck:
         lines.append(f"rank {rank} has not ended after {timeout:g} s; it is here:")
         frame = frames.get(threads[rank].ident or -1)

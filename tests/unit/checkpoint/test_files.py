@@ -176,3 +176,17 @@ def test_no_directory_is_no_checkpoint(tmp_path):
     assert latest_checkpoint(tmp_path / "none") is None
     shutil.rmtree(tmp_path)
     assert files.saved(tmp_path, "x") == {}
+
+
+def test_left_overs_of_other_numbers_go_and_what_is_no_file_stays(tmp_path):
+    for name in ("ckpt-7", "ckpt-9"):
+        (tmp_path / f".{name}.npz.abc.part").touch()
+    (tmp_path / ".other-7.npz.abc.part").touch()
+    os.mkfifo(tmp_path / ".ckpt-8.npz.abc.part")
+    (tmp_path / ".ckpt-6.npz.abc.part").mkdir()
+    put(tmp_path / "ckpt-9.npz")
+    assert sorted(hidden(tmp_path)) == [
+        ".ckpt-6.npz.abc.part",
+        ".ckpt-8.npz.abc.part",
+        ".other-7.npz.abc.part",
+    ]

@@ -1,0 +1,55 @@
+"""Frames of all threads, and a garbage collection that would come in the middle."""
+
+import gc
+import subprocess
+import sys
+import threading
+
+from mpistrat.board.frames import current_frames
+
+# Frees what wants a lock of the interpreter; the threshold is reached while frames are made.
+COLLECTING = """
+import gc, threading
+from mpistrat.board.frames import current_frames
+
+class Held:
+    pass
+
+def deep(n):
+    return deep(n - 1) if n else gate.wait(30)
+
+gc.disable()
+gate = threading.Event()
+for _ in range(50):
+    threading.Thread(target=deep, args=(100,), daemon=True).start()
+for _ in range(20):
+    for _ in range(50):
+        held = Held()
+        held.me, held.local = held, threading.local()
+        held.local.x = 1
+    gc.set_threshold(gc.get_count()[0] + 8, 1000, 1000)
+    gc.enable()
+    frames = current_frames()
+    gc.disable()
+    gc.collect()
+print(len(frames), "threads")
+"""
+
+
+def test_a_garbage_collection_does_not_stop_the_process():
+    ended = subprocess.run(
+        [sys.executable, "-c", COLLECTING], timeout=60, text=True, capture_output=True, check=True
+    )
+    assert ended.stdout == "51 threads\n"
+
+
+def test_collections_go_on_where_they_went_on_before():
+    assert gc.isenabled()
+    assert threading.get_ident() in current_frames()
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        current_frames()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
