@@ -51,7 +51,7 @@ from mpistrat.kernels.fold import fold_rows
 
 BUCKET = 25 * 2**20
 REPETITIONS = 15
-OURS = ("arena", "arena mean", "out=", "fresh")
+OURS = ("arena", "arena mean", "arena uneven", "out=", "fresh")
 
 
 def resnet50() -> list[tuple[int, ...]]:
@@ -102,6 +102,13 @@ def ours(
         want = np.float32(sum(rank + number for rank in range(comm.size))) / np.float32(comm.size)
         return all(holds(b, want, number) for b in buffers)
 
+    mine = 3 + comm.rank
+
+    def is_uneven(_: Any, number: int) -> bool:
+        weights = range(3, 3 + comm.size)
+        total = sum((rank + number) * weight for rank, weight in enumerate(weights))
+        return all(holds(b, np.float32(total) / np.float32(sum(weights)), number) for b in buffers)
+
     return {
         "arena": Peer(
             buffers,
@@ -110,6 +117,9 @@ def ours(
         ),
         "arena mean": Peer(
             buffers, lambda: ctx.all_reduce("mean", buffers, weight=3, out=buffers), is_mean
+        ),
+        "arena uneven": Peer(
+            buffers, lambda: ctx.all_reduce("mean", buffers, weight=mine, out=buffers), is_uneven
         ),
         "out=": Peer(
             ordinary,

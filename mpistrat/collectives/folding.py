@@ -11,8 +11,8 @@ import numpy as np
 from mpistrat.arrays import Array
 from mpistrat.collectives.forms import Form
 from mpistrat.collectives.lockstep import digest_of
-from mpistrat.collectives.messages import divide
 from mpistrat.collectives.packs import Pack, packs
+from mpistrat.kernels.fold import divide
 from mpistrat.kernels.ops import ReduceOp
 
 __all__ = ["SMALL", "Folding", "put"]

@@ -11,12 +11,12 @@ from mpistrat.arrays import Array
 from mpistrat.collectives import bucket
 from mpistrat.collectives.forms import decode_order, encode_order, ordered
 from mpistrat.comm.base import Comm
+from mpistrat.kernels.fold import real
 from mpistrat.kernels.ops import FOLDS, ReduceOp
 
 __all__ = [
     "MPI_NAMES",
     "Message",
-    "divide",
     "finished",
     "messages",
     "multiply",
@@ -61,26 +61,10 @@ def messages(op: ReduceOp, wires: Sequence[Array], size: int) -> list[Message]:
     return found
 
 
-def real(array: Array) -> Array:
-    """Return a view of a contiguous complex array as real numbers; of others itself.
-
-    To scale a complex number is to scale its parts: inf + 1j times 2 + 0j would be NaN.
-    """
-    if array.dtype.kind != "c":
-        return array
-    return array.reshape(-1).view(np.dtype(f"f{array.dtype.itemsize // 2}"))
-
-
 def multiply(array: Array, factor: float) -> None:
     """Multiply a contiguous array by a real number, in place."""
     parts = real(array)
     np.multiply(parts, parts.dtype.type(factor), out=parts)
-
-
-def divide(array: Array, divisor: float) -> None:
-    """Divide a contiguous array by a real number, in place."""
-    parts = real(array)
-    np.divide(parts, parts.dtype.type(divisor), out=parts)
 
 
 def scale(message: Message, wires: Sequence[Array], scales: Sequence[float]) -> None:

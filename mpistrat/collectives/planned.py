@@ -13,10 +13,10 @@ import numpy as np
 from mpistrat.arrays import Array
 from mpistrat.collectives.folding import Folding
 from mpistrat.collectives.lockstep import FRAME, HEAD, Lockstep, digest_of
-from mpistrat.collectives.messages import divide
+from mpistrat.collectives.messages import multiply
 from mpistrat.collectives.node import NodeFolds
-from mpistrat.collectives.spans import scaled
-from mpistrat.kernels.fold import fold_rows
+from mpistrat.collectives.spans import Scales, scales_of
+from mpistrat.kernels.fold import divide, fold_rows
 from mpistrat.kernels.ops import FOLDS, ReduceOp
 
 __all__ = ["ONE", "AnyPlan", "NumberPlan", "Plan", "SharedPlan"]
@@ -41,8 +41,9 @@ class Plan:
       op: The fold.
       text: The text of the call.
       values: The leaves as they travel, for their dtypes and shapes.
-      header: What every rank gives before the values.
+      header: What every rank gives before the values, if not a weight.
       numbers: For each leaf, whether it is a number, so that a number comes back.
+      weighted: Values are multiplied by weights first; a mean.
 
     Attributes:
       nbytes: What one rank gives, in bytes.
@@ -56,43 +57,58 @@ class Plan:
         values: Sequence[Array],
         header: bytes,
         numbers: Sequence[bool],
+        weighted: bool = False,
     ):
         """Lay the leaves out as the general path does: header, then values one after another."""
         self._ride, self._text, self._digest = lockstep.ride, text, digest_of(text)
-        self._header = header
+        self._header, self._weighted = header, weighted
+        self._received = lockstep.received
         self.nbytes = sum(value.nbytes for value in values)
         self._fold: Callable[..., Any] = FOLDS[op]
         self._divisor = lockstep.comm.size if op is ReduceOp.MEAN else 0
         self._quiet = all(value.dtype.kind in "iu" for value in values)
         self._runs = _runs(lockstep.received, values, len(header), numbers)
 
-    def all(self, leaves: Sequence[Any]) -> list[Any]:
+    def all(self, leaves: Sequence[Any], weight: float = 1.0) -> list[Any]:
         """Prove, fold and return the totals of `leaves`, in rank order. Collective."""
         data = [leaf.tobytes() if type(leaf) is np.ndarray else _bytes(leaf) for leaf in leaves]
-        self._ride(self._text, self._digest, self._header + b"".join(data))
+        header = self._header
+        if self._weighted:
+            header = struct.pack("<d", weight)
+            if weight == 0:  # never read
+                data = [bytes(self.nbytes)]
+        self._ride(self._text, self._digest, header + b"".join(data))
         if self._quiet:
-            return self._totals()
+            return self._totals(Scales())
         with np.errstate(all="ignore"):
-            return self._totals()
+            return self._totals(_scales(self._received) if self._weighted else Scales())
 
-    def into(self, leaves: Sequence[Any], outs: Sequence[Array]) -> None:
+    def into(self, leaves: Sequence[Any], outs: Sequence[Array], weight: float = 1.0) -> None:
         """Put the totals of `leaves` into arrays of their shapes and dtypes. Collective."""
-        for out, total in zip(outs, self.all(leaves), strict=True):
+        for out, total in zip(outs, self.all(leaves, weight), strict=True):
             out[...] = total
 
     def one(self, leaf: Any) -> Any:
         """Return the total of the only leaf. Collective."""
         return self.all((leaf,))[0]
 
-    def _totals(self) -> list[Any]:
+    def _totals(self, scales: Scales) -> list[Any]:
         results: list[Any] = []
         fold = self._fold
-        for values, cuts in self._runs:
+        factors, divisor = scales.of(0)
+        if scales.divisors is None:
+            divisor = self._divisor or 1.0
+        for given, cuts in self._runs:
+            values = given
+            if factors is not None:
+                values = tuple(value.copy() for value in given)
+                for value, factor in zip(values, factors, strict=True):
+                    multiply(value, factor)
             total = fold(values[0], values[1]) if len(values) > 1 else values[0].copy()
             for value in values[2:]:
                 fold(total, value, out=total)
-            if self._divisor:
-                divide(total, self._divisor)
+            if divisor != 1.0:
+                divide(total, divisor)
             for start, stop, shape in cuts:
                 results.append(total[start] if shape is None else total[start:stop].reshape(shape))
         return results
@@ -265,10 +281,12 @@ class SharedPlan:
 
     def _weigh(self, side: int, total: Array) -> None:
         """Fold as the general path does, which other ranks may take."""
-        table = self._lockstep.received[:, :8].copy().view(np.float64)
-        scales = scaled(table, True)
+        scales = _scales(self._lockstep.received)
+        if scales.table is None:
+            self._plain(side, total)
+            return
         ready = self._node.ready(self._op, self._dtype, self._columns)
-        given = (scales[:, 0], math.fsum(scales[:, 0]))
+        given = scales.of(0)
         fold_rows(self._fold, self._sides[side], total[None], 0, self._columns, *given, ready=ready)
 
 
@@ -286,6 +304,11 @@ def _cuts(shapes: Sequence[tuple[int, ...] | None]) -> tuple[_Cut, ...]:
             found.append(_Cut(slice(at, at + number * size), shape, number))
             at += number * size
     return tuple(found)
+
+
+def _scales(received: Array) -> Scales:
+    """Return how values are scaled by the weights that rode before them."""
+    return scales_of(received[:, :8].copy().view(np.float64), True)
 
 
 AnyPlan: TypeAlias = Plan | NumberPlan | SharedPlan

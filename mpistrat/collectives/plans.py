@@ -158,7 +158,7 @@ class Plans:
         """Remember nothing yet; nothing ever, unless it `learns`."""
         self._lockstep, self._node, self._learns = lockstep, node, learns
         self._known: dict[tuple[Any, ...], Plan | SharedPlan] = {}
-        self._weighted: dict[tuple[Any, ...], SharedPlan] = {}
+        self._weighted: dict[tuple[Any, ...], Plan | SharedPlan] = {}
         self._sketches: dict[tuple[Any, ...], Sketch] = {}
         self._lone: dict[tuple[Any, ...], AnyPlan] = {}
         self._places: dict[tuple[Any, ...], InPlace] = {}
@@ -178,7 +178,7 @@ class Plans:
             return None
 
     def find(self, asked: Request | None, weighted: bool = False) -> Plan | SharedPlan | None:
-        """Return the plan of this request, if there is one; with a weight, a `SharedPlan`."""
+        """Return the plan of this request, if there is one."""
         known = self._weighted if weighted else self._known
         plan = None if asked is None else known.get(asked.key)
         # Since memory was refused, the general path on other ranks goes by MPI.
@@ -248,15 +248,13 @@ class Plans:
         numbers = [type(leaf) is not np.ndarray for leaf in asked.leaves]
         plan: Plan | SharedPlan
         if lockstep.fits(len(header) + what.nbytes):
-            if weighted:
-                return
-            plan = Plan(lockstep, op, what.text, values, header, numbers)
+            plan = Plan(lockstep, op, what.text, values, header, numbers, weighted)
         elif self._direct(what):
             plan = SharedPlan(lockstep, self._node, what, numbers, weighted)
-            if weighted:
-                self._weighted[asked.key] = plan
-                return
         else:
+            return
+        if weighted:
+            self._weighted[asked.key] = plan
             return
         if not nest.is_lone(asked.structure):
             self._known[asked.key] = plan

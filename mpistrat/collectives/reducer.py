@@ -11,7 +11,6 @@ Three paths, chosen from sizes, the number of ranks and what the nodes allow, so
 from __future__ import annotations
 
 import functools
-import math
 import struct
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, final
@@ -26,7 +25,7 @@ from mpistrat.collectives.messages import Message, messages, multiply, scale, tr
 from mpistrat.collectives.node import NodeFolds
 from mpistrat.collectives.reducing import Reducing
 from mpistrat.collectives.results import Results, results_for
-from mpistrat.collectives.spans import Packed, Placed, Scales, scaled
+from mpistrat.collectives.spans import Packed, Placed, Scales, scales_of
 from mpistrat.kernels.ops import FOLDS, ReduceOp
 
 __all__ = ["Reducer"]
@@ -118,9 +117,7 @@ class Reducer(Reducing):
             self.lockstep.ride(text, digest, way.riding)
         if what.op is not ReduceOp.MEAN:
             return Scales(), smalls
-        table = scaled(self._weights(smalls, weights), weigh)
-        divisors = [math.fsum(column) for column in table.T]
-        return Scales(table if weigh else None, divisors), smalls
+        return scales_of(self._weights(smalls, weights), weigh), smalls
 
     def _weights(self, smalls: list[bytes], count: int) -> Array:
         """Return every rank's weights (rows) of every leaf (columns), from what came."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from mpistrat.arrays import Array
 from mpistrat.collectives.packs import Pack
 from mpistrat.memory.arena import Block
 
-__all__ = ["Packed", "Placed", "Range", "Scales", "scaled", "slice_of", "spans_of"]
+__all__ = ["Packed", "Placed", "Range", "Scales", "scaled", "scales_of", "slice_of", "spans_of"]
 
 # Slices begin on cache lines, so that no two ranks write to one.
 _LINE = 64
@@ -105,12 +106,28 @@ def slice_of(rank: int, size: int, columns: int, dtype: np.dtype[Any]) -> tuple[
 def scaled(table: Array, weigh: bool) -> Array:
     """Return the weights as far as they matter.
 
-    Counts stay what they are: their products with values lose least. Other weights are taken
-    relative to the largest, so that they keep within the range of float32 whatever they are.
+    Weights that all ranks have alike are ones: as long as batches are full nothing is multiplied,
+    and a mean over one rank is the value itself. Other counts stay what they are: their products
+    with values lose least. Other weights are taken relative to the largest, so that they keep
+    within the range of float32 whatever they are.
     """
     if not weigh:
         return table
     counts = (table <= _EXACT) & (table == np.floor(table))
     largest = table.max(axis=0)
     scales: Array = table / np.where(counts.all(axis=0) | (largest == 0), 1, largest)
+    scales[:, (table == largest).all(axis=0) & (largest != 0)] = 1
     return scales
+
+
+def scales_of(table: Array, weigh: bool) -> Scales:
+    """Return how values are scaled and divided, given the weights of every rank (rows) and leaf.
+
+    Without `weigh` values are sums over their examples already, and are divided only.
+    """
+    if weigh and table.shape[1] == 1:
+        weights = table[:, 0].tolist()
+        if weights[0] and weights.count(weights[0]) == len(weights):  # what nearly all calls are
+            return Scales(None, (float(len(weights)),))
+    table = scaled(table, weigh)
+    return Scales(table if weigh else None, [math.fsum(column) for column in table.T])

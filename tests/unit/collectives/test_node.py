@@ -19,7 +19,7 @@ from mpistrat.collectives import folding, node
 from mpistrat.collectives.packs import packs
 from mpistrat.comm.loopback import LoopbackComm
 from mpistrat.kernels import fold as fold_module
-from mpistrat.kernels.fold import fold_pair, fold_rows
+from mpistrat.kernels.fold import divide, fold_pair, fold_rows
 from mpistrat.testing import run_ranks
 
 _FOLDS = {"SUM": np.add, "MEAN": np.add, "PROD": np.multiply, "MIN": np.minimum, "MAX": np.maximum}
@@ -416,7 +416,7 @@ def test_a_spec_that_is_none_is_refused():
 @pytest.mark.parametrize(
     ("dtype", "scaled"), [("f4", False), ("f8", False), ("i8", False), ("f4", True), ("f8", True)]
 )
-@pytest.mark.parametrize("by", [7.0, 1.0, 0.0])
+@pytest.mark.parametrize("by", [7.0, 4.0, 1.0, 0.0])
 @pytest.mark.parametrize("second", [0.0, 1.5])
 @pytest.mark.parametrize("place", ["inside", "first row", "elsewhere"])
 def test_the_kernel_has_the_bits_of_its_twin(rows, dtype, scaled, by, second, place, monkeypatch):
@@ -445,8 +445,28 @@ def test_the_kernel_has_the_bits_of_its_twin(rows, dtype, scaled, by, second, pl
     np.testing.assert_array_equal(compiled[:, :17], values[:, :17])
 
 
+@pytest.mark.parametrize("dtype", ["f2", "f4", "f8", "g", "c8", "c16"])
+@pytest.mark.parametrize("by", [2.0**k for k in (-15, -14, -1, 0, 1, 2, 9, 14, 15)] + [3.0, 0.0])
+def test_to_divide_has_the_bits_of_a_division(dtype, by):
+    """Where it multiplies instead, too: of what is tiny, huge or no number."""
+    dtype = np.dtype(dtype)
+    parts = np.dtype(f"f{dtype.itemsize // 2}") if dtype.kind == "c" else dtype
+    rng = np.random.default_rng(2)
+    info = np.finfo(parts)
+    odd = [0, -0.0, np.inf, np.nan, -np.nan, info.tiny, info.smallest_subnormal, 3 * info.tiny / 4]
+    powers = rng.integers(info.minexp - 12, info.maxexp, 5000, np.int32)
+    with np.errstate(all="ignore"):
+        scattered = np.ldexp(rng.standard_normal(5000).astype(parts), powers)
+        values = np.concatenate([scattered, np.array([*odd, info.max, -info.max], parts)])
+        want = values / parts.type(by)
+        divide(values.view(dtype), by)
+    used = 10 if dtype == "g" else parts.itemsize  # an 80-bit number is padded with what was there
+    bits = [x.view(np.uint8).reshape(-1, parts.itemsize)[:, :used] for x in (values, want)]
+    np.testing.assert_array_equal(*bits)
+
+
 @pytest.mark.parametrize("dtype", ["f4", "f8"])
-@pytest.mark.parametrize("by", [7.0, 1.0])
+@pytest.mark.parametrize("by", [7.0, 2.0, 1.0])
 @pytest.mark.parametrize("scales", [(3.0, 5.0), (0.0, 5.0), (3.0, 0.0), (1.0, 1.0), (0.1, 0.7)])
 def test_two_rows_have_the_bits_of_rounding_once_each_step(scales, by, dtype):
     values = np.array([random(r, (5000,), dtype) for r in range(2)])

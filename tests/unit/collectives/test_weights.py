@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -51,6 +53,54 @@ def test_all_weights_zero_gives_nan_everywhere(strategy_on, count, size):
         assert np.isnan(got).all()
 
 
+@pytest.mark.parametrize(
+    "tree", [1.5, np.float32(1.5), np.ones(3), [2.0, np.ones((2, 3), "f4")]], ids=repr
+)
+@pytest.mark.parametrize("into", [False, True])
+@pytest.mark.parametrize("forgetful", [False, True])  # the first rank takes the general path
+def test_small_means_that_were_made_before(tree, into, forgetful):
+    """With weights of all kinds one after the other, which the plan has not been made with."""
+    steps = [(3, 5, 1), (4, 4, 4), (0, 2, 1), (0, 0, 0), (0.5, 0.25, 8), (2.0**53, 2, 1), (1, 0, 0)]
+
+    def program(comm):
+        strategy = ms.MirroredStrategy()
+        plans, found = strategy.parts.plans, []
+
+        def fn(weight):
+            if forgetful and comm.rank == 0:
+                plans._weighted.clear(), plans._sketches.clear()
+            scale = np.float32(0.1 + comm.rank) if weight else np.float32(np.nan)  # never read
+            value = ms.nest.map(lambda leaf: leaf * leaf.dtype.type(scale), arrays)
+            out = ms.nest.map(np.empty_like, value) if into else None
+            total = ms.get_replica_context().all_reduce("MEAN", value, weight=weight, out=out)
+            found.append(b"".join(np.asarray(leaf).tobytes() for leaf in ms.nest.flatten(total)[0]))
+
+        arrays = ms.nest.map(lambda x: np.asarray(x) if into else np.asarray(x)[()], tree)
+        for weights in steps:
+            strategy.run(fn, args=(weights[comm.rank],))
+        return found, len(plans) > 0
+
+    leaves = [np.asarray(leaf) for leaf in ms.nest.flatten(tree)[0]]
+    ranks = run_ranks(program, 3)
+    assert all(made for _, made in ranks)
+    for step, weights in enumerate(steps):
+        whole = all(w == int(w) <= 2**24 for w in weights)
+        factors = [float(w) if whole else w / max(weights) for w in weights]
+        if len(set(weights)) == 1 and weights[0]:
+            factors = [1.0] * 3
+        want = b""
+        for leaf in leaves:
+            kind = leaf.dtype.type
+            values = [
+                leaf * kind(np.float32(0.1 + r)) if weights[r] else leaf * 0 for r in range(3)
+            ]
+            with np.errstate(all="ignore"):
+                terms = [v if f == 1 else v * kind(f) for v, f in zip(values, factors, strict=True)]
+                want += np.asarray(functools.reduce(np.add, terms) / kind(sum(factors))).tobytes()
+        for found, _ in ranks:
+            assert found[step] == want
+
+
 def test_the_sum_of_weights_is_exact(strategy_on):
     """In any order of plain additions the small one would be lost."""
     values = [np.zeros(1), np.ones(1), np.zeros(1)]
@@ -63,6 +113,35 @@ def test_only_the_ratio_of_weights_matters(strategy_on, weight):
     values = [np.full(3, 2.0, np.float32), np.full(3, 4.0, np.float32)]
     for got in mean(strategy_on, 2, values, [weight, weight]):
         assert got == pytest.approx(3.0, rel=1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("count", [3, 300, 50_000, 300_000])
+@pytest.mark.parametrize("weight", [3, 0.3, 2.0**60])
+@pytest.mark.parametrize("into", ["fresh", "out", "in place"])
+def test_weights_that_are_alike_are_none(size, count, weight, into):
+    """Bit for bit: a mean over one rank is the value, over three their sum divided once."""
+    rng = np.random.default_rng(count)
+    values = rng.standard_normal((size, count)).astype(np.float32)
+
+    def rank(comm):
+        strategy = ms.MirroredStrategy()
+        buffers = strategy.buffers([np.empty(count, np.float32)])
+        found = []
+
+        def fn():
+            for _ in range(3):  # the first finds out how, the others know
+                buffers[0][:] = values[comm.rank]
+                value = buffers if into == "in place" else [values[comm.rank].copy()]
+                out = {"fresh": None, "out": [np.empty(count, np.float32)], "in place": value}[into]
+                total = ms.get_replica_context().all_reduce("MEAN", value, weight=weight, out=out)
+                found.append(total[0].tobytes())
+
+        strategy.run(fn)
+        return found
+
+    want = functools.reduce(np.add, values) / np.float32(size)
+    assert run_ranks(rank, size) == [[want.tobytes()] * 3] * size
 
 
 @pytest.mark.parametrize(

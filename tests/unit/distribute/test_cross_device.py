@@ -284,21 +284,24 @@ def test_a_class_of_the_program_moves_everything():
         both = strategy.run(lambda: ctx().all_reduce("SUM", [mine, mine + 1], options))
         reduced = strategy.reduce("SUM", strategy.run(lambda: float(comm.rank)), axis=None)
         strategy.run(lambda: v.assign_add(float(comm.rank)))
-        weighted = strategy.run(lambda: ctx().all_reduce("MEAN", 4.0, weight=2)).local
+        weighted = strategy.run(lambda: ctx().all_reduce("MEAN", 4.0, weight=2 + comm.rank)).local
+        alike = strategy.run(lambda: ctx().all_reduce("MEAN", 4.0, weight=2)).local
         to = strategy.extended.reduce_to("MEAN", ms.PerReplica(np.float16(comm.rank)), v)
         gathered = strategy.run(lambda: ctx().all_gather(mine, axis=0)).local
         return (
             [one.local.tolist() for one in both],
             float(reduced),
             float(v.numpy()),
-            float(weighted),
+            (float(weighted), float(alike)),
             (float(to), to.dtype),
             gathered.tolist(),
             ops.asked,
         )
 
-    asked = [("SUM", 9)] * 2 + [("SUM", 0)] * 3 + [("MEAN", 0)]
-    want = ([[2, 0], [3, 1]], 2.0, 3.0, 8 / 6, (2.0, np.float16), [0, 0, 1, -1, 2, -2], asked)
+    # What counts alike is a mean that the class makes; else it sums, and is divided here.
+    asked = [("SUM", 9)] * 2 + [("SUM", 0)] * 3 + [("MEAN", 0)] * 2
+    means = (4 * 4 / 9, 4.0)
+    want = ([[2, 0], [3, 1]], 2.0, 3.0, means, (2.0, np.float16), [0, 0, 1, -1, 2, -2], asked)
     assert run_ranks(rank, 3) == [want] * 3
 
 
