@@ -19,6 +19,8 @@ __all__ = ["Packed", "Placed", "Range", "Scales", "scaled", "scales_of", "slice_
 _LINE = 64
 # Whole numbers up to here are exact in float32.
 _EXACT = 2**24
+# Up to so many ranks Python is quicker than NumPy.
+_FEW = 64
 
 
 class Scales(NamedTuple):
@@ -125,9 +127,16 @@ def scales_of(table: Array, weigh: bool) -> Scales:
 
     Without `weigh` values are sums over their examples already, and are divided only.
     """
-    if weigh and table.shape[1] == 1:
-        weights = table[:, 0].tolist()
-        if weights[0] and weights.count(weights[0]) == len(weights):  # what nearly all calls are
+    if weigh and table.shape[1] == 1 and len(table) <= _FEW:
+        # What nearly all calls are; in NumPy it takes as long as to fold a middling array.
+        weights: list[float] = table[:, 0].tolist()
+        if weights[0] and weights.count(weights[0]) == len(weights):
             return Scales(None, (float(len(weights)),))
+        largest = max(weights)
+        if largest and not all(weight <= _EXACT and weight.is_integer() for weight in weights):
+            weights = [weight / largest for weight in weights]
+        return Scales(np.array(weights)[:, None], (math.fsum(weights),))
     table = scaled(table, weigh)
-    return Scales(table if weigh else None, [math.fsum(column) for column in table.T])
+    alike = weigh and bool((table == 1).all())
+    divisors = [math.fsum(column) for column in table.T]
+    return Scales(None if alike or not weigh else table, divisors)

@@ -22,7 +22,7 @@ __all__ = ["compile_for", "compiles", "divide", "fold_pair", "fold_rows", "real"
 Array: TypeAlias = NDArray[Any]
 
 _TILE = 2048  # elements folded at once; of float64 16 KiB, half of a first-level cache
-_BLOCK = 32768  # the same for NumPy, whose calls cost more than its loops
+_BLOCK = 65536  # the same for NumPy, whose calls cost more than its loops
 # From here on a slice is worth a compiler, if none has run yet.
 _COMPILE = 1 << 18
 # A part of this many is worth a thread: it takes 0.1 ms, and to hand it over 0.02 to 0.04.
