@@ -8,7 +8,8 @@ is written anew before each repetition; a time is that of the slowest rank, and 
 median. Results are checked.
 
 ``arena``           ``ctx.all_reduce("sum", b, out=b)`` on ``strategy.gradient_buffers``
-``arena mean``      the same with a weight, as a training step has it
+``arena mean``      the mean with a weight that is the same on all ranks, as of full batches
+``arena uneven``    the mean with another weight on each rank
 ``out=``            ordinary arrays into ordinary arrays that are there already
 ``fresh``           ordinary arrays, results in new arrays
 ``raw in place``    mpi4py, one ``Allreduce(IN_PLACE, a)`` per array
