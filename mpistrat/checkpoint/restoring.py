@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Mapping
@@ -63,12 +64,23 @@ def _read(
 ) -> tuple[format.Contents | None, BaseException | None]:
     """Read the file; return also what that failed with, which all ranks have to know."""
     try:
-        with patient(lockstep, f"read {path}", path.stat().st_size):
+        with patient(lockstep, f"read {path}", _size(path)):
             found = format.read(path, {name: v.kept.array for name, v in mine.items()})
         _compare(path, found, mine, partial)
     except BaseException as error:
         return None, error
     return found, None
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        directory = path.with_suffix("")
+        if not directory.is_dir():
+            raise
+        text = "Is a directory (latest_checkpoint tells the newest file in it)"
+        raise IsADirectoryError(errno.EISDIR, text, str(directory)) from None
 
 
 def _compare(

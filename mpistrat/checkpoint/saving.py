@@ -22,6 +22,8 @@ __all__ = ["overwrite", "patient", "save", "specs"]
 
 # Reading and writing may keep the other ranks waiting: seconds, and seconds for each byte.
 _PATIENCE, _SLOWEST = 600.0, 1e-7
+# Characters of the variables in the text of a call; what is further on has a hash.
+_SHOWN = 2000
 _ADVICE = "Mend that, or save elsewhere, and save again"
 _OTHER = "Another job saves here; give each a directory of its own"
 
@@ -33,9 +35,11 @@ def patient(lockstep: Lockstep, what: str, nbytes: int) -> Any:
 
 def specs(mine: Mapping[str, Variable]) -> str:
     """Return a text that is equal on all ranks exactly if their variables are alike."""
-    text = "\n".join(f"{name}: {variable.spec()}" for name, variable in mine.items())
-    digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-    return f"{len(mine)} variables {digest}"
+    text = "; ".join(f"{name} {variable.spec()}" for name, variable in mine.items())
+    if len(text) > _SHOWN:
+        digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        text = f"{text[:_SHOWN]}... {digest}"
+    return f"{len(mine)} variables: {text}"
 
 
 def overwrite(lockstep: Lockstep, mine: Mapping[str, Variable], path: Path, counter: int) -> None:

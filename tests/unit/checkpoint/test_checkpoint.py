@@ -400,3 +400,29 @@ def test_variables_of_one_rank_alone_are_not_saved_in_a_job_of_several(call, tmp
 
     run_ranks(program, 2)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_is_told_where_a_file_is_wanted(tmp_path):
+    def program(comm):
+        made(ms.MirroredStrategy()).restore(tmp_path)
+
+    for text in fails(program, 2, OSError):
+        assert f"latest_checkpoint tells the newest file in it): '{tmp_path}'" in text
+
+
+@pytest.mark.parametrize("before", [0, 300])
+def test_variables_that_differ_are_named(before, tmp_path):
+    """As long as the text is not too long for it; then there is a hash."""
+
+    def program(comm):
+        strategy = ms.MirroredStrategy()
+        with strategy.scope():
+            many = [ms.Variable(0.0, name=f"v{i}") for i in range(before + 2)]
+        ms.Checkpoint(v=[*many[:-2], many[-1 - comm.rank]]).save(tmp_path / "x")
+
+    for text in fails(program, 2, ms.LockstepError):
+        if before:
+            assert "its hash is shown" in text
+        else:
+            assert "of 1 variables: v/0 'v1:0'" in text
+            assert "of 1 variables: v/0 'v0:0'" in text
