@@ -266,7 +266,8 @@ class StrategyExtended:
           args: Further arguments. `Mirrored` ones arrive as their value; plain arrays and numbers
             must have the same contents on all ranks.
           kwargs: The same by name.
-          group: Return one tree; otherwise a tuple with the result of every replica that is seen.
+          group: Return one tree; otherwise each leaf of it is a tuple, with that of every replica
+            that is seen.
 
         Returns:
           What `fn` returned: arrays as `Mirrored` under `MirroredStrategy`. Of an ON_READ variable
@@ -309,7 +310,8 @@ class StrategyExtended:
           args: Its arguments. Of a `PerReplica` each rank gets its own component; plain arrays and
             numbers must have the same contents on all ranks.
           kwargs: The same by name.
-          group: Return one tree; otherwise a tuple with the result of every replica that is seen.
+          group: Return one tree; otherwise each leaf of it is a tuple, with that of every replica
+            that is seen.
 
         Returns:
           What `fn` returned. Under `MirroredStrategy` its arrays come as `Mirrored`; if an argument

@@ -115,7 +115,7 @@ def _returned(strategy: Strategy, call: str, result: Any, group: bool, each: boo
     if not each:
         return mirrored(strategy, result) if group else _ungrouped(strategy, result)
     seen = strategy.parts.regroup.gathered(f"{call}, its results", result)
-    return seen if group else strategy.experimental_local_results(seen)
+    return seen if group else nest.map(strategy.experimental_local_results, seen)
 
 
 def _refuse_per_replica(var: Variable, given: Any) -> None:
@@ -126,9 +126,9 @@ def _refuse_per_replica(var: Variable, given: Any) -> None:
         )
 
 
-def _ungrouped(strategy: Strategy, result: Any) -> tuple[Any, ...]:
+def _ungrouped(strategy: Strategy, result: Any) -> Any:
     seen = strategy.num_replicas_in_sync if strategy.parts.view.mirrors else 1
-    return (result,) * seen
+    return nest.map(lambda leaf: (leaf,) * seen, result)
 
 
 def _is_data(leaf: Any) -> bool:

@@ -26,11 +26,40 @@ def test_arguments_and_results(make):
         assert got[0] is v
         one = s.extended.update(v, step, args=(np.ones(2),), group=False)
         kind = type(got[2]).__name__
-        return v.numpy().tolist(), kind, len(one)
+        return v.numpy().tolist(), kind, len(one[2])
 
     mirrored = make is ms.MirroredStrategy
     want = ([-3.5, -3.5], "Mirrored" if mirrored else "ndarray", 3 if mirrored else 1)
     assert run_ranks(rank, 3) == [([-3.5, -3.5], *want[1:])] * 3
+
+
+@pytest.mark.parametrize("make", [ms.MirroredStrategy, ms.MultiWorkerMirroredStrategy])
+def test_not_grouped_each_leaf_is_a_tuple(make):
+    def rank(comm):
+        s = make()
+        with s.scope():
+            same = ms.Variable(1.0)
+            own = ms.Variable(1.0, synchronization=Sync.ON_READ, aggregation=Agg.SUM)
+        s.run(lambda: own.assign(float(comm.rank)))
+        devices = s.extended.non_slot_devices([])
+        fn = lambda var: {"a": 1, "b": [var.read_value()]}  # noqa: E731
+        return (
+            s.extended.update(same, fn, group=False),
+            s.extended.update(own, fn, group=False),
+            s.extended.update_non_slot(devices, lambda: {"c": 2, "d": None}, group=False),
+            s.extended.update(same, lambda var: None, group=False),
+        )
+
+    for r, found in enumerate(run_ranks(rank, 3)):
+        shown = range(3) if make is ms.MirroredStrategy else [r]
+        n = len(shown)
+        own = tuple(float(i) for i in shown)
+        assert found == (
+            {"a": (1,) * n, "b": [(1.0,) * n]},
+            {"a": (1,) * n, "b": [own]},
+            {"c": (2,) * n, "d": (None,) * n},
+            (None,) * n,
+        )
 
 
 def test_reading_and_writing_inside_are_local():
