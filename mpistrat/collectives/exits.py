@@ -9,6 +9,7 @@ printed once.
 from __future__ import annotations
 
 import atexit
+import dis
 import functools
 import os
 import signal
@@ -20,7 +21,7 @@ from types import FrameType, TracebackType
 from typing import Any, NoReturn, final
 
 from mpistrat.collectives.interrupts import Deferred
-from mpistrat.collectives.leaving import MISMATCH, said_by
+from mpistrat.collectives.leaving import MISMATCH, UnknownExit, said_by
 from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.comm import mpi
 from mpistrat.comm.nodes import threads_allowed
@@ -74,7 +75,8 @@ class Exits:
         self._pid = os.getpid()
         self._printed = threading.Lock()
         self._hook = sys.excepthook  # the program's own, if it has one
-        self._exit: tuple[SystemExit, FrameType, int] | None = None
+        self._exit: SystemExit | None = None
+        self._bottom: FrameType | None = None
 
     def arm(self, session: Session) -> None:
         """Lead the ways out of this process through the last proof of `session` too."""
@@ -89,24 +91,29 @@ class Exits:
         if not hasattr(sys, "ps1") and not sys.flags.interactive:
             sys.excepthook = self.uncaught
             sys.exit = self.exit
+            if threading.current_thread() is threading.main_thread():
+                self._bottom = _bottom()
 
     def exit(self, status: Any = None, /) -> NoReturn:
         """Do what ``sys.exit`` does, and remember it, in case it is what ends the program."""
         leaving = SystemExit(status)
         if threading.current_thread() is threading.main_thread():
-            bottom = _bottom()
-            self._exit = (leaving, bottom, bottom.f_lasti)
+            self._exit = leaving
         raise leaving
 
     def _exited(self) -> SystemExit | None:
-        """Return the exception of the last ``sys.exit``, if nothing has caught it.
+        """Return the SystemExit that has ended the program, if one has.
 
-        If something has, the frame at the bottom of the stack has gone on since.
+        Python tells nobody. But a frame that ends well ends with a return; where the one at the
+        bottom of the stack has stopped elsewhere, and no exception was told, it was a SystemExit.
         """
-        if self._exit is None:
+        bottom = self._bottom
+        if bottom is None:
             return None
-        leaving, bottom, stood = self._exit
-        return leaving if bottom.f_lasti == stood else None
+        last = dis.opname[bottom.f_code.co_code[bottom.f_lasti]]
+        if bottom.f_lasti < 0 or last.startswith("RETURN_"):
+            return None
+        return self._exit or UnknownExit()
 
     def uncaught(
         self,

@@ -12,7 +12,7 @@ the lowest rank that failed by itself.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from mpistrat.collectives import blame
 from mpistrat.errors import LockstepError, RemoteError, remote_error
@@ -20,9 +20,14 @@ from mpistrat.errors import LockstepError, RemoteError, remote_error
 if TYPE_CHECKING:
     from mpistrat.collectives.lockstep import Lockstep
 
-__all__ = ["MISMATCH", "Farewell", "farewell", "left"]
+__all__ = ["MISMATCH", "Farewell", "UnknownExit", "farewell", "left"]
 
 MISMATCH = 77
+
+
+@final
+class UnknownExit(SystemExit):
+    """Stands for a SystemExit that the program has raised itself: nobody can ask for its code."""
 
 
 class Farewell(NamedTuple):
@@ -54,6 +59,7 @@ def _row(code: int, failure: BaseException | None) -> dict[str, Any]:
         "code": code,
         "echo": isinstance(failure, RemoteError),
         "said": said_by(failure),
+        "known": not isinstance(failure, UnknownExit),
     }
     if failure is not None and not isinstance(failure, SystemExit):
         row |= json.loads(blame.report(failure))
@@ -61,6 +67,8 @@ def _row(code: int, failure: BaseException | None) -> dict[str, Any]:
 
 
 def _code(row: dict[str, Any]) -> str:
+    if not row["known"]:
+        return "unknown, of a SystemExit that was raised without sys.exit"
     return f"{row['code']}: {row['said']}" if row["said"] else str(row["code"])
 
 

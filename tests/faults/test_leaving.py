@@ -1,0 +1,69 @@
+"""The code that one rank leaves with through handlers at the bottom of its program."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from mpistrat.cluster.detect import launched_by
+from mpistrat.launch.mpiexec import find
+from mpistrat.launch.process import run_job
+
+LONGEST = 60
+pytestmark = [
+    pytest.mark.timeout(LONGEST + 30),
+    pytest.mark.skipif(launched_by() is not None, reason="this process is itself a rank of a job"),
+]
+
+PROGRAM = """
+import sys
+import mpistrat as ms
+from mpi4py import MPI
+
+strategy = ms.MirroredStrategy()
+me = MPI.COMM_WORLD.rank
+
+def main():
+    if me == 1:
+        {leave}
+    strategy.run(lambda: 1)
+
+{how}
+"""
+PASSING = {
+    "plain": "main()",
+    "finally": "try:\n    main()\nfinally:\n    print('tidy')",
+    "unmatched": "try:\n    main()\nexcept ValueError:\n    print('never')",
+    "again": "try:\n    main()\nexcept BaseException:\n    raise",
+}
+
+
+def told(leave, how, tmp_path):
+    """Return the code of the job, and what it has said."""
+    program, said = tmp_path / "train.py", tmp_path / "said"
+    program.write_text(PROGRAM.format(leave=leave, how=how))
+    with said.open("wb") as output:
+        outcome = run_job(find()[0].command(2, [sys.executable, str(program)]), LONGEST, output)
+    assert not outcome.timed_out
+    return outcome.code, said.read_text(errors="replace")
+
+
+@pytest.mark.parametrize("how", list(PASSING))
+def test_a_code_passes_through_handlers(how, tmp_path):
+    code, said = told("sys.exit(3)", PASSING[how], tmp_path)
+    assert code == 3, said
+    assert "rank 1 has left the program (exit code 3)" in said
+
+
+def test_an_exit_that_was_caught_is_none(tmp_path):
+    how = "try:\n    main()\nexcept SystemExit:\n    print('caught')"
+    code, said = told("sys.exit(3)", how, tmp_path)
+    assert code == 77, said
+    assert "rank 1 has left the program (exit code 0)" in said
+
+
+def test_a_code_that_nobody_can_know_is_told_as_that(tmp_path):
+    code, said = told("raise SystemExit(3)", PASSING["finally"], tmp_path)
+    assert code == 77, said
+    assert "(exit code unknown, of a SystemExit that was raised without sys.exit)" in said
