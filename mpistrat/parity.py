@@ -50,7 +50,8 @@ _SHARED = "each rank has a copy of a variable, and the copies are kept equal"
 
 # By path below tf.distribute: what differs; "" if nothing does.
 _NAMES: dict[str, str] = {
-    "CrossDeviceOps": "`reduce_implementation` runs on every rank, and must return the same on all",
+    "CrossDeviceOps": "`reduce_implementation` runs on every rank, and must return the same on "
+    "all; what a program calls itself, it calls in the scope of the strategy",
     "DistributedDataset": "an incomplete last step is never dropped: replicas without rows get "
     "arrays with no rows",
     "DistributedIterator": "",

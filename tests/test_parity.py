@@ -421,8 +421,15 @@ def test_counts_are_those_of_the_rows():
     assert ("to come" in text) == (Verdict.PENDING in verdicts)
 
 
-def test_readme_says_how_many():
-    assert parity.counts() in README.read_text(encoding="utf-8")
+def test_readme_has_the_table_of_the_names():
+    """Renew it with what ``python -m mpistrat.parity`` prints."""
+    text = README.read_text(encoding="utf-8")
+    assert parity.counts() in text
+    _, begun, rest = text.partition("<!-- the table of names -->\n")
+    assert begun
+    table = rest.partition("\n<!-- its end -->")[0].strip()
+    assert table in parity.markdown()
+    assert len(table.splitlines()) == 2 + len(NAMES)
 
 
 def test_every_public_name_of_the_package_is_there():

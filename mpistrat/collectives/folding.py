@@ -12,8 +12,8 @@ from mpistrat.arrays import Array
 from mpistrat.collectives.forms import Form
 from mpistrat.collectives.lockstep import digest_of
 from mpistrat.collectives.packs import Pack, packs
-from mpistrat.kernels.fold import divide
 from mpistrat.kernels.ops import ReduceOp
+from mpistrat.kernels.scaling import divide
 
 __all__ = ["SMALL", "Folding", "put"]
 

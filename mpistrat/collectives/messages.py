@@ -11,15 +11,14 @@ from mpistrat.arrays import Array
 from mpistrat.collectives import bucket
 from mpistrat.collectives.forms import decode_order, encode_order, ordered
 from mpistrat.comm.base import Comm
-from mpistrat.kernels.fold import real
 from mpistrat.kernels.ops import FOLDS, ReduceOp
+from mpistrat.kernels.scaling import multiply
 
 __all__ = [
     "MPI_NAMES",
     "Message",
     "finished",
     "messages",
-    "multiply",
     "reduce_messages",
     "scale",
     "travel",
@@ -59,12 +58,6 @@ def messages(op: ReduceOp, wires: Sequence[Array], size: int) -> list[Message]:
         outs = tuple(np.empty_like(part) for part in parts) if len(parts) > 1 else ()
         found.append(Message(b.leaves, send, recv, outs, gathered))
     return found
-
-
-def multiply(array: Array, factor: float) -> None:
-    """Multiply a contiguous array by a real number, in place."""
-    parts = real(array)
-    np.multiply(parts, parts.dtype.type(factor), out=parts)
 
 
 def scale(message: Message, wires: Sequence[Array], scales: Sequence[float]) -> None:

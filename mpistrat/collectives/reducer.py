@@ -21,12 +21,13 @@ from mpistrat.arrays import Array
 from mpistrat.collectives.folding import Folding, put
 from mpistrat.collectives.gatherer import Gatherer
 from mpistrat.collectives.lockstep import Lockstep
-from mpistrat.collectives.messages import Message, messages, multiply, scale, travel
+from mpistrat.collectives.messages import Message, messages, scale, travel
 from mpistrat.collectives.node import NodeFolds
 from mpistrat.collectives.reducing import Reducing
 from mpistrat.collectives.results import Results, results_for
 from mpistrat.collectives.spans import Packed, Placed, Scales, scales_of
 from mpistrat.kernels.ops import FOLDS, ReduceOp
+from mpistrat.kernels.scaling import multiply
 
 __all__ = ["Reducer"]
 

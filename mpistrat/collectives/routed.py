@@ -14,12 +14,12 @@ from mpistrat.arrays import Array
 from mpistrat.collectives.folding import Folding, put
 from mpistrat.collectives.forms import decode_order, encode_order, ordered
 from mpistrat.collectives.gatherer import Gatherer
-from mpistrat.collectives.messages import multiply
 from mpistrat.collectives.reducer import Reducer
 from mpistrat.collectives.reducing import Reducing
 from mpistrat.collectives.routes import Route
 from mpistrat.collectives.spans import Placed, scaled
 from mpistrat.kernels.ops import ReduceOp
+from mpistrat.kernels.scaling import multiply
 
 __all__ = [
     "Chosen",

@@ -12,7 +12,6 @@ from mpistrat import nest
 from mpistrat.arrays import Array, as_array
 from mpistrat.collectives.communication import CommunicationImplementation, CommunicationOptions
 from mpistrat.collectives.folding import Folding, put
-from mpistrat.collectives.messages import multiply
 from mpistrat.collectives.reducer import Reducer
 from mpistrat.collectives.reducing import Reducing
 from mpistrat.collectives.routed import (
@@ -30,6 +29,7 @@ from mpistrat.distribute.values import Birth, Home, OnRank, PerReplica
 from mpistrat.distribute.writes import digest, prove_same
 from mpistrat.errors import StructureError
 from mpistrat.kernels.ops import ReduceOp
+from mpistrat.kernels.scaling import multiply
 
 __all__ = ["Choice", "Ops", "like"]
 

@@ -12,7 +12,7 @@ from mpistrat.collectives.communication import CommunicationOptions
 from mpistrat.collectives.routes import Hierarchical, Native, OneRoot, Route
 from mpistrat.distribute.broadcasting import broadcast
 from mpistrat.distribute.default import current_strategy, default_strategy
-from mpistrat.distribute.destinations import check_destinations, checked_pairs
+from mpistrat.distribute.destinations import check_destinations, checked_pairs, device_called
 from mpistrat.distribute.reductions import reduce_over_replicas
 from mpistrat.distribute.regroup import select
 from mpistrat.kernels.ops import ReduceOp
@@ -271,8 +271,9 @@ class ReductionToOneDevice(_Routing):
     """One rank gathers all values, folds them in replica order, and gives the result to all.
 
     Args:
-      reduce_to_device: That rank: the label of its device, such as ``"rank:2"``, or its number;
-        None for the first replica's.
+      reduce_to_device: That rank: the label of its device, such as ``"rank:2"``, or its number.
+        None, or a device that no replica is called by, such as ``"/cpu:0"``, for the first
+        replica's.
       accumulation_fn: Takes the list of all replicas' arrays, in replica order, and returns their
         sum; it is called on that rank only, once per leaf. None for addition.
 
@@ -316,9 +317,12 @@ class ReductionToOneDevice(_Routing):
           ValueError: There is no such device.
         """
         # What the strategy calls its devices goes first: replicas may be counted in another order.
-        places = {f"rank:{rank}": rank for rank in range(len(labels))}
-        places |= {label: replica for replica, label in enumerate(labels)}
-        root = 0 if self._device is None else places.get(self._device)
+        root: int | None = 0
+        if self._device is not None:
+            ranks = [f"rank:{rank}" for rank in range(len(labels))]
+            root = device_called(self._device, labels)
+            if root is None and self._device in ranks:
+                root = ranks.index(self._device)
         if root is None:
             raise ValueError(
                 f"reduce_to_device is {self._device!r}, but the devices are {list(labels)}."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,10 +16,32 @@ from mpistrat.errors import StructureError
 if TYPE_CHECKING:
     from mpistrat.distribute.strategy import Strategy
 
-__all__ = ["check_destinations", "checked_pairs", "place"]
+__all__ = ["check_destinations", "checked_pairs", "device_called", "place"]
 
 # Programs for tf.distribute name devices in these ways; they choose nothing here.
 _DEVICE = re.compile(r"(/\w+:\w+)*/?(device:)?(xla_)?[a-z]pu(:\d+|:\*)?", re.IGNORECASE)
+
+
+def device_called(name: str, labels: Sequence[str]) -> int | None:
+    """Return which of the strategy's devices a program means; None if it means none.
+
+    A device as tf.distribute names them may be written in several ways. One that is none of these
+    stands for the first: to that machine it would be a device, here it is a name.
+
+    Example:
+      >>> device_called("/device:GPU:1", ["/gpu:0", "gpu:1"]), device_called("/cpu:0", ["rank:0"])
+      (1, 0)
+    """
+    if name in labels:
+        return labels.index(name)
+    if not _DEVICE.fullmatch(name):
+        return None
+    plain = [_plain_device(label) for label in labels]
+    return plain.index(_plain_device(name)) if _plain_device(name) in plain else 0
+
+
+def _plain_device(name: str) -> str:
+    return re.sub(r"^.*[/:]([a-z_]+:[0-9]+)$", r"\1", name.lower())
 
 
 def check_destinations(strategy: Strategy, name: str, destinations: Any) -> None:

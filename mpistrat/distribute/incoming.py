@@ -29,23 +29,26 @@ def own_copy(variable: Variable, mode: Mode | None) -> bool:
 
 
 def kinds(
-    name: str, dtype: np.dtype[Any], synchronization: Any, aggregation: Any
+    name: str, dtype: np.dtype[Any], synchronization: Any, aggregation: Any, alone: bool = False
 ) -> tuple[VariableSynchronization, VariableAggregation]:
     """Return what kind of variable is meant; AUTO is ON_WRITE.
+
+    Where a replica is `alone`, variables are ordinary: nothing drifts apart, and nothing is meant.
 
     Raises:
       ValueError: The kind is unknown, or has no meaning for `dtype`.
     """
     if not isinstance(synchronization, VariableSynchronization):
         raise ValueError(f"Invalid synchronization {synchronization!r} for {name!r}.")
-    if synchronization is VariableSynchronization.NONE:
+    if synchronization is VariableSynchronization.NONE and not alone:
         raise ValueError(
             f"synchronization NONE of {name!r} would let replicas drift apart. "
             "Use ON_READ for values that each replica owns."
         )
     if not isinstance(aggregation, VariableAggregation):
         raise ValueError(f"Invalid aggregation {aggregation!r} for {name!r}.")
-    if aggregation is VariableAggregation.MEAN and not (dtype.kind in "fc" or is_bfloat16(dtype)):
+    floats = dtype.kind in "fc" or is_bfloat16(dtype)
+    if aggregation is VariableAggregation.MEAN and not floats and not alone:
         raise ValueError(
             f"aggregation MEAN of {name!r} needs a floating dtype, got {dtype}; a mean of "
             "integers is no integer. Use SUM, or another dtype."

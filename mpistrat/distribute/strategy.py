@@ -47,6 +47,9 @@ class Strategy:
       devices: Labels of the replicas' devices; ranks beyond the list are called ``rank:k``.
       resolver: What names this process in the job, if anything does.
 
+    Raises:
+      TypeError: `parts` are none.
+
     As: ``tf.distribute.Strategy``.
     """
 
@@ -57,6 +60,12 @@ class Strategy:
         resolver: ClusterResolver | None = None,
     ):
         """Be a strategy of these parts."""
+        if not isinstance(parts, Parts):
+            raise TypeError(
+                f"Strategy() is made of parts, not of {parts!r:.60}: another strategy is another "
+                "choice of them, not another `extended`. Make a MirroredStrategy(), or one of the "
+                "others."
+            )
         self.parts = parts
         size = parts.lockstep.comm.size
         self.device_labels = tuple(

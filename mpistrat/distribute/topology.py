@@ -81,7 +81,8 @@ class Topology:
         Args:
           comm: An mpi4py intracommunicator; None for all ranks of the job.
           mesh_shape: As in `Topology`.
-          ranks_per_node: Take so many consecutive ranks as one node, whatever they share; 0 to ask.
+          ranks_per_node: Take so many consecutive ranks as one node, whatever they share; 0 for
+            ``MPISTRAT_RANKS_PER_NODE``, and if that is 0 too, to ask.
 
         Raises:
           TypeError: `ranks_per_node` is no integer, or `mesh_shape` no sequence of them.
@@ -100,6 +101,7 @@ class Topology:
             each = whole_number("ranks_per_node", ranks_per_node, 0)
             shape = _integers("mesh_shape", mesh_shape, "(2, 2)")
         lockstep.prove(f"Topology.read({shape}, {each})")
+        each = each or lockstep.options.ranks_per_node
         if each:
             first = ranks.rank - ranks.rank % each
         else:

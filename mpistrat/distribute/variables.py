@@ -83,7 +83,11 @@ class Variable(Reading, ScatterUpdates):
             value = initial_value() if callable(initial_value) else initial_value
             self.kept: Copy = Own(initial(self.name, value, dtype))
             self.synchronization, self.aggregation = kinds(
-                self.name, self.dtype, synchronization, aggregation
+                self.name,
+                self.dtype,
+                synchronization,
+                aggregation,
+                self.strategy.parts.view is ALONE,
             )
             self.trainable = not self.on_read if trainable is None else bool(trainable)
         self._enrol("Variable", given=True)
@@ -307,7 +311,8 @@ class Variable(Reading, ScatterUpdates):
             if np.may_share_memory(array, self.kept.array):
                 array = array.copy()  # other ranks write to it while this one reads
         if replica:
-            array = writes.REPLICA[self.aggregation](self, call, array)
+            if self.strategy.parts.view is not ALONE:  # of one replica every aggregate is itself
+                array = writes.REPLICA[self.aggregation](self, call, array)
         else:
             self._prove_cross(call, value, array)
             if self.on_read and self.aggregation is VariableAggregation.SUM:

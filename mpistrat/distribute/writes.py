@@ -20,7 +20,6 @@ from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.collectives.part import Part
 from mpistrat.collectives.reducing import Reducing
 from mpistrat.distribute.slices import IndexedSlices
-from mpistrat.distribute.views import ALONE
 from mpistrat.errors import LockstepError
 from mpistrat.kernels.ops import ReduceOp
 
@@ -158,8 +157,6 @@ def _who(row: Sequence[bytes], ranks: Sequence[int]) -> str:
 
 
 def _same(variable: Variable, call: str, value: Array) -> Array:
-    if variable.strategy.parts.view is ALONE:
-        return value
     # A step writes many variables; that all wrote alike is shown once, by the proof that comes next
     # anyway. Until then the old value is kept, to be put back if they did not.
     first = value.reshape(-1)[:1].tolist()

@@ -43,6 +43,9 @@ class Strategy(strategy.Strategy):
     Args:
       newer: That strategy.
 
+    Raises:
+      TypeError: `newer` is no strategy.
+
     As: ``tf.compat.v1.distribute.Strategy``.
 
     Example:
@@ -57,6 +60,11 @@ class Strategy(strategy.Strategy):
 
     def __init__(self, newer: strategy.Strategy):
         """Be what `newer` is."""
+        if not isinstance(newer, strategy.Strategy):
+            raise TypeError(
+                f"Strategy() of tf.compat.v1 is made of a strategy, not of {newer!r:.60}. Make a "
+                "MirroredStrategy(), or one of the others."
+            )
         vars(self).update(vars(newer))
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:

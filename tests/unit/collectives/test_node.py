@@ -19,7 +19,8 @@ from mpistrat.collectives import folding, node
 from mpistrat.collectives.packs import packs
 from mpistrat.comm.loopback import LoopbackComm
 from mpistrat.kernels import fold as fold_module
-from mpistrat.kernels.fold import divide, fold_pair, fold_rows
+from mpistrat.kernels.fold import fold_pair, fold_rows
+from mpistrat.kernels.scaling import divide
 from mpistrat.testing import run_ranks
 
 _FOLDS = {"SUM": np.add, "MEAN": np.add, "PROD": np.multiply, "MIN": np.minimum, "MAX": np.maximum}

@@ -260,6 +260,32 @@ def test_ranks_that_choose_differently_are_told(other):
     assert run_ranks(rank, 3) == [0, 1, 2]
 
 
+@pytest.mark.parametrize(
+    ("labels", "device", "root"),
+    [
+        (None, "/cpu:0", 0),
+        (None, "rank:1", 1),
+        (None, 1, 1),
+        (["/gpu:0", "/gpu:1"], "GPU:1", 1),
+        (["/gpu:0", "/gpu:1"], "/job:worker/replica:0/task:0/device:GPU:1", 1),
+        (["/job:worker/task:0/device:GPU:0", "gpu:1"], "/gpu:0", 0),
+        (["/gpu:1", "/gpu:0"], "/gpu:0", 1),
+        (["/gpu:0", "/gpu:1"], "/cpu:0", 0),
+    ],
+)
+def test_a_device_may_be_called_as_tensorflow_does(labels, device, root):
+    """It is the rank whose values are folded that is meant; the fold tells which one runs it."""
+
+    def rank(comm):
+        called = []
+        ops = ms.ReductionToOneDevice(device, lambda values: (called.append(1), sum(values))[1])
+        strategy = ms.MirroredStrategy(labels, cross_device_ops=ops, comm=comm)
+        total = strategy.reduce("SUM", strategy.run(lambda: 1.0 + comm.rank), axis=None)
+        return float(total), bool(called)
+
+    assert run_ranks(rank, 2) == [(3.0, root == 0), (3.0, root == 1)]
+
+
 class Largest(ms.CrossDeviceOps):
     """Takes the largest of all values, whatever it is asked for, and notes what it was."""
 
@@ -508,14 +534,14 @@ def test_wrong_arguments():
         ms.HierarchicalCopyAllReduce(ranks_per_node=-2)
     with pytest.raises(TypeError, match="must be a CrossDeviceOps"):
         ms.MirroredStrategy(cross_device_ops="nccl")
-    with pytest.raises(ValueError, match="reduce_to_device is 'GPU:3'"):
-        ms.MirroredStrategy(cross_device_ops=ms.ReductionToOneDevice("GPU:3"))
+    with pytest.raises(ValueError, match="reduce_to_device is 'rank:3'"):
+        ms.MirroredStrategy(cross_device_ops=ms.ReductionToOneDevice("rank:3"))
     ms.MirroredStrategy(["a"], ms.ReductionToOneDevice("a"))
 
 
 def test_a_rank_alone_with_another_choice_fails_at_once():
     def rank(comm):
-        ops = ms.ReductionToOneDevice("GPU:3") if comm.rank == 1 else ms.NcclAllReduce()
+        ops = ms.ReductionToOneDevice("rank:3") if comm.rank == 1 else ms.NcclAllReduce()
         ms.MirroredStrategy(cross_device_ops=ops, comm=comm).run(lambda: None)
 
     with pytest.raises(RanksFailed) as failed:
