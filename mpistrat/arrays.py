@@ -18,6 +18,7 @@ from mpistrat.errors import LeafTypeError, MpistratError
 __all__ = [
     "Array",
     "as_array",
+    "canonical",
     "dtype_name",
     "finish",
     "is_bfloat16",
@@ -128,3 +129,15 @@ def spec_text(array: Array) -> str:
       'float32[2,3]'
     """
     return f"{dtype_name(array.dtype)}[{','.join(map(str, array.shape))}]"
+
+
+def canonical(array: Array) -> list[Array]:
+    """Return arrays whose bytes are equal for equal values; `array` itself, where that is so."""
+    # The bytes of a longdouble hold padding, which may differ where the values do not.
+    if array.dtype.char == "G":
+        return canonical(array.real) + canonical(array.imag)
+    if array.dtype.char == "g":
+        with np.errstate(all="ignore"):
+            high = array.astype(np.float64)
+            return [high, (array - high).astype(np.float64)]
+    return [array]

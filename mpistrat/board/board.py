@@ -188,7 +188,10 @@ def _ender(comm: Any) -> Callable[[int], None]:
         time.sleep(0.3)
         fallback = threading.Timer(2.0, os._exit, (code,))
         fallback.daemon = True
-        fallback.start()
+        try:
+            fallback.start()
+        except RuntimeError:  # no thread can be started any more, and MPI may be stuck
+            os._exit(code)
         if threads_allowed():
             with suppress(RuntimeError):
                 comm.Abort(code)

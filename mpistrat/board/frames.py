@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import threading
 from types import FrameType
@@ -15,6 +16,11 @@ __all__ = ["current_frames"]
 # there already, from 3.12 on nothing is collected there.
 _COLLECTS = sys.version_info[:2] == (3, 11)
 _alone = threading.Lock()
+if _COLLECTS:
+    # No child begins with collections stopped, or with the lock held.
+    os.register_at_fork(
+        before=_alone.acquire, after_in_parent=_alone.release, after_in_child=_alone.release
+    )
 
 
 def current_frames() -> dict[int, FrameType]:
@@ -22,10 +28,10 @@ def current_frames() -> dict[int, FrameType]:
     if not _COLLECTS:
         return sys._current_frames()
     with _alone:
-        collects = gc.isenabled()
-        gc.disable()
+        # By the thresholds, not by `gc.disable`: that is what programs switch, at any moment.
+        thresholds = gc.get_threshold()
+        gc.set_threshold(0)
         try:
             return sys._current_frames()
         finally:
-            if collects:
-                gc.enable()
+            gc.set_threshold(*thresholds)

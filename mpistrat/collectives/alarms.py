@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.arrays import label, spec_text
+from mpistrat.arrays import canonical, label, spec_text
 from mpistrat.collectives import blame
 from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.collectives.part import Part
@@ -40,8 +40,11 @@ def first_nonfinite(call: str, step: int, parts: Sequence[Part]) -> str:
 
 
 def _fingerprint(copy: Any) -> bytes:
-    data = np.ascontiguousarray(copy).reshape(-1).view(np.uint8)
-    return zlib.crc32(data.data).to_bytes(4, "little")
+    found = 0
+    for part in canonical(np.asarray(copy)):
+        data = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+        found = zlib.crc32(data.data, found)
+    return found.to_bytes(4, "little")
 
 
 def compare_copies(lockstep: Lockstep) -> None:

@@ -19,8 +19,6 @@ __all__ = ["Packed", "Placed", "Range", "Scales", "scaled", "scales_of", "slice_
 _LINE = 64
 # Whole numbers up to here are exact in float32.
 _EXACT = 2**24
-# Up to so many ranks Python is quicker than NumPy.
-_FEW = 64
 
 
 class Scales(NamedTuple):
@@ -109,17 +107,24 @@ def scaled(table: Array, weigh: bool) -> Array:
     """Return the weights as far as they matter.
 
     Weights that all ranks have alike are ones: as long as batches are full nothing is multiplied,
-    and a mean over one rank is the value itself. Other counts stay what they are: their products
-    with values lose least. Other weights are taken relative to the largest, so that they keep
-    within the range of float32 whatever they are.
+    and a mean over one rank is the value itself. Others are divided by a power of two, which loses
+    nothing, so that together they are no more than 1: no mean overflows whose values do not. What
+    are no counts are taken relative to the largest before that, whatever their size.
     """
     if not weigh:
         return table
-    counts = (table <= _EXACT) & (table == np.floor(table))
-    largest = table.max(axis=0)
-    scales: Array = table / np.where(counts.all(axis=0) | (largest == 0), 1, largest)
-    scales[:, (table == largest).all(axis=0) & (largest != 0)] = 1
-    return scales
+    columns = [_relative(column) for column in table.T.tolist()]
+    return np.array(columns, np.float64).T.reshape(table.shape)
+
+
+def _relative(weights: list[float]) -> list[float]:
+    largest = max(weights)
+    if not largest or weights.count(largest) == len(weights):
+        return [1.0 if largest else 0.0] * len(weights)
+    if not all(weight <= _EXACT and weight.is_integer() for weight in weights):
+        weights = [weight / largest for weight in weights]
+    size = 2.0 ** -math.frexp(math.fsum(weights))[1]
+    return [weight * size for weight in weights]
 
 
 def scales_of(table: Array, weigh: bool) -> Scales:
@@ -127,16 +132,6 @@ def scales_of(table: Array, weigh: bool) -> Scales:
 
     Without `weigh` values are sums over their examples already, and are divided only.
     """
-    if weigh and table.shape[1] == 1 and len(table) <= _FEW:
-        # What nearly all calls are; in NumPy it takes as long as to fold a middling array.
-        weights: list[float] = table[:, 0].tolist()
-        if weights[0] and weights.count(weights[0]) == len(weights):
-            return Scales(None, (float(len(weights)),))
-        largest = max(weights)
-        if largest and not all(weight <= _EXACT and weight.is_integer() for weight in weights):
-            weights = [weight / largest for weight in weights]
-        return Scales(np.array(weights)[:, None], (math.fsum(weights),))
     table = scaled(table, weigh)
-    alike = weigh and bool((table == 1).all())
-    divisors = [math.fsum(column) for column in table.T]
-    return Scales(None if alike or not weigh else table, divisors)
+    alike = not weigh or bool((table == 1).all())
+    return Scales(None if alike else table, [math.fsum(column) for column in table.T.tolist()])

@@ -14,10 +14,12 @@ from mpistrat.collectives.alarms import first_nonfinite
 from mpistrat.collectives.forms import Form, form
 from mpistrat.collectives.part import Part
 from mpistrat.collectives.reducing import Reducing
+from mpistrat.collectives.spans import scaled
 from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.distribute.values import DistributedValues
 from mpistrat.errors import StructureError
 from mpistrat.kernels.ops import ReduceOp
+from mpistrat.kernels.scaling import divide, factors_of, multiply, real
 
 __all__ = ["SlicesPart", "all_reduce", "alone", "contribution"]
 
@@ -124,7 +126,7 @@ def _gathered(
     for part in sparse:
         values, indices = next(found), next(found)
         if op is ReduceOp.MEAN:
-            shares = _shares(next(found), values.ndim) if weigh else None
+            shares = _shares(next(found)) if weigh else None
             values = _mean(values, shares, reducer.comm.size, part.form)
         results.append(IndexedSlices(values, indices, part.slices.dense_shape))
     return results
@@ -149,9 +151,11 @@ def _by_class(
             header = struct.pack(f"<{len(sparse)}d", *[part.weight for part in sparse])
             smalls = reducer.lockstep.share(f"{text}, weights", header)
             table = np.array([np.frombuffer(small, np.float64) for small in smalls])
-            mine = table[reducer.comm.rank] / [math.fsum(column) for column in table.T]
-            scaled = zip(wires, mine, strict=True)
-            wires = [wire * wire.real.dtype.type(share) for wire, share in scaled]
+            scales = scaled(table, True)
+            mine = scales[reducer.comm.rank] / [math.fsum(column) for column in scales.T]
+            wires = [np.array(wire, order="C") for wire in wires]
+            for wire, share in zip(wires, mine, strict=True):
+                multiply(wire, share)
             op = ReduceOp.SUM
         rows = [
             IndexedSlices(wire, part.slices.indices, part.slices.dense_shape)
@@ -183,17 +187,22 @@ def _checked(made: Any, given: IndexedSlices) -> IndexedSlices:
     return IndexedSlices(made.values, made.indices, given.dense_shape)
 
 
-def _shares(weights: Array, ndim: int) -> Array:
+def _shares(weights: Array) -> Array:
+    """Return for every row of all ranks its part of the mean, given weights and numbers of rows."""
+    scales = scaled(weights[:, :1], True)[:, 0]
     with np.errstate(all="ignore"):  # all weights 0 give NaN
-        share = weights[:, 0] / math.fsum(weights[:, 0])
+        share = scales / math.fsum(scales)
     rows: Array = np.repeat(share, weights[:, 1].astype(np.int64))
-    return rows.reshape(-1, *[1] * (ndim - 1))
+    return rows
 
 
 def _mean(values: Array, shares: Array | None, size: int, how: Form) -> Array:
-    real = np.empty(0, how.wire).real.dtype
+    wide = np.array(values, how.wire, order="C")
     with np.errstate(all="ignore"):
-        wide = values.astype(how.wire)
-        scaled = wide / real.type(size) if shares is None else wide * shares.astype(real)
-        result: Array = scaled.astype(how.result)
+        if shares is None:
+            divide(wide, size)
+        elif wide.size:
+            rows = real(wide).reshape(len(wide), -1)
+            rows *= factors_of(shares, wide.dtype)[:, None]
+        result: Array = wide.astype(how.result, copy=False)
     return result

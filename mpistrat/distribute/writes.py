@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpistrat.arrays import Array, as_array, spec_text
+from mpistrat.arrays import Array, as_array, canonical, spec_text
 from mpistrat.collectives.blame import ranks_text
 from mpistrat.collectives.forms import form
 from mpistrat.collectives.lockstep import Lockstep
@@ -75,20 +75,9 @@ def digest(value: Any) -> bytes:
         return hashlib.blake2b(parts, digest_size=_DIGEST).digest()
     array = as_array(value)
     found = hashlib.blake2b(spec_text(array).encode(), digest_size=_DIGEST)
-    for part in _canonical(array):
+    for part in canonical(array):
         found.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
     return found.digest()
-
-
-def _canonical(array: Array) -> list[Array]:
-    # The bytes of a longdouble hold padding, which may differ where the values do not.
-    if array.dtype.char == "G":
-        return _canonical(array.real) + _canonical(array.imag)
-    if array.dtype.char == "g":
-        with np.errstate(all="ignore"):
-            high = array.astype(np.float64)
-            return [high, (array - high).astype(np.float64)]
-    return [array]
 
 
 def prove_same(

@@ -35,6 +35,28 @@ for _ in range(20):
 print(len(frames), "threads")
 """
 
+FORKING = """
+import gc, os, signal, threading
+from mpistrat.board.frames import current_frames
+
+def look():
+    while not stop.is_set():
+        current_frames()
+
+stop = threading.Event()
+usual = gc.get_threshold()
+threading.Thread(target=look, daemon=True).start()
+for _ in range(40):
+    child = os.fork()
+    if not child:
+        signal.alarm(10)
+        current_frames()
+        os._exit(int(gc.get_threshold() != usual))
+    assert os.waitpid(child, 0)[1] == 0
+stop.set()
+print("fine")
+"""
+
 
 def test_a_garbage_collection_does_not_stop_the_process():
     ended = subprocess.run(
@@ -43,13 +65,20 @@ def test_a_garbage_collection_does_not_stop_the_process():
     assert ended.stdout == "51 threads\n"
 
 
-def test_collections_go_on_where_they_went_on_before():
-    assert gc.isenabled()
-    assert threading.get_ident() in current_frames()
-    assert gc.isenabled()
-    gc.disable()
+def test_collections_go_on_as_they_went_on_before():
+    before = gc.get_threshold()
+    gc.set_threshold(500, 7, 8)
     try:
-        current_frames()
-        assert not gc.isenabled()
+        assert threading.get_ident() in current_frames()
+        assert gc.get_threshold() == (500, 7, 8)
+        assert gc.isenabled()
     finally:
-        gc.enable()
+        gc.set_threshold(*before)
+
+
+def test_a_child_may_look_too():
+    """Forked while another thread looks all the time."""
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKING], timeout=60, text=True, capture_output=True
+    )
+    assert (ended.returncode, ended.stdout) == (0, "fine\n"), ended.stderr
