@@ -19,13 +19,13 @@ from mpistrat.kernels.fold import fold_rows
 from mpistrat.kernels.ops import FOLDS, ReduceOp
 from mpistrat.kernels.scaling import divide, multiply
 
-__all__ = ["ONE", "AnyPlan", "NumberPlan", "Plan", "SharedPlan"]
+__all__ = ["ONE", "AnyPlan", "NumberPlan", "Plan", "Run", "SharedPlan", "folded", "runs_of"]
 
 # The weight that rides with a mean without weights.
 ONE = struct.pack("<d", 1.0)
 
 
-class _Run(NamedTuple):
+class Run(NamedTuple):
     """Adjacent leaves of one dtype, folded at once: everybody's values, and how to cut the sum."""
 
     values: tuple[Array, ...]
@@ -67,7 +67,7 @@ class Plan:
         self._fold: Callable[..., Any] = FOLDS[op]
         self._divisor = lockstep.comm.size if op is ReduceOp.MEAN else 0
         self._quiet = all(value.dtype.kind in "iu" for value in values)
-        self._runs = _runs(lockstep.received, values, len(header), numbers)
+        self._runs = runs_of(lockstep.received, values, len(header), numbers)
 
     def all(self, leaves: Sequence[Any], weight: float = 1.0) -> list[Any]:
         """Prove, fold and return the totals of `leaves`, in rank order. Collective."""
@@ -83,6 +83,11 @@ class Plan:
         with np.errstate(all="ignore"):
             return self._totals(_scales(self._received) if self._weighted else Scales())
 
+    def folded(self) -> list[Any]:
+        """Return the totals of what came with the last proof, without weights. Not collective."""
+        with np.errstate(all="ignore"):
+            return self._totals(Scales())
+
     def into(self, leaves: Sequence[Any], outs: Sequence[Array], weight: float = 1.0) -> None:
         """Put the totals of `leaves` into arrays of their shapes and dtypes. Collective."""
         for out, total in zip(outs, self.all(leaves, weight), strict=True):
@@ -93,25 +98,10 @@ class Plan:
         return self.all((leaf,))[0]
 
     def _totals(self, scales: Scales) -> list[Any]:
-        results: list[Any] = []
-        fold = self._fold
         factors, divisor = scales.of(0)
         if scales.divisors is None:
             divisor = self._divisor or 1.0
-        for given, cuts in self._runs:
-            values = given
-            if factors is not None:
-                values = tuple(value.copy() for value in given)
-                for value, factor in zip(values, factors, strict=True):
-                    multiply(value, factor)
-            total = fold(values[0], values[1]) if len(values) > 1 else values[0].copy()
-            for value in values[2:]:
-                fold(total, value, out=total)
-            if divisor != 1.0:
-                divide(total, divisor)
-            for start, stop, shape in cuts:
-                results.append(total[start] if shape is None else total[start:stop].reshape(shape))
-        return results
+        return [total for run in self._runs for total in _totals(run, self._fold, factors, divisor)]
 
 
 @final
@@ -124,10 +114,12 @@ class NumberPlan:
       lockstep: What it rides in.
       op: SUM or MEAN.
       text: The text of the call.
+      plan: The `Plan` of the same call, which decides what is left of several NaNs.
     """
 
-    def __init__(self, lockstep: Lockstep, op: ReduceOp, text: str):
+    def __init__(self, lockstep: Lockstep, op: ReduceOp, text: str, plan: Plan):
         """Find the number of each rank in the frames."""
+        self._plan = plan
         self._ride, self._text, self._digest = lockstep.ride, text, digest_of(text)
         self._mean = op is ReduceOp.MEAN
         self._size = lockstep.comm.size
@@ -145,6 +137,8 @@ class NumberPlan:
         total = numbers[0]
         for value in numbers[1:]:
             total += value
+        if total != total:
+            return self._plan.folded()[0]
         return np.float64(total / self._size if self._mean else total)
 
 
@@ -318,9 +312,43 @@ def _bytes(number: Any) -> bytes:
     return np.asarray(number).tobytes()
 
 
-def _runs(
+def _totals(
+    run: Run, fold: Callable[..., Any], factors: Array | None = None, divisor: float = 1.0
+) -> list[Any]:
+    total = folded(run, fold, factors)
+    if divisor != 1.0:
+        divide(total, divisor)
+    return [total[a] if shape is None else total[a:b].reshape(shape) for a, b, shape in run.cuts]
+
+
+def folded(run: Run, fold: Callable[..., Any], factors: Array | None = None) -> Array:
+    """Return the fold of everybody's values, multiplied before by `factors`, one for each rank.
+
+    All who fold what rode do it here: two NaNs, or two complex numbers, may leave other bits in
+    another loop, and ranks may have come on different ways.
+    """
+    values = run.values
+    if factors is not None:
+        values = tuple(value.copy() for value in values)
+        for value, factor in zip(values, factors, strict=True):
+            multiply(value, factor)
+    total: Array = fold(values[0], values[1]) if len(values) > 1 else values[0].copy()
+    for value in values[2:]:
+        fold(total, value, out=total)
+    return total
+
+
+def runs_of(
     received: Array, values: Sequence[Array], at: int, numbers: Sequence[bool]
-) -> tuple[_Run, ...]:
+) -> tuple[Run, ...]:
+    """Return the values that rode in proofs: views of `received`, from byte `at` of each row on.
+
+    Args:
+      received: uint8; one row for each rank.
+      values: Of one rank, for their dtypes and shapes.
+      at: Where the first begins.
+      numbers: For each of them, whether a number is to come of it.
+    """
     runs = []
     first = 0
     while first < len(values):
@@ -332,6 +360,6 @@ def _runs(
             cuts.append((count, count + value.size, shape))
             count, last = count + value.size, last + 1
         stop = at + count * dtype.itemsize
-        runs.append(_Run(tuple(row[at:stop].view(dtype) for row in received), tuple(cuts)))
+        runs.append(Run(tuple(row[at:stop].view(dtype) for row in received), tuple(cuts)))
         first, at = last, stop
     return tuple(runs)

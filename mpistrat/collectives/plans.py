@@ -246,7 +246,7 @@ class Plans:
             for known in (self._known, self._weighted, self._lone):
                 known.clear()
         numbers = [type(leaf) is not np.ndarray for leaf in asked.leaves]
-        plan: Plan | SharedPlan
+        plan: AnyPlan
         if lockstep.fits(len(header) + what.nbytes):
             plan = Plan(lockstep, op, what.text, values, header, numbers, weighted)
         elif self._direct(what):
@@ -264,5 +264,6 @@ class Plans:
             self._lone[asked.key[0], leaf.dtype, leaf.shape] = plan
             return
         number = type(leaf) in _FLOATS and op in (ReduceOp.SUM, ReduceOp.MEAN)
-        made = NumberPlan(lockstep, op, what.text) if number else plan
-        self._lone[asked.key[0], type(leaf)] = made
+        if number and isinstance(plan, Plan):
+            plan = NumberPlan(lockstep, op, what.text, plan)
+        self._lone[asked.key[0], type(leaf)] = plan

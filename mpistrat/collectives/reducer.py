@@ -23,11 +23,11 @@ from mpistrat.collectives.gatherer import Gatherer
 from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.collectives.messages import Message, messages, scale, travel
 from mpistrat.collectives.node import NodeFolds
+from mpistrat.collectives.planned import folded, runs_of
 from mpistrat.collectives.reducing import Reducing
 from mpistrat.collectives.results import Results, results_for
 from mpistrat.collectives.spans import Packed, Placed, Scales, scales_of
 from mpistrat.kernels.ops import FOLDS, ReduceOp
-from mpistrat.kernels.scaling import multiply
 
 __all__ = ["Reducer"]
 
@@ -148,7 +148,7 @@ class Reducer(Reducing):
         if self.lockstep.fits(len(header) + what.nbytes):
             wires = what.wires(values, weights, fresh=False)
             riding = header + b"".join([wire.tobytes() for wire in wires])
-            return _Way("", riding, functools.partial(_rode, what, wires, len(header)), True)
+            return _Way("", riding, functools.partial(self._rode, what, wires, len(header)), True)
         if not self.node.possible:
             wires = what.wires(values, weights, fresh=weigh)
             sent = messages(what.op, wires, self.comm.size)
@@ -191,6 +191,28 @@ class Reducer(Reducing):
         self.node.warn("all_reduce")
         return totals
 
+    def _rode(
+        self,
+        what: Folding,
+        wires: list[Array],
+        start: int,
+        scales: Scales,
+        smalls: list[bytes],
+    ) -> list[Array]:
+        received = self.lockstep.received
+        if not self.lockstep.frames:  # where what rides is equal on all ranks
+            received = np.array([np.frombuffer(small, np.uint8) for small in smalls])
+        # With one weight for all as plans fold, which other ranks may have.
+        groups = [wires] if scales.uniform else [[wire] for wire in wires]
+        totals: list[Array] = []
+        for group in groups:
+            factors = scales.of(len(totals))[0]
+            for run in runs_of(received, group, start, [False] * len(group)):
+                total = folded(run, FOLDS[what.op], factors)
+                totals += [total[a:b].reshape(shape) for a, b, shape in run.cuts]
+            start += sum(wire.nbytes for wire in group)
+        return what.results(totals, scales.divisors)
+
     def _native(
         self,
         what: Folding,
@@ -210,23 +232,3 @@ class Reducer(Reducing):
 
 def _nothing(scales: Scales, smalls: list[bytes]) -> list[Array]:
     return []
-
-
-def _rode(
-    what: Folding, wires: list[Array], start: int, scales: Scales, smalls: list[bytes]
-) -> list[Array]:
-    totals = []
-    for leaf, wire in enumerate(wires):
-        stop = start + wire.nbytes
-        values = [np.frombuffer(small[start:stop], wire.dtype) for small in smalls]
-        factors = scales.of(leaf)[0]
-        if factors is not None:
-            values = [value.copy() for value in values]
-            for value, weight in zip(values, factors, strict=True):
-                multiply(value, weight)
-        total = values[0].copy()
-        for value in values[1:]:
-            FOLDS[what.op](total, value, out=total)
-        totals.append(total.reshape(wire.shape))
-        start = stop
-    return what.results(totals, scales.divisors)

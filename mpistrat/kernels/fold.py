@@ -95,8 +95,15 @@ def fold_rows(
 def _divided(
     team: Team, work: Callable[[int, int], None], rows: Array, start: int, stop: int
 ) -> None:
-    """Let the team do slices of these columns; elements are folded alike in any of them."""
-    team.run(work, start, stop, (stop - start) // _PART, max(1, _LINE // rows.itemsize))
+    """Let the team do slices of these columns; elements are folded alike in any of them.
+
+    They meet at whole lines from the start on. So what a loop does with its last few elements, of
+    which a NaN of two or a product of complex numbers may show something, it does to the same ones
+    whatever the number of threads.
+    """
+    columns = stop - start
+    step = max(1, _LINE // rows.itemsize)
+    team.run(lambda a, b: work(start + a, start + b), 0, columns, columns // _PART, step)
 
 
 def fold_pair(

@@ -73,11 +73,13 @@ class Team:
         """
         (low, high), *others = cuts(start, stop, min(parts, self.count), step) or [(start, stop)]
         futures = []
+        pool = self._ready() if others else None
         try:
-            if others:
-                pool = self._ready()
+            if pool is not None:
                 futures = [pool.submit(work, *part) for part in others]
             work(low, high)
+            for part in others if pool is None else ():
+                work(*part)
         finally:
             # Also on the way out with an error: nobody may write once the caller thinks it is over.
             errors = [future.exception() for future in futures]
@@ -85,23 +87,41 @@ class Team:
             if error is not None:
                 raise error
 
-    def _ready(self) -> Executor:
+    def _ready(self) -> Executor | None:
+        """Return the threads, or None if they cannot be started: the results are the same."""
         with self._lock:
-            if self._pool is None or self._pid != os.getpid():
-                from concurrent.futures import ThreadPoolExecutor
-
+            if self._pid != os.getpid():
                 self._pid = os.getpid()
-                self._pool = ThreadPoolExecutor(self.count - 1, "mpistrat kernels", _deaf)
+                self._pool = _started(self.count - 1)
             return self._pool
 
     def free(self) -> None:
         """Wait for the threads to end. They come again if there is more work."""
         with self._lock:
             pool, self._pool = self._pool, None
-        if pool is not None and self._pid == os.getpid():
+            ours, self._pid = self._pid == os.getpid(), 0
+        if pool is not None and ours:
             pool.shutdown()
 
 
 def _deaf() -> None:
     """Leave signals to the thread that Python handles them in: it has to wake up from waiting."""
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _OWN)
+
+
+def _started(count: int) -> Executor | None:
+    """Return so many threads, all of them started, so that work cannot fail to find one."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    pool = ThreadPoolExecutor(count, "mpistrat kernels", _deaf)
+    go = threading.Event()
+    try:
+        for _ in range(count):
+            pool.submit(go.wait)
+    except RuntimeError:  # the system gives no more
+        go.set()
+        pool.shutdown(cancel_futures=True)
+        return None
+    finally:
+        go.set()
+    return pool
