@@ -210,7 +210,7 @@ class NodeFolds:
                 fill(pack, packed.values, rows[node.rank])
                 node.barrier()
             spans, ready = spans_of(pack, scales), self.ready(what.op, pack.dtype, pack.columns)
-            for start, stop, to in results.places(number):
+            for start, stop, to in results.places(pack):
                 for low, high, table, divisor in spans:
                     begin, end = max(start, low), min(stop, high)
                     if begin < end:

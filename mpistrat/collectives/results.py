@@ -41,9 +41,16 @@ class Results:
         """Wait for what is folded."""
         self.arrays, self._copies = arrays, copies
 
-    def places(self, number: int) -> Sequence[tuple[int, int, Array]]:
-        """Return where results of that pack go: columns, and a flat array for them."""
-        return self._copies[number]
+    def places(self, pack: Pack) -> Sequence[tuple[int, int, Array]]:
+        """Return where results of a pack go: columns, and a flat array for them.
+
+        Leaf by leaf, also where they lie side by side: a loop treats its last elements in another
+        way, and other ranks may put theirs elsewhere.
+        """
+        return [
+            (column, column + stop - start, self.arrays[leaf].reshape(-1)[start:stop])
+            for leaf, start, stop, column, _ in pack.pieces
+        ]
 
     def take(self, number: int, row: Array) -> None:
         """Copy the results of that pack out of `row`."""

@@ -27,7 +27,6 @@ _BLOCK = 65536  # the same for NumPy, whose calls cost more than its loops
 _COMPILE = 1 << 18
 # A part of this many is worth a thread: it takes 0.1 ms, and to hand it over 0.02 to 0.04.
 _PART = 1 << 19
-_LINE = 64  # bytes of a cache line, at which slices are cut so that no two threads write to one
 _COMPILED = frozenset(map(np.dtype, ("f4", "f8", "i4", "i8", "u4", "u8")))
 
 
@@ -73,7 +72,7 @@ def fold_rows(
         def part(low: int, high: int) -> None:
             fold_rows(fold, rows, out, low, high, scales, divisor, count, ready=ready)
 
-        _divided(team, part, rows, start, stop)
+        _divided(team, part, start, stop)
         return
     if stop <= start:
         return
@@ -92,18 +91,15 @@ def fold_rows(
             _fold_blocks(fold, rows, out, start, stop, scales, divisor)
 
 
-def _divided(
-    team: Team, work: Callable[[int, int], None], rows: Array, start: int, stop: int
-) -> None:
+def _divided(team: Team, work: Callable[[int, int], None], start: int, stop: int) -> None:
     """Let the team do slices of these columns; elements are folded alike in any of them.
 
-    They meet at whole lines from the start on. So what a loop does with its last few elements, of
+    They meet at whole tiles from the start on. So what a loop does with its last few elements, of
     which a NaN of two or a product of complex numbers may show something, it does to the same ones
     whatever the number of threads.
     """
     columns = stop - start
-    step = max(1, _LINE // rows.itemsize)
-    team.run(lambda a, b: work(start + a, start + b), 0, columns, columns // _PART, step)
+    team.run(lambda a, b: work(start + a, start + b), 0, columns, columns // _PART, _TILE)
 
 
 def fold_pair(
@@ -145,7 +141,7 @@ def fold_pair(
             into = out[low - start : high - start]
             fold_pair(fold, rows, low, high, into, scales, divisor, count, ready=ready)
 
-        _divided(team, part, rows, start, stop)
+        _divided(team, part, start, stop)
         return
     one, two = rows[0, start:stop], rows[1, start:stop]
     plain = _ones(scales)
@@ -332,7 +328,7 @@ def spread_rows(
     """
     if team is not None and stop - start >= 2 * _PART:
         part = functools.partial(spread_rows, rows, source, divisor=divisor)
-        _divided(team, part, rows, start, stop)
+        _divided(team, part, start, stop)
         return
     for low in range(start, stop, _BLOCK):
         high = min(low + _BLOCK, stop)
