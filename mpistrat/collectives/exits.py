@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, final
 
@@ -72,6 +73,7 @@ class Exits:
         self.failure: BaseException | None = None
         self.recorder: Callable[[int], None] | None = None
         self._deferred = Deferred()
+        self._armed = False
         self._pid = os.getpid()
         self._printed = threading.Lock()
         self._hook = sys.excepthook  # the program's own, if it has one
@@ -82,10 +84,13 @@ class Exits:
         """Lead the ways out of this process through the last proof of `session` too."""
         if any(known is session for known in self.sessions):
             return
+        # What was freed meanwhile must not keep its memory for being known here.
+        self.sessions = [known for known in self.sessions if not known.freed]
         self.sessions.append(session)
         session.interrupted = self._deferred.interrupted
-        if len(self.sessions) > 1:
+        if self._armed:
             return
+        self._armed = True
         atexit.register(self.at_exit)
         self._deferred.arm()
         if not hasattr(sys, "ps1") and not sys.flags.interactive:
@@ -162,7 +167,8 @@ class Exits:
             timers.append(threading.Timer(self._grace, self._give_up, (code,)))
         for timer in timers:
             timer.daemon = True
-            timer.start()
+            with suppress(RuntimeError):  # no thread can be started: it goes without
+                timer.start()
         agreed = self._parts(code)
         for timer in timers:
             timer.cancel()
@@ -193,15 +199,17 @@ class Exits:
             found[index] = self._part(self.sessions[index], code)
 
         others = range(1, len(self.sessions)) if threads_allowed() else ()
-        threads = [threading.Thread(target=take, args=(i,), daemon=True) for i in others]
-        for thread in threads:
-            thread.start()
+        threads: list[threading.Thread] = []
+        with suppress(RuntimeError):  # no thread can be started: one after the other then
+            for index in others:
+                thread = threading.Thread(target=take, args=(index,), daemon=True)
+                thread.start()
+                threads.append(thread)
         take(0)
         for thread in threads:
             thread.join()
-        if not threads:
-            for index in range(1, len(self.sessions)):
-                take(index)
+        for index in range(1 + len(threads), len(self.sessions)):
+            take(index)
         return found
 
     def _part(self, session: Session, code: int) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 
 from mpistrat.arrays import Array, dtype_name
 from mpistrat.collectives.lockstep import Lockstep
+from mpistrat.collectives.lost import moving
 from mpistrat.collectives.texts import spec_of
 from mpistrat.comm.base import Buffer
 
@@ -65,8 +66,9 @@ class Gatherer:
         counts = self._counts(sizes, proof.smalls)
         if proof.smalls is None or proof.more:
             outs = self._rooms(call, sends, counts)
-            for i, send in enumerate(sends):
-                self._allgatherv(send, outs[i], counts[:, i])
+            with moving(self.lockstep, text):
+                for i, send in enumerate(sends):
+                    self._allgatherv(send, outs[i], counts[:, i])
         else:
             outs = [
                 np.concatenate([_cut(s, counts[r], sends, i) for r, s in enumerate(proof.smalls)])

@@ -21,6 +21,7 @@ from mpistrat.arrays import Array
 from mpistrat.collectives.folding import Folding, put
 from mpistrat.collectives.gatherer import Gatherer
 from mpistrat.collectives.lockstep import Lockstep
+from mpistrat.collectives.lost import lost
 from mpistrat.collectives.messages import Message, messages, scale, travel
 from mpistrat.collectives.node import NodeFolds
 from mpistrat.collectives.planned import folded, runs_of
@@ -87,7 +88,10 @@ class Reducer(Reducing):
             except Exception as error:
                 self.lockstep.refuse(what.text, error)
             scales, smalls = self._prove(what, way, len(weights), weigh, alarm)
-            results = way.finish(scales, smalls)
+            try:
+                results = way.finish(scales, smalls)
+            except Exception as error:
+                lost(self.lockstep, what.text, error)
             moved = self.lockstep.session.on_moved
             if moved is not None and not way.small:
                 moved(results)
@@ -101,7 +105,10 @@ class Reducer(Reducing):
         way = _Way(placed.suffix, header, _nothing)
         with np.errstate(all="ignore"):
             scales, _ = self._prove(what, way, 1, weigh, "")
-            self.node.fold_placed(what.op, placed, scales)
+            try:
+                self.node.fold_placed(what.op, placed, scales)
+            except Exception as error:
+                lost(self.lockstep, what.text, error)
         moved = self.lockstep.session.on_moved
         if moved is not None:
             moved(leaves)

@@ -14,6 +14,7 @@ from mpistrat.arrays import Array
 from mpistrat.collectives.folding import Folding, put
 from mpistrat.collectives.forms import decode_order, encode_order, ordered
 from mpistrat.collectives.gatherer import Gatherer
+from mpistrat.collectives.lost import moving
 from mpistrat.collectives.reducer import Reducer
 from mpistrat.collectives.reducing import Reducing
 from mpistrat.collectives.routes import Route
@@ -163,10 +164,11 @@ class Routed(Chosen):
                 wires = what.wires(values, weights, fresh=weigh)
                 sent = self._sent(op, wires)
             scales = self._weighed(what, weights, weigh, text, alarm)
-            if weigh and scales is not None:
-                self._scale(sent, wires, scales[self.comm.rank])
-            for message in sent:
-                self._move(text, message, op)
+            with moving(self.lockstep, text):
+                if weigh and scales is not None:
+                    self._scale(sent, wires, scales[self.comm.rank])
+                for message in sent:
+                    self._move(text, message, op)
             totals = self._totals(op, wires, sent)
             return put(what.results(totals, divisors_of(scales)), outs)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -137,3 +139,29 @@ def test_values_of_all_kinds_reach_all_ranks(world):
         for r, value in enumerate(values)
     )
     same(world, np.int8(ok), np.int8(1))
+
+
+def test_what_was_freed_leaves_nothing_open(world):
+    """Neither descriptors of its memory, nor the memory."""
+
+    def life():
+        comm = world.Dup()
+        strategy = ms.MirroredStrategy(comm=comm)
+        with strategy.scope():
+            variable = ms.Variable(np.zeros(50_000))
+        strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", np.ones(300_000)))
+        del strategy, variable
+        comm.Free()
+        gc.collect()
+        return len(list(Path("/proc/self/fd").iterdir())), shared()
+
+    def shared():
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("RssShmem"))
+
+    life()
+    files, kib = life()
+    for _ in range(4):
+        now, held = life()
+    assert now <= files
+    assert held < kib + 4000  # one life has 10 MB and more

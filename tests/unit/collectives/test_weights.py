@@ -144,6 +144,70 @@ def test_weights_that_are_alike_are_none(size, count, weight, into):
     assert run_ranks(rank, size) == [[want.tobytes()] * 3] * size
 
 
+@pytest.mark.parametrize("weights", [(32, 7), (32.5, 7.0), (2.0**25, 7), (3, 2), (1e300, 1e-3)])
+@pytest.mark.parametrize("count", [3, 300, 300_000])
+def test_a_mean_overflows_only_where_its_values_do(strategy_on, weights, count):
+    values = [np.full(count, 3e37, np.float32)] * 2
+    for got in mean(strategy_on, 2, values, weights):
+        np.testing.assert_allclose(got, np.float32(3e37), rtol=3e-7)
+
+
+@pytest.mark.parametrize("count", [5, 3000, 600_000])
+@pytest.mark.parametrize("odd", [np.inf, np.nan])
+def test_a_weight_that_is_not_zero_is_read_however_small(strategy_on, count, odd):
+    """In float32 its part is none; what it belongs to must not depend on the size of the array."""
+    values = [np.ones(count, np.float32), np.full(count, odd, np.float32)]
+    for got in mean(strategy_on, 2, values, [1.0, 1e-46]):
+        np.testing.assert_array_equal(got, values[1])
+
+
+@pytest.mark.parametrize("weights", [(1, 1), (1e308, 1e308), (3, 5), (1e308, 1e307)])
+@pytest.mark.parametrize("dtype", ["c8", "c16", "f4"])
+def test_rows_have_the_mean_of_dense_values(weights, dtype):
+    """Infinities of complex numbers, and weights whose sum is none, included."""
+    odd = np.array([[1, np.inf], [2, 3]], dtype)
+    if np.dtype(dtype).kind == "c":
+        odd = odd + odd.dtype.type(1j)
+
+    def program(comm):
+        def fn():
+            ctx = ms.get_replica_context()
+            rows = ms.IndexedSlices(odd, np.array([2 * comm.rank, 2 * comm.rank + 1]), (4, 2))
+            found = ctx.all_reduce("MEAN", rows, weight=weights[comm.rank])
+            plain = np.zeros((4, 2), dtype)
+            plain[2 * comm.rank : 2 * comm.rank + 2] = odd
+            return found, ctx.all_reduce("MEAN", plain, weight=weights[comm.rank])
+
+        found, dense = ms.MirroredStrategy().run(fn)
+        return found.local, dense.local
+
+    for found, dense in run_ranks(program, 2):
+        assert found.indices.tolist() == [0, 1, 2, 3]
+        for one, two in ((found.values.real, dense.real), (found.values.imag, dense.imag)):
+            np.testing.assert_allclose(one, two, rtol=1e-6)
+
+
+def test_copies_of_longdouble_are_compared_by_value(monkeypatch):
+    """Their bytes hold padding, with whatever was there before."""
+    monkeypatch.setenv("MPISTRAT_CHECK_EVERY", "1")
+
+    def program(comm):
+        strategy = ms.MirroredStrategy()
+        with strategy.scope():
+            kinds = [np.longdouble, np.clongdouble]
+            copies = [ms.Variable(np.zeros(301, kind)) for kind in kinds]
+
+        def fn():
+            for copy in copies:
+                copy.kept.array.view(np.uint8).reshape(-1, 16)[:, 10:] = comm.rank + 1
+
+        strategy.run(fn)
+        for _ in range(4):
+            strategy.run(lambda: None)
+
+    run_ranks(program, 2)
+
+
 @pytest.mark.parametrize(
     "weight", [-1, np.nan, np.inf, "3", 1j, [1], None.__class__], ids=lambda w: repr(w)[:20]
 )

@@ -1,0 +1,53 @@
+"""A rank fails after the proof of a call, while the others are in MPI: the job ends, with why."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from mpistrat.cluster.detect import launched_by
+from mpistrat.launch.mpiexec import find
+from mpistrat.launch.process import run_job
+
+LONGEST = 60
+pytestmark = [
+    pytest.mark.timeout(LONGEST + 30),
+    pytest.mark.skipif(launched_by() is not None, reason="this process is itself a rank of a job"),
+    pytest.mark.skipif(sys.platform != "linux", reason="needs /proc"),
+]
+
+PROGRAM = """
+import resource, sys
+import numpy as np
+import mpistrat as ms
+from mpi4py import MPI
+
+strategy = ms.MirroredStrategy(**{how})
+value = np.ones(5_000_000)
+fold = lambda x: strategy.run(lambda: ms.get_replica_context().all_reduce("sum", x, **{options}))
+fold(np.ones(10))
+if MPI.COMM_WORLD.rank == 0:
+    pages = int(open("/proc/self/statm").read().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + {mib} * 2**20,) * 2)
+fold(value)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "options", "mib"),
+    [
+        ("{'cross_device_ops': ms.ReductionToOneDevice()}", "{}", 60),
+        ("{}", "{'options': ms.CommunicationOptions(implementation='RING')}", 50),
+    ],
+)
+def test_memory_that_ends_in_the_midst_of_a_call_ends_the_job(how, options, mib, tmp_path):
+    program, said = tmp_path / "train.py", tmp_path / "said"
+    program.write_text(PROGRAM.format(how=how, options=options, mib=mib))
+    with said.open("wb") as output:
+        outcome = run_job(find()[0].command(2, [sys.executable, str(program)]), LONGEST, output)
+    text = said.read_text(errors="replace")
+    assert not outcome.timed_out, text
+    assert outcome.code == 1, text
+    assert "rank 0 of 2 failed in the midst of all_reduce(SUM, *) float64[5000000]" in text
+    assert "Unable to allocate" in text
