@@ -1,5 +1,6 @@
 """``tf.distribute.coordinator``: names that say why there is no coordinator, and what to use."""
 
+from mpistrat.refused import missing_from as _missing_from
 from mpistrat.refused import refused
 
 __all__ = [
@@ -8,6 +9,8 @@ __all__ = [
     "RemoteValue",
     "experimental_get_current_worker_index",
 ]
+
+__getattr__ = _missing_from("mpistrat.coordinator")
 
 ClusterCoordinator = refused("coordinator.ClusterCoordinator")
 PerWorkerValue = refused("coordinator.PerWorkerValue")

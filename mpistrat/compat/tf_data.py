@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, final
 
 from mpistrat import nest
-from mpistrat.compat.tf_absent import absent, absent_from, refusing
+from mpistrat.compat.tf_absent import Names, absent, absent_from, refusing
 from mpistrat.compat.tf_arrays import constant
 from mpistrat.errors import RefusedError
 from mpistrat.feed import dataset
@@ -28,8 +27,25 @@ AUTOTUNE = -1
 INFINITE_CARDINALITY = dataset.Dataset.INFINITE
 UNKNOWN_CARDINALITY = dataset.Dataset.UNKNOWN
 Options = DatasetOptions
-experimental = SimpleNamespace(
-    AUTOTUNE=AUTOTUNE, AutoShardPolicy=AutoShardPolicy, DistributeOptions=DistributeOptions
+
+
+def _cardinality(dataset: Any) -> int:
+    """Return ``dataset.cardinality()``: how many elements an epoch has, or one of the two above."""
+    if not hasattr(dataset, "cardinality"):
+        kind = type(dataset).__name__
+        raise TypeError(f"cardinality(dataset) wants a dataset, not {dataset!r:.60} ({kind}).")
+    found: int = dataset.cardinality()
+    return found
+
+
+experimental = Names(
+    "tf.data.experimental",
+    AUTOTUNE=AUTOTUNE,
+    INFINITE_CARDINALITY=INFINITE_CARDINALITY,
+    UNKNOWN_CARDINALITY=UNKNOWN_CARDINALITY,
+    AutoShardPolicy=AutoShardPolicy,
+    DistributeOptions=DistributeOptions,
+    cardinality=_cardinality,
 )
 
 

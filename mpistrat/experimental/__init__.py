@@ -24,6 +24,7 @@ from mpistrat.launch.preemption import (
     PreemptionWatcher,
     TerminationConfig,
 )
+from mpistrat.refused import missing_from as _missing_from
 from mpistrat.refused import refused
 
 __all__ = [
@@ -43,5 +44,7 @@ __all__ = [
     "partitioners",
     "rpc",
 ]
+
+__getattr__ = _missing_from("mpistrat.experimental")
 
 ParameterServerStrategy = refused("ParameterServerStrategy")

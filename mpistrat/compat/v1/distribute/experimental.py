@@ -6,6 +6,7 @@ from mpistrat.collectives.communication import (
     CommunicationImplementation,
     CommunicationOptions,
 )
+from mpistrat.compat.tf_absent import absent_from as _absent_from
 from mpistrat.compat.v1.strategies import (
     CentralStorageStrategy,
     MultiWorkerMirroredStrategy,
@@ -23,5 +24,7 @@ __all__ = [
     "ParameterServerStrategy",
     "TPUStrategy",
 ]
+
+__getattr__ = _absent_from("tf.compat.v1.distribute.experimental")
 
 ParameterServerStrategy = refused("ParameterServerStrategy")
