@@ -6,7 +6,10 @@ from collections.abc import Callable
 from typing import Any, final
 
 from mpistrat import nest
-from mpistrat.compat.tf_absent import Names, absent, absent_from, refusing
+from mpistrat.compat.tf_absent import Names as _Names
+from mpistrat.compat.tf_absent import absent as _absent
+from mpistrat.compat.tf_absent import absent_from as _absent_from
+from mpistrat.compat.tf_absent import refusing as _refusing
 from mpistrat.compat.tf_arrays import constant
 from mpistrat.errors import RefusedError
 from mpistrat.feed import dataset
@@ -21,7 +24,7 @@ __all__ = [
     "experimental",
 ]
 
-__getattr__ = absent_from("tf.data")
+__getattr__ = _absent_from("tf.data")
 
 AUTOTUNE = -1
 INFINITE_CARDINALITY = dataset.Dataset.INFINITE
@@ -38,7 +41,7 @@ def _cardinality(dataset: Any) -> int:
     return found
 
 
-experimental = Names(
+experimental = _Names(
     "tf.data.experimental",
     AUTOTUNE=AUTOTUNE,
     INFINITE_CARDINALITY=INFINITE_CARDINALITY,
@@ -66,15 +69,15 @@ class Dataset(dataset.Dataset):
 
     __slots__ = ()
 
-    from_generator = staticmethod(refusing("tf.data.Dataset.from_generator"))
-    list_files = staticmethod(refusing("tf.data.Dataset.list_files"))
-    zip = staticmethod(refusing("tf.data.Dataset.zip"))
+    from_generator = staticmethod(_refusing("tf.data.Dataset.from_generator"))
+    list_files = staticmethod(_refusing("tf.data.Dataset.list_files"))
+    zip = staticmethod(_refusing("tf.data.Dataset.zip"))
 
     def __getattr__(self, name: str) -> Any:
         """Raise an AttributeError that says what to use instead of `name`."""
         if name.startswith("_"):
             raise AttributeError(name)
-        raise absent("tf.data.Dataset", name)
+        raise _absent("tf.data.Dataset", name)
 
     def as_numpy_iterator(self) -> Any:
         """Return an iterator over the elements of the next epoch, which are arrays anyway."""

@@ -25,7 +25,7 @@ from mpistrat.launch.preemption import (
     TerminationConfig,
 )
 from mpistrat.refused import missing_from as _missing_from
-from mpistrat.refused import refused
+from mpistrat.refused import refused as _refused
 
 __all__ = [
     "CentralStorageStrategy",
@@ -47,4 +47,4 @@ __all__ = [
 
 __getattr__ = _missing_from("mpistrat.experimental")
 
-ParameterServerStrategy = refused("ParameterServerStrategy")
+ParameterServerStrategy = _refused("ParameterServerStrategy")

@@ -2,10 +2,10 @@
 
 from mpistrat.coordinator import ClusterCoordinator, RemoteValue
 from mpistrat.refused import missing_from as _missing_from
-from mpistrat.refused import refused
+from mpistrat.refused import refused as _refused
 
 __all__ = ["ClusterCoordinator", "PerWorkerValues", "RemoteValue"]
 
 __getattr__ = _missing_from("mpistrat.experimental.coordinator")
 
-PerWorkerValues = refused("experimental.coordinator.PerWorkerValues")
+PerWorkerValues = _refused("experimental.coordinator.PerWorkerValues")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import types
 
 import numpy as np
@@ -187,6 +188,19 @@ def test_every_namespace_says_what_to_use_instead_of_a_missing_name(path):
     with pytest.raises(AttributeError, match=advice):
         SPACES[path].nonsense  # noqa: B018
     assert not hasattr(SPACES[path], "__nonsense__")
+
+
+@pytest.mark.parametrize("path", SPACES)
+def test_namespaces_do_not_show_what_makes_their_errors(path):
+    makers = ("mpistrat.compat.tf_absent", "mpistrat.refused")
+    shown = [
+        name
+        for name, value in vars(SPACES[path]).items()
+        if not name.startswith("_")
+        and getattr(value, "__module__", None) in makers
+        and vars(sys.modules[value.__module__]).get(getattr(value, "__name__", "")) is value
+    ]
+    assert shown == []
 
 
 def test_what_tf_data_knows_of_cardinality():

@@ -12,7 +12,7 @@ from mpistrat.compat.v1.strategies import (
     MultiWorkerMirroredStrategy,
     TPUStrategy,
 )
-from mpistrat.refused import refused
+from mpistrat.refused import refused as _refused
 
 __all__ = [
     "CentralStorageStrategy",
@@ -27,4 +27,4 @@ __all__ = [
 
 __getattr__ = _absent_from("tf.compat.v1.distribute.experimental")
 
-ParameterServerStrategy = refused("ParameterServerStrategy")
+ParameterServerStrategy = _refused("ParameterServerStrategy")
