@@ -92,7 +92,7 @@ def _convert(value: Any, path: str) -> Array:
             return np.asarray(value)
         if hasattr(value, "__dlpack__"):
             return np.from_dlpack(value)
-        if not isinstance(value, str | bytes | None):
+        if _is_buffer(value):
             return np.asarray(memoryview(value))
     except MpistratError:  # what is ours says better what is wrong, as of a mixture of strategies
         raise
@@ -103,6 +103,15 @@ def _convert(value: Any, path: str) -> Array:
     raise LeafTypeError(
         f"{label(path)} is {value!r:.60} ({type(value).__name__}); wanted an array or a number."
     )
+
+
+def _is_buffer(value: Any) -> bool:
+    """Tell whether `value` lends its memory; bytes do, but are taken for text."""
+    try:
+        memoryview(value).release()
+    except TypeError:  # "a bytes-like object is required" says nothing of arrays and numbers
+        return False
+    return not isinstance(value, bytes)
 
 
 def finish(result: Array, like: Any) -> Any:

@@ -16,6 +16,7 @@ from mpistrat.cluster.slurm import SlurmClusterResolver
 from mpistrat.cluster.spec import ClusterSpec
 from mpistrat.cluster.tpu import TPUClusterResolver
 from mpistrat.launch.tf_config import tf_config, write_tf_config
+from mpistrat.refused import missing_from as _missing_from
 
 __all__ = [
     "ClusterResolver",
@@ -32,3 +33,5 @@ __all__ = [
     "tf_config",
     "write_tf_config",
 ]
+
+__getattr__ = _missing_from("mpistrat.cluster_resolver")

@@ -7,11 +7,12 @@ which says why and what to use. A further name is one row of `REFUSED`.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 from mpistrat.errors import RefusedError
 
-__all__ = ["REFUSED", "Refusal", "refused"]
+__all__ = ["REFUSED", "Refusal", "missing_from", "refused"]
 
 
 class Refusal(NamedTuple):
@@ -107,6 +108,33 @@ def refused(path: str) -> Any:
     for fact, value in {**facts, "__name__": name}.items():
         setattr(refuse, fact, value)
     return refuse
+
+
+def missing_from(where: str) -> Callable[[str], NoReturn]:
+    """Return the ``__getattr__`` of a module that tf.distribute has too: it says where to look.
+
+    Args:
+      where: The dotted name of the module.
+
+    Raises:
+      AttributeError: What is returned is called, as Python does for a name that is not there.
+
+    Example:
+      >>> try:
+      ...     missing_from("mpistrat.coordinator")("Clock")
+      ... except AttributeError as error:
+      ...     print(str(error).partition("`")[0])
+      mpistrat.coordinator has no Clock.
+    """
+
+    def __getattr__(name: str) -> NoReturn:
+        if name.startswith("__"):  # Python itself looks for these
+            raise AttributeError(f"module {where!r} has no attribute {name!r}")
+        raise AttributeError(
+            f"{where} has no {name}. `python -m mpistrat.parity` lists every name of tf.distribute."
+        )
+
+    return __getattr__
 
 
 def __getattr__(name: str) -> Any:

@@ -108,6 +108,8 @@ class Checkpoint:
           ContextError: Called in replica code.
           StructureError: A tree holds no variable, or something else.
           StrategyError: The variables belong to several strategies.
+          ValueError: `file_prefix` names no file.
+          TypeError: It is no text or path.
           LockstepError: The ranks save different variables, or elsewhere.
 
         Cost: three proofs; one rank writes, and waits for the disk. ON_READ variables are reduced
@@ -128,7 +130,7 @@ class Checkpoint:
         """
         with _cross(self, "Checkpoint.write", saves=True) as (lockstep, mine):
             with lockstep.preparing("Checkpoint.write"):
-                path = _file(file_prefix)
+                path = _file("Checkpoint.write", "file_prefix", file_prefix)
             saving.overwrite(lockstep, mine, path, self._counter)
         return os.fspath(path)
 
@@ -154,6 +156,8 @@ class Checkpoint:
           CheckpointError: It is damaged, or no checkpoint.
           DataError: It is of another format.
           StructureError: It has other variables, or with other shapes or dtypes: says which.
+          ValueError: `save_path` names no file.
+          TypeError: It is no text or path.
           ContextError: Called in replica code, or in the function of ``extended.update``.
           LockstepError: The ranks restore different variables, or from elsewhere.
 
@@ -182,7 +186,7 @@ class Checkpoint:
     def _restored(self, name: str, given: _Path | None, partial: bool) -> tuple[Restored, int]:
         with _cross(self, name) as (lockstep, mine):
             with lockstep.preparing(name):
-                path = None if given is None else _file(given)
+                path = None if given is None else _file(name, "save_path", given)
             if path is not None:
                 return restoring.restore(lockstep, mine, path, bool(partial))
             lockstep.prove(f"{name}(None)")
@@ -212,7 +216,7 @@ def save(
     """
     with _cross(checkpoint, "Checkpoint.save", saves=True) as (lockstep, mine):
         with lockstep.preparing("Checkpoint.save"):
-            prefix = Path(file_prefix)
+            prefix = files.checked_path("Checkpoint.save", "file_prefix", file_prefix)
             if prefix.name in ("", "..") or prefix.name.startswith(".") or _ends(file_prefix):
                 raise ValueError(
                     f"Checkpoint.save({os.fspath(file_prefix)!r}): wanted a directory and a name, "
@@ -228,8 +232,13 @@ def _ends(given: _Path) -> bool:
     return os.fspath(given).endswith(os.sep)  # pathlib drops it, and takes the directory as a name
 
 
-def _file(given: _Path) -> Path:
-    path = Path(given)
+def _file(call: str, argument: str, given: Any) -> Path:
+    path = files.checked_path(call, argument, given)
+    if path.name in ("", ".."):
+        raise ValueError(
+            f"{call}({os.fspath(given)!r}): {argument} names no file; wanted a directory and a "
+            "name, such as 'run/ckpt-1'."
+        )
     return path if path.name.endswith(files.SUFFIX) else path.with_name(path.name + files.SUFFIX)
 
 

@@ -17,17 +17,39 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from mpistrat.errors import CheckpointError
 
-__all__ = ["SUFFIX", "latest_checkpoint", "numbered", "saved", "whole"]
+__all__ = ["SUFFIX", "checked_path", "latest_checkpoint", "numbered", "saved", "whole"]
 
 SUFFIX = ".npz"
 _NAME = re.compile(rf"(.+)-(\d{{1,18}}){re.escape(SUFFIX)}")
 _PART = ".part"
 # What a file system says that has no links (FAT, some network ones).
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+
+
+def checked_path(call: str, argument: str, given: Any) -> Path:
+    """Return an argument as a path.
+
+    Args:
+      call: What it is an argument of, for errors.
+      argument: What it is called there.
+      given: What was given.
+
+    Raises:
+      TypeError: It is no text or path.
+
+    Example:
+      >>> checked_path("Checkpoint.read", "save_path", "run/ckpt").name
+      'ckpt'
+    """
+    text = os.fspath(given) if isinstance(given, str | os.PathLike) else None
+    if not isinstance(text, str):
+        kind = type(given).__name__
+        raise TypeError(f"{call}: {argument} must be a str or a path, not {given!r:.60} ({kind}).")
+    return Path(text)
 
 
 def numbered(directory: Path, name: str, number: int) -> Path:
@@ -76,6 +98,7 @@ def latest_checkpoint(
 
     Raises:
       CheckpointError: No name was given, and there are checkpoints of several.
+      TypeError: `checkpoint_dir` is no text or path.
       OSError: The directory cannot be read.
 
     As: ``tf.train.latest_checkpoint``.
@@ -84,7 +107,7 @@ def latest_checkpoint(
       >>> latest_checkpoint("no/such/directory") is None
       True
     """
-    found = _numbers(Path(checkpoint_dir))
+    found = _numbers(checked_path("latest_checkpoint", "checkpoint_dir", checkpoint_dir))
     if name is None and len(found) > 1:
         raise CheckpointError(
             f"{os.fspath(checkpoint_dir)} has checkpoints of several names: {sorted(found)}. Say "

@@ -7,7 +7,6 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, final
 
 from mpistrat.checkpoint import files
@@ -31,7 +30,7 @@ class CheckpointManager:
       init_fn: Called, on every rank, by `restore_or_initialize` if there is nothing to restore.
 
     Raises:
-      TypeError: `checkpoint` is none, or `init_fn` no function.
+      TypeError: `checkpoint` is none, `directory` no text or path, or `init_fn` no function.
       ValueError: `max_to_keep` is no positive number, or `checkpoint_name` cannot name a file.
       OSError: The directory cannot be read.
       LockstepError: The ranks name different directories.
@@ -74,7 +73,7 @@ class CheckpointManager:
         if failing is not None:
             lockstep.refuse("CheckpointManager", failing)
         with lockstep.preparing("CheckpointManager"):
-            self._directory = Path(directory)
+            self._directory = files.checked_path("CheckpointManager", "directory", directory)
             self._name = _checked_name(checkpoint_name)
             self._keep = _checked_number(max_to_keep)
             if init_fn is not None and not callable(init_fn):

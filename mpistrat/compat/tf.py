@@ -33,7 +33,8 @@ from mpistrat.compat import tf_nest as nest
 from mpistrat.compat import tf_nn as nn
 from mpistrat.compat import tf_random as random
 from mpistrat.compat import v1
-from mpistrat.compat.tf_absent import Names, absent_from
+from mpistrat.compat.tf_absent import Names as _Names
+from mpistrat.compat.tf_absent import absent_from as _absent_from
 from mpistrat.compat.tf_arrays import (
     cast,
     concat,
@@ -197,7 +198,7 @@ uint64 = np.uint64
 complex64 = np.complex64
 complex128 = np.complex128
 
-__getattr__ = absent_from("tf")
+__getattr__ = _absent_from("tf")
 
 
 def function(func: Any = None, **_: Any) -> Any:
@@ -259,34 +260,34 @@ def _initialize_tpu_system(cluster_resolver: Any = None) -> Any:
     return Topology.read()
 
 
-compat = Names("tf.compat", v1=v1)
-train = Names(
+compat = _Names("tf.compat", v1=v1)
+train = _Names(
     "tf.train",
     ClusterSpec=ClusterSpec,
     Checkpoint=Checkpoint,
     CheckpointManager=CheckpointManager,
     latest_checkpoint=latest_checkpoint,
 )
-errors = Names("tf.errors", OutOfRangeError=OutOfRangeError)
-experimental = Names("tf.experimental", Optional=Optional)
-types = Names(
+errors = _Names("tf.errors", OutOfRangeError=OutOfRangeError)
+experimental = _Names("tf.experimental", Optional=Optional)
+types = _Names(
     "tf.types",
-    experimental=Names(
+    experimental=_Names(
         "tf.types.experimental",
-        distributed=Names(
+        distributed=_Names(
             "tf.types.experimental.distributed", Mirrored=Mirrored, PerReplica=PerReplica
         ),
     ),
 )
-config = Names(
+config = _Names(
     "tf.config",
     experimental_connect_to_cluster=_connect_to_cluster,
     experimental_connect_to_host=_connect_to_cluster,
     run_functions_eagerly=_connect_to_cluster,
 )
-tpu = Names(
+tpu = _Names(
     "tf.tpu",
-    experimental=Names(
+    experimental=_Names(
         "tf.tpu.experimental",
         DeviceAssignment=DeviceAssignment,
         Topology=Topology,

@@ -96,7 +96,7 @@ INSTEAD = {
         "Choose the rows before the dataset, x[keep], so that every rank knows how many there are."
     ),
     "tf.data.Dataset.unbatch": "`rebatch` makes batches of another size.",
-    "tf.data.Dataset": "docs/coming-from.md has the table of what datasets here can do.",
+    "tf.data": "docs/coming-from.md has the table of what datasets here can do.",
     "tf.string": "Strings do not travel between ranks; give them numbers.",
     "tf.strings": "Strings do not travel between ranks; use Python's.",
     "tf.bfloat16": "Use ml_dtypes.bfloat16; collectives take it.",

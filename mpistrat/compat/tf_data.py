@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, final
 
 from mpistrat import nest
-from mpistrat.compat.tf_absent import absent, absent_from, refusing
+from mpistrat.compat.tf_absent import Names as _Names
+from mpistrat.compat.tf_absent import absent as _absent
+from mpistrat.compat.tf_absent import absent_from as _absent_from
+from mpistrat.compat.tf_absent import refusing as _refusing
 from mpistrat.compat.tf_arrays import constant
 from mpistrat.errors import RefusedError
 from mpistrat.feed import dataset
@@ -22,14 +24,31 @@ __all__ = [
     "experimental",
 ]
 
-__getattr__ = absent_from("tf.data")
+__getattr__ = _absent_from("tf.data")
 
 AUTOTUNE = -1
 INFINITE_CARDINALITY = dataset.Dataset.INFINITE
 UNKNOWN_CARDINALITY = dataset.Dataset.UNKNOWN
 Options = DatasetOptions
-experimental = SimpleNamespace(
-    AUTOTUNE=AUTOTUNE, AutoShardPolicy=AutoShardPolicy, DistributeOptions=DistributeOptions
+
+
+def _cardinality(dataset: Any) -> int:
+    """Return ``dataset.cardinality()``: how many elements an epoch has, or one of the two above."""
+    if not hasattr(dataset, "cardinality"):
+        kind = type(dataset).__name__
+        raise TypeError(f"cardinality(dataset) wants a dataset, not {dataset!r:.60} ({kind}).")
+    found: int = dataset.cardinality()
+    return found
+
+
+experimental = _Names(
+    "tf.data.experimental",
+    AUTOTUNE=AUTOTUNE,
+    INFINITE_CARDINALITY=INFINITE_CARDINALITY,
+    UNKNOWN_CARDINALITY=UNKNOWN_CARDINALITY,
+    AutoShardPolicy=AutoShardPolicy,
+    DistributeOptions=DistributeOptions,
+    cardinality=_cardinality,
 )
 
 
@@ -50,15 +69,15 @@ class Dataset(dataset.Dataset):
 
     __slots__ = ()
 
-    from_generator = staticmethod(refusing("tf.data.Dataset.from_generator"))
-    list_files = staticmethod(refusing("tf.data.Dataset.list_files"))
-    zip = staticmethod(refusing("tf.data.Dataset.zip"))
+    from_generator = staticmethod(_refusing("tf.data.Dataset.from_generator"))
+    list_files = staticmethod(_refusing("tf.data.Dataset.list_files"))
+    zip = staticmethod(_refusing("tf.data.Dataset.zip"))
 
     def __getattr__(self, name: str) -> Any:
         """Raise an AttributeError that says what to use instead of `name`."""
         if name.startswith("_"):
             raise AttributeError(name)
-        raise absent("tf.data.Dataset", name)
+        raise _absent("tf.data.Dataset", name)
 
     def as_numpy_iterator(self) -> Any:
         """Return an iterator over the elements of the next epoch, which are arrays anyway."""

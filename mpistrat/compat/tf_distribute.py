@@ -1,7 +1,7 @@
 """``tf.distribute`` as programs that import `mpistrat.compat.tf` see it."""
 
 from mpistrat import cluster_resolver, coordinator, experimental
-from mpistrat.compat.tf_absent import absent_from
+from mpistrat.compat.tf_absent import absent_from as _absent_from
 from mpistrat.distribute.context import (
     ReplicaContext,
     experimental_set_strategy,
@@ -33,7 +33,7 @@ from mpistrat.distribute.topology_strategy import TPUStrategy
 from mpistrat.distribute.values import DistributedValues
 from mpistrat.feed.distributed import DistributedDataset, DistributedIterator
 from mpistrat.kernels.ops import ReduceOp
-from mpistrat.refused import refused
+from mpistrat.refused import refused as _refused
 
 __all__ = [
     "CrossDeviceOps",
@@ -67,7 +67,7 @@ __all__ = [
     "in_cross_replica_context",
 ]
 
-__getattr__ = absent_from("tf.distribute")
+__getattr__ = _absent_from("tf.distribute")
 
-ParameterServerStrategy = refused("ParameterServerStrategy")
-Server = refused("Server")
+ParameterServerStrategy = _refused("ParameterServerStrategy")
+Server = _refused("Server")

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.compat.tf_absent import absent_from
+from mpistrat.compat.tf_absent import absent_from as _absent_from
 from mpistrat.compat.tf_arrays import (
     convert_to_tensor,
     is_typed,
@@ -61,7 +61,7 @@ __all__ = [
     "tanh",
 ]
 
-__getattr__ = absent_from("tf.math")
+__getattr__ = _absent_from("tf.math")
 
 
 def _one(function: Callable[..., Any], what: str) -> Callable[..., Any]:

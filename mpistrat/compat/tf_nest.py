@@ -9,12 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 from mpistrat import nest
-from mpistrat.compat.tf_absent import absent_from
+from mpistrat.compat.tf_absent import absent_from as _absent_from
 from mpistrat.errors import StructureError
 
 __all__ = ["assert_same_structure", "flatten", "is_nested", "map_structure", "pack_sequence_as"]
 
-__getattr__ = absent_from("tf.nest")
+__getattr__ = _absent_from("tf.nest")
 
 
 def is_nested(structure: Any) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.compat.tf_absent import absent_from
+from mpistrat.compat.tf_absent import absent_from as _absent_from
 from mpistrat.compat.tf_arrays import convert_to_tensor
 from mpistrat.compat.tf_math import sigmoid, softmax, tanh
 from mpistrat.distribute.context import get_strategy, has_strategy, in_cross_replica_context
@@ -21,7 +21,7 @@ __all__ = [
     "tanh",
 ]
 
-__getattr__ = absent_from("tf.nn")
+__getattr__ = _absent_from("tf.nn")
 
 
 def compute_average_loss(

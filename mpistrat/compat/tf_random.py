@@ -10,13 +10,14 @@ from typing import Any, final
 
 import numpy as np
 
-from mpistrat.compat.tf_absent import absent_from, refusing
+from mpistrat.compat.tf_absent import absent_from as _absent_from
+from mpistrat.compat.tf_absent import refusing as _refusing
 
 __all__ = ["Generator", "normal", "set_seed", "uniform"]
 
-__getattr__ = absent_from("tf.random")
+__getattr__ = _absent_from("tf.random")
 
-set_seed = refusing("tf.random.set_seed")
+set_seed = _refusing("tf.random.set_seed")
 
 
 @final

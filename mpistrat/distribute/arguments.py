@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Mapping
 from typing import Any
 
 from mpistrat.errors import StructureError
 
-__all__ = ["check_function", "given"]
+__all__ = ["check_function", "check_long_operation", "given"]
 
 
 def check_function(call: str, name: str, fn: object) -> None:
@@ -18,6 +19,21 @@ def check_function(call: str, name: str, fn: object) -> None:
     """
     if not callable(fn):
         raise TypeError(f"{call}: {name} must be a function, got {fn!r:.80}.")
+
+
+def check_long_operation(name: object, max_seconds: object) -> None:
+    """Raise if a long operation has no name, or no number of seconds.
+
+    Raises:
+      TypeError: One of them is of another kind.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"long_operation: name must be a text, got {name!r:.60}.")
+    if not isinstance(max_seconds, numbers.Real):
+        raise TypeError(
+            f"long_operation({name!r}): max_seconds must be a number of seconds, got "
+            f"{max_seconds!r:.60} ({type(max_seconds).__name__})."
+        )
 
 
 def given(call: str, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -164,11 +164,19 @@ def incoming_slices(variable: Variable, mode: Mode | None, kind: str, value: Any
 
 
 def _refuse_per_replica(variable: Variable, own: bool, kind: str, value: Any) -> None:
-    if isinstance(value, PerReplica) and not own:
+    if not isinstance(value, PerReplica) or own:
+        return
+    if variable.on_read:
+        # Its copies may differ; but what is assigned here is what the variable reads as, one value.
         raise StructureError(
-            f"{kind} of {variable.name!r}: got a value per replica, which would make the copies "
-            "differ. Reduce it first (strategy.reduce, extended.reduce_to)."
+            f"{kind} of ON_READ variable {variable.name!r}: got a value per replica, and in "
+            "cross-replica code it takes one value for all. Let each replica write its own in "
+            "replica code (strategy.run), or give one array or number."
         )
+    raise StructureError(
+        f"{kind} of {variable.name!r}: got a value per replica, which would make the copies "
+        "differ. Reduce it first (strategy.reduce, extended.reduce_to)."
+    )
 
 
 def _converted(variable: Variable, kind: str, array: Array, listed: bool = False) -> Array:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpistrat.comm.world import size_of_job
 from mpistrat.distribute import feeding, reductions
-from mpistrat.distribute.arguments import check_function
+from mpistrat.distribute.arguments import check_function, check_long_operation
 from mpistrat.distribute.buffers import make_buffers
 from mpistrat.distribute.context import gather_leaves
 from mpistrat.distribute.default import default_strategy
@@ -556,6 +556,7 @@ class Strategy:
           max_seconds: How long it may take.
 
         Raises:
+          TypeError: `name` is no text, or `max_seconds` no number.
           ValueError: `max_seconds` is not positive.
 
         Example:
@@ -563,7 +564,8 @@ class Strategy:
           >>> with ms.MirroredStrategy().long_operation("evaluate", max_seconds=600):
           ...     pass
         """
-        return self.parts.lockstep.session.board.long_operation(name, max_seconds)
+        check_long_operation(name, max_seconds)
+        return self.parts.lockstep.session.board.long_operation(name, float(max_seconds))
 
     def note_alone(self, what: str) -> None:
         """Warn, once, if replica code communicates where no strategy is, in a job of many ranks.

@@ -24,7 +24,8 @@ from mpistrat.launch.preemption import (
     PreemptionWatcher,
     TerminationConfig,
 )
-from mpistrat.refused import refused
+from mpistrat.refused import missing_from as _missing_from
+from mpistrat.refused import refused as _refused
 
 __all__ = [
     "CentralStorageStrategy",
@@ -44,4 +45,6 @@ __all__ = [
     "rpc",
 ]
 
-ParameterServerStrategy = refused("ParameterServerStrategy")
+__getattr__ = _missing_from("mpistrat.experimental")
+
+ParameterServerStrategy = _refused("ParameterServerStrategy")

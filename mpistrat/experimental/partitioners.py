@@ -14,8 +14,11 @@ from typing import Any, final
 import numpy as np
 
 from mpistrat.errors import AxisError
+from mpistrat.refused import missing_from as _missing_from
 
 __all__ = ["FixedShardsPartitioner", "MaxSizePartitioner", "MinSizePartitioner", "Partitioner"]
+
+__getattr__ = _missing_from("mpistrat.experimental.partitioners")
 
 _TEXT = "SUOT"  # kinds of dtypes whose elements have no size of their own
 

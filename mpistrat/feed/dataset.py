@@ -300,17 +300,26 @@ class Dataset:
         return self._then(Rebatch(size, bool(drop_remainder)))
 
     def repeat(self, count: int | None = None) -> Dataset:
-        """Return a dataset of `count` epochs in a row, each shuffled anew; None for no end.
+        """Return a dataset of `count` epochs in a row, each shuffled anew.
 
         ``repeat(2).batch(n)`` has batches across the end of an epoch, ``batch(n).repeat(2)`` none.
+
+        Args:
+          count: How many; None or -1 for no end, as in ``tf.data``.
+
+        Raises:
+          TypeError: `count` is no integer.
+          DataError: It is less than -1.
 
         Example:
           >>> [batch.tolist() for batch in Dataset.range(3).repeat(2).batch(4)]
           [[0, 1, 2, 0], [1, 2]]
+          >>> Dataset.range(3).repeat(-1).cardinality() == Dataset.INFINITE
+          True
         """
         if count is not None:
-            count = whole_number("repeat(count)", count, 0)
-        return self._then(Repeat(count))
+            count = whole_number("repeat(count), where -1 is no end,", count, -1)
+        return self._then(Repeat(None if count == -1 else count))
 
     def map(self, fn: Callable[..., Any], rowwise: bool = False) -> Dataset:
         """Return a dataset of ``fn(element)``, or ``fn(*element)`` for elements that are tuples.

@@ -89,8 +89,11 @@ class ElementIterator(ABC):
         """Return ``next(self)``."""
         return next(self)
 
-    def get_next(self) -> Any:
+    def get_next(self, *, name: Any = None) -> Any:
         """Return the next element; as ``next()``, but for the error at the end.
+
+        Args:
+          name: No effect; iterators of tf.distribute take it, though their interface has none.
 
         Raises:
           OutOfRangeError: The data have ended.

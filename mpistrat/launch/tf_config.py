@@ -46,6 +46,7 @@ def tf_config(
     Raises:
       ValueError: The resolver does not know its task; or, on every rank, the jobs do not take all
         ranks or the ports are out of range.
+      TypeError: `port_base` is no integer; on every rank.
       LockstepError: Ranks give different ports or jobs.
 
     Example:
@@ -57,6 +58,9 @@ def tf_config(
     lockstep = Lockstep(Session.on(default_parent() if comm is None else comm))
     begin(lockstep)
     with lockstep.preparing("tf_config"):
+        if isinstance(port_base, bool) or not hasattr(port_base, "__index__"):
+            kind = type(port_base).__name__
+            raise TypeError(f"tf_config: port_base must be an integer, got {port_base!r} ({kind}).")
         shares = None if jobs is None else list(jobs.items())
         mine = (socket.gethostname() if host is None else host).encode()
     rows = lockstep.share(f"tf_config(port_base={port_base!r}, jobs={shares})", mine)
@@ -93,6 +97,7 @@ def write_tf_config(
 
     Raises:
       ValueError: As `tf_config`; nothing is set then.
+      TypeError: As `tf_config`.
       LockstepError: As `tf_config`.
 
     Example:

@@ -74,6 +74,17 @@ def test_all_of_compat_tf_is_listed():
     assert [name for name in tf.__all__ if not re.search(rf"`{name}\b", listed)] == []
 
 
+def test_the_error_of_data_that_end_before_the_steps_do():
+    rows = {row[0]: row[1] for row in table(page("coming-from"), "TPUStrategy there")}
+    named, base = re.findall(
+        r"`?(\w+Error|StopIteration)`", rows["data that end before the steps do"]
+    )
+    strategy = ms.OneDeviceStrategy("cpu")
+    with pytest.raises(IndexError) as caught:
+        strategy.extended.experimental_run_steps_on_iterator(lambda *_: None, iter([1]), 2)
+    assert [type(caught.value).__name__, IndexError.__name__] == [named, base]
+
+
 def test_environment_variables():
     shown = {row[0]: row[1] for row in table(page("sharp-edges"), "variable")}
     defaults = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import decimal
 
 import ml_dtypes
@@ -142,6 +143,20 @@ def test_what_cannot_travel_is_refused_by_name(value):
     with pytest.raises(TypeError, match="layers/3/kernel") as caught:
         as_array(value, "layers/3/kernel")
     assert isinstance(caught.value, LeafTypeError)
+
+
+def test_what_is_no_array_and_no_number_is_said_to_be_none():
+    wanted = r"^the value is <object .*> \(object\); wanted an array or a number\.$"
+    with pytest.raises(LeafTypeError, match=wanted):
+        as_array(object())
+    with pytest.raises(LeafTypeError, match=r"is \{1\} \(set\); wanted an array or a number"):
+        as_array({1})
+    gone = memoryview(np.arange(3.0))
+    gone.release()
+    with pytest.raises(LeafTypeError, match=r"cannot be seen as an array: .*released"):
+        as_array(gone)
+    assert as_array(array.array("d", [1, 2])).tolist() == [1, 2]
+    assert as_array(bytearray(b"\x01\x02")).tolist() == [1, 2]
 
 
 def test_a_lone_value_is_called_the_value():

@@ -67,6 +67,11 @@ class Strategy(strategy.Strategy):
             )
         vars(self).update(vars(newer))
 
+    def __dir__(self) -> list[str]:
+        """Return the names that can be read: what walks them takes each for an attribute."""
+        newer = {name for name, value in vars(Strategy).items() if isinstance(value, _Newer)}
+        return [name for name in super().__dir__() if name not in newer]
+
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
         """Make values per replica one, elementwise if no axis is given; as `Strategy.reduce`."""
         return super().reduce(reduce_op, value, axis)

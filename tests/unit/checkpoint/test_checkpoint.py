@@ -350,6 +350,29 @@ def test_a_prefix_that_names_no_file(prefix, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("path", ["", ".", "..", "run/.."])
+@pytest.mark.parametrize(
+    ("call", "argument"),
+    [("restore", "save_path"), ("read", "save_path"), ("write", "file_prefix")],
+)
+def test_a_path_that_names_no_file(call, argument, path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    wanted = f"Checkpoint.{call}({path!r}): {argument} names no file; wanted a directory and a name"
+    for text in fails(lambda comm: getattr(made(ms.MirroredStrategy()), call)(path), 2, ValueError):
+        assert wanted in text
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("given", [3, b"run/x", ["x"]])
+@pytest.mark.parametrize("call", ["restore", "read", "write", "save"])
+def test_what_is_no_path_is_told_with_call_and_argument(call, given):
+    argument = "save_path" if call in ("restore", "read") else "file_prefix"
+    kind = type(given).__name__
+    wanted = f"Checkpoint.{call}: {argument} must be a str or a path, not {given!r} ({kind})."
+    for text in fails(lambda comm: getattr(made(ms.MirroredStrategy()), call)(given), 2, TypeError):
+        assert wanted in text
+
+
 def test_nothing_to_save(tmp_path):
     for text in fails(lambda comm: ms.Checkpoint().save(tmp_path / "x"), 2, ms.StructureError):
         assert "holds no variables" in text

@@ -172,6 +172,12 @@ def test_several_names_are_not_guessed_between(tmp_path):
         latest_checkpoint(tmp_path)
 
 
+def test_what_is_no_directory_is_told_with_call_and_argument():
+    text = r"^latest_checkpoint: checkpoint_dir must be a str or a path, not 3 \(int\)\.$"
+    with pytest.raises(TypeError, match=text):
+        latest_checkpoint(3)
+
+
 def test_no_directory_is_no_checkpoint(tmp_path):
     assert latest_checkpoint(tmp_path / "none") is None
     shutil.rmtree(tmp_path)

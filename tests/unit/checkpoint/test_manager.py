@@ -226,6 +226,12 @@ def test_arguments(arguments, error, tmp_path):
     run_ranks(program, 2)
 
 
+def test_a_directory_that_is_none_is_told_with_call_and_argument():
+    text = r"^CheckpointManager: directory must be a str or a path, not 3 \(int\)\.$"
+    with pytest.raises(TypeError, match=text):
+        ms.CheckpointManager(ms.Checkpoint(v=ms.Variable(0)), 3, 2)
+
+
 def test_a_checkpoint_is_wanted(tmp_path):
     with pytest.raises(TypeError, match="wants a Checkpoint, not"):
         ms.CheckpointManager(ms.Variable(0), tmp_path, 1)

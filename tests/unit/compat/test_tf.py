@@ -110,6 +110,7 @@ def test_hints_change_nothing_and_methods_can_be_chained():
     assert read(dataset.map(np.negative, rowwise=True).take(1)) == [[0, -2, -4, -6]]
     assert isinstance(dataset.repeat().skip(1).shard(2, 0), DATA)
     assert DATA.range(3).repeat().cardinality() == tf.data.INFINITE_CARDINALITY
+    assert DATA.range(3).repeat(-1).cardinality() == tf.data.INFINITE_CARDINALITY
 
 
 def test_trees():

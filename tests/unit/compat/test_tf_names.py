@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import types
+
 import numpy as np
 import pytest
 
@@ -160,6 +163,55 @@ def test_operations_by_aggregation():
 def test_names_that_are_missing_say_what_to_use(get, instead):
     with pytest.raises(AttributeError, match=rf"mpistrat\.compat\.tf has no tf\..*{instead}"):
         get()
+
+
+def spaces(found, path):
+    """The modules, and what stands for modules, that can be reached from one."""
+    yield path, found
+    for name in getattr(found, "__all__", None) or vars(found):
+        value = getattr(found, name)
+        if not name.startswith("_") and isinstance(value, types.ModuleType | types.SimpleNamespace):
+            yield from spaces(value, f"{path}.{name}")
+
+
+SPACES = dict(spaces(tf, "tf"))
+
+
+def test_namespaces_are_found():
+    assert {"tf.data.experimental", "tf.errors", "tf.distribute.experimental.rpc"} <= set(SPACES)
+    assert len(SPACES) > 20
+
+
+@pytest.mark.parametrize("path", SPACES)
+def test_every_namespace_says_what_to_use_instead_of_a_missing_name(path):
+    advice = r" has no .*\bnonsense\. .*(docs/|python -m|numpy|mpistrat\.|[Uu]se|tf\.\w|Devices)"
+    with pytest.raises(AttributeError, match=advice):
+        SPACES[path].nonsense  # noqa: B018
+    assert not hasattr(SPACES[path], "__nonsense__")
+
+
+@pytest.mark.parametrize("path", SPACES)
+def test_namespaces_do_not_show_what_makes_their_errors(path):
+    makers = ("mpistrat.compat.tf_absent", "mpistrat.refused")
+    shown = [
+        name
+        for name, value in vars(SPACES[path]).items()
+        if not name.startswith("_")
+        and getattr(value, "__module__", None) in makers
+        and vars(sys.modules[value.__module__]).get(getattr(value, "__name__", "")) is value
+    ]
+    assert shown == []
+
+
+def test_what_tf_data_knows_of_cardinality():
+    assert tf.data.experimental.INFINITE_CARDINALITY == tf.data.INFINITE_CARDINALITY == -1
+    assert tf.data.experimental.UNKNOWN_CARDINALITY == tf.data.UNKNOWN_CARDINALITY == -2
+    of = tf.data.experimental.cardinality
+    assert of(tf.data.Dataset.range(5).batch(2)) == 3
+    assert of(tf.data.Dataset.range(5).repeat()) == tf.data.experimental.INFINITE_CARDINALITY
+    assert of(ms.Dataset(lambda: [])) == tf.data.experimental.UNKNOWN_CARDINALITY
+    with pytest.raises(TypeError, match=r"cardinality\(dataset\) wants a dataset, not 3"):
+        of(3)
 
 
 def test_missing_names_are_missing_to_python_too():

@@ -218,6 +218,17 @@ def test_what_only_newer_strategies_have():
         ms.OneDeviceStrategy("cpu").reduce("SUM", 1)
 
 
+@pytest.mark.parametrize("make", [lambda: v1.MirroredStrategy(), v1.experimental.TPUStrategy])
+def test_every_name_in_dir_can_be_read(make):
+    strategy = make()
+    unreadable = [name for name in dir(strategy) if not hasattr(strategy, name)]
+    assert unreadable == []
+    assert {"run", "reduce", "experimental_run_v2", "extended"} <= set(dir(strategy))
+    # Reading other names raises nothing but AttributeError, on the class too.
+    assert dict(inspect.getmembers(type(strategy)))["reduce"] is v1.Strategy.reduce
+    assert not hasattr(type(strategy), "gather")
+
+
 def test_they_are_strategies_of_their_own():
     newer = ms.OneDeviceStrategy("cpu")
     older = v1.Strategy(newer)

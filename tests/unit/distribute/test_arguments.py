@@ -89,3 +89,21 @@ def test_values_have_the_same_types_on_every_rank(value):
         return [(type(result), result == value) for result in results]
 
     assert run_ranks(rank, 2) == [[(type(value), True)] * 2] * 2
+
+
+@pytest.mark.parametrize("make", [*VIEWS, lambda: ms.OneDeviceStrategy("cpu")])
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        (("a", "b"), TypeError, r"^long_operation\('a'\): max_seconds must be a number of seconds"),
+        (("a", None), TypeError, r"seconds, got None \(NoneType\)\.$"),
+        ((3, 5), TypeError, r"^long_operation: name must be a text, got 3\.$"),
+        (("a", 0), ValueError, r"long_operation\('a'\) wants max_seconds > 0, not 0"),
+    ],
+)
+def test_a_long_operation_is_told_by_name_and_seconds(make, given, error, text):
+    strategy = make()
+    with pytest.raises(error, match=text), strategy.long_operation(*given):
+        pass
+    with strategy.long_operation("save", np.float32(2.5)):
+        pass

@@ -190,6 +190,26 @@ def test_values_that_do_not_fit(kind, sync):
     run_ranks(rank, 2)
 
 
+@pytest.mark.parametrize("kind", ["assign", "assign_add", "assign_sub"])
+@pytest.mark.parametrize("aggregation", [Agg.NONE, Agg.SUM, Agg.MEAN, Agg.ONLY_FIRST_REPLICA])
+def test_a_value_per_replica_is_refused_for_what_it_is(kind, aggregation):
+    def rank(comm):
+        s = ms.MirroredStrategy()
+        own = made(s, 1.0, synchronization=Sync.ON_READ, aggregation=aggregation)
+        said = r"ON_READ variable .* takes one value for all\. .* in replica code \(strategy\.run\)"
+        with pytest.raises(ms.StructureError, match=said) as caught:
+            getattr(own, kind)(ms.PerReplica(2.0))
+        assert "differ" not in str(caught.value)
+        s.run(lambda: getattr(own, kind)(2.0))  # what it advises
+        mirrored = made(s, 1.0, aggregation=aggregation)
+        with pytest.raises(ms.StructureError, match="would make the copies differ"):
+            getattr(mirrored, kind)(ms.PerReplica(2.0))
+        return s.run(lambda: own.numpy())
+
+    wanted = {"assign": 2.0, "assign_add": 3.0, "assign_sub": -1.0}[kind]
+    assert [float(found.local) for found in run_ranks(rank, 2)] == [wanted] * 2
+
+
 def test_a_value_that_depends_on_the_rank_names_both():
     def rank(comm):
         strategy = ms.MirroredStrategy()

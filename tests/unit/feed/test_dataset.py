@@ -32,6 +32,8 @@ class TestOrderOfSteps:
         assert lists(Dataset.range(9).batch(2).take(3)) == [[0, 1], [2, 3], [4, 5]]
         assert lists(Dataset.range(2).repeat().take(5)) == [0, 1, 0, 1, 0]
         assert lists(Dataset.range(2).batch(1).repeat().take(3)) == [[0], [1], [0]]
+        assert lists(Dataset.range(2).repeat(-1).take(5)) == [0, 1, 0, 1, 0]
+        assert lists(Dataset.range(2).batch(1).repeat(np.int64(-1)).take(3)) == [[0], [1], [0]]
         assert lists(Dataset.range(3).take(9)) == [0, 1, 2]
 
     def test_a_batch_spans_several_short_epochs(self):
@@ -333,7 +335,7 @@ class TestConstruction:
         (lambda d: d.batch(None), TypeError),
         (lambda d: d.take(-1), DataError),
         (lambda d: d.take(1.5), TypeError),
-        (lambda d: d.repeat(-1), DataError),
+        (lambda d: d.repeat(-2), DataError),
         (lambda d: d.repeat(1.5), TypeError),
         (lambda d: d.prefetch(-1), DataError),
         (lambda d: d.prefetch(None), TypeError),
@@ -369,6 +371,7 @@ def test_numpy_integers_are_integers():
         (Dataset.range(10).batch(4).repeat(2), 6),
         (Dataset.range(10).repeat(), -1),
         (Dataset.range(10).repeat().batch(4), -1),
+        (Dataset.range(10).repeat(-1).batch(4), -1),
         (Dataset.range(10).repeat().take(7).batch(4), 2),
         (Dataset.range(10).repeat(0), 0),
         (Dataset.range(0).repeat(), 0),
@@ -381,6 +384,7 @@ def test_numpy_integers_are_integers():
         (Dataset(lambda: []).take(0), 0),
         (Dataset(lambda: []).repeat(0), 0),
         (Dataset(lambda: []).repeat(), -1),
+        (Dataset(lambda: []).repeat(-1), -1),
         (Dataset(iter([np.ones(1)])), -2),
     ],
 )
@@ -395,6 +399,7 @@ def test_cardinality_is_what_iterating_finds(dataset, expected):
     "dataset",
     [
         Dataset.range(0).repeat(),
+        Dataset.range(0).repeat(-1),
         Dataset.range(0).shuffle(seed=0).batch(3),
         Dataset.range(0).repeat().batch(3),
         Dataset.range(0).batch(3).repeat(),

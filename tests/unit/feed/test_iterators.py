@@ -54,7 +54,7 @@ def test_what_all_ranks_step_through_is_neither_copied_nor_pickled(do, size):
 def test_an_undivided_dataset_is_asked_in_the_same_words():
     iterator = iter(ms.Dataset.range(3).batch(2))
     assert iterator.element_spec == Spec((None,), np.dtype("i8"))
-    assert iterator.get_next().tolist() == [0, 1]
+    assert iterator.get_next(name=None).tolist() == [0, 1]
     assert iterator.get_next_as_optional().get_value().tolist() == [2]
     assert not iterator.get_next_as_optional().has_value()
     with pytest.raises(tf.errors.OutOfRangeError):
@@ -70,7 +70,7 @@ def test_a_distributed_iterator(make, n):
     def rank(comm):
         data = make(comm=comm).experimental_distribute_dataset(ms.Dataset.range(n + 1).batch(n))
         iterator = iter(data)
-        first = iterator.get_next().local.tolist()
+        first = iterator.get_next(name="first").local.tolist()
         second = iterator.get_next_as_optional().get_value().local.tolist()
         assert not iterator.get_next_as_optional().has_value()
         for _ in range(2):

@@ -76,6 +76,19 @@ def test_every_rank_is_told_what_is_wrong(ask, error):
     assert all(isinstance(found, error) for found in failed.value.errors.values())
 
 
+@pytest.mark.parametrize("given", ["a", 8000.0, None, True])
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_a_port_that_is_none_is_told_on_every_rank(given, everywhere):
+    def rank(comm):
+        with pytest.raises(TypeError) as caught:
+            tf_config(port_base=given if everywhere or comm.rank else 8888)
+        return str(caught.value)
+
+    wanted = f"tf_config: port_base must be an integer, got {given!r} ({type(given).__name__})."
+    for said in run_ranks(rank, 2):
+        assert wanted in said
+
+
 def test_nothing_is_set_if_it_fails():
     def rank(comm):
         env = {}

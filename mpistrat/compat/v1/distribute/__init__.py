@@ -4,7 +4,7 @@ Contexts, ``extended`` and everything else are the same objects as the newer nam
 """
 
 from mpistrat import cluster_resolver
-from mpistrat.compat.tf_absent import absent_from
+from mpistrat.compat.tf_absent import absent_from as _absent_from
 from mpistrat.compat.v1.distribute import experimental
 from mpistrat.compat.v1.strategies import MirroredStrategy, OneDeviceStrategy, Strategy
 from mpistrat.distribute.context import (
@@ -24,7 +24,7 @@ from mpistrat.distribute.cross_device import (
 from mpistrat.distribute.extended import StrategyExtended
 from mpistrat.distribute.inputs import InputContext, InputReplicationMode, RunOptions
 from mpistrat.kernels.ops import ReduceOp
-from mpistrat.refused import refused
+from mpistrat.refused import refused as _refused
 
 __all__ = [
     "CrossDeviceOps",
@@ -51,9 +51,9 @@ __all__ = [
     "in_cross_replica_context",
 ]
 
-__getattr__ = absent_from("tf.compat.v1.distribute")
+__getattr__ = _absent_from("tf.compat.v1.distribute")
 
-Server = refused("Server")
+Server = _refused("Server")
 
 
 def get_loss_reduction() -> ReduceOp:

@@ -6,12 +6,13 @@ from mpistrat.collectives.communication import (
     CommunicationImplementation,
     CommunicationOptions,
 )
+from mpistrat.compat.tf_absent import absent_from as _absent_from
 from mpistrat.compat.v1.strategies import (
     CentralStorageStrategy,
     MultiWorkerMirroredStrategy,
     TPUStrategy,
 )
-from mpistrat.refused import refused
+from mpistrat.refused import refused as _refused
 
 __all__ = [
     "CentralStorageStrategy",
@@ -24,4 +25,6 @@ __all__ = [
     "TPUStrategy",
 ]
 
-ParameterServerStrategy = refused("ParameterServerStrategy")
+__getattr__ = _absent_from("tf.compat.v1.distribute.experimental")
+
+ParameterServerStrategy = _refused("ParameterServerStrategy")
