@@ -66,7 +66,7 @@ def test_one_that_children_do_not_make_is_fine(pool, tmp_path, capfd):
     program.write_text(HEAD + GUARDED + pool)
     assert alone(program)[:2] == (0, "[2, 4]\n")
     assert run(2, [str(program)], timeout=60) == 0
-    assert capfd.readouterr().out.split() == ["[2,", "4]"] * 2
+    assert capfd.readouterr().out.count("[2, 4]") == 2
 
 
 def test_a_worker_is_refused_and_the_pool_goes_on(tmp_path):
