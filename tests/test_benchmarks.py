@@ -159,7 +159,11 @@ def test_gradients(size, tmp_path):
     assert code == 0, text
     [row] = rows
     assert row["bytes"] == 400 * 64 * 4
-    assert set(row["paths"]) == {"arena", "arena mean", "out=", "fresh"} < set(row["ms"])
+    assert (
+        set(row["paths"])
+        == {"arena", "arena mean", "arena uneven", "out=", "fresh"}
+        < set(row["ms"])
+    )
     assert row["paths"]["arena"] == ("in place" if size > 1 else "native")
 
 

@@ -101,7 +101,9 @@ class Plan:
         factors, divisor = scales.of(0)
         if scales.divisors is None:
             divisor = self._divisor or 1.0
-        return [total for run in self._runs for total in _totals(run, self._fold, factors, divisor)]
+        return [
+            total for run in self._runs for total in _finished(run, self._fold, factors, divisor)
+        ]
 
 
 @final
@@ -312,7 +314,7 @@ def _bytes(number: Any) -> bytes:
     return np.asarray(number).tobytes()
 
 
-def _totals(
+def _finished(
     run: Run, fold: Callable[..., Any], factors: Array | None = None, divisor: float = 1.0
 ) -> list[Any]:
     total = folded(run, fold, factors)

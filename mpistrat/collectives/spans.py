@@ -108,8 +108,8 @@ def scaled(table: Array, weigh: bool) -> Array:
 
     Weights that all ranks have alike are ones: as long as batches are full nothing is multiplied,
     and a mean over one rank is the value itself. Others are divided by a power of two, which loses
-    nothing, so that together they are no more than 1: no mean overflows whose values do not. What
-    are no counts are taken relative to the largest before that, whatever their size.
+    nothing unless values are next to nothing, so that together they are no more than 1: no mean
+    overflows whose values do not. What are no counts are taken relative to the largest before.
     """
     if not weigh:
         return table
@@ -132,6 +132,10 @@ def scales_of(table: Array, weigh: bool) -> Scales:
 
     Without `weigh` values are sums over their examples already, and are divided only.
     """
+    if weigh and table.shape[1] == 1:  # what nearly all calls are, as long as batches are full
+        weights = table[:, 0].tolist()
+        if weights[0] and weights.count(weights[0]) == len(weights):
+            return Scales(None, (float(len(weights)),))
     table = scaled(table, weigh)
     alike = not weigh or bool((table == 1).all())
     return Scales(None if alike else table, [math.fsum(column) for column in table.T.tolist()])
