@@ -34,4 +34,5 @@ def current_frames() -> dict[int, FrameType]:
         try:
             return sys._current_frames()
         finally:
-            gc.set_threshold(*thresholds)
+            if not gc.get_threshold()[0]:  # else the program has set them meanwhile
+                gc.set_threshold(*thresholds)

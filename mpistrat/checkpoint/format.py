@@ -145,7 +145,9 @@ def read(path: Path, wanted: Mapping[str, Array]) -> Contents:
     with os.fdopen(descriptor, "rb") as file:
         try:
             return _checked(file, wanted, status.st_size)
-        except (MemoryError, DataError):  # which say nothing against the file
+        except DataError as error:
+            raise DataError(f"{path} {error}") from None
+        except MemoryError:  # which says nothing against the file
             raise
         except Exception as error:  # whatever the parts say of bytes that make no sense to them
             reading = error if isinstance(error, OSError) else error.__context__
@@ -199,7 +201,7 @@ def _manifest(
         raise ValueError(f"{_MANIFEST} does not say of which format it is")
     if told["format"] != FORMAT:
         raise DataError(
-            f"{archive.filename} is of format {told['format']}, and this version of mpistrat reads "
+            f"is of format {told['format']}, and this version of mpistrat reads "
             f"format {FORMAT}. Restore it by the version that wrote it."
         )
     counter = told["save_counter"]

@@ -104,21 +104,26 @@ class Exits:
         leaving = SystemExit(status)
         if threading.current_thread() is threading.main_thread():
             self._exit = leaving
+            self._bottom = self._bottom or _bottom()
         raise leaving
 
-    def _exited(self) -> SystemExit | None:
-        """Return the SystemExit that has ended the program, if one has.
+    def _unheard(self) -> BaseException | None:
+        """Return what has ended the program, if it was told nobody.
 
-        Python tells nobody. But a frame that ends well ends with a return; where the one at the
-        bottom of the stack has stopped elsewhere, and no exception was told, it was a SystemExit.
+        A frame that ends well ends with a return; where the one at the bottom of the stack has
+        stopped elsewhere, it was an exception. Python notes it before it calls a hook that the
+        program may have set since; but of SystemExit it says nothing.
         """
         bottom = self._bottom
-        if bottom is None:
+        if bottom is None or _operation(bottom).startswith("RETURN_"):
             return None
-        last = dis.opname[bottom.f_code.co_code[bottom.f_lasti]]
-        if bottom.f_lasti < 0 or last.startswith("RETURN_"):
-            return None
-        return self._exit or UnknownExit()
+        noted = getattr(sys, "last_value", None)
+        trace = getattr(noted, "__traceback__", None)
+        if noted is not None and trace is not None and trace.tb_frame is bottom:
+            self._printed.acquire(blocking=False)  # by that hook
+            return noted  # type: ignore[no-any-return]  # a variable of sys
+        leaving = self._exit
+        return leaving if leaving is not None and _went_through(leaving, bottom) else UnknownExit()
 
     def uncaught(
         self,
@@ -153,7 +158,7 @@ class Exits:
 
     def at_exit(self) -> None:
         """Take part in the last proof of every session, and leave with the agreed code."""
-        self.failure = self.failure or self._exited()
+        self.failure = self.failure or self._unheard()
         code = code_of(self.failure)
         if os.getpid() != self._pid:  # a forked child: MPI_Finalize is its parent's business
             self._print()
@@ -263,6 +268,23 @@ def _bottom() -> FrameType:
     while frame.f_back is not None:
         frame = frame.f_back
     return frame
+
+
+def _operation(frame: FrameType) -> str:
+    """Return the name of the operation at which a frame has ended."""
+    return dis.opname[frame.f_code.co_code[frame.f_lasti]]
+
+
+def _went_through(leaving: SystemExit, bottom: FrameType) -> bool:
+    """Tell whether it left the stack, and no frame that had it in its hands went on."""
+    trace = leaving.__traceback__
+    if trace is None:  # nobody had it
+        return True
+    if trace.tb_frame is not bottom:
+        return not _operation(trace.tb_frame).startswith("RETURN_")
+    last = _operation(bottom)
+    bare = last == "RAISE_VARARGS" and not bottom.f_code.co_code[bottom.f_lasti + 1]
+    return bare or last == "RERAISE" or trace.tb_lasti == bottom.f_lasti
 
 
 def _leave_at_once(code: int) -> NoReturn:

@@ -80,14 +80,17 @@ class Gatherer:
 
     def _rooms(self, call: str, sends: list[Array], counts: Array) -> list[Array]:
         # How much memory it takes is known only now; whether every rank has it, is asked again.
-        with self.lockstep.preparing(f"{call}, room for it"):
-            totals = counts.sum(axis=0).tolist()
-            rooms = [
-                np.empty((total, *send.shape[1:]), send.dtype)
-                for total, send in zip(totals, sends, strict=True)
-            ]
-        if sum(room.nbytes for room in rooms) > _LARGE:
-            self.lockstep.prove(f"{call}, room for it")
+        shapes = [
+            (total, *send.shape[1:])
+            for total, send in zip(counts.sum(axis=0).tolist(), sends, strict=True)
+        ]
+        pairs = list(zip(shapes, sends, strict=True))
+        large = sum(math.prod(shape) * send.itemsize for shape, send in pairs) > _LARGE
+        text = f"{call}, room for it"
+        with self.lockstep.preparing(text) if large else moving(self.lockstep, text):
+            rooms = [np.empty(shape, send.dtype) for shape, send in pairs]
+        if large:
+            self.lockstep.prove(text)
         return rooms
 
     def _counts(self, sizes: Array, smalls: list[bytes] | None) -> Array:

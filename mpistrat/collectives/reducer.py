@@ -41,12 +41,14 @@ class _Way(NamedTuple):
       riding: What rides in the proof.
       finish: Moves and folds, given the scales and what rode.
       small: Nothing moves but the proof.
+      meets: Ranks wait for one another after the proof.
     """
 
     suffix: str
     riding: bytes
     finish: Callable[[Scales, list[bytes]], list[Array]]
     small: bool = False
+    meets: bool = True
 
 
 @final
@@ -91,6 +93,8 @@ class Reducer(Reducing):
             try:
                 results = way.finish(scales, smalls)
             except Exception as error:
+                if not way.meets:
+                    raise
                 lost(self.lockstep, what.text, error)
             moved = self.lockstep.session.on_moved
             if moved is not None and not way.small:
@@ -155,7 +159,8 @@ class Reducer(Reducing):
         if self.lockstep.fits(len(header) + what.nbytes):
             wires = what.wires(values, weights, fresh=False)
             riding = header + b"".join([wire.tobytes() for wire in wires])
-            return _Way("", riding, functools.partial(self._rode, what, wires, len(header)), True)
+            finish = functools.partial(self._rode, what, wires, len(header))
+            return _Way("", riding, finish, small=True, meets=False)
         if not self.node.possible:
             wires = what.wires(values, weights, fresh=weigh)
             sent = messages(what.op, wires, self.comm.size)
@@ -167,7 +172,7 @@ class Reducer(Reducing):
         packed = self.node.prepare(what, values)
         results = results_for(what, values, outs)
         finish = functools.partial(self._packed, what, packed, values, weights, weigh, results)
-        return _Way("", header, finish)
+        return _Way("", header, finish, meets=packed.side is None)
 
     def _in_place(
         self, what: Folding, placed: Placed, values: list[Array], scales: Scales, _: list[bytes]

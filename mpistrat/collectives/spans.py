@@ -17,6 +17,8 @@ __all__ = ["Packed", "Placed", "Range", "Scales", "scaled", "scales_of", "slice_
 
 # Slices begin on cache lines, so that no two ranks write to one.
 _LINE = 64
+# What is left of a weight that is not 0, so that what it belongs to is read.
+_LEAST = 5e-324
 # Whole numbers up to here are exact in float32.
 _EXACT = 2**24
 
@@ -121,10 +123,11 @@ def _relative(weights: list[float]) -> list[float]:
     largest = max(weights)
     if not largest or weights.count(largest) == len(weights):
         return [1.0 if largest else 0.0] * len(weights)
+    given = [weight > 0 for weight in weights]
     if not all(weight <= _EXACT and weight.is_integer() for weight in weights):
         weights = [weight / largest for weight in weights]
     size = 2.0 ** -math.frexp(math.fsum(weights))[1]
-    return [weight * size for weight in weights]
+    return [weight * size or _LEAST * read for weight, read in zip(weights, given, strict=True)]
 
 
 def scales_of(table: Array, weigh: bool) -> Scales:

@@ -36,12 +36,15 @@ def device_called(name: str, labels: Sequence[str]) -> int | None:
         return labels.index(name)
     if not _DEVICE.fullmatch(name):
         return None
-    plain = [_plain_device(label) for label in labels]
-    return plain.index(_plain_device(name)) if _plain_device(name) in plain else 0
+    for shown in (_plain_device, lambda name: _plain_device(name).rpartition("/")[2]):
+        plain = [shown(label) for label in labels]
+        if plain.count(shown(name)) == 1:
+            return plain.index(shown(name))
+    return 0
 
 
 def _plain_device(name: str) -> str:
-    return re.sub(r"^.*[/:]([a-z_]+:[0-9]+)$", r"\1", name.lower())
+    return name.lower().replace("device:", "").lstrip("/")
 
 
 def check_destinations(strategy: Strategy, name: str, destinations: Any) -> None:

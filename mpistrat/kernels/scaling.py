@@ -26,7 +26,8 @@ def real(array: Array) -> Array:
 def factors_of(scales: Array, dtype: np.dtype[Any]) -> Array:
     """Return scales in the dtype of what they scale.
 
-    One that is not 0 does not become 0, or a NaN that it belongs to would not be read.
+    One that is not 0 does not become 0, or a NaN that it belongs to would not be read: it counts as
+    the smallest number of that dtype, 1e-45 in float32.
 
     Args:
       scales: float64, not below 0; of any shape.

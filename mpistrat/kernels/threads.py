@@ -12,6 +12,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, final
 
 if TYPE_CHECKING:
@@ -76,9 +77,11 @@ class Team:
         pool = self._ready() if others else None
         try:
             if pool is not None:
-                futures = [pool.submit(work, *part) for part in others]
+                with suppress(RuntimeError):  # at exit the interpreter has ended all threads
+                    for part in others:
+                        futures.append(pool.submit(work, *part))
             work(low, high)
-            for part in others if pool is None else ():
+            for part in others[len(futures) :]:
                 work(*part)
         finally:
             # Also on the way out with an error: nobody may write once the caller thinks it is over.
@@ -91,8 +94,9 @@ class Team:
         """Return the threads, or None if they cannot be started: the results are the same."""
         with self._lock:
             if self._pid != os.getpid():
-                self._pid = os.getpid()
+                self._pool = None
                 self._pool = _started(self.count - 1)
+                self._pid = os.getpid()
             return self._pool
 
     def free(self) -> None:
@@ -118,10 +122,11 @@ def _started(count: int) -> Executor | None:
     try:
         for _ in range(count):
             pool.submit(go.wait)
-    except RuntimeError:  # the system gives no more
+    except BaseException as error:
         go.set()
         pool.shutdown(cancel_futures=True)
-        return None
-    finally:
-        go.set()
+        if isinstance(error, RuntimeError):  # the system gives no more
+            return None
+        raise
+    go.set()
     return pool

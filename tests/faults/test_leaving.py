@@ -67,3 +67,26 @@ def test_a_code_that_nobody_can_know_is_told_as_that(tmp_path):
     code, said = told("raise SystemExit(3)", PASSING["finally"], tmp_path)
     assert code == 77, said
     assert "(exit code unknown, of a SystemExit that was raised without sys.exit)" in said
+
+
+def test_a_code_that_was_caught_before_is_not_that_of_the_end(tmp_path):
+    how = "try:\n    sys.exit(2)\nexcept SystemExit:\n    pass\nraise SystemExit(0)"
+    code, said = told("pass", how, tmp_path)
+    assert code == 0, said
+
+
+def test_one_that_a_function_caught_neither(tmp_path):
+    how = (
+        "def parse():\n    try:\n        sys.exit(2)\n    except SystemExit:\n        return\n"
+        "parse()\nraise SystemExit(0)"
+    )
+    code, said = told("pass", how, tmp_path)
+    assert code == 0, said
+
+
+def test_an_exception_is_told_where_the_program_has_a_hook(tmp_path):
+    how = "sys.excepthook = lambda *told: print('mine', told[1])\nmain()"
+    code, said = told("raise ValueError('unusual')", how, tmp_path)
+    assert code == 1, said
+    assert "mine replica 1 raised ValueError" in said
+    assert "and left the program: unusual" in said

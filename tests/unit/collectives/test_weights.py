@@ -157,7 +157,11 @@ def test_a_mean_overflows_only_where_its_values_do(strategy_on, weights, count):
 def test_a_weight_that_is_not_zero_is_read_however_small(strategy_on, count, odd):
     """In float32 its part is none; what it belongs to must not depend on the size of the array."""
     values = [np.ones(count, np.float32), np.full(count, odd, np.float32)]
-    for got in mean(strategy_on, 2, values, [1.0, 1e-46]):
+    for weights in ([1.0, 1e-46], [1e200, 1e-200]):
+        for got in mean(strategy_on, 2, values, weights):
+            np.testing.assert_array_equal(got, values[1])
+    values = [value.astype(np.float64) for value in values]
+    for got in mean(strategy_on, 2, values, [1e200, 1e-200]):
         np.testing.assert_array_equal(got, values[1])
 
 

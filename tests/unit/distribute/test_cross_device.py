@@ -270,6 +270,8 @@ def test_ranks_that_choose_differently_are_told(other):
         (["/gpu:0", "/gpu:1"], "/job:worker/replica:0/task:0/device:GPU:1", 1),
         (["/job:worker/task:0/device:GPU:0", "gpu:1"], "/gpu:0", 0),
         (["/gpu:1", "/gpu:0"], "/gpu:0", 1),
+        (["/job:w/task:0/gpu:0", "/job:w/task:1/gpu:0"], "/job:w/task:1/device:GPU:0", 1),
+        (["/job:w/task:0/gpu:0", "/job:w/task:1/gpu:0"], "/gpu:0", 0),
         (["/gpu:0", "/gpu:1"], "/cpu:0", 0),
     ],
 )

@@ -318,3 +318,23 @@ def test_local_sums_of_more_elements_than_a_c_int_counts(axis):
     x = np.lib.stride_tricks.as_strided(np.array([3], np.int8), (2**31 + 5, 1), (0, 1))
     total, count = local.local_sum(x, (0,) if axis == 0 else (0, 1), np.dtype(np.int64))
     assert (total.ravel().tolist(), count) == ([3 * (2**31 + 5)], 2**31 + 5)
+
+
+def test_threads_that_the_interpreter_has_ended_are_done_without():
+    """As in what runs at exit, when pools are shut down already."""
+    team, done = Team(3), []
+    team.run(lambda low, high: done.append((low, high)), 0, 9, 3)
+    team._pool.shutdown()
+    team.run(lambda low, high: done.append((low, high)), 0, 9, 3)
+    assert sorted(done) == sorted([(0, 3), (3, 6), (6, 9)] * 2)
+
+
+def test_threads_that_cannot_be_started_are_done_without(monkeypatch):
+    def none(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", none)
+    team, done = Team(3), []
+    for _ in range(2):
+        team.run(lambda low, high: done.append((low, high)), 0, 9, 3)
+    assert sorted(done) == sorted([(0, 3), (3, 6), (6, 9)] * 2)
