@@ -15,7 +15,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType, TracebackType
@@ -24,6 +23,7 @@ from typing import Any, NoReturn, final
 from mpistrat.collectives.interrupts import Deferred
 from mpistrat.collectives.leaving import MISMATCH, UnknownExit, said_by
 from mpistrat.collectives.lockstep import Lockstep
+from mpistrat.collectives.lost import end_job
 from mpistrat.comm import mpi
 from mpistrat.comm.nodes import threads_allowed
 from mpistrat.comm.session import Session
@@ -35,8 +35,6 @@ PREFLIGHT = 78
 
 # Seconds after which an exception is printed although the other ranks have not come to leave.
 _PATIENCE = 3.0
-# Seconds that launchers get to pass on what the ranks have printed; an abort may cut it off.
-_LAST_WORDS = 0.2
 
 
 def code_of(failure: BaseException | None) -> int:
@@ -117,11 +115,11 @@ class Exits:
         bottom = self._bottom
         if bottom is None or _operation(bottom).startswith("RETURN_"):
             return None
-        noted = getattr(sys, "last_value", None)
-        trace = getattr(noted, "__traceback__", None)
-        if noted is not None and trace is not None and trace.tb_frame is bottom:
+        noted: BaseException | None = getattr(sys, "last_value", None)
+        trace = None if noted is None else noted.__traceback__
+        if trace is not None and trace.tb_frame is bottom:
             self._printed.acquire(blocking=False)  # by that hook
-            return noted  # type: ignore[no-any-return]  # a variable of sys
+            return noted
         leaving = self._exit
         return leaving if leaving is not None and _went_through(leaving, bottom) else UnknownExit()
 
@@ -193,8 +191,7 @@ class Exits:
             file=sys.stderr,
             flush=True,
         )
-        time.sleep(_LAST_WORDS)
-        mpi.abort(code)
+        end_job(code)
 
     def _parts(self, code: int) -> list[int]:
         """Take part in the last proofs of all sessions at once: others may be in a call on any."""
@@ -258,8 +255,7 @@ class Exits:
         sys.stderr.flush()
         Lockstep(self.sessions[0]).texts(b"")
         if comm.rank == 0:
-            time.sleep(_LAST_WORDS)
-            mpi.abort(code)
+            end_job(code)
         Lockstep(self.sessions[0]).texts(b"")
 
 

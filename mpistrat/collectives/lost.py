@@ -12,10 +12,16 @@ from typing import NoReturn
 from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.comm import mpi
 
-__all__ = ["lost", "moving"]
+__all__ = ["end_job", "lost", "moving"]
 
-# Seconds that launchers get to pass on what was printed; an abort may cut it off.
+# Seconds that launchers get to pass on what the ranks have printed; an abort may cut it off.
 _LAST_WORDS = 0.2
+
+
+def end_job(code: int) -> None:
+    """End all ranks with an exit code, when launchers have passed on what was printed."""
+    time.sleep(_LAST_WORDS)
+    mpi.abort(code)
 
 
 def lost(lockstep: Lockstep, call: str, error: Exception) -> NoReturn:
@@ -36,8 +42,7 @@ def lost(lockstep: Lockstep, call: str, error: Exception) -> NoReturn:
             file=sys.stderr,
             flush=True,
         )
-    time.sleep(_LAST_WORDS)
-    mpi.abort(1)
+    end_job(1)
     raise error
 
 

@@ -16,7 +16,7 @@ from mpistrat.collectives.packs import Pack
 __all__ = ["Results", "results_for"]
 
 # Smaller leaves of a pack come back in one piece of memory, since to allocate each costs as much
-# as to copy it. A larger one has its own here, so that keeping one keeps nothing else.
+# as to copy it. A larger one has its own, so that keeping one keeps nothing else.
 _OWN = 64 * 1024
 
 

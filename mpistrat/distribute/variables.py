@@ -87,7 +87,7 @@ class Variable(Reading, ScatterUpdates):
                 self.dtype,
                 synchronization,
                 aggregation,
-                self.strategy.parts.view is ALONE,
+                alone=self.strategy.parts.view is ALONE,
             )
             self.trainable = not self.on_read if trainable is None else bool(trainable)
         self._enrol("Variable", given=True)

@@ -56,17 +56,21 @@ def test_a_code_passes_through_handlers(how, tmp_path):
     assert "rank 1 has left the program (exit code 3)" in said
 
 
-def test_an_exit_that_was_caught_is_none(tmp_path):
-    how = "try:\n    main()\nexcept SystemExit:\n    print('caught')"
-    code, said = told("sys.exit(3)", how, tmp_path)
-    assert code == 77, said
-    assert "rank 1 has left the program (exit code 0)" in said
+CAUGHT = "try:\n    main()\nexcept SystemExit:\n    print('caught')"
 
 
-def test_a_code_that_nobody_can_know_is_told_as_that(tmp_path):
-    code, said = told("raise SystemExit(3)", PASSING["finally"], tmp_path)
+@pytest.mark.parametrize(
+    ("leave", "how", "known"),
+    [
+        ("sys.exit(3)", CAUGHT, "0"),
+        ("raise SystemExit(3)", "main()", "unknown, of a SystemExit that was raised without sys."),
+        ("raise SystemExit(3)", PASSING["finally"], "unknown, of a SystemExit that was raised"),
+    ],
+)
+def test_what_is_no_code_of_sys_exit_is_not_told_as_one(leave, how, known, tmp_path):
+    code, said = told(leave, how, tmp_path)
     assert code == 77, said
-    assert "(exit code unknown, of a SystemExit that was raised without sys.exit)" in said
+    assert f"rank 1 has left the program (exit code {known}" in said
 
 
 def test_a_code_that_was_caught_before_is_not_that_of_the_end(tmp_path):
