@@ -12,14 +12,24 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, final
 
+from mpistrat.board.departure import Departure
 from mpistrat.board.link import Link
 from mpistrat.board.observer import Limits, Observer
-from mpistrat.board.page import BETWEEN, Page, Slot, page_bytes
+from mpistrat.board.page import BETWEEN, INSIDE, Page, Slot, key_of, page_bytes
 from mpistrat.board.proc import Launcher, look
-from mpistrat.board.reporter import Reporter, dump_signal, say
+from mpistrat.board.reporter import Reporter, dump_signal, nothing_else, say
 from mpistrat.board.rows import Row
 from mpistrat.board.watchdog import Watchdog
-from mpistrat.comm.nodes import Mailbox, Nodes, before_finalize, nodes_of, share, threads_allowed
+from mpistrat.comm.mpi import abort
+from mpistrat.comm.nodes import (
+    Mailbox,
+    Nodes,
+    arrival,
+    before_finalize,
+    nodes_of,
+    share,
+    threads_allowed,
+)
 from mpistrat.memory.shared import shared_memory
 
 __all__ = ["Board"]
@@ -57,11 +67,16 @@ class Board:
         self._watchdog: Watchdog | None = None
         self._nodes: Nodes | None = None
         self._ended: bool | None = None
+        self._departure: Departure | None = None
         self._closes: Callable[[], None] | None = None
 
     @staticmethod
     def on(
-        comm: Any, limits: Limits | None = None, node: Any | None = None, launched: bool = True
+        comm: Any,
+        limits: Limits | None = None,
+        node: Any | None = None,
+        launched: bool = True,
+        others: Callable[[], tuple[int, str]] = nothing_else,
     ) -> Board:
         """Open the board of a communicator and have it watched.
 
@@ -69,11 +84,12 @@ class Board:
         sleeps, and four times a second takes about 0.1 ms.
 
         Args:
-          comm: An mpi4py intracommunicator. The board makes its own from it. `comm` itself is kept
-            only to abort the job.
+          comm: An mpi4py intracommunicator. The board makes its own from it.
           limits: How patient to be; by default 60 s and 1800 s.
           node: The ranks to take as one node, if not those that MPI says share memory.
           launched: A launcher started this process, which is to end when that one is gone.
+          others: Returns how many calls this process has made on other communicators, and the text
+            of the one that it is inside of.
         """
         limits = limits or Limits()
         nodes = nodes_of(comm, node)
@@ -97,11 +113,19 @@ class Board:
         # Everybody's slot is open after this, which the observer relies on.
         everybody = [json.loads(told) for told in together(json.dumps(comm.rank).encode())]
         own = tuple(everybody) if shared else (comm.rank,)
-        board._watch(comm, limits, index, own, launched)
+        board._watch(comm, limits, index, own, launched, others)
+        if shared:
+            board._departure = board._departing(comm.size)
         return board
 
     def _watch(
-        self, comm: Any, limits: Limits, index: int, ranks: tuple[int, ...], launched: bool
+        self,
+        comm: Any,
+        limits: Limits,
+        index: int,
+        ranks: tuple[int, ...],
+        launched: bool,
+        others: Callable[[], tuple[int, str]],
     ) -> None:
         host = platform.node()
         leaders = self._nodes.leaders if self._nodes is not None else None
@@ -116,14 +140,50 @@ class Board:
                 link = Link(Mailbox(leaders), rows, limits.interval, silent, now)
             else:
                 _once(leaders, "MPI has no THREAD_MULTIPLE, so each node is watched by itself")
-        observer = Observer(self.page, comm.size, host, home, limits, say, _ender(comm), os.kill)
-        reporter = Reporter(self.slot, comm.rank, threading.get_ident())
+        observer = Observer(self.page, comm.size, host, home, limits, say, _end, os.kill)
+        reporter = Reporter(self.slot, comm.rank, threading.get_ident(), others=others)
         launcher = Launcher(os.getpid(), os.getppid) if launched else None
         self._watchdog = Watchdog(index, reporter, observer, limits, link, launcher)
         self._watchdog.start()
         # Runs before mpi4py's own hook, which finalizes MPI.
         atexit.register(self.close)
         self._closes = before_finalize(self.close)
+
+    def _departing(self, size: int) -> Departure | None:
+        """Return how to wait for the others to leave; None if not all of them can be seen."""
+        if self.page.size == size:
+            return Departure(self.page)
+        if not threads_allowed() or self._nodes is None:  # the nodes tell each other nothing
+            return None
+        leaders = self._nodes.leaders
+        return Departure(
+            self.page, None if leaders is None else lambda: arrival(leaders), alone=False
+        )
+
+    @property
+    def call(self) -> str:
+        """The text of the call that this rank is inside of; empty if it is in none."""
+        return self.slot.text if self.slot.word & 15 == INSIDE else ""
+
+    def await_departure(self, number: int, text: str) -> bool:
+        """Sleep until all ranks have come to leave, or one makes a call that this rank must join.
+
+        Args:
+          number: The number of the call by which this rank leaves.
+          text: Its text.
+
+        Returns:
+          Whether all ranks have come to leave; False also where that cannot be seen.
+        """
+        self.slot.arrive(number, text)
+        return self._departure is not None and self._departure.wait(key_of(number))
+
+    def last_move(self) -> int:
+        """Return when a rank that has not come to leave last did something, monotonic ns.
+
+        0 if all have come, or if it is not known.
+        """
+        return 0 if self._departure is None else self._departure.last_move()
 
     @contextmanager
     def long_operation(self, name: str, max_seconds: float) -> Iterator[None]:
@@ -180,21 +240,17 @@ def _once(comm: Any, text: str) -> None:
         say(f"mpistrat: {text}.")
 
 
-def _ender(comm: Any) -> Callable[[int], None]:
-    """Return what ends the job; where MPI cannot, it ends this process, which the launcher sees."""
-
-    def end(code: int) -> None:
-        # Time for the stacks that were asked for; then MPI, which may itself be stuck.
-        time.sleep(0.3)
-        fallback = threading.Timer(2.0, os._exit, (code,))
-        fallback.daemon = True
-        try:
-            fallback.start()
-        except RuntimeError:  # no thread can be started any more, and MPI may be stuck
-            os._exit(code)
-        if threads_allowed():
-            with suppress(RuntimeError):
-                comm.Abort(code)
+def _end(code: int) -> None:
+    """End the job; where MPI cannot, end this process, which the launcher sees."""
+    # Time for the stacks that were asked for; then MPI, which may itself be stuck.
+    time.sleep(0.3)
+    fallback = threading.Timer(2.0, os._exit, (code,))
+    fallback.daemon = True
+    try:
+        fallback.start()
+    except RuntimeError:  # no thread can be started any more, and MPI may be stuck
         os._exit(code)
-
-    return end
+    if threads_allowed():
+        with suppress(RuntimeError):
+            abort(code)
+    os._exit(code)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, final
 
-from mpistrat.board.page import INSIDE, LEFT, Entry, Page
+from mpistrat.board.page import INSIDE, LEAVING, LEFT, Entry, Page
 from mpistrat.board.proc import Look, ended, look
-from mpistrat.board.rows import COMPUTING, DEAD, HELD, STOPPED, TROUBLES, Row, grouped
+from mpistrat.board.rows import AWAY, COMPUTING, DEAD, HELD, STOPPED, TROUBLES, Row, grouped
 from mpistrat.board.verdict import Verdict, ending, judge, warning
 
 __all__ = ["HUNG", "Limits", "Observer"]
@@ -82,7 +82,7 @@ class Observer:
         self.page = page
         self._size = size
         self.limits = limits
-        self._node, self._home = node, home
+        self._node, self.home = node, home
         self._say, self._end, self._rouse, self._look = say, end, rouse, look
         self._entries: list[Entry | None] = [page.read(i) for i in range(page.size)]
         # In another pid namespace a number means nothing, or another process.
@@ -106,27 +106,29 @@ class Observer:
 
     def _row(self, index: int, entry: Entry, now: int) -> Row:
         # The operating system is asked about ranks only that have not moved for a while.
-        moves = (now - entry.changed) / _SECOND < self.limits.interval
+        changed = max(entry.changed, entry.elsewhere)
+        moves = (now - changed) / _SECOND < self.limits.interval
         doing = COMPUTING if moves else self._doing(index, entry, now)
         until, busy = entry.deadline, entry.operation or "a long operation"
         if doing == DEAD:
             until = 0
         elif entry.compiling > now:
             until, busy = entry.compiling, "compiling"
-        age = (now - max(entry.changed, until)) / _SECOND
+        age = (now - max(changed, until)) / _SECOND
+        waits = entry.state in (INSIDE, LEAVING)
         return Row(
             (entry.rank,),
             self._node,
-            self._home,
+            self.home,
             entry.key,
             entry.state,
             max(0.0, age),
             doing,
             entry.place,
-            entry.text if entry.state == INSIDE else "",
+            entry.text if waits or doing == AWAY else "",
             busy if until else "",
             0 < until < now,
-            entry.patience / _SECOND if entry.state == INSIDE else 0.0,
+            entry.patience / _SECOND if waits else 0.0,
         )
 
     def _doing(self, index: int, entry: Entry, now: int) -> str:
@@ -140,7 +142,9 @@ class Observer:
         if found is None or ended(found, entry.born):
             return DEAD
         state = _STATES.get(found.state, found.state)
-        return HELD if stale and state != STOPPED else state
+        if stale and state != STOPPED:
+            return HELD
+        return AWAY if entry.away and state != STOPPED else state
 
     def act(self, rows: Sequence[Row], speaks: bool = True) -> None:
         """Warn, ask for stacks, or end the job.

@@ -14,10 +14,16 @@ A slot, in words of 8 bytes::
      8  pid              9  start time of the process          10  signal that dumps its stacks
     11  rank
     16  heartbeat, ns   17  end of what is known to compile, ns
+    18  time of the last call on another communicator, ns         19  1 while it is inside one
     32  sequence        33  word 1 that the texts belong to
     34  place, call, name of the long operation (UTF-8, padded with zeros), to byte 1024
 
-After the slots there is a word per rank that the watching rank sets to ask for its stacks.
+After the slots there is a word per rank that the watching rank sets to ask for its stacks, and then
+what ranks that come to leave want to know of the other nodes::
+
+     0  the highest call that one of their ranks is inside of, as a key
+     1  time when one of their ranks that has not come to leave last did something, ns
+     2  1 when all ranks of all nodes have come to leave
 """
 
 from __future__ import annotations
@@ -28,11 +34,24 @@ import time
 from collections.abc import Callable
 from typing import Final, NamedTuple, final
 
-__all__ = ["BETWEEN", "INSIDE", "LEFT", "PART", "Entry", "Page", "Slot", "number_of", "page_bytes"]
+__all__ = [
+    "BETWEEN",
+    "INSIDE",
+    "LEAVING",
+    "LEFT",
+    "PART",
+    "Entry",
+    "Page",
+    "Slot",
+    "key_of",
+    "number_of",
+    "page_bytes",
+]
 
 BETWEEN: Final = 1
 INSIDE: Final = 2
 LEFT: Final = 3
+LEAVING: Final = 4  # has come to leave, and waits for the others
 
 PART: Final = 1 << 4  # one part of a call in word 1
 _CALL: Final = 24  # bits below the call number in word 1
@@ -43,6 +62,7 @@ _WHO = struct.Struct("=QQQQ")
 _TEXTS = struct.Struct("=112s512s128s")
 _AT_HOT, _AT_WHO, _AT_TEXTS = 8 * 1, 8 * 8, 8 * 34
 _TRIES = 50
+_ELSEWHERE: Final = 3  # words after the ones that ask for stacks
 
 
 class Entry(NamedTuple):
@@ -59,6 +79,8 @@ class Entry(NamedTuple):
     rank: int
     heartbeat: int
     compiling: int
+    elsewhere: int
+    away: bool
     place: str
     text: str
     operation: str
@@ -74,9 +96,19 @@ def number_of(key: int) -> int:
     return key >> (_CALL - 4)
 
 
+def key_of(number: int) -> int:
+    """Return the key of the first part of a call.
+
+    Example:
+      >>> number_of(key_of(412))
+      412
+    """
+    return number << (_CALL - 4)
+
+
 def page_bytes(size: int) -> int:
     """Return how many bytes a page for `size` ranks takes."""
-    return size * (_BYTES + 8)
+    return size * (_BYTES + 8) + 8 * _ELSEWHERE
 
 
 def _text(raw: bytes) -> str:
@@ -150,6 +182,11 @@ class Slot:
         words[2] = self._clock()
         self._sequence = words[0] = sequence + 2
 
+    def arrive(self, number: int, text: str) -> None:
+        """Say that this rank has come to leave, by call `number`, and waits for the others."""
+        self.text = text
+        self._put(number << _CALL | LEAVING)
+
     def close(self) -> None:
         """Say that this rank has left the program and will make no call any more."""
         self._put(self._word & ~15 | LEFT)
@@ -194,14 +231,24 @@ class Slot:
         self._words[17] = compiling
         self._words[16] = now
 
-    def describe(self, place: str) -> bool:
+    def elsewhere(self, changed: int, inside: bool) -> None:
+        """Say when this rank last made a call on another communicator, and if it is inside one."""
+        self._words[18] = changed
+        self._words[19] = inside
+
+    def describe(self, place: str, other: str = "") -> bool:
         """Copy the texts to the page: where this rank is, its call, its long operation.
+
+        Args:
+          place: Where it is.
+          other: The call that it is inside of on another communicator, if it is.
 
         Returns:
           Whether they were copied; not if the main thread went on meanwhile.
         """
         word = self._word
-        texts = (place.encode(), self.text.encode(errors="replace"), self.operation.encode())
+        text = (other or self.text).encode(errors="replace")
+        texts = (place.encode(), text, self.operation.encode())
         if word != self._word:
             return False
         sequence = self._text_sequence
@@ -232,6 +279,7 @@ class Page:
         self.size = size
         self._bytes = memory[: page_bytes(size)]
         self._words = self._bytes.cast("Q")
+        self._elsewhere = size * (_WORDS + 1)
 
     def slot(self, index: int, clock: Callable[[], int] = time.monotonic_ns) -> Slot:
         """Return the slot of the rank that is number `index` on this node, to write it."""
@@ -244,6 +292,35 @@ class Page:
     def ask(self, index: int) -> None:
         """Ask the rank for its stacks."""
         self._words[self.size * _WORDS + index] = 1
+
+    def key(self, index: int) -> tuple[int, int]:
+        """Return the call and the state of a rank. Cost: one word, which is never torn."""
+        word = self._words[index * _WORDS + 1]
+        return word >> 4, word & 15
+
+    def tell_elsewhere(self, inside: int, moved: int) -> None:
+        """Write down what is known of the other nodes.
+
+        Args:
+          inside: The highest call that one of their ranks is inside of, as a key; 0 for none.
+          moved: When one of them that has not come to leave last did something, ns; 0 for never.
+        """
+        start = self._elsewhere
+        self._words[start], self._words[start + 1] = inside, moved
+
+    def elsewhere(self) -> tuple[int, int]:
+        """Return what `tell_elsewhere` wrote down."""
+        start = self._elsewhere
+        return self._words[start], self._words[start + 1]
+
+    @property
+    def all_leave(self) -> bool:
+        """Whether all ranks of all nodes have come to leave."""
+        return bool(self._words[self._elsewhere + 2])
+
+    @all_leave.setter
+    def all_leave(self, value: bool) -> None:
+        self._words[self._elsewhere + 2] = value
 
     def asked(self, index: int) -> bool:
         """Tell whether this rank is asked for its stacks, once."""
@@ -262,7 +339,7 @@ class Page:
         word, changed, deadline, patience = _HOT.unpack(hot)
         start = index * _WORDS
         who = _WHO.unpack_from(self._bytes, base + _AT_WHO)
-        heartbeat, compiling = self._words[start + 16], self._words[start + 17]
+        heartbeat, compiling, elsewhere, away = self._words[start + 16 : start + 20]
         place = operation = text = ""
         # 8 bytes earlier than the texts: the word that they belong to.
         texts = self._steady(start + 32, base + _AT_TEXTS - 8, _TEXTS.size + 8)
@@ -271,7 +348,8 @@ class Page:
             if int.from_bytes(texts[:8], sys.byteorder) >> 4 != word >> 4:
                 text = ""
         moving = (word >> 4, word & 15, changed, deadline, patience)
-        return Entry._make((*moving, *who, heartbeat, compiling, place, text, operation))
+        seen = (heartbeat, compiling, elsewhere, bool(away))
+        return Entry._make((*moving, *who, *seen, place, text, operation))
 
     def _steady(self, sequence: int, start: int, length: int) -> bytes | None:
         """Return bytes that did not change while they were copied."""

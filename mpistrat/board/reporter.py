@@ -58,6 +58,11 @@ def dump_signal() -> int:
     return number
 
 
+def nothing_else() -> tuple[int, str]:
+    """Return the calls of a process that communicates on one communicator only: none elsewhere."""
+    return 0, ""
+
+
 @final
 class Reporter:
     """Keeps the slot of this process up to date.
@@ -68,6 +73,8 @@ class Reporter:
       thread: Identifier of the thread that makes the calls.
       frame: Returns the frame that a thread is in.
       dump: Prints the stacks of this process; gets the rank.
+      others: Returns how many calls this process has made on other communicators, and the text of
+        the one that it is inside of.
     """
 
     def __init__(
@@ -77,6 +84,7 @@ class Reporter:
         thread: int,
         frame: Callable[[int], FrameType | None] = frame_of,
         dump: Callable[[int], None] = dump_stacks,
+        others: Callable[[], tuple[int, str]] = nothing_else,
     ):
         """Report about `thread`."""
         self._slot = slot
@@ -84,7 +92,9 @@ class Reporter:
         self._thread = thread
         self._frame = frame
         self._dump = dump
-        self._last: tuple[int, str, str] = (0, "", "")
+        self._others = others
+        self._last: tuple[int, str, str, str] = (0, "", "", "")
+        self._calls: tuple[int, str] = (0, "")
         self._word = self._since = 0
         self._compiles_since = 0
 
@@ -97,10 +107,14 @@ class Reporter:
         """
         frame = self._frame(self._thread)
         slot = self._slot
-        found = (slot.word, place_of(frame), slot.operation)
+        calls = self._others()
+        if calls != self._calls:
+            self._calls = calls
+            slot.elsewhere(now, bool(calls[1]))
+        found = (slot.word, place_of(frame), slot.operation, calls[1])
         if found[0] != self._word:
             self._word, self._since = found[0], now
-        if found != self._last and slot.describe(found[1]):
+        if found != self._last and slot.describe(found[1], calls[1]):
             self._last = found
         slot.beat(now, self._compiling(now, frame))
         if asked:

@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 from mpistrat.board.places import runs_of
 
 __all__ = [
+    "AWAY",
     "COMPUTING",
     "DEAD",
     "HELD",
@@ -21,12 +22,13 @@ __all__ = [
     "grouped",
 ]
 
-# What a rank does. Letters of proc(5), and three of our own.
+# What a rank does. Letters of proc(5), and four of our own.
 COMPUTING: Final = "R"
 STOPPED: Final = "T"
 DEAD: Final = "X"
 HELD: Final = "H"
 SILENT: Final = "Q"
+AWAY: Final = "W"
 TROUBLES: Final = frozenset((STOPPED, DEAD, HELD, SILENT))
 _RUNS = 32  # pairs of first and last rank per row, where not all fit
 
@@ -39,11 +41,11 @@ class Row(NamedTuple):
       node: The name of their node; empty if they are on several.
       home: The number of the node whose watchdog said so.
       key: Call and part of the call that they have come to.
-      state: `BETWEEN`, `INSIDE` or `LEFT`.
+      state: `BETWEEN`, `INSIDE`, `LEAVING` or `LEFT`.
       age: Seconds since the last of them went on, or since its long operation is over time.
       doing: A letter: `COMPUTING`, ``"S"`` sleeping, ``"D"`` waiting for a device, or a trouble.
       place: ``file:line``; empty if not known.
-      text: Text of the call.
+      text: Text of the call; if `AWAY`, of the one on the other communicator.
       busy: Name of the long operation that they have declared, or an empty string.
       overdue: It has lasted longer than declared.
       patience: Seconds that the call may take, if it says so itself; else 0.

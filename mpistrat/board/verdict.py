@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from mpistrat.board.page import INSIDE, LEFT, number_of
+from mpistrat.board.page import INSIDE, LEAVING, LEFT, number_of
 from mpistrat.board.places import ranks_text
-from mpistrat.board.rows import DEAD, SILENT, TROUBLES, Row
+from mpistrat.board.rows import AWAY, DEAD, SILENT, TROUBLES, Row
 
 __all__ = ["Verdict", "ending", "judge", "warning"]
 
@@ -18,6 +18,7 @@ _DOING = {
     "S": "sleeping, or waiting for something",
     "D": "waiting for a disk or a device",
     "T": "stopped by a signal",
+    "W": "waiting in a call on another communicator",
     "X": "its process is gone",
     "H": "its Python stands still: a call in C holds the GIL, or the machine is overloaded",
     "Q": "its node does not answer: stopped, starved, or gone",
@@ -56,7 +57,8 @@ def judge(rows: Sequence[Row], size: int = 0) -> Verdict | None:
       size: How many ranks there are; 0 for as many as `rows` know.
     """
     unknown = max(0, size - sum(len(row.ranks) for row in rows))
-    inside = [row for row in rows if row.state == INSIDE and row.doing not in TROUBLES]
+    waits = (INSIDE, LEAVING)
+    inside = [row for row in rows if row.state in waits and row.doing not in TROUBLES]
     if not inside:
         return None
     key = max(row.key for row in inside)
@@ -103,6 +105,8 @@ def _whereabouts(row: Row, key: int) -> str:
     call = ""
     if row.state == INSIDE and number_of(row.key) != number_of(key):
         call = f" of call {number_of(row.key)}" + (f", {row.text}" if row.text else "")
+    elif row.doing == AWAY and row.text:
+        call = f", {row.text}"
     if not row.place:
         return f"Its place is not known ({_what(row)})."
     return f"{pronoun} {verb} {row.place}{call} ({_what(row)})."

@@ -14,6 +14,7 @@ from typing import final
 
 from mpistrat.board.link import Link
 from mpistrat.board.observer import Limits, Observer
+from mpistrat.board.page import INSIDE, LEAVING, LEFT
 from mpistrat.board.proc import Launcher
 from mpistrat.board.reporter import Reporter, say
 from mpistrat.board.rows import Row
@@ -133,11 +134,20 @@ class Watchdog:
         if self._link is not None:
             seconds = now / _SECOND
             rows = self._link.everybody(seconds, rows)
+            self._tell(now, rows)
             speaks = self._link.leads or self._link.cut_off(seconds)
         if self._resumed:
             most = (now - self._resumed) / _SECOND
             rows = [row._replace(age=min(row.age, most)) for row in rows]
         self._observer.act(rows, speaks)
+
+    def _tell(self, now: int, rows: Sequence[Row]) -> None:
+        """Let the ranks of this node that have come to leave know of those of the other nodes."""
+        others = [row for row in rows if row.home != self._observer.home]
+        inside = max((row.key for row in others if row.state == INSIDE), default=0)
+        ages = [row.age for row in others if row.state not in (LEAVING, LEFT)]
+        moved = now - int(min(ages) * _SECOND) if ages else 0
+        self._observer.page.tell_elsewhere(inside, max(0, moved))
 
     def _orphaned(self, now: int) -> None:
         """End this process, and those of the node that are stopped and cannot do it themselves."""

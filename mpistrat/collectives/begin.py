@@ -49,7 +49,9 @@ def begin(lockstep: Lockstep) -> None:
             # Who is named when the job ends has been named before.
             limits = Limits(warn=min(session.options.warn, timeout / 2), timeout=timeout)
             launched = launched_by() is not None
-            session.board = Board.on(session.comm.mpi, limits, launched=launched)
+            each = session.options.ranks_per_node
+            node = session.comm.split(session.comm.rank // each).mpi if each else None
+            session.board = Board.on(session.comm.mpi, limits, node, launched, session.others)
         # After the board: what is registered last is called first at exit.
         exits().arm(session)
     if fault is not None and _world(session.comm):

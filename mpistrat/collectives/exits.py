@@ -15,16 +15,19 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, final
 
+from mpistrat.board.reporter import say
 from mpistrat.collectives.interrupts import Deferred
-from mpistrat.collectives.leaving import MISMATCH, UnknownExit, said_by
+from mpistrat.collectives.leaving import LEAVE, MISMATCH, Farewell, UnknownExit, said_by
 from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.collectives.lost import end_job
 from mpistrat.comm import mpi
+from mpistrat.comm.base import Comm
 from mpistrat.comm.nodes import threads_allowed
 from mpistrat.comm.session import Session
 from mpistrat.errors import LockstepError, PreflightError, RemoteError
@@ -77,6 +80,7 @@ class Exits:
         self._hook = sys.excepthook  # the program's own, if it has one
         self._exit: SystemExit | None = None
         self._bottom: FrameType | None = None
+        self._group: tuple[Comm, Farewell] | None = None
 
     def arm(self, session: Session) -> None:
         """Lead the ways out of this process through the last proof of `session` too."""
@@ -132,10 +136,6 @@ class Exits:
         """Remember the exception that ends the program; it is printed at exit."""
         self.failure = value.with_traceback(trace)
 
-    @property
-    def _grace(self) -> float:
-        return self.sessions[0].options.grace
-
     def note(self, failure: BaseException | None) -> None:
         """Remember what ends the program, as who runs it saw it."""
         self.failure = failure
@@ -165,68 +165,92 @@ class Exits:
         if not mpi.initialized() or not self.sessions:
             self._print()
             return
-        timers = [threading.Timer(_PATIENCE, self._print)]
-        if code:
-            timers.append(threading.Timer(self._grace, self._give_up, (code,)))
-        for timer in timers:
-            timer.daemon = True
-            with suppress(RuntimeError):  # no thread can be started: it goes without
-                timer.start()
+        # That of all ranks first, if there is one: what the others agree on goes into it.
+        self.sessions.sort(key=lambda session: -session.comm.size)
+        left = threading.Event()
+        thread = threading.Thread(target=self._impatient, args=(code, left), daemon=True)
+        with suppress(RuntimeError):  # no thread can be started: it goes without
+            thread.start()
         agreed = self._parts(code)
-        for timer in timers:
-            timer.cancel()
+        left.set()
         # Before MPI is finalized no watchdog may be inside it any more.
         calm = [session.board.close() for session in self.sessions]
-        self._leave(next((one for one in agreed if one), code))
+        self._leave(agreed or code)
         if not all(calm):
             _leave_at_once(code)
+
+    def _impatient(self, code: int, left: threading.Event) -> None:
+        """Say what ends the program if the others do not come to leave; end the job, at last.
+
+        Args:
+          code: What this rank would leave with.
+          left: Is set when the last proofs are over.
+        """
+        start, grace = time.monotonic_ns(), self.sessions[0].options.grace
+        if left.wait(min(_PATIENCE, grace)):
+            return
+        if not self._told_by_group():
+            self._print()
+        elif code and self._group is not None and self._group[1].speaks:
+            say("mpistrat: the other ranks of the job go on; this group waits for them to leave.")
+        while code:
+            moved = max(start, *(session.board.last_move() for session in self.sessions))
+            seconds = grace - (time.monotonic_ns() - moved) / 1e9
+            if seconds <= 0:
+                self._give_up(code)
+                return
+            if left.wait(seconds):
+                return
 
     def _give_up(self, code: int) -> None:
         # The others may be waiting for this rank in calls of their own on MPI, which no proof ends.
         self._print()
-        comm = self.sessions[0].comm
-        print(
+        comm, grace = self.sessions[0].comm, self.sessions[0].options.grace
+        say(
             f"mpistrat: rank {comm.rank} of {comm.size} failed, and the others have not come to a "
-            f"call of mpistrat for {self._grace:g} s (MPISTRAT_GRACE); ending the job.",
-            file=sys.stderr,
-            flush=True,
+            f"call of mpistrat for {grace:g} s (MPISTRAT_GRACE); ending the job."
         )
         end_job(code)
 
-    def _parts(self, code: int) -> list[int]:
-        """Take part in the last proofs of all sessions at once: others may be in a call on any."""
-        found = [code] * len(self.sessions)
+    def _parts(self, code: int) -> int:
+        """Take part in the last proofs of all sessions at once: others may be in a call on any.
 
-        def take(index: int) -> None:
-            found[index] = self._part(self.sessions[index], code)
+        Returns:
+          The largest code that they agreed on.
+        """
+        first, *others = self.sessions
+        found: list[int] = []
 
-        others = range(1, len(self.sessions)) if threads_allowed() else ()
+        def take(session: Session) -> None:
+            _await_others(session)
+            found.append(self._part(session, code))
+
         threads: list[threading.Thread] = []
         with suppress(RuntimeError):  # no thread can be started: one after the other then
-            for index in others:
-                thread = threading.Thread(target=take, args=(index,), daemon=True)
+            for session in others if threads_allowed() else ():
+                thread = threading.Thread(target=take, args=(session,), daemon=True)
                 thread.start()
                 threads.append(thread)
-        take(0)
+        if _await_others(first):
+            # All ranks have come to leave, so nothing keeps the other sessions any more.
+            for thread in threads:
+                thread.join()
+        found.append(self._part(first, max(found, default=code), bool(found)))
         for thread in threads:
             thread.join()
-        for index in range(1 + len(threads), len(self.sessions)):
-            take(index)
-        return found
+        for session in others[len(threads) :]:
+            take(session)
+        return max(found)
 
-    def _part(self, session: Session, code: int) -> int:
+    def _part(self, session: Session, code: int, of_group: bool = False) -> int:
         comm = session.comm
         if session.gone is None:
-            told = Lockstep(session).leave(code, self.failure)
-            if told.speaks:
-                who = f"rank {comm.rank}" if told.also == 1 else f"{told.also} ranks"
-                self._print(f"mpistrat: on {who} of {comm.size}:\n" if comm.size > 1 else "")
-                if code and isinstance(self.failure, SystemExit) and comm.size > 1:
-                    said = said_by(self.failure)
-                    self._say(
-                        f"mpistrat: {who} of {comm.size} left with exit code {code}"
-                        f"{': ' if said else '.'}{said}"
-                    )
+            told = Lockstep(session).leave(code, self.failure, of_group)
+            if session is not self.sessions[0]:
+                if comm.size > 1 and (self._group is None or self._group[0].size < comm.size):
+                    self._group = comm, told
+            elif not self._told_by_group():
+                self._tell(comm, told)
             return told.code
         caught = self.failure is None or isinstance(self.failure, SystemExit)
         if caught and isinstance(session.gone, LockstepError) and session.speaks:
@@ -241,6 +265,26 @@ class Exits:
         if not echo and (self.failure is not session.gone or session.speaks):
             self._print(f"mpistrat: on rank {comm.rank} of {comm.size}:\n")
         return session.exit_code or code
+
+    def _told_by_group(self) -> bool:
+        """Print what the largest group below all ranks left with, if it has; tell whether so."""
+        if self._group is not None:
+            self._tell(*self._group)
+        return self._group is not None
+
+    def _tell(self, comm: Comm, told: Farewell) -> None:
+        """Print what this rank leaves with, if it speaks for those that leave with the same."""
+        if not told.speaks:
+            self._printed.acquire(blocking=False)  # by the one that does
+            return
+        who = f"rank {comm.rank}" if told.also == 1 else f"{told.also} ranks"
+        who += f" of {comm.size}"
+        if comm.size < mpi.world_size():
+            who += f" (the group of rank {mpi.world_rank()} of the job)"
+        self._print(f"mpistrat: on {who}:\n" if comm.size > 1 else "")
+        if isinstance(self.failure, SystemExit) and told.code and comm.size > 1:
+            code, said = code_of(self.failure), said_by(self.failure)
+            self._say(f"mpistrat: {who} left with exit code {code}{': ' if said else '.'}{said}")
 
     def _leave(self, code: int) -> None:
         comm = self.sessions[0].comm
@@ -257,6 +301,11 @@ class Exits:
         if comm.rank == 0:
             end_job(code)
         Lockstep(self.sessions[0]).texts(b"")
+
+
+def _await_others(session: Session) -> bool:
+    """Sleep until all ranks have come to leave, or one makes a call; tell if all have."""
+    return session.gone is None and session.board.await_departure(session.calls + 1, LEAVE)
 
 
 def _bottom() -> FrameType:

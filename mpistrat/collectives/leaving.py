@@ -6,7 +6,8 @@ found out at once by all of them, and ranks that leave together agree on one exi
 launcher would OR different ones).
 
 Exit codes: 0, every rank left well; 77, a rank left while others had more to do; else the code of
-the lowest rank that failed by itself.
+the lowest rank that failed by itself. Where ranks have left sessions of their own before, such as
+the trials of a sweep, the largest code that any of these left with.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from mpistrat.errors import LockstepError, RemoteError, remote_error
 if TYPE_CHECKING:
     from mpistrat.collectives.lockstep import Lockstep
 
-__all__ = ["MISMATCH", "Farewell", "UnknownExit", "farewell", "left"]
+__all__ = ["LEAVE", "MISMATCH", "Farewell", "UnknownExit", "farewell", "left"]
 
+LEAVE = "leave the program"
 MISMATCH = 77
 
 
@@ -53,10 +55,11 @@ def said_by(failure: BaseException | None) -> str:
     return blame.cut(str(failure.code))
 
 
-def _row(code: int, failure: BaseException | None) -> dict[str, Any]:
+def _row(code: int, failure: BaseException | None, of_group: bool) -> dict[str, Any]:
     row: dict[str, Any] = {
         "leaving": True,
         "code": code,
+        "group": of_group,
         "echo": isinstance(failure, RemoteError),
         "said": said_by(failure),
         "known": not isinstance(failure, UnknownExit),
@@ -74,6 +77,8 @@ def _code(row: dict[str, Any]) -> str:
 
 def _agreed(rows: list[dict[str, Any]]) -> int:
     leavers = [row for row in rows if row["leaving"]]
+    if any(row["group"] for row in leavers) and len(leavers) == len(rows):
+        return int(max(row["code"] for row in leavers))
     own = [row["code"] for row in leavers if row["code"] and not row["echo"]]
     echoed = [row["code"] for row in leavers if row["code"]]
     left_well = [row for row in leavers if not row["code"]]
@@ -83,9 +88,11 @@ def _agreed(rows: list[dict[str, Any]]) -> int:
     return int(next(iter([*own, *echoed, well])))
 
 
-def farewell(lockstep: Lockstep, code: int, failure: BaseException | None) -> Farewell:
+def farewell(
+    lockstep: Lockstep, code: int, failure: BaseException | None, of_group: bool
+) -> Farewell:
     """Exchange why each rank leaves, and agree. Collective; the part of who leaves."""
-    mine = _row(code, failure)
+    mine = _row(code, failure, of_group)
     rows = [json.loads(text) for text in lockstep.texts(json.dumps(mine).encode())]
     key = (mine.get("kind"), mine.get("place"))
     alike = [rank for rank, row in enumerate(rows) if (row.get("kind"), row.get("place")) == key]
@@ -103,7 +110,7 @@ def left(lockstep: Lockstep, call: str) -> BaseException:
       The error to raise; the session remembers it and the exit code.
     """
     session, comm = lockstep.session, lockstep.comm
-    mine = {"leaving": False, "code": 0, "echo": False, "said": ""}
+    mine = {"leaving": False, "code": 0, "group": False, "echo": False, "said": ""}
     rows = [json.loads(text) for text in lockstep.texts(json.dumps(mine).encode())]
     session.exit_code = _agreed(rows)
     stayed = [rank for rank, row in enumerate(rows) if not row["leaving"]]

@@ -48,7 +48,6 @@ FRAME_RANKS = 64
 _HEAD = struct.Struct("<16sQII")
 HEAD = _HEAD.size
 _FAILED, _MORE, _LARGE, _LEAVING, _ALARM = 1, 2, 4, 8, 16
-_LEAVE = "leave the program"
 
 
 Judge: TypeAlias = "Callable[[list[bytes] | None], BaseException | None]"
@@ -236,11 +235,7 @@ class Lockstep:
             print(f"mpistrat: {text}", file=sys.stderr, flush=True)
 
     def _explain(
-        self,
-        call: str,
-        failure: BaseException | None,
-        union: int,
-        writes: list[Unproved],
+        self, call: str, failure: BaseException | None, union: int, writes: list[Unproved]
     ) -> NoReturn:
         _undo(writes)
         if union & _LEAVING:
@@ -250,7 +245,9 @@ class Lockstep:
             self.fail(blame.remote(self, call, failure))
         self.fail(blame.mismatch(self, call))
 
-    def leave(self, code: int, failure: BaseException | None = None) -> leaving.Farewell:
+    def leave(
+        self, code: int, failure: BaseException | None = None, of_group: bool = False
+    ) -> leaving.Farewell:
         """Take part in the last proof, and agree with the others on the exit code.
 
         Collective with whatever the others call. Nothing may be called afterwards.
@@ -258,15 +255,16 @@ class Lockstep:
         Args:
           code: The exit code that this rank would leave with.
           failure: The exception that it leaves with, if any.
+          of_group: The code is what ranks of another session, such as a trial, have agreed on.
         """
         self.session.calls += 1
         board = self.session.board
         self._allow(None)
-        board.enter(self.session.calls, _LEAVE)
+        board.enter(self.session.calls, leaving.LEAVE)
         try:
             exchange = self._exchange_frames if self.frames else self._exchange_words
-            exchange(digest_of(_LEAVE), b"", _LEAVING)
-            told = leaving.farewell(self, code, failure)
+            exchange(digest_of(leaving.LEAVE), b"", _LEAVING)
+            told = leaving.farewell(self, code, failure, of_group)
         finally:
             board.leave()
         self.session.gone = LockstepError("this rank has left the program.")

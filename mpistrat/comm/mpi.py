@@ -17,7 +17,15 @@ from mpistrat.comm.base import Buffer, Comm
 from mpistrat.comm.pieces import LIMIT, rounds, slices
 from mpistrat.memory.shared import Pages, shared_memory, shared_pages
 
-__all__ = ["MPIComm", "abort", "initialized", "is_communicator", "library", "world_size"]
+__all__ = [
+    "MPIComm",
+    "abort",
+    "initialized",
+    "is_communicator",
+    "library",
+    "world_rank",
+    "world_size",
+]
 
 
 @functools.cache
@@ -44,6 +52,11 @@ def is_communicator(value: object) -> bool:
 def world_size() -> int:
     """Return the number of ranks of ``MPI.COMM_WORLD``."""
     return int(library().COMM_WORLD.size)
+
+
+def world_rank() -> int:
+    """Return this process's rank in ``MPI.COMM_WORLD``."""
+    return int(library().COMM_WORLD.rank)
 
 
 def abort(code: int) -> None:

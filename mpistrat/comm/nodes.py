@@ -7,7 +7,15 @@ from typing import Any, NamedTuple, final
 
 from mpistrat.comm.mpi import library
 
-__all__ = ["Mailbox", "Nodes", "before_finalize", "nodes_of", "share", "threads_allowed"]
+__all__ = [
+    "Mailbox",
+    "Nodes",
+    "arrival",
+    "before_finalize",
+    "nodes_of",
+    "share",
+    "threads_allowed",
+]
 
 _TAG = 75
 _LIMIT = 4096
@@ -57,6 +65,15 @@ def threads_allowed() -> bool:
     """Tell whether any thread may call MPI at any time."""
     mpi = library()
     return bool(mpi.Query_thread() == mpi.THREAD_MULTIPLE)
+
+
+def arrival(comm: Any) -> Callable[[], bool]:
+    """Begin a barrier, and return what tells whether all ranks have come to it, without waiting.
+
+    Collective over `comm`: MPI_Ibarrier.
+    """
+    request = comm.Ibarrier()
+    return lambda: bool(request.Test())
 
 
 def before_finalize(call: Callable[[], object]) -> Callable[[], None]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol, final
@@ -26,6 +27,10 @@ from mpistrat.options import Options
 __all__ = ["Board", "Interrupted", "RunState", "Session", "Unproved", "Unwatched"]
 
 _NOBODY = -1  # no thread has this number
+
+_adding = threading.Lock()
+# Replaced as a whole, so that a watchdog may look while the program makes another.
+_alive: tuple[weakref.ref[Session], ...] = ()
 
 
 class Board(Protocol):
@@ -48,6 +53,16 @@ class Board(Protocol):
 
     def allow(self, seconds: float | None) -> None:
         """Let the calls that come take so many seconds; None for what is allowed to every call."""
+
+    @property
+    def call(self) -> str:
+        """The text of the call that this rank is inside of; empty if it is in none."""
+
+    def await_departure(self, number: int, text: str) -> bool:
+        """Sleep until all ranks have come to leave, or one makes a call; tell whether all have."""
+
+    def last_move(self) -> int:
+        """Return when a rank that has not come to leave last did something, ns; 0 if unknown."""
 
     def close(self) -> bool:
         """Stop watching; tell whether MPI may be finalized."""
@@ -74,6 +89,19 @@ class Unwatched:
 
     def allow(self, seconds: float | None) -> None:
         """Do nothing: nobody looks how long a call takes."""
+
+    @property
+    def call(self) -> str:
+        """Always empty."""
+        return ""
+
+    def await_departure(self, number: int, text: str) -> bool:
+        """Return False at once: nothing is known of the others."""
+        return False
+
+    def last_move(self) -> int:
+        """Return 0: nothing is known of the others."""
+        return 0
 
     def close(self) -> bool:
         """Return True."""
@@ -194,6 +222,21 @@ class Session:
         self._owner: int | None = threading.get_ident() if owned else None
         self._owner_name = threading.current_thread().name
         self._pid = os.getpid()
+        global _alive
+        with _adding:
+            _alive = (*(one for one in _alive if one() is not None), weakref.ref(self))
+
+    def others(self) -> tuple[int, str]:
+        """Return what this process does in its other sessions, for the watchdog of this one.
+
+        Returns:
+          How many calls it has made in them, and the text of the call that it is inside of there;
+          empty if it is in none.
+        """
+        found = [one for ref in _alive if (one := ref()) is not None and one is not self]
+        return sum(one.calls for one in found), next(
+            (c for one in found if (c := one.board.call)), ""
+        )
 
     @staticmethod
     def on(parent: Any) -> Session:

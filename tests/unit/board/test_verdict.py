@@ -2,8 +2,8 @@
 
 import pytest
 
-from mpistrat.board.page import BETWEEN, INSIDE, LEFT
-from mpistrat.board.rows import DEAD, HELD, SILENT, STOPPED, Row
+from mpistrat.board.page import BETWEEN, INSIDE, LEAVING, LEFT
+from mpistrat.board.rows import AWAY, DEAD, HELD, SILENT, STOPPED, Row
 from mpistrat.board.verdict import ending, judge, warning
 
 
@@ -160,3 +160,16 @@ def test_a_call_may_say_how_long_it_may_take():
     rows = [row(0, 5, INSIDE, 70), row(1, 4, INSIDE, 90, patience=3.0)]
     assert judge(rows).patience == 0.0
     assert judge([row(range(2), 5, INSIDE, 70, patience=2.0)]).patience == 2.0
+
+
+def test_who_waits_to_leave_waits():
+    verdict = judge([row([0, 1], 5, LEAVING, 70), row(2, 4, BETWEEN, 65)])
+    assert (missing(verdict), verdict.seconds) == ([2], 65)
+
+
+def test_who_is_in_a_call_of_another_communicator_is_said_to_be():
+    rows = [row(0, 5, INSIDE, 70), row(1, 4, BETWEEN, 80, doing=AWAY, text="all_reduce of a trial")]
+    assert (
+        "It is in train.py:4, all_reduce of a trial (waiting in a call on another communicator)."
+        in warning(judge(rows), 60, 1800)
+    )

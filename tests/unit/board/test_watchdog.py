@@ -6,7 +6,7 @@ import pytest
 
 from mpistrat.board.link import Link
 from mpistrat.board.observer import HUNG, Limits, Observer
-from mpistrat.board.page import BETWEEN, Page, page_bytes
+from mpistrat.board.page import BETWEEN, Page, key_of, page_bytes
 from mpistrat.board.proc import Launcher, Process
 from mpistrat.board.reporter import Reporter
 from mpistrat.board.rows import Row
@@ -111,6 +111,23 @@ class World:
 @pytest.fixture
 def cluster(new_post):
     return lambda *nodes, **more: World(new_post(), *nodes, **more)
+
+
+def test_ranks_that_leave_know_of_the_calls_of_other_nodes(cluster):
+    world = cluster(1, 1)
+    world.ranks[0].slot.arrive(2, "leave the program")
+    world.pass_time(5)
+    page = world.ranks[0].page
+    assert page.elsewhere()[0] == 0
+    before = world.now
+    world.ranks[1].slot.enter(2, "run")
+    world.pass_time(5)
+    inside, moved = page.elsewhere()
+    assert inside == key_of(2)
+    assert abs(moved - before) < 3 * SECOND
+    world.ranks[1].slot.arrive(2, "leave the program")
+    world.pass_time(5)
+    assert page.elsewhere() == (0, 0)
 
 
 SHAPES = [(2,), (3,), (4,), (1, 1), (2, 1), (1, 2), (2, 2, 1)]

@@ -1,0 +1,90 @@
+"""The wait of a rank that has come to leave: asleep, until its last proof can go through.
+
+MPI libraries poll while they wait, and MPICH lets no rank leave before the last one has come. A
+rank that is done an hour before the others, such as one of a finished trial of a sweep, would
+burn a core for that hour. So it looks at the page now and then and enters MPI only when all ranks
+have come to leave, or when one is inside of a call of the same communicator, which must hear that
+this rank leaves.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import final
+
+from mpistrat.board.page import INSIDE, LEAVING, LEFT, Page
+
+__all__ = ["Departure"]
+
+_SHORTEST, _LONGEST = 0.0002, 0.02  # seconds between two looks
+
+
+@final
+class Departure:
+    """What a rank that has come to leave knows of the others.
+
+    Args:
+      page: The page of its node.
+      others: Begins to wait for the other nodes, once all ranks of this one have come to leave, and
+        returns what tells whether they have; None where another rank of the node does that, or
+        where there are no other nodes.
+      alone: There are no other nodes.
+    """
+
+    def __init__(
+        self, page: Page, others: Callable[[], Callable[[], bool]] | None = None, alone: bool = True
+    ):
+        """Look at `page`."""
+        self._page, self._others, self._alone = page, others, alone
+        self._have_come: Callable[[], bool] | None = None
+
+    def all_leave(self) -> bool:
+        """Tell whether all ranks of the communicator have come to leave."""
+        page = self._page
+        if page.all_leave:
+            return True
+        states = [page.key(index)[1] for index in range(page.size)]
+        if any(state not in (LEAVING, LEFT) for state in states):
+            return False
+        if self._others is not None:
+            self._have_come = self._have_come or self._others()
+            if not self._have_come():
+                return False
+        elif not self._alone:
+            return False
+        page.all_leave = True
+        return True
+
+    def called(self, key: int) -> bool:
+        """Tell whether a rank is inside of the call `key`, or a later one."""
+        page = self._page
+        here = (page.key(index) for index in range(page.size))
+        return page.elsewhere()[0] >= key or any(
+            state == INSIDE and other >= key for other, state in here
+        )
+
+    def wait(self, key: int, sleep: Callable[[float], None] = time.sleep) -> bool:
+        """Sleep until all ranks have come to leave, or one makes the call `key`.
+
+        Returns:
+          Whether all have come.
+        """
+        seconds = _SHORTEST
+        while not (together := self.all_leave()) and not self.called(key):
+            sleep(seconds)
+            seconds = min(2 * seconds, _LONGEST)
+        return together
+
+    def last_move(self) -> int:
+        """Return when a rank that has not come to leave last did something, or may take until, ns.
+
+        What counts is a call on any communicator, and a long operation that it has declared. 0 if
+        all have come.
+        """
+        found = [self._page.elsewhere()[1]]
+        for index in range(self._page.size):
+            entry = self._page.read(index)
+            if entry is not None and entry.state not in (LEAVING, LEFT):
+                found += (entry.changed, entry.elsewhere, entry.deadline, entry.compiling)
+        return max(found)

@@ -1,0 +1,87 @@
+"""Sweeps: groups of ranks with strategies of their own, in one job. A trial fails alone."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from mpistrat.cluster.detect import launched_by
+from mpistrat.launch.mpiexec import find
+from mpistrat.launch.process import run_job
+from mpistrat.launch.run import python_program
+
+JOB = Path(__file__).parent / "programs" / "groups_job.py"
+LONGEST = 60
+SHORT = {"MPISTRAT_WARN": "0.5", "MPISTRAT_TIMEOUT": "2", "MPISTRAT_GRACE": "1"}
+pytestmark = [
+    pytest.mark.timeout(LONGEST + 30),
+    pytest.mark.skipif(launched_by() is not None, reason="this process is itself a rank of a job"),
+]
+
+
+def job(what, tmp_path, ranks_per_node=0):
+    """Return the code of a job of four ranks, and what it has said."""
+    command = find()[0].command(4, python_program([str(JOB), what], module=False))
+    chosen = {**SHORT, "MPISTRAT_RANKS_PER_NODE": str(ranks_per_node)}
+    with (tmp_path / "said").open("wb+") as output:
+        outcome = run_job(command._replace(env={**command.env, **chosen}), LONGEST, output)
+        output.seek(0)
+        said = output.read().decode(errors="replace")
+    assert not outcome.timed_out, said
+    return outcome.code, said
+
+
+@pytest.mark.parametrize("ranks_per_node", [0, 2], ids=["node", "nodes"])
+def test_one_that_ends_well_waits_asleep_and_the_other_goes_on(ranks_per_node, tmp_path):
+    code, said = job("end", tmp_path, ranks_per_node)
+    assert code == 0, said
+    assert "nothing moved" not in said
+    assert len(re.findall(r"rank [13] has gone on", said)) == 2
+    spent = [float(x) for x in re.findall(r"rank [02] used ([0-9.]+) s of a second", said)]
+    assert len(spent) == 2
+    assert max(spent) < 0.3, said
+
+
+def test_one_that_raises_says_so_and_the_other_goes_on(tmp_path):
+    code, said = job("raise", tmp_path)
+    assert code == 1, said
+    assert said.count("ValueError: trial 0 diverges") == 1
+    assert "on 2 ranks of 2 (the group of rank 0 of the job)" in said
+    assert "the other ranks of the job go on" in said
+    assert len(re.findall(r"rank [13] has gone on", said)) == 2
+
+
+def test_the_job_has_the_largest_code_of_any_group(tmp_path):
+    code, said = job("codes", tmp_path)
+    assert code == 3, said
+    assert "(the group of rank 0 of the job) left with exit code 3" in said
+    assert "(the group of rank 1 of the job) left with exit code 2" in said
+
+
+def test_grace_counts_while_nobody_outside_makes_a_call(tmp_path):
+    code, said = job("idle", tmp_path)
+    assert code == 1, said
+    assert "have not come to a call of mpistrat for 1 s (MPISTRAT_GRACE)" in said
+
+
+def test_a_hang_in_one_ends_the_job_with_its_code(tmp_path):
+    code, said = job("hang", tmp_path)
+    assert code == 75, said
+    assert "nothing moved for 2 s" in said
+
+
+def test_who_waits_in_a_call_of_another_communicator_does_not_compute(tmp_path):
+    code, said = job("cross", tmp_path)
+    assert code == 75, said
+    assert "(waiting in a call on another communicator)" in said
+    assert "(computing)" not in said
+
+
+@pytest.mark.parametrize("ranks_per_node", [0, 2], ids=["node", "nodes"])
+def test_who_calls_those_that_have_left_is_told(ranks_per_node, tmp_path):
+    code, said = job("join", tmp_path, ranks_per_node)
+    assert code == 1, said
+    assert len(re.findall(r"rank [13] was told: replica 0 raised ValueError", said)) == 2
+    assert "MPISTRAT_GRACE" not in said
