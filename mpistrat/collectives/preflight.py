@@ -9,10 +9,10 @@ import platform
 from importlib import metadata
 from typing import NoReturn
 
-from mpistrat import options
 from mpistrat.collectives.blame import ranks_text
 from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.errors import PreflightError
+from mpistrat.options import PREFIX, Options
 
 __all__ = ["facts", "preflight"]
 
@@ -32,15 +32,14 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def facts() -> dict[str, str]:
+def facts(chosen: Options) -> dict[str, str]:
     """Return what has to be equal on all ranks: versions, and options that change results.
 
-    Cost: some milliseconds, once.
+    Cost: some milliseconds, the first time.
     """
-    chosen = dataclasses.asdict(options.read())
     return _versions() | {
-        f"{options.PREFIX}{name.upper()}": str(value)
-        for name, value in chosen.items()
+        f"{PREFIX}{name.upper()}": str(value)
+        for name, value in dataclasses.asdict(chosen).items()
         if name not in _PERSONAL
     }
 
@@ -53,7 +52,7 @@ def preflight(lockstep: Lockstep) -> None:
     Raises:
       PreflightError: They differ; on every rank, with a table.
     """
-    mine = json.dumps(facts()).encode()
+    mine = json.dumps(facts(lockstep.options)).encode()
     rows = lockstep.share("preflight", mine)
     if any(row != rows[0] for row in rows):
         _refuse(lockstep, [json.loads(row) for row in rows])

@@ -18,6 +18,7 @@ from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.comm.mpi import library
 from mpistrat.comm.session import Session
 from mpistrat.errors import PreflightError
+from mpistrat.launch.roster import shared_files, sign_in
 
 __all__ = ["main"]
 
@@ -28,13 +29,16 @@ def main(argv: Sequence[str]) -> None:
     Args:
       argv: ``-m`` and a module, or a script; then its arguments.
     """
+    before = shared_files()
     session = Session.on(library().COMM_WORLD)
+    files = shared_files() - before  # MPI's; of a job that fails, its launcher removes them
     out = exits()
     try:
         begin(Lockstep(session))
         chosen = session.options
         if chosen.record:
             out.recorder = lambda code: _record(chosen.record, code)
+            sign_in(Path(chosen.record).parent, session.comm.rank, files)
         _check_size(chosen.ranks, session.comm.size)
         session.release()  # it belongs to whoever makes the first strategy, as without the runner
         _run(list(argv))

@@ -13,6 +13,7 @@ from mpistrat.errors import LaunchError
 from mpistrat.launch.flavours import version
 from mpistrat.launch.mpiexec import Launcher, Library, cores, find
 from mpistrat.launch.process import run_job
+from mpistrat.launch.roster import CRASHES, Roster
 
 __all__ = ["UNRECORDED", "plan_note", "python_program", "refuse_inside", "run"]
 
@@ -98,13 +99,21 @@ def run(
             "MPISTRAT_RECORD": str(record),
             "MPISTRAT_TERMINAL": str(int(sys.stderr.isatty())),
         }
-        outcome = run_job(command._replace(env={**command.env, **told}), timeout)
+        roster = Roster(Path(directory), ranks)
+        try:
+            outcome = run_job(command._replace(env={**command.env, **told}), timeout)
+        finally:
+            roster.close()
         recorded = int(record.read_text(encoding="ascii")) if record.exists() else None
     if outcome.timed_out:
         _say(f"the job was ended: it ran longer than --timeout {timeout:g} s")
         return outcome.code
     if outcome.killed:
-        _say(_killed(outcome.killed, outcome.code))
+        _say(f"mpiexec itself {_killed(outcome.killed, roster)}, hence exit code {outcome.code}")
+    elif recorded is None and outcome.code and not outcome.interrupted:
+        for rank, pid, number, sure in roster.killed(outcome.code):
+            perhaps = "" if sure else ", by its exit code,"
+            _say(f"rank {rank} (process {pid}){perhaps} {_killed(number, roster)}")
     if outcome.interrupted and recorded is None and outcome.code:
         return INTERRUPTED  # Open MPI's launcher says 1
     return _verdict(outcome.code, recorded)
@@ -118,16 +127,20 @@ def _threads(ranks: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(max(1, cores() // ranks))}
 
 
-def _killed(number: int, code: int) -> str:
-    """Return what to say when a signal that nobody handed on has ended the launcher itself."""
+def _killed(number: int, roster: Roster) -> str:
+    """Return that a signal which nobody handed on has ended a process, and where to look."""
     try:
         name = f" ({signal.Signals(number).name})"
     except ValueError:  # one without a name, such as a real-time signal
         name = ""
+    what = f"was ended by signal {number}{name}"
+    if number in CRASHES:
+        return f"{what}: a crash in compiled code; PYTHONFAULTHANDLER=1 shows where"
+    if roster.out_of_memory:
+        return f"{what}: the kernel has ended a process because memory was exhausted"
     return (
-        f"mpiexec itself was ended by signal {number}{name}, from outside of the job, hence exit "
-        f"code {code}; look for a lack of memory (dmesg | grep -i 'out of memory'), a limit of the "
-        "batch system (its log of the job), or a kill by hand"
+        f"{what}, from outside of the job; look for a lack of memory (dmesg | grep -i 'out of "
+        "memory'), a limit of the batch system (its log of the job), or a kill by hand"
     )
 
 

@@ -1,0 +1,184 @@
+"""The ranks of a job on this host: who they are, which one a signal has ended, what they leave.
+
+A rank that `mpistrat run` has started signs in when MPI has started: a file in the job's own
+directory, with its process and the shared files that MPI has mapped meanwhile. So the launcher can
+wait for the end of each process (a pidfd, see pidfd_open(2)), although they are not its children.
+MPI's own launchers end all ranks as soon as one is killed, so only the first end tells who it was.
+Ranks of other hosts have no such directory, and stay unknown here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import select
+import signal
+import struct
+import threading
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple, final
+
+__all__ = ["CRASHES", "Killed", "Roster", "shared_files", "sign_in"]
+
+CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
+_SHARED = Path("/dev/shm")
+_LOOK = 0.1  # seconds between two looks for ranks that sign in
+_FATAL = (signal.SIGKILL, signal.SIGTERM, *CRASHES)
+# PIDFD_GET_INFO of linux/pidfd.h: a structure of 64 bytes, its mask first, the exit code last.
+_INFO, _INFO_EXIT = 64, 1 << 3
+_GET_INFO = 3 << 30 | _INFO << 16 | 0xFF << 8 | 11
+_SIGNS = "rank-*[0-9]"
+
+
+class Killed(NamedTuple):
+    """A rank that a signal has ended.
+
+    Attributes:
+      rank: Its number in the job.
+      pid: Its process.
+      number: The signal.
+      sure: The system itself says so; else it follows from the launcher's exit code.
+    """
+
+    rank: int
+    pid: int
+    number: int
+    sure: bool
+
+
+def shared_files() -> set[str]:
+    """Return the files in shared memory that this process has mapped."""
+    with contextlib.suppress(OSError):
+        rows = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
+        names = {row[5] for row in rows if len(row) == 6}
+        return {name for name in names if Path(name).parent == _SHARED and Path(name).exists()}
+    return set()
+
+
+def sign_in(directory: Path, rank: int, files: Iterable[str]) -> None:
+    """Tell the launcher who this rank is, if it runs on this host.
+
+    Args:
+      directory: That of the job.
+      rank: The number of this rank in the job.
+      files: Shared files that the launcher has to remove if the job fails to.
+    """
+    told = directory / f"rank-{rank}"
+    with contextlib.suppress(OSError):
+        told.with_suffix(".part").write_text(
+            json.dumps({"rank": rank, "pid": os.getpid(), "files": sorted(files)}), encoding="utf-8"
+        )
+        told.with_suffix(".part").rename(told)
+
+
+@final
+class Roster:
+    """Waits for the first rank of a job to end, in a thread of its own.
+
+    Args:
+      directory: That of the job, in which the ranks sign in.
+      ranks: How many there are.
+    """
+
+    def __init__(self, directory: Path, ranks: int):
+        """Wait for ranks that sign in."""
+        self._directory, self._ranks = directory, ranks
+        self._files: set[Path] = set()
+        self._known: set[str] = set()
+        # Rank, process, and its wait status if it can still be had.
+        self._ended: list[tuple[int, int, int | None]] = []
+        self._oom = _oom_kills()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="mpistrat roster", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop waiting, and remove what the ranks have left; all of them have ended."""
+        self._stop.set()
+        self._thread.join()
+        self._arrived()
+        for file in self._files:
+            with contextlib.suppress(OSError):
+                file.unlink()
+
+    def killed(self, code: int) -> Sequence[Killed]:
+        """Return the ranks that a signal has ended before any other rank ended.
+
+        None if ranks run on other hosts: it may have been one of these.
+
+        Args:
+          code: The exit code of the launcher. It tells the signal where the system does not any
+            more: as it is (MPICH), or 128 more (Open MPI).
+        """
+        if len(self._known) < self._ranks:
+            return []
+        number = code - 128 if code > 128 else code
+        found = [
+            Killed(rank, pid, number, False) if status is None
+            else Killed(rank, pid, status & 127, True)
+            for rank, pid, status in self._ended
+        ]  # fmt: skip
+        return [one for one in found if one.number in _FATAL or (one.sure and one.number)]
+
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether the kernel has ended a process for lack of memory meanwhile."""
+        return _oom_kills() > self._oom
+
+    def _run(self) -> None:
+        waiting: dict[int, tuple[int, int]] = {}  # descriptor -> rank, pid
+        poll = select.poll()
+        try:
+            while not self._ended and not self._stop.is_set():
+                for rank, pid in self._arrived():
+                    try:
+                        descriptor = os.pidfd_open(pid)
+                    except AttributeError:  # not on this system
+                        return
+                    except OSError:
+                        self._ended.append((rank, pid, None))
+                        continue
+                    waiting[descriptor] = rank, pid
+                    poll.register(descriptor, select.POLLIN)
+                self._ended += [
+                    (*waiting[descriptor], _status(descriptor, waiting[descriptor][1]))
+                    for descriptor, _ in poll.poll(1000 * _LOOK * (not self._ended))
+                ]
+        finally:
+            for descriptor in waiting:
+                os.close(descriptor)
+
+    def _arrived(self) -> list[tuple[int, int]]:
+        """Return rank and process of who has signed in since the last look."""
+        found = []
+        for file in self._directory.glob(_SIGNS):
+            if file.name not in self._known:
+                self._known.add(file.name)
+                told = json.loads(file.read_text(encoding="utf-8"))
+                self._files.update(map(Path, told["files"]))
+                found.append((told["rank"], told["pid"]))
+        return found
+
+
+def _status(descriptor: int, pid: int) -> int | None:
+    """Return the wait status of a process that has ended, or None if nobody can tell any more."""
+    with contextlib.suppress(OSError):  # Linux 6.15 keeps it with the descriptor
+        info = bytearray(struct.pack("=Q", _INFO_EXIT).ljust(_INFO, b"\0"))
+        fcntl.ioctl(descriptor, _GET_INFO, info)
+        if struct.unpack_from("=Q", info)[0] & _INFO_EXIT:
+            return int(struct.unpack_from("=i", info, _INFO - 4)[0])
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        # Until its parent has taken note of its end.
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[49])
+    return None
+
+
+def _oom_kills() -> int:
+    """Return how many processes of this host the kernel has ended for lack of memory."""
+    with contextlib.suppress(OSError):
+        rows = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
+        return int(rows.get("oom_kill", 0))
+    return 0

@@ -1,0 +1,151 @@
+"""Which rank a signal has ended first, and what a job that failed has left."""
+
+import json
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mpistrat.launch import roster
+from mpistrat.launch.roster import Killed, Roster, shared_files, sign_in
+from mpistrat.launch.run import run
+
+SLEEPS = [sys.executable, "-c", "import time; time.sleep(60)"]
+
+
+@pytest.fixture
+def ranks():
+    found = [subprocess.Popen(SLEEPS) for _ in range(2)]
+    yield found
+    for process in found:
+        process.kill()
+        process.wait()
+
+
+def signs(directory, ranks, files=()):
+    for rank, process in enumerate(ranks):
+        told = {"rank": rank, "pid": process.pid, "files": [str(file) for file in files]}
+        (directory / f"rank-{rank}").write_text(json.dumps(told))
+
+
+def seen(found):
+    """Wait until the roster has taken note of the end of a rank."""
+    found._thread.join(10)
+    assert not found._thread.is_alive()
+    found.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
+def test_the_first_rank_that_a_signal_ends_is_named(number, ranks, tmp_path):
+    signs(tmp_path, ranks)
+    found = Roster(tmp_path, 2)
+    while len(found._known) < 2:
+        time.sleep(0.01)
+    ranks[1].send_signal(number)
+    seen(found)  # as a zombie, or on a new system: nobody has waited for it
+    assert found.killed(code=1) == [Killed(1, ranks[1].pid, number, True)]
+
+
+def test_one_that_has_ended_before_it_was_looked_at_counts(ranks, tmp_path):
+    ranks[0].kill()
+    ranks[0].wait()
+    signs(tmp_path, ranks)
+    found = Roster(tmp_path, 2)
+    seen(found)
+    assert found.killed(code=9) == [Killed(0, ranks[0].pid, 9, False)]
+    assert found.killed(code=137) == [Killed(0, ranks[0].pid, 9, False)]
+    assert found.killed(code=3) == []  # it has called os._exit
+
+
+def test_a_rank_that_ends_by_itself_was_not_killed(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", "import os; os._exit(9)"])
+    signs(tmp_path, [process])
+    found = Roster(tmp_path, 1)
+    seen(found)
+    assert process.wait() == 9
+    # On an older system, with a parent that was quicker, the code of the launcher is all there is.
+    status = found._ended[0][2]
+    assert status in (9 << 8, None)
+    assert found.killed(code=1) == []
+
+
+def test_nobody_is_named_while_ranks_may_have_died_on_other_hosts(ranks, tmp_path):
+    signs(tmp_path, ranks[:1])
+    found = Roster(tmp_path, 2)
+    while not found._known:
+        time.sleep(0.01)
+    ranks[0].kill()
+    seen(found)
+    assert found.killed(code=9) == []
+
+
+def test_only_what_ranks_have_mapped_is_removed(ranks, tmp_path):
+    theirs, others = tmp_path / "mpich_shm_1", tmp_path / "mpich_shm_2"
+    for file in (theirs, others):
+        file.write_bytes(b"x")
+    found = Roster(tmp_path, 2)
+    signs(tmp_path, ranks, [theirs])
+    found.close()
+    assert not theirs.exists()
+    assert others.exists()
+
+
+def test_a_rank_signs_in_with_the_files_that_it_has_mapped(tmp_path):
+    before = shared_files()
+    path = Path("/dev/shm", f"mpistrat-test-{os.getpid()}")
+    with path.open("wb+") as file:
+        file.truncate(4096)
+        with mmap.mmap(file.fileno(), 4096):
+            new = shared_files() - before
+            path.unlink()
+            assert shared_files() == before  # nothing is left of it to remove
+    assert new == {str(path)}
+    sign_in(tmp_path, 3, new)
+    told = json.loads((tmp_path / "rank-3").read_text())
+    assert told == {"rank": 3, "pid": os.getpid(), "files": [str(path)]}
+    sign_in(tmp_path / "of another host", 3, new)  # is not there, and that is no error
+
+
+def test_the_kernel_says_whether_memory_was_exhausted(monkeypatch, tmp_path):
+    count = [3]
+    monkeypatch.setattr(roster, "_oom_kills", lambda: count[0])
+    found = Roster(tmp_path, 1)
+    assert not found.out_of_memory
+    count[0] += 1
+    assert found.out_of_memory
+    found.close()
+
+
+KILLED = """
+import os, signal
+import mpistrat as ms
+strategy = ms.MirroredStrategy()
+if strategy.run(lambda: ms.get_replica_context().replica_id_in_sync_group).local == 1:
+    print(os.getpid(), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+strategy.run(lambda: ms.get_replica_context().all_reduce("sum", 1))
+"""
+
+
+def test_run_names_the_rank_and_leaves_nothing_in_shared_memory(tmp_path, capfd, monkeypatch):
+    program = tmp_path / "killed.py"
+    program.write_text(KILLED)
+    signed = []
+    close = Roster.close
+
+    def closes(self):
+        close(self)
+        signed.extend(self._files)
+
+    monkeypatch.setattr(Roster, "close", closes)
+    assert run(3, [str(program)], timeout=60) in (9, 137)
+    told = [line for line in capfd.readouterr().err.splitlines() if "was ended by" in line]
+    assert len(told) == 1
+    assert told[0].startswith("mpistrat: rank 1 (process ")
+    assert "signal 9 (SIGKILL)" in told[0]
+    assert not [file for file in signed if file.exists()]
