@@ -109,7 +109,9 @@ def run(
         _say(f"the job was ended: it ran longer than --timeout {timeout:g} s")
         return outcome.code
     if outcome.killed:
-        _say(f"mpiexec itself {_killed(outcome.killed, roster)}, hence exit code {outcome.code}")
+        _say(
+            f"mpiexec itself {_killed(outcome.killed, roster, True)}, hence exit code {outcome.code}"
+        )
     elif recorded is None and outcome.code and not outcome.interrupted:
         for rank, pid, number, sure in roster.killed(outcome.code):
             perhaps = "" if sure else ", by its exit code,"
@@ -127,14 +129,14 @@ def _threads(ranks: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(max(1, cores() // ranks))}
 
 
-def _killed(number: int, roster: Roster) -> str:
+def _killed(number: int, roster: Roster, launcher: bool = False) -> str:
     """Return that a signal which nobody handed on has ended a process, and where to look."""
     try:
         name = f" ({signal.Signals(number).name})"
     except ValueError:  # one without a name, such as a real-time signal
         name = ""
     what = f"was ended by signal {number}{name}"
-    if number in CRASHES:
+    if number in CRASHES and not launcher:
         return f"{what}: a crash in compiled code; PYTHONFAULTHANDLER=1 shows where"
     if roster.out_of_memory:
         return f"{what}: the kernel has ended a process because memory was exhausted"
