@@ -109,9 +109,8 @@ def run(
         _say(f"the job was ended: it ran longer than --timeout {timeout:g} s")
         return outcome.code
     if outcome.killed:
-        _say(
-            f"mpiexec itself {_killed(outcome.killed, roster, True)}, hence exit code {outcome.code}"
-        )
+        how = _killed(outcome.killed, roster, launcher=True)
+        _say(f"mpiexec itself {how}, hence exit code {outcome.code}")
     elif recorded is None and outcome.code and not outcome.interrupted:
         for rank, pid, number, sure in roster.killed(outcome.code):
             perhaps = "" if sure else ", by its exit code,"
