@@ -25,6 +25,7 @@ from mpistrat.distribute.mode import Mode, cross_replica, entered, same_strategy
 from mpistrat.distribute.parts import Parts
 from mpistrat.distribute.running import run
 from mpistrat.distribute.scopes import Scope
+from mpistrat.distribute.state import broadcast_state, check_same
 from mpistrat.distribute.views import LOCAL
 from mpistrat.errors import StrategyError
 from mpistrat.feed.dataset import Dataset
@@ -301,6 +302,75 @@ class Strategy:
             replica = ReplicaContext(self, self.rank)
             with entered(Mode(self, replica)):
                 return replica.all_reduce(reduce_op, value, options, weight=weight, out=out)
+
+    def broadcast(self, tree: Any, out: Any = None) -> Any:
+        """Give replica 0's values to all ranks.
+
+        For state that is no variable and should begin alike: weights of another library, plain
+        arrays, numbers. A variable needs none of it: it begins with replica 0's value.
+
+        Collective: all ranks call it, in cross-replica code.
+
+        Args:
+          tree: Tree of arrays of any layout and dtype, bfloat16 too, of CPU tensors, numbers, text
+            and ``None``. Structure, shapes, dtypes and types must agree; contents of other replicas
+            than 0 are not read.
+          out: Where the values go: a tree of the same structure, of writable arrays of these shapes
+            and dtypes, or of CPU tensors whose memory NumPy can write to. It may be `tree` itself.
+            Numbers have no place to write to, so a tree with numbers has no `out`.
+
+        Returns:
+          `out` if it was given, else the same tree: of each array or tensor a fresh array; Python
+          numbers, text and ``None`` stay what they are, and NumPy scalars too.
+
+        Raises:
+          ContextError: Called in replica code.
+          LeafTypeError: A leaf is neither of these; or a leaf of `out` cannot take its value.
+          StructureError: `out` has another structure.
+          ValueError: A leaf of `out` is read-only.
+          StrategyError: A leaf is a value or variable of another strategy.
+          LockstepError: The trees differ between ranks in more than contents.
+
+        Cost: the proof, in which numbers ride; one ``MPI_Bcast`` of all small arrays together, and
+        one of each of 64 KiB and more. Contiguous arrays that are their own `out` are not copied.
+
+        Example:
+          >>> import mpistrat as ms, numpy as np
+          >>> weights = {"w": np.ones(2), "step": 3}
+          >>> ms.OneDeviceStrategy("cpu").broadcast(weights)
+          {'w': array([1., 1.]), 'step': 3}
+        """
+        with self._cross("broadcast", "it before run()"):
+            return broadcast_state(self.parts, tree, out)
+
+    def check_same(self, tree: Any) -> None:
+        """Raise unless all ranks hold the same values, to the bit.
+
+        For state that is no variable, so that nothing else compares its copies. Bits are what is
+        compared: a NaN is equal to one with the same bits, and -0.0 is another number than 0.0.
+
+        Collective: all ranks call it, in cross-replica code.
+
+        Args:
+          tree: As `broadcast` takes it. Of a variable, each rank's copy.
+
+        Raises:
+          DivergenceError: Contents differ; on every rank. It names the first leaf that differs, the
+            first rank that has another value than replica 0 there, and the index.
+          LockstepError: Structure, shapes, dtypes or types differ between ranks.
+          ContextError: Called in replica code.
+          LeafTypeError: A leaf is no array, number or text.
+          StrategyError: A leaf is a value or variable of another strategy.
+
+        Cost: one pass over the values, at the speed of memory, and the proof, in which their digest
+        rides. If they differ, the first leaf that does is broadcast to be compared.
+
+        Example:
+          >>> import mpistrat as ms, numpy as np
+          >>> ms.MirroredStrategy().check_same({"w": np.ones(2), "step": 3})
+        """
+        with self._cross("check_same", "it after run()"):
+            check_same(self.parts, tree)
 
     def gather(self, value: Any, axis: int) -> Any:
         """Concatenate the values of all replicas along `axis`, on every rank.

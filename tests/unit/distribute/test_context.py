@@ -81,6 +81,8 @@ CROSS = {
     "run": lambda s: s.run(lambda: 1),
     "reduce": lambda s: s.reduce("SUM", ms.PerReplica(1.0), None),
     "all_reduce": lambda s: s.all_reduce("SUM", 1.0),
+    "broadcast": lambda s: s.broadcast(1.0),
+    "check_same": lambda s: s.check_same(1.0),
     "gather": lambda s: s.gather(ms.PerReplica(np.ones(1)), 0),
     "scope": lambda s: s.scope().__enter__(),
     "experimental_make_numpy_dataset": lambda s: s.experimental_make_numpy_dataset(np.ones(2)),
