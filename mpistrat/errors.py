@@ -6,7 +6,7 @@ The tree; each class is also the built-in it refines, so code that knows only th
     ├── ContextError    (RuntimeError)   replica code and cross-replica code were mixed up
     ├── StrategyError   (RuntimeError)   a value, variable or thread of another strategy
     ├── LockstepError   (RuntimeError, ValueError)   ranks made different collective calls
-    ├── DivergenceError (RuntimeError)   the copies of a variable are no longer equal
+    ├── DivergenceError (RuntimeError)   what has to be equal on all ranks is not
     ├── NonFiniteError  (FloatingPointError)   a NaN or infinity was about to spread
     ├── RemoteError     (RuntimeError)   another rank failed; also the built-in it raised there
     ├── StructureError  (ValueError)     a tree has the wrong shape
@@ -98,7 +98,7 @@ class RemoteError(MpistratError, RuntimeError):
 
 
 class DivergenceError(MpistratError, RuntimeError):
-    """The copies of a mirrored variable are no longer equal; raised on every rank."""
+    """Copies of a variable, or of other state, are not equal on all ranks; raised on every rank."""
 
 
 class NonFiniteError(MpistratError, FloatingPointError):

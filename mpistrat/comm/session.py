@@ -27,6 +27,9 @@ from mpistrat.options import Options
 __all__ = ["Board", "Interrupted", "RunState", "Session", "Unproved", "Unwatched"]
 
 _NOBODY = -1  # no thread has this number
+# The attribute of a thread that has the size of the largest session that it has claimed. It ends
+# with the thread, as ranks do that are threads.
+_SIZE = "_mpistrat_largest_session"
 
 _adding = threading.Lock()
 # Replaced as a whole, so that a watchdog may look while the program makes another.
@@ -272,10 +275,20 @@ class Session:
         self._owner = _NOBODY
 
     def claim(self) -> None:
-        """Let the session belong to this thread, if it belongs to none."""
+        """Note that a thread makes a strategy, and let the session be its if it is nobody's."""
         if self._owner == _NOBODY:
             self._owner = threading.get_ident()
             self._owner_name = threading.current_thread().name
+        noted = vars(threading.current_thread())
+        noted[_SIZE] = max(noted.get(_SIZE, 1), self.comm.size)
+
+    @staticmethod
+    def largest() -> int:
+        """Return how many ranks the largest session has that a living thread has claimed, or 1.
+
+        Any thread may ask, of all threads of this process.
+        """
+        return max(int(vars(thread).get(_SIZE, 1)) for thread in threading.enumerate())
 
     def check(self) -> None:
         """Raise StrategyError unless this thread and process own the session."""

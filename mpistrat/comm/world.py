@@ -19,6 +19,7 @@ from mpistrat.cluster.job import job_size
 from mpistrat.comm.base import Comm
 from mpistrat.comm.loopback import LoopbackComm, LoopbackWorld
 from mpistrat.comm.mpi import initialized, library
+from mpistrat.comm.session import Session
 from mpistrat.errors import StrategyError
 
 __all__ = ["alone", "as_world", "default_parent", "size_of_job"]
@@ -125,10 +126,13 @@ def _single() -> LoopbackComm:
 
 
 def size_of_job() -> int:
-    """Return the number of ranks of this job as far as it is known without starting MPI."""
+    """Return the number of ranks of this job as far as it is known without starting MPI.
+
+    It is that of the default group, or of a larger one that a strategy was made over: ranks that
+    joined later, or threads that are ranks.
+    """
     here = _here.get()
     if here is not None:
         return here.size
-    if initialized():
-        return int(library().COMM_WORLD.size)
-    return job_size() or 1
+    known = int(library().COMM_WORLD.size) if initialized() else job_size() or 1
+    return max(known, Session.largest())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, final
@@ -17,7 +18,7 @@ from mpistrat.collectives.part import Part
 from mpistrat.collectives.plans import request
 from mpistrat.distribute import sparse
 from mpistrat.distribute.arguments import check_function, given
-from mpistrat.distribute.default import current_strategy, default_strategy
+from mpistrat.distribute.default import current_strategy, default_strategy, refuse_unchosen
 from mpistrat.distribute.mode import Mode, current, entered, same_strategy, settle
 from mpistrat.distribute.naming import named
 from mpistrat.distribute.parts import Parts
@@ -98,7 +99,8 @@ def in_cross_replica_context() -> bool:
 def get_replica_context() -> ReplicaContext | Any:
     """Return the context of the replica that runs this code; None in cross-replica code.
 
-    Outside of any strategy it is the context of the default strategy's one replica.
+    Outside of any strategy it is the context of the default strategy's one replica, whose calls are
+    refused in a job of several ranks. In another thread than that of the run it is that, too.
 
     Example:
       >>> get_replica_context().replica_id_in_sync_group
@@ -148,6 +150,7 @@ class ReplicaContext:
                 ) from None
         self._strategy = strategy
         self._id = number
+        self._thread = threading.get_ident()  # for messages
 
     def __enter__(self) -> ReplicaContext:
         """Begin replica code of this replica, and return the context. All ranks do.
@@ -207,14 +210,17 @@ class ReplicaContext:
             self._strategy.parts.lockstep.session.interrupted.check()
             return
         if mode is None and self._strategy is default_strategy():
+            refuse_unchosen(what)
             return
-        if mode is None or here is not None:
+        if threading.get_ident() != self._thread:
+            where = f"in another thread ({threading.current_thread().name!r})"
+        elif mode is None or here is not None:
             where = "outside run()" if mode is None else "in another run"
         else:
             where = "in cross-replica code"
         raise ContextError(
             f"{what} of replica {self._id} of {self.num_replicas_in_sync} was called {where}. Call "
-            "it on get_replica_context(), in the function that Strategy.run calls."
+            "it on get_replica_context(), in the function that Strategy.run calls, in its thread."
         )
 
     def _parts(self, name: str, options: CommunicationOptions | None) -> Parts:
@@ -255,7 +261,8 @@ class ReplicaContext:
           bits). float16 and bfloat16 are folded in float32. All replicas get the same bits.
 
         Raises:
-          ContextError: Called outside the run that this context belongs to.
+          ContextError: Called outside the run that this context belongs to, or in another thread;
+            or where no strategy rules, in a job of several ranks.
           LeafTypeError: A leaf is no array, or its dtype cannot be reduced: bool, objects, text; or
             a leaf of `out` is no array that can take its result.
           ValueError: The operation is unknown, or a weight is given for another one than MEAN.
@@ -288,7 +295,6 @@ class ReplicaContext:
     def _alone(self, reduce_op: Any, value: Any, weight: Any, out: Any) -> Any:
         call = prepared(reduce_op, value, weight)
         outs = places(out, call.structure, call.parts)
-        _note_alone(self._strategy, "all_reduce")
         alone = [_alone(call.op, part) for part in call.parts]
         if outs is None:
             return nest.unflatten(call.structure, list(map(finish, alone, call.leaves)))
@@ -311,7 +317,8 @@ class ReplicaContext:
           The same tree of fresh arrays, in replica order.
 
         Raises:
-          ContextError: Called outside the run that this context belongs to.
+          ContextError: Called outside the run that this context belongs to, or in another thread;
+            or where no strategy rules, in a job of several ranks.
           LeafTypeError: A leaf is no array of numbers.
           NotImplementedError: A leaf is `IndexedSlices`.
           AxisError: A leaf has no such axis.
@@ -325,8 +332,6 @@ class ReplicaContext:
         """
         self._enter("all_gather")
         parts = self._parts("all_gather", options)
-        if parts.view is ALONE:
-            _note_alone(self._strategy, "all_gather")
         return gather(parts, "all_gather", select(value), axis)
 
     def merge_call(
@@ -351,7 +356,8 @@ class ReplicaContext:
           `PerReplica` and `Mirrored`. Dicts have their keys in the same order on every replica.
 
         Raises:
-          ContextError: Called outside the run that this context belongs to.
+          ContextError: Called outside the run that this context belongs to, or in another thread;
+            or where no strategy rules, in a job of several ranks.
           TypeError: `merge_fn` is no function, or `kwargs` no dict.
           ValueError: `args` is no list or tuple.
           LockstepError: The structures of the arguments differ between ranks.
@@ -367,12 +373,6 @@ class ReplicaContext:
         with entered(Mode(self._strategy)):
             merged = merge_fn(self._strategy, *seen_args, **seen_kwargs)
         return self._strategy.parts.regroup.selected(merged)
-
-
-def _note_alone(strategy: Strategy, what: str) -> None:
-    # OneDeviceStrategy was chosen; the default strategy may be an oversight.
-    if strategy is default_strategy():
-        strategy.note_alone(what)
 
 
 def _alone(op: ReduceOp, part: Part | sparse.SlicesPart) -> Any:

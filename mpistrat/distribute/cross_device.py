@@ -11,7 +11,7 @@ from mpistrat import nest
 from mpistrat.collectives.communication import CommunicationOptions
 from mpistrat.collectives.routes import Hierarchical, Native, OneRoot, Route
 from mpistrat.distribute.broadcasting import broadcast
-from mpistrat.distribute.default import current_strategy, default_strategy
+from mpistrat.distribute.default import current_strategy, refuse_unchosen
 from mpistrat.distribute.destinations import check_destinations, checked_pairs, device_called
 from mpistrat.distribute.reductions import reduce_over_replicas
 from mpistrat.distribute.regroup import select
@@ -89,6 +89,7 @@ class CrossDeviceOps:
 
         Raises:
           StructureError: There are no such destinations; as all errors here, on every rank.
+          ContextError: No strategy rules here, in a job of several ranks.
           StrategyError: They, or the value, are of another strategy than the one that rules here;
             so are all values per replica outside of any scope.
           ValueError: There is no such operation, or `options` are none.
@@ -391,8 +392,7 @@ def _preparing(name: str) -> Iterator[Strategy]:
     strategy = current_strategy()
     with strategy.parts.lockstep.preparing(name):
         yield strategy
-    if strategy is default_strategy():
-        strategy.note_alone(name)
+    refuse_unchosen(name)
 
 
 def _options(given: Any) -> CommunicationOptions:

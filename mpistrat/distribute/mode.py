@@ -39,6 +39,16 @@ class Mode:
     lasting: bool = False
 
 
+# What programs ask of a replica context, and what cross-replica code has for it.
+_INSTEAD = {
+    "all_gather": "strategy.gather(...)",
+    "all_reduce": "strategy.all_reduce(...) or strategy.reduce(...)",
+    "merge_call": "the function itself",
+    "num_replicas_in_sync": "strategy.num_replicas_in_sync",
+    "replica_id_in_sync_group": "strategy.rank",
+}
+_NONE = "get_replica_context() is None in cross-replica code"
+
 _mode: contextvars.ContextVar[Mode | None] = contextvars.ContextVar("mpistrat_mode", default=None)
 
 
@@ -58,6 +68,10 @@ def entered(mode: Mode) -> Iterator[None]:
     token = _mode.set(mode)
     try:
         yield
+    except AttributeError as error:
+        if mode.replica is None:
+            _explain(error)
+        raise
     finally:
         in_order = _mode.get() is mode
         if in_order:
@@ -68,6 +82,21 @@ def entered(mode: Mode) -> Iterator[None]:
         raise ContextError(
             f"scopes were left out of order: that of {mode.strategy!r} before one that was "
             "entered in it. All are left now; use `with strategy.scope():`."
+        )
+
+
+def _explain(error: AttributeError) -> None:
+    """Say what to call instead, if a replica context was wanted where it is None.
+
+    It has to be None there, as programs for tf.distribute ask whether it is. So Python raises, and
+    what there is to say is added when the error leaves cross-replica code.
+    """
+    instead = _INSTEAD.get(error.name or "") if error.obj is None else None
+    if instead is not None and _NONE not in str(error):
+        error.args = (
+            f"{error}\n  {_NONE}: in a scope, in a merge_fn, in a function given to update. Call "
+            f"{error.name} in the function that Strategy.run calls; in cross-replica code, use "
+            f"{instead}.",
         )
 
 

@@ -25,7 +25,7 @@ from mpistrat.distribute.values import DistributedValues
 from mpistrat.errors import LeafTypeError, StructureError
 from mpistrat.kernels.ops import ReduceOp
 
-__all__ = ["Call", "places", "prepared", "reduce_in_replica", "takes"]
+__all__ = ["Call", "fit", "places", "prepared", "reduce_in_replica", "takes"]
 
 
 class Call(NamedTuple):
@@ -93,7 +93,7 @@ def places(
     for i, (place, part) in enumerate(zip(outs, parts, strict=True)):
         if isinstance(part, SlicesPart):
             raise LeafTypeError(f"out: {label(part.path)} is IndexedSlices, which have no out.")
-        _fit(place, part.value.shape, part.form.result, structure, i)
+        fit(place, part.value.shape, part.form.result, structure, i)
     return outs
 
 
@@ -105,9 +105,10 @@ def takes(out: Any, value: Any) -> bool:
     return same and out.flags.writeable
 
 
-def _fit(
+def fit(
     place: Any, shape: tuple[int, ...], dtype: np.dtype[Any], tree: nest.Structure, leaf: int
 ) -> None:
+    """Raise unless a result of that shape and dtype can be put there; it is that leaf of `out`."""
     if isinstance(place, np.ndarray) and place.shape == shape and place.dtype == dtype:
         if place.flags.writeable:
             return
@@ -229,7 +230,7 @@ def _again(parts: Parts, asked: Request, sketch: Sketch, weight: Any, out: Any) 
             if given != asked.structure:
                 places(out, asked.structure, [])  # says so
             for i, (place, value) in enumerate(zip(outs, values, strict=True)):
-                _fit(place, value.shape, what.forms[i].result, asked.structure, i)
+                fit(place, value.shape, what.forms[i].result, asked.structure, i)
     except Exception as error:
         parts.lockstep.refuse("all_reduce", error)
     totals = parts.reducer.fold(what, values, [number], weight is not None, outs)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from mpistrat.comm.world import size_of_job
+from mpistrat import nest
+from mpistrat.collectives.communication import CommunicationOptions
 from mpistrat.distribute import feeding, reductions
 from mpistrat.distribute.arguments import check_function, check_long_operation
 from mpistrat.distribute.buffers import make_buffers
-from mpistrat.distribute.context import gather_leaves
-from mpistrat.distribute.default import default_strategy
+from mpistrat.distribute.context import ReplicaContext, gather_leaves
+from mpistrat.distribute.default import chosen, default_strategy
 from mpistrat.distribute.extended import StrategyExtended
 from mpistrat.distribute.inputs import (
     InputContext,
@@ -21,10 +21,11 @@ from mpistrat.distribute.inputs import (
     InputReplicationMode,
     ValueContext,
 )
-from mpistrat.distribute.mode import cross_replica, same_strategy
+from mpistrat.distribute.mode import Mode, cross_replica, entered, same_strategy
 from mpistrat.distribute.parts import Parts
 from mpistrat.distribute.running import run
 from mpistrat.distribute.scopes import Scope
+from mpistrat.distribute.state import broadcast_state, check_same
 from mpistrat.distribute.views import LOCAL
 from mpistrat.errors import StrategyError
 from mpistrat.feed.dataset import Dataset
@@ -72,7 +73,6 @@ class Strategy:
             devices[rank] if rank < len(devices) else f"rank:{rank}" for rank in range(size)
         )
         self._resolver = resolver
-        self._warned = False
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuse: it is ranks that are connected, and another process is none of them.
@@ -118,6 +118,21 @@ class Strategy:
         return self.parts.lockstep.comm.size
 
     @property
+    def rank(self) -> int:
+        """Which replica this rank is, from 0 to ``num_replicas_in_sync - 1``.
+
+        It is what `ReplicaContext.replica_id_in_sync_group` is in replica code, and the same in any
+        code. It is the rank in MPI too, unless a `DeviceAssignment` has another order. Of
+        `OneDeviceStrategy` and the default strategy it is 0 on every rank.
+
+        Example:
+          >>> import mpistrat as ms
+          >>> ms.OneDeviceStrategy("cpu").rank
+          0
+        """
+        return self.parts.lockstep.comm.rank
+
+    @property
     def extended(self) -> StrategyExtended:
         """The finer calls."""
         return StrategyExtended(self)
@@ -149,7 +164,7 @@ class Strategy:
     def _scope(self) -> AbstractContextManager[Any]:
         if self is default_strategy():
             same_strategy(self, "Strategy.scope()")
-            return nullcontext()
+            return chosen()
         entered: AbstractContextManager[Any] = self._cross(
             "scope", "what you need; replica code is in the scope"
         )
@@ -239,6 +254,123 @@ class Strategy:
             if axis is None:
                 return reductions.reduce_over_replicas(self.parts, "reduce", reduce_op, value)
             return reductions.reduce_over_axis(self.parts, reduce_op, value, axis)
+
+    def all_reduce(
+        self,
+        reduce_op: Any,
+        value: Any,
+        options: CommunicationOptions | None = None,
+        *,
+        weight: float | None = None,
+        out: Any = None,
+    ) -> Any:
+        """Fold each rank's own values over all ranks; see `ReplicaContext.all_reduce`.
+
+        It is that call for cross-replica code, in a scope or outside. `reduce` asks whose a plain
+        value is; here it is this rank's own, whatever it is: of n ranks that all give 1, SUM is n.
+
+        Collective: all ranks call it, in cross-replica code.
+
+        Args:
+          reduce_op: ``"SUM"``, ``"MEAN"``, ``"MIN"``, ``"MAX"`` or ``"PROD"``.
+          value: Tree of arrays or numbers of this rank; of a `PerReplica`, a `Mirrored` or a
+            variable its component of this rank. Shapes and dtypes must agree.
+          options: How the values are to move, over what the strategy was given.
+          weight: For MEAN, how many examples the values of this rank stand for.
+          out: Where the results go, as there.
+
+        Returns:
+          `out` if it was given, else the same tree of fresh arrays, and NumPy scalars of numbers.
+
+        Raises:
+          ContextError: Called in replica code.
+          StrategyError: A leaf is a value or variable of another strategy.
+          LeafTypeError: A leaf is no array, or its dtype cannot be reduced.
+          ValueError: The operation is unknown, or a weight is given for another one than MEAN.
+          LockstepError: The calls differ between ranks.
+
+        Cost: as `ReplicaContext.all_reduce`.
+
+        Example:
+          >>> import mpistrat as ms
+          >>> ms.OneDeviceStrategy("cpu").all_reduce("MEAN", {"loss": 0.5}, weight=32)
+          {'loss': np.float64(0.5)}
+        """
+        with self._cross("all_reduce", "get_replica_context().all_reduce(...)"):
+            with self.parts.lockstep.preparing("all_reduce"):
+                self.parts.regroup.check("all_reduce", nest.flatten(value)[0])
+            replica = ReplicaContext(self, self.rank)
+            with entered(Mode(self, replica)):
+                return replica.all_reduce(reduce_op, value, options, weight=weight, out=out)
+
+    def broadcast(self, tree: Any, out: Any = None) -> Any:
+        """Give replica 0's values to all ranks.
+
+        For state that is no variable and should begin alike: weights of another library, plain
+        arrays, numbers. A variable needs none of it: it begins with replica 0's value.
+
+        Collective: all ranks call it, in cross-replica code.
+
+        Args:
+          tree: Tree of arrays of any layout and dtype, bfloat16 too, of CPU tensors, numbers, text
+            and ``None``. Structure, shapes, dtypes and types must agree; contents of other replicas
+            than 0 are not read.
+          out: Where the values go: a tree of the same structure, of writable arrays of these shapes
+            and dtypes, or of CPU tensors whose memory NumPy can write to. It may be `tree` itself.
+            Numbers have no place to write to, so a tree with numbers has no `out`.
+
+        Returns:
+          `out` if it was given, else the same tree: of each array or tensor a fresh array; Python
+          numbers, text and ``None`` stay what they are, and NumPy scalars too.
+
+        Raises:
+          ContextError: Called in replica code.
+          LeafTypeError: A leaf is neither of these; or a leaf of `out` cannot take its value.
+          StructureError: `out` has another structure.
+          ValueError: A leaf of `out` is read-only.
+          StrategyError: A leaf is a value or variable of another strategy.
+          LockstepError: The trees differ between ranks in more than contents.
+
+        Cost: the proof, in which numbers ride; one ``MPI_Bcast`` of all small arrays together, and
+        one of each of 64 KiB and more. Contiguous arrays that are their own `out` are not copied.
+
+        Example:
+          >>> import mpistrat as ms, numpy as np
+          >>> weights = {"w": np.ones(2), "step": 3}
+          >>> ms.OneDeviceStrategy("cpu").broadcast(weights)
+          {'w': array([1., 1.]), 'step': 3}
+        """
+        with self._cross("broadcast", "it before run()"):
+            return broadcast_state(self.parts, tree, out)
+
+    def check_same(self, tree: Any) -> None:
+        """Raise unless all ranks hold the same values, to the bit.
+
+        For state that is no variable, so that nothing else compares its copies. Bits are what is
+        compared: a NaN is equal to one with the same bits, and -0.0 is another number than 0.0.
+
+        Collective: all ranks call it, in cross-replica code.
+
+        Args:
+          tree: As `broadcast` takes it. Of a variable, each rank's copy.
+
+        Raises:
+          DivergenceError: Contents differ; on every rank. It names the first leaf that differs, the
+            first rank that has another value than replica 0 there, and the index.
+          LockstepError: Structure, shapes, dtypes or types differ between ranks.
+          ContextError: Called in replica code.
+          LeafTypeError: A leaf is no array, number or text.
+          StrategyError: A leaf is a value or variable of another strategy.
+
+        Cost: one pass over the values, at the speed of memory, and the proof, in which their digest
+        rides. If they differ, the first leaf that does is broadcast to be compared.
+
+        Example:
+          >>> import mpistrat as ms, numpy as np
+          >>> ms.MirroredStrategy().check_same({"w": np.ones(2), "step": 3})
+        """
+        with self._cross("check_same", "it after run()"):
+            check_same(self.parts, tree)
 
     def gather(self, value: Any, axis: int) -> Any:
         """Concatenate the values of all replicas along `axis`, on every rank.
@@ -566,17 +698,3 @@ class Strategy:
         """
         check_long_operation(name, max_seconds)
         return self.parts.lockstep.session.board.long_operation(name, float(max_seconds))
-
-    def note_alone(self, what: str) -> None:
-        """Warn, once, if replica code communicates where no strategy is, in a job of many ranks.
-
-        Args:
-          what: The call that would have communicated.
-        """
-        if not self._warned and size_of_job() > 1:
-            self._warned = True
-            warnings.warn(
-                f"{what} was called under {self!r}, which never communicates, in a job of "
-                f"{size_of_job()} ranks. Make a MirroredStrategy; call it inside strategy.run().",
-                stacklevel=4,
-            )

@@ -9,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from golden.harness import expected_warnings, on_rank, together
+from golden.harness import expected_warning, on_rank, together
 from golden.judge import judge
 from golden.programs import PROGRAMS
 from golden.record import SIZES, cases
@@ -22,7 +22,7 @@ def test_program(world, program):
     mine = [case for case in cases() if case.program == program and case.size == world.size]
     if not mine:
         pytest.skip(f"not recorded with {world.size} replicas")
-    with expected_warnings():
+    with expected_warning():
         found = together(world.allgather(on_rank(world, program)))
     problems = [f"{case}: {problem}" for case in mine if (problem := judge(case, found).problem)]
     if problems:

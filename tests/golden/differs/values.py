@@ -142,6 +142,9 @@ VALUES = {
         ),
     ),
     "v1_strategy/ctx_type": Differs("H1", "the name of a class", same("ReplicaContext")),
+    "scopes/default_merge_call": Differs(
+        "D22", "a context of no strategy, in a job of several ranks", fails("ContextError")
+    ),
     "scopes/default": Differs(
         "H1",
         "the names of two classes",

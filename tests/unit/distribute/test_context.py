@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
 
 import mpistrat as ms
+from mpistrat.comm import world
 from mpistrat.testing import run_ranks
 
 
@@ -77,6 +80,9 @@ def test_states_are_left_after_errors():
 CROSS = {
     "run": lambda s: s.run(lambda: 1),
     "reduce": lambda s: s.reduce("SUM", ms.PerReplica(1.0), None),
+    "all_reduce": lambda s: s.all_reduce("SUM", 1.0),
+    "broadcast": lambda s: s.broadcast(1.0),
+    "check_same": lambda s: s.check_same(1.0),
     "gather": lambda s: s.gather(ms.PerReplica(np.ones(1)), 0),
     "scope": lambda s: s.scope().__enter__(),
     "experimental_make_numpy_dataset": lambda s: s.experimental_make_numpy_dataset(np.ones(2)),
@@ -84,7 +90,8 @@ CROSS = {
     "batch_reduce_to": lambda s: s.extended.batch_reduce_to("SUM", [(ms.PerReplica(1.0), "cpu")]),
     "broadcast_to": lambda s: s.extended.broadcast_to(np.ones(1), "cpu"),
 }
-INSTEAD = {"reduce": "all_reduce", "gather": "all_gather", "reduce_to": "all_reduce"}
+INSTEAD = {name: "all_reduce" for name in ("reduce", "all_reduce", "reduce_to")}
+INSTEAD["gather"] = "all_gather"
 
 
 @pytest.mark.parametrize("call", CROSS)
@@ -187,20 +194,134 @@ def test_what_a_context_says_of_itself():
         ms.ReplicaContext(ms.get_strategy(), "0")
 
 
-def test_the_default_strategy_warns_once_in_a_job_of_several_ranks():
-    def rank(comm):
-        for _ in range(3):
-            assert ms.get_replica_context().all_reduce("SUM", 2.0) == 2.0
+CALLS = {
+    "all_reduce": lambda c: c.all_reduce("SUM", 2.0),
+    "all_gather": lambda c: c.all_gather(np.ones(1), 0),
+    "merge_call": lambda c: c.merge_call(lambda s: 2.0),
+    "CrossDeviceOps.reduce": lambda c: ms.NcclAllReduce().reduce("SUM", 2.0, "cpu"),
+}
+NOWHERE = "was called where no strategy rules, in a job of {} ranks"
 
-    # Python's record of warnings is shared by threads, so it is kept around all of them.
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        run_ranks(rank, 1)
-        assert not seen
-        run_ranks(rank, 2)
-    texts = [str(w.message) for w in seen]
-    assert len(texts) == 2
-    assert "2 ranks" in texts[0]
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_calls_of_replicas_where_no_strategy_rules(size, call):
+    def rank(comm):
+        if size == 1:
+            return CALLS[call](ms.get_replica_context()) is not None
+        with pytest.raises(ms.ContextError, match=NOWHERE.format(size)):
+            CALLS[call](ms.get_replica_context())
+        strategy = ms.MirroredStrategy()
+        strategy.run(lambda: 1)
+        with pytest.raises(ms.ContextError, match=NOWHERE.format(size)):
+            CALLS[call](ms.get_replica_context())
+        return strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", 1)).local == size
+
+    assert run_ranks(rank, size) == [True] * size
+
+
+def test_one_replica_that_was_chosen_is_silent():
+    def rank(comm):
+        default, one = ms.get_strategy(), ms.OneDeviceStrategy("cpu")
+        call = lambda: ms.get_replica_context().all_reduce("SUM", 2.0)  # noqa: E731
+        found = [default.run(call), one.run(call)]
+        with default.scope():
+            found.append(call())
+        with ms.ReplicaContext(default, 0), default.scope():
+            found.append(call())
+        with pytest.raises(ms.ContextError, match=NOWHERE.format(2)):
+            call()
+        return found
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert run_ranks(rank, 2) == [[2.0] * 4] * 2
+
+
+def in_thread(call):
+    """What `call` raises in a thread of its own."""
+    told = []
+
+    def body():
+        with pytest.raises(ms.ContextError) as caught:
+            call()
+        told.append(str(caught.value))
+
+    thread = threading.Thread(target=body, name="helper")
+    thread.start()
+    thread.join()
+    return told[0]
+
+
+def test_calls_from_another_thread_say_so():
+    def rank(comm):
+        strategy, one = ms.MirroredStrategy(), ms.OneDeviceStrategy("cpu")
+
+        def fn():
+            mine = ms.get_replica_context()
+            here = [in_thread(partial(CALLS[call], mine)) for call in list(CALLS)[:3]]
+            # This thread is a rank of two, so one that asks for a context of its own is told.
+            return here, in_thread(lambda: CALLS["all_reduce"](ms.get_replica_context()))
+
+        texts, own = strategy.run(fn)
+        alone, _ = one.run(fn)
+        return [text.local for text in texts] + alone, own.local
+
+    for texts, own in run_ranks(rank, 2):
+        assert all("in another thread ('helper')" in text for text in texts)
+        assert not any("outside run()" in text for text in texts)
+        assert NOWHERE.format(2) in own
+        assert "in the thread that calls run" in own
+
+
+def test_what_the_launcher_says_is_enough(monkeypatch):
+    monkeypatch.setattr(world, "initialized", lambda: False)
+    monkeypatch.setenv("PMI_SIZE", "3")
+    with pytest.raises(ms.ContextError, match=NOWHERE.format(3)):
+        ms.get_replica_context().all_reduce("SUM", 2.0)
+    monkeypatch.setenv("PMI_SIZE", "1")
+    assert ms.get_replica_context().all_reduce("SUM", 2.0) == 2.0
+
+
+ASKED = {
+    "all_reduce": ("strategy.all_reduce", lambda c: c.all_reduce("SUM", 1)),
+    "all_gather": ("strategy.gather", lambda c: c.all_gather(np.ones(1), 0)),
+    "merge_call": ("the function itself", lambda c: c.merge_call(lambda s: 1)),
+    "replica_id_in_sync_group": ("strategy.rank", lambda c: c.replica_id_in_sync_group),
+    "num_replicas_in_sync": ("num_replicas_in_sync", lambda c: c.num_replicas_in_sync),
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_a_context_wanted_in_cross_replica_code_says_what_to_call(name):
+    instead, ask = ASKED[name]
+    call = lambda *_: ask(ms.get_replica_context())  # noqa: E731
+
+    def rank(comm):
+        strategy = ms.MirroredStrategy()
+        told = []
+        with strategy.scope():
+            v = ms.Variable(1.0)
+            assert ms.get_replica_context() is None
+        with pytest.raises(AttributeError) as caught, strategy.scope():
+            call()
+        told.append(str(caught.value))
+        with pytest.raises(AttributeError) as caught:
+            strategy.run(lambda: ms.get_replica_context().merge_call(call))
+        told.append(str(caught.value))
+        with pytest.raises(AttributeError) as caught, strategy.scope():
+            strategy.extended.update(v, call)
+        told.append(str(caught.value))
+        with pytest.raises(AttributeError) as caught, strategy.scope():
+            None.unheard_of  # noqa: B018
+        return told, str(caught.value)
+
+    for told, other in run_ranks(rank, 2):
+        for text in told:
+            assert text.startswith(f"'NoneType' object has no attribute '{name}'")
+            assert text.count("get_replica_context() is None in cross-replica code") == 1
+            assert f"use {instead}" in text or f"use strategy.{instead}" in text
+        assert other == "'NoneType' object has no attribute 'unheard_of'"
 
 
 def test_next_in_replica_code():

@@ -1,0 +1,250 @@
+"""State that is no variable, each rank's own: replica 0's given to all, or proved the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import xxhash
+
+from mpistrat import nest
+from mpistrat.arrays import Array, as_array, finish, label, spec_text
+from mpistrat.collectives.blame import ranks_text
+from mpistrat.collectives.bucket import ALONE
+from mpistrat.collectives.lockstep import Lockstep
+from mpistrat.collectives.texts import spec_of
+from mpistrat.comm.base import Comm
+from mpistrat.comm.codec import decode, encode, pack, unpack
+from mpistrat.distribute.naming import named
+from mpistrat.distribute.parts import Parts
+from mpistrat.distribute.regroup import select
+from mpistrat.distribute.replica_reduce import fit
+from mpistrat.distribute.slices import IndexedSlices
+from mpistrat.distribute.values import DistributedValues
+from mpistrat.distribute.variables import Variable
+from mpistrat.errors import DivergenceError, LeafTypeError, StructureError
+
+__all__ = ["broadcast_state", "check_same"]
+
+# Leaves that are no arrays; they travel as they are.
+_PLAIN = frozenset({type(None), bool, int, float, str})
+_DIGEST = 16
+_CHUNK = 8 * 1024 * 1024  # bytes in which a difference is looked for
+_SHOWN = 60  # letters of a value in messages
+# Of x87's numbers of 80 bits the rest is padding, which may differ where the numbers do not.
+_LONG = 10 if np.finfo(np.longdouble).nmant == 63 else np.dtype(np.longdouble).itemsize
+
+Encoded: TypeAlias = "tuple[bytes, bytes]"
+
+
+class _State(NamedTuple):
+    """A tree of this rank's own values.
+
+    Attributes:
+      call: The text of the call.
+      leaves: The leaves as they were given.
+      structure: Of the tree.
+      paths: The names of the leaves.
+      values: Arrays; of what is none, its kind and bytes.
+    """
+
+    call: str
+    leaves: list[Any]
+    structure: nest.Structure
+    paths: Sequence[str]
+    values: list[Array | Encoded]
+
+
+def _state(parts: Parts, name: str, tree: Any) -> _State:
+    """Return the tree, found good. Not collective."""
+    leaves, structure = nest.flatten(tree)
+    parts.regroup.check(name, leaves)
+    paths = named(leaves, structure)
+    own = [x.component() if isinstance(x, Variable) else select(x) for x in leaves]
+    values = [_value(leaf, path) for leaf, path in zip(own, paths, strict=True)]
+    specs = [
+        spec_text(value) if isinstance(value, np.ndarray) else type(leaf).__name__
+        for leaf, value in zip(own, values, strict=True)
+    ]
+    call = f"{name}({nest.describe(structure)} {', '.join(map(spec_of, paths, specs))})"
+    return _State(call, leaves, structure, paths, values)
+
+
+def _value(leaf: Any, path: str) -> Array | Encoded:
+    if isinstance(leaf, IndexedSlices):
+        raise LeafTypeError(
+            f"{label(path)} is IndexedSlices; wanted an array or a number. Give its values and "
+            "indices."
+        )
+    return encode(leaf, whole=True) if type(leaf) in _PLAIN else as_array(leaf, path)
+
+
+def broadcast_state(parts: Parts, tree: Any, out: Any) -> Any:
+    """Give replica 0's values to all; see `Strategy.broadcast`. Collective."""
+    lockstep = parts.lockstep
+    with lockstep.preparing("broadcast"):
+        state = _state(parts, "broadcast", tree)
+        outs = None if out is None else _outs(out, state)
+        # What is large goes straight to where it stays, if that is where it comes from.
+        rooms = [
+            _room(value, outs[i] if outs else None)
+            for i, value in enumerate(state.values)
+            if isinstance(value, np.ndarray)
+        ]
+        plain = [value for value in state.values if not isinstance(value, np.ndarray)]
+        small = pack(plain) if lockstep.comm.rank == 0 else b""
+    told = lockstep.share(state.call, small)[0]
+    _move(lockstep.comm, rooms)
+    if outs is not None:
+        for place, room in zip(outs, rooms, strict=True):
+            if place is not room:
+                place[...] = room
+        return out
+    arrays, others = iter(rooms), iter(unpack(told))
+    found = [
+        _as_given(next(arrays), leaf) if isinstance(value, np.ndarray) else decode(*next(others))
+        for leaf, value in zip(map(select, state.leaves), state.values, strict=True)
+    ]
+    return nest.unflatten(state.structure, found)
+
+
+def _as_given(room: Array, leaf: Any) -> Any:
+    return complex(room) if type(leaf) is complex else finish(room, leaf)
+
+
+def _outs(out: Any, state: _State) -> list[Array]:
+    """Return what is to be written to, or raise what makes it unfit."""
+    places, structure = nest.flatten(out)
+    if structure != state.structure:
+        raise StructureError(
+            f"out must have the structure of the tree, {nest.describe(state.structure)}, not "
+            f"{nest.describe(structure)}."
+        )
+    return [_out(place, state, i) for i, place in enumerate(places)]
+
+
+def _out(place: Any, state: _State, leaf: int) -> Array:
+    value, path = state.values[leaf], state.paths[leaf]
+    if not isinstance(value, np.ndarray):
+        raise LeafTypeError(
+            f"out: {label(path)} is a {type(select(state.leaves[leaf])).__name__}, which cannot be "
+            "written to. Take what broadcast returns without out."
+        )
+    if isinstance(place, Variable | DistributedValues):
+        raise LeafTypeError(
+            f"out: {label(path)} is {place!r:.80}; wanted an array to write to. A variable has "
+            "assign, and starts with replica 0's value."
+        )
+    room: Array = place
+    if not isinstance(place, np.ndarray):
+        room, again = as_array(place, path), as_array(place, path)
+        if room.size and not np.may_share_memory(room, again):
+            raise LeafTypeError(
+                f"out: {label(path)} ({type(place).__name__}) gives NumPy copies of its memory; "
+                "wanted an array to write to."
+            )
+    native = room.dtype.newbyteorder("=") == value.dtype
+    fit(room, value.shape, room.dtype if native else value.dtype, state.structure, leaf)
+    return room
+
+
+def _room(value: Array, place: Array | None) -> Array:
+    """Return contiguous memory for the value to travel in: that of `place` if it lies there."""
+    if place is not None and place.flags.carray and place.dtype.isnative:
+        own = place.ctypes.data == value.ctypes.data and place.strides == value.strides
+        if own and place.nbytes:
+            return place
+    return np.array(value, order="C", subok=False)
+
+
+def _move(comm: Comm, rooms: Sequence[Array]) -> None:
+    """Give replica 0's arrays to all: large ones from where they lie, the others together."""
+    small = [room.reshape(-1).view(np.uint8) for room in rooms if 0 < room.nbytes < ALONE]
+    for room in rooms:
+        if room.nbytes >= ALONE:
+            comm.bcast(room, 0)
+    if not small:
+        return
+    together = np.concatenate(small)
+    comm.bcast(together, 0)
+    at = 0
+    for part in small:
+        part[...] = together[at : at + part.size]
+        at += part.size
+
+
+def check_same(parts: Parts, tree: Any) -> None:
+    """Raise on all ranks unless all hold the same; see `Strategy.check_same`. Collective."""
+    lockstep = parts.lockstep
+    with lockstep.preparing("check_same"):
+        state = _state(parts, "check_same", tree)
+        digests = b"".join([_digest(value) for value in state.values])
+        mine = xxhash.xxh3_128_digest(digests)
+    rows = lockstep.share(state.call, mine)
+    if any(row != rows[0] for row in rows):
+        lockstep.fail(_difference(lockstep, state, digests))
+
+
+def _bits(array: Array) -> Array:
+    """Return the bytes of the elements: uint8 of shape (number of elements, bytes of one)."""
+    flat = np.ascontiguousarray(array).reshape(-1)
+    rows = flat.view(np.uint8).reshape(flat.size, flat.itemsize)
+    if flat.dtype.char in "gG":
+        numbers = rows.reshape(-1, np.dtype(np.longdouble).itemsize)[:, :_LONG]
+        rows = numbers.reshape(flat.size, -1) if flat.size else rows
+    return rows
+
+
+def _digest(value: Array | Encoded) -> bytes:
+    if isinstance(value, np.ndarray):
+        return xxhash.xxh3_128_digest(np.ascontiguousarray(_bits(value)).reshape(-1).data)
+    return xxhash.xxh3_128_digest(b"".join(value))
+
+
+def _difference(lockstep: Lockstep, state: _State, digests: bytes) -> DivergenceError:
+    """Return the error that says where the ranks differ. Collective; alike on all ranks."""
+    ranks, rows = lockstep.ranks, lockstep.texts(digests)
+    starts = range(0, len(digests), _DIGEST)
+    columns = [[row[at : at + _DIGEST] for row in rows] for at in starts]
+    bad = [i for i, column in enumerate(columns) if len(set(column)) > 1]
+    first, column = bad[0], columns[bad[0]]
+    odd = [replica for replica, cell in enumerate(column) if cell != column[0]]
+    value = state.values[first]
+    where, shown = "", str(value)
+    if isinstance(value, np.ndarray):
+        mine = _first_difference(lockstep.comm, value)
+        flat = int(lockstep.texts(str(mine).encode())[odd[0]])
+        index = tuple(map(int, np.unravel_index(flat, value.shape)))
+        where = f" at index {index}" if index else ""
+        shown = f"{value[index]}\0{_bits(value[index])[0, ::-1].tobytes().hex()}"
+    else:
+        shown = f"{decode(*value)!r:.{_SHOWN}}\0"
+    texts = [text.decode().split("\0") for text in lockstep.texts(shown.encode())]
+    (theirs, their_bits), (zero, zero_bits) = texts[odd[0]], texts[0]
+    if theirs == zero:
+        theirs, zero = f"{theirs} (bits {their_bits})", f"{zero} (bits {zero_bits})"
+    names = [label(path) for path in state.paths]
+    others = f" Of {len(names)} leaves {len(bad)} differ." if len(bad) > 1 else ""
+    return DivergenceError(
+        f"check_same: {names[first]} differs between ranks{where}: {theirs} on rank "
+        f"{ranks[odd[0]]}, {zero} on rank {ranks[0]}. In it, {ranks_text([ranks[i] for i in odd])} "
+        f"{'differs' if len(odd) == 1 else 'differ'} from rank {ranks[0]} (this is rank "
+        f"{ranks[lockstep.comm.rank]} of {len(ranks)}).{others}\n  To begin alike, give all "
+        "replica 0's: strategy.broadcast(tree, out=tree)."
+    )
+
+
+def _first_difference(comm: Comm, array: Array) -> int:
+    """Return the place of the first element whose bits are not replica 0's; 0 if all are."""
+    rows = _bits(array)
+    found = None
+    step = max(1, _CHUNK // max(1, rows.shape[1]))
+    for at in range(0, len(rows), step):
+        mine = rows[at : at + step]
+        theirs = np.array(mine, order="C")
+        comm.bcast(theirs, 0)
+        bad = (mine != theirs).any(axis=1)
+        if found is None and bad.any():
+            found = at + int(np.argmax(bad))
+    return found or 0
