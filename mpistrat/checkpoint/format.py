@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import importlib
 import json
 import math
 import os
@@ -34,7 +35,7 @@ import numpy as np
 from mpistrat.arrays import Array, dtype_name, is_bfloat16
 from mpistrat.errors import CheckpointError, DataError, StructureError
 
-__all__ = ["FORMAT", "Contents", "Entry", "read", "write"]
+__all__ = ["FORMAT", "Contents", "Entry", "read", "read_all", "write"]
 
 FORMAT = 1
 _MANIFEST = "manifest.json"
@@ -217,6 +218,31 @@ def read(
             raise CheckpointError(
                 f"{path} is damaged, or no checkpoint: {str(error) or type(error).__name__}"
             ) from error
+
+
+def read_all(path: Path) -> Contents:
+    """Read all arrays of a file.
+
+    Args:
+      path: The file.
+
+    Raises:
+      OSError: As of `read`.
+      CheckpointError: As of `read`; or an array has a dtype that this process does not know.
+      DataError: As of `read`.
+    """
+    wanted: dict[str, Array] = {}
+
+    def want(entries: Mapping[str, Entry]) -> None:
+        for name, entry in entries.items():
+            if entry.dtype not in _ITEMS:
+                raise ValueError(f"{name!r} has dtype {entry.dtype!r:.40}")
+            if entry.dtype == "bfloat16":
+                importlib.import_module("ml_dtypes")
+            # Of no size: what is read has to have as many bytes as the file.
+            wanted[name] = np.broadcast_to(np.zeros((), entry.dtype), entry.shape)
+
+    return read(path, wanted, want)
 
 
 def _checked(
