@@ -34,8 +34,6 @@ from mpistrat.compat import v1
 from mpistrat.compat.tf_absent import Names as _Names
 from mpistrat.compat.tf_absent import absent_from as _absent_from
 from mpistrat.compat.tf_arrays import (
-    Tensor,
-    TensorSpec,
     broadcast_to,
     cast,
     concat,
@@ -46,7 +44,6 @@ from mpistrat.compat.tf_arrays import (
     fill,
     gather,
     identity,
-    is_tensor,
     linspace,
     matmul,
     one_hot,
@@ -128,6 +125,7 @@ from mpistrat.compat.tf_reductions import (
     reduce_sum,
 )
 from mpistrat.compat.tf_system import config, errors
+from mpistrat.compat.tf_tensor import Tensor, TensorSpec, is_tensor
 from mpistrat.compat.tf_variable import Variable
 from mpistrat.distribute.context import get_replica_context
 from mpistrat.distribute.slices import IndexedSlices

@@ -26,6 +26,7 @@ from mpistrat.compat.tf_reductions import (
     reduce_sum,
     reduce_variance,
 )
+from mpistrat.compat.tf_tensor import named
 
 __all__ = [
     "abs",
@@ -164,6 +165,7 @@ squared_difference = _two(lambda x, y: np.square(np.subtract(x, y)), "the square
 subtract = _two(np.subtract, "the difference")
 
 
+@named
 def divide_no_nan(x: Any, y: Any) -> Any:
     """Return the quotient of each element of `x` and of `y`, and 0 where `y` is 0.
 
@@ -176,16 +178,19 @@ def divide_no_nan(x: Any, y: Any) -> Any:
     return np.divide(above, below, out=np.zeros(above.shape, dtype), where=below != 0)
 
 
+@named
 def argmax(input: Any, axis: int = 0, output_type: Any = np.int64) -> Any:
     """Return where along `axis` the largest elements of `input` are, as `output_type`."""
     return np.argmax(convert_to_tensor(input), axis).astype(as_dtype(output_type, "output_type"))
 
 
+@named
 def argmin(input: Any, axis: int = 0, output_type: Any = np.int64) -> Any:
     """Return where along `axis` the smallest elements of `input` are, as `output_type`."""
     return np.argmin(convert_to_tensor(input), axis).astype(as_dtype(output_type, "output_type"))
 
 
+@named
 def softmax(logits: Any, axis: int = -1) -> Any:
     """Return exponentials of `logits` that add up to 1 along `axis`.
 
@@ -198,6 +203,7 @@ def softmax(logits: Any, axis: int = -1) -> Any:
     return shifted / np.sum(shifted, axis, keepdims=True)
 
 
+@named
 def log_softmax(logits: Any, axis: int = -1) -> Any:
     """Return the logarithm of the `softmax` of `logits` along `axis`.
 

@@ -9,6 +9,7 @@ import numpy as np
 from mpistrat.compat.tf_absent import absent_from as _absent_from
 from mpistrat.compat.tf_arrays import convert_to_tensor
 from mpistrat.compat.tf_math import log_softmax, sigmoid, softmax, softplus, tanh
+from mpistrat.compat.tf_tensor import named
 from mpistrat.distribute.context import get_strategy, has_strategy, in_cross_replica_context
 from mpistrat.errors import ContextError
 
@@ -81,6 +82,7 @@ def scale_regularization_loss(regularization_loss: Any) -> Any:
     return (loss / get_strategy().num_replicas_in_sync).astype(loss.dtype)
 
 
+@named
 def relu(features: Any) -> Any:
     """Return `features`, and 0 where they are negative."""
     return np.maximum(convert_to_tensor(features), 0)

@@ -156,7 +156,7 @@ def global_norm(t_list: Sequence[Any], name: Any = None) -> Any:
       TypeError: It is no list or tuple.
 
     Example:
-      >>> global_norm([[3.0], None, [[4.0]]])
+      >>> float(global_norm([[3.0], None, [[4.0]]]))
       5.0
     """
     if not isinstance(t_list, list | tuple):

@@ -158,6 +158,21 @@ def test_assertions_that_hold_say_nothing():
     assert tf.debugging.check_numerics(X, "x") is X
 
 
+def test_names_of_operations_have_no_effect():
+    made = [
+        tf.constant(1.0, name="one"),
+        tf.zeros([], name="x") + 1,
+        tf.reduce_sum([1.0], name="x"),
+        tf.cast(1, tf.float32, name="x"),
+        tf.nn.relu(1.0, name="x"),
+        tf.argmax([0, 1], name="x"),
+        tf.add_n([1.0], name="x"),
+        tf.matmul([[1.0]], [[1.0]], name="x")[0, 0],
+        tf.gather([1.0], 0, name="x"),
+    ]
+    assert [float(one) for one in made] == [1.0] * len(made)
+
+
 # The names of tf.errors in the release that `tf.__version__` names.
 ERRORS = [
     "AbortedError",
