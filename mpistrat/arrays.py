@@ -18,6 +18,7 @@ from mpistrat.errors import LeafTypeError, MpistratError
 __all__ = [
     "Array",
     "as_array",
+    "as_dtype",
     "canonical",
     "dtype_name",
     "finish",
@@ -82,6 +83,32 @@ def as_array(value: Any, path: str = "") -> Array:
             "Numbers can: integers, floating point, complex, bool (gathers only)."
         )
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def as_dtype(given: Any, what: str = "") -> np.dtype[Any]:
+    """Return the dtype that a program has named.
+
+    Args:
+      given: What NumPy takes for one: a class of scalars, a name, a dtype.
+      what: What asked for it, for errors.
+
+    Raises:
+      LeafTypeError: NumPy does not know it. The name ``"bfloat16"`` it knows when ``ml_dtypes`` has
+        been imported.
+
+    Example:
+      >>> as_dtype("float32")
+      dtype('float32')
+    """
+    try:
+        found: np.dtype[Any] = np.dtype(given)
+    except (TypeError, ValueError, SyntaxError):  # as of "f4,", which it takes for a list
+        told = "; import ml_dtypes, and give ml_dtypes.bfloat16"
+        told = told if isinstance(given, str) and given == "bfloat16" else ", such as np.float32"
+        before = f"{what}: " if what else ""
+        text = f"{before}wanted a dtype, got {given!r:.60}{told}."
+        raise LeafTypeError(text) from None
+    return found
 
 
 def _convert(value: Any, path: str) -> Array:

@@ -18,7 +18,7 @@ from mpistrat.distribute.variables import Variable
 from mpistrat.distribute.views import ALONE
 from mpistrat.errors import ContextError, StrategyError, StructureError
 
-__all__ = ["Checkpoint", "owner_of", "refuse_alone", "save"]
+__all__ = ["Checkpoint", "owner_of", "refuse_alone", "restore", "save"]
 
 _Path = str | os.PathLike[str]
 
@@ -105,6 +105,8 @@ class Checkpoint:
 
         Raises:
           OSError: It cannot be written; on every rank. What was there is as it was.
+          FileExistsError: Another job saves under this name: there are newer ones than this process
+            has saved, restored or found when it made a `CheckpointManager`. Nothing is written.
           ContextError: Called in replica code.
           StructureError: A tree holds no variable, or something else.
           StrategyError: The variables belong to several strategies.
@@ -166,10 +168,7 @@ class Checkpoint:
         Cost: replica 0 reads the whole file into its memory; then a proof and an ``MPI_Bcast`` for
         each variable.
         """
-        done, counter = self._restored("Checkpoint.restore", save_path, partial)
-        if done.path is not None:
-            self._counter = counter
-        return done
+        return restore(self, save_path, partial)[0]
 
     def read(self, save_path: _Path | None, partial: bool = False) -> Restored:
         """Do as `restore`, but leave `save_counter` as it is. Collective.
@@ -183,12 +182,14 @@ class Checkpoint:
         """
         return self._restored("Checkpoint.read", save_path, partial)[0]
 
-    def _restored(self, name: str, given: _Path | None, partial: bool) -> tuple[Restored, int]:
+    def _restored(
+        self, name: str, given: _Path | None, partial: bool, number: int | None = None
+    ) -> tuple[Restored, int]:
         with _cross(self, name) as (lockstep, mine):
             with lockstep.preparing(name):
                 path = None if given is None else _file(name, "save_path", given)
             if path is not None:
-                return restoring.restore(lockstep, mine, path, bool(partial))
+                return restoring.restore(lockstep, mine, path, bool(partial), number)
             lockstep.prove(f"{name}(None)")
         return Restored(None), 0
 
@@ -201,7 +202,7 @@ def save(
     checkpoint: Checkpoint,
     file_prefix: _Path,
     number: int | None = None,
-    keep: int | None = None,
+    keep: files.Retention | None = None,
 ) -> tuple[str, list[str]]:
     """Save a checkpoint under a number, as `saving.save` does. Collective.
 
@@ -209,7 +210,7 @@ def save(
       checkpoint: What to save.
       file_prefix: Directory and name.
       number: The number; None for the next one.
-      keep: How many of that name are to stay; None for all.
+      keep: Removes the oldest of that name; None to keep all.
 
     Returns:
       The path, and the paths of all that are there, the oldest first.
@@ -226,6 +227,26 @@ def save(
         counter, there = saving.save(lockstep, mine, prefix, counter, number, keep)
         checkpoint._counter = counter
     return os.fspath(files.numbered(prefix.parent, prefix.name, counter)), there
+
+
+def restore(
+    checkpoint: Checkpoint, save_path: _Path | None, partial: bool, number: int | None = None
+) -> tuple[Restored, int]:
+    """Restore a checkpoint, as `restoring.restore` does, and count on from it. Collective.
+
+    Args:
+      checkpoint: What to restore.
+      save_path: The file; None for none.
+      partial: Pass over what only the file or only the program has.
+      number: How many times it has to have been saved, else nothing is restored; None for any.
+
+    Returns:
+      What was done, and how many times the checkpoint had been saved.
+    """
+    done, counter = checkpoint._restored("Checkpoint.restore", save_path, partial, number)
+    if done.path is not None:
+        checkpoint._counter = counter
+    return done, counter
 
 
 def _ends(given: _Path) -> bool:

@@ -14,18 +14,29 @@ import fcntl
 import os
 import re
 import stat
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, final
 
 from mpistrat.errors import CheckpointError
 
-__all__ = ["SUFFIX", "checked_path", "latest_checkpoint", "numbered", "saved", "whole"]
+__all__ = [
+    "SUFFIX",
+    "Retention",
+    "checked_path",
+    "latest_checkpoint",
+    "numbered",
+    "parted",
+    "saved",
+    "whole",
+]
 
 SUFFIX = ".npz"
 _NAME = re.compile(rf"(.+)-(\d{{1,18}}){re.escape(SUFFIX)}")
 _PART = ".part"
+_TRIES = 20  # files that others may remove before one that is being written is locked
 # What a file system says that has no links (FAT, some network ones).
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
@@ -62,13 +73,27 @@ def numbered(directory: Path, name: str, number: int) -> Path:
     return directory / f"{name}-{number}{SUFFIX}"
 
 
+def parted(path: Path) -> tuple[str, int] | None:
+    """Return name and number of a path that `numbered` has made; None of another.
+
+    Example:
+      >>> parted(Path("run/ckpt-3.npz"))
+      ('ckpt', 3)
+      >>> parted(Path("run/ckpt-03.npz")) is None  # a number has one name
+      True
+    """
+    match = _NAME.fullmatch(path.name)
+    if match is None or path.name.startswith(".") or str(int(match[2])) != match[2]:
+        return None
+    return match[1], int(match[2])
+
+
 def _numbers(directory: Path) -> dict[str, dict[int, Path]]:
     found: dict[str, dict[int, Path]] = {}
     for path in directory.iterdir() if directory.is_dir() else ():
-        match = _NAME.fullmatch(path.name)
-        # ckpt-03 is none of ours: a number has one name.
-        if match and not path.name.startswith(".") and str(int(match[2])) == match[2]:
-            found.setdefault(match[1], {})[int(match[2])] = path
+        parts = parted(path)
+        if parts is not None:
+            found.setdefault(parts[0], {})[parts[1]] = path
     return found
 
 
@@ -117,6 +142,47 @@ def latest_checkpoint(
     return os.fspath(mine[max(mine)]) if mine else None
 
 
+@final
+class Retention:
+    """Removes the oldest checkpoints of a name.
+
+    Args:
+      keep: How many of them are to stay; None for all.
+    """
+
+    def __init__(self, keep: int | None = None):
+        """Remember the number; nothing has been said yet of what cannot be removed."""
+        self._keep = keep
+        self._told: set[Path] = set()
+
+    def __call__(self, directory: Path, name: str, new: Path) -> list[str]:
+        """Remove those that are too many, but never `new`, and return those that are there.
+
+        What cannot be looked for or removed stops nothing: it is one of the oldest next time too.
+        """
+        there = [new]
+        with contextlib.suppress(OSError):
+            there = list(saved(directory, name).values())
+        old = [path for path in there if path != new]
+        for path in old[: max(0, len(old) + 1 - self._keep)] if self._keep is not None else ():
+            if self._removed(path):
+                there.remove(path)
+        return [os.fspath(path) for path in there]
+
+    def _removed(self, path: Path) -> bool:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            if path not in self._told:
+                self._told.add(path)
+                # No warning, which could be an exception, and on one rank.
+                with contextlib.suppress(OSError, ValueError):
+                    text = f"{path} is too old to be kept, but cannot be removed: {error.strerror}."
+                    print(f"mpistrat: {text} Others are.", file=sys.stderr, flush=True)
+            return False
+        return True
+
+
 @contextlib.contextmanager
 def whole(path: Path, replace: bool) -> Iterator[IO[bytes]]:
     """Open a file that will be at `path` when the body has ended well, and not be there otherwise.
@@ -130,14 +196,14 @@ def whole(path: Path, replace: bool) -> Iterator[IO[bytes]]:
 
     Raises:
       OSError: It cannot be written. `path` is as it was.
-      FileExistsError: It is there, and is not to be replaced.
+      FileExistsError: It is there, and is not to be replaced; or another job has removed what was
+        being written.
     """
     _make(path.parent)
     _sweep(path)
-    descriptor, name = tempfile.mkstemp(_PART, f".{path.name}.", path.parent)
+    descriptor, name = _part(path)
     try:
         with os.fdopen(descriptor, "w+b") as file:
-            _lock(descriptor)
             yield file
             file.flush()
             os.fsync(descriptor)
@@ -149,7 +215,7 @@ def whole(path: Path, replace: bool) -> Iterator[IO[bytes]]:
         _sync_directory(path.parent)
     except OSError:
         if not replace:
-            path.unlink()  # what is told to have failed must not be restored
+            path.unlink(missing_ok=True)  # what is told to have failed must not be restored
         raise
 
 
@@ -163,7 +229,36 @@ def _make(directory: Path) -> None:
         _sync_directory(one.parent)
 
 
+def _part(path: Path) -> tuple[int, str]:
+    """Make the file to write to, which is locked, so that other jobs do not take it for left."""
+    for _ in range(_TRIES):
+        descriptor, name = tempfile.mkstemp(_PART, f".{path.name}.", path.parent)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            swept = not os.fstat(descriptor).st_nlink
+        except BlockingIOError:  # another job is about to remove it
+            swept = True
+        except OSError:  # this file system has no locks
+            swept = False
+        if not swept:
+            return descriptor, name
+        os.close(descriptor)
+        with contextlib.suppress(OSError):
+            Path(name).unlink()
+    raise FileExistsError(errno.EEXIST, "Another job removes what is being written", str(path))
+
+
 def _name(part: Path, path: Path, replace: bool) -> None:
+    try:
+        _take(part, path, replace)
+    except FileNotFoundError:
+        if part.exists() or not part.parent.is_dir():
+            raise
+        text = "What was being written has been removed"
+        raise FileExistsError(errno.EEXIST, text, str(path)) from None
+
+
+def _take(part: Path, path: Path, replace: bool) -> None:
     if replace:
         part.replace(path)
         return

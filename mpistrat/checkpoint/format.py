@@ -6,9 +6,11 @@ which says what members there have to be, of which dtype and shape. ZIP has a ch
 the data of each member; what stands between them is covered by a digest in the archive's comment,
 its last bytes. The reader looks at all of them before anything is given out.
 
-Nothing in such a file is ever run: no pickle, and no dtype that the reader did not ask for. No
-memory is reserved for more bytes than the file has. A checksum is no signature: whoever may write
-the file may change it.
+Nothing in such a file is ever run: no pickle, and no dtype that the reader did not ask for. Every
+size that a file claims is checked against the others, against the length of the file and against
+the variables before memory is taken for it, and before any data is read: a file of gigabytes that
+does not fit costs no more than its directory. A checksum is no signature: whoever may write the
+file may change it.
 
 Sources: APPNOTE.TXT of PKWARE, 6.3.10; the .npy format, NumPy Enhancement Proposal 1.
 """
@@ -17,28 +19,39 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import importlib
 import json
+import math
 import os
 import stat
 import struct
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import numpy as np
 
 from mpistrat.arrays import Array, dtype_name, is_bfloat16
-from mpistrat.errors import CheckpointError, DataError
+from mpistrat.errors import CheckpointError, DataError, StructureError
 
-__all__ = ["FORMAT", "Contents", "Entry", "read", "write"]
+__all__ = ["FORMAT", "Contents", "Entry", "read", "read_all", "write"]
 
 FORMAT = 1
 _MANIFEST = "manifest.json"
 _MANIFEST_ROOM, _ROW_ROOM = 1 << 20, 1 << 12  # bytes of a manifest: at most, and for each array
 _PIECE = 1 << 24  # bytes that are written, or read only for their checksum, at once
 _HEADER = struct.Struct("<26xHH")  # of a member in the file: lengths of its name and extra field
+_NPY_ROOM = 10 + 0xFFFF  # bytes before the data of a .npy of format 1.0, at most
+# Rows of the directory: mark, lengths of name, extra field and comment; its end, for small archives
+# and large ones: mark, and number of members, bytes of the directory and where it begins.
+_ROW = struct.Struct("<4s24xHHH12x")
+_END = struct.Struct("<4s6xHLL2x")
+_LOCATOR = 20
+_END64 = struct.Struct("<4s28xQQQ")
 _SEAL = 16  # letters of the digest
+_CODES = np.typecodes["AllInteger"] + np.typecodes["AllFloat"] + "?"
+_ITEMS = {"bfloat16": 2, **{dtype_name(np.dtype(c)): np.dtype(c).itemsize for c in _CODES}}
 _EARLIEST = (1980, 1, 1, 0, 0, 0)  # the first date that ZIP knows: equal values, equal files
 
 
@@ -108,28 +121,75 @@ def write(file: IO[bytes], arrays: Mapping[str, Array], counter: int) -> None:
     file.write(sealed)
 
 
+def _frames(file: IO[bytes], infos: Iterable[zipfile.ZipInfo], end: int) -> list[tuple[int, int]]:
+    """Return where everything before `end` is that is no data of a member.
+
+    Raises:
+      ValueError: Members overlap, or there is something between them.
+    """
+    frames, done = [], 0
+    for info in sorted(infos, key=lambda info: info.header_offset):
+        if info.header_offset != done:
+            raise ValueError("members overlap, or there is something between them")
+        file.seek(done)
+        begin = done + _HEADER.size + sum(_HEADER.unpack(file.read(_HEADER.size)))
+        frames.append((done, begin))
+        done = begin + info.compress_size
+    return [*frames, (done, end)]
+
+
 def _seal(file: IO[bytes], infos: Iterable[zipfile.ZipInfo], end: int) -> bytes:
     """Return a digest of everything before `end` but the data of the members."""
-    digest, done = hashlib.blake2b(digest_size=_SEAL // 2), 0
-    for info in sorted(infos, key=lambda info: info.header_offset):
-        file.seek(info.header_offset)
-        begin = info.header_offset + _HEADER.size
-        begin += sum(_HEADER.unpack(file.read(_HEADER.size)))
-        file.seek(done)
-        digest.update(file.read(max(0, begin - done)))
-        done = begin + info.compress_size
-    file.seek(done)
-    digest.update(file.read(max(0, end - done)))
+    digest = hashlib.blake2b(digest_size=_SEAL // 2)
+    for start, stop in _frames(file, infos, end):
+        file.seek(start)
+        digest.update(file.read(max(0, stop - start)))
     return digest.hexdigest().encode()
 
 
-def read(path: Path, wanted: Mapping[str, Array]) -> Contents:
+def _directory(file: IO[bytes], size: int) -> int:
+    """Return where the directory of an archive begins, after looking at its rows one by one.
+
+    Raises:
+      ValueError: It is not where the end says, or not as long, or longer than names make it.
+    """
+    end = size - _SEAL - _END.size
+    file.seek(max(0, end))
+    mark, count, length, begin = _END.unpack(file.read(_END.size))
+    large = end - _LOCATOR - _END64.size
+    file.seek(max(0, large))
+    found = _END64.unpack(file.read(_END64.size))
+    if found[0] == b"PK\6\6" and file.read(4) == b"PK\6\7":
+        end, (_, count, length, begin) = large, found
+    if mark != b"PK\5\6" or begin + length != end:
+        raise ValueError("it does not end as a checkpoint does")
+    if length > max(_MANIFEST_ROOM, _ROW_ROOM * count):
+        raise ValueError(f"its directory of {count} members has {length} bytes")
+    place = int(begin)
+    for _ in range(count):
+        file.seek(place)
+        row, *lengths = _ROW.unpack(file.read(_ROW.size))
+        if row != b"PK\1\2" or place >= end:
+            break
+        place += _ROW.size + sum(lengths)
+    if place != end:
+        raise ValueError(f"its directory does not have {count} members")
+    return int(begin)
+
+
+def read(
+    path: Path,
+    wanted: Mapping[str, Array],
+    check: Callable[[Mapping[str, Entry]], None] = lambda entries: None,
+) -> Contents:
     """Read a file, and check all of it.
 
     Args:
       path: The file.
       wanted: An array like each that is wanted, by name. One that the file does not have, or has
         with another dtype or shape, is missing from what is returned; it is no error here.
+      check: Called with what is in the file before any data is read; a StructureError of it is
+        raised as it is.
 
     Raises:
       OSError: There is no such file, or it cannot be read.
@@ -144,7 +204,9 @@ def read(path: Path, wanted: Mapping[str, Array]) -> Contents:
         raise CheckpointError(f"{path} is no checkpoint: it is not a regular file.")
     with os.fdopen(descriptor, "rb") as file:
         try:
-            return _checked(file, wanted, status.st_size)
+            return _checked(file, wanted, status.st_size, check)
+        except StructureError:
+            raise
         except DataError as error:
             raise DataError(f"{path} {error}") from None
         except MemoryError:  # which says nothing against the file
@@ -158,24 +220,78 @@ def read(path: Path, wanted: Mapping[str, Array]) -> Contents:
             ) from error
 
 
-def _checked(file: IO[bytes], wanted: Mapping[str, Array], size: int) -> Contents:
+def read_all(path: Path) -> Contents:
+    """Read all arrays of a file.
+
+    Args:
+      path: The file.
+
+    Raises:
+      OSError: As of `read`.
+      CheckpointError: As of `read`; or an array has a dtype that this process does not know.
+      DataError: As of `read`.
+    """
+    wanted: dict[str, Array] = {}
+
+    def want(entries: Mapping[str, Entry]) -> None:
+        for name, entry in entries.items():
+            if entry.dtype not in _ITEMS:
+                raise ValueError(f"{name!r} has dtype {entry.dtype!r:.40}")
+            if entry.dtype == "bfloat16":
+                importlib.import_module("ml_dtypes")
+            # Of no size: what is read has to have as many bytes as the file.
+            wanted[name] = np.broadcast_to(np.zeros((), entry.dtype), entry.shape)
+
+    return read(path, wanted, want)
+
+
+def _checked(
+    file: IO[bytes],
+    wanted: Mapping[str, Array],
+    size: int,
+    check: Callable[[Mapping[str, Entry]], None],
+) -> Contents:
+    begin = _directory(file, size)
     with zipfile.ZipFile(file) as archive:
-        contents = _contents(archive, wanted, size)
-        if _seal(file, archive.infolist(), size - _SEAL) != archive.comment:
+        infos = {info.filename: info for info in archive.infolist()}
+        if len(infos) < len(archive.infolist()):
+            raise ValueError("two members have one name")
+        for info in infos.values():
+            if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
+                raise ValueError(f"{info.filename!r} is compressed")
+        if _frames(file, infos.values(), size)[-1][0] != begin:
+            raise ValueError("members overlap, or there is something between them")
+        entries, counter = _manifest(archive, infos)
+        _check_sizes(infos, entries, wanted)
+        check(entries)
+        arrays = _arrays(archive, infos, entries, wanted)
+        if _seal(file, infos.values(), size - _SEAL) != archive.comment:
             raise ValueError("what stands between the arrays has been changed")
-    return contents
+    return Contents(entries, arrays, counter)
 
 
-def _contents(archive: zipfile.ZipFile, wanted: Mapping[str, Array], size: int) -> Contents:
-    infos = {info.filename: info for info in archive.infolist()}
-    if len(infos) < len(archive.infolist()) or sum(i.file_size for i in infos.values()) > size:
-        raise ValueError("members overlap, or have one name")
-    for info in infos.values():
-        if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
-            raise ValueError(f"{info.filename!r} is compressed")
-    entries, counter = _manifest(archive, infos)
+def _check_sizes(
+    infos: Mapping[str, zipfile.ZipInfo],
+    entries: Mapping[str, Entry],
+    wanted: Mapping[str, Array],
+) -> None:
     if set(infos) != {_MANIFEST, *(f"{name}.npy" for name in entries)}:
         raise ValueError("the members are not those that the manifest lists")
+    for name, entry in entries.items():
+        item = _ITEMS.get(entry.dtype)  # what nobody here can have asked for has no size
+        room = infos[f"{name}.npy"].file_size - math.prod(entry.shape) * (item or 0)
+        short = room <= 0 and name in wanted and Entry.of(wanted[name]) == entry
+        if item is not None and (short or room > _NPY_ROOM):
+            raise ValueError(f"{name!r} has more or fewer bytes than its shape says")
+
+
+def _arrays(
+    archive: zipfile.ZipFile,
+    infos: Mapping[str, zipfile.ZipInfo],
+    entries: Mapping[str, Entry],
+    wanted: Mapping[str, Array],
+) -> dict[str, Array]:
+    """Read what is wanted, and the rest for its checksum only."""
     arrays = {}
     for name, entry in entries.items():
         like = wanted.get(name)
@@ -186,7 +302,7 @@ def _contents(archive: zipfile.ZipFile, wanted: Mapping[str, Array], size: int) 
             while member.read(_PIECE):  # at the end of a member its checksum is looked at
                 if fits:
                     raise ValueError(f"{name!r} has more bytes than its shape says")
-    return Contents(entries, arrays, counter)
+    return arrays
 
 
 def _manifest(

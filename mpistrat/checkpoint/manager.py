@@ -7,10 +7,12 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, final
 
 from mpistrat.checkpoint import files
-from mpistrat.checkpoint.checkpoint import Checkpoint, owner_of, save
+from mpistrat.checkpoint.checkpoint import Checkpoint, owner_of, restore, save
+from mpistrat.checkpoint.saving import seen
 from mpistrat.errors import CheckpointError
 
 __all__ = ["CheckpointManager"]
@@ -75,17 +77,20 @@ class CheckpointManager:
         with lockstep.preparing("CheckpointManager"):
             self._directory = files.checked_path("CheckpointManager", "directory", directory)
             self._name = _checked_name(checkpoint_name)
-            self._keep = _checked_number(max_to_keep)
+            keep = _checked_number(max_to_keep)
+            self._keep = files.Retention(keep)
             if init_fn is not None and not callable(init_fn):
                 raise TypeError(f"init_fn is a function or None, not {init_fn!r:.60}.")
             self._init_fn = init_fn
         there, failure = [], None
         if lockstep.comm.rank == 0:
             try:
-                there = list(map(os.fspath, files.saved(self._directory, self._name).values()))
+                found = files.saved(self._directory, self._name)
+                there = list(map(os.fspath, found.values()))
+                seen(files.numbered(self._directory, self._name, max(found, default=0)))
             except Exception as error:
                 failure = error
-        call = f"CheckpointManager({str(self._directory)!r}, {self._name!r}, keep {self._keep})"
+        call = f"CheckpointManager({str(self._directory)!r}, {self._name!r}, keep {keep})"
         told = lockstep.share(call, json.dumps(there).encode(), failure)[0]
         self._there: list[str] = json.loads(told)
 
@@ -112,7 +117,8 @@ class CheckpointManager:
     def save(self, checkpoint_number: int | None = None) -> str:
         """Save the checkpoint, and then remove the oldest of those that are too many.
 
-        Collective, in cross-replica code; raises and costs what `Checkpoint.save` does.
+        Collective, in cross-replica code; raises and costs what `Checkpoint.save` does. What cannot
+        be removed stops nothing; replica 0 says so on stderr, once of each.
 
         Args:
           checkpoint_number: Its number, not below those that are there; the next one if None.
@@ -140,18 +146,27 @@ class CheckpointManager:
 
         Raises:
           CheckpointError: There are checkpoints, but none can be read: nothing begins anew unless
-            they are removed.
+            they are removed. Or one has the name of another: nothing is restored, for the newest
+            may be among the others.
           StructureError: The newest does not fit the variables.
           DataError: The newest is of another format.
           OSError: It cannot be read.
         """
         bad: list[str] = []
         for path in reversed(self._there):
+            number = (files.parted(Path(path)) or ("", 0))[1]
             try:
-                self._checkpoint.restore(path)
+                done, holds = restore(self._checkpoint, path, False, number)
             except CheckpointError as error:
                 bad.append(str(error))
                 continue
+            if done.path is None:
+                right = files.numbered(self._directory, self._name, holds)
+                raise CheckpointError(
+                    f"{path} holds checkpoint number {holds}, not {number}: it has been renamed, "
+                    f"or replaced by a copy of {right.name}. Give each file of {self.directory} the"
+                    " name of what it holds; Checkpoint.restore(path) takes any name."
+                )
             if bad and self._checkpoint.strategy.parts.lockstep.comm.rank == 0:
                 # No warning, which could be an exception, and on one rank.
                 with contextlib.suppress(OSError, ValueError):

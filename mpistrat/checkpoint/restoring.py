@@ -13,7 +13,7 @@ import numpy as np
 from mpistrat.arrays import Array
 from mpistrat.checkpoint import format
 from mpistrat.checkpoint.restored import Restored, listed
-from mpistrat.checkpoint.saving import patient, specs
+from mpistrat.checkpoint.saving import patient, seen, specs
 from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.distribute.variables import Variable
 from mpistrat.distribute.writes import VariableAggregation
@@ -26,7 +26,11 @@ _COUNTERS = frozenset({"checkpointed_runs"})
 
 
 def restore(
-    lockstep: Lockstep, mine: Mapping[str, Variable], path: Path, partial: bool
+    lockstep: Lockstep,
+    mine: Mapping[str, Variable],
+    path: Path,
+    partial: bool,
+    number: int | None = None,
 ) -> tuple[Restored, int]:
     """Give variables the values of a file. Collective, in cross-replica code.
 
@@ -35,6 +39,7 @@ def restore(
       mine: The variables.
       path: The file.
       partial: Pass over what only the file or only the program has.
+      number: How many times it has to have been saved, else nothing is restored; None for any.
 
     Returns:
       What was done, and how many times the checkpoint had been saved.
@@ -54,6 +59,10 @@ def restore(
         found, failure = _read(lockstep, mine, path, partial)
     told = b"" if found is None else _told(found, mine)
     counter, missing, unused = json.loads(lockstep.share(call, told, failure)[0])
+    if number not in (None, counter):
+        return Restored(None), counter
+    if lockstep.comm.rank == 0:
+        seen(path)
     for name in sorted(set(mine) - set(missing)):
         _give(lockstep, mine[name], None if found is None else found.arrays[name], scratch)
     return Restored(os.fspath(path), tuple(missing), tuple(unused)), counter
@@ -65,8 +74,8 @@ def _read(
     """Read the file; return also what that failed with, which all ranks have to know."""
     try:
         with patient(lockstep, f"read {path}", _size(path)):
-            found = format.read(path, {name: v.kept.array for name, v in mine.items()})
-        _compare(path, found, mine, partial)
+            wanted = {name: v.kept.array for name, v in mine.items()}
+            found = format.read(path, wanted, lambda there: _compare(path, there, mine, partial))
     except BaseException as error:
         return None, error
     return found, None
@@ -84,17 +93,17 @@ def _size(path: Path) -> int:
 
 
 def _compare(
-    path: Path, found: format.Contents, mine: Mapping[str, Variable], partial: bool
+    path: Path, found: Mapping[str, format.Entry], mine: Mapping[str, Variable], partial: bool
 ) -> None:
     wrong = []
     for name, variable in mine.items():
-        here, there = format.Entry.of(variable.kept.array), found.entries.get(name)
+        here, there = format.Entry.of(variable.kept.array), found.get(name)
         if there is not None and there != here:
             wrong.append(f"{name!r} is {there} there and {here} here")
     if not partial:
-        new = [name for name in mine if name not in found.entries and name not in _COUNTERS]
+        new = [name for name in mine if name not in found and name not in _COUNTERS]
         wrong += [f"{name!r} is not in the file" for name in new]
-        extra = [name for name in found.entries if name not in mine and name not in _COUNTERS]
+        extra = [name for name in found if name not in mine and name not in _COUNTERS]
         wrong += [f"{name!r} is only in the file" for name in extra]
     if wrong:
         hint = "" if partial else " What one side only has may be passed over: partial=True."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -18,7 +18,7 @@ from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.distribute.variables import Variable
 from mpistrat.distribute.writes import VariableAggregation
 
-__all__ = ["overwrite", "patient", "save", "specs"]
+__all__ = ["overwrite", "patient", "save", "seen", "specs"]
 
 # Reading and writing may keep the other ranks waiting: seconds, and seconds for each byte.
 _PATIENCE, _SLOWEST = 600.0, 1e-7
@@ -26,6 +26,8 @@ _PATIENCE, _SLOWEST = 600.0, 1e-7
 _SHOWN = 2000
 _ADVICE = "Mend that, or save elsewhere, and save again"
 _OTHER = "Another job saves here; give each a directory of its own"
+# By directory and name: the newest number that this process has saved, restored or found at first.
+_SEEN: dict[str, int] = {}
 
 
 def patient(lockstep: Lockstep, what: str, nbytes: int) -> Any:
@@ -68,7 +70,7 @@ def save(
     prefix: Path,
     counter: int,
     number: int | None = None,
-    keep: int | None = None,
+    keep: files.Retention | None = None,
 ) -> tuple[int, list[str]]:
     """Write variables to a file with a number. Collective, in cross-replica code.
 
@@ -78,13 +80,14 @@ def save(
       prefix: Directory, and the name before the number.
       counter: How many times they have been saved before.
       number: The number; None for the next one.
-      keep: How many of that name are to stay; None for all.
+      keep: Removes the oldest of that name; None to keep all.
 
     Returns:
       The number, and the paths of all that are there, the oldest first.
 
     Raises:
       OSError: It cannot be written; on every rank.
+      FileExistsError: Another job saves here, which this one has not been told of.
       ValueError: There are newer ones than `number`.
     """
     call = f"Checkpoint.save({str(prefix)!r}, number {number}) of {specs(mine)}"
@@ -101,7 +104,9 @@ def save(
     if lockstep.comm.rank == 0:
         path = files.numbered(prefix.parent, prefix.name, told)
         failing = _attempt(lockstep, path, values, told, replace=number is not None)
-        there = _kept(prefix, path, keep) if failing is None else []
+        if failing is None:
+            seen(path)
+            there = (keep or files.Retention())(prefix.parent, prefix.name, path)
     everything = lockstep.share(f"{call}, written", json.dumps(there).encode(), failing)[0]
     return told, json.loads(everything)
 
@@ -120,8 +125,24 @@ def _values(lockstep: Lockstep, mine: Mapping[str, Variable], call: str) -> dict
     return {key: np.asarray(variable) for key, variable in mine.items()}
 
 
+def seen(path: Path) -> None:
+    """Note that this process knows of a numbered checkpoint, and of those with smaller numbers."""
+    name, number = files.parted(path) or (None, 0)
+    if name is not None:
+        key = os.path.realpath(path.with_name(name))
+        _SEEN[key] = max(number, _SEEN.get(key, number))
+
+
 def _number(prefix: Path, counter: int, number: int | None) -> int:
     newest = max(files.saved(prefix.parent, prefix.name), default=0)
+    known = _SEEN.get(os.path.realpath(prefix), newest)
+    if newest > known:
+        raise FileExistsError(
+            errno.EEXIST,
+            f"{_OTHER}. {prefix.parent} has {prefix.name}-{newest}, and the newest that this job "
+            f"has saved, restored or found when it began is number {known}, so nothing was "
+            "written. If the other job has ended, restore the newest, and save again",
+        )
     if number is None:
         if (number := max(counter, newest) + 1) >= 10**18:
             raise ValueError(f"there is no number after {newest} for {prefix}; use another name.")
@@ -154,16 +175,3 @@ def _attempt(
     except BaseException as error:
         return error
     return None
-
-
-def _kept(prefix: Path, new: Path, keep: int | None) -> list[str]:
-    """Remove the oldest checkpoints, and return those that are there."""
-    there = [new]
-    # What cannot be looked for or removed now is one of the oldest next time too; the new is safe.
-    with contextlib.suppress(OSError):
-        there = list(files.saved(prefix.parent, prefix.name).values())
-        old = [path for path in there if path != new]
-        for path in old[: max(0, len(old) + 1 - keep)] if keep is not None else ():
-            path.unlink()
-            there.remove(path)
-    return [os.fspath(path) for path in there]

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 
-__all__ = ["expand_hostlist", "expand_tasks_per_node"]
+__all__ = ["MOST_HOSTS", "expand_hostlist", "expand_tasks_per_node"]
+
+MOST_HOSTS = 1 << 16  # Slurm's own limit for the nodes of a cluster
+_MOST_LETTERS = 255  # of a name, as in the Domain Name System
 
 _ITEM = re.compile(r"(?:[^\[\],]|\[[^\[\]]*\])+")  # no comma, but within brackets
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
-_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+_RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
+_COUNT = re.compile(r"([0-9]{1,18})(?:\(x([0-9]{1,18})\))?")
 
 
 def expand_hostlist(hostlist: str) -> list[str]:
@@ -20,7 +24,7 @@ def expand_hostlist(hostlist: str) -> list[str]:
         in front are kept. A name may have several brackets; the last one counts fastest.
 
     Raises:
-      ValueError: The text has another form.
+      ValueError: The text has another form, or stands for more than `MOST_HOSTS` hosts.
 
     Example:
       >>> expand_hostlist("n[1-2],m5,o[08-10]")
@@ -29,29 +33,48 @@ def expand_hostlist(hostlist: str) -> list[str]:
     items = _ITEM.findall(hostlist)
     if ",".join(items) != hostlist:
         raise ValueError(
-            f"{hostlist!r} is no list of hosts as Slurm writes it, like 'n[1-3,7],m5'."
+            f"{hostlist!r:.200} is no list of hosts as Slurm writes it, like 'n[1-3,7],m5'."
         )
-    return [host for item in items for host in _hosts(item, hostlist)]
+    found: list[str] = []
+    for item in items:
+        found += _hosts(item, hostlist, MOST_HOSTS - len(found))
+    return found
 
 
-def _hosts(item: str, hostlist: str) -> list[str]:
+def _hosts(item: str, hostlist: str, most: int) -> list[str]:
     pieces = re.split(r"\[([^\]]*)\]", item)  # text and insides of brackets by turns
-    choices = [
-        _numbers(piece, hostlist) if inside else [piece]
-        for inside, piece in zip(itertools.cycle((False, True)), pieces, strict=False)
-    ]
+    texts, brackets = pieces[::2], [_ranges(inside, hostlist) for inside in pieces[1::2]]
+    # Both are counted before any name is made.
+    if math.prod(sum(len(numbers) for _, numbers in ranges) for ranges in brackets) > most:
+        raise ValueError(_too_many(hostlist, "hosts"))
+    digits = [max(max(width, len(str(n[-1]))) for width, n in ranges) for ranges in brackets]
+    letters = len("".join(texts)) + sum(digits)
+    if letters > _MOST_LETTERS:
+        raise ValueError(f"{hostlist!r:.200} has a name of {letters} letters, which no host has.")
+    choices = [[texts[0]]]
+    for ranges, text in zip(brackets, texts[1:], strict=True):
+        choices += [[f"{n:0{width}}" for width, numbers in ranges for n in numbers], [text]]
     return ["".join(parts) for parts in itertools.product(*choices)]
 
 
-def _numbers(inside: str, hostlist: str) -> list[str]:
-    found: list[str] = []
+def _ranges(inside: str, hostlist: str) -> list[tuple[int, range]]:
+    """Return the ranges of a bracket, each with the least number of its digits."""
+    found = []
     for part in inside.split(","):
         match = _RANGE.fullmatch(part)
         if match is None or int(match[2] or match[1]) < int(match[1]):
-            raise ValueError(f"{hostlist!r} is no list of hosts: [{inside}] holds no numbers.")
-        low, high = match[1], match[2] or match[1]
-        found += [f"{number:0{len(low)}}" for number in range(int(low), int(high) + 1)]
+            raise ValueError(
+                f"{hostlist!r:.200} is no list of hosts: [{inside:.80}] holds no numbers."
+            )
+        found.append((len(match[1]), range(int(match[1]), int(match[2] or match[1]) + 1)))
     return found
+
+
+def _too_many(text: str, what: str) -> str:
+    return (
+        f"{text!r:.200} stands for more than {MOST_HOSTS} {what}, which is more than Slurm has. "
+        "Look what has set that variable, or use another resolver."
+    )
 
 
 def expand_tasks_per_node(tasks_per_node: str) -> list[int]:
@@ -61,7 +84,7 @@ def expand_tasks_per_node(tasks_per_node: str) -> list[int]:
       tasks_per_node: Counts separated by commas; ``3(x2)`` stands for two nodes of 3.
 
     Raises:
-      ValueError: The text has another form.
+      ValueError: The text has another form, or stands for more than `MOST_HOSTS` nodes.
 
     Example:
       >>> expand_tasks_per_node("3(x2),2,1")
@@ -72,7 +95,10 @@ def expand_tasks_per_node(tasks_per_node: str) -> list[int]:
         match = _COUNT.fullmatch(part.strip())
         if match is None:
             raise ValueError(
-                f"{tasks_per_node!r} does not count tasks as Slurm does, like '3(x2),1'."
+                f"{tasks_per_node!r:.200} does not count tasks as Slurm does, like '3(x2),1'."
             )
-        found += [int(match[1])] * int(match[2] or 1)
+        repeated = int(match[2] or 1)
+        if repeated > MOST_HOSTS - len(found):
+            raise ValueError(_too_many(tasks_per_node, "nodes"))
+        found += [int(match[1])] * repeated
     return found

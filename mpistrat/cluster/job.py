@@ -5,11 +5,22 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-__all__ = ["job_size"]
+__all__ = ["counted", "job_size"]
 
 # Variables in which launchers tell a rank the size of its job: Hydra and PMI-1/2, Open MPI, PMIx
 # (none), Slurm's srun. Inside `sbatch` without `srun` the last is not set, which is right.
 _SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS")
+_DIGITS = 18  # what has more counts nothing that there is
+
+
+def counted(text: str) -> int | None:
+    """Return the number that a text writes in digits; None for anything else.
+
+    Example:
+      >>> counted("12"), counted("-1"), counted("9" * 5000)
+      (12, None, None)
+    """
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= _DIGITS else None
 
 
 def job_size(env: Mapping[str, str] | None = None) -> int | None:
@@ -24,6 +35,7 @@ def job_size(env: Mapping[str, str] | None = None) -> int | None:
     """
     env = os.environ if env is None else env
     for name in _SIZES:
-        if env.get(name, "").isdigit():
-            return int(env[name])
+        found = counted(env.get(name, ""))
+        if found is not None:
+            return found
     return None

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, final
 
+from mpistrat.cluster.job import counted
 from mpistrat.cluster.resolver import ClusterResolver, url
 from mpistrat.cluster.spec import ClusterSpec
 from mpistrat.comm.world import default_parent
@@ -117,6 +118,8 @@ class TFConfigClusterResolver(ClusterResolver):
             what = f"the environment variable TF_CONFIG holds {text!r:.60}, which is not JSON"
             told = f"{what}. {_RIGHT} In words of JSON: {error.msg}"
             raise json.JSONDecodeError(told, error.doc, error.pos) from None
+        except (ValueError, RecursionError) as error:  # thousands of digits, or of brackets
+            raise _wrong(f"holds {text!r:.60}, which is no cluster: {error}") from None
         if not isinstance(config, dict):
             raise _wrong(f"holds {text!r:.60}, which is JSON but no object")
         for key in ("cluster", "task"):
@@ -166,9 +169,11 @@ class TFConfigClusterResolver(ClusterResolver):
         if self._id is not None:
             return int(self._id)
         found = self._task("index")
-        whole = isinstance(found, int) and not isinstance(found, bool) and found >= 0
-        if found is None or whole or (isinstance(found, str) and found.isdecimal()):
-            return None if found is None else int(found)
+        number = counted(found) if isinstance(found, str) else found
+        if found is None:
+            return None
+        if isinstance(number, int) and not isinstance(number, bool) and number >= 0:
+            return number
         raise _wrong(f"has a task whose 'index' is no number from 0: {found!r:.60}")
 
     @task_id.setter
@@ -197,9 +202,10 @@ class TFConfigClusterResolver(ClusterResolver):
         Raises:
           ValueError: ``TF_CONFIG`` is malformed.
         """
+        cluster = self._config().get("cluster", {})
         try:
-            return ClusterSpec(self._config().get("cluster", {}))
-        except TypeError as error:
+            return ClusterSpec(cluster)
+        except (TypeError, ValueError) as error:
             raise _wrong(f"has a 'cluster' that is none: {error}") from None
 
     def master(

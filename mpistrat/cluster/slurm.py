@@ -8,13 +8,15 @@ from collections.abc import Mapping, MutableMapping
 from typing import Any, final
 
 from mpistrat.cluster.hostlist import expand_hostlist, expand_tasks_per_node
+from mpistrat.cluster.job import counted
 from mpistrat.cluster.resolver import ClusterResolver, chosen_master
-from mpistrat.cluster.spec import ClusterSpec
+from mpistrat.cluster.spec import MOST_TASKS, ClusterSpec
 
 __all__ = ["SlurmClusterResolver"]
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _PORTS = 65535
+_GPUS = 1024  # of a node, at most
 _NO_DEVICES = {"", "-1", "NoDevFiles"}
 
 
@@ -45,8 +47,8 @@ class SlurmClusterResolver(ClusterResolver):
     Raises:
       RuntimeError: This is no task of a step, or jobs, tasks and GPUs do not fit together.
       TypeError: `jobs` is no dict, or a number no integer.
-      ValueError: A number is negative, there are not as many ports, or Slurm's texts have another
-        form.
+      ValueError: A number is negative, or beyond what any machine has; there are not as many ports;
+        or Slurm's texts have another form.
 
     As: ``tf.distribute.cluster_resolver.SlurmClusterResolver``.
 
@@ -87,26 +89,34 @@ class SlurmClusterResolver(ClusterResolver):
                 f"port_base must leave {max(1, most)} ports between 1 and {_PORTS}, got "
                 f"{port_base}."
             )
+        gpus = _visible(self._env) if gpus_per_node is None else gpus_per_node
+        self._gpus = gpus // max(1, most) if gpus_per_task is None else gpus_per_task
+        self._auto_set_gpu = auto_set_gpu
+        self.rpc_layer = rpc_layer
+        self._check(most, gpus, sum(counts.values()))
         self._tasks = [
             (f"{host}:{port_base + place}", place)
             for host, count in counts.items()
             for place in range(count)
         ]
-        gpus = _visible(self._env) if gpus_per_node is None else gpus_per_node
-        self._gpus = gpus // max(1, most) if gpus_per_task is None else gpus_per_task
-        self._auto_set_gpu = auto_set_gpu
-        self.rpc_layer = rpc_layer
-        self._check(most, gpus)
 
-    def _check(self, most: int, gpus: int) -> None:
-        _whole("gpus_per_node", gpus)
+    def _check(self, most: int, gpus: int, got: int) -> None:
+        if _whole("gpus_per_node", gpus) > _GPUS:
+            raise ValueError(
+                f"no node has {gpus} GPUs; {_GPUS} are the most that are taken for real."
+            )
         _whole("gpus_per_task", self._gpus)
         if most * self._gpus > gpus:
             raise RuntimeError(
                 f"{most} tasks of a node with {self._gpus} GPUs each want more than the {gpus} "
                 "that it has; lower gpus_per_task or tasks_per_node."
             )
-        wanted, got = sum(self._jobs.values()), len(self._tasks)
+        if got > MOST_TASKS:
+            raise ValueError(
+                f"Slurm's variables tell of {got} tasks; at most {MOST_TASKS} are taken for real. "
+                "Look what has set them, or use another resolver."
+            )
+        wanted = sum(self._jobs.values())
         if wanted != got:
             raise RuntimeError(f"the jobs {self._jobs} want {wanted} tasks, but there are {got}.")
         if self._rank >= got:
@@ -162,9 +172,10 @@ def _told(env: Mapping[str, str], name: str) -> str:
 
 def _counted(env: Mapping[str, str], name: str) -> int:
     text = _told(env, name)
-    if not (text.isascii() and text.isdigit()):
+    number = counted(text)
+    if number is None:
         raise ValueError(f"SLURM_{name} must be a number from 0, but is {text!r:.40}.")
-    return int(text)
+    return number
 
 
 def _whole(name: str, value: Any) -> int:
@@ -198,5 +209,4 @@ def _visible(env: Mapping[str, str]) -> int:
     if _VISIBLE in env:
         text = env[_VISIBLE].strip()
         return 0 if text in _NO_DEVICES else len(text.split(","))
-    text = env.get("SLURM_GPUS_ON_NODE", "")
-    return int(text) if text.isdigit() else 0
+    return counted(env.get("SLURM_GPUS_ON_NODE", "")) or 0

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, final
 
-__all__ = ["ClusterDef", "ClusterSpec", "JobDef"]
+from mpistrat.cluster.job import counted
+
+__all__ = ["MOST_TASKS", "ClusterDef", "ClusterSpec", "JobDef"]
+
+MOST_TASKS = 1 << 22  # of a cluster: above what any machine has, and lists of them fit in memory
 
 
 class JobDef(NamedTuple):
@@ -41,7 +45,7 @@ class ClusterSpec:
 
     Raises:
       TypeError: `cluster` is none of these, or a name, index or address is of another type.
-      ValueError: An index is negative, or comes twice.
+      ValueError: An index is negative, comes twice, or is not below `MOST_TASKS`.
 
     As: ``tf.train.ClusterSpec``.
 
@@ -141,12 +145,15 @@ def _tasks(job: str, tasks: object) -> dict[int, str]:
 
 
 def _index(job: str, index: object) -> int:
-    if isinstance(index, str) and index.isdecimal():
-        return int(index)
+    if isinstance(index, str):
+        number = counted(index)
+        index = index if number is None else number
     if not isinstance(index, int) or isinstance(index, bool):
-        raise TypeError(f"an index of job {job!r} is an integer, got {index!r}.")
+        raise TypeError(f"an index of job {job!r} is an integer, got {index!r:.40}.")
     if index < 0:
         raise ValueError(f"indices of job {job!r} begin at 0, got {index}.")
+    if index >= MOST_TASKS:
+        raise ValueError(f"indices of job {job!r} end at {MOST_TASKS - 1}, got a larger one.")
     return index
 
 

@@ -9,102 +9,149 @@ says what to use instead. What to beware of:
   ValueError. Between arrays and NumPy's own scalars NumPy's rules hold: a float32 array times
   ``np.float64(2)`` is float64, where TensorFlow keeps float32. Write ``2.0``.
 - Nothing is traced: `function` returns its argument, and there are no gradients.
-- Random numbers are NumPy's; without a seed they are others on each rank.
+- Random numbers are NumPy's; without `random.set_seed` or a seed they are others on each rank.
+- Exceptions under ``errors`` are those of this library and Python's own, so they have no
+  ``.message``: write ``str(error)``.
 """
 
 from __future__ import annotations
 
-import builtins
 import contextlib
-import sys
-from collections.abc import Iterator
+import importlib
 from typing import Any
 
 import numpy as np
 
-from mpistrat.checkpoint.checkpoint import Checkpoint
-from mpistrat.checkpoint.files import latest_checkpoint
-from mpistrat.checkpoint.manager import CheckpointManager
-from mpistrat.cluster.spec import ClusterSpec
 from mpistrat.compat import tf_data as data
+from mpistrat.compat import tf_debugging as debugging
 from mpistrat.compat import tf_distribute as distribute
 from mpistrat.compat import tf_math as math
 from mpistrat.compat import tf_nest as nest
 from mpistrat.compat import tf_nn as nn
 from mpistrat.compat import tf_random as random
+from mpistrat.compat import tf_train as train
 from mpistrat.compat import v1
 from mpistrat.compat.tf_absent import Names as _Names
 from mpistrat.compat.tf_absent import absent_from as _absent_from
 from mpistrat.compat.tf_arrays import (
+    broadcast_to,
     cast,
     concat,
     constant,
     convert_to_tensor,
     expand_dims,
+    eye,
     fill,
+    gather,
     identity,
+    linspace,
     matmul,
     one_hot,
     ones,
     ones_like,
     range,
-    reduce_max,
-    reduce_mean,
-    reduce_min,
-    reduce_sum,
+    rank,
+    repeat,
     reshape,
     shape,
+    size,
+    split,
     square,
     squeeze,
     stack,
+    tile,
     transpose,
+    unstack,
     where,
     zeros,
     zeros_like,
+)
+from mpistrat.compat.tf_graph import (
+    control_dependencies,
+    device,
+    executing_eagerly,
+    function,
+    group,
+    name_scope,
+    no_op,
+    print,
 )
 from mpistrat.compat.tf_math import (
     abs,
     add,
     argmax,
     argmin,
+    cos,
     divide,
     equal,
     exp,
+    floor,
+    floordiv,
     greater,
+    greater_equal,
     less,
+    less_equal,
+    logical_and,
+    logical_not,
+    logical_or,
     maximum,
     minimum,
     multiply,
     negative,
     not_equal,
     pow,
+    round,
     sigmoid,
     sign,
+    sin,
     sqrt,
     subtract,
+    tan,
     tanh,
+    truediv,
 )
+from mpistrat.compat.tf_reductions import (
+    add_n,
+    clip_by_global_norm,
+    clip_by_norm,
+    clip_by_value,
+    reduce_all,
+    reduce_any,
+    reduce_logsumexp,
+    reduce_max,
+    reduce_mean,
+    reduce_min,
+    reduce_prod,
+    reduce_sum,
+)
+from mpistrat.compat.tf_system import config, errors
+from mpistrat.compat.tf_tensor import Tensor, TensorSpec, is_tensor
 from mpistrat.compat.tf_variable import Variable
 from mpistrat.distribute.context import get_replica_context
 from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.distribute.topology import DeviceAssignment, Topology
 from mpistrat.distribute.values import Mirrored, PerReplica
 from mpistrat.distribute.writes import VariableAggregation, VariableSynchronization
-from mpistrat.errors import OutOfRangeError
 from mpistrat.feed.iterators import Optional
 
 __all__ = [
     "IndexedSlices",
     "Tensor",
+    "TensorSpec",
     "Variable",
     "VariableAggregation",
     "VariableSynchronization",
     "abs",
     "add",
+    "add_n",
     "argmax",
     "argmin",
     "bool",
+    "broadcast_to",
     "cast",
+    "clip_by_global_norm",
+    "clip_by_norm",
+    "clip_by_value",
     "compat",
     "complex64",
     "complex128",
@@ -113,7 +160,9 @@ __all__ = [
     "constant",
     "control_dependencies",
     "convert_to_tensor",
+    "cos",
     "data",
+    "debugging",
     "device",
     "distribute",
     "divide",
@@ -123,20 +172,31 @@ __all__ = [
     "exp",
     "expand_dims",
     "experimental",
+    "eye",
     "fill",
     "float16",
     "float32",
     "float64",
+    "floor",
+    "floordiv",
     "function",
+    "gather",
     "get_replica_context",
     "greater",
+    "greater_equal",
     "group",
     "identity",
     "int8",
     "int16",
     "int32",
     "int64",
+    "is_tensor",
     "less",
+    "less_equal",
+    "linspace",
+    "logical_and",
+    "logical_not",
+    "logical_or",
     "math",
     "matmul",
     "maximum",
@@ -155,34 +215,49 @@ __all__ = [
     "print",
     "random",
     "range",
+    "rank",
+    "reduce_all",
+    "reduce_any",
+    "reduce_logsumexp",
     "reduce_max",
     "reduce_mean",
     "reduce_min",
+    "reduce_prod",
     "reduce_sum",
+    "repeat",
     "reshape",
+    "round",
     "shape",
     "sigmoid",
     "sign",
+    "sin",
+    "size",
+    "split",
     "sqrt",
     "square",
     "squeeze",
     "stack",
     "subtract",
+    "tan",
     "tanh",
+    "tile",
     "tpu",
     "train",
     "transpose",
+    "truediv",
     "types",
     "uint8",
     "uint16",
     "uint32",
     "uint64",
+    "unstack",
+    "version",
     "where",
     "zeros",
     "zeros_like",
 ]
 
-Tensor = np.ndarray
+__version__ = "2.21.0"  # of which TensorFlow the names are, for programs that compare it
 bool = np.bool_
 float16 = np.float16
 float32 = np.float32
@@ -198,58 +273,14 @@ uint64 = np.uint64
 complex64 = np.complex64
 complex128 = np.complex128
 
-__getattr__ = _absent_from("tf")
+_absent = _absent_from("tf")
 
 
-def function(func: Any = None, **_: Any) -> Any:
-    """Return `func` as it is; everything runs eagerly. A decorator, with or without arguments."""
-    return func if func is not None else lambda inner: inner
-
-
-def executing_eagerly() -> Any:
-    """Return True."""
-    return True
-
-
-def group(*inputs: Any, **_: Any) -> None:
-    """Do nothing: values are there as soon as a call has returned them."""
-
-
-def no_op(name: Any = None) -> None:
-    """Do nothing; `name` has no effect."""
-
-
-def print(*inputs: Any, output_stream: Any = None, **kwargs: Any) -> None:
-    """Print `inputs`, as the built-in does, on every rank that comes here.
-
-    Args:
-      inputs: What to print.
-      output_stream: A file; None for stderr.
-      kwargs: ``sep`` and ``end`` as there; others have no effect.
-    """
-    chosen = {key: value for key, value in kwargs.items() if key in ("sep", "end")}
-    file = sys.stderr if output_stream is None else output_stream
-    builtins.print(*inputs, file=file, **chosen)
-
-
-def device(device_name: Any) -> contextlib.AbstractContextManager[None]:
-    """Return a context that changes nothing: `device_name` is a label here."""
-    return contextlib.nullcontext()
-
-
-def control_dependencies(control_inputs: Any) -> contextlib.AbstractContextManager[None]:
-    """Return a context that changes nothing: what stands before runs before; `control_inputs`."""
-    return contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def name_scope(name: str) -> Iterator[str]:
-    """Return a context that changes nothing; it gives `name` with a slash after it."""
-    yield f"{name}/"
-
-
-def _connect_to_cluster(*args: Any, **kwargs: Any) -> None:
-    """Do nothing: MPI has connected the ranks."""
+def __getattr__(name: str) -> Any:
+    if name == "bfloat16":  # of a package that need not be there
+        with contextlib.suppress(ImportError):
+            return importlib.import_module("ml_dtypes").bfloat16
+    return _absent(name)
 
 
 def _initialize_tpu_system(cluster_resolver: Any = None) -> Any:
@@ -261,14 +292,7 @@ def _initialize_tpu_system(cluster_resolver: Any = None) -> Any:
 
 
 compat = _Names("tf.compat", v1=v1)
-train = _Names(
-    "tf.train",
-    ClusterSpec=ClusterSpec,
-    Checkpoint=Checkpoint,
-    CheckpointManager=CheckpointManager,
-    latest_checkpoint=latest_checkpoint,
-)
-errors = _Names("tf.errors", OutOfRangeError=OutOfRangeError)
+version = _Names("tf.version", VERSION=__version__)
 experimental = _Names("tf.experimental", Optional=Optional)
 types = _Names(
     "tf.types",
@@ -279,12 +303,6 @@ types = _Names(
         ),
     ),
 )
-config = _Names(
-    "tf.config",
-    experimental_connect_to_cluster=_connect_to_cluster,
-    experimental_connect_to_host=_connect_to_cluster,
-    run_functions_eagerly=_connect_to_cluster,
-)
 tpu = _Names(
     "tf.tpu",
     experimental=_Names(
@@ -292,6 +310,6 @@ tpu = _Names(
         DeviceAssignment=DeviceAssignment,
         Topology=Topology,
         initialize_tpu_system=_initialize_tpu_system,
-        shutdown_tpu_system=_connect_to_cluster,
+        shutdown_tpu_system=no_op,
     ),
 )

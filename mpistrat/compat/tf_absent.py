@@ -28,8 +28,8 @@ _DEVICES = (
     "strategy.num_replicas_in_sync is their number."
 )
 _RANDOM = (
-    "Seed each draw, tf.random.normal(shape, seed=7), or keep a tf.random.Generator.from_seed(7); "
-    "there is no global seed."
+    "Seed each draw, tf.random.normal(shape, seed=7), or all of them, tf.random.set_seed(7); or "
+    "keep a tf.random.Generator.from_seed(7)."
 )
 _STREAM = (
     "mpistrat.Dataset.from_batches(function) takes a function that returns an iterable of batches, "
@@ -78,7 +78,6 @@ INSTEAD = {
     "tf.compat.v1.Session": _PYTHON,
     "tf.config": _DEVICES,
     "tf.TensorShape": "A shape is a tuple of integers.",
-    "tf.TensorSpec": "A spec of an array has `.shape` and `.dtype`; so does every array.",
     "tf.random": _RANDOM,
     "tf.linalg": "Use numpy.linalg on the arrays.",
     "tf.signal": "Use numpy.fft on the arrays.",
@@ -99,7 +98,7 @@ INSTEAD = {
     "tf.data": "docs/coming-from.md has the table of what datasets here can do.",
     "tf.string": "Strings do not travel between ranks; give them numbers.",
     "tf.strings": "Strings do not travel between ranks; use Python's.",
-    "tf.bfloat16": "Use ml_dtypes.bfloat16; collectives take it.",
+    "tf.bfloat16": "It is ml_dtypes.bfloat16: pip install ml_dtypes.",
     "tf.debugging": "Use numpy.testing, and MPISTRAT_NAN=raise for NaN.",
     "tf.test": "Use pytest, and mpistrat.testing.run_ranks.",
     "tf.distribute": _PARITY,

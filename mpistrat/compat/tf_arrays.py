@@ -7,30 +7,40 @@ from typing import Any
 
 import numpy as np
 
+from mpistrat.arrays import as_dtype
+from mpistrat.compat.tf_tensor import named
+
 __all__ = [
+    "axes",
+    "broadcast_to",
     "cast",
     "concat",
     "constant",
     "convert_to_tensor",
     "expand_dims",
+    "eye",
     "fill",
+    "gather",
     "identity",
     "is_typed",
+    "linspace",
     "matmul",
     "one_hot",
     "ones",
     "ones_like",
     "range",
-    "reduce_max",
-    "reduce_mean",
-    "reduce_min",
-    "reduce_sum",
+    "rank",
+    "repeat",
     "reshape",
     "shape",
+    "size",
+    "split",
     "square",
     "squeeze",
     "stack",
+    "tile",
     "transpose",
+    "unstack",
     "where",
     "zeros",
     "zeros_like",
@@ -39,6 +49,7 @@ __all__ = [
 _NARROW = {"i": np.int32, "f": np.float32}
 
 
+@named
 def constant(value: Any, dtype: Any = None, shape: Any = None) -> Any:
     """Return a fresh array; Python integers become int32 and Python floats float32.
 
@@ -63,7 +74,7 @@ def constant(value: Any, dtype: Any = None, shape: Any = None) -> Any:
         # An integer beyond int64 makes an array of another kind, but it was meant as an integer.
         large = array.dtype.kind in "uO" and all(isinstance(x, int) for x in array.ravel().tolist())
         dtype = np.int32 if large else _NARROW.get(array.dtype.kind)
-    array = array if dtype is None else _converted(array, np.dtype(dtype), typed)
+    array = array if dtype is None else _converted(array, as_dtype(dtype, "constant"), typed)
     if shape is None:
         return array
     return np.full(shape, array) if array.size == 1 else array.reshape(shape)
@@ -98,6 +109,7 @@ def _check_range(array: Any, dtype: np.dtype[Any]) -> None:
         )
 
 
+@named
 def convert_to_tensor(value: Any, dtype: Any = None) -> Any:
     """Return `value` as `constant` makes it; an array of that dtype as it is."""
     if isinstance(value, np.ndarray) and dtype in (None, value.dtype):
@@ -105,36 +117,45 @@ def convert_to_tensor(value: Any, dtype: Any = None) -> Any:
     return constant(value, dtype)
 
 
+@named
 def identity(value: Any) -> Any:
     """Return a copy of `value`, as `constant` makes it."""
     return constant(value)
 
 
+@named
 def cast(value: Any, dtype: Any) -> Any:
     """Return `value` as an array of `dtype`."""
-    return np.asarray(value).astype(dtype)
+    return np.asarray(value).astype(as_dtype(dtype, "cast"))
 
 
+@named
 def zeros(shape: Any, dtype: Any = np.float32) -> Any:
     """Return an array of zeros of `shape` and `dtype`."""
-    return np.zeros(shape, dtype)
+    return np.zeros(shape, as_dtype(dtype, "zeros"))
 
 
+@named
 def ones(shape: Any, dtype: Any = np.float32) -> Any:
     """Return an array of ones of `shape` and `dtype`."""
-    return np.ones(shape, dtype)
+    return np.ones(shape, as_dtype(dtype, "ones"))
 
 
+@named
 def zeros_like(value: Any, dtype: Any = None) -> Any:
     """Return an array of zeros of the shape of `value`, and of its dtype if `dtype` is None."""
-    return np.zeros_like(convert_to_tensor(value), dtype)
+    tensor = convert_to_tensor(value)
+    return np.zeros_like(tensor, as_dtype(dtype or tensor.dtype, "zeros_like"))
 
 
+@named
 def ones_like(value: Any, dtype: Any = None) -> Any:
     """Return an array of ones of the shape of `value`, and of its dtype if `dtype` is None."""
-    return np.ones_like(convert_to_tensor(value), dtype)
+    tensor = convert_to_tensor(value)
+    return np.ones_like(tensor, as_dtype(dtype or tensor.dtype, "ones_like"))
 
 
+@named
 def fill(dims: Any, value: Any) -> Any:
     """Return an array of shape `dims` with `value`, as `constant` takes it, everywhere.
 
@@ -145,69 +166,39 @@ def fill(dims: Any, value: Any) -> Any:
     return np.full(tuple(dims), constant(value))
 
 
+@named
 def range(*args: Any, dtype: Any = None) -> Any:
     """Return evenly spaced numbers, int32 or float32 unless `dtype` says otherwise."""
     array = np.arange(*args)
-    return _converted(array, np.dtype(dtype or _NARROW[array.dtype.kind]), typed=True)
+    wanted = as_dtype(dtype or _NARROW[array.dtype.kind], "range")
+    return _converted(array, wanted, typed=True)
 
 
+@named
 def reshape(tensor: Any, shape: Sequence[int]) -> Any:
     """Return `tensor` as an array of another `shape`."""
     return convert_to_tensor(tensor).reshape(tuple(shape))
 
 
+@named
 def stack(values: Sequence[Any], axis: int = 0) -> Any:
     """Return the arrays `values`, which have one shape, joined along a new axis `axis`."""
     return np.stack([convert_to_tensor(value) for value in values], axis)
 
 
+@named
 def concat(values: Sequence[Any], axis: int) -> Any:
     """Return the arrays `values` joined along `axis`, which they have."""
     return np.concatenate([convert_to_tensor(value) for value in values], axis)
 
 
-def reduce_sum(input_tensor: Any, axis: Any = None, keepdims: bool = False) -> Any:
-    """Return the sum of `input_tensor` along `axis`, or of everything; the dtype is kept.
-
-    Args:
-      input_tensor: Array, number or nested list.
-      axis: One axis, a list of them, or None for all.
-      keepdims: Keep them, with one element each.
-
-    Example:
-      >>> reduce_sum(constant([1, 2])).dtype
-      dtype('int32')
-    """
-    tensor = convert_to_tensor(input_tensor)
-    return np.sum(tensor, _axes(axis), dtype=tensor.dtype, keepdims=keepdims)
-
-
-def reduce_mean(input_tensor: Any, axis: Any = None, keepdims: bool = False) -> Any:
-    """Return the mean as `reduce_sum` does the sum; integers are cut off."""
-    tensor = convert_to_tensor(input_tensor)
-    return np.mean(tensor, _axes(axis), keepdims=keepdims).astype(tensor.dtype)
-
-
-def reduce_max(input_tensor: Any, axis: Any = None, keepdims: bool = False) -> Any:
-    """Return the largest element as `reduce_sum` does the sum.
-
-    Example:
-      >>> reduce_max([[1, 5], [3, 2]], axis=1).tolist()
-      [5, 3]
-    """
-    return np.max(convert_to_tensor(input_tensor), _axes(axis), keepdims=keepdims)
-
-
-def reduce_min(input_tensor: Any, axis: Any = None, keepdims: bool = False) -> Any:
-    """Return the smallest element as `reduce_sum` does the sum."""
-    return np.min(convert_to_tensor(input_tensor), _axes(axis), keepdims=keepdims)
-
-
+@named
 def transpose(a: Any, perm: Any = None) -> Any:
     """Return `a` with its axes in the order `perm`, or in reverse order if that is None."""
     return np.transpose(convert_to_tensor(a), perm)
 
 
+@named
 def shape(input: Any, out_type: Any = np.int32) -> Any:
     """Return the shape of `input` as an array of dtype `out_type`.
 
@@ -215,24 +206,28 @@ def shape(input: Any, out_type: Any = np.int32) -> Any:
       >>> shape([[1, 2, 3]]).tolist()
       [1, 3]
     """
-    return np.array(np.shape(input), out_type)
+    return np.array(np.shape(input), as_dtype(out_type, "shape"))
 
 
+@named
 def expand_dims(input: Any, axis: int) -> Any:
     """Return `input` with a new axis of size 1 at `axis`."""
     return np.expand_dims(convert_to_tensor(input), axis)
 
 
+@named
 def squeeze(input: Any, axis: Any = None) -> Any:
     """Return `input` without its axes of size 1, or without `axis` only."""
-    return np.squeeze(convert_to_tensor(input), _axes(axis))
+    return np.squeeze(convert_to_tensor(input), axes(axis))
 
 
+@named
 def where(condition: Any, x: Any, y: Any) -> Any:
     """Return elements of `x` where `condition` holds, and of `y` elsewhere."""
     return np.where(condition, convert_to_tensor(x), convert_to_tensor(y))
 
 
+@named
 def one_hot(indices: Any, depth: int, dtype: Any = np.float32) -> Any:
     """Return rows of `depth` elements of `dtype`: 1 at each of `indices`, else 0.
 
@@ -240,13 +235,15 @@ def one_hot(indices: Any, depth: int, dtype: Any = np.float32) -> Any:
       >>> one_hot([1, 0], 2).tolist()
       [[0.0, 1.0], [1.0, 0.0]]
     """
-    return (np.asarray(indices)[..., None] == np.arange(depth)).astype(dtype)
+    return (np.asarray(indices)[..., None] == np.arange(depth)).astype(as_dtype(dtype, "one_hot"))
 
 
-def _axes(axis: Any) -> Any:
+def axes(axis: Any) -> Any:
+    """Return `axis` as NumPy takes it: an integer, a tuple of them, or None."""
     return tuple(axis) if isinstance(axis, list) else axis
 
 
+@named
 def matmul(a: Any, b: Any, transpose_a: bool = False, transpose_b: bool = False) -> Any:
     """Return the product of the matrices `a` and `b`, or of stacks of them.
 
@@ -266,6 +263,116 @@ def matmul(a: Any, b: Any, transpose_a: bool = False, transpose_b: bool = False)
     return left @ right
 
 
+@named
 def square(x: Any) -> Any:
     """Return each element of `x` times itself."""
     return np.square(convert_to_tensor(x))
+
+
+@named
+def gather(params: Any, indices: Any, axis: int | None = None, batch_dims: int = 0) -> Any:
+    """Return the slices of `params` at `indices`. Never communicates.
+
+    Args:
+      params: Array.
+      indices: Integers of any shape, from 0.
+      axis: Along which they count; that after the batch axes if None.
+      batch_dims: How many axes of both go together, one by one.
+
+    Raises:
+      ValueError: An index is negative, or not below the size of the axis.
+      TypeError: The indices are no integers.
+
+    Example:
+      >>> gather([[1, 2], [3, 4]], [1, 0, 1], axis=1).tolist()
+      [[2, 1, 2], [4, 3, 4]]
+      >>> gather([[1, 2], [3, 4]], [[1], [0]], batch_dims=1).tolist()
+      [[2], [3]]
+    """
+    tensor, places = convert_to_tensor(params), convert_to_tensor(indices)
+    axis = batch_dims if axis is None else axis + (tensor.ndim if axis < 0 else 0)
+    if batch_dims:
+        pairs = zip(tensor, places, strict=True)
+        return np.stack([gather(one, at, axis - 1, batch_dims - 1) for one, at in pairs])
+    if places.dtype.kind not in "iu":
+        raise TypeError(f"gather: wanted integers as indices, got {places.dtype}.")
+    bad = places[(places < 0) | (places >= tensor.shape[axis])]
+    if bad.size:
+        raise ValueError(
+            f"gather: index {bad.flat[0]} is out of range for the {tensor.shape[axis]} slices "
+            f"of axis {axis}."
+        )
+    return np.take(tensor, places, axis)
+
+
+@named
+def eye(num_rows: int, num_columns: int | None = None, dtype: Any = np.float32) -> Any:
+    """Return a matrix of `num_rows` and `num_columns`, ones on the diagonal, of `dtype`."""
+    return np.eye(num_rows, num_columns, dtype=as_dtype(dtype, "eye"))
+
+
+@named
+def linspace(start: Any, stop: Any, num: int) -> Any:
+    """Return `num` numbers from `start` to `stop`, both included, as far from each other."""
+    first, last = convert_to_tensor(start), convert_to_tensor(stop)
+    return np.linspace(first, last, num, dtype=np.result_type(first, last))
+
+
+@named
+def tile(input: Any, multiples: Any) -> Any:
+    """Return `input` as often along each axis as `multiples` says."""
+    return np.tile(convert_to_tensor(input), tuple(multiples))
+
+
+@named
+def repeat(input: Any, repeats: Any, axis: int | None = None) -> Any:
+    """Return `input` with each element `repeats` times along `axis`, or flat if that is None."""
+    return np.repeat(convert_to_tensor(input), repeats, axis)
+
+
+@named
+def broadcast_to(input: Any, shape: Any) -> Any:
+    """Return `input` in a larger `shape`."""
+    return np.broadcast_to(convert_to_tensor(input), tuple(shape)).copy()
+
+
+@named
+def split(value: Any, num_or_size_splits: Any, axis: int = 0) -> list[Any]:
+    """Return the parts of `value` along `axis`.
+
+    Args:
+      value: Array.
+      num_or_size_splits: How many parts of equal size, or the size of each.
+      axis: The axis.
+
+    Raises:
+      ValueError: That does not come out even.
+
+    Example:
+      >>> [part.tolist() for part in split([1, 2, 3], [1, 2])]
+      [[1], [2, 3]]
+    """
+    tensor, sizes = convert_to_tensor(value), num_or_size_splits
+    if np.ndim(sizes):
+        if sum(sizes) != tensor.shape[axis]:
+            raise ValueError(f"split: the sizes {sizes} do not add up to {tensor.shape[axis]}.")
+        sizes = np.cumsum(sizes)[:-1]
+    return list(np.split(tensor, sizes, axis))
+
+
+@named
+def unstack(value: Any, num: int | None = None, axis: int = 0) -> list[Any]:
+    """Return the slices of `value` along `axis`, which is not theirs; `num` has no effect."""
+    return list(np.moveaxis(convert_to_tensor(value), axis, 0))
+
+
+@named
+def size(input: Any, out_type: Any = np.int32) -> Any:
+    """Return the number of elements of `input` as `out_type`."""
+    return as_dtype(out_type, "size").type(np.size(input))
+
+
+@named
+def rank(input: Any) -> Any:
+    """Return the number of axes of `input`."""
+    return np.int32(np.ndim(input))

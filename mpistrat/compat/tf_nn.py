@@ -8,16 +8,23 @@ import numpy as np
 
 from mpistrat.compat.tf_absent import absent_from as _absent_from
 from mpistrat.compat.tf_arrays import convert_to_tensor
-from mpistrat.compat.tf_math import sigmoid, softmax, tanh
+from mpistrat.compat.tf_math import log_softmax, sigmoid, softmax, softplus, tanh
+from mpistrat.compat.tf_tensor import named
 from mpistrat.distribute.context import get_strategy, has_strategy, in_cross_replica_context
 from mpistrat.errors import ContextError
 
 __all__ = [
     "compute_average_loss",
+    "l2_loss",
+    "log_softmax",
     "relu",
     "scale_regularization_loss",
     "sigmoid",
+    "sigmoid_cross_entropy_with_logits",
     "softmax",
+    "softmax_cross_entropy_with_logits",
+    "softplus",
+    "sparse_softmax_cross_entropy_with_logits",
     "tanh",
 ]
 
@@ -75,9 +82,97 @@ def scale_regularization_loss(regularization_loss: Any) -> Any:
     return (loss / get_strategy().num_replicas_in_sync).astype(loss.dtype)
 
 
+@named
 def relu(features: Any) -> Any:
     """Return `features`, and 0 where they are negative."""
     return np.maximum(convert_to_tensor(features), 0)
+
+
+def l2_loss(t: Any, name: Any = None) -> Any:
+    """Return half the sum of the squares of `t`; `name` has no effect."""
+    tensor = convert_to_tensor(t)
+    return np.sum(tensor * tensor, dtype=tensor.dtype) / tensor.dtype.type(2)
+
+
+def softmax_cross_entropy_with_logits(
+    labels: Any, logits: Any, axis: int = -1, name: Any = None
+) -> Any:
+    """Return the cross entropy between `labels` and the `softmax` of `logits`, one per example.
+
+    Args:
+      labels: Probabilities of the classes, of the shape of `logits`.
+      logits: Logarithms of weights of the classes.
+      axis: That of the classes.
+      name: No effect.
+
+    Raises:
+      ValueError: The shapes differ.
+
+    Example:
+      >>> softmax_cross_entropy_with_logits([[0.0, 1.0]], [[0.0, 0.0]]).tolist()
+      [0.6931471824645996]
+    """
+    given = convert_to_tensor(logits)
+    wanted = convert_to_tensor(labels).astype(given.dtype)
+    if wanted.shape != given.shape:
+        raise ValueError(
+            f"softmax_cross_entropy_with_logits: labels of shape {wanted.shape} do not fit logits "
+            f"of shape {given.shape}; for numbers of classes there is "
+            "sparse_softmax_cross_entropy_with_logits."
+        )
+    return -np.sum(wanted * log_softmax(given, axis), axis, dtype=given.dtype)
+
+
+def sparse_softmax_cross_entropy_with_logits(labels: Any, logits: Any, name: Any = None) -> Any:
+    """Return the cross entropy of the classes `labels` and the `softmax` of `logits`.
+
+    Args:
+      labels: The number of the class of each example, from 0.
+      logits: Logarithms of weights of the classes, along one axis more.
+      name: No effect.
+
+    Raises:
+      ValueError: The shapes do not fit, or there is no such class.
+      TypeError: The labels are no integers.
+
+    Example:
+      >>> sparse_softmax_cross_entropy_with_logits([1], [[0.0, 0.0]]).tolist()
+      [0.6931471824645996]
+    """
+    given, classes = convert_to_tensor(logits), convert_to_tensor(labels)
+    if classes.dtype.kind not in "iu":
+        raise TypeError(f"wanted integers as labels, got {classes.dtype}.")
+    if not given.ndim or classes.shape != given.shape[:-1]:
+        raise ValueError(
+            f"sparse_softmax_cross_entropy_with_logits: labels of shape {classes.shape} do not fit "
+            f"logits of shape {given.shape}, which need labels of shape {given.shape[:-1]}."
+        )
+    bad = classes[(classes < 0) | (classes >= given.shape[-1])]
+    if bad.size:
+        raise ValueError(f"label {bad.flat[0]} is out of range for {given.shape[-1]} classes.")
+    found = log_softmax(given)
+    return -np.take_along_axis(found, classes[..., None].astype(np.int64), -1)[..., 0]
+
+
+def sigmoid_cross_entropy_with_logits(labels: Any, logits: Any, name: Any = None) -> Any:
+    """Return the cross entropy between `labels` and the `sigmoid` of `logits`, one per element.
+
+    Args:
+      labels: Probabilities.
+      logits: Their logits, of the same shape.
+      name: No effect.
+
+    Raises:
+      ValueError: The shapes differ.
+    """
+    given = convert_to_tensor(logits)
+    wanted = convert_to_tensor(labels).astype(given.dtype)
+    if wanted.shape != given.shape:
+        raise ValueError(
+            f"sigmoid_cross_entropy_with_logits: labels of shape {wanted.shape} do not fit logits "
+            f"of shape {given.shape}."
+        )
+    return np.maximum(given, 0) - given * wanted + np.log1p(np.exp(-np.abs(given)))
 
 
 def _replica_code(name: str) -> None:

@@ -1,23 +1,55 @@
 """``tf.random`` as programs that import `mpistrat.compat.tf` see it: draws of NumPy's generators.
 
 The numbers are not those of the other library. A draw with a seed is the same each time and on
-every rank; one without is another on each, so what is to be alike on all ranks needs a seed.
+every rank. One without is another on each, unless `set_seed` was called: then draws follow each
+other from that seed, in each thread of its own, and are alike on ranks that draw alike.
 """
 
 from __future__ import annotations
 
+import threading
 from typing import Any, final
 
 import numpy as np
 
+from mpistrat.arrays import as_dtype
 from mpistrat.compat.tf_absent import absent_from as _absent_from
-from mpistrat.compat.tf_absent import refusing as _refusing
 
 __all__ = ["Generator", "normal", "set_seed", "uniform"]
 
 __getattr__ = _absent_from("tf.random")
 
-set_seed = _refusing("tf.random.set_seed")
+
+class _Sequences(threading.local):
+    """The sequence that draws without a seed of their own take from, in each thread."""
+
+    seed: int | None = None  # of this process, for threads that have set none
+    own: Generator | None = None
+
+    def current(self) -> Generator:
+        if self.own is None and _Sequences.seed is not None:
+            self.own = Generator(_Sequences.seed)
+        return Generator() if self.own is None else self.own
+
+
+def set_seed(seed: int | None) -> None:
+    """Begin the sequence of draws without a seed of their own.
+
+    Shuffling of datasets has seeds of its own: `Dataset.shuffle`.
+
+    Args:
+      seed: A number of at least 0; None for other draws each time.
+
+    Example:
+      >>> set_seed(7)
+      >>> first = normal([2])
+      >>> set_seed(7)
+      >>> bool((normal([2]) == first).all())
+      True
+      >>> set_seed(None)
+    """
+    _sequences.own = None if seed is None else Generator(seed)
+    _Sequences.seed = seed
 
 
 @final
@@ -52,7 +84,9 @@ class Generator:
           stddev: Its standard deviation.
           dtype: Dtype of the result.
         """
-        return (mean + stddev * self._generator.standard_normal(tuple(shape))).astype(dtype)
+        return (mean + stddev * self._generator.standard_normal(tuple(shape))).astype(
+            as_dtype(dtype, "normal")
+        )
 
     def uniform(
         self, shape: Any, minval: Any = 0, maxval: Any = None, dtype: Any = np.float32
@@ -68,13 +102,21 @@ class Generator:
         Raises:
           ValueError: An integer dtype without `maxval`.
         """
-        if np.issubdtype(dtype, np.integer):
+        dtype = as_dtype(dtype, "uniform")
+        if dtype.kind in "iu":
             if maxval is None:
                 raise ValueError("uniform: integers need maxval.")
             return self._generator.integers(minval, maxval, tuple(shape), dtype=dtype)
         most = 1 if maxval is None else maxval
         draws = self._generator.random(tuple(shape))
         return (minval + (most - minval) * draws).astype(dtype)
+
+
+_sequences = _Sequences()
+
+
+def _sequence(seed: int | None) -> Generator:
+    return _sequences.current() if seed is None else Generator(seed)
 
 
 def normal(
@@ -92,14 +134,14 @@ def normal(
       mean: See there.
       stddev: See there.
       dtype: See there.
-      seed: A number of at least 0; None for other draws each time, and on each rank.
+      seed: A number of at least 0; None for the next ones after `set_seed`.
       name: No effect.
 
     Example:
       >>> bool((normal([3], seed=1) == normal([3], seed=1)).all())
       True
     """
-    return Generator(seed).normal(shape, mean, stddev, dtype)
+    return _sequence(seed).normal(shape, mean, stddev, dtype)
 
 
 def uniform(
@@ -117,7 +159,7 @@ def uniform(
       minval: See there.
       maxval: See there.
       dtype: See there.
-      seed: A number of at least 0; None for other draws each time, and on each rank.
+      seed: A number of at least 0; None for the next ones after `set_seed`.
       name: No effect.
     """
-    return Generator(seed).uniform(shape, minval, maxval, dtype)
+    return _sequence(seed).uniform(shape, minval, maxval, dtype)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat.compat.tf_arrays import constant, is_typed
+from mpistrat.compat.tf_tensor import Kind
 from mpistrat.distribute import variables
 from mpistrat.distribute.writes import VariableAggregation, VariableSynchronization
 from mpistrat.errors import RefusedError, StructureError
@@ -74,17 +75,7 @@ def _shape(
     return wanted
 
 
-class _Kind(type):
-    """What lets `mpistrat.Variable` be an instance of a class that it is not made by."""
-
-    def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, variables.Variable)
-
-    def __subclasscheck__(cls, subclass: type) -> bool:
-        return issubclass(subclass, variables.Variable)
-
-
-class Variable(metaclass=_Kind):
+class Variable(metaclass=Kind):
     """An `mpistrat.Variable` whose initial value is taken as `constant` takes it.
 
     Args:
@@ -115,6 +106,8 @@ class Variable(metaclass=_Kind):
       >>> Variable(0.1, dtype="float64").numpy().tolist()
       0.1
     """
+
+    kinds = (variables.Variable,)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Return the variable that `mpistrat.Variable` makes."""

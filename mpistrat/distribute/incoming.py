@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpistrat.arrays import Array, as_array, is_bfloat16
+from mpistrat.arrays import Array, as_array, as_dtype, is_bfloat16
 from mpistrat.distribute.mode import Mode
 from mpistrat.distribute.reading import plain
 from mpistrat.distribute.slices import IndexedSlices
@@ -66,7 +66,7 @@ def initial(name: str, value: Any, dtype: Any) -> Array:
         integers to bool, or an integer that the dtype does not hold.
     """
     source, listed = _array(name, value)
-    wanted = source.dtype if dtype is None else np.dtype(dtype)
+    wanted = source.dtype if dtype is None else as_dtype(dtype, f"Variable {name!r}")
     if not _fits(source, wanted, listed):
         what = f"{source.dtype}" if source.size != 1 else f"{source.dtype}, {source.item()!r},"
         raise LeafTypeError(

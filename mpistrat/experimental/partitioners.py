@@ -11,8 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, final
 
-import numpy as np
-
+from mpistrat.arrays import as_dtype
 from mpistrat.errors import AxisError
 from mpistrat.refused import missing_from as _missing_from
 
@@ -151,7 +150,7 @@ def _positive(**given: int) -> int:
 
 
 def _size(dtype: Any, text: int) -> int:
-    found = np.dtype(dtype)
+    found = as_dtype(dtype, "partitioner")
     return text if found.kind in _TEXT else found.itemsize
 
 

@@ -88,3 +88,27 @@ def test_a_disk_that_is_full(world, directory):
     w.assign(np.zeros(LARGE))
     checkpoint.restore(path)
     assert w[0] == 3.0
+
+
+def test_what_others_do_in_the_directory_is_told_on_all_ranks(world, directory):
+    with ms.MirroredStrategy().scope():
+        v = ms.Variable(0)
+    manager = ms.CheckpointManager(ms.Checkpoint(v=v), directory, max_to_keep=2)
+    for step in (1, 2):
+        v.assign(step)
+        manager.save()
+    there = Path(directory)
+    one, two = (there / f"ckpt-{number}.npz" for number in (1, 2))
+    if world.rank == 0:  # as another job would
+        (there / "ckpt-3.npz").write_bytes(two.read_bytes())
+    with pytest.raises(FileExistsError, match="Another job saves here; give each a directory"):
+        manager.save()
+    if world.rank == 0:
+        (there / "ckpt-3.npz").unlink()
+        data = one.read_bytes()
+        one.write_bytes(two.read_bytes())
+        two.write_bytes(data)
+    v.assign(7)
+    with pytest.raises(ms.CheckpointError, match=r"ckpt-2\.npz holds checkpoint number 1, not 2"):
+        manager.restore_or_initialize()
+    assert int(v.numpy()) == 7

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mpistrat import CheckpointError, DataError
+from mpistrat import CheckpointError, DataError, StructureError
 from mpistrat.checkpoint import format
 
 RNG = np.random.default_rng(3)
@@ -281,3 +281,82 @@ def test_a_pipe_and_a_directory_are_no_checkpoints(tmp_path):
 def test_what_is_not_there_is_no_damage(tmp_path):
     with pytest.raises(FileNotFoundError):
         format.read(tmp_path / "x.npz", {})
+
+
+GIB = 1 << 30
+
+
+def stretched(path, at):
+    """Put 6 GiB of nothing into a file before its byte `at`; on the disk they take no room."""
+    data = path.read_bytes()
+    with path.open("wb") as file:
+        file.write(data[:at])
+        file.truncate(at + 6 * GIB)
+        file.seek(0, os.SEEK_END)
+        file.write(data[at:])
+    return path
+
+
+def sparse_member(path, manifest_shape):
+    """An archive, well made but for its checksums, whose one array has 6 GiB of zeros."""
+    told = json.dumps(entry(shape=manifest_shape)).encode()
+    data = npy(np.zeros(0))
+    size = len(data) + 6 * GIB
+    with path.open("wb") as file, zipfile.ZipFile(file, "w") as made:
+        made.writestr("manifest.json", told)
+        info = zipfile.ZipInfo("w.npy")
+        info.file_size = info.compress_size = size
+        info.header_offset, info.CRC = file.tell(), 0
+        file.write(info.FileHeader(zip64=True) + data)
+        file.truncate(file.tell() + 6 * GIB)
+        made.start_dir = file.seek(0, os.SEEK_END)
+        made.filelist.append(info)
+        made._didModify = True
+        made.comment = bytes(16)
+    return sealed(path, made.infolist())
+
+
+def directory_of(path, size):
+    """Let the end of an archive claim a directory of so many bytes, and have them."""
+    stretched(path, path.stat().st_size - 38)
+    with path.open("r+b") as file:
+        file.seek(-38, os.SEEK_END)
+        end = bytearray(file.read())
+        end[12:16] = size.to_bytes(4, "little")
+        file.seek(-38, os.SEEK_END)
+        file.write(end)
+    return path
+
+
+HUGE_FILES = {
+    "zeros only": lambda path: stretched(path, path.stat().st_size),
+    "before": lambda path: stretched(path, 0),
+    "within the data": lambda path: stretched(path, path.stat().st_size // 2),
+    "before the end": lambda path: stretched(path, path.stat().st_size - 38),
+    "in the directory": lambda path: directory_of(path, (1 << 32) - 1),
+    "an array of which the manifest says less": lambda path: sparse_member(path, [3]),
+    "an array of which the manifest says as much": lambda path: sparse_member(path, [6 * GIB // 8]),
+}
+
+
+@pytest.mark.parametrize("case", HUGE_FILES)
+def test_a_huge_file_that_does_not_fit_costs_neither_memory_nor_time(case, tmp_path, monkeypatch):
+    path = HUGE_FILES[case](written(tmp_path / "x.npz", {"w": np.arange(3.0)}))
+    assert path.stat().st_size > 6 * GIB
+    read = []
+
+    class Counted(io.BufferedReader):
+        def read(self, size=-1):
+            data = super().read(size)
+            read.append(len(data))
+            return data
+
+    monkeypatch.setattr(os, "fdopen", lambda fd, mode: Counted(io.FileIO(fd, "rb")))
+
+    def check(entries):
+        if entries["w"].shape != (3,):
+            raise StructureError("does not fit")
+
+    with pytest.raises((CheckpointError, StructureError)):
+        format.read(path, {"w": np.empty(3)}, check)
+    assert sum(read) < 1 << 20

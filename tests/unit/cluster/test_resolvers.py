@@ -210,3 +210,28 @@ def test_a_resolver_of_ones_own():
         return strategy.cluster_resolver is mine, ms.MirroredStrategy().cluster_resolver
 
     assert run_ranks(rank, 2) == [(True, None)] * 2
+
+
+MANY = "9" * 5000
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"cluster": {"worker": {"9999999999": "a:1"}}, "task": {"type": "worker", "index": 0}}',
+        '{"cluster": {"worker": {"MANY": "a:1"}}, "task": {"type": "worker", "index": 0}}',
+        '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": MANY}}',
+        '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": "MANY"}}',
+        "[" * 100_000,
+    ],
+)
+def test_tf_config_of_absurd_size_is_named_and_costs_nothing(text):
+    with pytest.raises(ValueError, match="TF_CONFIG") as error:
+        default_resolver(0, 1, {"TF_CONFIG": text.replace("MANY", MANY)})
+    assert len(str(error.value)) < 600
+
+
+def test_indices_beyond_any_cluster():
+    with pytest.raises(ValueError, match="end at 4194303, got a larger"):
+        ClusterSpec({"worker": {10**12: "a:1"}})
+    assert len(ClusterSpec({"worker": {1 << 20: "a:1"}}).job_tasks("worker")) == (1 << 20) + 1

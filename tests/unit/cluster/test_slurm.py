@@ -153,3 +153,35 @@ def test_what_is_no_number_is_named(more, given, error, name):
     with pytest.raises(error, match=name):
         SlurmClusterResolver(env=step(**more), **given)
     SlurmClusterResolver(env=step(), port_base=65533)
+
+
+@pytest.mark.parametrize(
+    ("more", "given", "text"),
+    [
+        ({"STEP_NODELIST": "n[1-9999999999]"}, {}, "more than 65536 hosts"),
+        ({"STEP_TASKS_PER_NODE": "1(x9999999999)"}, {}, "more than 65536 nodes"),
+        ({"STEP_TASKS_PER_NODE": "9999999999(x2)"}, {}, "must leave 9999999999 ports"),
+        (
+            {
+                "STEP_NODELIST": "n[1-65536]",
+                "STEP_TASKS_PER_NODE": "50000(x65536)",
+                "STEP_NUM_TASKS": "3276800000",
+            },
+            {},
+            "tell of 3276800000 tasks; at most",
+        ),
+        ({"STEP_NUM_TASKS": "9" * 5000}, {}, "SLURM_STEP_NUM_TASKS must be a number"),
+        ({"PROCID": "9" * 5000}, {}, "SLURM_PROCID must be a number"),
+        ({"GPUS_ON_NODE": "9999999999"}, {}, "no node has 9999999999 GPUs"),
+        ({}, {"gpus_per_node": 10**12}, "no node has 1000000000000 GPUs"),
+        ({}, {"tasks_per_node": 10**12}, "ports"),
+    ],
+)
+def test_numbers_beyond_any_machine_are_refused_before_memory_is_taken(more, given, text):
+    with pytest.raises(ValueError, match=text):
+        SlurmClusterResolver(env=step(**more), **given)
+
+
+def test_digits_that_are_none_count_no_gpus():
+    for text in ("\u00b2", "9" * 5000):
+        assert SlurmClusterResolver(env=step(GPUS_ON_NODE=text)).num_accelerators() == {"GPU": 0}

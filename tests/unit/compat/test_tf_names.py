@@ -77,8 +77,6 @@ def test_draws():
     assert (2 <= drawn.min() < 2.1) and (4.9 < drawn.max() < 5)
     one = tf.random.Generator.from_seed(3)
     assert (one.normal([9]) != one.normal([9])).any()
-    with pytest.raises(ms.RefusedError, match=r"Generator\.from_seed"):
-        tf.random.set_seed(1)
     with pytest.raises(ValueError, match="maxval"):
         tf.random.uniform([1], dtype=tf.int32)
 
@@ -143,7 +141,7 @@ def test_operations_by_aggregation():
         (lambda: tf.summary.create_file_writer, "should_save_summary"),
         (lambda: tf.keras.Model, "Models"),
         (lambda: tf.cond, "Python's own"),
-        (lambda: tf.config.list_logical_devices, "mpistrat run"),
+        (lambda: tf.config.set_logical_device_configuration, "mpistrat run"),
         (lambda: tf.cumsum, r"numpy\.cumsum"),
         (lambda: tf.math.cumsum, r"numpy\.cumsum"),
         (lambda: tf.nonsense, "coming-from"),

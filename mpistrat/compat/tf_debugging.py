@@ -1,0 +1,143 @@
+"""``tf.debugging`` as programs that import `mpistrat.compat.tf` see it: assertions about arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mpistrat.compat.tf_absent import absent_from as _absent_from
+from mpistrat.compat.tf_arrays import convert_to_tensor
+
+__all__ = [
+    "assert_all_finite",
+    "assert_equal",
+    "assert_greater",
+    "assert_greater_equal",
+    "assert_less",
+    "assert_less_equal",
+    "assert_near",
+    "assert_negative",
+    "assert_non_negative",
+    "assert_non_positive",
+    "assert_none_equal",
+    "assert_positive",
+    "assert_rank",
+    "check_numerics",
+]
+
+__getattr__ = _absent_from("tf.debugging")
+
+
+def _wrong(message: Any, what: str, *tensors: Any) -> ValueError:
+    told = f"{message}: " if message else ""
+    given = " and ".join(np.array2string(x, threshold=8) for x in tensors)
+    return ValueError(f"{told}wanted {what}, got {given}.")
+
+
+def _two(holds: Callable[[Any, Any], Any], what: str) -> Callable[..., None]:
+    def check(x: Any, y: Any, message: Any = None, summarize: Any = None, name: Any = None) -> None:
+        one, other = convert_to_tensor(x), convert_to_tensor(y)
+        if not np.all(holds(one, other)):
+            raise _wrong(message, what, one, other)
+
+    check.__doc__ = f"""Raise unless {what}, element by element.
+
+    Args:
+      x: Tensor.
+      y: Tensor.
+      message: What the error begins with.
+      summarize: No effect.
+      name: No effect.
+
+    Raises:
+      ValueError: Not so.
+    """
+    return check
+
+
+def _one(holds: Callable[[Any], Any], what: str) -> Callable[..., None]:
+    def check(x: Any, message: Any = None, summarize: Any = None, name: Any = None) -> None:
+        tensor = convert_to_tensor(x)
+        if not np.all(holds(tensor)):
+            raise _wrong(message, what, tensor)
+
+    check.__doc__ = f"""Raise unless all elements are {what}.
+
+    Args:
+      x: Tensor.
+      message: What the error begins with.
+      summarize: No effect.
+      name: No effect.
+
+    Raises:
+      ValueError: Not so.
+    """
+    return check
+
+
+assert_equal = _two(np.equal, "x == y")
+assert_none_equal = _two(np.not_equal, "x != y")
+assert_greater = _two(np.greater, "x > y")
+assert_greater_equal = _two(np.greater_equal, "x >= y")
+assert_less = _two(np.less, "x < y")
+assert_less_equal = _two(np.less_equal, "x <= y")
+assert_negative = _one(lambda x: x < 0, "negative")
+assert_non_negative = _one(lambda x: x >= 0, "at least 0")
+assert_non_positive = _one(lambda x: x <= 0, "at most 0")
+assert_positive = _one(lambda x: x > 0, "positive")
+assert_all_finite = _one(np.isfinite, "finite")
+
+
+def check_numerics(tensor: Any, message: Any, name: Any = None) -> Any:
+    """Return `tensor`, or raise if an element of it is NaN or infinite.
+
+    Args:
+      tensor: Tensor.
+      message: What the error begins with.
+      name: No effect.
+
+    Raises:
+      ValueError: One is.
+    """
+    assert_all_finite(tensor, message)
+    return convert_to_tensor(tensor)
+
+
+def assert_near(
+    x: Any, y: Any, rtol: Any = None, atol: Any = None, message: Any = None, **_: Any
+) -> None:
+    """Raise unless ``abs(x - y) <= atol + rtol * abs(y)``, element by element.
+
+    Args:
+      x: Tensor.
+      y: Tensor.
+      rtol: 10 times the precision of the dtype if None, as `atol`.
+      atol: See there.
+      message: What the error begins with.
+
+    Raises:
+      ValueError: Not so.
+    """
+    one, other = convert_to_tensor(x), convert_to_tensor(y)
+    least = 10 * np.finfo(np.result_type(one, other)).eps
+    near = [least if given is None else given for given in (rtol, atol)]
+    if not np.all(np.abs(one - other) <= near[1] + near[0] * np.abs(other)):
+        raise _wrong(message, "x near y", one, other)
+
+
+def assert_rank(x: Any, rank: int, message: Any = None, name: Any = None) -> None:
+    """Raise unless a tensor has so many axes.
+
+    Args:
+      x: Tensor.
+      rank: How many.
+      message: What the error begins with.
+      name: No effect.
+
+    Raises:
+      ValueError: It has others.
+    """
+    if np.ndim(x) != rank:
+        raise _wrong(message, f"{rank} axes", np.array(np.shape(x)))

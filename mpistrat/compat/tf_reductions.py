@@ -1,0 +1,197 @@
+"""Reductions of a tensor along its axes, and norms to clip gradients with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpistrat.compat.tf_arrays import axes, convert_to_tensor
+from mpistrat.distribute.slices import IndexedSlices
+
+__all__ = [
+    "add_n",
+    "clip_by_global_norm",
+    "clip_by_norm",
+    "clip_by_value",
+    "global_norm",
+    "reduce_all",
+    "reduce_any",
+    "reduce_logsumexp",
+    "reduce_max",
+    "reduce_mean",
+    "reduce_min",
+    "reduce_prod",
+    "reduce_std",
+    "reduce_sum",
+    "reduce_variance",
+]
+
+
+def _reduction(function: Callable[..., Any], what: str, kinds: str = "") -> Callable[..., Any]:
+    def apply(input_tensor: Any, axis: Any = None, keepdims: bool = False, name: Any = None) -> Any:
+        tensor = convert_to_tensor(input_tensor)
+        if kinds and tensor.dtype.kind not in kinds:
+            raise TypeError(f"wanted a tensor of bool, got {tensor.dtype}; compare it first.")
+        return function(tensor, axes(axis), keepdims)
+
+    apply.__doc__ = f"""Return {what} of `input_tensor` along `axis`; the dtype is kept.
+
+    Args:
+      input_tensor: Array, number or nested list.
+      axis: One axis, a list of them, or None for all.
+      keepdims: Keep them, with one element each.
+      name: No effect.
+
+    Raises:
+      TypeError: The dtype is not bool where that is wanted.
+    """
+    return apply
+
+
+def _logsumexp(x: Any, axis: Any, keep: bool) -> Any:
+    most = np.max(x, axis, keepdims=True, initial=-np.inf)
+    most = np.where(np.isfinite(most), most, 0).astype(x.dtype)
+    with np.errstate(divide="ignore"):
+        found = np.log(np.sum(np.exp(x - most), axis, keepdims=True)) + most
+    return found if keep else np.squeeze(found, axis)
+
+
+reduce_sum = _reduction(lambda x, a, k: np.sum(x, a, dtype=x.dtype, keepdims=k), "the sum")
+reduce_prod = _reduction(lambda x, a, k: np.prod(x, a, dtype=x.dtype, keepdims=k), "the product")
+reduce_mean = _reduction(
+    lambda x, a, k: np.mean(x, a, keepdims=k).astype(x.dtype), "the mean, cut off for integers,"
+)
+reduce_max = _reduction(lambda x, a, k: np.max(x, a, keepdims=k), "the largest element")
+reduce_min = _reduction(lambda x, a, k: np.min(x, a, keepdims=k), "the smallest element")
+reduce_any = _reduction(lambda x, a, k: np.any(x, a, keepdims=k), "whether any is true", "b")
+reduce_all = _reduction(lambda x, a, k: np.all(x, a, keepdims=k), "whether all are true", "b")
+reduce_std = _reduction(lambda x, a, k: np.std(x, a, keepdims=k), "the standard deviation")
+reduce_variance = _reduction(lambda x, a, k: np.var(x, a, keepdims=k), "the variance")
+reduce_logsumexp = _reduction(_logsumexp, "the logarithm of the sum of the exponentials")
+
+
+def add_n(inputs: Any, name: Any = None) -> Any:
+    """Return the sum of tensors of one shape; the dtype is kept.
+
+    Args:
+      inputs: A list of tensors, or one.
+      name: No effect.
+
+    Raises:
+      ValueError: There is none, or they have several shapes.
+
+    Example:
+      >>> add_n([[1.0, 2.0], [3.0, 4.0]]).tolist()
+      [4.0, 6.0]
+    """
+    given = inputs if isinstance(inputs, list | tuple) else [inputs]
+    tensors = [convert_to_tensor(_dense(one)) for one in given]
+    if len({tensor.shape for tensor in tensors}) != 1:
+        shapes = [tensor.shape for tensor in tensors]
+        raise ValueError(f"add_n: wanted tensors of one shape, got {shapes or 'none'}.")
+    total = tensors[0].copy()
+    for tensor in tensors[1:]:
+        total = total + tensor
+    return total
+
+
+def _dense(value: Any) -> Any:
+    return np.asarray(value) if isinstance(value, IndexedSlices) else value
+
+
+def _like(given: Any, values: Any) -> Any:
+    """Return new values as what was given: slices of the same rows, or an array."""
+    if isinstance(given, IndexedSlices):
+        return IndexedSlices(values, given.indices, given.dense_shape)
+    return values
+
+
+def _values(given: Any) -> Any:
+    return convert_to_tensor(given.values if isinstance(given, IndexedSlices) else given)
+
+
+def clip_by_value(t: Any, clip_value_min: Any, clip_value_max: Any, name: Any = None) -> Any:
+    """Return `t` with what is beyond two limits set to them; the dtype is kept.
+
+    Args:
+      t: Tensor, or `IndexedSlices`.
+      clip_value_min: The least.
+      clip_value_max: The most.
+      name: No effect.
+    """
+    values = _values(t)
+    least, most = (np.asarray(limit, values.dtype) for limit in (clip_value_min, clip_value_max))
+    return _like(t, np.maximum(np.minimum(values, most), least))
+
+
+def clip_by_norm(t: Any, clip_norm: Any, axes: Any = None, name: Any = None) -> Any:
+    """Return `t`, scaled down to a norm of `clip_norm` where its own is larger.
+
+    Args:
+      t: Tensor, or `IndexedSlices`.
+      clip_norm: The largest norm.
+      axes: The norm is over these; over all if None.
+      name: No effect.
+
+    Example:
+      >>> clip_by_norm([3.0, 4.0], 1.0).tolist()
+      [0.6000000238418579, 0.800000011920929]
+    """
+    values = _values(t)
+    limit = np.asarray(clip_norm, values.dtype)
+    norm = np.sqrt(reduce_sum(values * values, axes, keepdims=True))
+    return _like(t, values * limit / np.maximum(norm, limit))
+
+
+def global_norm(t_list: Sequence[Any], name: Any = None) -> Any:
+    """Return the square root of the sum of the squares of all elements of all tensors.
+
+    Args:
+      t_list: Tensors, `IndexedSlices`, or None, which is passed over.
+      name: No effect.
+
+    Raises:
+      TypeError: It is no list or tuple.
+
+    Example:
+      >>> float(global_norm([[3.0], None, [[4.0]]]))
+      5.0
+    """
+    if not isinstance(t_list, list | tuple):
+        raise TypeError(f"wanted a list of tensors, got {t_list!r:.60}; see mpistrat.nest.flatten.")
+    tensors = [_values(one) for one in t_list if one is not None]
+    dtype = np.result_type(*tensors) if tensors else np.dtype(np.float32)
+    return np.sqrt(sum((np.sum(x * x, dtype=dtype) for x in tensors), start=dtype.type(0)))
+
+
+def clip_by_global_norm(
+    t_list: Sequence[Any], clip_norm: Any, use_norm: Any = None, name: Any = None
+) -> tuple[list[Any], Any]:
+    """Scale all tensors down together to a `global_norm`, and return them and the norm they had.
+
+    Where the norm is infinite or NaN, all of them are NaN.
+
+    Args:
+      t_list: See `global_norm`; None stays None.
+      clip_norm: The largest norm.
+      use_norm: The norm, if it is known, as after an all-reduce; computed if None.
+      name: No effect.
+
+    Raises:
+      TypeError: `t_list` is no list or tuple.
+
+    Example:
+      >>> clipped, norm = clip_by_global_norm([[3.0], [4.0]], 10.0)
+      >>> [one.tolist() for one in clipped], float(norm)
+      ([[3.0], [4.0]], 5.0)
+    """
+    found = global_norm(t_list)
+    norm = found if use_norm is None else np.asarray(use_norm, found.dtype)[()]
+    scale = np.float64(clip_norm) / max(norm, clip_norm) if np.isfinite(norm) else np.nan
+    clipped = [
+        one if one is None else _like(one, _values(one) * _values(one).dtype.type(scale))
+        for one in t_list
+    ]
+    return clipped, norm

@@ -1,0 +1,216 @@
+"""A directory that other jobs, people or the system have been at."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mpistrat as ms
+from mpistrat.checkpoint import files, saving
+from mpistrat.testing import run_ranks
+
+SIZES = pytest.mark.parametrize("size", [1, 2, 3, 4])
+
+
+def made(directory, keep=2):
+    with ms.MirroredStrategy().scope():
+        v = ms.Variable(0)
+    return v, ms.CheckpointManager(ms.Checkpoint(v=v), directory, keep)
+
+
+def saves(directory, times, keep=None):
+    def program(comm):
+        v, manager = made(directory, keep)
+        for _ in range(times):
+            v.assign_add(1)
+            manager.save()
+        return [path.rpartition("/")[2] for path in manager.checkpoints]
+
+    return program
+
+
+def there(directory):
+    return sorted(path.name for path in directory.iterdir())
+
+
+@SIZES
+def test_what_cannot_be_removed_stops_nothing_and_is_told_once(size, tmp_path, monkeypatch, capfd):
+    """A directory, and a file that may not be removed, as an immutable one or another user's."""
+    (tmp_path / "ckpt-1.npz").mkdir()
+    (tmp_path / "ckpt-2.npz").touch()
+    unlink = os.unlink
+
+    def denied(path, **more):
+        if str(path).endswith("ckpt-2.npz"):
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+        unlink(path, **more)
+
+    monkeypatch.setattr(os, "unlink", denied)
+    wanted = ["ckpt-1.npz", "ckpt-2.npz", "ckpt-6.npz", "ckpt-7.npz"]
+    assert run_ranks(saves(tmp_path, 5, keep=2), size) == [wanted] * size
+    assert there(tmp_path) == wanted
+    said = capfd.readouterr().err
+    assert said.count("ckpt-1.npz is too old to be kept, but cannot be removed: ") == 1
+    assert said.count("cannot be removed: Operation not permitted") == 1
+
+
+def test_what_somebody_else_has_removed_is_gone(tmp_path, monkeypatch, capfd):
+    real = files.saved
+    monkeypatch.setattr(files, "saved", lambda *args: {0: tmp_path / "ckpt-0.npz", **real(*args)})
+    assert run_ranks(saves(tmp_path, 2, keep=1), 2) == [["ckpt-2.npz"]] * 2
+    assert capfd.readouterr().err == ""
+
+
+@SIZES
+def test_names_that_were_exchanged_are_told_and_nothing_is_restored(size, tmp_path):
+    run_ranks(saves(tmp_path, 3), 1)
+    (tmp_path / "ckpt-1.npz").rename(tmp_path / "x")
+    (tmp_path / "ckpt-3.npz").rename(tmp_path / "ckpt-1.npz")
+    (tmp_path / "x").rename(tmp_path / "ckpt-3.npz")
+
+    def program(comm):
+        v, manager = made(tmp_path)
+        v.assign(7)
+        with pytest.raises(ms.CheckpointError, match=r"ckpt-3\.npz holds .* 1, .*ckpt-1\.npz"):
+            manager.restore_or_initialize()
+        untouched = int(v.numpy())
+        manager.checkpoint.restore(manager.latest_checkpoint)  # takes any name
+        return untouched, int(v.numpy()), manager.checkpoint.save_counter
+
+    assert run_ranks(program, size) == [(7, 1, 1)] * size
+
+
+@pytest.fixture
+def another_job(monkeypatch):
+    """Make this process forget what it knows, as another one would not know it."""
+
+    def begin():
+        mine = dict(saving._SEEN)
+        saving._SEEN.clear()
+        return mine
+
+    return begin
+
+
+@SIZES
+def test_another_job_that_saved_in_between_is_told(size, tmp_path, another_job):
+    def program(comm):
+        _, manager = made(tmp_path)
+        manager.save()
+        comm.barrier()
+        if comm.rank == 0:
+            mine = another_job()
+            theirs = files.numbered(tmp_path, "ckpt", 2)
+            theirs.write_bytes((tmp_path / "ckpt-1.npz").read_bytes())
+            saving._SEEN.update(mine)
+        for save in (manager.save, lambda: manager.checkpoint.save(tmp_path / "ckpt")):
+            with pytest.raises(FileExistsError, match=r"Another job saves here.*has ckpt-2, and"):
+                save()
+        # Who takes what is there over, goes on.
+        manager.checkpoint.restore(tmp_path / "ckpt-2")
+        return manager.save(3).rpartition("/")[2]
+
+    assert run_ranks(program, size) == ["ckpt-3.npz"] * size
+    assert there(tmp_path) == ["ckpt-2.npz", "ckpt-3.npz"]
+
+
+def swept(path):
+    """What a job on another node does, which does not see the lock."""
+    for part in path.parent.glob(f".{path.name}.*"):
+        part.unlink()
+
+
+@SIZES
+@pytest.mark.parametrize("number", [None, 1])
+def test_a_file_that_goes_while_it_is_written_is_no_missing_file(size, number, tmp_path):
+    def program(comm):
+        _, manager = made(tmp_path)
+        with pytest.raises(FileExistsError, match="Another job saves here; give each a") as error:
+            manager.save(number)
+        assert "No such file" not in str(error.value)
+        assert str(tmp_path / "ckpt-1.npz") in str(error.value)
+
+    write = saving.format.write
+
+    def writing(file, values, counter):
+        write(file, values, counter)
+        swept(tmp_path / "ckpt-1.npz")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving.format, "write", writing)
+        run_ranks(program, size)
+    assert there(tmp_path) == []
+
+
+def test_a_file_that_is_removed_before_it_is_locked_is_made_again(tmp_path, monkeypatch):
+    real, calls = files.fcntl.flock, []
+
+    def flock(descriptor, how):
+        calls.append(1)
+        if len(calls) == 1:
+            swept(tmp_path / "x.npz")
+        elif len(calls) == 2:
+            raise BlockingIOError(errno.EWOULDBLOCK, "locked")
+        return real(descriptor, how)
+
+    monkeypatch.setattr(files.fcntl, "flock", flock)
+    with files.whole(tmp_path / "x.npz", replace=False) as file:
+        file.write(b"new")
+    assert len(calls) == 3
+    assert there(tmp_path) == ["x.npz"]
+
+
+JOB = """
+import json, pathlib, sys
+import mpistrat as ms
+directory, me, times = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+v = ms.Variable(0)
+checkpoint = ms.Checkpoint(v=v)
+done, failed = {}, []
+print("ready", flush=True)
+sys.stdin.readline()
+for step in range(times):
+    v.assign(1000 * me + step)
+    try:
+        done[checkpoint.save(directory + "/ckpt")] = 1000 * me + step
+    except Exception as error:
+        failed.append([type(error).__name__, str(error)])
+print(json.dumps([done, failed]))
+"""
+
+
+def test_four_jobs_lose_no_save_without_a_word(tmp_path):
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, "-c", JOB, str(tmp_path), str(me), "20"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for me in range(4)
+    ]
+    for job in jobs:
+        assert job.stdout.readline() == "ready\n"
+    for job in jobs:
+        job.stdin.write("\n")
+        job.stdin.flush()
+    told = [json.loads(job.communicate(timeout=60)[0]) for job in jobs]
+    done = [pair for ok, _ in told for pair in ok.items()]
+    assert len(dict(done)) == len(done)  # nobody wrote over another's
+    w = ms.Variable(0)
+    for path, value in done:
+        ms.Checkpoint(v=w).restore(path)
+        assert int(w.numpy()) == value
+    assert len(done) == len(list(Path(tmp_path).iterdir()))
+    assert sum(len(failed) for _, failed in told) == 80 - len(done) > 0
+    for _, failed in told:
+        for kind, text in failed:
+            assert (kind, "Another job saves here; give each" in text) == ("FileExistsError", True)
+            assert "No such file" not in text
+            assert str(tmp_path) in text

@@ -1,0 +1,389 @@
+"""Everyday names of tf.*: values against NumPy and the formulas, and what refuses."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import mpistrat as ms
+from mpistrat.checkpoint.files import latest_checkpoint
+from mpistrat.compat import tf
+from mpistrat.testing import run_ranks
+
+X = np.array([[1.0, -2.0, 3.5], [0.25, 4.0, -1.0]], np.float32)
+LOG = X - np.log(np.exp(X).sum(-1, keepdims=True))
+LABELS = np.array([[0.0, 1.0, 0.0], [0.5, 0.25, 0.25]], np.float32)
+NORM = np.sqrt((X.astype(float) ** 2).sum())
+SLICES = ms.IndexedSlices(X, [4, 1], (5, 3))
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (tf.reduce_prod(X, axis=0), X.prod(0)),
+        (tf.reduce_prod([2, 3]), np.int32(6)),
+        (tf.reduce_any(X > 3, axis=1), np.array([True, True])),
+        (tf.reduce_all(X > -2, axis=[1]), np.array([False, True])),
+        (tf.reduce_logsumexp(X, 1), np.log(np.exp(X).sum(1))),
+        (tf.reduce_logsumexp([1000.0, 1000.0]), np.float32(1000 + np.log(2))),
+        (tf.math.reduce_std(X, 0, keepdims=True), X.std(0, keepdims=True)),
+        (tf.math.reduce_variance(X), X.var()),
+        (tf.add_n([X, 2 * X, X]), 4 * X),
+        (tf.add_n([X, ms.IndexedSlices(X[:1], [1], (2, 3))]), X + np.stack([0 * X[0], X[0]])),
+        (tf.clip_by_value(X, -1, 2.0), np.clip(X, -1, 2)),
+        (tf.clip_by_value([1, 5, -5], -2, 2), np.array([1, 2, -2], np.int32)),
+        (tf.clip_by_norm(X, 2.0), X * np.float32(2 / NORM)),
+        (tf.clip_by_norm(X, 100.0), X),
+        (tf.clip_by_norm(X, 1.0, axes=[1]), X / np.sqrt((X * X).sum(1, keepdims=True))),
+        (tf.clip_by_norm(np.zeros(2, np.float32), 1.0), np.zeros(2, np.float32)),
+        (tf.clip_by_norm(SLICES, 2.0).values, X * np.float32(2 / NORM)),
+        (tf.gather(X, [1, 0, 1]), X[[1, 0, 1]]),
+        (tf.gather(X, [[2], [0]], axis=-1), X[:, [[2], [0]]]),
+        (tf.gather(X, [[2, 2], [0, 1]], axis=1, batch_dims=1), X[[[0], [1]], [[2, 2], [0, 1]]]),
+        (tf.nn.log_softmax(X), LOG),
+        (tf.nn.softmax_cross_entropy_with_logits(labels=LABELS, logits=X), -(LABELS * LOG).sum(1)),
+        (
+            tf.nn.softmax_cross_entropy_with_logits(LABELS.T, X.T, axis=0),
+            -(LABELS * LOG).sum(1),
+        ),
+        (
+            tf.nn.sparse_softmax_cross_entropy_with_logits(labels=[2, 0], logits=X),
+            -LOG[[0, 1], [2, 0]],
+        ),
+        (tf.nn.sparse_softmax_cross_entropy_with_logits(1, X[0]), -LOG[0, 1]),
+        (
+            tf.nn.softmax_cross_entropy_with_logits([0.0, 1.0], [1e4, -1e4]),
+            np.float32(2e4),
+        ),
+        (
+            tf.nn.sigmoid_cross_entropy_with_logits(labels=LABELS, logits=X),
+            -LABELS * np.log(1 / (1 + np.exp(-X))) - (1 - LABELS) * np.log(1 / (1 + np.exp(X))),
+        ),
+        (tf.nn.l2_loss(X), np.float32(NORM**2 / 2)),
+        (tf.nn.softplus(X), np.log1p(np.exp(X))),
+        (tf.math.log_sigmoid(X), -np.log1p(np.exp(-X))),
+        (tf.math.log1p([0.5]), np.log1p(np.array([0.5], np.float32))),
+        (tf.round([0.5, 1.5, -2.5]), np.array([0, 2, -2], np.float32)),
+        (tf.greater_equal(X, 1.0), X >= 1),
+        (tf.math.mod(-7, 3), np.int32(2)),
+        (tf.floordiv(-7, 2), np.int32(-4)),
+        (tf.eye(2, 3), np.eye(2, 3, dtype=np.float32)),
+        (tf.linspace(0.0, 1.0, 5), np.linspace(0, 1, 5, dtype=np.float32)),
+        (tf.tile([[1, 2]], [2, 2]), np.array([[1, 2, 1, 2]] * 2, np.int32)),
+        (tf.repeat([1, 2], 2), np.array([1, 1, 2, 2], np.int32)),
+        (tf.broadcast_to([1.0], [2, 2]), np.ones((2, 2), np.float32)),
+        (tf.split(X, 3, axis=1)[2], X[:, 2:]),
+        (tf.split(X, [1, 2], axis=-1)[1], X[:, 1:]),
+        (tf.unstack(X, axis=1)[1], X[:, 1]),
+        (tf.size(X), np.int32(6)),
+        (tf.rank(X), np.int32(2)),
+    ],
+)
+def test_values(ours, theirs):
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert ours.dtype == theirs.dtype
+    assert isinstance(ours, tf.Tensor)
+
+
+@pytest.mark.parametrize("limit", [1.0, 100.0])
+def test_gradients_are_clipped_together(limit):
+    given = [X, None, SLICES, np.array([3.0], np.float32)]
+    norm = np.sqrt(2 * NORM**2 + 9)
+    clipped, found = tf.clip_by_global_norm(given, limit)
+    np.testing.assert_allclose(found, norm, rtol=1e-6)
+    scale = min(1.0, limit / norm)
+    assert clipped[1] is None
+    assert isinstance(clipped[2], ms.IndexedSlices)
+    for ours, theirs in [(clipped[0], X), (clipped[2].values, X), (clipped[3], given[3])]:
+        np.testing.assert_allclose(ours, theirs * scale, rtol=1e-6)
+        assert ours.dtype == np.float32
+    again, used = tf.clip_by_global_norm(given, limit, use_norm=2 * limit)
+    assert used == 2 * limit
+    np.testing.assert_allclose(again[0], X / 2, rtol=1e-6)
+    broken, norm = tf.clip_by_global_norm([X, np.array([np.inf], np.float32)], limit)
+    assert np.isinf(norm)
+    assert all(np.isnan(one).all() for one in broken)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda: tf.gather(X, [2]), tf.errors.InvalidArgumentError, "index 2 is out of range for"),
+        (lambda: tf.gather(X, [-1]), ValueError, "index -1 is out of range for the 2 slices"),
+        (lambda: tf.gather(X, [0.5]), TypeError, "wanted integers"),
+        (lambda: tf.reduce_any(X), TypeError, "wanted a tensor of bool, got float32"),
+        (lambda: tf.add_n([]), ValueError, "wanted tensors of one shape, got none"),
+        (lambda: tf.add_n([X, X[0]]), ValueError, r"got \[\(2, 3\), \(3,\)\]"),
+        (lambda: tf.clip_by_global_norm(X, 1.0), TypeError, "wanted a list of tensors"),
+        (
+            lambda: tf.nn.sparse_softmax_cross_entropy_with_logits([3, 0], X),
+            ValueError,
+            "label 3 is out of range for 3 classes",
+        ),
+        (
+            lambda: tf.nn.sparse_softmax_cross_entropy_with_logits([-1, 0], X),
+            ValueError,
+            "label -1",
+        ),
+        (lambda: tf.nn.sparse_softmax_cross_entropy_with_logits([0], X), ValueError, "do not fit"),
+        (
+            lambda: tf.nn.sparse_softmax_cross_entropy_with_logits(LABELS[:, 0], X),
+            TypeError,
+            "wanted integers as labels",
+        ),
+        (lambda: tf.nn.softmax_cross_entropy_with_logits([1, 0], X), ValueError, "sparse_softmax"),
+        (lambda: tf.split(X, [1, 1], 1), ValueError, "do not add up to 3"),
+        (lambda: tf.debugging.assert_equal(1, 2, "step"), ValueError, "step: wanted x == y, got 1"),
+        (lambda: tf.debugging.assert_less(X, 3.0), ValueError, "wanted x < y"),
+        (lambda: tf.debugging.assert_positive(X), ValueError, "wanted positive"),
+        (lambda: tf.debugging.assert_near(1.0, 1.1), ValueError, "x near y"),
+        (lambda: tf.debugging.check_numerics([np.nan], "loss"), ValueError, "loss: wanted finite"),
+        (lambda: tf.debugging.assert_rank(X, 1), ValueError, "wanted 1 axes"),
+        (lambda: tf.Tensor([1]), TypeError, r"tf\.constant\(value\) makes a tensor"),
+    ],
+)
+def test_what_is_refused(call, error, text):
+    with pytest.raises(error, match=text):
+        call()
+
+
+def test_assertions_that_hold_say_nothing():
+    tf.debugging.assert_equal(X, X)
+    tf.debugging.assert_near(1.0, 1.0 + 1e-7)
+    tf.debugging.assert_rank(X, 2)
+    assert tf.debugging.check_numerics(X, "x") is X
+
+
+def test_names_of_operations_have_no_effect():
+    made = [
+        tf.constant(1.0, name="one"),
+        tf.zeros([], name="x") + 1,
+        tf.reduce_sum([1.0], name="x"),
+        tf.cast(1, tf.float32, name="x"),
+        tf.nn.relu(1.0, name="x"),
+        tf.argmax([0, 1], name="x"),
+        tf.add_n([1.0], name="x"),
+        tf.matmul([[1.0]], [[1.0]], name="x")[0, 0],
+        tf.gather([1.0], 0, name="x"),
+    ]
+    assert [float(one) for one in made] == [1.0] * len(made)
+
+
+# The names of tf.errors in the release that `tf.__version__` names.
+ERRORS = [
+    "AbortedError",
+    "AlreadyExistsError",
+    "CancelledError",
+    "DataLossError",
+    "DeadlineExceededError",
+    "FailedPreconditionError",
+    "InternalError",
+    "InvalidArgumentError",
+    "NotFoundError",
+    "OpError",
+    "OperatorNotAllowedInGraphError",
+    "OutOfRangeError",
+    "PermissionDeniedError",
+    "ResourceExhaustedError",
+    "UnauthenticatedError",
+    "UnavailableError",
+    "UnimplementedError",
+    "UnknownError",
+]
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_exceptions_can_be_caught_while_another_is_on_its_way(name):
+    caught = getattr(tf.errors, name)
+    assert issubclass(caught, Exception)
+    assert caught is not Exception
+    with pytest.raises(ZeroDivisionError):
+        try:
+            raise ZeroDivisionError
+        except caught:
+            pass
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_what_happens_here_is_caught_by_the_name_of_there(n, tmp_path):
+    def program(comm):
+        strategy = tf.distribute.MirroredStrategy()
+        with strategy.scope():
+            checkpoint = tf.train.Checkpoint(v=tf.Variable(0.0))
+        with pytest.raises(tf.errors.NotFoundError):
+            checkpoint.restore(tmp_path / "none")
+        with pytest.raises(tf.errors.DataLossError):
+            checkpoint.restore(tmp_path / "bad.npz")
+        data = iter(strategy.experimental_distribute_dataset(tf.data.Dataset.range(1).batch(1)))
+        next(data)
+        with pytest.raises(tf.errors.OutOfRangeError) as ended:
+            data.get_next()
+        assert isinstance(ended.value, tf.errors.OpError)
+
+        def step():
+            if comm.rank == n - 1:
+                raise ValueError("mine")
+            tf.distribute.get_replica_context().all_reduce("sum", 1.0)
+
+        others = tf.errors.UnavailableError if comm.rank < n - 1 else ValueError
+        with pytest.raises(others, match="mine"):
+            strategy.run(step)
+
+    (tmp_path / "bad.npz").write_bytes(b"bad")
+    run_ranks(program, n)
+
+
+def test_devices():
+    assert [d.name for d in tf.config.list_physical_devices()] == ["/physical_device:CPU:0"]
+    assert tf.config.list_physical_devices("GPU") == []
+    (cpu,) = tf.config.list_logical_devices("CPU")
+    assert (cpu.name, cpu.device_type) == ("/device:CPU:0", "CPU")
+    assert tf.config.experimental.list_physical_devices("CPU") == tf.config.list_physical_devices()
+    for gpu in tf.config.list_physical_devices("CPU"):
+        assert tf.config.experimental.set_memory_growth(gpu, True) is None
+    assert tf.config.threading.set_intra_op_parallelism_threads(1) is None
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_what_is_in_a_checkpoint(n, tmp_path):
+    values = {
+        "w": X,
+        "b": np.arange(3).astype(ml_dtypes.bfloat16),
+        "n": np.array(7),
+        "e": np.zeros((0, 2)),
+    }
+
+    def program(comm):
+        with ms.MirroredStrategy().scope():
+            made = {name: ms.Variable(value) for name, value in values.items()}
+        path = tf.train.Checkpoint(model=made).save(tmp_path / "ckpt")
+        wanted = [("model/b", [3]), ("model/e", [0, 2]), ("model/n", []), ("model/w", [2, 3])]
+        assert path == tf.train.latest_checkpoint(tmp_path) == latest_checkpoint(tmp_path)
+        for given in (path, path.removesuffix(".npz"), tmp_path):
+            assert tf.train.list_variables(given) == wanted
+        reader = tf.train.load_checkpoint(path)
+        assert reader.get_variable_to_shape_map() == dict(wanted)
+        assert reader.get_variable_to_dtype_map()["model/w"] == tf.float32
+        for name, value in values.items():
+            found = reader.get_tensor(f"model/{name}")
+            assert found.dtype == value.dtype
+            np.testing.assert_array_equal(found, value)
+        assert reader.has_tensor("model/n/.ATTRIBUTES/VARIABLE_VALUE")
+        assert int(tf.train.load_variable(path, "model/n")) == 7
+        with pytest.raises(ValueError, match=r"has no 'x', but \['model/b'"):
+            reader.get_tensor("x")
+
+    run_ranks(program, n)
+    with pytest.raises(tf.errors.NotFoundError, match="no checkpoint in"):
+        tf.train.load_checkpoint(tmp_path.parent)
+    (tmp_path / "ckpt-1.npz").write_bytes((tmp_path / "ckpt-1.npz").read_bytes()[:-1])
+    with pytest.raises(tf.errors.DataLossError):
+        tf.train.list_variables(tmp_path)
+
+
+def test_what_a_tensor_is():
+    assert isinstance(tf.reduce_sum([1.0, 2.0]), tf.Tensor)
+    assert isinstance(tf.equal(1, 1), tf.Tensor)
+    assert isinstance(tf.constant([1]), tf.Tensor)
+    assert not isinstance(tf.Variable(1.0), tf.Tensor)  # as there
+    assert not any(isinstance(other, tf.Tensor) for other in (1, 1.0, True, [1], "x", None))
+    assert issubclass(np.ndarray, tf.Tensor)
+    assert not isinstance(np.ones(1), tf.Variable)
+    assert [tf.is_tensor(x) for x in (tf.Variable(1.0), np.float32(1), 1, [1])] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    strategy = tf.distribute.OneDeviceStrategy("cpu")
+    assert isinstance(strategy.reduce("sum", strategy.run(lambda: np.ones(2)), axis=0), tf.Tensor)
+    spec = tf.TensorSpec(shape=[None, 3], dtype=tf.int32, name="x")
+    assert (spec.shape, spec.dtype, spec.name) == ([None, 3], tf.int32, "x")
+    assert tf.function(input_signature=[spec])(len)([1]) == 1
+
+
+def test_a_dtype_that_is_none_is_told_in_words():
+    calls = {
+        "constant": lambda dtype: tf.constant(1, dtype),
+        "Variable": lambda dtype: tf.Variable(1, dtype=dtype),
+        "ms.Variable": lambda dtype: ms.Variable(1, dtype=dtype),
+        "cast": lambda dtype: tf.cast(1, dtype),
+        "convert": lambda dtype: tf.convert_to_tensor(X, dtype),
+        "zeros": lambda dtype: tf.zeros([1], dtype),
+        "ones": lambda dtype: tf.ones([1], dtype),
+        "zeros_like": lambda dtype: tf.zeros_like(X, dtype),
+        "ones_like": lambda dtype: tf.ones_like(X, dtype),
+        "range": lambda dtype: tf.range(3, dtype=dtype),
+        "one_hot": lambda dtype: tf.one_hot([1], 2, dtype=dtype),
+        "shape": lambda dtype: tf.shape(X, dtype),
+        "size": lambda dtype: tf.size(X, dtype),
+        "eye": lambda dtype: tf.eye(2, dtype=dtype),
+        "argmax": lambda dtype: tf.argmax(X, 0, dtype),
+        "normal": lambda dtype: tf.random.normal([1], dtype=dtype),
+        "uniform": lambda dtype: tf.random.uniform([1], dtype=dtype),
+        "partitioner": lambda dtype: ms.experimental.partitioners.MinSizePartitioner()([8], dtype),
+    }
+    for name, call in calls.items():
+        for dtype in ("float23", "int33", 3):
+            with pytest.raises(TypeError, match=r"wanted a dtype, got ") as error:
+                call(dtype)
+            assert f"got {dtype!r}" in str(error.value), name
+
+
+def test_bfloat16_by_name(monkeypatch):
+    assert tf.bfloat16 is ml_dtypes.bfloat16
+    assert tf.constant([1.5], tf.bfloat16).dtype == tf.bfloat16
+    assert tf.Variable([1.5], dtype=tf.bfloat16).dtype == tf.bfloat16
+    assert float(tf.reduce_sum(tf.cast([1.5, 2.0], tf.bfloat16))) == 3.5
+    # Where ml_dtypes has not been imported, NumPy does not know the name.
+    real = np.dtype
+
+    def dtype(given, *args):
+        if isinstance(given, str) and given == "bfloat16":
+            raise TypeError("data type 'bfloat16' not understood")
+        return real(given, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("mpistrat.arrays.np.dtype", dtype)
+        with pytest.raises(TypeError, match=r"wanted a dtype, got 'bfloat16'; import ml_dtypes"):
+            ms.Variable(1.0, dtype="bfloat16")
+        with pytest.raises(TypeError, match=r"wanted a dtype, got 'bfloat16'"):
+            tf.constant(1.0, "bfloat16")
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "ml_dtypes", None)
+        with pytest.raises(AttributeError, match="pip install ml_dtypes"):
+            tf.bfloat16  # noqa: B018
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_one_seed_for_all_draws(n):
+    def program(comm):
+        tf.random.set_seed(5)
+        drawn = [tf.random.normal([3]), tf.random.uniform([3]), tf.random.normal([3])]
+        tf.random.set_seed(5)
+        again = [tf.random.normal([3]), tf.random.uniform([3]), tf.random.normal([3])]
+        np.testing.assert_array_equal(drawn, again)
+        assert (drawn[0] != drawn[2]).any()
+        return np.stack(drawn)
+
+    try:
+        found = run_ranks(program, n)
+        elsewhere = []
+        thread = threading.Thread(target=lambda: elsewhere.append(tf.random.normal([3])))
+        thread.start()
+        thread.join()
+        np.testing.assert_array_equal(elsewhere[0], found[0][0])
+        for drawn in found:
+            np.testing.assert_array_equal(drawn, found[0])
+    finally:
+        tf.random.set_seed(None)
+    assert (tf.random.normal([9]) != tf.random.normal([9])).any()
+
+
+def test_the_version_is_that_of_the_recorded_values():
+    assert tf.__version__ == tf.version.VERSION
+    assert tuple(int(part) for part in tf.__version__.split(".")) >= (2, 4, 0)
