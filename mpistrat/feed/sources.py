@@ -191,6 +191,11 @@ class Arrays:
         """Return the tree with its leaves as NumPy arrays, not copied."""
         return nest.unflatten(self.structure, [np.asarray(column.array) for column in self.columns])
 
+    def in_memory(self) -> Iterator[npt.NDArray[Any]]:
+        """Iterate over the leaves that can be looked at without reading a file."""
+        arrays = (column.array for column in self.columns)
+        return (a for a in arrays if isinstance(a, np.ndarray) and not isinstance(a, np.memmap))
+
     def specs(self, *leading: int | None) -> Any:
         """Return the tree of `Spec` of one row, with `leading` dimensions before it."""
         specs = [Spec((*leading, *column.shape[1:]), column.dtype) for column in self.columns]
