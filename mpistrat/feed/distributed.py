@@ -17,6 +17,8 @@ from typing import Any, NoReturn, final
 import numpy as np
 
 from mpistrat import nest
+from mpistrat.arrays import contents_digest
+from mpistrat.collectives.alarms import warn
 from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.comm.codec import decode, encode
 from mpistrat.errors import DataError, LockstepError
@@ -36,6 +38,13 @@ _ADVICE = (
     "is random in its source, or in a map after batch, so that all ranks draw alike. If a map "
     "treats each row on its own, map(fn, rowwise=True) lets each rank draw for its own rows. Use "
     "distribute_datasets_from_function for a dataset of each rank."
+)
+_UNSHARDED = (
+    "{what}: each rank brings a dataset of its own, and the first elements of all ranks are the "
+    "same. If every rank reads all the data, each example counts once for every rank. In the "
+    "function that makes the dataset, say dataset.shard(context.num_input_pipelines, "
+    "context.input_pipeline_id), before shuffle and batch; or give one dataset of global batches "
+    "to experimental_distribute_dataset."
 )
 
 
@@ -142,6 +151,7 @@ class DistributedDataset:
             self._origin.begin_after(epoch)
         name = f"iterator {self._iterators} of {self._name}, epoch {first}"
         found = DistributedIterator(parts, self._door, deal, name, self._together)
+        found.watched = deal.parts is None and self._iterators == 1 and lockstep.comm.size > 1
         found.spec = self.element_spec
         return found
 
@@ -216,6 +226,10 @@ class DistributedIterator(ElementIterator):
     After ranks have made different calls, or hold different data, no step can follow: then each
     further ``next()`` is an error.
 
+    Attributes:
+      spec: What `element_spec` returns.
+      watched: Warn if the first elements of all ranks, which bring data of their own, are the same.
+
     As: ``tf.distribute.DistributedIterator``.
     """
 
@@ -240,6 +254,7 @@ class DistributedIterator(ElementIterator):
         self._looks = Looks()
         self._steps = 0
         self.spec: Any = None
+        self.watched = False
 
     @property
     def element_spec(self) -> Any:
@@ -286,7 +301,7 @@ class DistributedIterator(ElementIterator):
         except Exception as error:
             failure = error
         lost = item is None and self._empty is None
-        rows, contents = (_ENDED, UNSEEN) if item is None else (item.rows, item.contents)
+        rows, contents = (_ENDED, UNSEEN) if item is None else (item.rows, self._contents(item))
         small = _STEP.pack(item is not None, lost, rows, self._looks.digest, contents)
         call = f"next of {self._name}, step {self._steps}"
         self._steps += 1
@@ -303,6 +318,13 @@ class DistributedIterator(ElementIterator):
             self._learn(item is not None)
         return True, self._empty if item is None else item.element
 
+    def _contents(self, item: Part) -> bytes:
+        if not self.watched or self._steps:
+            return item.contents
+        leaves = nest.flatten(item.element)[0]
+        arrays = [array for array in map(np.asarray, leaves) if array.size]
+        return contents_digest(arrays) if arrays else UNSEEN
+
     def _none_of(self, leaf: Any) -> Any:
         array = np.asarray(leaf)
         shape = array.shape[1:] if array.ndim else array.shape
@@ -318,13 +340,15 @@ class DistributedIterator(ElementIterator):
             )
 
     def _check_contents(self, call: str, contents: list[bytes]) -> None:
-        if len({*contents} - {UNSEEN}) > 1:
+        if self._deal.same and len({*contents} - {UNSEEN}) > 1:
             refuse(
                 self._door.lockstep,
                 f"{call}: the contents of a batch that every rank reads or maps whole differ",
                 ["" if seen == UNSEEN else f"contents {seen.hex()}" for seen in contents],
                 _ADVICE,
             )
+        if not self._deal.same and UNSEEN not in contents and len(set(contents)) == 1:
+            warn(self._door.lockstep, call, _UNSHARDED.format(what=call), stacklevel=5)
 
     def _learn(self, known: bool) -> None:
         # Only a replica that has never had an element has to ask what one looks like; it is given

@@ -238,7 +238,7 @@ def test_iterators_that_stand_at_one_step_of_other_data(way):
 
     def rank(comm):
         strategy = ms.MultiWorkerMirroredStrategy()
-        own = ms.Dataset.range(8 + comm.rank).batch(2)
+        own = ms.Dataset.range(comm.rank, 9).batch(2)
         for _ in range(comm.rank):
             list(own)  # an epoch of this rank alone
         if way == "from a function":
@@ -253,6 +253,81 @@ def test_iterators_that_stand_at_one_step_of_other_data(way):
         return True
 
     assert run_ranks(rank, 2) == [True, True]
+
+
+SAME = re.escape("dataset.shard(context.num_input_pipelines, context.input_pipeline_id)")
+UNSHARDED = {
+    "one array": lambda context, rank: ms.Dataset.range(8).batch(2),
+    "a tree": lambda context, rank: ms.Dataset(
+        {"x": np.arange(8), "t": np.array(list("abcdefgh"))}
+    ),
+    "a generator": lambda context, rank: batches(False, None),
+}
+SHARDED = {
+    "shards": lambda context, rank: (
+        ms.Dataset.range(8).shard(context.num_input_pipelines, context.input_pipeline_id).batch(2)
+    ),
+    "random": lambda context, rank: ms.Dataset.range(8).batch(2).map(noisy(rank)),
+    "none has rows": lambda context, rank: ms.Dataset.from_batches([np.ones((0, 3))]),
+    "none has data": lambda context, rank: ms.Dataset(np.ones((0, 3))).batch(2),
+    "one has no data": lambda context, rank: ms.Dataset(np.ones((2 * (rank < 1), 3))).batch(2),
+    "only the first rows are alike": lambda context, rank: ms.Dataset(
+        np.array([0, rank, rank])
+    ).batch(2),
+}
+
+
+def brought(n, dataset_fn, make=ms.MirroredStrategy):
+    """How many proofs two epochs of a dataset of each rank took, but for one for each step."""
+
+    def rank(comm):
+        count = []
+        inner = comm.allgather
+        comm.allgather = lambda *args: (count.append(1), inner(*args))[1]
+        data = make().distribute_datasets_from_function(lambda c: dataset_fn(c, comm.rank))
+        count.clear()
+        steps = [len(list(data)) for _ in range(2)]
+        return len(count) - sum(steps)
+
+    return run_ranks(rank, n)
+
+
+@pytest.mark.parametrize("n", NUMBERS)
+@pytest.mark.parametrize("what", UNSHARDED)
+def test_ranks_that_all_bring_the_same_are_warned_of_once(what, n):
+    make = [ms.MirroredStrategy, ms.MultiWorkerMirroredStrategy][n % 2]
+    with pytest.warns(
+        UserWarning, match=f"first elements of all ranks are the same.*{SAME}"
+    ) as told:
+        brought(n, UNSHARDED[what], make)
+    assert len(told) == 1
+    assert told[0].filename == __file__
+
+
+@pytest.mark.parametrize("n", NUMBERS)
+@pytest.mark.parametrize("what", SHARDED)
+def test_ranks_that_bring_their_own_are_not(what, n):
+    brought(n, SHARDED[what])  # a warning would be an error
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_looking_at_what_ranks_bring_is_no_further_exchange(n):
+    if n == 1:
+        assert brought(1, UNSHARDED["one array"]) == [4]
+    assert brought(n, SHARDED["shards"]) == [4] * n  # two epochs: each begins and ends
+
+
+def test_a_warning_that_is_an_error_is_one_on_all_ranks_and_the_next_element_follows():
+    def rank(comm):
+        data = ms.MirroredStrategy().distribute_datasets_from_function(
+            lambda context: ms.Dataset.range(4).batch(2)
+        )
+        iterator = iter(data)
+        with pytest.raises((UserWarning, ms.RemoteError), match="first elements"):
+            next(iterator)
+        return next(iterator).local.tolist()
+
+    assert run_ranks(rank, 3) == [[2, 3]] * 3
 
 
 def test_contents_digest():
