@@ -62,7 +62,8 @@ class Dataset:
 
     Raises:
       DataError: Leaves differ in their first dimension or have none, or there is no leaf. A list of
-        numbers: it would be a tree of them, or batches; `from_tensor_slices` makes it an array.
+        numbers: it would be a tree of them, or batches; `from_tensor_slices` makes it an array. A
+        table of pandas, Arrow or Polars: pass its columns as arrays, by ``to_numpy()``.
 
     Example:
       >>> import numpy as np
