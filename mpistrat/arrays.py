@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import functools
 import numbers
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from mpistrat.errors import LeafTypeError, MpistratError
 
@@ -20,6 +22,7 @@ __all__ = [
     "as_array",
     "as_dtype",
     "canonical",
+    "contents_digest",
     "dtype_name",
     "finish",
     "is_bfloat16",
@@ -177,3 +180,33 @@ def canonical(array: Array) -> list[Array]:
             high = array.astype(np.float64)
             return [high, (array - high).astype(np.float64)]
     return [array]
+
+
+def contents_digest(arrays: Iterable[Array]) -> bytes:
+    """Return 8 bytes that are equal for equal dtypes, shapes and contents, and hardly otherwise.
+
+    Against accidents, not against forgery. Python objects count by their dtype and shape alone.
+
+    Args:
+      arrays: Of any dtype, texts, dates and structures too.
+
+    Cost:
+      One pass, at about the speed of memory; a copy of an array that is not contiguous.
+
+    Example:
+      >>> contents_digest([np.arange(3)]) == contents_digest([np.arange(6)[:3]])
+      True
+    """
+    found = xxhash.xxh3_64()
+    for array in arrays:
+        found.update(spec_text(array).encode())
+        for part in _parts(array):
+            native = part if part.dtype.isnative else part.astype(part.dtype.newbyteorder("="))
+            found.update(np.ascontiguousarray(native).reshape(-1).view(np.uint8).data)
+    return found.digest()
+
+
+def _parts(array: Array) -> list[Array]:
+    if array.dtype.names:  # between fields there may be padding
+        return [part for name in array.dtype.names for part in _parts(array[name])]
+    return [] if array.dtype.hasobject or not array.nbytes else canonical(array)

@@ -69,7 +69,8 @@ class Options:
         nothing is looked for; ``report``, a line on stderr says which rank, leaf, index and step;
         ``raise``, every rank raises `NonFiniteError`. ``MPISTRAT_NAN``.
       check_every: Every so many steps (calls of ``run``) the copies of one variable are compared,
-        another one each time; 0 for never. ``MPISTRAT_CHECK_EVERY``.
+        another one each time; and every so many steps of an iterator, from its first, the contents
+        of the batch, if all ranks hold it whole. 0 for never. ``MPISTRAT_CHECK_EVERY``.
       ranks_per_node: Take so many consecutive ranks as one node, whatever they share; for tests of
         what happens between nodes. 0 asks MPI. ``MPISTRAT_RANKS_PER_NODE``.
       terminal: What the job prints goes to a terminal, although a rank sees a pipe.

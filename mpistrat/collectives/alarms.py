@@ -1,7 +1,8 @@
-"""Numbers that must not spread, and copies that must not drift."""
+"""Numbers that must not spread, copies that must not drift, and warnings of all ranks."""
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from collections import Counter
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.collectives.part import Part
 from mpistrat.errors import DivergenceError
 
-__all__ = ["compare_copies", "first_nonfinite"]
+__all__ = ["compare_copies", "first_nonfinite", "warn"]
 
 
 def first_nonfinite(call: str, step: int, parts: Sequence[Part]) -> str:
@@ -80,3 +81,27 @@ def compare_copies(lockstep: Lockstep) -> None:
             "copy behind the library's back, or memory is at fault. Restart from a checkpoint."
         )
     )
+
+
+def warn(
+    lockstep: Lockstep,
+    call: str,
+    text: str,
+    category: type[Warning] = UserWarning,
+    stacklevel: int = 2,
+) -> None:
+    """Warn once for all ranks, of what all of them know.
+
+    Collective. Cost: one proof.
+
+    Args:
+      lockstep: Proves it.
+      call: Which call warns; equal on all ranks.
+      text: The warning.
+      category: Its class. Where warnings are errors, it is one on every rank.
+      stacklevel: As that of ``warnings.warn``, counted from here.
+    """
+    with lockstep.preparing(call):
+        if lockstep.comm.rank == 0:
+            warnings.warn(text, category, stacklevel=stacklevel)
+    lockstep.prove(f"{call}, which warned")

@@ -11,7 +11,6 @@ packed into scratch memory, and the results copied out.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from typing import Any, cast, final
 import numpy as np
 
 from mpistrat.arrays import Array
+from mpistrat.collectives.alarms import warn
 from mpistrat.collectives.folding import Folding
 from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.collectives.messages import reduce_messages
@@ -163,16 +163,14 @@ class NodeFolds:
 
         Collective.
         """
-        with self._lockstep.preparing(f"{name}, its warning"):
-            if self._lockstep.comm.rank == 0:
-                warnings.warn(
-                    f"{name}: the ranks of a node cannot share memory (too little of it, or not "
-                    f"allowed), so {instead}. The results are the same, and take more of the "
-                    "machine.",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-        self._lockstep.prove(f"{name}, its warning")
+        warn(
+            self._lockstep,
+            name,
+            f"{name}: the ranks of a node cannot share memory (too little of it, or not allowed), "
+            f"so {instead}. The results are the same, and take more of the machine.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
     def fold_packed(self, what: Folding, packed: Packed, scales: Scales, results: Results) -> None:
         """Fold all packs, and give the results away.

@@ -99,8 +99,10 @@ def input_fn_iterator(
 
 
 def _place(strategy: Strategy) -> Place:
-    comm = strategy.parts.lockstep.comm
-    return Place(comm.rank, comm.size, strategy.parts.view is not GLOBAL)
+    lockstep = strategy.parts.lockstep
+    comm = lockstep.comm
+    every = lockstep.options.check_every if comm.size > 1 else 0
+    return Place(comm.rank, comm.size, strategy.parts.view is not GLOBAL, every)
 
 
 def _checked(name: str, options: Any) -> InputOptions:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
 from mpistrat.cluster.resolver import ClusterResolver
 from mpistrat.cluster.resolvers import default_resolver
 from mpistrat.cluster.tasks import Task, misfit, task_of
+from mpistrat.collectives.alarms import warn
 from mpistrat.collectives.communication import (
     CommunicationImplementation,
     CommunicationOptions,
     as_implementation,
 )
-from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.comm.world import size_of_job
 from mpistrat.distribute.cross_device import CrossDeviceOps
 from mpistrat.distribute.parts import Parts
@@ -154,7 +153,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         told = parts.lockstep.share(name, task.packed())
         wrong = misfit([Task.unpacked(text) for text in told], size_of_job())
         if wrong:
-            _warn(parts.lockstep, name, wrong, RuntimeWarning, 4)
+            warn(parts.lockstep, name, wrong, RuntimeWarning, 4)
 
 
 @final
@@ -286,13 +285,4 @@ def _compare(strategy: Strategy, what: str, labels: tuple[str, ...]) -> None:
         f"{lockstep.comm.size} ranks, and one rank is one replica. Start that many: "
         f"mpistrat run -n {len(labels)} program.py"
     )
-    _warn(lockstep, f"{name}({list(labels)})", text, UserWarning, 4)
-
-
-def _warn(
-    lockstep: Lockstep, name: str, text: str, category: type[Warning], stacklevel: int
-) -> None:
-    with lockstep.preparing(name):  # a warning may be an error, on one rank only
-        if lockstep.comm.rank == 0:
-            warnings.warn(text, category, stacklevel=stacklevel)
-    lockstep.prove(f"{name}, which warned")
+    warn(lockstep, f"{name}({list(labels)})", text, UserWarning, 4)

@@ -538,7 +538,8 @@ class Strategy:
         Args:
           dataset_fn: ``dataset_fn(InputContext)``, called once on each rank: one input pipeline is
             one rank. Take its part of the data by
-            ``dataset.shard(context.num_input_pipelines, context.input_pipeline_id)``.
+            ``dataset.shard(context.num_input_pipelines, context.input_pipeline_id)``. If the first
+            batches of all ranks are the same, the first ``next()`` warns.
           options: `InputOptions`. Both replication modes are the same here, but PER_REPLICA is for
             `MirroredStrategy`.
 

@@ -62,7 +62,8 @@ class Dataset:
 
     Raises:
       DataError: Leaves differ in their first dimension or have none, or there is no leaf. A list of
-        numbers: it would be a tree of them, or batches; `from_tensor_slices` makes it an array.
+        numbers: it would be a tree of them, or batches; `from_tensor_slices` makes it an array. A
+        table of pandas, Arrow or Polars: pass its columns as arrays, by ``to_numpy()``.
 
     Example:
       >>> import numpy as np
@@ -329,6 +330,11 @@ class Dataset:
         subtracting the mean of the batch); the price is that **every rank reads every row**. If
         `fn` treats each row on its own, say ``rowwise=True``: then a replica reads and maps its
         own rows only.
+
+        Without it the result must be the same on all ranks, so what is random in `fn` needs a
+        seed: in a distributed dataset another number of rows on one rank is an error on all at
+        that step; other contents are one at the first step of an epoch, and every
+        ``MPISTRAT_CHECK_EVERY`` steps after it.
 
         A replica without rows calls a rowwise `fn` with arrays of 0 rows. For an `fn` before
         `batch` it shows dtype and shape of earlier examples; if it has not read any yet, it reads

@@ -5,10 +5,12 @@ A `Deal` is one way to divide a dataset. `policy_deal` chooses among them as the
 
 from __future__ import annotations
 
+import collections
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+from mpistrat.arrays import contents_digest
 from mpistrat.errors import DataError, OutOfRangeError
 from mpistrat.feed.dataset import Dataset
 from mpistrat.feed.pieces import Piece
@@ -17,10 +19,27 @@ from mpistrat.feed.prefetch import prefetched
 from mpistrat.feed.reads import Reads
 from mpistrat.feed.rebatch import rejoined, shares
 
-__all__ = ["Deal", "Place", "calls", "own", "policy_deal", "turns"]
+__all__ = ["UNSEEN", "Deal", "Part", "Parts", "Place", "calls", "own", "policy_deal", "turns"]
 
-# The rows of the global batch, or -1 if that is not known to all, and this replica's part.
-Parts: TypeAlias = Iterator[tuple[int, Any]]
+UNSEEN = bytes(8)
+
+
+class Part(NamedTuple):
+    """A replica's part of a step.
+
+    Attributes:
+      element: The part.
+      rows: How many rows the global batch has that it was cut from; -1 if from none.
+      contents: A digest of what every replica has read or made whole for it; `UNSEEN` if nobody
+        has looked.
+    """
+
+    element: Any
+    rows: int = -1
+    contents: bytes = UNSEEN
+
+
+Parts: TypeAlias = Iterator[Part]
 
 
 class Place(NamedTuple):
@@ -30,11 +49,20 @@ class Place(NamedTuple):
       rank: Its number.
       size: How many there are.
       alone: It is a worker of its own, to which the others' data are not shown.
+      every: Every how many steps of an epoch, from the first, contents are looked at; 0 for never.
     """
 
     rank: int
     size: int
     alone: bool
+    every: int = 0
+
+    def contents(self, step: int, pieces: Iterable[Piece], made: bool = True) -> bytes:
+        """Return a digest of what all replicas hold alike of `pieces`, if it is time to look."""
+        if not self.every or step % self.every:
+            return UNSEEN
+        arrays = itertools.chain.from_iterable(piece.alike(made) for piece in pieces)
+        return contents_digest(arrays)
 
 
 class Deal(NamedTuple):
@@ -65,7 +93,7 @@ class Deal(NamedTuple):
         """Iterate over this replica's parts of one epoch."""
         if self.parts is None:
             # Not a generator, which would end at the first error.
-            return map(lambda element: (-1, element), self.dataset)
+            return map(Part, self.dataset)
         parts = self.parts(self.dataset.pieces(epoch, seeds))
         return prefetched(parts, self.dataset.depth) if self.dataset.depth else parts
 
@@ -79,7 +107,7 @@ def calls(fn: Callable[[], Any]) -> Deal:
     """Return the deal where each replica calls a function for each element, until that has none."""
 
     def parts(pieces: Iterator[Piece]) -> Parts:
-        return map(lambda _: (-1, called()), itertools.repeat(None))
+        return map(lambda _: Part(called()), itertools.repeat(None))
 
     def called() -> Any:
         try:
@@ -95,10 +123,27 @@ def turns(dataset: Dataset, place: Place) -> Deal:
     """Return the deal where the batches go to the replicas in turns, undivided."""
 
     def parts(pieces: Iterator[Piece]) -> Parts:
-        mine = itertools.islice(pieces, place.rank, None, place.size)
-        return Reads(mine, lambda piece: (-1, piece.cut(0, 1)))
+        rounds = (_round(pieces, place, step) for step in itertools.count())
+        mine = itertools.takewhile(lambda found: found[0] is not None, rounds)
+        return Reads(mine, lambda found: Part(found[0].cut(0, 1), contents=found[1]))
 
     return Deal("batches in turns", dataset, same=True, cut=False, parts=parts)
+
+
+def _round(pieces: Iterator[Piece], place: Place, step: int) -> tuple[Any, bytes]:
+    """Return this replica's of the next pieces, one for each, or None; and a digest of them all."""
+    mine = None
+
+    def taken() -> Iterator[Piece]:  # none is held longer than it is looked at
+        nonlocal mine
+        for index, piece in enumerate(itertools.islice(pieces, place.size)):
+            mine = piece if index == place.rank else mine
+            yield piece
+
+    everyones = taken()
+    contents = place.contents(step, everyones, made=False)
+    collections.deque(everyones, maxlen=0)
+    return mine, contents
 
 
 def policy_deal(dataset: Dataset, place: Place) -> Deal:
@@ -124,12 +169,14 @@ def policy_deal(dataset: Dataset, place: Place) -> Deal:
 
 
 def _cut(dataset: Dataset, place: Place) -> Deal:
-    def part(piece: Piece) -> tuple[int, Any]:
-        rows = -1 if piece.rows is None else piece.rows
-        return rows, piece.cut(place.rank, place.size)
+    def part(step: int, piece: Piece) -> Part:
+        contents = place.contents(step, [piece])
+        element = piece.cut(place.rank, place.size)
+        return Part(element, piece.count(), contents)  # a map after `batch` is counted by now
 
     def parts(pieces: Iterator[Piece]) -> Parts:
-        return Reads(pieces, part)
+        steps = itertools.count()
+        return Reads(pieces, lambda piece: part(next(steps), piece))
 
     return Deal("cut", dataset, True, True, parts, _fixed(dataset, place))
 
@@ -144,12 +191,14 @@ def _even(dataset: Dataset, place: Place, batch_size: int) -> Deal:
     sizes = shares(batch_size, place.size)
     start, stop = sum(sizes[: place.rank]), sum(sizes[: place.rank + 1])
 
-    def part(piece: Piece) -> tuple[int, Any]:
+    def part(step: int, piece: Piece) -> Part:
         rows = piece.count()
-        return rows, piece.span(min(start, rows), min(stop, rows))
+        contents = place.contents(step, [piece])
+        return Part(piece.span(min(start, rows), min(stop, rows)), rows, contents)
 
     def parts(pieces: Iterator[Piece]) -> Parts:
-        return Reads(rejoined(pieces, (batch_size,)), part)
+        steps = itertools.count()
+        return Reads(rejoined(pieces, (batch_size,)), lambda piece: part(next(steps), piece))
 
     return Deal("dealt out", dataset, True, True, parts, _fixed(dataset, place))
 
@@ -171,8 +220,8 @@ def _in_shares(dataset: Dataset, place: Place) -> Callable[[Iterator[Piece]], Pa
     if batch_size is None:
         return lambda pieces: Reads(
             ((piece, index) for piece in pieces for index in range(place.size)),
-            lambda each: (-1, each[0].cut(each[1], place.size)),
+            lambda each: Part(each[0].cut(each[1], place.size)),
         )
     sizes = shares(batch_size, place.size)
     turned = sizes[place.rank :] + sizes[: place.rank]
-    return lambda pieces: Reads(rejoined(pieces, turned), lambda piece: (-1, piece.cut(0, 1)))
+    return lambda pieces: Reads(rejoined(pieces, turned), lambda piece: Part(piece.cut(0, 1)))

@@ -17,19 +17,35 @@ from typing import Any, NoReturn, final
 import numpy as np
 
 from mpistrat import nest
+from mpistrat.arrays import contents_digest
+from mpistrat.collectives.alarms import warn
 from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.comm.codec import decode, encode
 from mpistrat.errors import DataError, LockstepError
 from mpistrat.feed.dataset import Dataset
-from mpistrat.feed.dealing import Deal, Parts
+from mpistrat.feed.dealing import UNSEEN, Deal, Part, Parts
 from mpistrat.feed.iterators import ElementIterator
-from mpistrat.feed.looks import LOOK, Looks
+from mpistrat.feed.looks import LOOK, Looks, refuse
 from mpistrat.feed.reads import failed
 from mpistrat.feed.sources import INFINITE, Spec
 
 __all__ = ["DistributedDataset", "DistributedIterator", "Door", "PerReplicaSpec"]
 
-_STEP = struct.Struct(f"<??q{LOOK}s")
+_STEP = struct.Struct(f"<??q{LOOK}s{len(UNSEEN)}s")
+_ENDED = -2  # in place of a number of rows
+_ADVICE = (
+    "Every rank must hold the same dataset, and make the same of each batch. Give a seed to what "
+    "is random in its source, or in a map after batch, so that all ranks draw alike. If a map "
+    "treats each row on its own, map(fn, rowwise=True) lets each rank draw for its own rows. Use "
+    "distribute_datasets_from_function for a dataset of each rank."
+)
+_UNSHARDED = (
+    "{what}: each rank brings a dataset of its own, and the first elements of all ranks are the "
+    "same. If every rank reads all the data, each example counts once for every rank. In the "
+    "function that makes the dataset, say dataset.shard(context.num_input_pipelines, "
+    "context.input_pipeline_id), before shuffle and batch; or give one dataset of global batches "
+    "to experimental_distribute_dataset."
+)
 
 
 @final
@@ -105,6 +121,7 @@ class DistributedDataset:
             told = deal.describe()
         door.lockstep.prove(f"distribute {self._name}, {told}")
         session.datasets += 1
+        self._iterators = 0
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuse: all ranks have made it together, and take its steps together.
@@ -125,12 +142,16 @@ class DistributedDataset:
         needed = deal.dataset.seeds_needed
         mine = [self._origin.epoch, *(secrets.randbits(62) for _ in range(needed))]
         told = lockstep.share(f"iter({self._name})", np.array(mine, np.int64).tobytes())
-        epoch, *seeds = np.frombuffer(told[0], np.int64).tolist() if deal.same else mine
+        first, *shared = np.frombuffer(told[0], np.int64).tolist()
+        epoch, *seeds = (first, *shared) if deal.same else mine
+        self._iterators += 1
         with lockstep.preparing(f"iter({self._name})"):
             parts = deal.epoch(epoch, seeds)
         if deal.parts is not None:
             self._origin.begin_after(epoch)
-        found = DistributedIterator(parts, self._door, deal.cut, self._name, self._together)
+        name = f"iterator {self._iterators} of {self._name}, epoch {first}"
+        found = DistributedIterator(parts, self._door, deal, name, self._together)
+        found.watched = deal.parts is None and self._iterators == 1 and lockstep.comm.size > 1
         found.spec = self.element_spec
         return found
 
@@ -205,23 +226,27 @@ class DistributedIterator(ElementIterator):
     After ranks have made different calls, or hold different data, no step can follow: then each
     further ``next()`` is an error.
 
+    Attributes:
+      spec: What `element_spec` returns.
+      watched: Warn if the first elements of all ranks, which bring data of their own, are the same.
+
     As: ``tf.distribute.DistributedIterator``.
     """
 
-    def __init__(self, parts: Parts, door: Door, cut: bool, name: str, together: bool = False):
+    def __init__(self, parts: Parts, door: Door, deal: Deal, name: str, together: bool = False):
         """Give out the parts of one epoch; ``iter()`` of the dataset makes it.
 
         Args:
-          parts: Pairs of the rows of the global batch and this replica's part.
+          parts: This replica's parts.
           door: How the strategy lets data in.
-          cut: The parts are cut from one global batch, which all ranks have read alike.
-          name: What proofs and messages call the dataset.
+          deal: How the dataset is divided.
+          name: What proofs and messages call the iterator: which one it is, of what, which epoch.
           together: End when the first replica's data end, not the last's.
         """
         self._name = name
         self._elements = parts
         self._door = door
-        self._cut = cut
+        self._deal = deal
         self._together = together
         self._ended = False
         self._failed = ""
@@ -229,6 +254,7 @@ class DistributedIterator(ElementIterator):
         self._looks = Looks()
         self._steps = 0
         self.spec: Any = None
+        self.watched = False
 
     @property
     def element_spec(self) -> Any:
@@ -241,7 +267,8 @@ class DistributedIterator(ElementIterator):
         Raises:
           StopIteration: The data of every replica have ended.
           ContextError: Called in replica code.
-          LockstepError: The ranks read batches of different sizes, structures or dtypes.
+          LockstepError: The ranks read batches of different sizes, structures or dtypes; what they
+            all read or map whole differs; or a rank asks another iterator, or for another step.
           RemoteError: Reading failed on another rank.
           DataError: The ranks have differed before, or the data have failed: iterate anew.
         """
@@ -256,6 +283,7 @@ class DistributedIterator(ElementIterator):
             # Of what one rank cannot read all ranks are told, and all are at the next step.
             if isinstance(error, LockstepError) or not isinstance(error, Exception):
                 self._failed = failed(error)
+                self._elements = iter(())  # what reads ahead ends with it
             raise
         if not found:
             self._ended = True
@@ -264,29 +292,38 @@ class DistributedIterator(ElementIterator):
 
     def _step(self) -> tuple[bool, Any]:
         failure: Exception | None = None
-        item: tuple[int, Any] | None = None
+        item: Part | None = None
         try:
             item = next(self._elements, None)
             if item is not None:
-                self._empty = nest.map(self._none_of, item[1])
+                self._empty = nest.map(self._none_of, item.element)
                 self._looks.see(self._empty)
         except Exception as error:
             failure = error
         lost = item is None and self._empty is None
-        rows = -1 if item is None else item[0]
-        small = _STEP.pack(item is not None, lost, rows, self._looks.digest)
-        call = f"next({self._name}) step {self._steps}"
+        rows, contents = (_ENDED, UNSEEN) if item is None else (item.rows, self._contents(item))
+        small = _STEP.pack(item is not None, lost, rows, self._looks.digest, contents)
+        call = f"next of {self._name}, step {self._steps}"
         self._steps += 1
         told = [_STEP.unpack(s) for s in self._door.lockstep.share(call, small, failure)]
         having = [has for has, *_ in told]
         if not any(having) or (self._together and not all(having)):
             return False, None
-        self._check_rows(call, [rows if has else 0 for has, _, rows, _ in told])
-        if len({look for _, lost, _, look in told if not lost}) > 1:
+        if self._deal.cut:
+            self._check_rows(call, [rows for _, _, rows, *_ in told])
+        if len({look for _, lost, _, look, _ in told if not lost}) > 1:
             self._looks.refuse(self._door.lockstep, call)
+        self._check_contents(call, [seen for *_, seen in told])
         if any(lost for _, lost, *_ in told):
             self._learn(item is not None)
-        return True, self._empty if item is None else item[1]
+        return True, self._empty if item is None else item.element
+
+    def _contents(self, item: Part) -> bytes:
+        if not self.watched or self._steps:
+            return item.contents
+        leaves = nest.flatten(item.element)[0]
+        arrays = [array for array in map(np.asarray, leaves) if array.size]
+        return contents_digest(arrays) if arrays else UNSEEN
 
     def _none_of(self, leaf: Any) -> Any:
         array = np.asarray(leaf)
@@ -294,14 +331,24 @@ class DistributedIterator(ElementIterator):
         return np.empty((0, *shape), array.dtype)
 
     def _check_rows(self, call: str, rows: list[int]) -> None:
-        if self._cut and len(set(rows)) > 1:
-            self._door.lockstep.fail(
-                LockstepError(
-                    f"{call}: the ranks read global batches of different sizes {rows} (0: the "
-                    "end), so they do not hold the same dataset. Give every rank the same one, or "
-                    "use distribute_datasets_from_function for a dataset per rank."
-                )
+        if len(set(rows)) > 1:
+            refuse(
+                self._door.lockstep,
+                f"{call}: the ranks have global batches of different sizes",
+                ["the end" if count == _ENDED else f"{count} rows" for count in rows],
+                _ADVICE,
             )
+
+    def _check_contents(self, call: str, contents: list[bytes]) -> None:
+        if self._deal.same and len({*contents} - {UNSEEN}) > 1:
+            refuse(
+                self._door.lockstep,
+                f"{call}: the contents of a batch that every rank reads or maps whole differ",
+                ["" if seen == UNSEEN else f"contents {seen.hex()}" for seen in contents],
+                _ADVICE,
+            )
+        if not self._deal.same and UNSEEN not in contents and len(set(contents)) == 1:
+            warn(self._door.lockstep, call, _UNSHARDED.format(what=call), stacklevel=5)
 
     def _learn(self, known: bool) -> None:
         # Only a replica that has never had an element has to ask what one looks like; it is given

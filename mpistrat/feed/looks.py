@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any, final
+from collections.abc import Sequence
+from typing import Any, NoReturn, final
 
 from mpistrat import nest
 from mpistrat.collectives.blame import ranks_text
 from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.errors import LockstepError
 
-__all__ = ["LOOK", "Looks"]
+__all__ = ["LOOK", "Looks", "refuse"]
 
 LOOK = 8  # bytes of a digest
 _TEXTS = "SU"  # dtypes whose width is that of the longest text
@@ -49,16 +50,34 @@ class Looks:
 
     def refuse(self, lockstep: Lockstep, call: str) -> None:
         """Raise on every rank, all of which have found that they differ. Collective."""
-        groups: dict[str, list[int]] = {}
-        ranks = lockstep.order or range(lockstep.comm.size)
-        for rank, text in zip(ranks, lockstep.texts(self.text.encode()), strict=True):
-            groups.setdefault(text.decode(), []).append(rank)
-        known = {text: those for text, those in groups.items() if text}
-        lines = "".join(f"\n  {ranks_text(those)}: {text}" for text, those in known.items())
-        lockstep.fail(
-            LockstepError(
-                f"{call}: the elements of the ranks differ in structure or dtype (this is rank "
-                f"{ranks[lockstep.comm.rank]} of {lockstep.comm.size}).{lines}\n  Give every rank "
-                "elements of one structure and of the same dtypes, by dataset.map(...) for example."
-            )
+        refuse(
+            lockstep,
+            f"{call}: the elements of the ranks differ in structure or dtype",
+            [text.decode() for text in lockstep.texts(self.text.encode())],
+            "Give every rank elements of one structure and of the same dtypes, by "
+            "dataset.map(...) for example.",
         )
+
+
+def refuse(lockstep: Lockstep, what: str, texts: Sequence[str], advice: str) -> NoReturn:
+    """Raise on every rank, all of which know what differs between them. No communication.
+
+    Args:
+      lockstep: Of the call.
+      what: The call, and what differs.
+      texts: What each rank has, in the order of the replicas; an empty text is not shown.
+      advice: What to do.
+
+    Raises:
+      LockstepError: Always.
+    """
+    groups: dict[str, list[int]] = {}
+    for rank, text in zip(lockstep.ranks, texts, strict=True):
+        groups.setdefault(text, []).append(rank)
+    lines = "".join(f"\n  {ranks_text(those)}: {text}" for text, those in groups.items() if text)
+    lockstep.fail(
+        LockstepError(
+            f"{what} (this is rank {lockstep.ranks[lockstep.comm.rank]} of "
+            f"{lockstep.comm.size}).{lines}\n  {advice}"
+        )
+    )

@@ -10,6 +10,7 @@ from typing import Any, final
 import numpy as np
 
 from mpistrat import nest
+from mpistrat.arrays import Array
 from mpistrat.errors import DataError
 from mpistrat.feed.orders import Order
 from mpistrat.feed.pieces import ExampleReader, Piece, stack
@@ -113,6 +114,7 @@ class _Padded(Piece):
         self._lo = lo
         self._hi = hi
         self._how = how
+        self._batch: Any = None  # the whole of it, once somebody wants to look at that
 
     @property
     def rows(self) -> int:
@@ -122,12 +124,22 @@ class _Padded(Piece):
     def span(self, lo: int, hi: int) -> Any:
         """Read these examples, or all if the longest is wanted, and pad them."""
         if not self._how.fixed:
-            batch = self._padded(self._read(0, self.rows))
+            batch = self._whole() if self._batch is None else self._batch
             return nest.map(lambda leaf: leaf[lo:hi].copy(), batch)
         if lo < hi:
             return self._padded(self._read(lo, hi))
         # Only an example shows the dtype.
         return nest.map(lambda leaf: leaf[:0].copy(), self._padded(self._read(0, 1)))
+
+    def alike(self, made: bool = True) -> Iterator[Array]:
+        """Iterate over the leaves of the batch, if every replica reads it whole."""
+        if not made or self._how.fixed:
+            return iter(())
+        self._batch = self._whole()
+        return iter(nest.flatten(self._batch)[0])
+
+    def _whole(self) -> Any:
+        return self._padded(self._read(0, self.rows))
 
     def _read(self, lo: int, hi: int) -> list[Any]:
         return self._reader.examples(self._order.span(self._lo + lo, self._lo + hi))

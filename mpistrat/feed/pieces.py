@@ -6,13 +6,15 @@ the part that one replica gets: `cut`.
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias, final
 
 import numpy as np
 
 from mpistrat import nest
+from mpistrat.arrays import Array
 from mpistrat.errors import DataError
 from mpistrat.feed.orders import Order
 from mpistrat.feed.sources import Arrays, Rows
@@ -132,6 +134,17 @@ class Piece(ABC):
         """
         return self.span(*_bounds(self.count(), index, count))
 
+    def alike(self, made: bool = True) -> Iterator[Array]:
+        """Iterate over the arrays of this batch that every replica holds whole, so all alike.
+
+        What a replica reads and maps for itself alone is not among them.
+
+        Args:
+          made: Also those that each replica makes whole when it cuts its part. They are kept, so
+            that the cut which follows does not make them again.
+        """
+        return iter(())
+
 
 @final
 class ExampleReader:
@@ -219,6 +232,10 @@ class Given(Piece):
         """Copy these rows."""
         return self._arrays.span(lo, hi)
 
+    def alike(self, made: bool = True) -> Iterator[Array]:
+        """Iterate over the leaves that are in memory."""
+        return self._arrays.in_memory()
+
 
 @final
 class FileRead(Piece):
@@ -243,6 +260,10 @@ class FileRead(Piece):
         """Open the file and copy these rows."""
         return self._open().span(lo, hi)
 
+    def alike(self, made: bool = True) -> Iterator[Array]:
+        """Iterate over what opening the file brings into memory."""
+        return self._open().in_memory() if made else iter(())
+
     def _open(self) -> Arrays:
         if self._arrays is None:
             self._arrays = Arrays(self._read(self._path), f"what was read of {self._path}")
@@ -258,17 +279,19 @@ class Mapped(Piece):
         self._inner = inner
         self._fn = fn
         self._result: Arrays | None = None
+        self._rows: int | None = None
 
     @property
-    def rows(self) -> None:
-        """Unknown: a map may change the number of rows."""
-        return None
+    def rows(self) -> int | None:
+        """The number of rows of the result; a map may change it, so None before that is made."""
+        return self._rows
 
     def count(self) -> int:
-        """Map the whole batch, keep the result and return its number of rows."""
-        if self._result is None:
+        """Return the number of rows of the result; map the whole batch for it, and keep that."""
+        if self._rows is None:
             self._result = self._map()
-        return self._result.rows
+        assert self._rows is not None
+        return self._rows
 
     def span(self, lo: int, hi: int) -> Any:
         """Copy these rows of the result."""
@@ -281,8 +304,18 @@ class Mapped(Piece):
         kept = self._result is not None or hi - lo < result.rows
         return result.span(lo, hi) if kept else result.whole()
 
+    def alike(self, made: bool = True) -> Iterator[Array]:
+        """Iterate over the whole result; before it is made, over what it is made of."""
+        if not made:
+            return self._inner.alike(made)
+        if self._result is None:
+            self._result = self._map()
+        return iter(nest.flatten(self._result.whole())[0])
+
     def _map(self) -> Arrays:
-        return Arrays(_apply(self._fn, self._inner.cut(0, 1)), "the result of map")
+        result = Arrays(_apply(self._fn, self._inner.cut(0, 1)), "the result of map")
+        self._rows = result.rows
+        return result
 
 
 @final
@@ -315,6 +348,10 @@ class RowMapped(Piece):
             )
         return result.whole()
 
+    def alike(self, made: bool = True) -> Iterator[Array]:
+        """Iterate over those of the batch before the map."""
+        return self._inner.alike(made)
+
 
 @final
 class Grouped(Piece):
@@ -334,3 +371,7 @@ class Grouped(Piece):
         if lo < hi:
             return stack([piece.cut(0, 1) for piece in self._inner[lo:hi]])
         return nest.map(lambda leaf: leaf[:0].copy(), stack([self._inner[0].cut(0, 1)]))
+
+    def alike(self, made: bool = True) -> Iterator[Array]:
+        """Iterate over what the batches were given as; each replica makes its own of them only."""
+        return itertools.chain.from_iterable(piece.alike(made=False) for piece in self._inner)

@@ -10,6 +10,7 @@ from typing import Any, final
 import numpy as np
 
 from mpistrat import nest
+from mpistrat.arrays import Array
 from mpistrat.errors import DataError
 from mpistrat.feed.pieces import Piece
 from mpistrat.feed.sources import UNKNOWN
@@ -50,6 +51,10 @@ class Joined(Piece):
             piece, first, _ = self._parts[0]
             return piece.span(first, first)
         return _concatenated(found)
+
+    def alike(self, made: bool = True) -> Iterator[Array]:
+        """Iterate over those of all parts; their rows were counted, so the parts are made."""
+        return itertools.chain.from_iterable(piece.alike() for piece, _, _ in self._parts)
 
 
 def _concatenated(batches: Sequence[Any]) -> Any:

@@ -62,6 +62,33 @@ def is_array(value: object) -> bool:
     return all(hasattr(value, name) for name in ("shape", "dtype", "__getitem__"))
 
 
+def _is_frame(value: object) -> bool:
+    """Return whether a value is a table or a column of pandas, Arrow, Polars or the like."""
+    marks = ("iloc", "__arrow_c_stream__", "__arrow_c_array__", "__dataframe__")
+    return any(hasattr(value, name) for name in marks)
+
+
+def _to_numpy(frame: Any, name: str) -> str:
+    """Return what is said of a table or a column that is no source, and what to pass instead."""
+    kind = f"{type(frame).__module__.partition('.')[0]} {type(frame).__name__}"
+    names = next((each for each in ("column_names", "columns") if hasattr(frame, each)), "")
+    if not names:
+        return f"{name} is a {kind}, not an array; pass array.to_numpy()."
+    whole = "table.to_numpy()" if hasattr(frame, "to_numpy") else "np.asarray(table)"
+    return (
+        f"{name} is a {kind}, which is a table of columns. Pass them as arrays, "
+        f"{{name: table[name].to_numpy() for name in table.{names}}}, or, if all are of one type, "
+        f"{whole}."
+    )
+
+
+def _converted(value: Any, name: str) -> npt.NDArray[Any]:
+    array = np.asarray(value)
+    if array.dtype.hasobject and array.ndim > 1 and _is_frame(value):  # columns of several types
+        raise DataError(_to_numpy(value, name))
+    return array
+
+
 @final
 class Column:
     """One array-like, read by rows.
@@ -78,16 +105,13 @@ class Column:
 
     def __init__(self, array: Any, name: str):
         """Check the array; nothing is read."""
-        if hasattr(array, "iloc"):
-            raise DataError(
-                f"{name} is a pandas {type(array).__name__}, which slices by label; "
-                "pass array.to_numpy()."
-            )
+        if hasattr(array, "iloc"):  # slices by label
+            raise DataError(_to_numpy(array, name))
         if isinstance(array, np.ma.MaskedArray):
             raise DataError(
                 f"{name} is a masked array, and its mask would be lost; pass data and mask."
             )
-        self.array = array if is_array(array) else np.asarray(array)
+        self.array = array if is_array(array) else _converted(array, name)
         self.name = name
         self.shape = tuple(self.array.shape)
         if not self.shape:
@@ -191,6 +215,11 @@ class Arrays:
         """Return the tree with its leaves as NumPy arrays, not copied."""
         return nest.unflatten(self.structure, [np.asarray(column.array) for column in self.columns])
 
+    def in_memory(self) -> Iterator[npt.NDArray[Any]]:
+        """Iterate over the leaves that can be looked at without reading a file."""
+        arrays = (column.array for column in self.columns)
+        return (a for a in arrays if isinstance(a, np.ndarray) and not isinstance(a, np.memmap))
+
     def specs(self, *leading: int | None) -> Any:
         """Return the tree of `Spec` of one row, with `leading` dimensions before it."""
         specs = [Spec((*leading, *column.shape[1:]), column.dtype) for column in self.columns]
@@ -201,7 +230,7 @@ def stacked(tree: Any) -> Any:
     """Return a tree with every list in it made one array, and every other leaf an array.
 
     Raises:
-      DataError: The items of a list differ in shape.
+      DataError: The items of a list differ in shape; a table has columns of several types.
 
     Example:
       >>> stacked({"x": [[1, 2], [3, 4]]})["x"].shape
@@ -217,9 +246,17 @@ def stacked(tree: Any) -> Any:
     if is_array(tree):
         return tree
     try:
-        return np.asarray(tree)
+        return _converted(tree, "a leaf of from_tensor_slices")
+    except DataError:
+        raise
     except ValueError as error:
         raise DataError(f"A list in from_tensor_slices becomes one array, but {error}") from None
+
+
+def _refuse_frame(source: Any) -> None:
+    # Batches of a table would be its columns, or their names. A reader gives batches of rows.
+    if _is_frame(source) and not isinstance(source, Iterator):
+        raise DataError(_to_numpy(source, "the source of the dataset"))
 
 
 @final
@@ -231,7 +268,7 @@ class Stream:
 
     Raises:
       TypeError: It is neither.
-      DataError: It is text or a mapping, whose items are no batches.
+      DataError: It is text, a mapping or a table, whose items are no batches.
     """
 
     def __init__(self, source: Iterable[Any] | Callable[[], Iterable[Any]]):
@@ -241,6 +278,7 @@ class Stream:
                 f"A {type(source).__name__} is no source of batches; pass a tree of arrays, "
                 "an iterable of batches, or a callable that returns one."
             )
+        _refuse_frame(source)
         if not isinstance(source, Iterable) and not callable(source):
             raise TypeError(
                 "Dataset wants a tree of arrays, an iterable of batches or a callable that "
@@ -261,7 +299,9 @@ class Stream:
           DataError: The source gives the iterator that it gave before.
         """
         source = self._source
-        batches = iter(source if isinstance(source, Iterable) else source())
+        made = source if isinstance(source, Iterable) else source()
+        _refuse_frame(made)
+        batches = iter(made)
         if batches is self._last():
             raise DataError(
                 "The batches of this dataset come from an iterator that can be read only once, and "

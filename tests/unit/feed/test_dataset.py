@@ -20,6 +20,74 @@ def lists(dataset):
     return [np.asarray(element).tolist() for element in dataset]
 
 
+COLUMNS = {"a": [1.0, 2.0], "b": [3, 4]}
+
+
+def frame(**columns):
+    return pytest.importorskip("pandas").DataFrame(COLUMNS | columns)
+
+
+class ArrowColumn:
+    """What a column of Arrow has of an array: no shape, but it converts."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def __iter__(self):
+        return iter(self.values)
+
+    def __arrow_c_stream__(self, requested_schema=None):
+        raise NotImplementedError
+
+    def to_numpy(self):
+        return np.array(self.values)
+
+
+class ArrowTable:
+    """What a table of Arrow has of an array; it can be iterated over by the old protocol."""
+
+    column_names = tuple(COLUMNS)
+
+    def __init__(self, **columns):
+        self.columns = [ArrowColumn(values) for values in (COLUMNS | columns).values()]
+        self.shape = (2, len(self.columns))
+
+    def __getitem__(self, key):
+        return self.columns[self.column_names.index(key) if isinstance(key, str) else key]
+
+    def __arrow_c_stream__(self, requested_schema=None):
+        raise NotImplementedError
+
+    def __array__(self, dtype=None, copy=None):
+        columns = [column.values for column in self.columns]
+        texts = any(isinstance(value, str) for values in columns for value in values)
+        return np.array(columns, object if texts else float).T
+
+
+class ArrowReader:
+    """An iterator of tables."""
+
+    def __init__(self, tables):
+        self.tables = iter(tables)
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return next(self.tables)
+
+    def __arrow_c_stream__(self, requested_schema=None):
+        raise NotImplementedError
+
+
+TABLES = {
+    "DataFrame": frame,
+    "Series": lambda: frame()["a"],
+    "Arrow table": ArrowTable,
+    "Arrow column": lambda: ArrowColumn([1.0]),
+}
+
+
 class TestOrderOfSteps:
     def test_repeat_before_batch_spans_the_epoch(self):
         assert lists(Dataset.range(3).repeat(2).batch(4)) == [[0, 1, 2, 0], [1, 2]]
@@ -317,6 +385,38 @@ class TestConstruction:
             Dataset({"x": pandas.Series([1, 2], index=[1, 0])})
         with pytest.raises(DataError, match="to_numpy"):
             Dataset((pandas.DataFrame({"a": [1]}),))
+
+    @pytest.mark.parametrize("make", TABLES.values(), ids=TABLES)
+    @pytest.mark.parametrize(
+        "given",
+        [
+            Dataset,
+            Dataset.from_batches,
+            lambda table: iter(Dataset(lambda: table)).next(),
+        ],
+        ids=["source", "batches", "function"],
+    )
+    def test_tables_and_columns_are_sent_to_numpy(self, make, given):
+        """Iterated over, they would give columns, names or numbers in the place of batches."""
+        table = make()
+        with pytest.raises(DataError, match=rf"{type(table).__name__}.*to_numpy\(\)"):
+            given(table)
+
+    def test_what_a_table_is_told_to_pass_is_a_dataset(self):
+        for table, names in ((frame(), frame().columns), (ArrowTable(), ArrowTable.column_names)):
+            data = Dataset({name: table[name].to_numpy() for name in names}).batch(2)
+            (batch,) = data
+            assert {name: rows.tolist() for name, rows in batch.items()} == COLUMNS
+
+    def test_slices_of_a_table_are_its_rows_if_its_columns_are_of_one_type(self):
+        for table in (frame(), ArrowTable()):
+            assert lists(Dataset.from_tensor_slices(table)) == [[1.0, 3.0], [2.0, 4.0]]
+        for table in (frame(b=["x", "y"]), ArrowTable(b=["x", "y"])):
+            with pytest.raises(DataError, match="to_numpy"):
+                Dataset.from_tensor_slices(table)
+
+    def test_a_reader_of_tables_gives_batches(self):
+        assert lists(Dataset(ArrowReader([ArrowTable()]))) == [[[1.0, 3.0], [2.0, 4.0]]]
 
     def test_range(self):
         assert lists(Dataset.range(4)) == [0, 1, 2, 3]

@@ -145,6 +145,7 @@ def test_different_datasets_are_an_error_on_every_rank(lengths):
     assert run_ranks(rank, 2) == [2.0, 2.0]
 
 
+ALIKE = pytest.mark.filterwarnings("ignore:.*first elements of all ranks are the same")
 WAYS = ["one dataset", "a dataset each", "a function"]
 
 
@@ -157,6 +158,7 @@ def distributed_by(way, strategy, data):
     return strategy.make_input_fn_iterator(lambda c: lambda: next(batches))
 
 
+@ALIKE
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("depth", [0, 2])
 @pytest.mark.parametrize("who", [{0}, {1}, {0, 1}], ids=str)
@@ -188,6 +190,7 @@ def test_a_batch_that_cannot_be_read_does_not_take_the_rest_along(way, depth, wh
             assert seen == batches
 
 
+@ALIKE
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("depth", [0, 2])
 def test_a_source_that_has_failed_is_never_an_end(way, depth):
@@ -343,6 +346,7 @@ ODD = {
 }
 
 
+@ALIKE
 @pytest.mark.parametrize("what", ODD)
 @pytest.mark.parametrize("step", [0, 2])
 @pytest.mark.parametrize("way", ["one dataset", "a dataset each"])
@@ -379,6 +383,7 @@ def test_another_dtype_or_structure_on_one_rank_is_named_on_all(what, step, way,
     assert run_ranks(rank, 3) == [3.0] * 3
 
 
+@ALIKE
 @pytest.mark.parametrize("ended", [0, 1])
 def test_what_an_ended_replica_would_be_given_has_to_fit_too(ended):
     """A rank that has never read takes what the others say; one that has, gives empties of that."""
