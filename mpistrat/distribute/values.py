@@ -300,7 +300,9 @@ class Operators(np.lib.mixins.NDArrayOperatorsMixin):
 class Mirrored(DistributedValues, Operators):
     """A value that is the same on every replica, as reductions give it.
 
-    Arithmetic, attributes and NumPy functions are those of the value itself.
+    Arithmetic, attributes and NumPy functions are those of the value itself. It never changes:
+    ``m *= 2`` makes `m` the name of a plain array, as ``m = m * 2`` does, which is compared before
+    it is written to a variable.
 
     Args:
       value: The value.
