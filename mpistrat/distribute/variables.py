@@ -217,12 +217,10 @@ class Variable(Reading, ScatterUpdates):
 
     def component(self) -> Array:
         """Return this replica's copy: a live, read-only view. Never communicates."""
-        view = self.kept.array.view()
-        view.flags.writeable = False
-        return view
+        return self.kept.seen.view()
 
     def holds(self, array: Any) -> bool:
-        """Tell whether `array` is the memory of this replica's copy."""
+        """Tell whether `array` is what views of this replica's copy are views of."""
         return array is self.kept.base
 
     def _read(self) -> Array:
@@ -230,7 +228,6 @@ class Variable(Reading, ScatterUpdates):
         alone = self.strategy.parts.view is ALONE
         if not self.on_read or alone or own_copy(self, mode):
             return self.component()
-        parts = self.strategy.parts
         call = f"read({self.spec()})"
         if self.aggregation is VariableAggregation.NONE:
             raise ValueError(
@@ -239,10 +236,23 @@ class Variable(Reading, ScatterUpdates):
             )
         if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
             return writes.REPLICA[self.aggregation](self, call, self.kept.array)
-        op = writes.OPS[self.aggregation]
+        return self.folded(call, self.kept.array)
+
+    def folded(self, call: str, array: Array) -> Array:
+        """Return what replicas give as one value, folded as copies are when they are read.
+
+        Collective.
+
+        Args:
+          call: What it is for.
+          array: This replica's; of the variable's shape and dtype.
+
+        Cost: as `ReplicaContext.all_reduce`.
+        """
         # In its strategy's scope, for the sake of what a program has chosen to fold it.
-        with entered(mode or Mode(self.strategy)):
-            return writes.reduced(parts.reducer, call, op, self.kept.array)
+        with entered(current() or Mode(self.strategy)):
+            op = writes.OPS[self.aggregation]
+            return writes.reduced(self.strategy.parts.reducer, call, op, array)
 
     def assign(
         self,
