@@ -31,7 +31,7 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["mpistrat", "mpistrat.*"]),
     package_data={"mpistrat": ["py.typed"]},
-    install_requires=["numpy>=2", "numba", "mpi4py>=4", "optree", "xxhash"],
+    install_requires=["numpy>=2", "numba", "mpi4py>=4", "optree", "xxhash>=3"],
     extras_require={
         # One of the two at most: the wheels own the same file names (bin/mpiexec, lib/libmpi.so).
         "mpich": ["mpich"],

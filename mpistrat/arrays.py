@@ -28,6 +28,7 @@ __all__ = [
     "is_bfloat16",
     "is_scalar",
     "label",
+    "sealed",
     "spec_text",
 ]
 
@@ -152,6 +153,22 @@ def finish(result: Array, like: Any) -> Any:
       np.float64(2.5)
     """
     return result[()] if result.ndim == 0 and is_scalar(like) else result
+
+
+def sealed(array: Array) -> Array:
+    """Return a read-only view of an array that nobody can make writable, nor what it is a view of.
+
+    Any layout and dtype of numbers. Cost: a microsecond.
+
+    Example:
+      >>> sealed(np.zeros(2)).setflags(write=True)
+      Traceback (most recent call last):
+      ...
+      ValueError: cannot set WRITEABLE flag to True of this array
+    """
+    if is_bfloat16(array.dtype):  # it has no buffer of its own
+        return sealed(array.view(np.uint16)).view(array.dtype)
+    return np.asarray(array.data.toreadonly())
 
 
 @functools.lru_cache(maxsize=256)

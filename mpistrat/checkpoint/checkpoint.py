@@ -141,8 +141,10 @@ class Checkpoint:
 
         Collective: all ranks call it, in cross-replica code.
 
-        What was saved is what reads afterwards. Of an ON_READ variable with SUM replica 0 gets
-        everything, and the others 0.
+        What was saved is what reads afterwards. Of an ON_READ variable with SUM each of n replicas
+        gets a part that makes it so: of integers the quotient, and one more on so many of the first
+        replicas as remain; else an n-th, where adding that up n times gives the very bits that were
+        saved, and where it does not, replica 0 gets everything, and the others 0.
 
         Args:
           save_path: What `save` returned, with or without ``.npz``; only replica 0 needs to see the
@@ -166,7 +168,7 @@ class Checkpoint:
         Ctrl-C while values are on their way may leave some that have come; restore again.
 
         Cost: replica 0 reads the whole file into its memory; then a proof and an ``MPI_Bcast`` for
-        each variable.
+        each variable, and an all-reduce of what is an ON_READ sum of floating point.
         """
         return restore(self, save_path, partial)[0]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from mpistrat.checkpoint.restored import Restored, listed
 from mpistrat.checkpoint.saving import patient, seen, specs
 from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.distribute.variables import Variable
-from mpistrat.distribute.writes import VariableAggregation
+from mpistrat.distribute.writes import VariableAggregation, exact_share
 from mpistrat.errors import StructureError
 
 __all__ = ["restore"]
@@ -122,9 +123,11 @@ def _give(lockstep: Lockstep, variable: Variable, array: Array | None, scratch: 
     room = scratch[: like.nbytes]
     if array is not None:
         room[:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    lockstep.prove(f"restore({variable.spec()})")
+    call = f"restore({variable.spec()})"
+    lockstep.prove(call)
     lockstep.comm.bcast(room, 0)
     value = room.view(like.dtype).reshape(like.shape)
-    if variable.on_read and variable.aggregation is VariableAggregation.SUM and lockstep.comm.rank:
-        value[...] = 0  # an n-th on each would not add up to what was saved
+    if variable.on_read and variable.aggregation is VariableAggregation.SUM:
+        fold = functools.partial(variable.folded, f"{call}, its sum")
+        value = exact_share(fold, lockstep.comm.rank, lockstep.comm.size, value)
     variable.store("assign", value, alone=False)

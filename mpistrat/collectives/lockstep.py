@@ -39,7 +39,7 @@ from mpistrat.errors import ContextError, LockstepError, NonFiniteError
 from mpistrat.memory.copies import Copy, settle
 from mpistrat.options import Options
 
-__all__ = ["FRAME", "FRAME_RANKS", "HEAD", "ROOM", "Lockstep", "Proof", "digest_of"]
+__all__ = ["FRAME", "FRAME_RANKS", "HEAD", "ROOM", "Judge", "Lockstep", "Proof", "digest_of"]
 
 FRAME = 256
 ROOM = 224

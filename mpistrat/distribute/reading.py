@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import numpy as np
@@ -20,10 +20,30 @@ _WRITE = (
 )
 
 
+def _in_place(sign: str) -> Callable[..., Any]:
+    def refuse(self: Reading, other: Any) -> NoReturn:
+        raise TypeError(
+            f"{self.name!r} is a variable: `v {sign}= x` would make v the name of an array, and "
+            "leave the variable as it is. All replicas have to write alike, by v.assign_add(x), "
+            f"v.assign_sub(x) or v.assign(v {sign} x). For a new array write v = v {sign} x."
+        )
+
+    return refuse
+
+
 class Reading(Operators, abc.ABC):
-    """A named array that can be read, and written to only by its own methods."""
+    """A named array that can be read, and written to only by its own methods.
+
+    Operators in place, such as ``v += x``, raise TypeError: they would part the name from the
+    variable.
+    """
 
     __hash__ = object.__hash__
+
+    __iadd__, __isub__, __imul__, __imatmul__ = map(_in_place, ("+", "-", "*", "@"))
+    __itruediv__, __ifloordiv__, __imod__, __ipow__ = map(_in_place, ("/", "//", "%", "**"))
+    __ilshift__, __irshift__, __iand__ = map(_in_place, ("<<", ">>", "&"))
+    __ixor__, __ior__ = map(_in_place, ("^", "|"))
 
     name: str
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpistrat import nest
-from mpistrat.arrays import is_scalar
+from mpistrat.arrays import is_scalar, sealed
 from mpistrat.comm.session import Session, Unproved
 from mpistrat.distribute import writes
 from mpistrat.distribute.mode import Mode, entered
@@ -43,7 +43,11 @@ def mirrored(strategy: Strategy, tree: Any) -> Any:
     if not strategy.parts.view.mirrors:
         return tree
     size = strategy.num_replicas_in_sync
-    return nest.map(lambda leaf: Mirrored(leaf, size) if _is_data(leaf) else leaf, tree)
+    return nest.map(lambda leaf: Mirrored(_seen(leaf), size) if _is_data(leaf) else leaf, tree)
+
+
+def _seen(leaf: Any) -> Any:
+    return sealed(leaf) if type(leaf) is np.ndarray else leaf
 
 
 def update(

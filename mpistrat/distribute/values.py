@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, NoReturn, final
 import numpy as np
 
 from mpistrat import nest
-from mpistrat.arrays import label
+from mpistrat.arrays import label, sealed
 from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.errors import StructureError
 
@@ -300,14 +300,16 @@ class Operators(np.lib.mixins.NDArrayOperatorsMixin):
 class Mirrored(DistributedValues, Operators):
     """A value that is the same on every replica, as reductions give it.
 
-    Arithmetic, attributes and NumPy functions are those of the value itself.
+    Arithmetic, attributes and NumPy functions are those of the value itself. It never changes:
+    ``m *= 2`` makes `m` the name of a plain array, as ``m = m * 2`` does, which is compared before
+    it is written to a variable.
 
     Args:
       value: The value.
       count: The number of replicas.
       proved: The name of the proof that showed it to be the same on all replicas, as results of
         collectives have; without one it is compared before it is written to a variable. A proved
-        array is read-only.
+        array is seen through a read-only view, which nobody can make writable.
       home: The ranks that have proved it; on others it is compared again.
 
     Example:
@@ -319,10 +321,8 @@ class Mirrored(DistributedValues, Operators):
 
     def __init__(self, value: Any, count: int = 1, proved: str = "", home: Home | None = None):
         """Hold `value` for `count` replicas."""
-        if proved and isinstance(value, np.ndarray):
-            value = value.view()
-            value.flags.writeable = False
-        self._value = value
+        known = proved and isinstance(value, np.ndarray)
+        self._value: Any = sealed(value) if known else value
         self._count = count
         self._proved = proved
         self._home = home
@@ -360,8 +360,10 @@ class Mirrored(DistributedValues, Operators):
         return np.array(self._value)[()]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        """Return the value as an array."""
-        return np.array(self._value, dtype, copy=copy)
+        """Return the value as an array: a view, read-only if it is proved or a number."""
+        value = self._value  # a view of it may be reshaped in place; what is no array never changes
+        seen = value.view() if isinstance(value, np.ndarray) else sealed(np.asarray(value))
+        return np.array(seen, dtype, copy=copy)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         """Apply a NumPy function to the value."""

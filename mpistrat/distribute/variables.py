@@ -10,6 +10,7 @@ import numpy as np
 from mpistrat.arrays import Array, spec_text
 from mpistrat.distribute import writes
 from mpistrat.distribute.default import current_strategy
+from mpistrat.distribute.exchanged import judge_of, told
 from mpistrat.distribute.incoming import incoming, initial, kinds, own_copy
 from mpistrat.distribute.mode import Mode, current, entered, same_strategy
 from mpistrat.distribute.reading import Reading
@@ -50,9 +51,10 @@ class Variable(Reading, ScatterUpdates):
     Raises:
       ValueError: The synchronization or aggregation is unknown, or means integers.
       LeafTypeError: The initial value does not convert to `dtype`, or is no array.
-      LockstepError: The ranks create different variables.
+      LockstepError: The ranks create different variables, or initial values of two variables of one
+        name are exchanged between ranks.
 
-    Cost: creation broadcasts the initial value.
+    Cost: creation hashes the initial value, at the speed of memory, and broadcasts it.
     As: ``tf.Variable`` under ``strategy.scope()``.
 
     Example:
@@ -94,11 +96,17 @@ class Variable(Reading, ScatterUpdates):
 
     def _enrol(self, call: str, given: bool) -> None:
         """Make the variable one of the session, of replica 0's contents if it is `given` them."""
-        session = self.strategy.parts.lockstep.session
+        lockstep = self.strategy.parts.lockstep
+        session = lockstep.session
         # Counted only once the proof has passed: a creation that failed must not leave ranks apart.
         self.number = session.variables + 1
         made = f"{self.synchronization.name}, {self.aggregation.name}, trainable={self.trainable}"
-        self.strategy.parts.lockstep.prove(f"{call}({self.spec()}, {made})")
+        text = f"{call}({self.spec()}, {made})"
+        if given and lockstep.comm.size > 1:
+            mine = told(f"{self.name!r} {made}", self.kept.array)
+            lockstep.prove(text, mine, judge=judge_of(lockstep, repr(self.name), self.number, mine))
+        else:
+            lockstep.prove(text)
         session.variables = self.number
         if given or not self.on_read:
             node = self.strategy.parts.reducer.node
@@ -217,12 +225,10 @@ class Variable(Reading, ScatterUpdates):
 
     def component(self) -> Array:
         """Return this replica's copy: a live, read-only view. Never communicates."""
-        view = self.kept.array.view()
-        view.flags.writeable = False
-        return view
+        return self.kept.seen.view()
 
     def holds(self, array: Any) -> bool:
-        """Tell whether `array` is the memory of this replica's copy."""
+        """Tell whether `array` is what views of this replica's copy are views of."""
         return array is self.kept.base
 
     def _read(self) -> Array:
@@ -230,7 +236,6 @@ class Variable(Reading, ScatterUpdates):
         alone = self.strategy.parts.view is ALONE
         if not self.on_read or alone or own_copy(self, mode):
             return self.component()
-        parts = self.strategy.parts
         call = f"read({self.spec()})"
         if self.aggregation is VariableAggregation.NONE:
             raise ValueError(
@@ -239,10 +244,23 @@ class Variable(Reading, ScatterUpdates):
             )
         if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
             return writes.REPLICA[self.aggregation](self, call, self.kept.array)
-        op = writes.OPS[self.aggregation]
+        return self.folded(call, self.kept.array)
+
+    def folded(self, call: str, array: Array) -> Array:
+        """Return what replicas give as one value, folded as copies are when they are read.
+
+        Collective.
+
+        Args:
+          call: What it is for.
+          array: This replica's; of the variable's shape and dtype.
+
+        Cost: as `ReplicaContext.all_reduce`.
+        """
         # In its strategy's scope, for the sake of what a program has chosen to fold it.
-        with entered(mode or Mode(self.strategy)):
-            return writes.reduced(parts.reducer, call, op, self.kept.array)
+        with entered(current() or Mode(self.strategy)):
+            op = writes.OPS[self.aggregation]
+            return writes.reduced(self.strategy.parts.reducer, call, op, array)
 
     def assign(
         self,

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import xxhash
 
 from mpistrat.arrays import Array, as_array, canonical, spec_text
 from mpistrat.collectives.blame import ranks_text
@@ -31,6 +32,7 @@ __all__ = [
     "VariableAggregation",
     "VariableSynchronization",
     "digest",
+    "exact_share",
     "prove_same",
     "reduced",
     "share",
@@ -74,7 +76,7 @@ def digest(value: Any) -> bytes:
         parts = digest(value.values) + digest(value.indices) + repr(value.dense_shape).encode()
         return hashlib.blake2b(parts, digest_size=_DIGEST).digest()
     array = as_array(value)
-    found = hashlib.blake2b(spec_text(array).encode(), digest_size=_DIGEST)
+    found = xxhash.xxh3_128(spec_text(array).encode())
     for part in canonical(array):
         found.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
     return found.digest()
@@ -164,10 +166,53 @@ def share(array: Array, size: int) -> Array:
     if array.dtype.kind not in "iu":
         result: Array = (array / size).astype(array.dtype)
         return result
+    whole: Array = _divided(array, size)[0].astype(array.dtype)
+    return whole
+
+
+def _divided(array: Array, size: int) -> tuple[Array, Array]:
+    """Return quotient and remainder of integers, in 64 bits."""
     # Not by way of floats, which do not hold every integer of 64 bits; towards zero, as a cast is.
     wide = array.astype(np.uint64 if array.dtype.kind == "u" else np.int64)
     whole, rest = np.divmod(wide, wide.dtype.type(size))
-    result = (whole + ((rest != 0) & (wide < 0))).astype(array.dtype)
+    whole = whole + ((rest != 0) & (wide < 0))
+    return whole, wide - whole * wide.dtype.type(size)
+
+
+def exact_share(fold: Callable[[Array], Array], rank: int, size: int, saved: Array) -> Array:
+    """Return this replica's part of what reads as `saved` in sum, to the last bit.
+
+    Of integers the quotient, and 1 more on so many of the first replicas as remain; of floating
+    point ``saved / size`` where the sum of that is `saved`, else replica 0 has all, the others 0.
+
+    Collective, if there are several replicas.
+
+    Args:
+      fold: Adds up what all replicas give it, in the way in which the sum will be read.
+      rank: Which replica this is.
+      size: How many there are.
+      saved: The same on all of them.
+    """
+    if size == 1:
+        return saved
+    if saved.dtype.kind == "c":
+        # Part by part: a quotient of complex numbers would lose the signs of zeros.
+        flat = saved.reshape(-1)
+        parts = flat.view(flat.real.dtype)
+        halves = exact_share(lambda x: fold(x.view(flat.dtype)).view(x.dtype), rank, size, parts)
+        return halves.view(flat.dtype).reshape(saved.shape)
+    if saved.dtype.kind in "iu":
+        whole, rest = _divided(saved, size)
+        result: Array = (whole + np.sign(rest) * (rank < np.abs(rest))).astype(saved.dtype)
+        return result
+    first = saved if rank == 0 else np.zeros_like(saved)
+    if saved.dtype.kind == "b":
+        return first
+    with np.errstate(all="ignore"):
+        part = share(saved, size)
+        finite = np.isfinite(part)
+        total = fold(np.where(finite, part, np.zeros_like(part)))
+        result = np.where(~finite | (total == saved), part, first)
     return result
 
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 import abc
 import mmap
 from collections.abc import Callable, Iterable
-from typing import Any, final
+from typing import Any, cast, final
 
 import numpy as np
 
-from mpistrat.arrays import Array
+from mpistrat.arrays import Array, sealed
 from mpistrat.comm.base import Comm
 from mpistrat.memory.nodes import Nodes
 from mpistrat.memory.shared import Pages
@@ -36,16 +36,18 @@ class Copy(abc.ABC):
 
     Attributes:
       array: The contents. Only `write` writes to it.
+      seen: The same memory, for programs: a view that cannot be made writable.
     """
 
     array: Array
+    seen: Array
     # While it is more than 0 all writes are this rank's alone, and none of them is settled.
     holds = 0
 
     @property
     @abc.abstractmethod
     def base(self) -> Array:
-        """The array whose views all views of `array` are."""
+        """The array whose views all views of `seen` are."""
 
     @abc.abstractmethod
     def undo(self, rows: Array | None = None) -> Callable[[], None]:
@@ -78,12 +80,13 @@ class Own(Copy):
 
     def __init__(self, array: Array):
         """Take the array."""
-        self.array = array
+        self.array, self.seen = array, sealed(array)
+        self._base = cast(Array, self.seen.view().base)
 
     @property
     def base(self) -> Array:
-        """The array itself."""
-        return self.array
+        """The sealed array; one for each copy."""
+        return self._base
 
     def undo(self, rows: Array | None = None) -> Callable[[], None]:
         """Return a function that puts back what is there now; once."""
@@ -120,7 +123,8 @@ class Common(Copy):
         here = slice(start, start + like.nbytes)
         self._flat = np.frombuffer(pages.overlay.seen(here.start, here.stop), like.dtype)
         self._shared = np.frombuffer(pages.memory[here], like.dtype)
-        self.array = self._flat.reshape(self.shape)
+        # Of a read-only mapping, so that it is sealed already.
+        self.array = self.seen = self._flat.reshape(self.shape)
         # The pages that this rank has opened, or is about to write to.
         self._touched = NOTHING
 

@@ -52,6 +52,28 @@ def test_what_was_saved_is_what_reads(world, directory):
             assert found["n"] == sum(range(7, 7 + world.size))
 
 
+def test_a_sum_of_floats_reads_the_same_to_the_last_bit(world, directory):
+    """Whatever adds it up: the proof, shared memory, or MPI itself."""
+    strategy = ms.MirroredStrategy()
+    of_sums = {
+        "synchronization": ms.VariableSynchronization.ON_READ,
+        "aggregation": ms.VariableAggregation.SUM,
+    }
+    wanted = {str(size): np.random.default_rng(size).normal(size=size) for size in (5, LARGE)}
+    ops = ms.HierarchicalCopyAllReduce(num_packs=1), ms.NcclAllReduce()
+    for each in (strategy, *(ms.MirroredStrategy(cross_device_ops=one) for one in ops)):
+        with each.scope():
+            sums = {name: ms.Variable(np.zeros_like(x), **of_sums) for name, x in wanted.items()}
+            for name, v in sums.items():
+                each.run(lambda v=v, x=wanted[name]: v.assign(x if world.rank == 0 else x * 0))
+            checkpoint = ms.Checkpoint(v=sums)
+            path = checkpoint.save(f"{directory}/sums")
+            checkpoint.restore(path)
+            for name, v in sums.items():
+                assert v.numpy().tobytes() == wanted[name].tobytes()
+                assert (np.asarray(v.component()) == wanted[name] / world.size).any()
+
+
 def test_a_directory_that_only_rank_0_sees(world, tmp_path, monkeypatch):
     _, w, _, checkpoint = made(2.0)
     shared = world.bcast(str(tmp_path) if world.rank == 0 else None)

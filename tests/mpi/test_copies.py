@@ -56,6 +56,20 @@ def test_a_node_has_one_copy(strategy):
     assert type(v.kept).__name__ == ("Common" if size > 1 else "Own")
 
 
+@pytest.mark.parametrize("shape", [(), (3,), SHAPE], ids=str)
+def test_nobody_writes_through_what_was_proved(strategy, shape):
+    with strategy.scope():
+        v = ms.Variable(np.ones(shape))
+    per_replica = strategy.run(lambda: np.ones(shape))
+    total = strategy.extended.reduce_to("sum", per_replica, v)
+    for view in (np.asarray(v), v.component(), np.asarray(total), *total.values):
+        while isinstance(view, np.ndarray):
+            with pytest.raises(ValueError, match="WRITEABLE"):
+                view.setflags(write=True)
+            view = view.base
+    assert (v.assign(total).numpy() == strategy.num_replicas_in_sync).all()
+
+
 @pytest.mark.parametrize("aggregation", [A.NONE, A.SUM, A.MEAN, A.ONLY_FIRST_REPLICA])
 def test_writes_in_replica_code(strategy, aggregation):
     size = strategy.num_replicas_in_sync

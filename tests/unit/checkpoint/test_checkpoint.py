@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -86,19 +87,72 @@ def test_what_was_saved_is_what_reads(saved_on, restored_on, strategy_class, tmp
             np.testing.assert_array_equal(found[name], value)
 
 
-def test_integers_that_do_not_divide_are_kept(tmp_path):
-    def program(comm):
-        strategy = ms.MirroredStrategy()
-        with strategy.scope():
-            v = ms.Variable(0, synchronization=ON_READ, aggregation=KINDS.SUM)
-            checkpoint = ms.Checkpoint(v=v)
-        strategy.run(lambda: v.assign_add(1 if comm.rank else 5))
-        path = checkpoint.save(tmp_path / "x")
-        v.assign(0)
-        checkpoint.restore(path)
-        return int(v.numpy())
+def numbers(dtype):
+    """Numbers of all sizes, and those at the edges."""
+    rng = np.random.default_rng(7)
+    if dtype.kind in "iu":
+        info = np.iinfo(dtype)
+        edges = [info.min, info.min + 1, 0, 1, 2, 3, 7, info.max - 1, info.max]
+        drawn = rng.integers(info.min, info.max, 40, dtype, endpoint=True)
+        return np.concatenate([np.array(edges, dtype), drawn])
+    if dtype.kind == "c":
+        parts = numbers(dtype.type(0).real.dtype)
+        made = np.empty((2, len(parts)), dtype)
+        made.real, made.imag = parts, [np.roll(parts, 1), parts[::-1]]
+        return made
+    info = ml_dtypes.finfo(dtype)
+    edges = [0.0, -0.0, 1.0, 0.1, -7.0, info.max, info.min, info.tiny, info.smallest_subnormal]
+    with np.errstate(all="ignore"):
+        drawn = [(rng.normal(size=40) * scale).astype(dtype) for scale in (1.0, 1e-30, 1e4)]
+    return np.concatenate([np.array([*edges, np.inf, -np.inf, np.nan], dtype), *drawn])
 
-    assert run_ranks(program, 3) == [7, 7, 7]
+
+def bits(array):
+    if array.dtype.char in "gG":  # bytes of padding say nothing
+        return repr(array.tolist())
+    return array.tobytes()
+
+
+def part_of(saved, rank, size):
+    """What replica `rank` holds of a sum, by Python's integers or NumPy's floats."""
+    if saved.dtype.kind in "iu":
+        halves = [divmod(abs(x), size) for x in saved.tolist()]
+        parts = [quotient + (rank < rest) for quotient, rest in halves]
+        return np.array(parts, object) * np.where(saved < 0, -1, 1)
+    with np.errstate(all="ignore"):
+        part = (saved / size).astype(saved.dtype)
+        wide = part.astype(np.float32) if saved.dtype.itemsize == 2 else part
+        total = wide.copy()
+        for _ in range(size - 1):
+            total = total + wide
+        exact = (total.astype(saved.dtype) == saved) | ~np.isfinite(saved)
+    parts = np.where(exact, part, saved if rank == 0 else np.zeros_like(saved))
+    return parts.astype(np.longdouble)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_a_sum_that_was_saved_reads_the_same_to_the_last_bit(size, tmp_path):
+    dtypes = [np.dtype(code) for code in "bBhHiIlLefdgFDG"] + [np.dtype(ml_dtypes.bfloat16)]
+    wanted = {f"{x.name}-{x.char}": numbers(x) for x in dtypes}
+    wanted["large"] = np.random.default_rng(3).normal(size=9000)
+
+    def save(comm):
+        ms.Checkpoint(v={k: ms.Variable(x) for k, x in wanted.items()}).save(tmp_path / "x")
+
+    def restore(comm):
+        strategy = ms.MirroredStrategy()
+        of_sums = {"synchronization": ON_READ, "aggregation": KINDS.SUM}
+        with strategy.scope():
+            made = {k: ms.Variable(np.ones_like(x), **of_sums) for k, x in wanted.items()}
+        ms.Checkpoint(v=made).restore(tmp_path / "x-1")
+        for name, v in made.items():
+            assert bits(v.numpy()) == bits(wanted[name]), name
+            if v.dtype.kind != "c":
+                part = part_of(wanted[name], comm.rank, size)
+                np.testing.assert_array_equal(v.component().astype(part.dtype), part, name)
+
+    run_ranks(save, 1)
+    run_ranks(restore, size)
 
 
 def test_numbers_go_on(tmp_path):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
+from mpistrat.distribute import exchanged, variables
 from mpistrat.testing import run_ranks
 
 # On copies of each rank, and on copies that a node has in common.
@@ -36,6 +37,109 @@ def test_unnamed_variables_are_told_apart():
         return [float(v.numpy()) for v in pair]
 
     assert run_ranks(rank, 2) == [[0, 0], [0, 0]]
+
+
+ON_READ = ms.VariableSynchronization.ON_READ
+INITIAL = {
+    "numbers": {"alpha": 1.0, "beta": 2.0, "gamma": 3.0},
+    "arrays": {name: np.full((5, 7), i) for i, name in enumerate(["alpha", "beta", "gamma"])},
+    "zeros": {"alpha": np.zeros(3), "beta": np.arange(3.0), "gamma": np.zeros(3)},
+    "functions": {"alpha": lambda: True, "beta": lambda: False, "gamma": lambda: np.True_},
+}
+ORDERS = [  # of replica 0, of another rank, and the variables that the error names
+    ("alpha beta", "beta alpha", (1, 2)),
+    ("alpha beta gamma", "alpha gamma beta", (2, 3)),
+    ("alpha beta gamma", "beta gamma alpha", (1, 2)),
+]
+
+
+def in_order(names, values, **kwargs):
+    found = {}
+    for name in names.split():
+        found[name] = ms.Variable(values[name], **kwargs)
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize(("here", "there", "numbers"), ORDERS)
+@pytest.mark.parametrize("kwargs", [{}, {"name": "same"}, {"synchronization": ON_READ}], ids=str)
+def test_variables_created_in_another_order_are_found_out(size, here, there, numbers, kwargs):
+    def rank(comm):
+        s = ms.MirroredStrategy()
+        with s.scope():
+            odd = comm.rank == size - 1
+            with pytest.raises(ms.LockstepError) as caught:
+                in_order(there if odd else here, INITIAL["numbers"], **kwargs)
+            text = str(caught.value)
+            name = kwargs.get("name", "Variable") + ":0"
+            for number in numbers:
+                assert f"'{name}' no. {number}" in text
+            assert f"exchanged on rank {size - 1} (this is rank {comm.rank} of {size})" in text
+            assert f"{name!r} no. 3" not in text or numbers == (2, 3)
+            # What was created is in step still, and so is what comes.
+            return float(ms.Variable(7.0, name="next").assign_add(1.0).numpy())
+
+    assert run_ranks(rank, size) == [8.0] * size
+
+
+@pytest.mark.parametrize("kind", ["arrays", "zeros", "functions"])
+def test_exchanged_variables_of_every_kind_are_found_out(kind):
+    def rank(comm):
+        with (
+            ms.MirroredStrategy().scope(),
+            pytest.raises(ms.LockstepError, match="exchanged on rank 1"),
+        ):
+            in_order("alpha beta" if comm.rank != 1 else "beta alpha", INITIAL[kind])
+
+    run_ranks(rank, 3)
+
+
+def unlike(comm):
+    """Initial values that differ between ranks, or are equal, and that nobody has exchanged."""
+    rng = np.random.default_rng(comm.rank)  # as unseeded ones
+    for _ in range(20):
+        yield rng.normal(size=3)
+    for _ in range(2):  # only replica 0 has read a file; then come accumulators
+        yield np.ones(4) if comm.rank == 0 else np.zeros(4)
+    yield np.zeros(4)
+    yield 1.0
+    yield float(comm.rank)
+    yield 1.0
+    yield np.float32(comm.rank)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_initial_values_that_differ_are_legal(size):
+    def rank(comm):
+        s = ms.MirroredStrategy()
+        with s.scope():
+            made = [ms.Variable(value) for value in unlike(comm)]
+            # Exchanged, but each has a name of its own.
+            first, second = (0.5, 0.25) if comm.rank else (0.25, 0.5)
+            made += [ms.Variable(first, name="a"), ms.Variable(second, name="b")]
+        return [v.numpy().tolist() for v in made]
+
+    class First:
+        rank = 0
+
+    wanted = [*(np.asarray(x).tolist() for x in unlike(First)), 0.25, 0.5]
+    assert run_ranks(rank, size) == [wanted] * size
+
+
+def test_one_rank_hashes_nothing_and_what_is_remembered_has_an_end(monkeypatch):
+    monkeypatch.setattr(exchanged, "_MOST", 10)
+
+    def rank(comm):
+        s = ms.MirroredStrategy()
+        rng = np.random.default_rng(comm.rank)
+        with s.scope():
+            for _ in range(20):
+                ms.Variable(rng.normal())
+        return len(s.parts.lockstep.session.strays)
+
+    assert all(0 < length <= 10 + 2 * 2 for length in run_ranks(rank, 3))
+    monkeypatch.setattr(variables, "told", None)
+    assert run_ranks(rank, 1) == [0]
 
 
 def test_variables_that_replicas_own_are_told_apart_when_read():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import pickle
 
 import ml_dtypes
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
+from mpistrat.compat import tf
 from mpistrat.testing import run_ranks
 
 # On copies of each rank, and on copies that a node has in common.
@@ -436,11 +438,20 @@ def test_nothing_is_of_every_dtype():
     assert v.assign([]).shape == (0,)
 
 
-def test_operators_in_place_make_new_values():
-    v = kept = ms.Variable([1.0, 2.0])
-    v += 1
-    assert (type(v), v.tolist()) == (np.ndarray, [2, 3])
-    assert kept.numpy().tolist() == [1, 2]
+IN_PLACE = "iadd isub imul imatmul itruediv ifloordiv imod ipow ilshift irshift iand ixor ior"
+
+
+@pytest.mark.parametrize("make", [ms.Variable, tf.Variable], ids=["ms", "tf"])
+@pytest.mark.parametrize("name", IN_PLACE.split())
+def test_operators_in_place_are_refused(make, name):
+    v = make(np.array([1, 2]))
+    with pytest.raises(TypeError, match=r"(?s)v\.assign_add\(x\).*v = v [-+*@/%<>&^|]+ x\."):
+        getattr(operator, name)(v, np.array([1, 2]))
+    assert v.numpy().tolist() == [1, 2]
+
+
+def test_a_variable_is_added_to_an_array_in_place_and_a_mirrored_value_never_changes():
+    kept = ms.Variable([1.0, 2.0])
     m = mirrored = ms.Mirrored(np.ones(2), 2)
     m *= 3
     assert (type(m), m.tolist(), mirrored.numpy().tolist()) == (np.ndarray, [3, 3], [1, 1])

@@ -1,0 +1,120 @@
+"""What was shown to be the same on all ranks cannot be written through, however it is seen."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import mpistrat as ms
+from mpistrat.arrays import sealed
+from mpistrat.testing import run_ranks
+
+pytestmark = pytest.mark.usefixtures("kept")
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+ctx = ms.get_replica_context
+# Small and large, without dimensions, without elements, and of a dtype that has no buffer.
+VALUES = [
+    np.float64(1.5),
+    np.arange(6, dtype=np.float32).reshape(2, 3),
+    np.zeros((0, 2), np.int8),
+    np.ones((2, 40_000), np.complex64),
+    np.ones((2, 2), BFLOAT16),
+]
+
+
+def assert_sealed(array):
+    assert isinstance(array, np.ndarray | np.generic)  # a NumPy number never changes
+    while isinstance(array, np.ndarray):
+        assert not array.flags.writeable
+        with pytest.raises(ValueError, match="WRITEABLE"):
+            array.setflags(write=True)
+        with pytest.raises(ValueError, match="WRITEABLE"):
+            array.flags.writeable = True
+        array = array.base
+    assert array is None or memoryview(array).readonly
+
+
+def arrays_of(value):
+    """Every way to an array that variables and mirrored values have in common."""
+    asked = [np.asarray(value), np.asarray(value)[...], *value.values]
+    return [*asked, value[1:], next(iter(value))] if np.size(value) > 1 else asked
+
+
+def attributes_of(mirrored):
+    return [mirrored.local, mirrored.T, mirrored.view(), mirrored.reshape(-1)]
+
+
+def seen_of(strategy, value):
+    return [*arrays_of(value), *strategy.experimental_local_results(value)]
+
+
+def passed(strategy, value):
+    """What functions that the library calls are given."""
+    given = []
+    strategy.run(given.append, args=(value,))
+    strategy.run(lambda: ctx().merge_call(lambda s, x: given.append(x), args=(value,)))
+    return [one.local if isinstance(one, ms.DistributedValues) else one for one in given]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("value", VALUES, ids=lambda x: f"{x.dtype}{x.shape}")
+def test_variables(value, size):
+    def rank(comm):
+        strategy = ms.MirroredStrategy()
+        with strategy.scope():
+            v = ms.Variable(value)
+            own = ms.Variable(value, synchronization=ms.VariableSynchronization.ON_READ)
+        arrays = [v.component(), v.handle, np.array(v, copy=False)]
+        arrays += [np.asarray(x) for x in (*seen_of(strategy, v), *passed(strategy, v))]
+        strategy.run(lambda: arrays.extend([own.handle, np.asarray(own), own[...]]))
+        strategy.extended.update(v, lambda var: arrays.append(np.asarray(var)))
+        for array in arrays:
+            assert_sealed(array)
+        assert strategy.extended.value_container(arrays[0]) is v
+        assert v.assign(value * 0).numpy().tobytes() == np.asarray(value * 0).tobytes()
+
+    run_ranks(rank, size)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("value", VALUES, ids=lambda x: f"{x.dtype}{x.shape}")
+def test_mirrored_values(value, size):
+    def rank(comm):
+        strategy = ms.MirroredStrategy()
+        with strategy.scope():
+            v = ms.Variable(value)
+        extended, array = strategy.extended, np.array(value)
+        op = "mean" if array.dtype.kind in "fc" else "max"
+        per_replica = strategy.run(lambda: array.copy())
+        made = [
+            extended.reduce_to("sum", per_replica, v),
+            *extended.batch_reduce_to(op, [(per_replica, v)] * 2),
+            extended.broadcast_to(array, v),
+            extended.update(v, lambda var, x: np.array(x), args=(array,)),
+        ]
+        for mirrored in made:
+            assert isinstance(mirrored, ms.Mirrored)
+            arrays = [*seen_of(strategy, mirrored), *attributes_of(mirrored)]
+            arrays += passed(strategy, mirrored)
+            extended.update(v, lambda var, x: arrays.append(x), args=(mirrored,))  # noqa: B023
+            for one in arrays:
+                assert_sealed(one)
+        np.asarray(made[0]).shape = (-1,)  # of the program's own view
+        assert made[0].shape == array.shape
+        total = np.sum([array] * comm.size, axis=0, dtype=array.dtype)
+        assert v.assign(made[0]).numpy().tobytes() == total.tobytes()
+
+    run_ranks(rank, size)
+
+
+@pytest.mark.parametrize("code", [*"?bBhHiIlLefdgFDG", BFLOAT16, ">f8"], ids=str)
+def test_every_layout_of_every_dtype_can_be_sealed(code):
+    whole = np.arange(24).reshape(4, 6).astype(code)
+    for array in (whole, whole.T, whole[::2, ::-1], whole[:0], whole[1:2, 0].reshape(())):
+        view = sealed(array)
+        assert (view.dtype, view.shape) == (array.dtype, array.shape)
+        assert view.tolist() == array.tolist()
+        assert np.shares_memory(view, array) == (array.size > 0)
+        assert_sealed(view)
