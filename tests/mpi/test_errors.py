@@ -156,3 +156,16 @@ def test_two_hundred_rounds_of_random_faults(world):
     same(world, np.array(rounds))
     assert 0 < sum(rounds) < 200
     same(world, strategy.reduce("SUM", ms.PerReplica(1.0), None), float(world.size))
+
+
+@pytest.mark.parametrize("length", [1, 10_000])
+def test_variables_that_are_exchanged(world, length):
+    names = ["alpha", "beta"] if world.rank == 0 else ["beta", "alpha"]
+    initial = {"alpha": np.ones(length), "beta": np.full(length, 2.0)}
+    with ms.MirroredStrategy().scope():
+        if world.size == 1:
+            assert [ms.Variable(initial[name]).numpy()[0] for name in names] == [1.0, 2.0]
+            return
+        with pytest.raises(ms.LockstepError, match=r"'Variable:0' no\. \d+ and 'Variable:0' no\."):
+            [ms.Variable(initial[name]) for name in names]
+        assert ms.Variable(initial["beta"], name="beta").assign_add(initial["alpha"])[0] == 3.0
