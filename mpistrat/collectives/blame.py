@@ -114,7 +114,7 @@ def mismatch(lockstep: Lockstep, call: str) -> LockstepError:
     if all(", after assign" in what for _, _, what in calls):
         lines.append(
             "  If what they wrote to a variable differs: reduce it first (ctx.all_reduce), or "
-            "create the variable with an aggregation. The writes are undone."
+            "create the variable with an aggregation. What differs is undone."
         )
     if len({(no, place, _HASH.sub("", what)) for no, place, what in calls}) == 1:
         lines.append(

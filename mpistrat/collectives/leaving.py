@@ -13,9 +13,11 @@ the trials of a sweep, the largest code that any of these left with.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from mpistrat.collectives import blame
+from mpistrat.comm.session import Unproved
 from mpistrat.errors import LockstepError, RemoteError, remote_error
 
 if TYPE_CHECKING:
@@ -93,6 +95,7 @@ def farewell(
 ) -> Farewell:
     """Exchange why each rank leaves, and agree. Collective; the part of who leaves."""
     mine = _row(code, failure, of_group)
+    mine["writes"] = digests(lockstep.session.unproved).hex()
     rows = [json.loads(text) for text in lockstep.texts(json.dumps(mine).encode())]
     key = (mine.get("kind"), mine.get("place"))
     alike = [rank for rank, row in enumerate(rows) if (row.get("kind"), row.get("place")) == key]
@@ -103,15 +106,44 @@ def farewell(
     return Farewell(_agreed(rows), alone, speaks, len(alike))
 
 
-def left(lockstep: Lockstep, call: str) -> BaseException:
+def digests(writes: Sequence[Unproved]) -> bytes:
+    """Return the digests of writes, one after the other."""
+    return b"".join([write.digest for write in writes])
+
+
+def keep_alike(writes: Sequence[Unproved], rows: Sequence[bytes]) -> None:
+    """Undo the writes of this rank from the first on that not all ranks have made alike.
+
+    Args:
+      writes: Those since the last handshake.
+      rows: What `digests` says of those of every rank.
+    """
+    alike = 0
+    for number, write in enumerate(writes):
+        here = slice(number * len(write.digest), (number + 1) * len(write.digest))
+        if any(row[here] != write.digest for row in rows):
+            break
+        alike += 1
+    for write in reversed(writes[alike:]):
+        write.undo()
+
+
+def left(lockstep: Lockstep, call: str, writes: Sequence[Unproved]) -> BaseException:
     """Learn who has left while this rank was in `call`. Collective; the part of who stays.
+
+    Args:
+      lockstep: Whose call it was.
+      call: Its text.
+      writes: Those of this rank since the last handshake.
 
     Returns:
       The error to raise; the session remembers it and the exit code.
     """
     session, comm = lockstep.session, lockstep.comm
     mine = {"leaving": False, "code": 0, "group": False, "echo": False, "said": ""}
+    mine["writes"] = digests(writes).hex()
     rows = [json.loads(text) for text in lockstep.texts(json.dumps(mine).encode())]
+    keep_alike(writes, [bytes.fromhex(row["writes"]) for row in rows])
     session.exit_code = _agreed(rows)
     stayed = [rank for rank, row in enumerate(rows) if not row["leaving"]]
     session.speaks = stayed[0] == comm.rank

@@ -28,6 +28,7 @@ from contextlib import contextmanager
 from typing import NamedTuple, NoReturn, TypeAlias, final
 
 import numpy as np
+import xxhash
 
 from mpistrat.arrays import Array
 from mpistrat.collectives import blame, leaving
@@ -36,7 +37,6 @@ from mpistrat.comm.base import Comm
 from mpistrat.comm.ordered import Ordered
 from mpistrat.comm.session import Session, Unproved
 from mpistrat.errors import ContextError, LockstepError, NonFiniteError
-from mpistrat.memory.copies import Copy, settle
 from mpistrat.options import Options
 
 __all__ = ["FRAME", "FRAME_RANKS", "HEAD", "ROOM", "Judge", "Lockstep", "Proof", "digest_of"]
@@ -63,11 +63,6 @@ class Proof(NamedTuple):
 
     smalls: list[bytes] | None
     more: bool
-
-
-def _undo(writes: Sequence[Unproved]) -> None:
-    for write in reversed(writes):
-        write.undo()
 
 
 @functools.lru_cache(maxsize=4096)
@@ -164,9 +159,10 @@ class Lockstep:
         """
         self._check(failure)
         self.session.calls += 1
+        digest = digest_of(call)
         writes, self.session.unproved = self.session.unproved, []
         if writes:
-            call = f"{call}, after {'; '.join(write.text for write in writes)}"
+            digest = xxhash.xxh3_128_digest(digest + leaving.digests(writes))
         flags = (_FAILED if failure is not None else 0) | (_MORE if more else 0)
         flags |= _ALARM if alarm else 0
         board = self.session.board
@@ -175,16 +171,14 @@ class Lockstep:
         board.enter(self.session.calls, call)
         try:
             exchange = self._exchange_frames if self.frames else self._exchange_words
-            union, same, smalls = exchange(digest_of(call), small, flags)
+            union, same, smalls = exchange(digest, small, flags)
             if not same or union & (_LEAVING | _FAILED):
                 self._explain(call, failure, union, writes)
             wrong = None if judge is None else judge(smalls)
             if wrong is not None:
-                self.fail(wrong, writes)
+                self.fail(wrong)
             if union & _ALARM:
-                self._sound(alarm, writes)
-            if writes:
-                settle(write.copy for write in writes)
+                self._sound(alarm)
             return Proof(smalls, bool(union & _MORE))
         finally:
             board.leave()
@@ -225,22 +219,24 @@ class Lockstep:
         finally:
             board.leave()
 
-    def _sound(self, alarm: str, writes: list[Unproved]) -> None:
+    def _sound(self, alarm: str) -> None:
         rows = [text.decode() for text in self.texts(alarm.encode())]
         text = "\n".join(f"rank {self.ranks[i]}: {row}" for i, row in enumerate(rows) if row)
         first = next(rank for rank, row in enumerate(rows) if row)
         if self.options.nan == "raise":
-            self.fail(NonFiniteError(text), writes)
+            self.fail(NonFiniteError(text))
         if self.comm.rank == first:
             print(f"mpistrat: {text}", file=sys.stderr, flush=True)
 
     def _explain(
         self, call: str, failure: BaseException | None, union: int, writes: list[Unproved]
     ) -> NoReturn:
-        _undo(writes)
+        if writes:
+            call = f"{call}, after {'; '.join(write.text() for write in writes)}"
         if union & _LEAVING:
-            self.session.gone = leaving.left(self, call)
+            self.session.gone = leaving.left(self, call, writes)
             self.fail(failure or self.session.gone)
+        leaving.keep_alike(writes, self.texts(leaving.digests(writes)))
         if union & _FAILED:
             self.fail(blame.remote(self, call, failure))
         self.fail(blame.mismatch(self, call))
@@ -285,18 +281,16 @@ class Lockstep:
         self.session.board.allow(seconds)
         self.session.allowed = seconds
 
-    def later(self, text: str, copy: Copy, rows: Array | None = None) -> None:
-        """Let the next proof show that all ranks make a write alike, or undo it.
+    def defer(self, write: Unproved) -> None:
+        """Let the next handshake show that all ranks make this write alike, or undo it.
 
-        No communication of its own. At the latest it is the proof that ends the run.
-
-        Args:
-          text: What is about to be done; equal on all ranks exactly if they do alike.
-          copy: What is written to.
-          rows: To which rows; None for all.
+        No communication of its own. At the latest it is the handshake that ends the run.
         """
-        self._check(None)
-        self.session.unproved.append(Unproved(text, copy.undo(rows), copy))
+        session = self.session
+        session.check()
+        if session.gone is not None or session.run.failed is not None:
+            self._check(None)
+        session.unproved.append(write)
 
     def share(
         self, call: str, small: bytes, failure: BaseException | None = None, alarm: str = ""
@@ -352,12 +346,8 @@ class Lockstep:
                 "called until it has ended. Let the exception leave fn."
             ) from (failure or run.failed)
 
-    def fail(self, error: BaseException, writes: Sequence[Unproved] = ()) -> NoReturn:
-        """Raise `error`, which every rank raises here, and close the runs that this rank is in.
-
-        What was written alone, and is not proved by this, is undone.
-        """
-        _undo(writes)
+    def fail(self, error: BaseException) -> NoReturn:
+        """Raise `error`, which every rank raises here, and close the runs that this rank is in."""
         self.session.raised = error
         if self.session.run.depth:
             self.session.run.failed = error

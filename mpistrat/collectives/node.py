@@ -29,7 +29,7 @@ from mpistrat.collectives.spans import Packed, Placed, Range, Scales, slice_of, 
 from mpistrat.kernels.fold import compile_for, compiles, fold_pair, fold_rows, spread_rows
 from mpistrat.kernels.ops import FOLDS, ReduceOp
 from mpistrat.memory.arena import Arena, Block, Home
-from mpistrat.memory.copies import Copy
+from mpistrat.memory.copies import Storage
 from mpistrat.memory.layout import Specs
 
 __all__ = ["NodeFolds"]
@@ -72,8 +72,8 @@ class NodeFolds:
         with self._sharing():
             return self.arena.block(specs)
 
-    def copy(self, call: str, value: Array, shared: bool) -> Copy:
-        """Return a copy with the contents that the first rank gives.
+    def storage(self, call: str, value: Array, shared: bool) -> Storage:
+        """Return the storage of a variable, with the contents that the first rank gives.
 
         Collective.
 
@@ -85,10 +85,10 @@ class NodeFolds:
         copies = self.arena.copies
         refused = copies.refused
         with self._sharing():
-            copy = copies.make(value, shared)
+            storage = copies.make(value, shared)
         if copies.refused and not refused:
             self.warn(call, "each rank has its own copy of variables")
-        return copy
+        return storage
 
     def homes(self, values: Sequence[Array], outs: Sequence[Array] | None) -> list[Home] | None:
         """Return where all values lie, if every one is to be folded in place."""

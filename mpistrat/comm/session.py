@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol, final
+from typing import Any, Protocol, final
 from weakref import WeakValueDictionary
 
 from mpistrat.comm.base import Comm
@@ -21,7 +21,6 @@ from mpistrat.comm.loopback import LoopbackComm
 from mpistrat.comm.mpi import MPIComm, is_communicator, library
 from mpistrat.errors import StrategyError
 from mpistrat.kernels.threads import Team
-from mpistrat.memory.copies import Copy
 from mpistrat.options import Options
 
 __all__ = ["Board", "Interrupted", "RunState", "Session", "Unproved", "Unwatched"]
@@ -145,18 +144,20 @@ class RunState(threading.local):
     failed: BaseException | None = None
 
 
-class Unproved(NamedTuple):
-    """A write that this rank has made alone.
+class Unproved(Protocol):
+    """A write that this rank has made, and that the next handshake shows to be alike on all.
 
     Attributes:
-      text: What was done; equal on all ranks exactly if they have done alike.
-      undo: Undoes it.
-      copy: What was written to.
+      digest: 24 bytes that are equal on all ranks exactly if they have done alike.
     """
 
-    text: str
-    undo: Callable[[], None]
-    copy: Copy
+    digest: bytes
+
+    def text(self) -> str:
+        """Return what was done, for messages."""
+
+    def undo(self) -> None:
+        """Put back what was there before."""
 
 
 @final
@@ -176,7 +177,7 @@ class Session:
       gone: The error that told that ranks have left the program, if they have.
       speaks: This rank is the one to print that error.
       exit_code: What the ranks agreed to leave with, once one has left.
-      unproved: Writes that the next proof will show to be alike on all ranks, or undo.
+      unproved: Small writes that the next handshake will show to be alike on all ranks, or undo.
       variables: How many variables have been created; equal on all ranks.
       strays: Where ranks had other initial values than replica 0: the rank, whose value, and its
         digest, with the number of the variable; equal on all ranks.

@@ -16,7 +16,7 @@ import numpy as np
 
 from mpistrat.arrays import Array
 from mpistrat.comm.base import Comm
-from mpistrat.memory.copies import Copies
+from mpistrat.memory.copies import Storages
 from mpistrat.memory.layout import LINE, Layout, Matrix, Place, Specs, lay_out
 from mpistrat.memory.nodes import Nodes, find_nodes
 
@@ -100,7 +100,7 @@ class Arena:
         # There was no memory for scratch, so nothing is shared any more.
         self.refused = False
         self._turn = 0
-        self.copies = Copies(comm, self.nodes, self._everywhere)
+        self.copies = Storages(comm, self.nodes, self._everywhere)
 
     def nodes(self) -> Nodes:
         """Return who shares a node. Collective the first time."""

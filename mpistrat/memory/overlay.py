@@ -19,14 +19,10 @@ from typing import Any, final
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.memory.touched import few, whole
 
 __all__ = ["Overlay"]
 
 _READ, _WRITE = 1, 2  # PROT_READ and PROT_WRITE, on all systems
-# Each run of pages that may be written to is a mapping of its own, of which a process has a limited
-# number (65,530), and so is each gap.
-_OPENED = 64
 _NAMES = ("MAP_PRIVATE", "PROT_READ", "MADV_DONTNEED")
 
 
@@ -70,35 +66,22 @@ class Overlay:
         room = (ctypes.c_uint8 * (stop - start)).from_address(self._address + start)
         return np.frombuffer(memoryview(room), np.uint8)
 
-    def open(self, start: int, stop: int, runs: Array | None = None) -> Array:
+    def open(self, start: int, stop: int) -> Array:
         """Let this process write to these pages, for itself, until `close`; return the bytes.
 
         Args:
           start: The first byte, which begins a page.
           stop: The byte after the last.
-          runs: Which pages, counted from there (`mpistrat.memory.touched`); None for all.
 
         Raises:
-          OSError: The system refuses. Some of the pages may be open.
-
-        Cost: a system call for each run, for `_OPENED` at most.
+          OSError: The system refuses.
         """
-        runs = whole(stop - start) if runs is None else few(runs, _OPENED)
-        for low, high in (start + mmap.PAGESIZE * runs).tolist():
-            self._allow(low, high, _READ | _WRITE)
+        self._allow(start, stop, _READ | _WRITE)
         return self.writable(start, stop)
 
-    def close(self, start: int, stop: int, runs: Array | None = None) -> None:
-        """Forget what this process has written to these pages: they show the file again.
-
-        Args:
-          start: The first byte, as `open` was given it.
-          stop: The byte after the last.
-          runs: All pages that have been written to since; None for all.
-        """
-        runs = whole(stop - start) if runs is None else runs
-        for low, high in (start + mmap.PAGESIZE * runs).tolist():
-            self._give_back(low, high)
+    def close(self, start: int, stop: int) -> None:
+        """Forget what this process has written to these pages: they show the file again."""
+        self._give_back(start, stop)
         self._allow(start, stop, _READ)
 
     def _give_back(self, start: int, stop: int) -> None:
