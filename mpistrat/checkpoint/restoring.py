@@ -54,7 +54,7 @@ def restore(
     call = f"Checkpoint.restore({str(path)!r}, partial={partial}) of {specs(mine)}"
     with lockstep.preparing(call):
         # All the memory that ranks need for it, before anything is written.
-        scratch = np.empty(max(v.kept.array.nbytes for v in mine.values()), np.uint8)
+        scratch = np.empty(max(v.storage.array.nbytes for v in mine.values()), np.uint8)
     found, failure = None, None
     if lockstep.comm.rank == 0:
         found, failure = _read(lockstep, mine, path, partial)
@@ -75,7 +75,7 @@ def _read(
     """Read the file; return also what that failed with, which all ranks have to know."""
     try:
         with patient(lockstep, f"read {path}", _size(path)):
-            wanted = {name: v.kept.array for name, v in mine.items()}
+            wanted = {name: v.storage.array for name, v in mine.items()}
             found = format.read(path, wanted, lambda there: _compare(path, there, mine, partial))
     except BaseException as error:
         return None, error
@@ -98,7 +98,7 @@ def _compare(
 ) -> None:
     wrong = []
     for name, variable in mine.items():
-        here, there = format.Entry.of(variable.kept.array), found.get(name)
+        here, there = format.Entry.of(variable.storage.array), found.get(name)
         if there is not None and there != here:
             wrong.append(f"{name!r} is {there} there and {here} here")
     if not partial:
@@ -119,7 +119,7 @@ def _told(found: format.Contents, mine: Mapping[str, Variable]) -> bytes:
 
 def _give(lockstep: Lockstep, variable: Variable, array: Array | None, scratch: Array) -> None:
     """Give a variable the value that replica 0 has read."""
-    like = variable.kept.array
+    like = variable.storage.array
     room = scratch[: like.nbytes]
     if array is not None:
         room[:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
@@ -130,4 +130,4 @@ def _give(lockstep: Lockstep, variable: Variable, array: Array | None, scratch: 
     if variable.on_read and variable.aggregation is VariableAggregation.SUM:
         fold = functools.partial(variable.folded, f"{call}, its sum")
         value = exact_share(fold, lockstep.comm.rank, lockstep.comm.size, value)
-    variable.store("assign", value, alone=False)
+    variable.store("assign", value, None)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import warnings
-import zlib
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from mpistrat.arrays import canonical, label, spec_text
+from mpistrat.arrays import contents_digest, label, spec_text
 from mpistrat.collectives import blame
 from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.collectives.part import Part

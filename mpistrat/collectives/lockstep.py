@@ -281,16 +281,20 @@ class Lockstep:
         self.session.board.allow(seconds)
         self.session.allowed = seconds
 
+    def check(self) -> None:
+        """Raise what a collective call would raise here before it communicates."""
+        session = self.session
+        session.check()
+        if session.gone is not None or session.run.failed is not None:
+            self._check(None)
+
     def defer(self, write: Unproved) -> None:
         """Let the next handshake show that all ranks make this write alike, or undo it.
 
         No communication of its own. At the latest it is the handshake that ends the run.
         """
-        session = self.session
-        session.check()
-        if session.gone is not None or session.run.failed is not None:
-            self._check(None)
-        session.unproved.append(write)
+        self.check()
+        self.session.unproved.append(write)
 
     def share(
         self, call: str, small: bytes, failure: BaseException | None = None, alarm: str = ""

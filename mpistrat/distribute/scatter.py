@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.collectives.lockstep import Lockstep
-from mpistrat.distribute import sparse, writes
+from mpistrat.distribute.aggregations import write
 from mpistrat.distribute.incoming import incoming_slices
-from mpistrat.distribute.mode import Mode, same_strategy
-from mpistrat.distribute.slices import IndexedSlices
+from mpistrat.distribute.mode import Mode
 from mpistrat.distribute.views import ALONE
-from mpistrat.distribute.writes import OPS, VariableAggregation
+from mpistrat.distribute.writes import VariableAggregation
 from mpistrat.errors import LeafTypeError
 
 if TYPE_CHECKING:
     from mpistrat.distribute.variables import Variable
 
-__all__ = ["REPLICA", "ScatterUpdates", "apply"]
+__all__ = ["KINDS", "ScatterUpdates", "apply"]
 
 # How values of several replicas become one is known for these; a sum of bounds bounds nothing.
 _FOLDED = frozenset({"scatter_add", "scatter_sub", "scatter_mul", "scatter_div"})
+KINDS = (*sorted(_FOLDED), "scatter_min", "scatter_max", "scatter_update")
 _APART = frozenset({VariableAggregation.NONE, VariableAggregation.ONLY_FIRST_REPLICA})
 
 
@@ -53,8 +51,8 @@ class ScatterUpdates:
           IndexError: There is no such row.
           LockstepError: The rows differ between ranks where they may not.
 
-        Cost: the proof with a hash of the rows; in replica code with aggregation, two
-        ``MPI_Allgatherv``, and without it, a copy of the pages that the rows lie on.
+        Cost: a hash of the rows, and a handshake where `assign` has one; in replica code with
+        aggregation, two ``MPI_Allgatherv``.
 
         Example:
           >>> import mpistrat as ms
@@ -122,28 +120,9 @@ class ScatterUpdates:
 
 
 def _scatter(variable: Any, kind: str, delta: Any) -> Variable:
-    var: Variable = variable
-    mode = same_strategy(var.strategy, f"variable {var.name!r}")
-    if mode is not None and mode.updating is variable:
-        var.store(kind, *_checked(var, mode, kind, delta), alone=True)
-        return var
-    lockstep = var.strategy.parts.lockstep
-    several = var.strategy.parts.view is not ALONE
-    call = f"{kind}({var.spec()})"
-    with lockstep.preparing(call):
-        if several:
-            _refuse_kind(var, kind)
-        values, rows = _checked(var, mode, kind, delta)
-    replica = mode is not None and mode.replica is not None
-    if not replica:
-        advice = "Compute it alike on all ranks, or broadcast or reduce it first."
-        contents = {"the values": values, "the indices": rows}
-        writes.prove_same(lockstep, f"{call} of rows", contents, advice)
-    elif several:
-        values, rows = REPLICA[var.aggregation](var, call, values, rows)
-    alone = replica and var.aggregation is VariableAggregation.NONE
-    var.store(kind, values, rows, alone=alone)
-    return var
+    write(variable, kind, delta, _taken)
+    found: Variable = variable
+    return found
 
 
 def _refuse_kind(variable: Variable, kind: str) -> None:
@@ -160,7 +139,11 @@ def _refuse_kind(variable: Variable, kind: str) -> None:
         )
 
 
-def _checked(variable: Variable, mode: Mode | None, kind: str, delta: Any) -> tuple[Array, Array]:
+def _taken(variable: Variable, mode: Mode | None, kind: str, delta: Any) -> tuple[Array, Array]:
+    if variable.strategy.parts.view is not ALONE and (
+        mode is None or mode.updating is not variable
+    ):
+        _refuse_kind(variable, kind)
     slices = incoming_slices(variable, mode, kind, delta)
     dtype = variable.dtype
     nothing = dtype.kind == "b" and kind != "scatter_update"
@@ -170,37 +153,6 @@ def _checked(variable: Variable, mode: Mode | None, kind: str, delta: Any) -> tu
         raise ZeroDivisionError(f"{kind} of {variable.name!r}: an integer divided by 0.")
     return slices.values, slices.indices
 
-
-def _same(variable: Variable, call: str, values: Array, rows: Array) -> tuple[Array, Array]:
-    text = (writes.digest(values) + writes.digest(rows)).hex()
-    lockstep: Lockstep = variable.strategy.parts.lockstep
-    lockstep.later(f"{call} of {len(rows)} rows {text}", variable.kept, rows)
-    return values, rows
-
-
-def _reduced(variable: Variable, call: str, values: Array, rows: Array) -> tuple[Array, Array]:
-    op = OPS[variable.aggregation]
-    part = sparse.contribution(op, IndexedSlices(values, rows, variable.shape))
-    (total,) = sparse.all_reduce(variable.strategy.parts.reducer, call, op, [part])
-    return total.values, total.indices
-
-
-def _first(variable: Variable, call: str, values: Array, rows: Array) -> tuple[Array, Array]:
-    parts = variable.strategy.parts
-    if parts.lockstep.comm.rank:
-        values, rows = values[:0], rows[:0]
-    call = f"{call} of replica 0"
-    got = parts.reducer.all_gather(call, (0, 0), (values, rows), ("values", "indices"))
-    return got[0], got[1]
-
-
-# How the rows that replicas write become the ones that are written; see `writes.REPLICA`.
-REPLICA: dict[VariableAggregation, Callable[[Any, str, Array, Array], tuple[Array, Array]]] = {
-    VariableAggregation.NONE: _same,
-    VariableAggregation.SUM: _reduced,
-    VariableAggregation.MEAN: _reduced,
-    VariableAggregation.ONLY_FIRST_REPLICA: _first,
-}
 
 # At a row that comes several times, each of these is done several times.
 _AT: dict[str, Any] = {

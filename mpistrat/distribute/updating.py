@@ -9,7 +9,7 @@ import numpy as np
 
 from mpistrat import nest
 from mpistrat.arrays import is_scalar, sealed
-from mpistrat.comm.session import Session, Unproved
+from mpistrat.comm.session import Session
 from mpistrat.distribute import writes
 from mpistrat.distribute.mode import Mode, entered
 from mpistrat.distribute.regroup import select
@@ -58,35 +58,30 @@ def update(
     with lockstep.preparing("update"):
         own_variable(strategy, "update", var)
         _refuse_per_replica(var, given)
-    if any(write.copy is var.kept for write in lockstep.session.unproved):
-        # So that what is undone, if this fails, is this.
+    lockstep.check()
+    if lockstep.session.unproved:
+        # So that what is put back, if this fails, is what was there before this.
         lockstep.prove(f"update({var.spec()}), what was written before it")
     with lockstep.preparing("update"):
-        undo = var.kept.undo()
+        restore = var.storage.snapshot()
     failure, result, call = None, None, f"update({var.spec()})"
     contents: dict[str, Any] = {}
-    var.kept.holds += 1  # a proof that fn makes shows nothing of what it writes here
     try:
         mine, named = select(given)
         with entered(Mode(strategy, updating=var)):
             result = fn(var, *mine, **named)
         call += f" of {nest.describe(nest.flatten((given, result))[1])}"
         if not var.on_read:
-            contents = {_WRITTEN: var.component(), _GIVEN: _contents(given, lockstep.session)}
+            contents = {_GIVEN: _contents(given, lockstep.session)}
             contents[_RETURNED] = _contents(result, lockstep.session)
+            if not var.large:  # of a large one each write was compared
+                contents[_WRITTEN] = var.component()
     except BaseException as error:  # a way out of the program is one that all ranks have to know
         failure = error
-    var.kept.holds -= 1
     try:
-        # Undone by the proof if that fails, before what was written earlier in the run.
-        lockstep.session.unproved.append(Unproved(f"{call} itself", undo, var.kept))
         writes.prove_same(lockstep, call, contents, _ADVICE, failure)
     except BaseException:
-        # Left over if this run had failed before, so that there was no proof.
-        for write in reversed(lockstep.session.unproved):
-            write.undo()
-        lockstep.session.unproved.clear()
-        undo()
+        restore()
         raise
     return _returned(strategy, call, result, group, each=var.on_read)
 

@@ -9,21 +9,19 @@ import numpy as np
 
 from mpistrat.arrays import Array, spec_text
 from mpistrat.distribute import writes
+from mpistrat.distribute.aggregations import first_of, write
 from mpistrat.distribute.default import current_strategy
 from mpistrat.distribute.exchanged import judge_of, told
 from mpistrat.distribute.incoming import incoming, initial, kinds, own_copy
 from mpistrat.distribute.mode import Mode, current, entered, same_strategy
 from mpistrat.distribute.reading import Reading
-from mpistrat.distribute.scatter import ScatterUpdates, apply
-from mpistrat.distribute.values import Mirrored
+from mpistrat.distribute.scatter import KINDS, ScatterUpdates, apply
 from mpistrat.distribute.views import ALONE
 from mpistrat.distribute.writes import VariableAggregation, VariableSynchronization
 from mpistrat.errors import ContextError, StructureError
-from mpistrat.memory.copies import Copy, Own
+from mpistrat.memory.copies import LEAST, PrivateStorage, Storage
 
 __all__ = ["Variable", "VariableAggregation", "VariableSynchronization"]
-
-_UFUNCS = {"assign_add": np.add, "assign_sub": np.subtract}
 
 
 @final
@@ -82,8 +80,9 @@ class Variable(Reading, ScatterUpdates):
         lockstep = self.strategy.parts.lockstep
         with lockstep.preparing("Variable"):
             self.name = f"{name or 'Variable'}:0"
+            self.label = f"variable {self.name!r}"
             value = initial_value() if callable(initial_value) else initial_value
-            self.kept: Copy = Own(initial(self.name, value, dtype))
+            self.storage: Storage = PrivateStorage(initial(self.name, value, dtype))
             self.synchronization, self.aggregation = kinds(
                 self.name,
                 self.dtype,
@@ -103,15 +102,18 @@ class Variable(Reading, ScatterUpdates):
         made = f"{self.synchronization.name}, {self.aggregation.name}, trainable={self.trainable}"
         text = f"{call}({self.spec()}, {made})"
         if given and lockstep.comm.size > 1:
-            mine = told(f"{self.name!r} {made}", self.kept.array)
+            mine = told(f"{self.name!r} {made}", self.storage.array)
             lockstep.prove(text, mine, judge=judge_of(lockstep, repr(self.name), self.number, mine))
         else:
             lockstep.prove(text)
         session.variables = self.number
         if given or not self.on_read:
             node = self.strategy.parts.reducer.node
-            self.kept = node.copy(call, self.kept.array, shared=not self.on_read)
-        session.holders[id(self.kept.base)] = self
+            self.storage = node.storage(call, self.storage.array, shared=not self.on_read)
+        array, size = self.storage.array, lockstep.comm.size
+        self.large = not self.on_read and size > 1 and array.nbytes >= LEAST
+        self.simple = array.dtype.kind in "biufc" and array.dtype.char not in "gG"
+        session.holders[id(self.storage.base)] = self
         if not self.on_read:
             session.copies[self.number] = self
 
@@ -141,13 +143,13 @@ class Variable(Reading, ScatterUpdates):
         same_strategy(self.strategy, f"variable {self.name!r}")
         made = self.__copy__()
         memo[id(self)] = made
-        made.kept = Own(self.kept.array.copy())
+        made.storage = PrivateStorage(self.storage.array.copy())
         made._enrol(f"deepcopy of no. {self.number}", given=False)
         return made
 
     def spec(self) -> str:
         """Return name, number, dtype and shape, as messages and proofs show them."""
-        return f"{self.name!r} no. {self.number} {spec_text(self.kept.array)}"
+        return f"{self.name!r} no. {self.number} {spec_text(self.storage.array)}"
 
     @property
     def on_read(self) -> bool:
@@ -157,22 +159,22 @@ class Variable(Reading, ScatterUpdates):
     @property
     def dtype(self) -> np.dtype[Any]:
         """The dtype."""
-        return self.kept.array.dtype
+        return self.storage.array.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape."""
-        return self.kept.array.shape
+        return self.storage.array.shape
 
     @property
     def ndim(self) -> int:
         """The number of dimensions."""
-        return self.kept.array.ndim
+        return self.storage.array.ndim
 
     @property
     def size(self) -> int:
         """The number of elements."""
-        return self.kept.array.size
+        return self.storage.array.size
 
     @property
     def distribute_strategy(self) -> Any:
@@ -225,11 +227,11 @@ class Variable(Reading, ScatterUpdates):
 
     def component(self) -> Array:
         """Return this replica's copy: a live, read-only view. Never communicates."""
-        return self.kept.seen.view()
+        return self.storage.seen.view()
 
     def holds(self, array: Any) -> bool:
         """Tell whether `array` is what views of this replica's copy are views of."""
-        return array is self.kept.base
+        return array is self.storage.base
 
     def _read(self) -> Array:
         mode = same_strategy(self.strategy, f"variable {self.name!r}")
@@ -243,8 +245,8 @@ class Variable(Reading, ScatterUpdates):
                 "cannot read it as one value. Use experimental_local_results, or an aggregation."
             )
         if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-            return writes.REPLICA[self.aggregation](self, call, self.kept.array)
-        return self.folded(call, self.kept.array)
+            return first_of(self.strategy.parts.lockstep, call, self.storage.array)
+        return self.folded(call, self.storage.array)
 
     def folded(self, call: str, array: Array) -> Array:
         """Return what replicas give as one value, folded as copies are when they are read.
@@ -277,9 +279,10 @@ class Variable(Reading, ScatterUpdates):
         the replicas become one by `aggregation`. An ON_READ variable with SUM takes ``value / n``
         on each replica in cross-replica code, so that it reads as `value`.
 
-        What replicas write without aggregation is shown alike by the next collective call, at the
-        latest the end of the run; if that fails, for whatever reason (``MPISTRAT_NAN=raise`` is
-        one), the write is undone. A strategy of one device has nobody to show it to, and keeps it.
+        What replicas write without aggregation must be the same on all. For a variable of 64 KiB or
+        more that is checked here, before anything is written. For a smaller one it is checked by
+        the next collective call, at the latest at the end of the run, and undone if it differs. A
+        write that all ranks have made alike stays, whatever happens later.
 
         Args:
           value: Array or number of the variable's shape, of a dtype that converts to its own.
@@ -293,7 +296,10 @@ class Variable(Reading, ScatterUpdates):
           LeafTypeError: The dtype does not convert.
           LockstepError: The value differs between ranks where it may not.
 
-        Cost: the proof with a hash of the value; in replica code with aggregation, an all-reduce.
+        Cost: with one rank, NumPy's own operation. With several, a hash of the value at the speed
+        of memory and a handshake, which smaller variables in replica code leave to the next call;
+        then each rank writes its part of what the node has in common. In replica code with
+        aggregation, an all-reduce.
         """
         return self._write("assign", value)
 
@@ -318,55 +324,33 @@ class Variable(Reading, ScatterUpdates):
         return self._write("assign_sub", value)
 
     def _write(self, kind: str, value: Any) -> Variable:
-        mode = same_strategy(self.strategy, f"variable {self.name!r}")
-        replica = mode is not None and mode.replica is not None
-        if (mode is not None and mode.updating is self) or (replica and self.on_read):
-            self.store(kind, incoming(self, mode, kind, value), alone=True)
-            return self
-        call = f"{kind}({self.spec()})"
-        with self.strategy.parts.lockstep.preparing(call):
-            array = incoming(self, mode, kind, value)
-            if np.may_share_memory(array, self.kept.array):
-                array = array.copy()  # other ranks write to it while this one reads
-        if replica:
-            if self.strategy.parts.view is not ALONE:  # of one replica every aggregate is itself
-                array = writes.REPLICA[self.aggregation](self, call, array)
-        else:
-            self._prove_cross(call, value, array)
-            if self.on_read and self.aggregation is VariableAggregation.SUM:
-                array = writes.share(array, self.strategy.num_replicas_in_sync)
-        self.store(kind, array, alone=replica and self.aggregation is VariableAggregation.NONE)
+        write(self, kind, value, _taken)
         return self
 
-    def _prove_cross(self, call: str, value: Any, array: Array) -> None:
-        lockstep = self.strategy.parts.lockstep
-        proved = value.proved_by(lockstep.session) if isinstance(value, Mirrored) else ""
-        if proved:
-            lockstep.prove(f"{call} of what call {proved} gave")
-            return
-        writes.prove_same(
-            lockstep, call, array, "Compute it alike on all ranks, or broadcast or reduce it first."
-        )
+    def store(self, kind: str, values: Array, rows: Array | None) -> None:
+        """Write, all ranks alike.
 
-    def store(self, kind: str, array: Array, rows: Array | None = None, *, alone: bool) -> None:
-        """Write to the copy.
-
-        Collective over the node, unless `alone` or if each rank has its own copy.
+        Collective over the node if its ranks have the variable in common.
 
         Args:
           kind: Which method writes.
-          array: What it writes, of the variable's dtype.
-          rows: The rows that it writes to; None for all.
-          alone: The other ranks have not agreed to it yet.
+          values: What; of the variable's dtype.
+          rows: To which rows; None for all.
         """
         # Whatever the program has set: a warning turned exception must not stop one rank's write.
         with np.errstate(all="ignore"):
-            self.kept.write(functools.partial(_do, kind), array, rows, alone)
+            self.storage.write(_WRITES[kind], values, rows)
 
     def __repr__(self) -> str:
         """Return name, kind and this replica's copy. Never communicates."""
         kinds = f"{self.synchronization.name}, {self.aggregation.name}"
-        return f"Variable({self.name!r}, {kinds}, {self.kept.array!r})"
+        return f"Variable({self.name!r}, {kinds}, {self.storage.array!r})"
+
+
+def _taken(
+    variable: Variable, mode: Mode | None, kind: str, value: Any
+) -> tuple[Array, Array | None]:
+    return incoming(variable, mode, kind, value), None
 
 
 def _do(kind: str, array: Array, values: Array, rows: Array | None) -> None:
@@ -374,5 +358,11 @@ def _do(kind: str, array: Array, values: Array, rows: Array | None) -> None:
         apply(array, kind, values, rows)
     elif kind == "assign":
         array[...] = values
+    elif kind == "assign_add":
+        np.add(array, values, out=array)
     else:
-        _UFUNCS[kind](array, values, out=array)
+        np.subtract(array, values, out=array)
+
+
+_ASSIGNS = ("assign", "assign_add", "assign_sub")
+_WRITES = {kind: functools.partial(_do, kind) for kind in (*_ASSIGNS, *KINDS)}

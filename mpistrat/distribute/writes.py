@@ -1,15 +1,11 @@
-"""What is written to a variable, once the replicas have agreed on it.
-
-One row per kind of write: who gives a value, and how the values of the replicas become one.
-Mirrored means mirrored: no row lets the copies of an ON_WRITE variable differ.
-"""
+"""Kinds of variables, the proof that all ranks have the same contents, and shares of sums."""
 
 from __future__ import annotations
 
 import enum
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -24,11 +20,8 @@ from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.errors import LockstepError
 from mpistrat.kernels.ops import ReduceOp
 
-if TYPE_CHECKING:
-    from mpistrat.distribute.variables import Variable
-
 __all__ = [
-    "REPLICA",
+    "OPS",
     "VariableAggregation",
     "VariableSynchronization",
     "digest",
@@ -147,15 +140,6 @@ def _who(row: Sequence[bytes], ranks: Sequence[int]) -> str:
     return "; ".join(texts[:_GROUPS]) + more
 
 
-def _same(variable: Variable, call: str, value: Array) -> Array:
-    # A step writes many variables; that all wrote alike is shown once, by the proof that comes next
-    # anyway. Until then the old value is kept, to be put back if they did not.
-    first = value.reshape(-1)[:1].tolist()
-    text = f"{call} of {first[0] if first else 'nothing'} {digest(value).hex()[:16]}"
-    variable.strategy.parts.lockstep.later(text, variable.kept)
-    return value
-
-
 def share(array: Array, size: int) -> Array:
     """Return each replica's part of what is to read as `array` in sum; integers lose the rest.
 
@@ -220,24 +204,3 @@ def reduced(reducer: Reducing, call: str, op: ReduceOp, value: Array) -> Array:
     """Return `value` folded over all replicas, in its own dtype."""
     (total,) = reducer.all_reduce(call, op, [Part(value, form(op, value.dtype))])
     return total
-
-
-def _reduced(variable: Variable, call: str, value: Array) -> Array:
-    return reduced(variable.strategy.parts.reducer, call, OPS[variable.aggregation], value)
-
-
-def _first(variable: Variable, call: str, value: Array) -> Array:
-    lockstep = variable.strategy.parts.lockstep
-    buffer = np.array(value, order="C")
-    lockstep.prove(f"{call} {spec_text(buffer)}")
-    lockstep.comm.bcast(buffer, 0)
-    return buffer
-
-
-# How the values that replicas write to an ON_WRITE variable become the one that is written.
-REPLICA: dict[VariableAggregation, Callable[[Any, str, Array], Array]] = {
-    VariableAggregation.NONE: _same,
-    VariableAggregation.SUM: _reduced,
-    VariableAggregation.MEAN: _reduced,
-    VariableAggregation.ONLY_FIRST_REPLICA: _first,
-}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import mmap
 from collections.abc import Callable
-from typing import Any, cast, final
+from typing import cast, final
 
 import numpy as np
 
@@ -57,7 +57,7 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def snapshot(self) -> Callable[[], None]:
-        """Return what puts back the contents of now, once; all ranks of the node call it."""
+        """Return what puts back the contents of now, once; all ranks that wrote call it."""
 
 
 @final
@@ -113,6 +113,7 @@ class NodeStorage(Storage):
         self._shared = np.frombuffer(pages.memory[here], like.dtype)
         # Of a read-only mapping, so that it is sealed already.
         self.array = self.seen = self._flat.reshape(self.shape)
+        self._writes = 0
 
     @property
     def base(self) -> Array:
@@ -134,6 +135,7 @@ class NodeStorage(Storage):
 
         Collective over the node: each returns when all of it is written. Cost: one barrier.
         """
+        self._writes += 1
         if rows is None:
             low, high = self.slice()
             write(self._shared[low:high], values.reshape(-1)[low:high], None)
@@ -144,15 +146,16 @@ class NodeStorage(Storage):
         self.node.barrier()
 
     def snapshot(self) -> Callable[[], None]:
-        """Return what puts back the contents of now, once; all ranks of the node call it.
+        """Return what puts back the contents of now, once.
 
-        Cost: a copy of this rank's slice; to put back, the same and a barrier.
+        Collective over the node, but only if there was a write meanwhile, which all ranks have
+        made. Cost: a copy of this rank's slice; to put back, the same and a barrier.
         """
         low, high = self.slice()
-        before = [self._shared[low:high].copy()]
+        before, writes = [self._shared[low:high].copy()], self._writes
 
         def restore() -> None:
-            if before:
+            if before and self._writes > writes:
                 self._shared[low:high] = before.pop()
                 self.node.barrier()
 

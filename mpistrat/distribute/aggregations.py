@@ -1,0 +1,184 @@
+"""The way of a write to a variable: what replicas write becomes one, and all ranks write that.
+
+Whole arrays and rows go the same way. What may not differ is compared before it is written: of a
+large variable in a handshake of its own, in the line of the write; of a small one in the next
+handshake, whichever it is, until when the rank can put the old contents back. Large is what the
+ranks of a node have once, if they can share memory: 64 KiB and more.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, final
+
+import numpy as np
+import xxhash
+
+from mpistrat.arrays import Array, spec_text
+from mpistrat.collectives.lockstep import Lockstep
+from mpistrat.distribute import sparse
+from mpistrat.distribute.mode import Mode, same_strategy
+from mpistrat.distribute.slices import IndexedSlices
+from mpistrat.distribute.values import Mirrored
+from mpistrat.distribute.writes import OPS, VariableAggregation, digest, prove_same, reduced, share
+
+__all__ = ["SmallWrite", "Take", "first_of", "write"]
+
+# Returns what was given to a write, checked and converted: values, and to which rows; None for all.
+Take = Callable[[Any, "Mode | None", str, Any], "tuple[Array, Array | None]"]
+Pair = tuple[Array, "Array | None"]
+
+_ADVICE = "Compute it alike on all ranks, or broadcast or reduce it first."
+_IN_REPLICA_CODE = (
+    "Reduce it first (ctx.all_reduce), or create the variable with an aggregation, which says how "
+    "the values of the replicas become one."
+)
+
+
+@functools.lru_cache(maxsize=4096)
+def _key(kind: str, number: int) -> bytes:
+    return xxhash.xxh3_64_digest(f"{kind} {number}".encode())
+
+
+@final
+class SmallWrite:
+    """A write that this rank has made, and that the next handshake shows to be alike on all.
+
+    Args:
+      variable: What is about to be written to.
+      kind: Which method writes.
+      values: What; of the variable's dtype.
+      rows: To which rows; None for all.
+
+    Attributes:
+      digest: 24 bytes that are equal on all ranks exactly if they write alike.
+    """
+
+    __slots__ = ("_before", "_first", "_kind", "_rows", "_variable", "digest")
+
+    def __init__(self, variable: Any, kind: str, values: Array, rows: Array | None):
+        """Keep what is there now."""
+        self._variable, self._kind = variable, kind
+        self._rows = None if rows is None else rows.copy()
+        array = variable.storage.array
+        self._before = array.copy() if rows is None else array[rows]
+        self._first = values.item(0) if values.size else "nothing"
+        if rows is None and variable.simple and values.flags.c_contiguous:
+            found = xxhash.xxh3_128_digest(values.data)
+        else:
+            found = digest(values) if rows is None else _digest_of_rows(values, rows)
+        self.digest = _key(kind, variable.number) + found
+
+    def text(self) -> str:
+        """Return what was written, for messages."""
+        rows = "" if self._rows is None else f" {len(self._rows)} rows"
+        call = f"{self._kind}({self._variable.spec()})"
+        return f"{call} of{rows} {self._first} {self.digest[8:16].hex()}"
+
+    def undo(self) -> None:
+        """Put back what was there before."""
+        place: Any = ... if self._rows is None else self._rows
+        self._variable.storage.array[place] = self._before
+
+
+def _digest_of_rows(values: Array, rows: Array) -> bytes:
+    return xxhash.xxh3_128_digest(digest(values) + digest(rows))
+
+
+def write(variable: Any, kind: str, value: Any, take: Take) -> None:
+    """Write to a variable; see `Variable.assign`.
+
+    Args:
+      variable: The variable.
+      kind: Which method writes.
+      value: What was given to it.
+      take: Checks and converts it; whatever can fail fails there.
+    """
+    mode = same_strategy(variable.strategy, variable.label)
+    lockstep = variable.strategy.parts.lockstep
+    replica = mode is not None and mode.replica is not None
+    updating = mode is not None and mode.updating is variable
+    own = variable.on_read and (replica or updating)
+    if own or lockstep.comm.size == 1 or (updating and not variable.large):
+        lockstep.check()
+        variable.store(kind, *take(variable, mode, kind, value))
+        return
+    try:
+        values, rows = take(variable, mode, kind, value)
+        if variable.large and np.may_share_memory(values, variable.storage.array):
+            values = values.copy()  # other ranks write to it while this one reads
+    except Exception as error:
+        lockstep.refuse(f"{kind}({variable.spec()})", error)
+    if replica:
+        values, rows = REPLICA[variable.aggregation](variable, kind, values, rows)
+    else:
+        # Who has made this write is in the same function of update, and leaves it by its end.
+        where = " in update" if updating else ""
+        _agree(variable, f"{kind}({variable.spec()}){where}", value, values, rows, _ADVICE)
+        if variable.on_read and variable.aggregation is VariableAggregation.SUM:
+            values = share(values, lockstep.comm.size)
+    variable.store(kind, values, rows)
+
+
+def _agree(
+    variable: Any, call: str, value: Any, values: Array, rows: Array | None, advice: str
+) -> None:
+    """Show that all ranks write the same, or raise on all of them."""
+    lockstep = variable.strategy.parts.lockstep
+    proved = value.proved_by(lockstep.session) if isinstance(value, Mirrored) else ""
+    if proved:
+        lockstep.prove(f"{call} of what call {proved} gave")
+    elif rows is None:
+        prove_same(lockstep, call, values, advice)
+    else:
+        prove_same(lockstep, f"{call} of rows", {"the values": values, "the indices": rows}, advice)
+
+
+def _same(variable: Any, kind: str, values: Array, rows: Array | None) -> Pair:
+    if variable.large:
+        call = f"{kind}({variable.spec()})"
+        _agree(variable, call, None, values, rows, _IN_REPLICA_CODE)
+    else:
+        # A step writes many small variables, and makes a handshake soon anyway.
+        variable.strategy.parts.lockstep.defer(SmallWrite(variable, kind, values, rows))
+    return values, rows
+
+
+def _reduced(variable: Any, kind: str, values: Array, rows: Array | None) -> Pair:
+    reducer, op = variable.strategy.parts.reducer, OPS[variable.aggregation]
+    call = f"{kind}({variable.spec()})"
+    if rows is None:
+        return reduced(reducer, call, op, values), None
+    part = sparse.contribution(op, IndexedSlices(values, rows, variable.shape))
+    (total,) = sparse.all_reduce(reducer, call, op, [part])
+    return total.values, total.indices
+
+
+def _first(variable: Any, kind: str, values: Array, rows: Array | None) -> Pair:
+    parts = variable.strategy.parts
+    call = f"{kind}({variable.spec()})"
+    if rows is None:
+        return first_of(parts.lockstep, call, values), None
+    if parts.lockstep.comm.rank:
+        values, rows = values[:0], rows[:0]
+    call = f"{call} of replica 0"
+    got = parts.reducer.all_gather(call, (0, 0), (values, rows), ("values", "indices"))
+    return got[0], got[1]
+
+
+def first_of(lockstep: Lockstep, call: str, values: Array) -> Array:
+    """Return what replica 0 gives. Collective. Cost: a handshake and a broadcast."""
+    buffer = np.array(values, order="C")
+    lockstep.prove(f"{call} {spec_text(buffer)}")
+    lockstep.comm.bcast(buffer, 0)
+    return buffer
+
+
+# How what replicas write to an ON_WRITE variable becomes the one thing that is written.
+REPLICA: dict[VariableAggregation, Callable[[Any, str, Array, Array | None], Pair]] = {
+    VariableAggregation.NONE: _same,
+    VariableAggregation.SUM: _reduced,
+    VariableAggregation.MEAN: _reduced,
+    VariableAggregation.ONLY_FIRST_REPLICA: _first,
+}
