@@ -431,7 +431,7 @@ def test_the_kernel_has_the_bits_of_its_twin(rows, dtype, scaled, by, second, pl
     outs = [{"inside": v, "first row": v[:1]}.get(place, v[:2] + 1) for v in (compiled, twin)]
     fold_rows(np.add, compiled, outs[0], 17, 4321, scales, divisor)
     with np.errstate(all="ignore"):
-        fold_module._fold_blocks(np.add, twin, outs[1], 17, 4321, scales, divisor)
+        fold_module.fold_blocks(np.add, twin, outs[1], 17, 4321, scales, divisor)
     assert compiled.tobytes() == twin.tobytes()
     assert outs[0].tobytes() == outs[1].tobytes()
     terms = [
