@@ -57,11 +57,11 @@ def _finite_twin(g: Array) -> bool:
 @jit.kernel(_finite_twin)
 def finite(g: Array) -> bool:
     """Return whether there is neither NaN nor infinity."""
-    bad = 0
+    bad = False
     for i in range(g.size):
         rest = g[i] - g[i]  # NaN for NaN and for infinities
-        bad += rest != rest
-    return bad == 0
+        bad |= rest != rest  # counting them takes 6 times as long
+    return not bad
 
 
 def _sum_squares_twin(x: Array, lanes: Array) -> float:

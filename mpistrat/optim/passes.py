@@ -56,7 +56,7 @@ from mpistrat.optim.blocks import LANES, add, average, clip, finite, scale, sum_
 if TYPE_CHECKING:
     step: Any = None  # the loop of an optimizer, which `_bound` puts in
 
-__all__ = ["BLOCK", "Gradient", "accumulate", "compiles", "measure", "measure_norm", "update"]
+__all__ = ["BLOCK", "Gradient", "accumulate", "blocks", "compiles", "measure", "measure_norm", "update"]
 
 Array: TypeAlias = NDArray[Any]
 
@@ -103,6 +103,11 @@ class Gradient(NamedTuple):
         numbers = np.array([self.divisor, 1.0, self.scale, self.limit], dtype)
         pending = _NONE.astype(dtype) if self.pending is None else self.pending
         return self.rows, self.start, factors, numbers, pending
+
+
+def blocks(elements: int) -> int:
+    """Return how many blocks a slice of so many elements has."""
+    return -(-elements // BLOCK)
 
 
 def compiles(elements: int) -> bool:
