@@ -56,7 +56,16 @@ from mpistrat.optim.blocks import LANES, add, average, clip, finite, scale, sum_
 if TYPE_CHECKING:
     step: Any = None  # the loop of an optimizer, which `_bound` puts in
 
-__all__ = ["BLOCK", "Gradient", "accumulate", "blocks", "compiles", "measure", "measure_norm", "update"]
+__all__ = [
+    "BLOCK",
+    "Gradient",
+    "accumulate",
+    "blocks",
+    "compiles",
+    "measure",
+    "measure_norm",
+    "update",
+]
 
 Array: TypeAlias = NDArray[Any]
 

@@ -239,7 +239,9 @@ class TestDriver:
         assert files(self.CALL + self.HITS) == ["6.0", "9.0", "2"]
 
     def test_its_twin_is_itself_around_twins(self, files):
-        twins = "from drivers_here import *\nprint(doubles.twin(np.ones(3)), 'numba' in sys.modules)"
+        twins = (
+            "from drivers_here import *\nprint(doubles.twin(np.ones(3)), 'numba' in sys.modules)"
+        )
         assert files(twins) == ["2006.0", "False"]
         assert files(self.CALL, MPISTRAT_NUMBA="0") == ["2006.0", "2009.0"]
 
