@@ -18,7 +18,7 @@ from mpistrat.kernels.blocks import BLOCK, fold_blocks
 from mpistrat.kernels.scaling import factors_of
 from mpistrat.kernels.threads import Team
 
-__all__ = ["compile_for", "compiles", "fold_pair", "fold_rows", "spread_rows"]
+__all__ = ["compile_for", "compiles", "fold_pair", "fold_rows", "spread_rows", "sum_rows"]
 
 Array: TypeAlias = NDArray[Any]
 
@@ -86,7 +86,7 @@ def fold_rows(
         inside = out.ctypes.data == rows.ctypes.data
         # To multiply by 1 changes no number, and takes no time beside that of memory.
         factors = np.ones(len(rows), dtype) if scales is None else factors_of(scales, dtype)
-        _sum_rows(rows, out, start, stop, factors, np.array([divisor], dtype), 0, inside)
+        sum_rows(rows, out, start, stop, factors, np.array([divisor], dtype), 0, inside)
     else:
         fold_blocks(fold, rows, out, start, stop, scales, divisor, out is rows)
 
@@ -152,7 +152,7 @@ def fold_pair(
     elif rows.dtype.kind == "f" and fold is np.add and compiled:
         factors = np.ones(2, rows.dtype) if scales is None else factors_of(scales, rows.dtype)
         by = np.array([divisor], rows.dtype)
-        _sum_rows(rows, out[None], start, stop, factors, by, start, False)
+        sum_rows(rows, out[None], start, stop, factors, by, start, False)
     else:
         table = None if plain else scales
         fold_blocks(fold, rows[:, start:stop], out[None], 0, stop - start, table, divisor)
@@ -170,7 +170,7 @@ def compiles(fold: Callable[..., Any], dtype: np.dtype[Any], columns: int) -> bo
 @functools.cache
 def _compiled_for(dtype: np.dtype[Any]) -> None:
     rows = np.zeros((2, 1), dtype)
-    _sum_rows(rows, rows, 0, 1, np.ones(2, dtype), np.ones(1, dtype), 0, True)
+    sum_rows(rows, rows, 0, 1, np.ones(2, dtype), np.ones(1, dtype), 0, True)
 
 
 def compile_for(dtype: np.dtype[Any], columns: int) -> None:
@@ -281,7 +281,7 @@ def _rescue(rows: Array, low: int, factors: Array, by: Any, total: Array) -> Non
 
 
 @jit.kernel(_sum_rows_twin)
-def _sum_rows(
+def sum_rows(
     rows: Array,
     out: Array,
     start: int,
@@ -291,6 +291,18 @@ def _sum_rows(
     shift: int,
     inside: bool,
 ) -> None:
+    """Add columns `start` to `stop` of all rows, for loops that go on with the sums.
+
+    Args:
+      rows: C-ordered matrix of floats or integers, one row for each rank.
+      out: C-ordered matrix of the same dtype; column `c` of a sum goes to column ``c - shift``.
+      start: The first column.
+      stop: The column after the last.
+      factors: What to multiply each row by, in its dtype; a row of 0 is never read.
+      divisor: One number of the same dtype, by which sums are divided.
+      shift: The column of `rows` that is the first of `out`.
+      inside: Whether `out` is `rows`.
+    """
     by, count = divisor[0], rows.shape[0]
     mean = by != 0 and (by != 1 or (factors != 1).any())
     # The values of a mean may be needed again, so it is made beside them.

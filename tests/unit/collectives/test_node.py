@@ -504,7 +504,7 @@ def test_small_folds_take_the_loop_once_a_large_one_has_had_it_compiled(
         loops[threading.get_ident()] += 1
         return run(*args)
 
-    monkeypatch.setattr(fold_module, "_sum_rows", functools.partial(counted, fold_module._sum_rows))
+    monkeypatch.setattr(fold_module, "sum_rows", functools.partial(counted, fold_module.sum_rows))
     gradients = [random(r, (count,), "f4") for r in range(size)]
     weights = [2.0, 5.0, 9.0][:size] if weighted else [1.0] * size
     with np.errstate(all="ignore"):
