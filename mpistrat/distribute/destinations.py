@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpistrat.arrays import is_scalar
+from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.distribute.values import DistributedValues
 from mpistrat.distribute.variables import Variable
-from mpistrat.distribute.views import LOCAL
 from mpistrat.errors import StructureError
 
 if TYPE_CHECKING:
@@ -53,8 +54,9 @@ def check_destinations(strategy: Strategy, name: str, destinations: Any) -> None
     Args:
       strategy: Whose call it is.
       name: The call that they were given to.
-      destinations: A variable, a distributed value (in the local view an array), a label of one of
-        the strategy's devices, or a device as tf.distribute names them, such as ``"/cpu:0"``.
+      destinations: A variable, a distributed value (where values come unwrapped, an array, a number
+        or `IndexedSlices`), a label of one of the strategy's devices, or a device as tf.distribute
+        names them, such as ``"/cpu:0"``.
 
     Raises:
       StructureError: They are none of these.
@@ -63,8 +65,9 @@ def check_destinations(strategy: Strategy, name: str, destinations: Any) -> None
     if isinstance(destinations, DistributedValues | Variable):
         strategy.parts.regroup.check(name, [destinations])
         return
-    # In the local view a value is a plain array, and where it is, is a destination too.
-    if isinstance(destinations, np.ndarray) and strategy.parts.view is LOCAL:
+    # Where values are not wrapped, each is a plain one, and where it is, is a destination too.
+    value = isinstance(destinations, np.ndarray | IndexedSlices) or is_scalar(destinations)
+    if value and not strategy.parts.view.wraps:
         return
     if not isinstance(destinations, str) or not destinations:
         raise StructureError(
