@@ -72,10 +72,10 @@ def update(
             result = fn(var, *mine, **named)
         call += f" of {nest.describe(nest.flatten((given, result))[1])}"
         if not var.on_read:
-            contents = {_GIVEN: _contents(given, lockstep.session)}
+            # Of a large one each write was compared.
+            contents = {} if var.large else {_WRITTEN: var.component()}
+            contents[_GIVEN] = _contents(given, lockstep.session)
             contents[_RETURNED] = _contents(result, lockstep.session)
-            if not var.large:  # of a large one each write was compared
-                contents[_WRITTEN] = var.component()
     except BaseException as error:  # a way out of the program is one that all ranks have to know
         failure = error
     try:

@@ -19,7 +19,8 @@ from mpistrat.distribute.scatter import KINDS, ScatterUpdates, apply
 from mpistrat.distribute.views import ALONE
 from mpistrat.distribute.writes import VariableAggregation, VariableSynchronization
 from mpistrat.errors import ContextError, StructureError
-from mpistrat.memory.copies import LEAST, PrivateStorage, Storage
+from mpistrat.memory import copies
+from mpistrat.memory.copies import PrivateStorage, Storage
 
 __all__ = ["Variable", "VariableAggregation", "VariableSynchronization"]
 
@@ -111,7 +112,7 @@ class Variable(Reading, ScatterUpdates):
             node = self.strategy.parts.reducer.node
             self.storage = node.storage(call, self.storage.array, shared=not self.on_read)
         array, size = self.storage.array, lockstep.comm.size
-        self.large = not self.on_read and size > 1 and array.nbytes >= LEAST
+        self.large = not self.on_read and size > 1 and array.nbytes >= copies.LEAST
         self.simple = array.dtype.kind in "biufc" and array.dtype.char not in "gG"
         session.holders[id(self.storage.base)] = self
         if not self.on_read:

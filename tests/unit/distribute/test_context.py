@@ -443,7 +443,7 @@ def test_what_fails_in_the_body_of_a_context_fails_on_all_ranks():
             raise AssertionError("the body must not run")
         return told, float(v.numpy()), float(strategy.reduce("SUM", ms.PerReplica(1.0), None))
 
-    assert run_ranks(rank, 2) == [([False, False], 0.0, 2.0), ([True, True], 0.0, 2.0)]
+    assert run_ranks(rank, 2) == [([False, False], 3.0, 2.0), ([True, True], 3.0, 2.0)]
 
 
 def test_the_body_of_a_context_of_one_replica():

@@ -382,7 +382,7 @@ def test_copies_that_differ_are_told_by_rank(monkeypatch):
         with s.scope():
             v = ms.Variable(np.zeros(3))
         if comm.rank == 3:
-            v.kept.array[1] = 7.0
+            v.storage.array[1] = 7.0
         with pytest.raises(ms.DivergenceError) as caught:
             s.run(lambda: None)
         return str(caught.value)
