@@ -293,8 +293,10 @@ class Lockstep:
 
         No communication of its own. At the latest it is the handshake that ends the run.
         """
-        self.check()
-        self.session.unproved.append(write)
+        session = self.session
+        if session.gone is not None or session.run.failed is not None:
+            self._check(None)
+        session.unproved.append(write)
 
     def share(
         self, call: str, small: bytes, failure: BaseException | None = None, alarm: str = ""

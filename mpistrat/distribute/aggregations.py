@@ -18,7 +18,7 @@ import xxhash
 from mpistrat.arrays import Array, spec_text
 from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.distribute import sparse
-from mpistrat.distribute.mode import Mode, same_strategy
+from mpistrat.distribute.mode import Mode, current, same_strategy
 from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.distribute.values import Mirrored
 from mpistrat.distribute.writes import OPS, VariableAggregation, digest, prove_same, reduced, share
@@ -95,13 +95,16 @@ def write(variable: Any, kind: str, value: Any, take: Take) -> None:
       value: What was given to it.
       take: Checks and converts it; whatever can fail fails there.
     """
-    mode = same_strategy(variable.strategy, variable.label)
-    lockstep = variable.strategy.parts.lockstep
+    strategy, mode = variable.strategy, current()
+    if mode is not None and mode.strategy is not strategy:
+        same_strategy(strategy, variable.label)
+    lockstep = strategy.parts.lockstep
     replica = mode is not None and mode.replica is not None
     updating = mode is not None and mode.updating is variable
     own = variable.on_read and (replica or updating)
     if own or lockstep.comm.size == 1 or (updating and not variable.large):
-        lockstep.check()
+        if mode is None:
+            lockstep.check()
         variable.store(kind, *take(variable, mode, kind, value))
         return
     try:

@@ -338,6 +338,9 @@ class Variable(Reading, ScatterUpdates):
           values: What; of the variable's dtype.
           rows: To which rows; None for all.
         """
+        if kind == "assign":
+            self.storage.write(_WRITES[kind], values, rows)
+            return
         # Whatever the program has set: a warning turned exception must not stop one rank's write.
         with np.errstate(all="ignore"):
             self.storage.write(_WRITES[kind], values, rows)
@@ -351,19 +354,29 @@ class Variable(Reading, ScatterUpdates):
 def _taken(
     variable: Variable, mode: Mode | None, kind: str, value: Any
 ) -> tuple[Array, Array | None]:
+    array = variable.storage.array
+    fits = type(value) is np.ndarray and value.dtype == array.dtype and value.shape == array.shape
+    if fits and value.flags.aligned and not variable.on_read:  # as most do
+        return value, None
     return incoming(variable, mode, kind, value), None
 
 
-def _do(kind: str, array: Array, values: Array, rows: Array | None) -> None:
-    if rows is not None:
-        apply(array, kind, values, rows)
-    elif kind == "assign":
-        array[...] = values
-    elif kind == "assign_add":
-        np.add(array, values, out=array)
-    else:
-        np.subtract(array, values, out=array)
+def _assign(array: Array, values: Array, rows: Array | None) -> None:
+    array[...] = values
 
 
-_ASSIGNS = ("assign", "assign_add", "assign_sub")
-_WRITES = {kind: functools.partial(_do, kind) for kind in (*_ASSIGNS, *KINDS)}
+def _add(array: Array, values: Array, rows: Array | None) -> None:
+    np.add(array, values, array)
+
+
+def _subtract(array: Array, values: Array, rows: Array | None) -> None:
+    np.subtract(array, values, array)
+
+
+def _apply(kind: str, array: Array, values: Array, rows: Array | None) -> None:
+    assert rows is not None
+    apply(array, kind, values, rows)
+
+
+_WRITES: dict[str, Any] = {kind: functools.partial(_apply, kind) for kind in KINDS}
+_WRITES |= {"assign": _assign, "assign_add": _add, "assign_sub": _subtract}

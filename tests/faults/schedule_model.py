@@ -19,13 +19,6 @@ from schedule_programs import (
 )
 
 _FOLDS = {"SUM": np.sum, "MIN": np.min, "MAX": np.max, "PROD": np.prod}
-# Faults that show after the first proof of a call.
-_LATE = {
-    "merge": frozenset({"bad_leaf", "other_shape", "other_dtype", "raise_merge"}),
-    "update": frozenset({"other_value"}),
-}
-# The same for an update of a variable that was written to just before it, which is proved first.
-_LATER = frozenset({"other_value", "other_shape", "bad_leaf", "raise_update"})
 
 
 def _fold(how: str, parts: list[np.ndarray]) -> np.ndarray:
@@ -91,7 +84,7 @@ class Expected:
 
     Attributes:
       results: For every call before the fault, the leaves that each rank gets.
-      bits: The copies of the ON_WRITE variables at the end: what had been proved by the fault.
+      bits: The copies of the ON_WRITE variables at the end: what all had written by the fault.
       loose: The numbers of calls that a rank may do after the fault, since they are its own.
     """
 
@@ -102,21 +95,12 @@ class Expected:
         self.bits = model.bits()
         self.loose = {op.key for step, op in program.ops() if is_local(step, op)}
         for step in program.steps:
-            pending: set[str] = set()
             for op in step.ops:
+                # What all ranks have written alike stays, proved or not.
+                self.bits = model.bits()
                 if fault is not None and op.key == fault.key:
-                    # The first proof of the call may pass, and prove what was written before it.
-                    late = _LATE.get(op.kind, frozenset())
-                    late = _LATER if op.kind == "update" and op.var in pending else late
-                    if set(fault.kinds.values()) <= late:
-                        self.bits = model.bits()
                     return
                 self.results[op.key] = model.give(op)
-                if not is_local(step, op):
-                    self.bits = model.bits()
-                    pending.clear()
-                elif op.var in ON_WRITE:
-                    pending.add(op.var)
             self.bits = model.bits()
 
 
