@@ -203,7 +203,7 @@ def test_copies_of_longdouble_are_compared_by_value(monkeypatch):
 
         def fn():
             for copy in copies:
-                copy.kept.array.view(np.uint8).reshape(-1, 16)[:, 10:] = comm.rank + 1
+                copy.storage.array.view(np.uint8).reshape(-1, 16)[:, 10:] = comm.rank + 1
 
         strategy.run(fn)
         for _ in range(4):
