@@ -152,13 +152,11 @@ class Board:
     def _departing(self, size: int) -> Departure | None:
         """Return how to wait for the others to leave; None if not all of them can be seen."""
         if self.page.size == size:
-            return Departure(self.page)
+            return Departure(self.page, size)
         if not threads_allowed() or self._nodes is None:  # the nodes tell each other nothing
             return None
         leaders = self._nodes.leaders
-        return Departure(
-            self.page, None if leaders is None else lambda: arrival(leaders), alone=False
-        )
+        return Departure(self.page, size, None if leaders is None else lambda: arrival(leaders))
 
     @property
     def call(self) -> str:

@@ -26,17 +26,17 @@ class Departure:
 
     Args:
       page: The page of its node.
+      size: How many ranks there are on all nodes.
       others: Begins to wait for the other nodes, once all ranks of this one have come to leave, and
         returns what tells whether they have; None where another rank of the node does that, or
         where there are no other nodes.
-      alone: There are no other nodes.
     """
 
     def __init__(
-        self, page: Page, others: Callable[[], Callable[[], bool]] | None = None, alone: bool = True
+        self, page: Page, size: int, others: Callable[[], Callable[[], bool]] | None = None
     ):
         """Look at `page`."""
-        self._page, self._others, self._alone = page, others, alone
+        self._page, self._others, self._alone = page, others, page.size == size
         self._have_come: Callable[[], bool] | None = None
 
     def all_leave(self) -> bool:
@@ -77,10 +77,10 @@ class Departure:
         return together
 
     def last_move(self) -> int:
-        """Return when a rank that has not come to leave last did something, or may take until, ns.
+        """Return the last sign of life of the ranks that have not come to leave, monotonic ns.
 
-        What counts is a call on any communicator, and a long operation that it has declared. 0 if
-        all have come.
+        That is the latest of their last calls on any communicator, and of the ends of operations
+        that they have declared. 0 if all have come.
         """
         found = [self._page.elsewhere()[1]]
         for index in range(self._page.size):

@@ -111,7 +111,7 @@ def mismatch(lockstep: Lockstep, call: str) -> LockstepError:
         lines.append(
             f"  {ranks_text(those) + ':':{width + 1}} {place}   {no}{_window(what, first)}"
         )
-    if all(", after assign" in what for _, _, what in calls):
+    if len({what.partition(", after assign")[2] for _, _, what in calls} - {""}) > 1:
         lines.append(
             "  If what they wrote to a variable differs: reduce it first (ctx.all_reduce), or "
             "create the variable with an aggregation. What differs is undone."

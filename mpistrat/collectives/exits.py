@@ -168,7 +168,7 @@ class Exits:
         # That of all ranks first, if there is one: what the others agree on goes into it.
         self.sessions.sort(key=lambda session: -session.comm.size)
         left = threading.Event()
-        thread = threading.Thread(target=self._impatient, args=(code, left), daemon=True)
+        thread = threading.Thread(target=self._watch_leaving, args=(code, left), daemon=True)
         with suppress(RuntimeError):  # no thread can be started: it goes without
             thread.start()
         agreed = self._parts(code)
@@ -179,7 +179,7 @@ class Exits:
         if not all(calm):
             _leave_at_once(code)
 
-    def _impatient(self, code: int, left: threading.Event) -> None:
+    def _watch_leaving(self, code: int, left: threading.Event) -> None:
         """Say what ends the program if the others do not come to leave; end the job, at last.
 
         Args:
@@ -189,10 +189,10 @@ class Exits:
         start, grace = time.monotonic_ns(), self.sessions[0].options.grace
         if left.wait(min(_PATIENCE, grace)):
             return
-        if not self._told_by_group():
+        if not self._tell_for_group():
             self._print()
         elif code and self._group is not None and self._group[1].speaks:
-            say("mpistrat: the other ranks of the job go on; this group waits for them to leave.")
+            say("mpistrat: the other ranks of the job go on; these sleep until all have ended.")
         while code:
             moved = max(start, *(session.board.last_move() for session in self.sessions))
             seconds = grace - (time.monotonic_ns() - moved) / 1e9
@@ -247,9 +247,9 @@ class Exits:
         if session.gone is None:
             told = Lockstep(session).leave(code, self.failure, of_group)
             if session is not self.sessions[0]:
-                if comm.size > 1 and (self._group is None or self._group[0].size < comm.size):
+                if self._group is None or self._group[0].size < comm.size:
                     self._group = comm, told
-            elif not self._told_by_group():
+            elif self._group is None or self._group[0].size == 1 or not self._tell_for_group():
                 self._tell(comm, told)
             return told.code
         caught = self.failure is None or isinstance(self.failure, SystemExit)
@@ -262,11 +262,13 @@ class Exits:
             )
         # An echo of what the rank that left prints itself is not worth a second traceback.
         echo = self.failure is session.gone and isinstance(session.gone, RemoteError)
-        if not echo and (self.failure is not session.gone or session.speaks):
+        if echo:
+            self._printed.acquire(blocking=False)
+        elif self.failure is not session.gone or session.speaks:
             self._print(f"mpistrat: on rank {comm.rank} of {comm.size}:\n")
         return session.exit_code or code
 
-    def _told_by_group(self) -> bool:
+    def _tell_for_group(self) -> bool:
         """Print what the largest group below all ranks left with, if it has; tell whether so."""
         if self._group is not None:
             self._tell(*self._group)
@@ -277,12 +279,9 @@ class Exits:
         if not told.speaks:
             self._printed.acquire(blocking=False)  # by the one that does
             return
-        who = f"rank {comm.rank}" if told.also == 1 else f"{told.also} ranks"
-        who += f" of {comm.size}"
-        if comm.size < mpi.world_size():
-            who += f" (the group of rank {mpi.world_rank()} of the job)"
-        self._print(f"mpistrat: on {who}:\n" if comm.size > 1 else "")
-        if isinstance(self.failure, SystemExit) and told.code and comm.size > 1:
+        who = told.who(comm, mpi.ranks_in_job(comm))
+        self._print(f"mpistrat: on {who}:\n" if mpi.world_size() > 1 else "")
+        if isinstance(self.failure, SystemExit) and told.code and mpi.world_size() > 1:
             code, said = code_of(self.failure), said_by(self.failure)
             self._say(f"mpistrat: {who} left with exit code {code}{': ' if said else '.'}{said}")
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from mpistrat.collectives import blame
+from mpistrat.comm.base import Comm
 from mpistrat.comm.session import Unproved
 from mpistrat.errors import LockstepError, RemoteError, remote_error
 
@@ -49,6 +50,17 @@ class Farewell(NamedTuple):
     speaks: bool
     also: int
 
+    def who(self, comm: Comm, in_job: Sequence[int]) -> str:
+        """Return who left with the same, in words.
+
+        Args:
+          comm: The ranks that have left together.
+          in_job: Their numbers in the job.
+        """
+        who = f"rank {comm.rank}" if self.also == 1 else f"{self.also} ranks"
+        part = in_job != list(range(comm.size)) or comm.size == 1
+        return f"{who} of {comm.size}" + (f" ({blame.ranks_text(in_job)} of the job)" * part)
+
 
 def said_by(failure: BaseException | None) -> str:
     """Return the text that a program left with by ``sys.exit(text)``; empty if it did not."""
@@ -69,6 +81,11 @@ def _row(code: int, failure: BaseException | None, of_group: bool) -> dict[str, 
     if failure is not None and not isinstance(failure, SystemExit):
         row |= json.loads(blame.report(failure))
     return row
+
+
+def _kind(row: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what ranks have in common that leave with the same."""
+    return row.get("kind"), row.get("place"), None if "kind" in row else (row["code"], row["said"])
 
 
 def _code(row: dict[str, Any]) -> str:
@@ -97,8 +114,7 @@ def farewell(
     mine = _row(code, failure, of_group)
     mine["writes"] = digests(lockstep.session.unproved).hex()
     rows = [json.loads(text) for text in lockstep.texts(json.dumps(mine).encode())]
-    key = (mine.get("kind"), mine.get("place"))
-    alike = [rank for rank, row in enumerate(rows) if (row.get("kind"), row.get("place")) == key]
+    alike = [rank for rank, row in enumerate(rows) if _kind(row) == _kind(mine)]
     # An echo of another rank's exception is not worth printing where that rank prints it itself.
     printed = any("kind" in row and not row["echo"] for row in rows)
     speaks = alike[0] == lockstep.comm.rank and not (mine["echo"] and printed)

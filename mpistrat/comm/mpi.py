@@ -20,10 +20,11 @@ from mpistrat.memory.shared import Pages, shared_memory, shared_pages
 __all__ = [
     "MPIComm",
     "abort",
+    "before_abort",
     "initialized",
     "is_communicator",
     "library",
-    "world_rank",
+    "ranks_in_job",
     "world_size",
 ]
 
@@ -54,13 +55,27 @@ def world_size() -> int:
     return int(library().COMM_WORLD.size)
 
 
-def world_rank() -> int:
-    """Return this process's rank in ``MPI.COMM_WORLD``."""
-    return int(library().COMM_WORLD.rank)
+def ranks_in_job(comm: Comm) -> list[int]:
+    """Return the ranks in ``MPI.COMM_WORLD`` of the ranks of `comm`."""
+    ranks = list(range(comm.size))
+    if not isinstance(comm, MPIComm):
+        return ranks
+    mpi = library()
+    return list(mpi.Group.Translate_ranks(comm.mpi.group, ranks, mpi.COMM_WORLD.group))
+
+
+_before_abort: list[Callable[[int], object]] = []
+
+
+def before_abort(call: Callable[[int], object]) -> None:
+    """Let `call` be told the exit code before this process ends the job."""
+    _before_abort.append(call)
 
 
 def abort(code: int) -> None:
     """End the job with an exit code that every launcher passes on as it is."""
+    for call in _before_abort:
+        call(code)
     library().COMM_WORLD.Abort(code)
 
 

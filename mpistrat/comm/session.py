@@ -263,6 +263,11 @@ class Session:
             found: Session = vars(parent)["session"]
             found.claim()
             return found
+        if is_communicator(parent) and parent == library().COMM_NULL:
+            raise StrategyError(
+                "this process is in no group: the communicator is MPI.COMM_NULL, as Split gives it "
+                "to ranks with the color UNDEFINED. Make no strategy here, or give it a color."
+            )
         if is_communicator(parent):
             cached: Session | None = parent.Get_attr(_attribute())
             if cached is None:

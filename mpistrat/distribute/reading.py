@@ -84,6 +84,10 @@ class Reading(Operators, abc.ABC):
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         """Apply a NumPy function to the value; never write to it."""
+        if method == "at" and isinstance(inputs[0], Reading):
+            raise TypeError(
+                f"{self.name!r} is a variable, which np.{ufunc.__name__}.at would write to. {_WRITE}"
+            )
         if any(isinstance(out, Reading) for out in kwargs.get("out", ())):
             raise TypeError(
                 f"{self.name!r} is a variable; write with assign, assign_add, assign_sub."

@@ -7,6 +7,7 @@ out before they compute anything. A batch script may start it with ``srun`` in t
 
 from __future__ import annotations
 
+import contextlib
 import runpy
 import sys
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from pathlib import Path
 from mpistrat.collectives.begin import begin
 from mpistrat.collectives.exits import code_of, exits
 from mpistrat.collectives.lockstep import Lockstep
-from mpistrat.comm.mpi import library
+from mpistrat.comm.mpi import before_abort, library
 from mpistrat.comm.session import Session
 from mpistrat.errors import PreflightError
 from mpistrat.launch.roster import shared_files, sign_in
@@ -38,6 +39,7 @@ def main(argv: Sequence[str]) -> None:
         chosen = session.options
         if chosen.record:
             out.recorder = lambda code: _record(chosen.record, code)
+            before_abort(lambda code: _record(chosen.record, code))
             sign_in(Path(chosen.record).parent, session.comm.rank, files)
         _check_size(chosen.ranks, session.comm.size)
         session.release()  # it belongs to whoever makes the first strategy, as without the runner
@@ -68,7 +70,8 @@ def _check_size(wanted: int, got: int) -> None:
 
 
 def _record(path: str, code: int) -> None:
-    Path(path).write_text(f"{code}\n", encoding="ascii")
+    with contextlib.suppress(OSError):  # on another host than the launcher's
+        Path(path).write_text(f"{code}\n", encoding="ascii")
 
 
 def _run(argv: list[str]) -> None:

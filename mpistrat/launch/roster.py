@@ -21,11 +21,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple, final
 
-__all__ = ["CRASHES", "Killed", "Roster", "shared_files", "sign_in"]
+__all__ = ["CRASHES", "Ended", "Roster", "shared_files", "sign_in"]
 
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 _SHARED = Path("/dev/shm")
-_LOOK = 0.1  # seconds between two looks for ranks that sign in
+_LOOK = 0.05  # seconds between two looks
 _FATAL = (signal.SIGKILL, signal.SIGTERM, *CRASHES)
 # PIDFD_GET_INFO of linux/pidfd.h: a structure of 64 bytes, its mask first, the exit code last.
 _INFO, _INFO_EXIT = 64, 1 << 3
@@ -33,19 +33,21 @@ _GET_INFO = 3 << 30 | _INFO << 16 | 0xFF << 8 | 11
 _SIGNS = "rank-*[0-9]"
 
 
-class Killed(NamedTuple):
-    """A rank that a signal has ended.
+class Ended(NamedTuple):
+    """A rank that has ended without leaving in order.
 
     Attributes:
       rank: Its number in the job.
       pid: Its process.
-      number: The signal.
+      number: The signal that ended it; 0 for none.
+      code: The exit code that it ended with by itself.
       sure: The system itself says so; else it follows from the launcher's exit code.
     """
 
     rank: int
     pid: int
     number: int
+    code: int
     sure: bool
 
 
@@ -88,6 +90,7 @@ class Roster:
         self._directory, self._ranks = directory, ranks
         self._files: set[Path] = set()
         self._known: set[str] = set()
+        self._sure = False  # all ranks were known when the first one ended
         # Rank, process, and its wait status if it can still be had.
         self._ended: list[tuple[int, int, int | None]] = []
         self._oom = _oom_kills()
@@ -104,24 +107,26 @@ class Roster:
             with contextlib.suppress(OSError):
                 file.unlink()
 
-    def killed(self, code: int) -> Sequence[Killed]:
-        """Return the ranks that a signal has ended before any other rank ended.
+    def first(self, code: int) -> Sequence[Ended]:
+        """Return the ranks that ended before any other rank did, if that is known.
 
-        None if ranks run on other hosts: it may have been one of these.
+        Empty if a rank had not signed in by then, as one of another host never does: it may have
+        been that one. Several if this process was too slow to tell which was the first.
 
         Args:
-          code: The exit code of the launcher. It tells the signal where the system does not any
-            more: as it is (MPICH), or 128 more (Open MPI).
+          code: The exit code of the launcher. It tells how a rank ended where the system does not
+            any more: as it is (MPICH), or 128 more than a signal (Open MPI).
         """
-        if len(self._known) < self._ranks:
+        if not self._sure:
             return []
         number = code - 128 if code > 128 else code
-        found = [
-            Killed(rank, pid, number, False) if status is None
-            else Killed(rank, pid, status & 127, True)
+        killed = number if number in _FATAL else 0
+        return [
+            Ended(rank, pid, killed, 0 if killed else code, False)
+            if status is None
+            else Ended(rank, pid, status & 127, status >> 8, True)
             for rank, pid, status in self._ended
-        ]  # fmt: skip
-        return [one for one in found if one.number in _FATAL or (one.sure and one.number)]
+        ]
 
     @property
     def out_of_memory(self) -> bool:
@@ -138,15 +143,20 @@ class Roster:
                         descriptor = os.pidfd_open(pid)
                     except AttributeError:  # not on this system
                         return
-                    except OSError:
+                    except ProcessLookupError:
                         self._ended.append((rank, pid, None))
                         continue
+                    except OSError:  # it may not be watched, so nothing is known of it
+                        return
                     waiting[descriptor] = rank, pid
                     poll.register(descriptor, select.POLLIN)
+                everybody = len(self._known) == self._ranks
+                wait = 0.0 if self._ended else _LOOK if everybody else _LOOK / 10
                 self._ended += [
                     (*waiting[descriptor], _status(descriptor, waiting[descriptor][1]))
-                    for descriptor, _ in poll.poll(1000 * _LOOK * (not self._ended))
+                    for descriptor, _ in poll.poll(1000 * wait)
                 ]
+                self._sure = everybody
         finally:
             for descriptor in waiting:
                 os.close(descriptor)

@@ -13,7 +13,7 @@ from mpistrat.errors import LaunchError
 from mpistrat.launch.flavours import version
 from mpistrat.launch.mpiexec import Launcher, Library, cores, find
 from mpistrat.launch.process import run_job
-from mpistrat.launch.roster import CRASHES, Roster
+from mpistrat.launch.roster import CRASHES, Ended, Roster
 
 __all__ = ["UNRECORDED", "plan_note", "python_program", "refuse_inside", "run"]
 
@@ -87,8 +87,7 @@ def run(
         raise LaunchError(f"there is no program {program[0]!r}; for a module write -m before it.")
     launcher, loaded = find()
     command = launcher.command(ranks, python_program(program, module))
-    note = plan_note(launcher, loaded)
-    if note:
+    if note := plan_note(launcher, loaded):
         _say(f"note: {note}")
     command = command._replace(env={**command.env, **_threads(ranks)})
     _say(str(command))
@@ -111,10 +110,8 @@ def run(
     if outcome.killed:
         how = _killed(outcome.killed, roster, launcher=True)
         _say(f"mpiexec itself {how}, hence exit code {outcome.code}")
-    elif recorded is None and outcome.code and not outcome.interrupted:
-        for rank, pid, number, sure in roster.killed(outcome.code):
-            perhaps = "" if sure else ", by its exit code,"
-            _say(f"rank {rank} (process {pid}){perhaps} {_killed(number, roster)}")
+    elif recorded is None and not outcome.interrupted:
+        _say_who(roster.first(outcome.code), roster)
     if outcome.interrupted and recorded is None and outcome.code:
         return INTERRUPTED  # Open MPI's launcher says 1
     return _verdict(outcome.code, recorded)
@@ -128,6 +125,20 @@ def _threads(ranks: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(max(1, cores() // ranks))}
 
 
+def _say_who(ended: Sequence[Ended], roster: Roster) -> None:
+    """Say which ranks ended first, where none has left in order nor ended the job by itself."""
+    others = " (others too, at the same time)" if len(ended) > 1 else ""
+    for one in ended:
+        who = f"rank {one.rank} (process {one.pid}){'' if one.sure else ', by its exit code,'}"
+        if one.number:
+            _say(f"{who} {_killed(one.number, roster)}{others}")
+        elif one.code or not others:
+            _say(
+                f"{who} ended with exit code {one.code} without leaving in order{others}: by "
+                "os._exit, by MPI_Abort, or in compiled code"
+            )
+
+
 def _killed(number: int, roster: Roster, launcher: bool = False) -> str:
     """Return that a signal which nobody handed on has ended a process, and where to look."""
     try:
@@ -137,11 +148,12 @@ def _killed(number: int, roster: Roster, launcher: bool = False) -> str:
     what = f"was ended by signal {number}{name}"
     if number in CRASHES and not launcher:
         return f"{what}: a crash in compiled code; PYTHONFAULTHANDLER=1 shows where"
-    if roster.out_of_memory:
-        return f"{what}: the kernel has ended a process because memory was exhausted"
+    if number == signal.SIGKILL and roster.out_of_memory:
+        return f"{what}: the kernel has ended a process of this host for lack of memory"
+    memory = "a lack of memory (dmesg | grep -i 'out of memory'), "
     return (
-        f"{what}, from outside of the job; look for a lack of memory (dmesg | grep -i 'out of "
-        "memory'), a limit of the batch system (its log of the job), or a kill by hand"
+        f"{what}, from outside of the job; look for {memory if number != signal.SIGTERM else ''}a "
+        "limit of the batch system (its log of the job), or a kill by hand"
     )
 
 

@@ -48,16 +48,34 @@ def test_one_that_raises_says_so_and_the_other_goes_on(tmp_path):
     code, said = job("raise", tmp_path)
     assert code == 1, said
     assert said.count("ValueError: trial 0 diverges") == 1
-    assert "on 2 ranks of 2 (the group of rank 0 of the job)" in said
+    assert "on 2 ranks of 2 (ranks 0, 2 of the job)" in said
     assert "the other ranks of the job go on" in said
     assert len(re.findall(r"rank [13] has gone on", said)) == 2
+
+
+def test_who_heard_of_it_does_not_print_it_again(tmp_path):
+    code, said = job("partner", tmp_path)
+    assert code == 1, said
+    assert said.count("ValueError: trial 0 diverges") == 1
+    assert "Traceback" in said
+    assert "RemoteError" not in said
+    assert len(re.findall(r"rank [13] has gone on", said)) == 2
+
+
+def test_a_trial_may_be_one_rank(tmp_path):
+    code, said = job("alone", tmp_path)
+    assert code == 1, said
+    told = "rank 0 of 1 (rank 0 of the job) left with exit code 1: a bad trial"
+    assert said.count("a bad trial") == 1
+    assert said.index(told) < said.index("has gone on")
+    assert len(re.findall(r"rank [123] has gone on", said)) == 3
 
 
 def test_the_job_has_the_largest_code_of_any_group(tmp_path):
     code, said = job("codes", tmp_path)
     assert code == 3, said
-    assert "(the group of rank 0 of the job) left with exit code 3" in said
-    assert "(the group of rank 1 of the job) left with exit code 2" in said
+    assert "(ranks 0, 2 of the job) left with exit code 3" in said
+    assert "(ranks 1, 3 of the job) left with exit code 2" in said
 
 
 def test_grace_counts_while_nobody_outside_makes_a_call(tmp_path):

@@ -40,22 +40,25 @@ def test_all_come_one_after_the_other(size):
     node = Node(size)
     node.arrive(0)
     later = [lambda rank=rank: node.arrive(rank) for rank in range(1, size)]
-    assert node.wait(Departure(node.page), *later) is True
+    assert node.wait(Departure(node.page, node.page.size), *later) is True
     assert len(node.slept) == size - 1
 
 
 def test_who_has_gone_on_to_the_last_proof_keeps_nobody():
     node = Node(2)
     node.arrive(0, 1)
-    assert Departure(node.page).all_leave()
+    assert Departure(node.page, node.page.size).all_leave()
     node.slots[1].enter(NUMBER, "leave the program")
-    assert node.wait(Departure(node.page)) is True
+    assert node.wait(Departure(node.page, node.page.size)) is True
 
 
 def test_a_call_of_the_same_communicator_must_be_joined():
     node = Node(3)
     node.arrive(0, 1)
-    assert node.wait(Departure(node.page), lambda: node.slots[2].enter(NUMBER, "run")) is False
+    assert (
+        node.wait(Departure(node.page, node.page.size), lambda: node.slots[2].enter(NUMBER, "run"))
+        is False
+    )
 
 
 def test_who_is_still_coming_out_of_the_call_before_needs_nobody():
@@ -63,7 +66,7 @@ def test_who_is_still_coming_out_of_the_call_before_needs_nobody():
     node.slots[1].enter(NUMBER - 1, "run")
     node.arrive(0)
     later = (node.slots[1].leave, lambda: node.arrive(1))
-    assert node.wait(Departure(node.page), *later) is True
+    assert node.wait(Departure(node.page, node.page.size), *later) is True
 
 
 def test_the_first_rank_of_a_node_asks_the_other_nodes_once_its_own_have_come():
@@ -73,7 +76,7 @@ def test_the_first_rank_of_a_node_asks_the_other_nodes_once_its_own_have_come():
         asked.append(1)
         return lambda: bool(have_come)
 
-    first, second = Departure(node.page, begin, alone=False), Departure(node.page, alone=False)
+    first, second = Departure(node.page, 4, begin), Departure(node.page, 4)
     node.arrive(0)
     assert not first.all_leave()
     assert not asked
@@ -89,7 +92,7 @@ def test_the_first_rank_of_a_node_asks_the_other_nodes_once_its_own_have_come():
 def test_a_call_on_another_node_must_be_joined_too():
     node = Node(1)
     node.arrive(0)
-    departure = Departure(node.page, lambda: lambda: False, alone=False)
+    departure = Departure(node.page, 2, lambda: lambda: False)
     events = (
         lambda: node.page.tell_elsewhere(key_of(NUMBER - 1), 50),
         lambda: node.page.tell_elsewhere(KEY, 60),
@@ -101,7 +104,7 @@ def test_sleeps_grow_to_a_limit():
     node = Node(2)
     node.arrive(0)
     events = [lambda: None] * 20 + [lambda: node.arrive(1)]
-    node.wait(Departure(node.page), *events)
+    node.wait(Departure(node.page, node.page.size), *events)
     assert node.slept[0] < 0.001
     assert node.slept == sorted(node.slept)
     assert node.slept[-1] == 0.02
@@ -109,7 +112,7 @@ def test_sleeps_grow_to_a_limit():
 
 def test_the_last_move_is_that_of_ranks_that_have_not_come():
     node = Node(3)
-    departure = Departure(node.page)
+    departure = Departure(node.page, node.page.size)
     node.now = 500
     node.arrive(0)
     node.now = 300

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mpistrat.launch import roster
-from mpistrat.launch.roster import Killed, Roster, shared_files, sign_in
+from mpistrat.launch.roster import Ended, Roster, shared_files, sign_in
 from mpistrat.launch.run import run
 
 SLEEPS = [sys.executable, "-c", "import time; time.sleep(60)"]
@@ -48,7 +48,7 @@ def test_the_first_rank_that_a_signal_ends_is_named(number, ranks, tmp_path):
         time.sleep(0.01)
     ranks[1].send_signal(number)
     seen(found)  # as a zombie, or on a new system: nobody has waited for it
-    assert found.killed(code=1) == [Killed(1, ranks[1].pid, number, True)]
+    assert found.first(code=1) == [Ended(1, ranks[1].pid, number, 0, True)]
 
 
 def test_one_that_has_ended_before_it_was_looked_at_counts(ranks, tmp_path):
@@ -57,9 +57,9 @@ def test_one_that_has_ended_before_it_was_looked_at_counts(ranks, tmp_path):
     signs(tmp_path, ranks)
     found = Roster(tmp_path, 2)
     seen(found)
-    assert found.killed(code=9) == [Killed(0, ranks[0].pid, 9, False)]
-    assert found.killed(code=137) == [Killed(0, ranks[0].pid, 9, False)]
-    assert found.killed(code=3) == []  # it has called os._exit
+    assert found.first(code=9) == [Ended(0, ranks[0].pid, 9, 0, False)]
+    assert found.first(code=137) == [Ended(0, ranks[0].pid, 9, 0, False)]
+    assert found.first(code=3) == [Ended(0, ranks[0].pid, 0, 3, False)]
 
 
 def test_a_rank_that_ends_by_itself_was_not_killed(tmp_path):
@@ -69,9 +69,9 @@ def test_a_rank_that_ends_by_itself_was_not_killed(tmp_path):
     seen(found)
     assert process.wait() == 9
     # On an older system, with a parent that was quicker, the code of the launcher is all there is.
-    status = found._ended[0][2]
-    assert status in (9 << 8, None)
-    assert found.killed(code=1) == []
+    sure = found._ended[0][2] is not None
+    want = Ended(0, process.pid, *((0, 9) if sure else (9, 0)), sure)
+    assert found.first(code=9) == [want]
 
 
 def test_nobody_is_named_while_ranks_may_have_died_on_other_hosts(ranks, tmp_path):
@@ -81,7 +81,19 @@ def test_nobody_is_named_while_ranks_may_have_died_on_other_hosts(ranks, tmp_pat
         time.sleep(0.01)
     ranks[0].kill()
     seen(found)
-    assert found.killed(code=9) == []
+    assert found.first(code=9) == []
+
+
+def test_nobody_is_named_if_one_that_signs_in_later_may_have_been_the_first(ranks, tmp_path):
+    signs(tmp_path, ranks[:1])
+    found = Roster(tmp_path, 2)
+    while not found._known:
+        time.sleep(0.01)
+    ranks[0].kill()
+    found._thread.join(10)
+    signs(tmp_path, ranks)
+    found.close()
+    assert found.first(code=9) == []
 
 
 def test_only_what_ranks_have_mapped_is_removed(ranks, tmp_path):
