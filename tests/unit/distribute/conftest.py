@@ -12,3 +12,4 @@ def kept(request, monkeypatch):
     """Have each rank keep copies of its own, or the ranks of a node one, however small."""
     if request.param == "common":
         monkeypatch.setattr(copies, "LEAST", 0)
+    return request.param
