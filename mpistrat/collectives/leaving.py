@@ -13,13 +13,10 @@ the trials of a sweep, the largest code that any of these left with.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import Any, NamedTuple, final
 
 from mpistrat.collectives import blame
 from mpistrat.errors import LockstepError, RemoteError, remote_error
-
-if TYPE_CHECKING:
-    from mpistrat.collectives.lockstep import Lockstep
 
 __all__ = ["LEAVE", "MISMATCH", "Farewell", "UnknownExit", "farewell", "left"]
 
@@ -89,7 +86,7 @@ def _agreed(rows: list[dict[str, Any]]) -> int:
 
 
 def farewell(
-    lockstep: Lockstep, code: int, failure: BaseException | None, of_group: bool
+    lockstep: blame.Ranks, code: int, failure: BaseException | None, of_group: bool
 ) -> Farewell:
     """Exchange why each rank leaves, and agree. Collective; the part of who leaves."""
     mine = _row(code, failure, of_group)
@@ -103,7 +100,7 @@ def farewell(
     return Farewell(_agreed(rows), alone, speaks, len(alike))
 
 
-def left(lockstep: Lockstep, call: str) -> BaseException:
+def left(lockstep: blame.Ranks, call: str) -> BaseException:
     """Learn who has left while this rank was in `call`. Collective; the part of who stays.
 
     Returns:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from mpistrat.distribute.base import StrategyBase
+from mpistrat.distribute.kinds import DistributedVariable
 from mpistrat.distribute.values import DistributedValues
-from mpistrat.distribute.variables import Variable
 from mpistrat.distribute.views import LOCAL
 from mpistrat.errors import StructureError
-
-if TYPE_CHECKING:
-    from mpistrat.distribute.strategy import Strategy
 
 __all__ = ["check_destinations", "checked_pairs", "device_called", "place"]
 
@@ -47,7 +45,7 @@ def _plain_device(name: str) -> str:
     return name.lower().replace("device:", "").lstrip("/")
 
 
-def check_destinations(strategy: Strategy, name: str, destinations: Any) -> None:
+def check_destinations(strategy: StrategyBase, name: str, destinations: Any) -> None:
     """Raise unless results of `strategy` can be wanted there.
 
     Args:
@@ -60,7 +58,7 @@ def check_destinations(strategy: Strategy, name: str, destinations: Any) -> None
       StructureError: They are none of these.
       StrategyError: It is the variable or value of another strategy.
     """
-    if isinstance(destinations, DistributedValues | Variable):
+    if isinstance(destinations, DistributedValues | DistributedVariable):
         strategy.parts.regroup.check(name, [destinations])
         return
     # In the local view a value is a plain array, and where it is, is a destination too.
@@ -82,7 +80,7 @@ def check_destinations(strategy: Strategy, name: str, destinations: Any) -> None
 
 
 def checked_pairs(
-    strategy: Strategy, name: str, value_destination_pairs: Any
+    strategy: StrategyBase, name: str, value_destination_pairs: Any
 ) -> list[tuple[Any, Any]]:
     """Return the pairs of value and destinations as a list.
 
@@ -111,6 +109,6 @@ def checked_pairs(
 
 def place(destinations: Any) -> str:
     """Return what the proof says of the destinations."""
-    if isinstance(destinations, Variable):
+    if isinstance(destinations, DistributedVariable):
         return f" to {destinations.spec()}"
     return f" to {destinations!r}" if isinstance(destinations, str) else " to a value"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -11,14 +11,12 @@ from mpistrat.arrays import Array
 from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.distribute import sparse, writes
 from mpistrat.distribute.incoming import incoming_slices
+from mpistrat.distribute.kinds import DistributedVariable as Variable
 from mpistrat.distribute.mode import Mode, same_strategy
 from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.distribute.views import ALONE
 from mpistrat.distribute.writes import OPS, VariableAggregation
 from mpistrat.errors import LeafTypeError
-
-if TYPE_CHECKING:
-    from mpistrat.distribute.variables import Variable
 
 __all__ = ["REPLICA", "ScatterUpdates", "apply"]
 
@@ -27,12 +25,15 @@ _FOLDED = frozenset({"scatter_add", "scatter_sub", "scatter_mul", "scatter_div"}
 _APART = frozenset({VariableAggregation.NONE, VariableAggregation.ONLY_FIRST_REPLICA})
 
 
-class ScatterUpdates:
+V = TypeVar("V", bound=Variable)
+
+
+class ScatterUpdates(Variable):
     """The methods of variables that write to some rows."""
 
     def scatter_add(
-        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
-    ) -> Variable:
+        self: V, sparse_delta: Any, use_locking: bool = False, name: str | None = None
+    ) -> V:
         """Add rows to some rows, and return the variable.
 
         Collective, but in the function of ``extended.update``. In replica code the rows of all
@@ -65,20 +66,20 @@ class ScatterUpdates:
         return _scatter(self, "scatter_add", sparse_delta)
 
     def scatter_sub(
-        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
-    ) -> Variable:
+        self: V, sparse_delta: Any, use_locking: bool = False, name: str | None = None
+    ) -> V:
         """Subtract rows from some rows, and return the variable; as `scatter_add` in all else."""
         return _scatter(self, "scatter_sub", sparse_delta)
 
     def scatter_mul(
-        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
-    ) -> Variable:
+        self: V, sparse_delta: Any, use_locking: bool = False, name: str | None = None
+    ) -> V:
         """Multiply some rows by rows, and return the variable; as `scatter_add` in all else."""
         return _scatter(self, "scatter_mul", sparse_delta)
 
     def scatter_div(
-        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
-    ) -> Variable:
+        self: V, sparse_delta: Any, use_locking: bool = False, name: str | None = None
+    ) -> V:
         """Divide some rows by rows, and return the variable; as `scatter_add` in all else.
 
         Integers divide towards zero.
@@ -89,8 +90,8 @@ class ScatterUpdates:
         return _scatter(self, "scatter_div", sparse_delta)
 
     def scatter_min(
-        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
-    ) -> Variable:
+        self: V, sparse_delta: Any, use_locking: bool = False, name: str | None = None
+    ) -> V:
         """Make some rows no larger than rows, and return the variable; else as `scatter_add`.
 
         Raises:
@@ -99,8 +100,8 @@ class ScatterUpdates:
         return _scatter(self, "scatter_min", sparse_delta)
 
     def scatter_max(
-        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
-    ) -> Variable:
+        self: V, sparse_delta: Any, use_locking: bool = False, name: str | None = None
+    ) -> V:
         """Make some rows no smaller than rows, and return the variable; else as `scatter_add`.
 
         Raises:
@@ -109,8 +110,8 @@ class ScatterUpdates:
         return _scatter(self, "scatter_max", sparse_delta)
 
     def scatter_update(
-        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
-    ) -> Variable:
+        self: V, sparse_delta: Any, use_locking: bool = False, name: str | None = None
+    ) -> V:
         """Set some rows, and return the variable; as `scatter_add` in all else.
 
         Of a row that comes several times, the last one stays.
@@ -121,10 +122,9 @@ class ScatterUpdates:
         return _scatter(self, "scatter_update", sparse_delta)
 
 
-def _scatter(variable: Any, kind: str, delta: Any) -> Variable:
-    var: Variable = variable
+def _scatter(var: V, kind: str, delta: Any) -> V:
     mode = same_strategy(var.strategy, f"variable {var.name!r}")
-    if mode is not None and mode.updating is variable:
+    if mode is not None and mode.updating is var:
         var.store(kind, *_checked(var, mode, kind, delta), alone=True)
         return var
     lockstep = var.strategy.parts.lockstep

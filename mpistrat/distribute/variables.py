@@ -212,7 +212,8 @@ class Variable(Reading, ScatterUpdates):
     @property
     def device(self) -> str:
         """The label of the device of this replica's copy."""
-        return self.strategy.device_labels[self.strategy.parts.lockstep.comm.rank]
+        label: str = self.strategy.device_labels[self.strategy.parts.lockstep.comm.rank]
+        return label
 
     @property
     def initializer(self) -> None:
