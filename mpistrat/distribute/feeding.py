@@ -13,7 +13,7 @@ from mpistrat.distribute.mode import cross_replica, current
 from mpistrat.distribute.views import ALONE, GLOBAL
 from mpistrat.errors import ContextError, DataError
 from mpistrat.feed.dataset import Dataset
-from mpistrat.feed.dealing import Place, calls, own, policy_deal, turns
+from mpistrat.feed.dealing import ShardSpec, calls, own, policy_deal, turns
 from mpistrat.feed.distributed import DistributedDataset, Door
 
 __all__ = ["dataset_iterator", "distribute", "from_function", "input_fn_iterator"]
@@ -96,11 +96,11 @@ def input_fn_iterator(
     return InputIterator(DistributedDataset(deal, _door(strategy), together=True))
 
 
-def _place(strategy: StrategyBase) -> Place:
+def _place(strategy: StrategyBase) -> ShardSpec:
     lockstep = strategy.parts.lockstep
     comm = lockstep.comm
     every = lockstep.options.check_every if comm.size > 1 else 0
-    return Place(comm.rank, comm.size, strategy.parts.view is not GLOBAL, every)
+    return ShardSpec(comm.rank, comm.size, strategy.parts.view is not GLOBAL, every)
 
 
 def _checked(name: str, options: Any) -> InputOptions:
