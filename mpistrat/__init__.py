@@ -83,7 +83,9 @@ _NAMES = {
     "StrategyError": "mpistrat.errors",
     "StructureError": "mpistrat.errors",
 }
-_MODULES = ("cluster_resolver", "compat", "coordinator", "experimental", "testing", "vjp")
+_MODULES = (
+    *("cluster_resolver", "compat", "coordinator", "experimental", "optim", "testing", "vjp"),
+)
 
 __all__ = [
     "AutoShardPolicy",
@@ -152,12 +154,13 @@ __all__ = [
     "has_strategy",
     "in_cross_replica_context",
     "latest_checkpoint",
+    "optim",
     "testing",
     "vjp",
 ]
 
 if TYPE_CHECKING:
-    from mpistrat import cluster_resolver, compat, coordinator, experimental, testing, vjp
+    from mpistrat import cluster_resolver, compat, coordinator, experimental, optim, testing, vjp
     from mpistrat.checkpoint.checkpoint import Checkpoint
     from mpistrat.checkpoint.files import latest_checkpoint
     from mpistrat.checkpoint.manager import CheckpointManager

@@ -1,7 +1,7 @@
 """The door for arrays: whatever a program calls an array comes in as a NumPy view of it.
 
-No copy is made here unless bytes must be swapped. What cannot travel is refused with an error that
-names the leaf.
+No copy is made here unless bytes must be swapped, or do not lie where their dtype wants them. What
+cannot travel is refused with an error that names the leaf.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ def is_scalar(value: Any) -> bool:
 
 
 def as_array(value: Any, path: str = "") -> Array:
-    """Return a native-endian NumPy view of `value`.
+    """Return an aligned, native-endian NumPy view of `value`.
 
     Args:
-      value: NumPy array or scalar of any layout and byte order, Python number, anything with
-        ``__array__``, DLPack or the buffer protocol (memmap, pandas, CPU tensors of torch and JAX,
-        variables of mpistrat).
+      value: NumPy array or scalar of any layout, alignment and byte order, Python number, anything
+        with ``__array__``, DLPack or the buffer protocol (memmap, pandas, CPU tensors of torch and
+        JAX, variables of mpistrat).
       path: The name of the leaf, for errors.
 
     Returns:
@@ -86,7 +86,9 @@ def as_array(value: Any, path: str = "") -> Array:
             f"{label(path)} has dtype {array.dtype}, which cannot travel between ranks. "
             "Numbers can: integers, floating point, complex, bool (gathers only)."
         )
-    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+    if array.dtype.isnative and array.flags.aligned:
+        return array
+    return array.astype(array.dtype.newbyteorder("="))  # MPI cannot take what is not aligned either
 
 
 def as_dtype(given: Any, what: str = "") -> np.dtype[Any]:

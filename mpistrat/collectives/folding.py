@@ -71,20 +71,21 @@ class Folding:
         return found
 
     def wires(self, values: Sequence[Array], weights: Sequence[float], fresh: bool) -> list[Array]:
-        """Return the leaves as they travel, C-ordered; those that are never read as zeros.
+        """Return the leaves as they travel, C-ordered and aligned; those never read as zeros.
 
         Args:
           values: The leaves.
           weights: One per leaf, or one for all; a value of weight 0 is never read by MEAN.
           fresh: Return copies, which may be multiplied.
         """
-        make = np.array if fresh else np.asarray
         each = list(weights) * (1 if len(weights) == len(values) else len(values))
         mean = self.op is ReduceOp.MEAN
         return [
             np.zeros(value.shape, form.wire)
             if mean and weight == 0
-            else make(value, form.wire, order="C")
+            else np.array(
+                value, form.wire, order="C", copy=fresh or not value.flags.aligned or None
+            )
             for value, form, weight in zip(values, self.forms, each, strict=True)
         ]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,14 +13,16 @@ from mpistrat.collectives import bucket
 from mpistrat.collectives.forms import decode_order, encode_order, ordered
 from mpistrat.comm.base import Comm
 from mpistrat.kernels.ops import FOLDS, ReduceOp
-from mpistrat.kernels.scaling import multiply
+from mpistrat.kernels.scaling import multiply, power_for, real
 
 __all__ = [
     "MPI_NAMES",
     "Message",
     "finished",
+    "fold_by_mpi",
     "messages",
     "reduce_messages",
+    "rescued",
     "scale",
     "travel",
 ]
@@ -60,6 +63,55 @@ def messages(op: ReduceOp, wires: Sequence[Array], size: int) -> list[Message]:
     return found
 
 
+def fold_by_mpi(comm: Comm, send: Array, recv: Array, op: ReduceOp) -> None:
+    """Fold by the MPI library's own all-reduce; a NaN has the same bits on all ranks.
+
+    Of two NaNs, and of where they came from, MPICH leaves other bits on other ranks.
+
+    Collective; unproved. Cost: one MPI_Allreduce, and of floating point one pass over `recv`.
+    """
+    comm.allreduce(send, recv, MPI_NAMES[op])
+    if recv.dtype.kind in "fc" and comm.size > 1:
+        flat = real(recv).reshape(-1)
+        missing = np.isnan(flat)
+        if missing.any():
+            flat[missing] = np.nan
+
+
+def rescued(
+    results: Sequence[Array],
+    values: Sequence[Sequence[Array]],
+    divisors: Sequence[float],
+    size: int,
+    fold: Callable[[Array, Array], None],
+) -> None:
+    """Make those means anew whose sum has overflowed, from values scaled down before.
+
+    Collective, where a result is not finite; unproved.
+
+    Args:
+      results: The means, contiguous; with the same bits on all ranks.
+      values: What this rank gives to each: arrays that are added up here first. Contiguous.
+      divisors: What each sum was divided by; one per leaf, or one for all.
+      size: How many ranks fold.
+      fold: Folds an array of every rank into another one, on every rank.
+    """
+    for i, (result, given) in enumerate(zip(results, values, strict=True)):
+        flat = real(result).reshape(-1)
+        divisor = divisors[i if len(divisors) > 1 else 0]
+        where = np.flatnonzero(~np.isfinite(flat)) if divisor else ()
+        if len(where):
+            parts = [real(value).reshape(-1)[where] for value in given]
+            kind = parts[0].dtype.type
+            power = kind(power_for(size))
+            send = functools.reduce(np.add, [part * power for part in parts])
+            total = np.empty_like(send)
+            fold(send, total)
+            mean = total / (kind(divisor) * power)
+            most = np.copysign(np.finfo(kind).max, total)  # where rounding alone leads beyond it
+            flat[where] = np.where(np.isinf(mean) & np.isfinite(total), most, mean)
+
+
 def scale(message: Message, wires: Sequence[Array], scales: Sequence[float]) -> None:
     """Multiply each leaf of a message by its scale, in place."""
     flat, at = message.send.reshape(-1), 0
@@ -84,7 +136,7 @@ def travel(
             fold: Any = FOLDS[op]
             travelling[i] = message._replace(recv=fold.reduce(message.recv, axis=0))
         else:
-            comm.allreduce(message.send, message.recv, MPI_NAMES[op])
+            fold_by_mpi(comm, message.send, message.recv, op)
     return finished(op, wires, travelling)
 
 

@@ -11,6 +11,7 @@ packed into scratch memory, and the results copied out.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,12 +23,13 @@ from mpistrat.arrays import Array
 from mpistrat.collectives.alarms import warn
 from mpistrat.collectives.folding import Folding
 from mpistrat.collectives.lockstep import Lockstep
-from mpistrat.collectives.messages import reduce_messages
+from mpistrat.collectives.messages import fold_by_mpi, reduce_messages, rescued
 from mpistrat.collectives.packs import LIMIT, Pack, fill
 from mpistrat.collectives.results import Results
 from mpistrat.collectives.spans import Packed, Placed, Range, Scales, slice_of, spans_of
 from mpistrat.kernels.fold import compile_for, compiles, fold_pair, fold_rows, spread_rows
 from mpistrat.kernels.ops import FOLDS, ReduceOp
+from mpistrat.kernels.scaling import divide
 from mpistrat.memory.arena import Arena, ArenaAddress, Block
 from mpistrat.memory.copies import Copy
 from mpistrat.memory.layout import Specs
@@ -299,18 +301,28 @@ class NodeFolds:
             return
         nodes.node.barrier()
         if nodes.lane is not None:
-            self._across(op, out[0], columns, spans)
+            self._across(op, rows, out, columns, spans)
         nodes.node.barrier()
         for span in spans:
             start, stop = max(low, span.start), min(high, span.stop)
-            spread_rows(out, 0, start, stop, span.divisor, team)
+            spread_rows(out, 0, start, stop, team)
 
-    def _across(self, op: ReduceOp, row: Array, columns: int, spans: Sequence[Range]) -> None:
-        nodes = self.arena.nodes()
+    def _across(
+        self, op: ReduceOp, rows: Array, out: Array, columns: int, spans: Sequence[Range]
+    ) -> None:
+        nodes, row = self.arena.nodes(), out[0]
         assert nodes.lane is not None
+        fold = functools.partial(fold_by_mpi, nodes.lane, op=op)
         low, high = slice_of(nodes.node.rank, nodes.lanes, columns, row.dtype)
         for span in spans:
             start, stop = max(low, span.start), min(high, span.stop)
             for at in range(start, stop, _LANE):
                 part = row[at : min(at + _LANE, stop)]
                 (part[:],) = reduce_messages(nodes.lane, op, [part])
+                if span.divisor != 1.0:
+                    divide(part, span.divisor)
+                    # What is folded in place has taken the place of the first rank's values.
+                    if span.scales is None and out is not rows:
+                        given = list(rows[:, at : at + part.size])
+                        size = self._lockstep.comm.size
+                        rescued([part], [given], [span.divisor], size, fold)

@@ -17,9 +17,9 @@ from mpistrat.collectives.node import NodeFolds
 from mpistrat.collectives.spans import Scales, scales_of
 from mpistrat.kernels.fold import fold_rows
 from mpistrat.kernels.ops import FOLDS, ReduceOp
-from mpistrat.kernels.scaling import divide, multiply
+from mpistrat.kernels.scaling import Overflow, divide, multiply, noting, rescue
 
-__all__ = ["ONE", "AnyPlan", "NumberPlan", "Plan", "Run", "SharedPlan", "folded", "runs_of"]
+__all__ = ["ONE", "AnyPlan", "NumberPlan", "Plan", "Run", "SharedPlan", "leaves_of", "runs_of"]
 
 # The weight that rides with a mean without weights.
 ONE = struct.pack("<d", 1.0)
@@ -79,14 +79,16 @@ class Plan:
                 data = [bytes(self.nbytes)]
         self._ride(self._text, self._digest, header + b"".join(data))
         if self._quiet:
-            return self._totals(Scales())
-        with np.errstate(all="ignore"):
-            return self._totals(_scales(self._received) if self._weighted else Scales())
+            return self._totals(Scales(), None)
+        return self._noted(_scales(self._received) if self._weighted else Scales())
 
     def folded(self) -> list[Any]:
         """Return the totals of what came with the last proof, without weights. Not collective."""
-        with np.errstate(all="ignore"):
-            return self._totals(Scales())
+        return self._noted(Scales())
+
+    def _noted(self, scales: Scales) -> list[Any]:
+        with noting(overflow := Overflow() if self._divisor else None):
+            return self._totals(scales, overflow)
 
     def into(self, leaves: Sequence[Any], outs: Sequence[Array], weight: float = 1.0) -> None:
         """Put the totals of `leaves` into arrays of their shapes and dtypes. Collective."""
@@ -97,13 +99,12 @@ class Plan:
         """Return the total of the only leaf. Collective."""
         return self.all((leaf,))[0]
 
-    def _totals(self, scales: Scales) -> list[Any]:
+    def _totals(self, scales: Scales, overflow: Overflow | None) -> list[Any]:
         factors, divisor = scales.of(0)
         if scales.divisors is None:
             divisor = self._divisor or 1.0
-        return [
-            total for run in self._runs for total in _finished(run, self._fold, factors, divisor)
-        ]
+        found = [leaves_of(run, self._fold, factors, divisor, overflow) for run in self._runs]
+        return found[0] if len(found) == 1 else list(itertools.chain.from_iterable(found))
 
 
 @final
@@ -139,7 +140,7 @@ class NumberPlan:
         total = numbers[0]
         for value in numbers[1:]:
             total += value
-        if total != total:
+        if total - total != 0:  # infinite, or not a number
             return self._plan.folded()[0]
         return np.float64(total / self._size if self._mean else total)
 
@@ -257,11 +258,10 @@ class SharedPlan:
             moving()
         if total is None:
             total = np.empty(self._columns, self._dtype)
-        with np.errstate(all="ignore"):
-            if self._weighted:
-                self._weigh(side, total)
-            else:
-                self._plain(side, total)
+        if self._weighted:
+            self._weigh(side, total)
+        else:
+            self._plain(side, total)
         moved = self._session.on_moved
         if moved is not None:
             moved([total])
@@ -269,11 +269,15 @@ class SharedPlan:
 
     def _plain(self, side: int, total: Array) -> None:
         rows, fold = self._rows[side], self._fold
-        fold(rows[0], rows[1], out=total)
-        for row in rows[2:]:
-            fold(total, row, out=total)
-        if self._divisor:
-            divide(total, self._divisor)
+        with noting(overflow := Overflow() if self._divisor else None):
+            fold(rows[0], rows[1], out=total)
+            for row in rows[2:]:
+                fold(total, row, out=total)
+            if overflow is not None:
+                divide(total, self._divisor)
+        if overflow is not None and overflow.seen:
+            with np.errstate(all="ignore"):
+                rescue(total, rows, None, self._divisor)
 
     def _weigh(self, side: int, total: Array) -> None:
         """Fold as the general path does, which other ranks may take."""
@@ -314,16 +318,27 @@ def _bytes(number: Any) -> bytes:
     return np.asarray(number).tobytes()
 
 
-def _finished(
-    run: Run, fold: Callable[..., Any], factors: Array | None = None, divisor: float = 1.0
+def leaves_of(
+    run: Run,
+    fold: Callable[..., Any],
+    factors: Array | None,
+    divisor: float,
+    overflow: Overflow | None,
 ) -> list[Any]:
-    total = folded(run, fold, factors)
+    """Return the leaves of a run: everybody's values folded, divided, and cut.
+
+    Where `overflow` has been seen, which NumPy notes in it meanwhile, means are made another way.
+    """
+    total = _folded(run, fold, factors)
     if divisor != 1.0:
         divide(total, divisor)
+    if overflow is not None and overflow.seen:
+        overflow.seen = False
+        rescue(total, run.values, factors, divisor)
     return [total[a] if shape is None else total[a:b].reshape(shape) for a, b, shape in run.cuts]
 
 
-def folded(run: Run, fold: Callable[..., Any], factors: Array | None = None) -> Array:
+def _folded(run: Run, fold: Callable[..., Any], factors: Array | None) -> Array:
     """Return the fold of everybody's values, multiplied before by `factors`, one for each rank.
 
     All who fold what rode do it here: two NaNs, or two complex numbers, may leave other bits in

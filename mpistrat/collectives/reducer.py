@@ -22,13 +22,21 @@ from mpistrat.collectives.folding import Folding, put
 from mpistrat.collectives.gatherer import Gatherer
 from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.collectives.lost import lost
-from mpistrat.collectives.messages import Message, messages, scale, travel
+from mpistrat.collectives.messages import (
+    Message,
+    fold_by_mpi,
+    messages,
+    rescued,
+    scale,
+    travel,
+)
 from mpistrat.collectives.node import NodeFolds
-from mpistrat.collectives.planned import folded, runs_of
+from mpistrat.collectives.planned import leaves_of, runs_of
 from mpistrat.collectives.reducing import Reducing
 from mpistrat.collectives.results import Results, results_for
 from mpistrat.collectives.spans import Packed, Placed, Scales, scales_of
 from mpistrat.kernels.ops import FOLDS, ReduceOp
+from mpistrat.kernels.scaling import Overflow, noting
 
 __all__ = ["Reducer"]
 
@@ -218,12 +226,13 @@ class Reducer(Reducing):
         groups = [wires] if scales.uniform else [[wire] for wire in wires]
         totals: list[Array] = []
         for group in groups:
-            factors = scales.of(len(totals))[0]
-            for run in runs_of(received, group, start, [False] * len(group)):
-                total = folded(run, FOLDS[what.op], factors)
-                totals += [total[a:b].reshape(shape) for a, b, shape in run.cuts]
+            factors, divisor = scales.of(len(totals))
+            overflow = Overflow() if what.op is ReduceOp.MEAN else None
+            with noting(overflow):
+                for run in runs_of(received, group, start, [False] * len(group)):
+                    totals += leaves_of(run, FOLDS[what.op], factors, divisor, overflow)
             start += sum(wire.nbytes for wire in group)
-        return what.results(totals, scales.divisors)
+        return what.results(totals, None)
 
     def _native(
         self,
@@ -239,7 +248,11 @@ class Reducer(Reducing):
             factors = [1.0 if m is None else m[self.comm.rank] for m in mine]
             for message in sent:
                 scale(message, wires, factors)
-        return what.results(travel(self.comm, what.op, wires, sent), scales.divisors)
+        results = what.results(travel(self.comm, what.op, wires, sent), scales.divisors)
+        if scales.divisors is not None and scales.table is None and self.comm.size > 1:
+            fold = functools.partial(fold_by_mpi, self.comm, op=what.op)
+            rescued(results, [[wire] for wire in wires], scales.divisors, self.comm.size, fold)
+        return results
 
 
 def _nothing(scales: Scales, smalls: list[bytes]) -> list[Array]:

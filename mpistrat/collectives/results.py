@@ -111,8 +111,8 @@ def results_for(what: Folding, values: Sequence[Array], outs: Sequence[Array] | 
         outs = None  # the caller copies them, when all values have been read
     arrays: list[Array | None] = [None] * len(what.forms)
     if outs is not None:
-        # A matrix stays one, whatever it is reshaped to.
-        arrays = [np.asarray(out) if out.flags.c_contiguous else None for out in outs]
+        # A matrix stays one, whatever it is reshaped to. What is not aligned is filled by a copy.
+        arrays = [np.asarray(out) if out.flags.carray else None for out in outs]
         copies: list[list[_Copy]] = [[] for _ in what.packs]
     else:
         copies = [_together(what, pack, arrays) for pack in what.packs]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import struct
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, final
@@ -15,10 +14,11 @@ from mpistrat.collectives.folding import Folding, put
 from mpistrat.collectives.forms import decode_order, encode_order, ordered
 from mpistrat.collectives.gatherer import Gatherer
 from mpistrat.collectives.lost import moving
+from mpistrat.collectives.messages import rescued
 from mpistrat.collectives.reducer import Reducer
 from mpistrat.collectives.reducing import Reducing
 from mpistrat.collectives.routes import Route
-from mpistrat.collectives.spans import Placed, scaled
+from mpistrat.collectives.spans import Placed, scaled, total_of
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.kernels.scaling import multiply
 
@@ -66,7 +66,7 @@ class Chosen(Reducing):
 
 def divisors_of(scales: Array | None) -> list[float] | None:
     """Return what each leaf is divided by, given the weights of every rank (rows) and leaf."""
-    return None if scales is None else [math.fsum(column) for column in scales.T]
+    return None if scales is None else [total_of(column) for column in scales.T.tolist()]
 
 
 class Packing(NamedTuple):
@@ -169,8 +169,13 @@ class Routed(Chosen):
                     self._scale(sent, wires, scales[self.comm.rank])
                 for message in sent:
                     self._move(text, message, op)
-            totals = self._totals(op, wires, sent)
-            return put(what.results(totals, divisors_of(scales)), outs)
+                divisors = divisors_of(scales)
+                results = what.results(self._totals(op, wires, sent), divisors)
+                alike = scales is not None and not (weigh and (scales != 1).any())
+                if divisors is not None and alike and not self._route.whole:
+                    fold = functools.partial(self._route.fold, text, self.lockstep, op=op)
+                    rescued(results, [[wire] for wire in wires], divisors, self.comm.size, fold)
+            return put(results, outs)
 
     def all_gather(
         self, call: str, axis: Sequence[int], leaves: Sequence[Array], paths: Sequence[str]

@@ -14,7 +14,7 @@ import numpy as np
 
 from mpistrat.arrays import Array, as_array
 from mpistrat.collectives.lockstep import Lockstep
-from mpistrat.collectives.messages import MPI_NAMES
+from mpistrat.collectives.messages import MPI_NAMES, fold_by_mpi
 from mpistrat.comm.base import Buffer, Comm
 from mpistrat.errors import StructureError
 from mpistrat.kernels.ops import FOLDS, ReduceOp
@@ -61,7 +61,7 @@ def _lossy(op: ReduceOp, dtype: np.dtype[Any]) -> bool:
 def _all(comm: Comm, send: Array, recv: Array, op: ReduceOp) -> None:
     """Fold by the MPI library's own all-reduce; by a gather where that would lose a NaN."""
     if not _lossy(op, send.dtype):
-        comm.allreduce(send, recv, MPI_NAMES[op])
+        fold_by_mpi(comm, send, recv, op)
         return
     rows = np.empty((comm.size, *send.shape), send.dtype)
     comm.allgather(send, rows)

@@ -13,7 +13,17 @@ from mpistrat.arrays import Array
 from mpistrat.collectives.packs import Pack
 from mpistrat.memory.arena import Block
 
-__all__ = ["Packed", "Placed", "Range", "Scales", "scaled", "scales_of", "slice_of", "spans_of"]
+__all__ = [
+    "Packed",
+    "Placed",
+    "Range",
+    "Scales",
+    "scaled",
+    "scales_of",
+    "slice_of",
+    "spans_of",
+    "total_of",
+]
 
 # Slices begin on cache lines, so that no two ranks write to one.
 _LINE = 64
@@ -111,7 +121,7 @@ def scaled(table: Array, weigh: bool) -> Array:
     Weights that all ranks have alike are ones: as long as batches are full nothing is multiplied,
     and a mean over one rank is the value itself. Others are divided by a power of two, which loses
     nothing unless values are next to nothing, so that together they are no more than 1: no mean
-    overflows whose values do not. What are no counts are taken relative to the largest before.
+    overflows whose values do not.
     """
     if not weigh:
         return table
@@ -125,9 +135,17 @@ def _relative(weights: list[float]) -> list[float]:
         return [1.0 if largest else 0.0] * len(weights)
     given = [weight > 0 for weight in weights]
     if not all(weight <= _EXACT and weight.is_integer() for weight in weights):
-        weights = [weight / largest for weight in weights]
+        # By a power of two too, so that nothing is rounded: their sum might be too large otherwise.
+        weights = [math.ldexp(weight, -math.frexp(largest)[1]) for weight in weights]
     size = 2.0 ** -math.frexp(math.fsum(weights))[1]
     return [weight * size or _LEAST * read for weight, read in zip(weights, given, strict=True)]
+
+
+def total_of(weights: list[float]) -> Any:
+    """Return the sum of weights, as a longdouble where a float is not exact."""
+    whole = math.fsum(weights)
+    rest = math.fsum([*weights, -whole]) if math.isfinite(whole) else 0.0
+    return np.longdouble(whole) + np.longdouble(rest) if rest else whole
 
 
 def scales_of(table: Array, weigh: bool) -> Scales:
@@ -141,4 +159,4 @@ def scales_of(table: Array, weigh: bool) -> Scales:
             return Scales(None, (float(len(weights)),))
     table = scaled(table, weigh)
     alike = not weigh or bool((table == 1).all())
-    return Scales(None if alike else table, [math.fsum(column) for column in table.T.tolist()])
+    return Scales(None if alike else table, [total_of(column) for column in table.T.tolist()])

@@ -1,7 +1,7 @@
 """What every group of ranks can do.
 
 The words are MPI's: rank, size, all-gather, all-reduce, broadcast. Buffers are NumPy arrays that
-are C-contiguous and of native byte order; whoever calls has seen to that.
+are C-contiguous, aligned and of native byte order; whoever calls has seen to that.
 """
 
 from __future__ import annotations

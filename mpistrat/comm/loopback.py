@@ -1,8 +1,8 @@
 """N ranks as threads of one process: the whole stack without MPI.
 
 Plain ``pytest`` and a debugger work on it. It is made to be strict, not fast: every message is
-copied, ranks that call different things are told so, and a rank that waits for one that has left
-gets an error instead of waiting for ever.
+copied, buffers that MPI would not take are refused, ranks that call different things are told so,
+and a rank that waits for one that has left gets an error instead of waiting for ever.
 
 With a seed, one rank runs at a time: at every call the seed says who goes on, so what happens
 between the ranks is a function of the seed alone, and can be played again.
@@ -259,48 +259,53 @@ class LoopbackComm(Comm):
         self.size = world.size
         self._number = 0
 
-    def _meet(self, kind: str, item: Any) -> list[Any]:
+    def _meet(self, kind: str, item: Any, *buffers: Buffer | None) -> list[Any]:
+        for b in buffers:
+            if b is not None and not (
+                b.flags.c_contiguous and b.flags.aligned and b.dtype.isnative
+            ):
+                raise ValueError(f"rank {self.rank}, {kind}: MPI does not take such a buffer.")
         self._number += 1
         return self.world.meet(self.rank, self._number, kind, item)
 
     def allgather(self, send: Buffer, recv: Buffer) -> None:
         """Put every rank's `send` into `recv`, in rank order."""
-        parts = self._meet(f"allgather of {send.nbytes} bytes", send.tobytes())
+        parts = self._meet(f"allgather of {send.nbytes} bytes", send.tobytes(), send, recv)
         recv.reshape(-1).view(np.uint8)[:] = np.frombuffer(b"".join(parts), np.uint8)
 
     def allgatherv(self, send: Buffer, recv: Buffer, counts: Sequence[int]) -> None:
         """Put every rank's bytes into `recv`, in rank order."""
-        parts = self._meet(f"allgatherv of {list(counts)} bytes", send.tobytes())
+        parts = self._meet(f"allgatherv of {list(counts)} bytes", send.tobytes(), send, recv)
         recv[:] = np.frombuffer(b"".join(parts), np.uint8)
 
     def allreduce(self, send: Buffer, recv: Buffer, op: str) -> None:
         """Fold every rank's `send` into `recv`, in rank order."""
         kind = f"allreduce {op} of {send.dtype} {send.shape}"
-        parts = self._meet(kind, send.copy())
+        parts = self._meet(kind, send.copy(), send, recv)
         recv[...] = _folded(parts, op)
 
     def bcast(self, buffer: Buffer, root: int) -> None:
         """Copy `buffer` of rank `root` to every rank."""
         mine = buffer.copy() if self.rank == root else None
-        parts = self._meet(f"bcast of {buffer.nbytes} bytes from {root}", mine)
+        parts = self._meet(f"bcast of {buffer.nbytes} bytes from {root}", mine, buffer)
         buffer[...] = parts[root]
 
     def gatherv(self, send: Buffer, recv: Buffer | None, counts: Sequence[int], root: int) -> None:
         """Put every rank's bytes into `recv` of `root`, in rank order."""
-        parts = self._meet(f"gatherv of {list(counts)} bytes to {root}", send.tobytes())
+        parts = self._meet(f"gatherv of {list(counts)} bytes to {root}", send.tobytes(), send, recv)
         if recv is not None:
             recv[:] = np.frombuffer(b"".join(parts), np.uint8)
 
     def reduce(self, send: Buffer, recv: Buffer | None, op: str, root: int) -> None:
         """Fold every rank's `send` into `recv` of `root`, in rank order."""
         kind = f"reduce {op} of {send.dtype} {send.shape} to {root}"
-        parts = self._meet(kind, send.copy())
+        parts = self._meet(kind, send.copy(), send, recv)
         if recv is not None:
             recv[...] = _folded(parts, op)
 
     def sendrecv(self, send: Buffer, dest: int, recv: Buffer, source: int) -> None:
         """Give `send` to `dest`, and get `recv` from `source`."""
-        to, data = self._meet("sendrecv", (dest, send.tobytes()))[source]
+        to, data = self._meet("sendrecv", (dest, send.tobytes()), send, recv)[source]
         if to != self.rank:
             raise RuntimeError(f"rank {self.rank} waits for {source}, which sends to {to}.")
         recv.reshape(-1).view(np.uint8)[:] = np.frombuffer(data, np.uint8)

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from mpistrat.arrays import is_scalar
 from mpistrat.distribute.base import StrategyBase
 from mpistrat.distribute.kinds import DistributedVariable
+from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.distribute.values import DistributedValues
-from mpistrat.distribute.views import LOCAL
 from mpistrat.errors import StructureError
 
 __all__ = ["check_destinations", "checked_pairs", "device_called", "place"]
@@ -51,8 +52,9 @@ def check_destinations(strategy: StrategyBase, name: str, destinations: Any) -> 
     Args:
       strategy: Whose call it is.
       name: The call that they were given to.
-      destinations: A variable, a distributed value (in the local view an array), a label of one of
-        the strategy's devices, or a device as tf.distribute names them, such as ``"/cpu:0"``.
+      destinations: A variable, a distributed value (where values come unwrapped, an array, a number
+        or `IndexedSlices`), a label of one of the strategy's devices, or a device as tf.distribute
+        names them, such as ``"/cpu:0"``.
 
     Raises:
       StructureError: They are none of these.
@@ -61,8 +63,9 @@ def check_destinations(strategy: StrategyBase, name: str, destinations: Any) -> 
     if isinstance(destinations, DistributedValues | DistributedVariable):
         strategy.parts.regroup.check(name, [destinations])
         return
-    # In the local view a value is a plain array, and where it is, is a destination too.
-    if isinstance(destinations, np.ndarray) and strategy.parts.view is LOCAL:
+    # Where values are not wrapped, each is a plain one, and where it is, is a destination too.
+    value = isinstance(destinations, np.ndarray | IndexedSlices) or is_scalar(destinations)
+    if value and not strategy.parts.view.wraps:
         return
     if not isinstance(destinations, str) or not destinations:
         raise StructureError(

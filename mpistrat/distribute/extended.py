@@ -161,8 +161,9 @@ class StrategyExtended(Generic[S_co]):
         Args:
           reduce_op: ``"SUM"``, ``"MEAN"``, ``"MIN"``, ``"MAX"`` or ``"PROD"``.
           value: Tree of `PerReplica`.
-          destinations: A variable or distributed value, or the label of a device. The result is on
-            every rank in any case.
+          destinations: A variable or distributed value, or the label of a device; where values
+            are plain (`MultiWorkerMirroredStrategy`), such a value too. The result is on every rank
+            in any case.
           options: How the values are to move, over what the strategy was given.
 
         Returns:

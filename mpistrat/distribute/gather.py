@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 from mpistrat import nest
@@ -26,6 +27,7 @@ def gather_leaves(parts: Parts, value: Any, axis: int) -> Any:
         leaves, structure = nest.flatten(value)
         parts.regroup.check("gather", leaves)
         mine = [select(leaf) for leaf in leaves]
+        _refuse_slices("gather", mine)
     if parts.view.plain is Plain.EACH:
         return gather(parts, "gather", nest.unflatten(structure, mine), axis, born(leaves))
     which = [
@@ -52,11 +54,7 @@ def gather(parts: Parts, name: str, value: Any, axis: int, of: str = "") -> Any:
             raise TypeError(f"{name}: axis must be an integer, not {axis!r}.")
         axis = operator.index(axis)
         leaves, structure = nest.flatten(value)
-        if IndexedSlices in map(type, leaves):
-            raise NotImplementedError(
-                f"{name} does not support IndexedSlices. Gather their values and indices, or "
-                "np.asarray(slices)."
-            )
+        _refuse_slices(name, leaves)
         paths = named(leaves, structure)
         # Of a variable each replica's copy, which reading it here might make one.
         copies = [_copy(leaf) if isinstance(leaf, DistributedVariable) else leaf for leaf in leaves]
@@ -66,6 +64,14 @@ def gather(parts: Parts, name: str, value: Any, axis: int, of: str = "") -> Any:
         return value
     call = f"{name}(axis={axis}, {nest.describe(structure)}){of}"
     return nest.unflatten(structure, parts.reducer.all_gather(call, axes, arrays, paths))
+
+
+def _refuse_slices(name: str, leaves: Sequence[Any]) -> None:
+    if IndexedSlices in map(type, leaves):
+        raise NotImplementedError(
+            f"{name} does not support IndexedSlices. Gather their values and indices, or "
+            "np.asarray(slices)."
+        )
 
 
 def _copy(variable: DistributedVariable) -> Array:

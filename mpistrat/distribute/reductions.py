@@ -24,6 +24,7 @@ from mpistrat.distribute.writes import digest
 from mpistrat.errors import AxisError, StructureError
 from mpistrat.kernels.local import local_sum
 from mpistrat.kernels.ops import ReduceOp
+from mpistrat.kernels.scaling import multiply, real
 from mpistrat.kernels.threads import Team
 
 __all__ = ["reduce_over_axis", "reduce_over_replicas"]
@@ -154,7 +155,52 @@ def reduce_over_axis(parts: Parts, reduce_op: Any, value: Any, axis: Any) -> Any
     if op in (ReduceOp.MIN, ReduceOp.MAX):
         _refuse_nothing(parts, call, contributions, paths)
     totals = parts.reducer.all_reduce(call, op, contributions)
+    if op is ReduceOp.MEAN:
+        _rescue(parts, call, [_component(leaf) for leaf in leaves], over, contributions, totals)
     return nest.unflatten(structure, [total[()] for total in totals])
+
+
+# A power of two that no sum of floating-point numbers overflows with, however many there are.
+_LITTLE = 2.0**-60
+
+
+def _rescue(
+    parts: Parts,
+    call: str,
+    leaves: Sequence[Any],
+    axes: tuple[int, ...],
+    given: Sequence[Part],
+    totals: list[Array],
+) -> None:
+    """Make means anew that are not finite, from values scaled down: a sum may have overflowed."""
+    # float16 is added in a dtype that no sum of it leaves, and so are integers, which stay finite.
+    which = [
+        i
+        for i, (part, total) in enumerate(zip(given, totals, strict=True))
+        if part.form.result != np.float16 and not np.isfinite(total).all()
+    ]
+    if not which:
+        return
+    with parts.lockstep.preparing(call):
+        again = []
+        for i in which:
+            array, part = as_array(leaves[i], given[i].path), given[i]
+            little = np.array(array, part.form.wire, order="C")
+            with np.errstate(all="ignore"):
+                multiply(little, _LITTLE)
+            over = tuple(axis % array.ndim for axis in axes)
+            total, count = local_sum(little, over, part.form.wire, parts.lockstep.session.team)
+            again.append(part._replace(value=total, weight=count))
+    means = parts.reducer.all_reduce(f"{call}, scaled", ReduceOp.MEAN, again)
+    for i, mean in zip(which, means, strict=True):
+        with np.errstate(all="ignore"):
+            old, new = real(totals[i]), real(mean)
+            one = new.dtype.type(1)
+            made = new * new.dtype.type(1 / _LITTLE)
+            # Rounding alone may lead beyond the largest number, where all values are close to it.
+            most = np.copysign(np.nextafter(one * np.inf, one), new)
+            made = np.where(np.isinf(made) & np.isfinite(new), most, made)
+            np.copyto(old, made, where=~np.isfinite(old))
 
 
 def _over_axis(op: ReduceOp, array: Array, axis: Any, path: str, team: Team | None) -> Part:

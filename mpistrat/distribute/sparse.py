@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ from mpistrat.collectives.alarms import first_nonfinite
 from mpistrat.collectives.forms import Form, form
 from mpistrat.collectives.part import Part
 from mpistrat.collectives.reducing import Reducing
-from mpistrat.collectives.spans import scaled
+from mpistrat.collectives.spans import scaled, total_of
 from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.distribute.values import DistributedValues
 from mpistrat.errors import StructureError
@@ -152,7 +151,8 @@ def _by_class(
             smalls = reducer.lockstep.share(f"{text}, weights", header)
             table = np.array([np.frombuffer(small, np.float64) for small in smalls])
             scales = scaled(table, True)
-            mine = scales[reducer.comm.rank] / [math.fsum(column) for column in scales.T]
+            whole = [np.longdouble(total_of(column)) for column in scales.T.tolist()]
+            mine = scales[reducer.comm.rank] / whole
             wires = [np.array(wire, order="C") for wire in wires]
             for wire, share in zip(wires, mine, strict=True):
                 multiply(wire, share)
@@ -191,7 +191,7 @@ def _shares(weights: Array) -> Array:
     """Return for every row of all ranks its part of the mean, given weights and numbers of rows."""
     scales = scaled(weights[:, :1], True)[:, 0]
     with np.errstate(all="ignore"):  # all weights 0 give NaN
-        share = scales / math.fsum(scales)
+        share = scales / np.longdouble(total_of(scales.tolist()))
     rows: Array = np.repeat(share, weights[:, 1].astype(np.int64))
     return rows
 

@@ -399,6 +399,7 @@ class Strategy(StrategyBase):
           StrategyError: A leaf is a value or variable of another strategy.
           AxisError: A leaf has no such axis.
           LockstepError: The values do not fit together.
+          NotImplementedError: A leaf is `IndexedSlices`, plain or per replica.
 
         Cost: as `ReplicaContext.all_gather`.
         As: ``tf.distribute.Strategy.gather``.

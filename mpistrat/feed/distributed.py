@@ -305,7 +305,10 @@ class DistributedIterator(ElementIterator):
         small = _STEP.pack(item is not None, lost, rows, self._looks.digest, contents)
         call = f"next of {self._name}, step {self._steps}"
         self._steps += 1
-        told = [_STEP.unpack(s) for s in self._door.lockstep.share(call, small, failure)]
+        smalls = self._door.lockstep.share(call, small, failure)
+        if self._deal.same and item is not None and smalls.count(small) == len(smalls):
+            return True, item.element  # nearly always, and then there is nothing to compare
+        told = [_STEP.unpack(each) for each in smalls]
         having = [has for has, *_ in told]
         if not any(having) or (self._together and not all(having)):
             return False, None

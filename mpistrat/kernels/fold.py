@@ -14,15 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpistrat.kernels import jit
-from mpistrat.kernels.scaling import divide, factors_of, scale_into
+from mpistrat.kernels.blocks import BLOCK, fold_blocks
+from mpistrat.kernels.scaling import factors_of
 from mpistrat.kernels.threads import Team
 
-__all__ = ["compile_for", "compiles", "fold_pair", "fold_rows", "spread_rows"]
+__all__ = ["compile_for", "compiles", "fold_pair", "fold_rows", "spread_rows", "sum_rows"]
 
 Array: TypeAlias = NDArray[Any]
 
 _TILE = 2048  # elements folded at once; of float64 16 KiB, half of a first-level cache
-_BLOCK = 65536  # the same for NumPy, whose calls cost more than its loops
 # From here on a slice is worth a compiler, if none has run yet.
 _COMPILE = 1 << 18
 # A part of this many is worth a thread: it takes 0.1 ms, and to hand it over 0.02 to 0.04.
@@ -56,7 +56,8 @@ def fold_rows(
       start: The first column.
       stop: The column after the last.
       scales: What to multiply each row by; a row of 0 is never read. None for all ones.
-      divisor: What to divide the result by.
+      divisor: What to divide the result by. With one, or with scales, it is a mean, and where its
+        sum overflows, it is made from values that are scaled down before.
       whole: How many columns all ranks together fold in this call; these alone if None.
       team: The threads that take part if the slice is large; None for this one alone.
       ready: The loop for this dtype is compiled, so what is less takes it too. Equal on all ranks.
@@ -85,10 +86,9 @@ def fold_rows(
         inside = out.ctypes.data == rows.ctypes.data
         # To multiply by 1 changes no number, and takes no time beside that of memory.
         factors = np.ones(len(rows), dtype) if scales is None else factors_of(scales, dtype)
-        _sum_rows(rows, out, start, stop, factors, np.array([divisor], dtype), 0, inside)
+        sum_rows(rows, out, start, stop, factors, np.array([divisor], dtype), 0, inside)
     else:
-        with np.errstate(all="ignore"):
-            _fold_blocks(fold, rows, out, start, stop, scales, divisor)
+        fold_blocks(fold, rows, out, start, stop, scales, divisor, out is rows)
 
 
 def _divided(team: Team, work: Callable[[int, int], None], start: int, stop: int) -> None:
@@ -146,16 +146,16 @@ def fold_pair(
     one, two = rows[0, start:stop], rows[1, start:stop]
     plain = _ones(scales)
     compiled = ready or compiles(fold, rows.dtype, count)
-    with np.errstate(all="ignore"):
-        if plain and divisor == 1.0:
+    if plain and divisor == 1.0:
+        with np.errstate(all="ignore"):
             fold(one, two, out=out)
-        elif rows.dtype.kind == "f" and fold is np.add and compiled:
-            factors = np.ones(2, rows.dtype) if scales is None else factors_of(scales, rows.dtype)
-            by = np.array([divisor], rows.dtype)
-            _sum_rows(rows, out[None], start, stop, factors, by, start, False)
-        else:
-            table = None if plain else scales
-            _fold_blocks(fold, rows[:, start:stop], out[None], 0, stop - start, table, divisor)
+    elif rows.dtype.kind == "f" and fold is np.add and compiled:
+        factors = np.ones(2, rows.dtype) if scales is None else factors_of(scales, rows.dtype)
+        by = np.array([divisor], rows.dtype)
+        sum_rows(rows, out[None], start, stop, factors, by, start, False)
+    else:
+        table = None if plain else scales
+        fold_blocks(fold, rows[:, start:stop], out[None], 0, stop - start, table, divisor)
 
 
 def _ones(scales: Array | None) -> bool:
@@ -170,7 +170,7 @@ def compiles(fold: Callable[..., Any], dtype: np.dtype[Any], columns: int) -> bo
 @functools.cache
 def _compiled_for(dtype: np.dtype[Any]) -> None:
     rows = np.zeros((2, 1), dtype)
-    _sum_rows(rows, rows, 0, 1, np.ones(2, dtype), np.ones(1, dtype), 0, True)
+    sum_rows(rows, rows, 0, 1, np.ones(2, dtype), np.ones(1, dtype), 0, True)
 
 
 def compile_for(dtype: np.dtype[Any], columns: int) -> None:
@@ -180,37 +180,6 @@ def compile_for(dtype: np.dtype[Any], columns: int) -> None:
     """
     if compiles(np.add, dtype, columns):
         _compiled_for(dtype)
-
-
-def _fold_blocks(
-    fold: Callable[..., Any],
-    rows: Array,
-    out: Array,
-    start: int,
-    stop: int,
-    scales: Array | None,
-    divisor: float,
-) -> None:
-    spare = np.empty(min(_BLOCK, stop - start) if scales is not None else 0, rows.dtype)
-    for low in range(start, stop, _BLOCK):
-        high = min(low + _BLOCK, stop)
-        # The first row of what goes out may be the first that comes in: that is read first.
-        total, part = out[0, low:high], spare[: high - low]
-        if scales is None:
-            if len(rows) > 1:
-                fold(rows[0, low:high], rows[1, low:high], out=total)
-            else:
-                total[:] = rows[0, low:high]
-            for row in rows[2:]:
-                fold(total, row[low:high], out=total)
-        else:
-            scale_into(rows[0, low:high], scales[0], total)
-            for row, factor in zip(rows[1:], scales[1:], strict=True):
-                fold(total, scale_into(row[low:high], factor, part), out=total)
-        if divisor != 1.0:
-            divide(total, divisor)
-        for r in range(1, len(out)):
-            out[r, low:high] = total
 
 
 def _sum_rows_twin(
@@ -225,8 +194,7 @@ def _sum_rows_twin(
 ) -> None:
     given, into = rows[:, start:stop], out[:, start - shift : stop - shift]
     scales = None if _ones(factors) else factors
-    with np.errstate(all="ignore"):
-        _fold_blocks(np.add, given, into, 0, stop - start, scales, float(divisor[0]))
+    fold_blocks(np.add, given, into, 0, stop - start, scales, float(divisor[0]), inside)
 
 
 @jit.helper
@@ -250,6 +218,13 @@ def _add(row: Array, factor: Any, total: Array) -> None:
 
 
 @jit.helper
+def _divide(total: Array, by: Any) -> None:
+    if by != 1:
+        for i in range(total.size):
+            total[i] = total[i] / by
+
+
+@jit.helper
 def _sum_two(one: Array, two: Array, factors: Array, total: Array) -> None:
     first, second = factors[0], factors[1]
     for i in range(total.size):
@@ -266,14 +241,47 @@ def _add_both(one: Array, two: Array, factors: Array, by: Any) -> None:
             one[i] = total
             two[i] = total
     else:
+        # What overflows is made from values scaled down, at once: they are gone afterwards. That
+        # takes no branch, so it is still vector code.
+        power = factors.dtype.type(0.25 if first == second == 1 else 1)
+        low_first, low_second, low_by = first * power, second * power, by * power
         for i in range(one.size):
-            total = (one[i] * first + two[i] * second) / by
+            total = one[i] * first + two[i] * second
+            low = one[i] * low_first + two[i] * low_second
+            bad = total - total != 0
+            total = (low if bad else total) / (low_by if bad else by)
             one[i] = total
             two[i] = total
 
 
+@jit.helper
+def _rescue(rows: Array, low: int, factors: Array, by: Any, total: Array) -> None:
+    """Do as `mpistrat.kernels.scaling.rescue`, if a total is not finite; each is made alike."""
+    bad = False
+    for i in range(total.size):
+        bad |= total[i] - total[i] != 0
+    if not bad:
+        return
+    size, power = 1, factors.dtype.type(1)
+    while size <= rows.shape[0] and (factors == 1).all():  # others are no more than 1 together
+        size, power = size * 2, power * factors.dtype.type(0.5)
+    for i in range(total.size):
+        if total[i] - total[i] == 0:
+            continue
+        found, most = power * 0, power * 0
+        for r in range(rows.shape[0]):
+            if factors[r] != 0:
+                value = rows[r, low + i]
+                found += value * (factors[r] * power)
+                most = max(most, abs(value))
+        found /= by * power
+        if np.isinf(found) and most - most == 0:
+            found = most if found > 0 else -most
+        total[i] = found
+
+
 @jit.kernel(_sum_rows_twin)
-def _sum_rows(
+def sum_rows(
     rows: Array,
     out: Array,
     start: int,
@@ -283,7 +291,22 @@ def _sum_rows(
     shift: int,
     inside: bool,
 ) -> None:
+    """Add columns `start` to `stop` of all rows, for loops that go on with the sums.
+
+    Args:
+      rows: C-ordered matrix of floats or integers, one row for each rank.
+      out: C-ordered matrix of the same dtype; column `c` of a sum goes to column ``c - shift``.
+      start: The first column.
+      stop: The column after the last.
+      factors: What to multiply each row by, in its dtype; a row of 0 is never read.
+      divisor: One number of the same dtype, by which sums are divided.
+      shift: The column of `rows` that is the first of `out`.
+      inside: Whether `out` is `rows`.
+    """
     by, count = divisor[0], rows.shape[0]
+    mean = by != 0 and (by != 1 or (factors != 1).any())
+    # The values of a mean may be needed again, so it is made beside them.
+    room = np.empty(_TILE if mean and inside else 0, rows.dtype)
     read = count > 1 and factors[0] != 0 and factors[1] != 0
     both = read and inside and count == out.shape[0] == 2
     for low in range(start, stop, _TILE):
@@ -292,50 +315,38 @@ def _sum_rows(
         if both:
             _add_both(rows[0, low:high], rows[1, low:high], factors, by)
             continue
-        total = out[0, low - shift : high - shift]
+        total = room[: high - low] if room.size else out[0, low - shift : high - shift]
         done = 1
         if read and not inside:
             _sum_two(rows[0, low:high], rows[1, low:high], factors, total)
             done = 2
         else:
-            if not inside:
+            if room.size or not inside:
                 total[:] = rows[0, low:high]
             _scale(total, factors[0])
         for r in range(done, count):
             _add(rows[r, low:high], factors[r], total)
-        if by != 1:
-            for i in range(high - low):
-                total[i] = total[i] / by
-        for r in range(1, out.shape[0]):
+        _divide(total, by)
+        if mean:
+            _rescue(rows, low, factors, by, total)
+        for r in range(0 if room.size else 1, out.shape[0]):
             place = out[r, low - shift : high - shift]
             for i in range(high - low):
                 place[i] = total[i]
 
 
-def spread_rows(
-    rows: Array,
-    source: int,
-    start: int,
-    stop: int,
-    divisor: float = 1.0,
-    team: Team | None = None,
-) -> None:
-    """Copy columns `start` to `stop` of row `source`, divided by `divisor`, to all rows.
+def spread_rows(rows: Array, source: int, start: int, stop: int, team: Team | None = None) -> None:
+    """Copy columns `start` to `stop` of row `source` to all rows.
 
     With a `team`, its threads take part if the slice is large.
 
     Cost: One pass over the slice.
     """
     if team is not None and stop - start >= 2 * _PART:
-        part = functools.partial(spread_rows, rows, source, divisor=divisor)
-        _divided(team, part, start, stop)
+        _divided(team, functools.partial(spread_rows, rows, source), start, stop)
         return
-    for low in range(start, stop, _BLOCK):
-        high = min(low + _BLOCK, stop)
-        total = rows[source, low:high]
-        if divisor != 1.0:
-            with np.errstate(all="ignore"):
-                divide(total, divisor)
+    for low in range(start, stop, BLOCK):
+        high = min(low + BLOCK, stop)
         for r in range(len(rows)):
             if r != source:
-                rows[r, low:high] = total
+                rows[r, low:high] = rows[source, low:high]

@@ -16,8 +16,9 @@ The first call in a process decides for all kernels: compiled, or twins everywhe
 wanted (`mpistrat.options`) or cannot be imported. `compiling` tells which; ranks that must agree
 on the bits of a result have to agree on it.
 
-Two rules for who writes one. Module level only: Numba's cache on disk never finds a closure again.
-A helper lives in the module of the kernels that call it: the cache watches that one file for edits.
+One rule for who writes one: module level only, as Numba's cache never finds a closure again. A loop
+that is to run with several kernels in it is a `driver`. The cache knows the code of all that a
+kernel names, wherever it stands.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ import functools
 import hashlib
 import importlib
 import threading
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any, Generic, ParamSpec, TypeVar, final
 
 from mpistrat import options
 
-__all__ = ["Kernel", "compiling", "helper", "kernel"]
+__all__ = ["Kernel", "compiling", "driver", "helper", "kernel"]
 
 # Division by zero gives infinity or NaN, as in the twins, and does not raise.
 _LIKE_NUMPY = {"nogil": True, "error_model": "numpy"}
@@ -129,6 +131,66 @@ def helper(function: Callable[P, R]) -> Kernel[P, R]:
     return Kernel(function, function)
 
 
+def driver(function: Callable[P, R], **kernels: Kernel[..., Any]) -> Kernel[P, R]:
+    """Turn a module-level loop around kernels into a kernel that needs no twin of its own.
+
+    Its twin is its own body, with the twins of all kernels that it names in their place; so what
+    else is in the body has to mean the same in Python. Machine code is kept apart in the cache on
+    disk for each choice of `kernels`.
+
+    Args:
+      function: The loop. It names kernels of its module, and those given here.
+      kernels: What further names in it stand for.
+
+    Returns:
+      A `Kernel`, to be called like the function; a new one for each call.
+
+    Example:
+      >>> def loop(x):
+      ...     return part(x) + 1
+      >>> driver(loop, part=helper(lambda x: 10 * x)).twin(4)
+      41
+    """
+    form = _renamed(function, kernels)
+
+    @functools.cache
+    def plain() -> Any:
+        named = {name: form.__globals__.get(name) for name in form.__code__.co_names}
+        return _renamed(form, {k: v.twin for k, v in named.items() if isinstance(v, Kernel)})
+
+    def twin(*args: P.args, **kwargs: P.kwargs) -> R:
+        return plain()(*args, **kwargs)  # type: ignore[no-any-return]  # the same function
+
+    return Kernel(form, twin)
+
+
+def _renamed(function: Any, names: dict[str, Any]) -> Any:
+    made = types.FunctionType(function.__code__, {**function.__globals__, **names})
+    made.__defaults__ = function.__defaults__
+    made.__qualname__ = function.__qualname__
+    made.__doc__ = function.__doc__
+    return made
+
+
+def _code(function: Any, seen: set[int]) -> list[str]:
+    """Describe what a function is compiled from: its code, and all that this names.
+
+    Numba's own key has not: an edit of a helper in another file would go unnoticed.
+    """
+    if id(function) in seen:
+        return []
+    seen.add(id(function))
+    code = function.__code__
+    texts = [code.co_code.hex(), repr(code.co_consts)]
+    for name in code.co_names:
+        value = function.__globals__.get(name)
+        if isinstance(value, Kernel):
+            texts += [name, *_code(value._function, seen)]
+        elif isinstance(value, int | float | str | tuple):
+            texts.append(f"{name}={value!r}")
+    return texts
+
+
 @functools.cache
 def compiling() -> bool:
     """Return whether this process runs compiled kernels; decided once, then kept.
@@ -178,7 +240,7 @@ def _compile(function: Callable[P, R]) -> Callable[P, R]:
         return numba.njit(**_LIKE_NUMPY)(function)  # type: ignore[no-any-return]  # untyped import
     cache: Any = getattr(compiled, "_cache", None)  # absent under NUMBA_DISABLE_JIT
     if hasattr(cache, "_cache_file"):
-        cache._cache_file = _CacheFiles(cache._cache_file)
+        cache._cache_file = _CacheFiles(cache._cache_file, _code(function, set()))
     return compiled  # type: ignore[no-any-return]  # untyped import
 
 
@@ -188,16 +250,18 @@ class _CacheFiles:
 
     Numba keeps one index per function and numbers the code files. Two ranks that compile different
     signatures at once both take number 1, and afterwards the index of one names the code of the
-    other. With an index per signature they can only write the same thing. A file that is torn, or
-    cannot be read or written, costs a compilation and nothing else.
+    other. With an index per signature they can only write the same thing. What the function is
+    compiled from counts like the signature. A file that is torn, or cannot be read or written,
+    costs a compilation and nothing else.
     """
 
-    def __init__(self, whole: Any):
+    def __init__(self, whole: Any, code: list[str]):
         self._whole = whole
+        self._code = code
 
     def _file(self, key: tuple[Any, ...]) -> Any:
         # The key holds types, processor and bytecode; their text is the same in every process.
-        digest = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
+        digest = hashlib.sha256(repr((key, self._code)).encode()).hexdigest()[:16]
         index = self._whole._index_name.removesuffix(".nbi")
         return type(self._whole)(
             self._whole._cache_path, f"{index}-{digest}", self._whole._source_stamp

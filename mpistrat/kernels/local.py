@@ -107,7 +107,8 @@ def _numpy_sum(x: Array, axes: tuple[int, ...], wide: np.dtype[Any], out: Array)
     with np.errstate(all="ignore"):
         if out.size <= _BLOCK:
             # Not sum(out=out): a narrow `out` would round each partial sum that NumPy parks in it.
-            out[...] = x.sum(axis=axes, dtype=wide)
+            # As an array, also of one number: a number that `out` does not hold would be an error.
+            out[...] = np.asarray(x.sum(axis=axes, dtype=wide))
             return
     longest = int(np.argmax(out.shape))
     left = [axis for axis in range(x.ndim) if axis not in axes][longest]

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import math
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any, TypeAlias, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["divide", "factors_of", "multiply", "real", "scale_into"]
+__all__ = [
+    "Overflow",
+    "divide",
+    "factors_of",
+    "multiply",
+    "noting",
+    "power_for",
+    "real",
+    "rescue",
+    "scale_into",
+]
 
 Array: TypeAlias = NDArray[Any]
 
@@ -84,4 +95,75 @@ def divide(array: Array, divisor: float) -> None:
 
 def _halves(divisor: float) -> bool:
     # The inverse of such a number is exact, in float16 too: both ways round the same number.
-    return math.frexp(divisor)[0] == 0.5 and 2**-14 <= divisor <= 2**14
+    whole = float(divisor)
+    return math.frexp(whole)[0] == 0.5 and 2**-14 <= whole <= 2**14 and whole == divisor
+
+
+@final
+class Overflow:
+    """Notes whether finite numbers have become infinite, at no cost: the processor says so.
+
+    Infinite numbers that were given are none.
+
+    Attributes:
+      seen: Whether any have.
+
+    Example:
+      >>> overflow = Overflow()
+      >>> with np.errstate(over="call", call=overflow):
+      ...     total = np.full(2, 1e308) + np.array([1e308, np.inf])
+      >>> overflow.seen, total
+      (True, array([inf, inf]))
+    """
+
+    __slots__ = ("seen",)
+
+    def __init__(self) -> None:
+        """Note nothing yet."""
+        self.seen = False
+
+    def __call__(self, kind: str, flag: int) -> None:
+        """Note it; NumPy calls this."""
+        self.seen = True
+
+
+def noting(overflow: Overflow | None) -> np.errstate:
+    """Return a context in which NumPy is silent, and tells `overflow` if there is one."""
+    if overflow is None:
+        return np.errstate(all="ignore")
+    return np.errstate(all="ignore", over="call", call=overflow)
+
+
+def power_for(count: int) -> float:
+    """Return a power of two that `count` numbers are multiplied by so that no sum overflows."""
+    return 2.0 ** -math.frexp(count)[1]
+
+
+def rescue(total: Array, values: Sequence[Array], factors: Array | None, divisor: float) -> None:
+    """Make those of the means anew whose sum has overflowed, from values scaled down before.
+
+    Args:
+      total: The means; contiguous. Those that are finite stay.
+      values: Of each rank, contiguous; not `total`.
+      factors: What each was multiplied by; of 0, it is not read. None for all ones.
+      divisor: What the sum was divided by.
+
+    Cost: one pass over `total`, and some over what is not finite in it.
+    """
+    flat = real(total).reshape(-1)
+    where = np.flatnonzero(~np.isfinite(flat))
+    kind = flat.dtype.type
+    # Weights are no more than 1 together, and the least of them would become 0.
+    power, scales = kind(1), np.ones(len(values), flat.dtype)
+    if factors is None:
+        power = kind(power_for(len(values)))
+    else:
+        scales = factors_of(factors, flat.dtype)
+    parts = [(real(v).reshape(-1)[where], s) for v, s in zip(values, scales, strict=True) if s]
+    found = np.zeros(where.size, flat.dtype)
+    for part, scale in parts:
+        found += part * (scale * power)
+    found /= kind(divisor) * power
+    # Rounding alone may lead beyond the largest number, where all values are close to it.
+    most = np.max([np.abs(part) for part, _ in parts], axis=0, initial=0)
+    flat[where] = np.where(np.isinf(found) & np.isfinite(most), np.copysign(most, found), found)

@@ -15,6 +15,12 @@ class Sub(np.ndarray):
     pass
 
 
+def unaligned(array):
+    out = np.zeros(array.nbytes + 1, np.uint8)[1:].view(array.dtype).reshape(array.shape)
+    out[...] = array
+    return out
+
+
 def fixed(array):
     array = array.copy()
     array.flags.writeable = False
@@ -29,6 +35,7 @@ LAYOUTS = {
     "step": lambda a: np.repeat(a, 2, axis=1)[:, ::2],
     "swapped": lambda a: a.astype(a.dtype.newbyteorder("S")),
     "read-only": fixed,
+    "unaligned": unaligned,
     "subclass": lambda a: a.copy().view(Sub),
     "transposed": lambda a: a.T.copy().T,
 }
@@ -62,6 +69,36 @@ def test_ranks_use_different_layouts_at_once(world, shape, code):
         same(world, np.int8(near and sums.dtype == code), np.int8(1))
         owned = total.local.flags.writeable and not np.shares_memory(total.local, mine)
         same(world, np.int8(owned and mine.tobytes() == before), np.int8(1))
+
+
+WAYS = {
+    "usual": None,
+    "native": ms.NcclAllReduce(),
+    "nodes": ms.HierarchicalCopyAllReduce(),
+    "root": ms.ReductionToOneDevice(),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_not_aligned_moves_on_every_way(world, way):
+    strategy = ms.MirroredStrategy(cross_device_ops=WAYS[way])
+    total = world.size * (world.size + 1) / 2
+    for code in ("i4", "f4", "f8", "g", "c16"):
+        for size in (3, 70_000):
+            given = unaligned(np.full(size, world.rank + 1, code))
+            out = unaligned(np.zeros(size, code))
+
+            def replica(given=given, out=out):
+                context = ms.get_replica_context()
+                for _ in range(3):
+                    found = context.all_reduce("SUM", given)
+                return found, context.all_reduce("SUM", [given], out=[out])[0]
+
+            found, filled = strategy.run(replica)
+            same(world, found.local, np.full(size, total, code))
+            same(world, np.array(filled.local), np.full(size, total, code))
+            sums = strategy.reduce("SUM", ms.PerReplica(given), axis=0)
+            same(world, sums, np.array(size * total, code))
 
 
 def test_memmaps_and_broadcast_views(world, tmp_path):

@@ -80,3 +80,36 @@ def test_replicas_in_another_order(world):
     check(world, reduced)
     topology = ms.Topology.read(ranks_per_node=2)
     assert topology.nodes == tuple(rank // 2 for rank in range(world.size))
+
+
+@pytest.mark.parametrize("name", ["native", "nodes", "nodes of two"])
+@pytest.mark.parametrize("code", ["f4", "f8", "c8", "c16"])
+def test_what_is_not_a_number_has_the_same_bits_everywhere(world, name, code):
+    strategy = ms.MirroredStrategy(cross_device_ops=OPS[name](world.size))
+    rng = np.random.default_rng(world.rank)
+    for op in ("SUM", "MEAN", "PROD"):
+        for size in (5, 900, 20_000):
+            x = rng.normal(size=size).astype(code)
+            bits = x.view(x.real.dtype).view(f"u{x.real.itemsize}")
+            where = rng.random(bits.size) < 0.3
+            kind = np.array(np.nan, x.real.dtype).view(bits.dtype)
+            signs = rng.integers(0, 2, bits.size).astype(bits.dtype) << (8 * bits.itemsize - 1)
+            payload = rng.integers(1, 1000, bits.size).astype(bits.dtype)
+            bits[where] = (kind | payload | signs)[where]
+            found = strategy.run(lambda x=x, op=op: ms.get_replica_context().all_reduce(op, x))
+            same(world, found.local.view(np.uint8))
+
+
+def test_means_do_not_overflow(world):
+    for name in OPS:
+        if name == "function":
+            continue
+        strategy = ms.MirroredStrategy(cross_device_ops=OPS[name](world.size))
+        for code, top in (("f4", np.finfo("f4").max), ("f8", 1.7e308), ("c16", 1.7e308)):
+            x = np.full(900, top, code)
+            x[1] = np.inf if world.rank == 0 else top
+            found = strategy.run(lambda x=x: ms.get_replica_context().all_reduce("mean", x)).local
+            assert np.isinf(found[1].real)
+            assert np.isfinite(np.delete(found, 1)).all()
+            np.testing.assert_allclose(np.delete(found, 1).real, float(top), rtol=1e-6)
+            same(world, found)

@@ -53,6 +53,18 @@ def test_a_native_array_of_any_layout_is_not_copied(make):
     assert seen.__array_interface__["data"][0] == given.__array_interface__["data"][0]
 
 
+@pytest.mark.parametrize("code", NUMBERS)
+def test_what_is_not_aligned_comes_in_as_a_copy(code):
+    raw = np.zeros(6 * np.dtype(code).itemsize + 1, np.uint8)
+    given = raw[1:].view(code).reshape(2, 3)
+    given[...] = np.arange(6).reshape(2, 3)
+    for layout in (given, given.T, given[:, ::2]):
+        seen = as_array(layout)
+        assert seen.flags.aligned
+        assert seen.dtype == np.dtype(code)
+        assert np.array_equal(seen, layout)
+
+
 def test_read_only_arrays_memmaps_and_subclasses_are_seen_as_they_are(tmp_path):
     class Sub(np.ndarray):
         pass

@@ -431,7 +431,7 @@ def test_the_kernel_has_the_bits_of_its_twin(rows, dtype, scaled, by, second, pl
     outs = [{"inside": v, "first row": v[:1]}.get(place, v[:2] + 1) for v in (compiled, twin)]
     fold_rows(np.add, compiled, outs[0], 17, 4321, scales, divisor)
     with np.errstate(all="ignore"):
-        fold_module._fold_blocks(np.add, twin, outs[1], 17, 4321, scales, divisor)
+        fold_module.fold_blocks(np.add, twin, outs[1], 17, 4321, scales, divisor)
     assert compiled.tobytes() == twin.tobytes()
     assert outs[0].tobytes() == outs[1].tobytes()
     terms = [
@@ -504,7 +504,7 @@ def test_small_folds_take_the_loop_once_a_large_one_has_had_it_compiled(
         loops[threading.get_ident()] += 1
         return run(*args)
 
-    monkeypatch.setattr(fold_module, "_sum_rows", functools.partial(counted, fold_module._sum_rows))
+    monkeypatch.setattr(fold_module, "sum_rows", functools.partial(counted, fold_module.sum_rows))
     gradients = [random(r, (count,), "f4") for r in range(size)]
     weights = [2.0, 5.0, 9.0][:size] if weighted else [1.0] * size
     with np.errstate(all="ignore"):

@@ -398,8 +398,6 @@ def test_shared_trees_planned_or_not(size, forgetful, kind, weights, into):
     for step, turn in enumerate((0, 100, 200, 300)):
         leaves = [ms.nest.flatten(make(rank, turn))[0] for rank in range(size)]
         factors = given or (1.0,) * size
-        largest = max(factors) if any(f != int(f) for f in factors) else 1
-        factors = [f / largest for f in factors]
         want = [
             sum_in_order([0 * a if f == 0 else a * f for a, f in zip(each, factors, strict=True)])
             / math.fsum(factors)

@@ -897,3 +897,31 @@ def test_in_the_local_view_a_value_is_a_destination():
         return strategy.run(replica).tolist()
 
     assert run_ranks(program, 3) == [[12.0] * 3] * 3
+
+
+@pytest.mark.parametrize("make", [np.float32, np.array, float, int], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("n", [1, 3])
+def test_what_has_no_dimensions_is_a_destination_where_values_are_plain(n, make):
+    def program(comm):
+        strategy = ms.MultiWorkerMirroredStrategy()
+        value = make(comm.rank + 1)
+        one = strategy.extended.reduce_to("sum", value, value)
+        [two] = strategy.extended.batch_reduce_to("mean", [(value, value)])
+        direct = ms.NcclAllReduce()
+        with strategy.scope():
+            three = direct.reduce("sum", value, value)
+            kept = direct.broadcast(value, value)
+        mine = strategy.extended.broadcast_to(value, value)
+        return float(one), float(two), float(three), mine is value, kept is value
+
+    total = n * (n + 1) / 2
+    assert run_ranks(program, n) == [(total, total / n, total, True, True)] * n
+
+
+def test_the_value_of_one_device_is_a_destination():
+    extended = ms.OneDeviceStrategy("cpu").extended
+    for value in (np.float32(2), np.ones(3), 2.0):
+        assert np.array_equal(extended.reduce_to("sum", value, value), value)
+        assert extended.broadcast_to(value, value) is value
+    with pytest.raises(ms.StructureError, match="destinations must be"):
+        ms.MirroredStrategy().extended.reduce_to("sum", ms.PerReplica(1.0), np.float32(1))

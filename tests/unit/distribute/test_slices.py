@@ -161,19 +161,29 @@ def test_reductions_in_cross_replica_code(make):
         assert kind == ("Mirrored" if make is ms.MirroredStrategy else "IndexedSlices")
 
 
-@pytest.mark.parametrize("where", ["replica", "cross"])
-def test_gathers_refuse_them_on_every_rank(where):
+@pytest.mark.parametrize("make", [ms.MirroredStrategy, ms.MultiWorkerMirroredStrategy])
+@pytest.mark.parametrize("where", ["replica", "cross", "plain", "beside"])
+def test_gathers_refuse_them_on_every_rank(where, make):
     def rank(comm):
-        s = ms.MirroredStrategy()
-        mine = rows(1) if comm.rank else np.ones((1, 2))
+        s = make()
+        mine = rows(1) if comm.rank or where == "plain" else np.ones((1, 2))
         with pytest.raises(NotImplementedError, match="IndexedSlices"):
             if where == "replica":
                 s.run(lambda: ctx().all_gather([mine], 0))
-            else:
+            elif where == "cross":
                 s.gather(ms.PerReplica(mine), 0)
+            elif where == "plain":
+                s.gather(mine, 0)
+            else:
+                s.gather([ms.PerReplica(np.ones(2)), {"k": mine}], 0)
         return float(s.reduce("SUM", ms.PerReplica(1.0), None))
 
     assert run_ranks(rank, 3) == [3.0] * 3
+
+
+def test_a_gather_of_one_device_refuses_them():
+    with pytest.raises(NotImplementedError, match="IndexedSlices"):
+        ms.OneDeviceStrategy("cpu").gather(rows(1), 0)
 
 
 @pytest.mark.parametrize(

@@ -185,3 +185,68 @@ caching.IndexDataCacheFile._open_for_write = full
 """
         assert program(code + CALL.format(dtype="f8") + HITS) == ["14.0", "0"]
         assert not list(program.cache.rglob("*.nb?"))
+
+
+DRIVER = """
+import numpy as np
+from mpistrat.kernels import jit
+from parts_here import double, triple
+
+def loop(values):
+    total = 0.0
+    for low in range(0, values.size, 2):
+        total += part(values[low : low + 2])
+    return total
+
+doubles = jit.driver(loop, part=double)
+triples = jit.driver(loop, part=triple)
+"""
+
+PARTS = """
+from mpistrat.kernels import jit
+
+@jit.helper
+def times(x, y):
+    return x * y
+
+def double_twin(values):
+    return 2 * values.sum() + 1000   # recognisable, so wrong on purpose
+
+@jit.kernel(double_twin)
+def double(values):
+    return times(values.sum(), 2.0)
+
+@jit.kernel(lambda values: 3 * values.sum() + 1000)
+def triple(values):
+    return times(values.sum(), 3.0)
+"""
+
+
+class TestDriver:
+    """A loop that runs with different kernels in it."""
+
+    CALL = "from drivers_here import *\nprint(doubles(np.ones(3)), triples(np.ones(3)))\n"
+    HITS = "print(sum(sum(k.compiled().stats.cache_hits.values()) for k in (doubles, triples)))\n"
+
+    @pytest.fixture
+    def files(self, program):
+        (program.cache.parent / "drivers_here.py").write_text(DRIVER)
+        (program.cache.parent / "parts_here.py").write_text(PARTS)
+        return program
+
+    def test_each_runs_with_its_own_and_is_kept_apart_in_the_cache(self, files):
+        assert files(self.CALL + self.HITS) == ["6.0", "9.0", "0"]
+        assert files(self.CALL + self.HITS) == ["6.0", "9.0", "2"]
+
+    def test_its_twin_is_itself_around_twins(self, files):
+        twins = (
+            "from drivers_here import *\nprint(doubles.twin(np.ones(3)), 'numba' in sys.modules)"
+        )
+        assert files(twins) == ["2006.0", "False"]
+        assert files(self.CALL, MPISTRAT_NUMBA="0") == ["2006.0", "2009.0"]
+
+    def test_an_edit_of_a_helper_in_another_file_is_seen(self, files):
+        assert files(self.CALL + self.HITS) == ["6.0", "9.0", "0"]
+        edited = PARTS.replace("return x * y", "return x * y + 0.5")
+        (files.cache.parent / "parts_here.py").write_text(edited)
+        assert files(self.CALL + self.HITS) == ["7.0", "10.0", "0"]

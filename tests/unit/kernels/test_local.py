@@ -232,7 +232,8 @@ class TestIntegers:
         info = np.iinfo(char)
         x = np.array([[info.max, info.max, info.min], [info.max, 3, info.min]], char)
         for axes in subsets(2):
-            check(x, axes, x.dtype, x.sum(axes, dtype=char))
+            for given in (x, unaligned(x), x.astype(x.dtype.newbyteorder())):
+                check(given, axes, x.dtype, x.sum(axes, dtype=char))
 
     @pytest.mark.parametrize("pair", ["bd", "Hd", "if", "qd", "Qd", "lf", "lg", "Qe"])
     def test_into_a_float_they_do_not(self, path, pair):

@@ -1,0 +1,49 @@
+"""Optimizers as data: hyper-parameters as frozen values, one file each, and loops over memory.
+
+What is here is pure: nothing communicates, and no variable is known. `mpistrat.optim.passes` tells
+how gradients of several ranks, weights and state pass through the loops.
+"""
+
+from __future__ import annotations
+
+from mpistrat.optim.adam import Adam, AdamW
+from mpistrat.optim.base import Optimizer
+from mpistrat.optim.clipping import ClipByGlobalNorm, ClipByValue
+from mpistrat.optim.groups import Group
+from mpistrat.optim.lamb import LAMB
+from mpistrat.optim.lars import LARS
+from mpistrat.optim.lion import Lion
+from mpistrat.optim.progress import LossScale
+from mpistrat.optim.schedules import Constant, Cosine, Linear, Schedule, Steps, WarmUp
+from mpistrat.optim.sgd import SGD
+
+__all__ = [
+    "LAMB",
+    "LARS",
+    "OPTIMIZERS",
+    "SGD",
+    "Adam",
+    "AdamW",
+    "ClipByGlobalNorm",
+    "ClipByValue",
+    "Constant",
+    "Cosine",
+    "Group",
+    "Linear",
+    "Lion",
+    "LossScale",
+    "Optimizer",
+    "Schedule",
+    "Steps",
+    "WarmUp",
+]
+
+# Every optimizer, by the name that programs choose it by; a new one is a file and a row.
+OPTIMIZERS: dict[str, type[Optimizer]] = {
+    "sgd": SGD,
+    "adam": Adam,
+    "adamw": AdamW,
+    "lamb": LAMB,
+    "lars": LARS,
+    "lion": Lion,
+}

@@ -1,0 +1,212 @@
+"""What every optimizer is: hyper-parameters as a frozen value, and a rule that loops follow."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+import numbers
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from mpistrat.kernels.jit import Kernel
+from mpistrat.optim.clipping import ClipByGlobalNorm, ClipByValue
+from mpistrat.optim.groups import Group
+from mpistrat.optim.progress import LossScale
+from mpistrat.optim.schedules import Schedule, value_at
+
+__all__ = ["NO_NORMS", "Optimizer", "Rule"]
+
+Self = TypeVar("Self", bound="Optimizer")
+
+NO_NORMS = (1.0, 1.0)
+# Hyper-parameters of a whole step; those of variables may differ between groups.
+_OF_THE_STEP = ("groups", "clip", "accumulate", "ema", "nonfinite", "loss_scale")
+_BELOW_ONE = ("beta_1", "beta_2", "momentum", "ema")
+
+
+class Rule(NamedTuple):
+    """What an update does to memory; see `mpistrat.optim.passes` for who calls it.
+
+    Attributes:
+      slots: The names of the arrays of state that each variable has, as large as it and zero at
+        first, in the order in which the loops take them.
+      update: ``update(w, g, slots, s, low, high)`` changes the elements from `low` to `high` of `w`
+        and of all `slots`, in place; `g` is the gradient of these alone, and not written; `s` are
+        the `Optimizer.scalars`. All are of one dtype, float32 or float64, flat and contiguous.
+        What an element becomes depends on no other element.
+      measure: None, or ``measure(w, g, slots, s, low, high, out)``, which comes before `update` and
+        writes the direction of the step, whose norm `update` needs, to `out`. It may change slots.
+      reads: Whether `update` reads `g`; if not, `measure` has taken in all that is needed.
+    """
+
+    slots: tuple[str, ...]
+    update: Kernel[..., None]
+    measure: Kernel[..., None] | None = None
+    reads: bool = True
+
+
+@dataclass(frozen=True)
+class Optimizer(abc.ABC):
+    """Hyper-parameters of an optimizer; all that it remembers is in slots and in `Progress`.
+
+    A value: frozen, compared by what is in it, picklable if schedules and groups are.
+
+    Attributes:
+      learning_rate: A number, or a function of the step, from 0 (`mpistrat.optim.schedules`).
+      groups: What is different for some of the variables.
+      clip: `ClipByGlobalNorm` or `ClipByValue`; None for neither.
+      accumulate: How many calls make one update, by the weighted mean of their gradients. More than
+        1 costs one more slot, ``"pending"``.
+      ema: How much of the moving average of the weights stays in an update, such as 0.999; None for
+        none. The average is one more slot, ``"ema"``, which begins as a copy of the weights.
+      nonfinite: What a gradient that is NaN or infinite does. ``"raise"``: an error on all ranks;
+        weights are finite then, but what was in other blocks of 4096 elements may be updated.
+        ``"skip"``: the update is left out on all ranks, at the cost of one more pass over the
+        gradients, if `clip` does not need it anyway. ``"ignore"``: nobody looks.
+      loss_scale: For gradients in float16; wants `nonfinite` to be ``"skip"``.
+
+    Raises:
+      ValueError: A number is not finite, below 0 or too large; or options contradict each other.
+      TypeError: An option is of the wrong type.
+    """
+
+    learning_rate: float | Schedule = 1e-3
+    groups: Sequence[Group] = dataclasses.field(default=(), kw_only=True)
+    clip: ClipByGlobalNorm | ClipByValue | None = dataclasses.field(default=None, kw_only=True)
+    accumulate: int = dataclasses.field(default=1, kw_only=True)
+    ema: float | None = dataclasses.field(default=None, kw_only=True)
+    nonfinite: Literal["raise", "skip", "ignore"] = dataclasses.field(default="raise", kw_only=True)
+    loss_scale: LossScale | None = dataclasses.field(default=None, kw_only=True)
+
+    @property
+    @abc.abstractmethod
+    def rule(self) -> Rule:
+        """The state and the loops."""
+
+    @abc.abstractmethod
+    def scalars(self, step: int, norms: tuple[float, float] = NO_NORMS) -> tuple[float, ...]:
+        """Return the numbers of a step, which the loops get in the dtype of the weights.
+
+        Everything that is the same for all elements is computed here, in Python floats, and powers
+        by `mpistrat.optim.floats.power`: loops add, multiply, divide and take square roots, which
+        have the same bits on every processor.
+
+        Args:
+          step: How many updates were made before, from 0.
+          norms: Of the weights of the variable and of the direction of the step, for the `update`
+            of rules that have a `measure`; others do not look.
+        """
+
+    def __post_init__(self) -> None:
+        """Check every number, and that the options go together."""
+        object.__setattr__(self, "groups", tuple(self.groups))
+        for name, value in list(self._numbers()):
+            object.__setattr__(self, name, value)
+            below = 1.0 if name in _BELOW_ONE else math.inf
+            if not 0.0 <= value < below:
+                limit = " and below 1" if below == 1.0 else " and finite"
+                raise ValueError(f"{self._told(name)}: wanted is a number not below 0{limit}.")
+        for group in self.groups:
+            self._check(group)
+        if isinstance(self.accumulate, bool) or not (
+            isinstance(self.accumulate, int) and self.accumulate >= 1
+        ):
+            raise ValueError(f"{self._told('accumulate')}: wanted is an integer, 1 or more.")
+        if self.clip is not None and not isinstance(self.clip, ClipByGlobalNorm | ClipByValue):
+            raise TypeError(f"{self._told('clip')}: wanted is ClipByGlobalNorm(1.0), ClipByValue.")
+        if self.nonfinite not in ("raise", "skip", "ignore"):
+            raise ValueError(f"{self._told('nonfinite')}: wanted is 'raise', 'skip' or 'ignore'.")
+        if self.loss_scale is not None and self.nonfinite != "skip":
+            raise ValueError(
+                f"{type(self).__name__}(loss_scale=...) finds its scale by overflows; "
+                "give nonfinite='skip' with it."
+            )
+
+    def _told(self, name: str) -> str:
+        return f"{type(self).__name__}({name}={getattr(self, name)!r})"
+
+    def _numbers(self) -> Iterable[tuple[str, float]]:
+        """Iterate over the hyper-parameters that are numbers, with their names."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            number = isinstance(field.default, float) or field.name == "ema"
+            if not number or (value is None and field.name == "ema"):
+                continue
+            if field.name == "learning_rate" and callable(value):
+                continue
+            if isinstance(value, bool) or not isinstance(value, numbers.Real):
+                raise TypeError(f"{self._told(field.name)}: wanted is a number.")
+            yield field.name, float(value)
+
+    def _check(self, group: Group) -> None:
+        if not isinstance(group, Group):
+            raise TypeError(f"{type(self).__name__}(groups=...): {group!r} is not a Group.")
+        known = {field.name for field in dataclasses.fields(self)} - set(_OF_THE_STEP)
+        if unknown := sorted(group.changes.keys() - known):
+            raise ValueError(
+                f"{group} changes {', '.join(unknown)}; a group of {type(self).__name__} may "
+                f"change {', '.join(sorted(known))}."
+            )
+        self._with(group.changes)
+
+    def _with(self: Self, changes: dict[str, Any]) -> Self:
+        return dataclasses.replace(self, groups=(), **changes)
+
+    def of(self: Self, name: str, shape: tuple[int, ...]) -> Self:
+        """Return the optimizer of one variable: with the changes of its groups, and without groups.
+
+        Args:
+          name: The name of the variable.
+          shape: Its shape.
+        """
+        if not self.groups:
+            return self
+        changes: dict[str, Any] = {}
+        for group in self.groups:
+            changes |= group.changes if group.has(name, shape) else {}
+        return self._with(changes)
+
+    def of_all(self: Self, variables: Iterable[tuple[str, tuple[int, ...]]]) -> list[Self]:
+        """Return the optimizer of each variable, as `of` does.
+
+        Args:
+          variables: Names and shapes, in an order that is the same on all ranks.
+
+        Raises:
+          ValueError: A group has none of them, which is a mistake in its pattern.
+        """
+        variables = list(variables)
+        for group in self.groups:
+            if variables and not any(group.has(name, shape) for name, shape in variables):
+                names = ", ".join(name for name, _ in variables[:5])
+                raise ValueError(f"{group} has no variable; there are {names} and so on.")
+        return [self.of(name, shape) for name, shape in variables]
+
+    def slots(self) -> tuple[str, ...]:
+        """Return the names of all arrays of state per variable.
+
+        All are as large as the variable. ``"ema"`` begins as a copy of the weights, others as 0.
+        """
+        more = {"pending": self.accumulate > 1, "ema": self.ema is not None}
+        return (*self.rule.slots, *(name for name, wanted in more.items() if wanted))
+
+    def text(self) -> str:
+        """Return a text that is the same on two ranks if their optimizers are.
+
+        It is the `repr`, in which functions of the program have no addresses.
+        """
+        return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(self))
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate of a step.
+
+        Args:
+          step: How many updates were made before, from 0.
+
+        Raises:
+          ValueError: The schedule gives something below 0, NaN or infinite.
+        """
+        return value_at(self.learning_rate, step)

@@ -1,0 +1,105 @@
+"""Loops over a block of a gradient, each beside its NumPy twin, which has the same bits."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpistrat.kernels import jit
+
+__all__ = ["LANES", "add", "average", "clip", "finite", "scale", "sum_squares"]
+
+Array: TypeAlias = NDArray[Any]
+
+LANES = 512  # sums side by side
+
+
+def _add_twin(total: Array, more: Array, divisor: Any) -> None:
+    total += more
+    total /= divisor
+
+
+@jit.kernel(_add_twin)
+def add(total: Array, more: Array, divisor: Any) -> None:
+    """Add `more` to `total`, and divide by `divisor`, in place."""
+    for i in range(total.size):
+        total[i] = (total[i] + more[i]) / divisor
+
+
+def _scale_twin(g: Array, scale: Any) -> None:
+    g *= scale
+
+
+@jit.kernel(_scale_twin)
+def scale(g: Array, scale: Any) -> None:
+    """Multiply by a number of the same dtype, in place."""
+    for i in range(g.size):
+        g[i] = g[i] * scale
+
+
+def _clip_twin(g: Array, limit: Any) -> None:
+    np.clip(g, -limit, limit, out=g)
+
+
+@jit.kernel(_clip_twin)
+def clip(g: Array, limit: Any) -> None:
+    """Move what is beyond `limit` or its negative there, in place; NaN stays."""
+    for i in range(g.size):
+        g[i] = limit if g[i] > limit else (-limit if g[i] < -limit else g[i])
+
+
+def _finite_twin(g: Array) -> bool:
+    return bool(np.isfinite(g).all())
+
+
+@jit.kernel(_finite_twin)
+def finite(g: Array) -> bool:
+    """Return whether there is neither NaN nor infinity."""
+    bad = False
+    for i in range(g.size):
+        rest = g[i] - g[i]  # NaN for NaN and for infinities
+        bad |= rest != rest  # counting them takes 6 times as long
+    return not bad
+
+
+def _sum_squares_twin(x: Array, lanes: Array) -> float:
+    lanes[:] = 0
+    for low in range(0, x.size, LANES):
+        part = x[low : low + LANES].astype(np.float64)
+        lanes[: part.size] += part * part
+    half = LANES // 2
+    while half:
+        lanes[:half] += lanes[half : 2 * half]
+        half //= 2
+    return float(lanes[0])
+
+
+@jit.kernel(_sum_squares_twin)
+def sum_squares(x: Array, lanes: Array) -> float:
+    """Return the sum of squares in float64, made in `lanes`, `LANES` of float64, in pairs."""
+    for i in range(LANES):
+        lanes[i] = 0.0
+    for low in range(0, x.size, LANES):
+        part = x[low : low + LANES]
+        for i in range(part.size):
+            value = np.float64(part[i])
+            lanes[i] += value * value
+    half = LANES // 2
+    while half:
+        for i in range(half):
+            lanes[i] += lanes[half + i]
+        half //= 2
+    return lanes[0]  # type: ignore[no-any-return]  # an array of any dtype
+
+
+def _average_twin(w: Array, ema: Array, new: Any) -> None:
+    ema += new * (w - ema)
+
+
+@jit.kernel(_average_twin)
+def average(w: Array, ema: Array, new: Any) -> None:
+    """Move the average `ema` towards `w`, by `new` of the difference, in place."""
+    for i in range(w.size):
+        ema[i] = ema[i] + new * (w[i] - ema[i])

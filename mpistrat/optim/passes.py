@@ -1,0 +1,369 @@
+"""Passes over memory: gradients of several ranks in, weights and state changed, block by block.
+
+All memory is flat, contiguous and of one dtype, float32 or float64. A variable, or the slice of it
+that a rank updates, is cut into blocks of `BLOCK` elements. For each block a pass folds the rows of
+the ranks into a scratch array that stays in the fastest cache, does what is to be done to the
+gradient, and hands it to the loop of the optimizer; so the folded gradient never goes to memory::
+
+    for low in range(0, w.size, BLOCK):
+        g = fold of rows[:, start + low : start + high], over divisor, times scale, clipped
+        update(w, g, slots, s, low, high)               # in place
+        ema += (1 - decay) * (w - ema)                  # if wanted
+
+Passes of an update, with R ranks on the node, in bytes of the weights (Adam, float32):
+
+=============  ==========================  =====================================================
+call           reads and writes            when
+=============  ==========================  =====================================================
+`accumulate`   R + 2                       instead of all others, in calls that do not update
+`measure_norm` R, + 1 with ``keep``        for `ClipByGlobalNorm` and ``nonfinite="skip"``
+`measure`      R + what the slots take     for rules that have a `Rule.measure` (LAMB, LARS)
+`update`       R + 6                       always
+=============  ==========================  =====================================================
+
+**Slices.** What an element becomes depends on that element alone, so slices of ranks and threads
+may be cut anywhere. Only sums of squares look further: they are made for each block, in float64,
+in 512 lanes that are then added in pairs. If slices begin at multiples of `BLOCK`, counted from the
+start of the variable, they have the same blocks whoever makes them; `clipping.norm_of` adds up the
+blocks of all ranks, rounded once. So norms, and with them weights, have the same bits however many
+ranks and threads there are (the fold of R gradients rounds by R, as every mean does).
+
+**Loops and twins** have the same bits, but for what is in a NaN: neither contracts a product and a
+sum into one operation, and both do them in the same order. So each rank may choose by itself;
+`compiles` says from which size on a compiler is worth it.
+
+**Rows.** A `Gradient` says what the gradient is made of. One row is a gradient that has been folded
+before, or that of the only rank. 16-bit gradients are folded into a row of the dtype of the weights
+first. With ``keep=True`` `measure_norm` writes the folded gradient to the first row; then
+``gradient.kept()`` reads that alone, and with one node more, the row can be exchanged in between.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpistrat.kernels import jit
+from mpistrat.kernels.fold import sum_rows
+from mpistrat.optim.base import Rule
+from mpistrat.optim.blocks import LANES, add, average, clip, finite, scale, sum_squares
+
+if TYPE_CHECKING:
+    step: Any = None  # the loop of an optimizer, which `_bound` puts in
+
+__all__ = [
+    "BLOCK",
+    "Gradient",
+    "accumulate",
+    "blocks",
+    "compiles",
+    "measure",
+    "measure_norm",
+    "update",
+]
+
+Array: TypeAlias = NDArray[Any]
+
+BLOCK = 4096  # elements; of float32 16 KiB, a third of a first-level cache
+_COMPILE = 1 << 18  # elements of all variables from which on a compiler is worth it
+_NONE = np.empty(0)
+
+
+class Gradient(NamedTuple):
+    """What the gradient of a slice of a variable is made of.
+
+    Formula: ``clip((sum(factors * rows) + pending) / divisor * scale)``.
+
+    Attributes:
+      rows: C-ordered matrix, one row for each rank, of the dtype of the weights.
+      start: The column of the first element of the slice.
+      factors: What to multiply each row by, in its dtype; a row of 0 is not read. None for ones.
+      divisor: The sum of all weights, for a mean; those of accumulated calls too.
+      scale: What to multiply by: one over the loss scale, times the factor of the clipping.
+      limit: The largest absolute value; infinite for no `ClipByValue`.
+      pending: The slot of accumulated gradients, of the size of the slice; None for none.
+    """
+
+    rows: Array
+    start: int = 0
+    factors: Array | None = None
+    divisor: float = 1.0
+    scale: float = 1.0
+    limit: float = math.inf
+    pending: Array | None = None
+
+    def kept(self, scale: float = 1.0) -> Gradient:
+        """Return the gradient that `measure_norm` has kept in the first row.
+
+        Args:
+          scale: What to multiply it by now; it was multiplied by `Gradient.scale` before.
+        """
+        return Gradient(self.rows[:1], self.start, scale=scale, limit=self.limit)
+
+    def _forms(self) -> tuple[Array, int, Array, Array, Array]:
+        """Return what loops take: all numbers in the dtype of the rows."""
+        dtype = self.rows.dtype
+        factors = np.ones(len(self.rows), dtype) if self.factors is None else self.factors
+        numbers = np.array([self.divisor, 1.0, self.scale, self.limit], dtype)
+        pending = _NONE.astype(dtype) if self.pending is None else self.pending
+        return self.rows, self.start, factors, numbers, pending
+
+
+def blocks(elements: int) -> int:
+    """Return how many blocks a slice of so many elements has."""
+    return -(-elements // BLOCK)
+
+
+def compiles(elements: int) -> bool:
+    """Tell whether updates of so many elements, of all variables, are worth a compiler."""
+    return elements >= _COMPILE
+
+
+# Loops over blocks. They run compiled and in Python, so they do only what is the same in both.
+
+
+def _gather(
+    rows: Array,
+    start: int,
+    factors: Array,
+    numbers: Array,
+    pending: Array,
+    low: int,
+    high: int,
+    scratch: Array,
+) -> Array:
+    divisor, factor, limit = numbers[0], numbers[2], numbers[3]
+    first, last = start + low, start + high
+    plain = divisor == 1 and factor == 1 and limit == np.inf and pending.size == 0
+    if plain and rows.shape[0] == 1 and factors[0] == 1:
+        return rows[0, first:last]
+    g = scratch[0, : high - low]
+    if pending.size == 0:
+        sum_rows(rows, scratch, first, last, factors, numbers[0:1], first, False)
+    else:
+        sum_rows(rows, scratch, first, last, factors, numbers[1:2], first, False)
+        add(g, pending[low:high], divisor)
+    if factor != 1:
+        scale(g, factor)
+    if limit != np.inf:
+        clip(g, limit)
+    return g
+
+
+_gradient = jit.driver(_gather)
+
+
+@jit.driver
+def _accumulate_blocks(
+    rows: Array, start: int, factors: Array, numbers: Array, pending: Array
+) -> None:
+    scratch = np.empty((1, BLOCK), rows.dtype)
+    for low in range(0, pending.size, BLOCK):
+        high = min(low + BLOCK, pending.size)
+        first, last = start + low, start + high
+        sum_rows(rows, scratch, first, last, factors, numbers[1:2], first, False)
+        add(pending[low:high], scratch[0, : high - low], numbers[1])
+
+
+@jit.driver
+def _norm_blocks(
+    rows: Array,
+    start: int,
+    factors: Array,
+    numbers: Array,
+    pending: Array,
+    size: int,
+    sums: Array,
+    keep: bool,
+) -> None:
+    scratch, lanes = np.empty((1, BLOCK), rows.dtype), np.empty(LANES)
+    for low in range(0, size, BLOCK):
+        high = min(low + BLOCK, size)
+        g = _gradient(rows, start, factors, numbers, pending, low, high, scratch)
+        sums[low // BLOCK] = sum_squares(g, lanes)
+        if keep:
+            rows[0, start + low : start + high] = g
+            if pending.size:
+                pending[low:high] = 0
+
+
+def _measure_blocks(
+    rows: Array,
+    start: int,
+    factors: Array,
+    numbers: Array,
+    pending: Array,
+    w: Array,
+    slots: Any,
+    s: Array,
+    sums: Array,
+    last: bool,
+    guard: bool,
+) -> int:
+    scratch, lanes = np.empty((1, BLOCK), w.dtype), np.empty(LANES)
+    out, bad = np.empty(BLOCK, w.dtype), 0
+    for low in range(0, w.size, BLOCK):
+        high = min(low + BLOCK, w.size)
+        g = _gradient(rows, start, factors, numbers, pending, low, high, scratch)
+        if last and pending.size:
+            pending[low:high] = 0
+        if guard and not finite(g):
+            bad += 1
+            sums[0, low // BLOCK] = np.nan
+            sums[1, low // BLOCK] = np.nan
+            continue
+        step(w, g, slots, s, low, high, out[: high - low])
+        sums[0, low // BLOCK] = sum_squares(w[low:high], lanes)
+        sums[1, low // BLOCK] = sum_squares(out[: high - low], lanes)
+    return bad
+
+
+def _update_blocks(
+    rows: Array,
+    start: int,
+    factors: Array,
+    numbers: Array,
+    pending: Array,
+    w: Array,
+    slots: Any,
+    s: Array,
+    ema: Array,
+    new: Any,
+    reads: bool,
+    guard: bool,
+) -> int:
+    scratch, bad = np.empty((1, BLOCK), w.dtype), 0
+    for low in range(0, w.size, BLOCK):
+        high = min(low + BLOCK, w.size)
+        g = scratch[0, : high - low]
+        if reads:
+            g = _gradient(rows, start, factors, numbers, pending, low, high, scratch)
+            if pending.size:
+                pending[low:high] = 0
+            if guard and not finite(g):
+                bad += 1
+                continue
+        step(w, g, slots, s, low, high)
+        if ema.size:
+            average(w[low:high], ema[low:high], new)
+    return bad
+
+
+@functools.cache
+def _bound(blocks: Any, step: jit.Kernel[..., None]) -> jit.Kernel[..., int]:
+    return jit.driver(blocks, step=step)
+
+
+def _run(kernel: jit.Kernel[..., Any], compiled: bool, *arguments: Any) -> Any:
+    if compiled:
+        return kernel(*arguments)
+    with np.errstate(all="ignore"):
+        return kernel.twin(*arguments)
+
+
+def accumulate(gradient: Gradient, compiled: bool = True) -> None:
+    """Add the rows of the ranks, times their factors, to ``gradient.pending``.
+
+    Args:
+      gradient: With `pending`; divisor, scale and limit wait for the update.
+      compiled: Whether to use compiled loops, as `compiles` says; the bits are the same.
+
+    Cost: One pass over rows and slot.
+    """
+    _run(_accumulate_blocks, compiled, *gradient._forms())
+
+
+def measure_norm(
+    gradient: Gradient, size: int, sums: Array, keep: bool = False, compiled: bool = True
+) -> None:
+    """Write the sums of squares of a gradient, block by block, for `clipping.norm_of`.
+
+    A sum that is not finite shows a gradient that is not (or, in float64, one beyond 1e154).
+
+    Args:
+      gradient: What it is made of; its `limit` had better be infinite.
+      size: Elements of the slice.
+      sums: float64, flat, one for each block.
+      keep: Whether to write the gradient to the first row, for `Gradient.kept`, and zeros to the
+        slot `pending`. No one else may read these columns of the first row then.
+      compiled: As in `accumulate`.
+
+    Cost: One pass over the rows, and one row written with `keep`, which pays from 3 rows on.
+    """
+    _run(_norm_blocks, compiled, *gradient._forms(), size, sums, keep)
+
+
+def measure(
+    rule: Rule,
+    gradient: Gradient,
+    w: Array,
+    slots: tuple[Array, ...],
+    s: Sequence[float] | Array,
+    sums: Array,
+    guard: bool = True,
+    compiled: bool = True,
+) -> int:
+    """Make the first pass of a rule that needs norms of weights and of its direction.
+
+    Args:
+      rule: One with a `measure`.
+      gradient: As in `update`.
+      w: As in `update`; not written.
+      slots: As in `update`.
+      s: As in `update`, made without norms.
+      sums: float64, of two rows, weights and direction, and a column for each block.
+      guard: As in `update`.
+      compiled: As in `accumulate`.
+
+    Returns:
+      How many blocks were left out, as in `update`; with any, `update` must not follow.
+
+    Cost: One pass over rows, weights and slots.
+    """
+    assert rule.measure is not None
+    kernel = _bound(_measure_blocks, rule.measure)
+    numbers = np.asarray(s, w.dtype)
+    arguments = (*gradient._forms(), w, slots, numbers, sums, not rule.reads, guard)
+    return int(_run(kernel, compiled, *arguments))
+
+
+def update(
+    rule: Rule,
+    gradient: Gradient,
+    w: Array,
+    slots: tuple[Array, ...],
+    s: Sequence[float] | Array,
+    ema: Array | None = None,
+    decay: float = 0.0,
+    guard: bool = True,
+    compiled: bool = True,
+) -> int:
+    """Update a slice of a variable and of its slots, in place.
+
+    Args:
+      rule: Of the optimizer of this variable.
+      gradient: What the gradient of the slice is made of. Its slot `pending` is 0 afterwards.
+      w: The slice of the weights.
+      slots: The slices of its slots, in the order of ``rule.slots``.
+      s: `Optimizer.scalars` of the step; with norms, if `measure` came before.
+      ema: The slice of the moving average; None for none.
+      decay: How much of the average stays.
+      guard: Whether to leave out blocks whose gradient is not finite.
+      compiled: As in `accumulate`.
+
+    Returns:
+      How many blocks were left out.
+
+    Cost: One pass over all that is given. New dtypes compile for some seconds, once per cache on
+      disk.
+    """
+    kernel = _bound(_update_blocks, rule.update)
+    mean = _NONE.astype(w.dtype) if ema is None else ema
+    new, numbers = w.dtype.type(1.0 - decay), np.asarray(s, w.dtype)
+    arguments = (*gradient._forms(), w, slots, numbers, mean, new, rule.reads, guard)
+    return int(_run(kernel, compiled, *arguments))

@@ -1,0 +1,139 @@
+"""Where a run of an optimizer is: counters of a few numbers, and what a call does to them.
+
+Pure functions of values that are equal on all ranks, so all ranks decide alike. A call of
+``apply_gradients`` asks, in this order::
+
+    if not progress.due(optimizer):             # accumulate=4: three calls of four
+        ...add the gradients to the slot "pending"...
+        progress = progress.added(weight)
+    elif finite or optimizer.nonfinite != "skip":
+        ...update with optimizer.scalars(progress.step), gradients over progress.weight + weight...
+        progress = progress.updated(optimizer)
+    else:
+        ...put zeros into the slot "pending"...
+        progress = progress.left_out(optimizer)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
+
+if TYPE_CHECKING:
+    from mpistrat.optim.base import Optimizer
+
+__all__ = ["LossScale", "Progress"]
+
+
+@final
+@dataclass(frozen=True)
+class LossScale:
+    """A factor of the loss that keeps small gradients in float16 from becoming 0.
+
+    The program multiplies its loss by the scale, the update divides the gradients by it. Where one
+    is not finite the update is left out and the scale made smaller; after many good ones in a row
+    it grows again (Micikevicius and others, "Mixed precision training", 2018).
+
+    Attributes:
+      start: The scale at first.
+      growth: What it is multiplied by after `every` updates without a failure.
+      backoff: What it is multiplied by after a failure.
+      every: How many good updates let it grow.
+      least: It never becomes less.
+
+    Raises:
+      ValueError: A factor does not do what its name says. Powers of two alone change no bits.
+
+    Example:
+      >>> LossScale(start=1024.0).start
+      1024.0
+    """
+
+    start: float = 2.0**16
+    growth: float = 2.0
+    backoff: float = 0.5
+    every: int = 2000
+    least: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Check the factors."""
+        factors = self.growth >= 1.0 >= self.backoff > 0.0
+        if not (factors and self.every >= 1 and 0.0 < self.least <= self.start < math.inf):
+            raise ValueError(
+                f"{self}: wanted are growth >= 1 >= backoff > 0, every >= 1, 0 < least <= start."
+            )
+
+
+@final
+@dataclass(frozen=True)
+class Progress:
+    """Counters of an optimizer, equal on all ranks; `Checkpoint` saves them as numbers.
+
+    Attributes:
+      step: How many updates were made: what schedules and bias corrections count.
+      calls: How many calls have accumulated since the last update.
+      weight: The sum of their weights.
+      skipped: How many updates were left out because a gradient was not finite.
+      scale: What the program is to multiply its loss by.
+      good: How many updates were made since the scale has changed.
+    """
+
+    step: int = 0
+    calls: int = 0
+    weight: float = 0.0
+    skipped: int = 0
+    scale: float = 1.0
+    good: int = 0
+
+    @classmethod
+    def start(cls, optimizer: Optimizer) -> Progress:
+        """Return the counters before the first call.
+
+        Args:
+          optimizer: Whose counters they are.
+        """
+        return cls(scale=optimizer.loss_scale.start if optimizer.loss_scale else 1.0)
+
+    def due(self, optimizer: Optimizer) -> bool:
+        """Return whether the next call updates the weights; else it accumulates.
+
+        Args:
+          optimizer: Whose counters they are.
+        """
+        return self.calls + 1 >= optimizer.accumulate
+
+    def added(self, weight: float) -> Progress:
+        """Return the counters after a call that has accumulated gradients.
+
+        Args:
+          weight: The sum of the weights of all replicas in this call.
+        """
+        return dataclasses.replace(self, calls=self.calls + 1, weight=self.weight + weight)
+
+    def updated(self, optimizer: Optimizer) -> Progress:
+        """Return the counters after an update.
+
+        Args:
+          optimizer: Whose counters they are.
+        """
+        rule, good, scale = optimizer.loss_scale, self.good + 1, self.scale
+        if rule and good >= rule.every:
+            # One that would become infinite stays as it is.
+            good, scale = 0, scale * rule.growth if math.isfinite(scale * rule.growth) else scale
+        return dataclasses.replace(
+            self, step=self.step + 1, calls=0, weight=0.0, scale=scale, good=good
+        )
+
+    def left_out(self, optimizer: Optimizer) -> Progress:
+        """Return the counters after an update that was left out; it does not count as a step.
+
+        Args:
+          optimizer: Whose counters they are.
+        """
+        rule, scale = optimizer.loss_scale, self.scale
+        if rule:
+            scale = max(scale * rule.backoff, rule.least)
+        skipped = self.skipped + 1
+        return dataclasses.replace(self, calls=0, weight=0.0, skipped=skipped, scale=scale, good=0)

@@ -1,0 +1,207 @@
+"""Learning rates as functions of the step: frozen values that are called.
+
+Any function of an integer is a schedule; these can also be compared, printed and pickled. The step
+counts the updates that were made, from 0. All are computed with operations that have the same bits
+on every processor.
+
+    optim.SGD(optim.WarmUp(optim.Cosine(0.1, 10_000), 500), momentum=0.9)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TypeAlias, final
+
+from mpistrat.optim.floats import cos_pi, power
+
+__all__ = ["Constant", "Cosine", "Linear", "Schedule", "Steps", "WarmUp", "value_at"]
+
+Schedule: TypeAlias = Callable[[int], float]
+
+
+def value_at(schedule: float | Schedule, step: int) -> float:
+    """Return what a schedule is at a step; a number is itself at all of them.
+
+    Args:
+      schedule: The number or the function.
+      step: How many updates were made before, from 0.
+
+    Raises:
+      ValueError: It is below 0, NaN or infinite there.
+    """
+    value = float(schedule(step)) if callable(schedule) else float(schedule)
+    if not 0.0 <= value < math.inf:
+        raise ValueError(f"{schedule!r} is {value} at step {step}; wanted is 0 or more.")
+    return value
+
+
+def _positive(owner: object, **counts: int) -> None:
+    for name, count in counts.items():
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            kind = type(owner).__name__
+            raise ValueError(f"{kind}({name}={count!r}): wanted is an integer, 1 or more.")
+
+
+@final
+@dataclass(frozen=True)
+class Constant:
+    """The same value at all steps.
+
+    Attributes:
+      value: The value.
+
+    Example:
+      >>> Constant(0.1)(1000)
+      0.1
+    """
+
+    value: float
+
+    def __call__(self, step: int) -> float:
+        """Return the value; `step` does not matter."""
+        return self.value
+
+
+@final
+@dataclass(frozen=True)
+class Steps:
+    """A value that is multiplied by a factor now and then.
+
+    Formula: ``start * factor ** k``, with k how many of the steps `at` have been reached, or
+    ``step // every``.
+
+    Attributes:
+      start: The value at step 0.
+      factor: What it is multiplied by.
+      at: The steps at which it is; in any order.
+      every: Instead of `at`, multiply at all multiples of this many steps.
+
+    Raises:
+      ValueError: Both or none of `at` and `every` are given, or `every` is less than 1.
+
+    Example:
+      >>> [Steps(1.0, 0.5, every=2)(step) for step in range(5)]
+      [1.0, 1.0, 0.5, 0.5, 0.25]
+      >>> [Steps(1.0, 0.5, at=(1, 4))(step) for step in range(5)]
+      [1.0, 0.5, 0.5, 0.5, 0.25]
+    """
+
+    start: float
+    factor: float
+    at: Iterable[int] = ()
+    every: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check that it is told when, in one way."""
+        object.__setattr__(self, "at", tuple(sorted(self.at)))
+        if bool(self.at) == (self.every is not None):
+            raise ValueError(f"{self}: give either `at` or `every`.")
+        if self.every is not None:
+            _positive(self, every=self.every)
+
+    def __call__(self, step: int) -> float:
+        """Return the value at `step`."""
+        done = step // self.every if self.every else sum(step >= edge for edge in self.at)
+        return self.start * power(self.factor, done)
+
+
+@final
+@dataclass(frozen=True)
+class Linear:
+    """A straight line from one value to another, which then stays.
+
+    Attributes:
+      start: The value at step 0.
+      stop: The value from step `steps` on.
+      steps: How many steps lie between.
+
+    Raises:
+      ValueError: `steps` is less than 1.
+
+    Example:
+      >>> [Linear(1.0, 0.0, 4)(step) for step in (0, 1, 4, 9)]
+      [1.0, 0.75, 0.0, 0.0]
+    """
+
+    start: float
+    stop: float
+    steps: int
+
+    def __post_init__(self) -> None:
+        """Check the number of steps."""
+        _positive(self, steps=self.steps)
+
+    def __call__(self, step: int) -> float:
+        """Return the value at `step`."""
+        left = 1.0 - min(step, self.steps) / self.steps
+        return self.stop + (self.start - self.stop) * left
+
+
+@final
+@dataclass(frozen=True)
+class Cosine:
+    """Half a wave from one value down to another, which then stays.
+
+    Formula: ``stop + (start - stop) * (1 + cos(pi * step / steps)) / 2`` (Loshchilov and Hutter,
+    "SGDR: Stochastic gradient descent with warm restarts", 2017), without restarts.
+
+    Attributes:
+      start: The value at step 0.
+      steps: How many steps lie between.
+      stop: The value from step `steps` on.
+
+    Raises:
+      ValueError: `steps` is less than 1.
+
+    Example:
+      >>> [Cosine(1.0, 4)(step) for step in (0, 2, 4, 9)]
+      [1.0, 0.5, 0.0, 0.0]
+    """
+
+    start: float
+    steps: int
+    stop: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Check the number of steps."""
+        _positive(self, steps=self.steps)
+
+    def __call__(self, step: int) -> float:
+        """Return the value at `step`."""
+        wave = (1.0 + cos_pi(min(step, self.steps) / self.steps)) / 2.0
+        return self.stop + (self.start - self.stop) * wave
+
+
+@final
+@dataclass(frozen=True)
+class WarmUp:
+    """A straight line up to another schedule, which then begins.
+
+    Attributes:
+      then: The schedule that begins, with its step 0, at step `steps` of this one; or a number.
+      steps: How many steps the way up takes.
+      start: The value at step 0. With the default the first update changes no weight, as in optax.
+
+    Raises:
+      ValueError: `steps` is less than 1.
+
+    Example:
+      >>> [WarmUp(Steps(1.0, 0.5, every=1), 2)(step) for step in range(5)]
+      [0.0, 0.5, 1.0, 0.5, 0.25]
+    """
+
+    then: float | Schedule
+    steps: int
+    start: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Check the number of steps."""
+        _positive(self, steps=self.steps)
+
+    def __call__(self, step: int) -> float:
+        """Return the value at `step`."""
+        if step >= self.steps:
+            return value_at(self.then, step - self.steps)
+        return self.start + (value_at(self.then, 0) - self.start) * step / self.steps

@@ -1,0 +1,166 @@
+"""Means of values that are finite are finite, on every path, with the same bits on all ranks."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import mpistrat as ms
+from mpistrat.arrays import canonical
+from mpistrat.testing import run_ranks
+
+WAYS = {
+    "usual": None,
+    "native": ms.NcclAllReduce(),
+    "nodes": ms.HierarchicalCopyAllReduce(ranks_per_node=2),
+    "root": ms.ReductionToOneDevice(),
+    "ring": ms.CommunicationImplementation.RING,
+}
+TOPS = {
+    "f4": np.finfo("f4").max,
+    "f8": np.finfo("f8").max,
+    "g": np.finfo("g").max,
+    "c8": np.complex64(3e38 - 3.2e38j),
+    "c16": 1.7e308 * (1 - 1j),
+    "bfloat16": ml_dtypes.finfo(ml_dtypes.bfloat16).max,
+    "f2": np.finfo("f2").max,
+}
+
+
+def made(way):
+    if way == "ring":
+        given = ms.CommunicationOptions(implementation=WAYS[way])
+        return ms.MultiWorkerMirroredStrategy(communication_options=given)
+    return ms.MirroredStrategy(cross_device_ops=WAYS[way])
+
+
+def mean(strategy, *args, **kwargs):
+    found = strategy.run(lambda: ms.get_replica_context().all_reduce("mean", *args, **kwargs))
+    return np.array(ms.nest.map(lambda x: getattr(x, "local", x), found))
+
+
+def given(rank, size, code):
+    """Return values that overflow, one that is infinite on the last rank, and small ones."""
+    x = np.full(size, TOPS[code]).astype(code)
+    x[1::7] = -x[1::7]
+    x[2::7] = np.finfo("f4").smallest_subnormal if code != "f2" else 1
+    if size > 3:
+        x[3] = np.inf if rank == 0 else x[3]
+    return x
+
+
+def check(found, size, code):
+    want = given(1, size, code)
+    if size > 3:
+        assert np.isinf(np.real(found[3])), (size, code)
+        found[3] = want[3]
+    if np.dtype(code).kind == "c":
+        found, want = found.view(found.real.dtype), want.view(want.real.dtype)
+    assert np.isfinite(found).all(), (size, code)
+    near = 4 * (ml_dtypes.finfo if code == "bfloat16" else np.finfo)(found.dtype).eps
+    wide = np.longdouble
+    assert (abs(found.astype(wide) - want.astype(wide)) <= near * abs(want.astype(wide))).all()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_no_mean_overflows_whose_values_do_not(n, way):
+    def rank(comm):
+        strategy, bits = made(way), []
+        for code in TOPS:
+            for size in (1, 9, 900, 300_000) if (code, way) == ("f4", "usual") else (1, 9, 900):
+                x = given(comm.rank, size, code)
+                found = [mean(strategy, x) for _ in range(3)]
+                found += [
+                    mean(strategy, x, weight=2),
+                    mean(strategy, [x], out=[np.empty_like(x)])[0],
+                ]
+                (room,) = strategy.buffers([x])
+                for _ in range(2):
+                    room[:] = x
+                    found.append(mean(strategy, room, out=room))
+                for one in found:
+                    bits += [part.tobytes() for part in canonical(one)]
+                    check(one, size, code)
+        number = float(np.finfo("f8").max)
+        assert [mean(strategy, number) == number for _ in range(3)] == [True] * 3
+        assert mean(strategy, np.inf if comm.rank else 1.0) == (np.inf if n > 1 else 1)
+        return bits
+
+    found = run_ranks(rank, n)
+    assert found[1:] == found[:1] * (n - 1)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_sums_do(n):
+    def rank(comm):
+        with np.errstate(all="ignore"):
+            top = np.full(900, 1.7e308)
+            found = made("usual").run(lambda: ms.get_replica_context().all_reduce("sum", top))
+        return bool(np.isinf(found.local).all())
+
+    assert run_ranks(rank, n) == [n > 1] * n
+
+
+@pytest.mark.parametrize("size", [9, 9000])
+def test_nor_between_nodes(size, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_RANKS_PER_NODE", "2")
+
+    def rank(comm):
+        strategy = ms.MirroredStrategy()
+        bits = []
+        for code in ("f4", "f8", "c16"):
+            for _ in range(2):
+                found = mean(strategy, given(comm.rank, size, code))
+                bits += [part.tobytes() for part in canonical(found)]
+                check(found, size, code)
+        return bits
+
+    found = run_ranks(rank, 4)
+    assert found[1:] == found[:1] * 3
+
+
+@pytest.mark.parametrize("way", ["usual", "native"])
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_nor_along_an_axis(n, way):
+    def rank(comm):
+        strategy = made(way)
+        for code, top in TOPS.items():
+            x = np.full((5 + comm.rank, 6), top).astype(code)
+            x[:, 1] = 1
+            x[0, 2] = np.inf if comm.rank == 0 else x[0, 2]
+            found = strategy.reduce("mean", ms.PerReplica(x), axis=0)
+            assert np.isinf(np.real(found[2]))
+            assert found[1] == 1
+            near = 4 * (ml_dtypes.finfo if code == "bfloat16" else np.finfo)(found.dtype).eps
+            assert np.isfinite(found[[0, 3, 4, 5]]).all()
+            wide = np.clongdouble
+            got, want = found[[0, 3]].astype(wide), x[0, [0, 3]].astype(wide)
+            assert (abs(got / want - 1) <= near).all(), code
+        assert np.isnan(strategy.reduce("mean", ms.PerReplica(np.zeros((0, 2))), axis=0)).all()
+        return True
+
+    assert all(run_ranks(rank, n))
+
+
+@pytest.mark.parametrize("way", ["usual", "native"])
+@pytest.mark.parametrize("size", [1, 900])
+def test_weighted_means_of_longdouble_are_exact_to_it(size, way):
+    weights = [0.1, 1 / 3, 0.7]
+    wide = [np.longdouble(w) for w in weights]
+    values = [np.longdouble(r + 1) / 7 for r in range(3)]
+
+    def rank(comm):
+        x = np.full(size, values[comm.rank])
+        strategy = made(way)
+        rows = ms.IndexedSlices(x, np.arange(size), (size,))
+        sliced = strategy.run(
+            lambda: ms.get_replica_context().all_reduce("mean", rows, weight=weights[comm.rank])
+        )
+        return mean(strategy, x, weight=weights[comm.rank]), np.asarray(sliced.local)
+
+    want = sum(v * w for v, w in zip(values, wide, strict=True)) / sum(wide)
+    for dense, sliced in run_ranks(rank, 3):
+        assert (abs(dense / want - 1) <= 4 * np.finfo("g").eps).all()
+        assert (abs(sliced / want - 1) <= 6 * np.finfo("g").eps).all()
