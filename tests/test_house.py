@@ -120,6 +120,7 @@ def path_of(dotted, known):
     return None
 
 
+@cache
 def imported():
     """Which modules each module imports: lazily, and for annotations only, too."""
     known = set(modules())
@@ -375,6 +376,7 @@ def test_the_rules_see_what_they_forbid(tmp_path, monkeypatch):
     )
     monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path)
     tree.cache_clear()
+    imported.cache_clear()
     names = [name for name, _ in imports("comm/bad.py")]
     assert "mpistrat.distribute.strategy" in names
     assert "numba" not in names
@@ -393,6 +395,7 @@ def test_the_rules_see_what_they_forbid(tmp_path, monkeypatch):
         with pytest.raises(AssertionError, match=words):
             rule()
     tree.cache_clear()
+    imported.cache_clear()
 
 
 @pytest.mark.parametrize("text", [f"see {ROOT}/x", "'/home/me/data'", "=/root/a", sys.prefix])
