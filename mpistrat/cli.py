@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from mpistrat.errors import MpistratError
 
-__all__ = ["COMMANDS", "Command", "main"]
+__all__ = ["COMMANDS", "Subcommand", "main"]
 
 
 class _Argument(NamedTuple):
@@ -22,14 +22,14 @@ class _Argument(NamedTuple):
     options: dict[str, Any]
 
 
-class Command(NamedTuple):
+class Subcommand(NamedTuple):
     """A subcommand: its function and the options it declares."""
 
     function: Callable[[argparse.Namespace], int]
     arguments: tuple[_Argument, ...]
 
 
-COMMANDS: dict[str, Command] = {}  # filled below, while this module is imported, and never after
+COMMANDS: dict[str, Subcommand] = {}  # filled below, while this module is imported, and never after
 
 
 def _argument(*names: str, **options: Any) -> _Argument:
@@ -38,7 +38,7 @@ def _argument(*names: str, **options: Any) -> _Argument:
 
 def _command(*arguments: _Argument) -> Callable[[Callable[[Any], int]], Callable[[Any], int]]:
     def register(function: Callable[[Any], int]) -> Callable[[Any], int]:
-        COMMANDS[function.__name__] = Command(function, arguments)
+        COMMANDS[function.__name__] = Subcommand(function, arguments)
         return function
 
     return register

@@ -16,9 +16,9 @@ from mpistrat.board.departure import Departure
 from mpistrat.board.link import Link
 from mpistrat.board.observer import Limits, Observer
 from mpistrat.board.page import BETWEEN, INSIDE, Page, Slot, key_of, page_bytes
-from mpistrat.board.proc import Launcher, look
+from mpistrat.board.proc import Parents, look
 from mpistrat.board.reporter import Reporter, dump_signal, nothing_else, say
-from mpistrat.board.rows import Row
+from mpistrat.board.rows import Status
 from mpistrat.board.watchdog import Watchdog
 from mpistrat.comm.mpi import abort
 from mpistrat.comm.nodes import (
@@ -142,7 +142,7 @@ class Board:
                 _once(leaders, "MPI has no THREAD_MULTIPLE, so each node is watched by itself")
         observer = Observer(self.page, comm.size, host, home, limits, say, _end, os.kill)
         reporter = Reporter(self.slot, comm.rank, threading.get_ident(), others=others)
-        launcher = Launcher(os.getpid(), os.getppid) if launched else None
+        launcher = Parents(os.getpid(), os.getppid) if launched else None
         self._watchdog = Watchdog(index, reporter, observer, limits, link, launcher)
         self._watchdog.start()
         # Runs before mpi4py's own hook, which finalizes MPI.
@@ -229,8 +229,8 @@ class Board:
             self._nodes = None
 
 
-def _unknown(home: int, host: str, ranks: list[int]) -> list[Row]:
-    return [Row(tuple(ranks), host, home, 0, BETWEEN, 0.0)]
+def _unknown(home: int, host: str, ranks: list[int]) -> list[Status]:
+    return [Status(tuple(ranks), host, home, 0, BETWEEN, 0.0)]
 
 
 def _once(comm: Any, text: str) -> None:

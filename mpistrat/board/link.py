@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol, final
 
-from mpistrat.board.rows import SILENT, Row, decode, encode
+from mpistrat.board.rows import SILENT, Status, decode, encode
 
 __all__ = ["Channel", "Link"]
 
@@ -54,7 +54,7 @@ class Link:
     def __init__(
         self,
         channel: Channel,
-        rows: Sequence[Sequence[Row]],
+        rows: Sequence[Sequence[Status]],
         interval: float,
         silent: float,
         now: float,
@@ -65,7 +65,7 @@ class Link:
         self.leads = channel.rank == 0
         self._peers = set(range(1, channel.size)) if self.leads else {0}
         # Of the first node: what each other one said. Of the others: what the first one answered.
-        self._heard: dict[int, tuple[float, Sequence[Row]]] = {
+        self._heard: dict[int, tuple[float, Sequence[Status]]] = {
             peer: (now, rows[peer] if self.leads else [row for part in rows for row in part])
             for peer in self._peers
         }
@@ -84,7 +84,7 @@ class Link:
         """Tell whether the first node, which speaks for all, is silent."""
         return not self.leads and 0 in self._peers and now - self._heard[0][0] > self._silent
 
-    def step(self, now: float, mine: Callable[[], Sequence[Row]], closing: bool) -> None:
+    def step(self, now: float, mine: Callable[[], Sequence[Status]], closing: bool) -> None:
         """Send and receive what can be.
 
         Args:
@@ -97,7 +97,7 @@ class Link:
         elif self._peers:
             self._report(now, mine, closing)
 
-    def _collect(self, now: float, mine: Callable[[], Sequence[Row]], closing: bool) -> None:
+    def _collect(self, now: float, mine: Callable[[], Sequence[Status]], closing: bool) -> None:
         for peer in self._peers - self._owed:
             data = self._channel.arrived(peer)
             if data is not None:
@@ -119,7 +119,7 @@ class Link:
                     self._channel.expect(peer)
                 self._channel.send(peer, answer)
 
-    def _report(self, now: float, mine: Callable[[], Sequence[Row]], closing: bool) -> None:
+    def _report(self, now: float, mine: Callable[[], Sequence[Status]], closing: bool) -> None:
         if self._waits:
             data = self._channel.arrived(0)
             if data is None:
@@ -140,7 +140,7 @@ class Link:
                 0, (_LAST if closing else _MORE) + encode(mine(), self._channel.limit - 1)
             )
 
-    def everybody(self, now: float, mine: Sequence[Row]) -> list[Row]:
+    def everybody(self, now: float, mine: Sequence[Status]) -> list[Status]:
         """Return the rows of all nodes, as far as they are known; those of this one are `mine`.
 
         They are as old as they were when they were told: a rank may have gone on since. Only those

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, final
 
-from mpistrat.board.page import INSIDE, LEAVING, LEFT, Entry, Page
+from mpistrat.board.page import INSIDE, LEAVING, LEFT, Page, SlotEntry
 from mpistrat.board.proc import Look, ended, look
-from mpistrat.board.rows import AWAY, COMPUTING, DEAD, HELD, STOPPED, TROUBLES, Row, grouped
-from mpistrat.board.verdict import Verdict, ending, judge, warning
+from mpistrat.board.rows import AWAY, COMPUTING, DEAD, HELD, STOPPED, TROUBLES, Status, grouped
+from mpistrat.board.verdict import Diagnosis, ending, judge, warning
 
 __all__ = ["HUNG", "Limits", "Observer"]
 
@@ -84,17 +84,17 @@ class Observer:
         self.limits = limits
         self._node, self.home = node, home
         self._say, self._end, self._rouse, self._look = say, end, rouse, look
-        self._entries: list[Entry | None] = [page.read(i) for i in range(page.size)]
+        self._entries: list[SlotEntry | None] = [page.read(i) for i in range(page.size)]
         # In another pid namespace a number means nothing, or another process.
         self._visible = [e is not None and not self._ended(e) for e in self._entries]
         self._warned: tuple[object, ...] = ()
         self._asked: set[tuple[int, int]] = set()
         self._roused: set[int] = set()
 
-    def _ended(self, entry: Entry) -> bool:
+    def _ended(self, entry: SlotEntry) -> bool:
         return ended(self._look(entry.pid), entry.born)
 
-    def rows(self, now: int) -> list[Row]:
+    def rows(self, now: int) -> list[Status]:
         """Return what the ranks of this node do."""
         found = []
         for index in range(self.page.size):
@@ -104,7 +104,7 @@ class Observer:
                 found.append(self._row(index, entry, now))
         return grouped(found)
 
-    def _row(self, index: int, entry: Entry, now: int) -> Row:
+    def _row(self, index: int, entry: SlotEntry, now: int) -> Status:
         # The operating system is asked about ranks only that have not moved for a while.
         changed = max(entry.changed, entry.elsewhere)
         moves = (now - changed) / _SECOND < self.limits.interval
@@ -116,7 +116,7 @@ class Observer:
             until, busy = entry.compiling, "compiling"
         age = (now - max(changed, until)) / _SECOND
         waits = entry.state in (INSIDE, LEAVING)
-        return Row(
+        return Status(
             (entry.rank,),
             self._node,
             self.home,
@@ -131,7 +131,7 @@ class Observer:
             entry.patience / _SECOND if waits else 0.0,
         )
 
-    def _doing(self, index: int, entry: Entry, now: int) -> str:
+    def _doing(self, index: int, entry: SlotEntry, now: int) -> str:
         """Return what a rank does that has not moved since the last look."""
         if entry.state == LEFT:
             return COMPUTING
@@ -146,7 +146,7 @@ class Observer:
             return HELD
         return AWAY if entry.away and state != STOPPED else state
 
-    def act(self, rows: Sequence[Row], speaks: bool = True) -> None:
+    def act(self, rows: Sequence[Status], speaks: bool = True) -> None:
         """Warn, ask for stacks, or end the job.
 
         Args:
@@ -183,7 +183,7 @@ class Observer:
             self._say(ending(verdict, timeout, HUNG))
             self._end(HUNG)
 
-    def _here(self, verdict: Verdict) -> list[tuple[int, Entry, Row]]:
+    def _here(self, verdict: Diagnosis) -> list[tuple[int, SlotEntry, Status]]:
         """Return the missing ranks of this node, or all of it if none is missing anywhere."""
         rows = verdict.missing or verdict.waiting
         return [
@@ -194,13 +194,13 @@ class Observer:
             if entry.rank in row.ranks
         ]
 
-    def _ask(self, verdict: Verdict) -> None:
+    def _ask(self, verdict: Diagnosis) -> None:
         for index, entry, _ in self._here(verdict):
             if (entry.rank, verdict.key) not in self._asked and entry.state != LEFT:
                 self._asked.add((entry.rank, verdict.key))
                 self.page.ask(index)
 
-    def _rouse_all(self, verdict: Verdict) -> None:
+    def _rouse_all(self, verdict: Diagnosis) -> None:
         """Make processes that do not answer print their stacks, now that nothing can be spoilt."""
         for index, entry, row in self._here(verdict):
             known = self._visible[index] and not self._ended(entry)

@@ -40,9 +40,9 @@ __all__ = [
     "LEAVING",
     "LEFT",
     "PART",
-    "Entry",
     "Page",
     "Slot",
+    "SlotEntry",
     "key_of",
     "number_of",
     "page_bytes",
@@ -65,7 +65,7 @@ _TRIES = 50
 _ELSEWHERE: Final = 3  # words after the ones that ask for stacks
 
 
-class Entry(NamedTuple):
+class SlotEntry(NamedTuple):
     """What a slot says. Times are nanoseconds of the monotonic clock of the node."""
 
     key: int
@@ -330,7 +330,7 @@ class Page:
             self._words[at] = 0
         return asked
 
-    def read(self, index: int) -> Entry | None:
+    def read(self, index: int) -> SlotEntry | None:
         """Return what a slot says, or None if it changes all the time or stays half written."""
         base = index * _BYTES
         hot = self._steady(index * _WORDS, base + _AT_HOT, _HOT.size)
@@ -349,7 +349,7 @@ class Page:
                 text = ""
         moving = (word >> 4, word & 15, changed, deadline, patience)
         seen = (heartbeat, compiling, elsewhere, bool(away))
-        return Entry._make((*moving, *who, *seen, place, text, operation))
+        return SlotEntry._make((*moving, *who, *seen, place, text, operation))
 
     def _steady(self, sequence: int, start: int, length: int) -> bytes | None:
         """Return bytes that did not change while they were copied."""

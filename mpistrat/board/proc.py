@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, final
 
-__all__ = ["LAUNCHERS", "Launcher", "Look", "Process", "look"]
+__all__ = ["LAUNCHERS", "Look", "Parents", "Process", "look"]
 
 # Programs that start ranks and end when their job does, as the kernel names them (15 characters).
 LAUNCHERS = frozenset(
@@ -62,7 +62,7 @@ def ended(found: Process | None, born: int) -> bool:
 
 
 @final
-class Launcher:
+class Parents:
     """The processes that this one was started by, and whether they are still there.
 
     These are the nearest launcher above this process and the launchers directly above that one

@@ -16,7 +16,7 @@ __all__ = [
     "SILENT",
     "STOPPED",
     "TROUBLES",
-    "Row",
+    "Status",
     "decode",
     "encode",
     "grouped",
@@ -33,7 +33,7 @@ TROUBLES: Final = frozenset((STOPPED, DEAD, HELD, SILENT))
 _RUNS = 32  # pairs of first and last rank per row, where not all fit
 
 
-class Row(NamedTuple):
+class Status(NamedTuple):
     """Ranks that are in the same place.
 
     Attributes:
@@ -65,15 +65,15 @@ class Row(NamedTuple):
     patience: float = 0.0
 
 
-def grouped(rows: Iterable[Row]) -> list[Row]:
+def grouped(rows: Iterable[Status]) -> list[Status]:
     """Put rows that differ in ranks and age only together; the group is as young as its youngest.
 
     Example:
-      >>> rows = [Row((0,), "a", 0, 7, 2, 1.0), Row((1,), "a", 0, 7, 2, 2.0)]
+      >>> rows = [Status((0,), "a", 0, 7, 2, 1.0), Status((1,), "a", 0, 7, 2, 2.0)]
       >>> [row.ranks for row in grouped(rows)]
       [(0, 1)]
     """
-    groups: dict[Row, list[Row]] = {}
+    groups: dict[Status, list[Status]] = {}
     for row in rows:
         groups.setdefault(row._replace(ranks=(), age=0.0), []).append(row)
     return [
@@ -85,35 +85,35 @@ def grouped(rows: Iterable[Row]) -> list[Row]:
     ]
 
 
-def _whole(row: Row) -> Row:
+def _whole(row: Status) -> Status:
     return row
 
 
-def _brief(row: Row) -> Row:
+def _brief(row: Status) -> Status:
     return row._replace(text=row.text[:60], place=row.place[-40:])
 
 
-def _placeless(row: Row) -> Row:
+def _placeless(row: Status) -> Status:
     return row._replace(text="", place="", node="")
 
 
-def _bare(row: Row) -> Row:
+def _bare(row: Status) -> Status:
     return _placeless(row)._replace(home=-1, busy=row.busy[:20])
 
 
-def _few(row: Row) -> Row:
+def _few(row: Status) -> Status:
     """Keep the first ranks only, so that a single row is never too long."""
     runs = runs_of(row.ranks)[:_RUNS]
     return row._replace(ranks=tuple(r for first, last in runs for r in range(first, last + 1)))
 
 
-def encode(rows: Sequence[Row], limit: int) -> bytes:
+def encode(rows: Sequence[Status], limit: int) -> bytes:
     """Return rows as at most `limit` bytes.
 
     If they are too many, texts are cut, then left out; at last ranks are, and rows in the middle
     of the sequence of calls: whoever waits is at its end, whoever is missing at its beginning.
     """
-    found: list[Row] = []
+    found: list[Status] = []
     for shorten in (_whole, _brief, _placeless, _bare):
         found = grouped(map(shorten, rows))
         data = _dump(found)
@@ -125,19 +125,19 @@ def encode(rows: Sequence[Row], limit: int) -> bytes:
     return data
 
 
-def _dump(rows: Iterable[Row]) -> bytes:
+def _dump(rows: Iterable[Status]) -> bytes:
     plain = [[runs_of(row.ranks), *row[1:5], round(row.age, 3), *row[6:]] for row in rows]
     return json.dumps(plain, separators=(",", ":")).encode()
 
 
-def decode(data: bytes) -> list[Row]:
+def decode(data: bytes) -> list[Status]:
     """Return the rows that `encode` took.
 
     Example:
-      >>> decode(encode([Row((0, 1, 4), "a", 0, 7, 2, 1.5)], 4096))[0].ranks
+      >>> decode(encode([Status((0, 1, 4), "a", 0, 7, 2, 1.5)], 4096))[0].ranks
       (0, 1, 4)
     """
     return [
-        Row(tuple(rank for first, last in runs for rank in range(first, last + 1)), *rest)
+        Status(tuple(rank for first, last in runs for rank in range(first, last + 1)), *rest)
         for runs, *rest in json.loads(data)
     ]

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from mpistrat.board.page import INSIDE, LEAVING, LEFT, number_of
 from mpistrat.board.places import ranks_text
-from mpistrat.board.rows import AWAY, DEAD, SILENT, TROUBLES, Row
+from mpistrat.board.rows import AWAY, DEAD, SILENT, TROUBLES, Status
 
-__all__ = ["Verdict", "ending", "judge", "warning"]
+__all__ = ["Diagnosis", "ending", "judge", "warning"]
 
 _SHOWN = 8  # rows of missing ranks that one report names
 
@@ -25,7 +25,7 @@ _DOING = {
 }
 
 
-class Verdict(NamedTuple):
+class Diagnosis(NamedTuple):
     """Ranks wait, and this is why.
 
     Attributes:
@@ -40,13 +40,13 @@ class Verdict(NamedTuple):
 
     key: int
     seconds: float
-    missing: tuple[Row, ...]
-    waiting: tuple[Row, ...]
+    missing: tuple[Status, ...]
+    waiting: tuple[Status, ...]
     unknown: int = 0
     patience: float = 0.0
 
 
-def judge(rows: Sequence[Row], size: int = 0) -> Verdict | None:
+def judge(rows: Sequence[Status], size: int = 0) -> Diagnosis | None:
     """Return who keeps whom waiting, or None if nobody waits or the wait has a declared reason.
 
     Seconds count from the later of two moments: the first rank began to wait in that call; the
@@ -73,21 +73,21 @@ def judge(rows: Sequence[Row], size: int = 0) -> Verdict | None:
     missing = [row for row in missing if row.doing != SILENT or row.key < key] or missing
     if not missing:
         # Also since the last one came out: of the others it may only not be known yet.
-        return Verdict(key, min(row.age for row in rows), (), waiting, unknown, patience)
+        return Diagnosis(key, min(row.age for row in rows), (), waiting, unknown, patience)
     undeclared = [row for row in missing if not row.busy or row.overdue]
     if not undeclared:
         return None
     waited = max(row.age for row in waiting)
     undeclared.sort(key=lambda row: -row.age)
     seconds = min(waited, undeclared[0].age)
-    return Verdict(key, seconds, tuple(undeclared), waiting, unknown, patience)
+    return Diagnosis(key, seconds, tuple(undeclared), waiting, unknown, patience)
 
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
 
 
-def _what(row: Row) -> str:
+def _what(row: Status) -> str:
     """Return what the ranks of a row do, in words."""
     what = _DOING.get(row.doing, row.doing)
     if len(row.ranks) > 1:
@@ -97,7 +97,7 @@ def _what(row: Row) -> str:
     return what
 
 
-def _whereabouts(row: Row, key: int) -> str:
+def _whereabouts(row: Status, key: int) -> str:
     many = len(row.ranks) > 1
     seen = row.doing in TROUBLES and row.doing != "T"
     pronoun = "They" if many else "It"
@@ -112,7 +112,7 @@ def _whereabouts(row: Row, key: int) -> str:
     return f"{pronoun} {verb} {row.place}{call} ({_what(row)})."
 
 
-def _missing(row: Row, key: int, seconds: float) -> str:
+def _missing(row: Status, key: int, seconds: float) -> str:
     """Return who is missing where for how long."""
     many = len(row.ranks) > 1
     node = f" ({row.node})" if row.node else ""
@@ -127,7 +127,7 @@ def _missing(row: Row, key: int, seconds: float) -> str:
     return f"{who} {said} for {_seconds(seconds)}. {_whereabouts(row, key)}"
 
 
-def _waiting(verdict: Verdict) -> str:
+def _waiting(verdict: Diagnosis) -> str:
     places: dict[tuple[str, str], list[int]] = {}
     for row in verdict.waiting:
         places.setdefault((row.place, row.text), []).extend(row.ranks)
@@ -139,7 +139,7 @@ def _waiting(verdict: Verdict) -> str:
     return "; ".join(parts)
 
 
-def _body(verdict: Verdict, least: float) -> tuple[str, str]:
+def _body(verdict: Diagnosis, least: float) -> tuple[str, str]:
     """Return who is missing, and who waits."""
     late = [row for row in verdict.missing if row.age >= least or row.doing == DEAD]
     if not verdict.missing:
@@ -155,15 +155,15 @@ def _body(verdict: Verdict, least: float) -> tuple[str, str]:
     return "\n  ".join(lines), _waiting(verdict)
 
 
-def warning(verdict: Verdict, warn: float, timeout: float) -> str:
+def warning(verdict: Diagnosis, warn: float, timeout: float) -> str:
     """Return what to say after `warn` seconds.
 
     Example:
       >>> from mpistrat.board.page import BETWEEN
       >>> rows = [
-      ...     Row((5,), "node12", 0, 411 << 20, BETWEEN, 80.0, "T", "data.py:31"),
-      ...     Row((0, 1, 2, 3, 4, 6, 7), "node12", 0, 412 << 20, INSIDE, 60.0, "S", "train.py:88",
-      ...         "all_reduce(SUM, float32[1024] 'grads')"),
+      ...     Status((5,), "node12", 0, 411 << 20, BETWEEN, 80.0, "T", "data.py:31"),
+      ...     Status((0, 1, 2, 3, 4, 6, 7), "node12", 0, 412 << 20, INSIDE, 60.0, "S",
+      ...         "train.py:88", "all_reduce(SUM, float32[1024] 'grads')"),
       ... ]
       >>> print(warning(judge(rows), 60, 1800))
       mpistrat: rank 5 (node12) has not reached call 412 for 60 s. It is in data.py:31 (stopped by
@@ -178,7 +178,7 @@ def warning(verdict: Verdict, warn: float, timeout: float) -> str:
     )
 
 
-def ending(verdict: Verdict, timeout: float, code: int) -> str:
+def ending(verdict: Diagnosis, timeout: float, code: int) -> str:
     """Return what to say when the job is ended after `timeout` seconds."""
     missing, waiting = _body(verdict, timeout)
     return (

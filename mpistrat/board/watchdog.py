@@ -15,9 +15,9 @@ from typing import final
 from mpistrat.board.link import Link
 from mpistrat.board.observer import Limits, Observer
 from mpistrat.board.page import INSIDE, LEAVING, LEFT
-from mpistrat.board.proc import Launcher
+from mpistrat.board.proc import Parents
 from mpistrat.board.reporter import Reporter, say
-from mpistrat.board.rows import Row
+from mpistrat.board.rows import Status
 
 __all__ = ["ORPHANED", "Watchdog"]
 
@@ -51,7 +51,7 @@ class Watchdog:
         observer: Observer,
         limits: Limits,
         link: Link | None = None,
-        launcher: Launcher | None = None,
+        launcher: Parents | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
         leave: Callable[[int], None] = os._exit,
         kill: Callable[[int, int], None] = os.kill,
@@ -64,7 +64,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
         self._looked = self._ticked = clock()
         self._resumed = 0
-        self._rows: list[Row] = []
+        self._rows: list[Status] = []
         self._failed = False
 
     def start(self) -> None:
@@ -125,7 +125,7 @@ class Watchdog:
         page = self._observer.page
         return all(page.heartbeat(index) < oldest for index in range(self._index))
 
-    def _own_rows(self) -> Sequence[Row]:
+    def _own_rows(self) -> Sequence[Status]:
         return self._rows
 
     def _watch(self, now: int) -> None:
@@ -141,7 +141,7 @@ class Watchdog:
             rows = [row._replace(age=min(row.age, most)) for row in rows]
         self._observer.act(rows, speaks)
 
-    def _tell(self, now: int, rows: Sequence[Row]) -> None:
+    def _tell(self, now: int, rows: Sequence[Status]) -> None:
         """Let the ranks of this node that have come to leave know of those of the other nodes."""
         others = [row for row in rows if row.home != self._observer.home]
         inside = max((row.key for row in others if row.state == INSIDE), default=0)

@@ -9,14 +9,13 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+from mpistrat.comm.base import Comm
+from mpistrat.comm.session import Session
 from mpistrat.errors import LockstepError, remote_error
 
-if TYPE_CHECKING:
-    from mpistrat.collectives.lockstep import Lockstep
-
-__all__ = ["cut", "mismatch", "ours", "ranks_text", "remote", "report", "where"]
+__all__ = ["Ranks", "cut", "mismatch", "ours", "ranks_text", "remote", "report", "where"]
 
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
 _EXAMPLES = str(Path(_PACKAGE, "examples"))
@@ -26,6 +25,23 @@ _SHARED = ("builtins", "mpistrat.errors")
 _LONGEST = 1 << 16
 _LIMIT = 300
 _HEAD = 60
+
+
+class Ranks(Protocol):
+    """The ranks that make one sequence of calls, as far as errors about them need to know.
+
+    Attributes:
+      session: Counts the calls.
+      comm: Connects them.
+      ranks: Which rank each replica is, for messages.
+    """
+
+    session: Session
+    comm: Comm
+    ranks: tuple[int, ...]
+
+    def texts(self, mine: bytes) -> list[bytes]:
+        """Return the texts of all ranks. Collective."""
 
 
 def ours(filename: str) -> bool:
@@ -90,7 +106,7 @@ def _window(text: str, at: int = 0) -> str:
     return text[:_HEAD] + gap + text[start:end] + (" ..." if end < len(text) else "")
 
 
-def mismatch(lockstep: Lockstep, call: str) -> LockstepError:
+def mismatch(lockstep: Ranks, call: str) -> LockstepError:
     """Return the error of every rank when the calls differ. Collective."""
     comm = lockstep.comm
     number = lockstep.session.calls
@@ -165,7 +181,7 @@ def report(error: BaseException) -> bytes:
     return json.dumps(known).encode()
 
 
-def remote(lockstep: Lockstep, call: str, failure: BaseException | None) -> BaseException:
+def remote(lockstep: Ranks, call: str, failure: BaseException | None) -> BaseException:
     """Return the error of every rank when at least one has failed. Collective.
 
     The rank that failed gets its own exception back; the others a `RemoteError` about the lowest

@@ -14,15 +14,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import Any, NamedTuple, final
 
 from mpistrat.collectives import blame
 from mpistrat.comm.base import Comm
 from mpistrat.comm.session import Unproved
 from mpistrat.errors import LockstepError, RemoteError, remote_error
-
-if TYPE_CHECKING:
-    from mpistrat.collectives.lockstep import Lockstep
 
 __all__ = ["LEAVE", "MISMATCH", "Farewell", "UnknownExit", "farewell", "left"]
 
@@ -108,7 +105,7 @@ def _agreed(rows: list[dict[str, Any]]) -> int:
 
 
 def farewell(
-    lockstep: Lockstep, code: int, failure: BaseException | None, of_group: bool
+    lockstep: blame.Ranks, code: int, failure: BaseException | None, of_group: bool
 ) -> Farewell:
     """Exchange why each rank leaves, and agree. Collective; the part of who leaves."""
     mine = _row(code, failure, of_group)
@@ -144,7 +141,7 @@ def keep_alike(writes: Sequence[Unproved], rows: Sequence[bytes]) -> None:
         write.undo()
 
 
-def left(lockstep: Lockstep, call: str, writes: Sequence[Unproved]) -> BaseException:
+def left(lockstep: blame.Ranks, call: str, writes: Sequence[Unproved]) -> BaseException:
     """Learn who has left while this rank was in `call`. Collective; the part of who stays.
 
     Args:

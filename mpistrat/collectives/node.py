@@ -30,7 +30,7 @@ from mpistrat.collectives.spans import Packed, Placed, Range, Scales, slice_of, 
 from mpistrat.kernels.fold import compile_for, compiles, fold_pair, fold_rows, spread_rows
 from mpistrat.kernels.ops import FOLDS, ReduceOp
 from mpistrat.kernels.scaling import divide
-from mpistrat.memory.arena import Arena, Block, Home
+from mpistrat.memory.arena import Arena, ArenaAddress, Block
 from mpistrat.memory.copies import Storage
 from mpistrat.memory.layout import Specs
 
@@ -92,7 +92,9 @@ class NodeFolds:
             self.warn(call, "each rank has its own copy of variables")
         return storage
 
-    def homes(self, values: Sequence[Array], outs: Sequence[Array] | None) -> list[Home] | None:
+    def homes(
+        self, values: Sequence[Array], outs: Sequence[Array] | None
+    ) -> list[ArenaAddress] | None:
         """Return where all values lie, if every one is to be folded in place."""
         if outs is None or len(set(map(id, outs))) < len(outs):
             return None  # what is given twice must not be folded twice
@@ -237,7 +239,7 @@ class NodeFolds:
             node.barrier()
             results.take(number, result[0])
 
-    def placed(self, homes: list[Home]) -> Placed:
+    def placed(self, homes: list[ArenaAddress]) -> Placed:
         """Return where arrays of the arena are folded, as far as it is the same every time."""
         spans: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
         for leaf, home in enumerate(homes):

@@ -23,7 +23,7 @@ from mpistrat.errors import StrategyError
 from mpistrat.kernels.threads import Team
 from mpistrat.options import Options
 
-__all__ = ["Board", "Interrupted", "RunState", "Session", "Unproved", "Unwatched"]
+__all__ = ["Interrupted", "RunState", "Session", "StatusBoard", "Unproved", "Unwatched"]
 
 _NOBODY = -1  # no thread has this number
 # The attribute of a thread that has the size of the largest session that it has claimed. It ends
@@ -35,7 +35,7 @@ _adding = threading.Lock()
 _alive: tuple[weakref.ref[Session], ...] = ()
 
 
-class Board(Protocol):
+class StatusBoard(Protocol):
     """Where a rank says what it is doing; see `mpistrat.board.board.Board`."""
 
     @property
@@ -204,7 +204,7 @@ class Session:
         self.options = Options()
         self.raised: BaseException | None = None
         self.freed = False
-        self.board: Board = Unwatched()
+        self.board: StatusBoard = Unwatched()
         self.allowed: float | None = None
         # Per thread: a strategy that never communicates may be used by any.
         self.run = RunState()

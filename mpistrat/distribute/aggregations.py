@@ -18,15 +18,16 @@ import xxhash
 from mpistrat.arrays import Array, spec_text
 from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.distribute import sparse
+from mpistrat.distribute.kinds import DistributedVariable, VariableAggregation
 from mpistrat.distribute.mode import Mode, current, same_strategy
 from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.distribute.values import Mirrored
-from mpistrat.distribute.writes import OPS, VariableAggregation, digest, prove_same, reduced, share
+from mpistrat.distribute.writes import OPS, digest, prove_same, reduced, share
 
 __all__ = ["SmallWrite", "Take", "first_of", "write"]
 
 # Returns what was given to a write, checked and converted: values, and to which rows; None for all.
-Take = Callable[[Any, "Mode | None", str, Any], "tuple[Array, Array | None]"]
+Take = Callable[[DistributedVariable, "Mode | None", str, Any], "tuple[Array, Array | None]"]
 Pair = tuple[Array, "Array | None"]
 
 _ADVICE = "Compute it alike on all ranks, or broadcast or reduce it first."
@@ -57,7 +58,7 @@ class SmallWrite:
 
     __slots__ = ("_before", "_first", "_kind", "_rows", "_variable", "digest")
 
-    def __init__(self, variable: Any, kind: str, values: Array, rows: Array | None):
+    def __init__(self, variable: DistributedVariable, kind: str, values: Array, rows: Array | None):
         """Keep what is there now."""
         self._variable, self._kind = variable, kind
         self._rows = None if rows is None else rows.copy()
@@ -86,7 +87,7 @@ def _digest_of_rows(values: Array, rows: Array) -> bytes:
     return xxhash.xxh3_128_digest(digest(values) + digest(rows))
 
 
-def write(variable: Any, kind: str, value: Any, take: Take) -> None:
+def write(variable: DistributedVariable, kind: str, value: Any, take: Take) -> None:
     """Write to a variable; see `Variable.assign`.
 
     Args:
@@ -125,7 +126,12 @@ def write(variable: Any, kind: str, value: Any, take: Take) -> None:
 
 
 def _agree(
-    variable: Any, call: str, value: Any, values: Array, rows: Array | None, advice: str
+    variable: DistributedVariable,
+    call: str,
+    value: Any,
+    values: Array,
+    rows: Array | None,
+    advice: str,
 ) -> None:
     """Show that all ranks write the same, or raise on all of them."""
     lockstep = variable.strategy.parts.lockstep
@@ -138,7 +144,7 @@ def _agree(
         prove_same(lockstep, f"{call} of rows", {"the values": values, "the indices": rows}, advice)
 
 
-def _same(variable: Any, kind: str, values: Array, rows: Array | None) -> Pair:
+def _same(variable: DistributedVariable, kind: str, values: Array, rows: Array | None) -> Pair:
     if variable.large:
         call = f"{kind}({variable.spec()})"
         _agree(variable, call, None, values, rows, _IN_REPLICA_CODE)
@@ -148,7 +154,7 @@ def _same(variable: Any, kind: str, values: Array, rows: Array | None) -> Pair:
     return values, rows
 
 
-def _reduced(variable: Any, kind: str, values: Array, rows: Array | None) -> Pair:
+def _reduced(variable: DistributedVariable, kind: str, values: Array, rows: Array | None) -> Pair:
     reducer, op = variable.strategy.parts.reducer, OPS[variable.aggregation]
     call = f"{kind}({variable.spec()})"
     if rows is None:
@@ -158,7 +164,7 @@ def _reduced(variable: Any, kind: str, values: Array, rows: Array | None) -> Pai
     return total.values, total.indices
 
 
-def _first(variable: Any, kind: str, values: Array, rows: Array | None) -> Pair:
+def _first(variable: DistributedVariable, kind: str, values: Array, rows: Array | None) -> Pair:
     parts = variable.strategy.parts
     call = f"{kind}({variable.spec()})"
     if rows is None:

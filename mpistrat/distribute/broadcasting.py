@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mpistrat.arrays import Array, as_array, spec_text
 from mpistrat.comm.codec import decode, encode
+from mpistrat.distribute.base import StrategyBase
 from mpistrat.distribute.choice import Ops, like
 from mpistrat.distribute.destinations import check_destinations, place
 from mpistrat.distribute.regroup import select
 from mpistrat.distribute.updating import mirrored
 from mpistrat.distribute.writes import prove_same
 
-if TYPE_CHECKING:
-    from mpistrat.distribute.strategy import Strategy
-
 __all__ = ["broadcast", "broadcast_as_chosen"]
 
 
-def broadcast(strategy: Strategy, tensor: Any, destinations: Any) -> Any:
+def broadcast(strategy: StrategyBase, tensor: Any, destinations: Any) -> Any:
     """Give replica 0's value to every replica by MPI; see `StrategyExtended.broadcast_to`."""
     parts = strategy.parts
     array = _checked(strategy, tensor, destinations)
@@ -35,7 +33,7 @@ def broadcast(strategy: Strategy, tensor: Any, destinations: Any) -> Any:
     return array if isinstance(destinations, str) else mirrored(strategy, array)
 
 
-def broadcast_as_chosen(strategy: Strategy, tensor: Any, destinations: Any) -> Any:
+def broadcast_as_chosen(strategy: StrategyBase, tensor: Any, destinations: Any) -> Any:
     """Do the same by the `CrossDeviceOps` of the program, if the strategy was given one.
 
     Collective. Cost: then two proofs, and what the class does.
@@ -63,7 +61,7 @@ def _is_python_number(tensor: Any) -> bool:
     return isinstance(tensor, int | float) and not isinstance(tensor, np.generic)
 
 
-def _checked(strategy: Strategy, tensor: Any, destinations: Any) -> Array:
+def _checked(strategy: StrategyBase, tensor: Any, destinations: Any) -> Array:
     with strategy.parts.lockstep.preparing("broadcast_to"):
         check_destinations(strategy, "broadcast_to", destinations)
         return np.array(as_array(select(tensor)), order="C")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import numpy as np
 
@@ -22,8 +23,7 @@ from mpistrat.collectives.routed import (
     divisors_of,
 )
 from mpistrat.collectives.routes import Native, Ring, Route
-from mpistrat.distribute.default import current_strategy
-from mpistrat.distribute.mode import Mode, entered
+from mpistrat.distribute.mode import Mode, current, entered
 from mpistrat.distribute.regroup import select
 from mpistrat.distribute.values import Birth, Home, OnRank, PerReplica
 from mpistrat.distribute.writes import digest, prove_same
@@ -36,22 +36,20 @@ __all__ = ["Choice", "Ops", "like"]
 _AUTO, _RING, _NCCL = CommunicationImplementation
 
 
-class Ops(Protocol):
-    """What a choice needs of a `CrossDeviceOps`."""
+class Ops:
+    """What a choice needs of a `CrossDeviceOps`, which says what its methods do.
 
-    def route(self, labels: Sequence[str]) -> tuple[Route, int] | None:
-        """Return the way of each message and the number of packs; None if `reduce` itself moves."""
+    Attributes:
+      route: Returns the way of each message and the number of packs; None if `reduce` itself moves.
+      reduce: Folds one value.
+      batch_reduce: Folds several values.
+      broadcast: Gives replica 0's value to every replica.
+    """
 
-    def reduce(
-        self, reduce_op: Any, per_replica_value: Any, destinations: Any, options: Any
-    ) -> Any:
-        """Fold one value."""
-
-    def batch_reduce(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> list[Any]:
-        """Fold several values."""
-
-    def broadcast(self, tensor: Any, destinations: Any) -> Any:
-        """Give replica 0's value to every replica."""
+    route: Callable[[Sequence[str]], tuple[Route, int] | None]
+    reduce: Callable[[Any, Any, Any, Any], Any]
+    batch_reduce: Callable[[Any, Any, Any], list[Any]]
+    broadcast: Callable[[Any, Any], Any]
 
 
 @final
@@ -197,7 +195,8 @@ class _Delegated(Chosen):
         try:
             structure = nest.flatten(list(given))[1]
             values = [self._per_replica(one, i, structure) for i, one in enumerate(given)]
-            with entered(Mode(current_strategy())):
+            ruling = current()
+            with nullcontext() if ruling is None else entered(Mode(ruling.strategy)):
                 if len(values) == 1:
                     made = [self._ops.reduce(op, values[0], values[0], self._options)]
                 else:

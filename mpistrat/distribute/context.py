@@ -6,34 +6,19 @@ import operator
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
-import numpy as np
-
-from mpistrat import nest
-from mpistrat.arrays import Array, as_array, finish, label
 from mpistrat.collectives.communication import CommunicationOptions
-from mpistrat.collectives.folding import put
-from mpistrat.collectives.part import Part
-from mpistrat.collectives.plans import request
-from mpistrat.distribute import sparse
-from mpistrat.distribute.arguments import check_function, given
-from mpistrat.distribute.default import current_strategy, default_strategy, refuse_unchosen
-from mpistrat.distribute.mode import Mode, current, entered, same_strategy, settle
-from mpistrat.distribute.naming import named
+from mpistrat.distribute.default import current_strategy, default_strategy
+from mpistrat.distribute.gather import gather
+from mpistrat.distribute.mode import Replica, current, refuse_unchosen, settle
 from mpistrat.distribute.parts import Parts
 from mpistrat.distribute.regroup import select
-from mpistrat.distribute.replica_code import body
-from mpistrat.distribute.replica_reduce import places, prepared, reduce_in_replica, takes
-from mpistrat.distribute.slices import IndexedSlices
-from mpistrat.distribute.values import PerReplica, born
-from mpistrat.distribute.variables import Variable
-from mpistrat.distribute.views import ALONE, Plain
-from mpistrat.errors import AxisError, ContextError
+from mpistrat.distribute.replica_code import body, merged
+from mpistrat.distribute.replica_reduce import all_reduce
+from mpistrat.distribute.strategy import Strategy
+from mpistrat.errors import ContextError
 from mpistrat.kernels.ops import ReduceOp
-
-if TYPE_CHECKING:
-    from mpistrat.distribute.strategy import Strategy
 
 __all__ = [
     "ReplicaContext",
@@ -107,7 +92,12 @@ def get_replica_context() -> ReplicaContext | Any:
       0
     """
     mode = current()
-    return ReplicaContext(default_strategy(), 0) if mode is None else mode.replica
+    if mode is None:
+        return ReplicaContext(default_strategy(), 0)
+    replica = mode.replica
+    if replica is not None and replica.context is None:
+        replica.context = ReplicaContext(current_strategy(), replica.id)
+    return None if replica is None else replica.context
 
 
 @final
@@ -160,7 +150,7 @@ class ReplicaContext:
           StrategyError: Another strategy rules here.
           RemoteError: It could not begin on another rank.
         """
-        entered = body(self)
+        entered = body(self._strategy, Replica(self._id, self.num_replicas_in_sync, self))
         entered.__enter__()
         self._open = (*self._open, entered)
         return self
@@ -206,7 +196,7 @@ class ReplicaContext:
     def _enter(self, what: str) -> None:
         mode = current()
         here = None if mode is None else mode.replica
-        if here is self:
+        if here is not None and here.context is self:
             self._strategy.parts.lockstep.session.interrupted.check()
             return
         if mode is None and self._strategy is default_strategy():
@@ -278,29 +268,7 @@ class ReplicaContext:
         """
         self._enter("all_reduce")
         parts = self._strategy.parts if options is None else self._parts("all_reduce", options)
-        asked = None
-        if weight is None:
-            plan = parts.plans.lone(reduce_op, value)
-            if plan is not None and (out is None or takes(out, value)):
-                return plan.one(value) if out is None else put([plan.one(value)], [out])[0]
-        if weight is None and out is None:
-            asked = request(reduce_op, value)
-            plan = parts.plans.find(asked)
-            if plan is not None and asked is not None:
-                return asked.tree(plan.all(asked.leaves))
-        if parts.view is ALONE:
-            return self._alone(reduce_op, value, weight, out)
-        return reduce_in_replica(parts, asked, reduce_op, value, weight, out)
-
-    def _alone(self, reduce_op: Any, value: Any, weight: Any, out: Any) -> Any:
-        call = prepared(reduce_op, value, weight)
-        outs = places(out, call.structure, call.parts)
-        alone = [_alone(call.op, part) for part in call.parts]
-        if outs is None:
-            return nest.unflatten(call.structure, list(map(finish, alone, call.leaves)))
-        for place, result in zip(outs, alone, strict=True):
-            place[...] = result
-        return out
+        return all_reduce(parts, reduce_op, value, weight, out)
 
     def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
         """Concatenate the values of all replicas along `axis`, and return the result on each.
@@ -367,88 +335,4 @@ class ReplicaContext:
         As: ``tf.distribute.ReplicaContext.merge_call``.
         """
         self._enter("merge_call")
-        check_function("merge_call", "merge_fn", merge_fn)
-        mine = given("merge_call", args, kwargs)
-        seen_args, seen_kwargs = self._strategy.parts.regroup.gathered("merge_call", mine)
-        with entered(Mode(self._strategy)):
-            merged = merge_fn(self._strategy, *seen_args, **seen_kwargs)
-        return self._strategy.parts.regroup.selected(merged)
-
-
-def _alone(op: ReduceOp, part: Part | sparse.SlicesPart) -> Any:
-    if isinstance(part, sparse.SlicesPart):
-        return sparse.alone(op, part)
-    # One replica by construction: its value, with its dtype, even for a mean of integers.
-    if op is ReduceOp.MEAN and part.weight == 0:
-        return np.full(part.value.shape, np.nan, part.form.result)
-    return np.array(part.value)
-
-
-def gather_leaves(parts: Parts, value: Any, axis: int) -> Any:
-    """Concatenate the leaves that each replica has its own of; see `Strategy.gather`."""
-    with parts.lockstep.preparing("gather"):
-        leaves, structure = nest.flatten(value)
-        parts.regroup.check("gather", leaves)
-        mine = [select(leaf) for leaf in leaves]
-        _refuse_slices("gather", mine)
-    if parts.view.plain is Plain.EACH:
-        return gather(parts, "gather", nest.unflatten(structure, mine), axis, born(leaves))
-    which = [i for i, leaf in enumerate(leaves) if isinstance(leaf, PerReplica | Variable)]
-    if len(which) == len(leaves):
-        return gather(parts, "gather", nest.unflatten(structure, mine), axis, born(leaves))
-    if which:
-        # All others are plain, and stay where they are.
-        of = f" of {nest.describe(structure)} {which}{born(leaves)}"
-        moved = gather(parts, "gather", [mine[i] for i in which], axis, of)
-        for i, result in zip(which, moved, strict=True):
-            mine[i] = result
-    return nest.unflatten(structure, mine)
-
-
-def gather(parts: Parts, name: str, value: Any, axis: int, of: str = "") -> Any:
-    """Concatenate this rank's `value` with the others'; see `ReplicaContext.all_gather`.
-
-    The text `of` says more of what is gathered.
-    """
-    with parts.lockstep.preparing(name):
-        if isinstance(axis, bool) or not hasattr(axis, "__index__"):
-            raise TypeError(f"{name}: axis must be an integer, not {axis!r}.")
-        axis = operator.index(axis)
-        leaves, structure = nest.flatten(value)
-        _refuse_slices(name, leaves)
-        paths = named(leaves, structure)
-        # Of a variable each replica's copy, which reading it here might make one.
-        copies = [_copy(leaf) if isinstance(leaf, Variable) else leaf for leaf in leaves]
-        arrays = [as_array(leaf, path) for leaf, path in zip(copies, paths, strict=True)]
-        axes = [_axis(name, a, axis, path) for a, path in zip(arrays, paths, strict=True)]
-    if not leaves:
-        return value
-    call = f"{name}(axis={axis}, {nest.describe(structure)}){of}"
-    return nest.unflatten(structure, parts.reducer.all_gather(call, axes, arrays, paths))
-
-
-def _refuse_slices(name: str, leaves: Sequence[Any]) -> None:
-    if IndexedSlices in map(type, leaves):
-        raise NotImplementedError(
-            f"{name} does not support IndexedSlices. Gather their values and indices, or "
-            "np.asarray(slices)."
-        )
-
-
-def _copy(variable: Variable) -> Array:
-    same_strategy(variable.strategy, f"variable {variable.name!r}")
-    return variable.component()
-
-
-def _axis(name: str, array: Any, axis: int, path: str) -> int:
-    if array.ndim == 0:
-        raise AxisError(
-            f"{name}: {label(path)} has no dimensions, so it cannot be concatenated. Give it one: "
-            "value[np.newaxis]."
-        )
-    if not -array.ndim <= axis < array.ndim:
-        raise AxisError(
-            f"{name}: {label(path)} of shape {array.shape} has no axis {axis}; wanted "
-            f"{-array.ndim} to {array.ndim - 1}."
-        )
-    return axis % int(array.ndim)
+        return merged(self._strategy, merge_fn, args, kwargs)

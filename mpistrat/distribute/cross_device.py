@@ -5,20 +5,20 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from mpistrat import nest
 from mpistrat.collectives.communication import CommunicationOptions
 from mpistrat.collectives.routes import Hierarchical, Native, OneRoot, Route
 from mpistrat.distribute.broadcasting import broadcast
-from mpistrat.distribute.default import current_strategy, refuse_unchosen
+from mpistrat.distribute.choice import Ops
+from mpistrat.distribute.default import current_strategy
 from mpistrat.distribute.destinations import check_destinations, checked_pairs, device_called
+from mpistrat.distribute.mode import refuse_unchosen
 from mpistrat.distribute.reductions import reduce_over_replicas
 from mpistrat.distribute.regroup import select
+from mpistrat.distribute.strategy import Strategy
 from mpistrat.kernels.ops import ReduceOp
-
-if TYPE_CHECKING:
-    from mpistrat.distribute.strategy import Strategy
 
 __all__ = [
     "CrossDeviceOps",
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 
-class CrossDeviceOps:
+class CrossDeviceOps(Ops):
     """How the values of all replicas become one; subclass it to say so yourself.
 
     A subclass writes `reduce_implementation`, and `batch_reduce_implementation` if several values

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mpistrat.arrays import is_scalar
+from mpistrat.distribute.base import StrategyBase
+from mpistrat.distribute.kinds import DistributedVariable
 from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.distribute.values import DistributedValues
-from mpistrat.distribute.variables import Variable
 from mpistrat.errors import StructureError
-
-if TYPE_CHECKING:
-    from mpistrat.distribute.strategy import Strategy
 
 __all__ = ["check_destinations", "checked_pairs", "device_called", "place"]
 
@@ -48,7 +46,7 @@ def _plain_device(name: str) -> str:
     return name.lower().replace("device:", "").lstrip("/")
 
 
-def check_destinations(strategy: Strategy, name: str, destinations: Any) -> None:
+def check_destinations(strategy: StrategyBase, name: str, destinations: Any) -> None:
     """Raise unless results of `strategy` can be wanted there.
 
     Args:
@@ -62,7 +60,7 @@ def check_destinations(strategy: Strategy, name: str, destinations: Any) -> None
       StructureError: They are none of these.
       StrategyError: It is the variable or value of another strategy.
     """
-    if isinstance(destinations, DistributedValues | Variable):
+    if isinstance(destinations, DistributedValues | DistributedVariable):
         strategy.parts.regroup.check(name, [destinations])
         return
     # Where values are not wrapped, each is a plain one, and where it is, is a destination too.
@@ -85,7 +83,7 @@ def check_destinations(strategy: Strategy, name: str, destinations: Any) -> None
 
 
 def checked_pairs(
-    strategy: Strategy, name: str, value_destination_pairs: Any
+    strategy: StrategyBase, name: str, value_destination_pairs: Any
 ) -> list[tuple[Any, Any]]:
     """Return the pairs of value and destinations as a list.
 
@@ -114,6 +112,6 @@ def checked_pairs(
 
 def place(destinations: Any) -> str:
     """Return what the proof says of the destinations."""
-    if isinstance(destinations, Variable):
+    if isinstance(destinations, DistributedVariable):
         return f" to {destinations.spec()}"
     return f" to {destinations!r}" if isinstance(destinations, str) else " to a value"

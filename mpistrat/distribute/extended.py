@@ -5,31 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from mpistrat.collectives.communication import CommunicationOptions
 from mpistrat.distribute import updating
+from mpistrat.distribute.base import StrategyBase
 from mpistrat.distribute.broadcasting import broadcast_as_chosen
-from mpistrat.distribute.default import default_strategy
 from mpistrat.distribute.destinations import check_destinations, checked_pairs, place
+from mpistrat.distribute.kinds import DistributedVariable
 from mpistrat.distribute.mode import Mode, cross_replica, current, entered, same_strategy
 from mpistrat.distribute.multi_step import MultiStepContext, run_steps
 from mpistrat.distribute.reductions import reduce_over_replicas
 from mpistrat.distribute.regroup import select
-from mpistrat.distribute.variables import Variable
 from mpistrat.distribute.views import ALONE, LOCAL
 from mpistrat.errors import ContextError, StructureError
 
-if TYPE_CHECKING:
-    from mpistrat.distribute.strategy import Strategy
-
 __all__ = ["StrategyExtended"]
+
+S_co = TypeVar("S_co", bound=StrategyBase, covariant=True)
 
 
 @dataclass(frozen=True)
-class StrategyExtended:
+class StrategyExtended(Generic[S_co]):
     """The finer calls of one strategy; get it as ``strategy.extended``.
 
     As: ``tf.distribute.StrategyExtended``.
@@ -38,7 +37,7 @@ class StrategyExtended:
       strategy: The strategy whose calls these are.
     """
 
-    strategy: Strategy
+    strategy: S_co
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
@@ -49,7 +48,7 @@ class StrategyExtended:
         Raises:
           ContextError: This is the default strategy, which has none.
         """
-        if self.strategy is default_strategy():
+        if self.strategy.is_default:
             raise ContextError("the default strategy has no worker_devices; make a strategy.")
         labels = self.strategy.device_labels
         if self.strategy.parts.view is not LOCAL:
@@ -245,13 +244,13 @@ class StrategyExtended:
         does.
         """
         with self._cross("broadcast_to", "get_replica_context().merge_call(...)"):
-            if self.strategy is default_strategy() and destinations is not None:
+            if self.strategy.is_default and destinations is not None:
                 raise NotImplementedError("the default strategy has no broadcast_to; make another.")
             return broadcast_as_chosen(self.strategy, tensor, destinations)
 
     def update(
         self,
-        var: Variable,
+        var: DistributedVariable,
         fn: Callable[..., Any],
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
@@ -335,7 +334,7 @@ class StrategyExtended:
             given = (tuple(args), dict(kwargs or {}))
             return updating.update_non_slot(self.strategy, fn, given, group)
 
-    def non_slot_devices(self, var_list: Sequence[Variable]) -> Any:
+    def non_slot_devices(self, var_list: Sequence[DistributedVariable]) -> Any:
         """Return where a value lives that belongs to several variables: on all devices.
 
         Args:
@@ -345,11 +344,11 @@ class StrategyExtended:
           The labels of `parameter_devices`; for the default strategy, the variable whose name
           comes first.
         """
-        if self.strategy is default_strategy():
+        if self.strategy.is_default:
             return min(var_list, key=lambda variable: variable.name)
         return self.parameter_devices
 
-    def read_var(self, v: Variable) -> Any:
+    def read_var(self, v: DistributedVariable) -> Any:
         """Return the value of a variable, as cross-replica code reads it.
 
         Collective if it is ON_READ.
@@ -377,7 +376,7 @@ class StrategyExtended:
 
     def variable_created_in_scope(self, v: Any) -> bool:
         """Tell whether `v` is a variable of this strategy."""
-        return isinstance(v, Variable) and v.strategy is self.strategy
+        return isinstance(v, DistributedVariable) and v.strategy is self.strategy
 
     def colocate_vars_with(self, colocate_with_variable: Any) -> AbstractContextManager[None]:
         """Return a context manager for variables that lie where another one does: all do.
@@ -391,7 +390,7 @@ class StrategyExtended:
           ValueError: What is given is no variable of this strategy.
         """
         name = "StrategyExtended.colocate_vars_with()"
-        if same_strategy(self.strategy, name) is None and self.strategy is not default_strategy():
+        if same_strategy(self.strategy, name) is None and not self.strategy.is_default:
             raise ContextError(
                 f"{name} needs to be inside the scope of {self.strategy!r}: "
                 "`with strategy.scope():`."

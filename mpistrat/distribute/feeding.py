@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpistrat.distribute.arguments import check_function
+from mpistrat.distribute.base import StrategyBase
 from mpistrat.distribute.inputs import InputContext, InputOptions, InputReplicationMode
 from mpistrat.distribute.iterators import InputIterator
 from mpistrat.distribute.mode import cross_replica, current
 from mpistrat.distribute.views import ALONE, GLOBAL
 from mpistrat.errors import ContextError, DataError
 from mpistrat.feed.dataset import Dataset
-from mpistrat.feed.dealing import Place, calls, own, policy_deal, turns
+from mpistrat.feed.dealing import ShardSpec, calls, own, policy_deal, turns
 from mpistrat.feed.distributed import DistributedDataset, Door
-
-if TYPE_CHECKING:
-    from mpistrat.distribute.strategy import Strategy
 
 __all__ = ["dataset_iterator", "distribute", "from_function", "input_fn_iterator"]
 
 
-def distribute(strategy: Strategy, dataset: Any, options: Any) -> Any:
+def distribute(strategy: StrategyBase, dataset: Any, options: Any) -> Any:
     """Divide a dataset of global batches; see ``Strategy.experimental_distribute_dataset``."""
     name = "experimental_distribute_dataset"
     with strategy.parts.lockstep.preparing(name):
@@ -33,13 +31,13 @@ def distribute(strategy: Strategy, dataset: Any, options: Any) -> Any:
             )
         if strategy.parts.view is ALONE:
             return dataset
-        whole = dataset if dataset.batched else dataset.batch(strategy.num_replicas_in_sync)
+        whole = dataset if dataset.batched else dataset.batch(strategy.parts.lockstep.comm.size)
         deal = policy_deal(whole, _place(strategy))
     return DistributedDataset(deal, _door(strategy), dataset)
 
 
 def from_function(
-    strategy: Strategy, dataset_fn: Callable[[InputContext], Any], options: Any
+    strategy: StrategyBase, dataset_fn: Callable[[InputContext], Any], options: Any
 ) -> Any:
     """Let each rank bring a dataset; see ``Strategy.distribute_datasets_from_function``."""
     name = "distribute_datasets_from_function"
@@ -61,20 +59,20 @@ def from_function(
     return DistributedDataset(own(dataset), _door(strategy))
 
 
-def dataset_iterator(strategy: Strategy, dataset: Any) -> InputIterator:
+def dataset_iterator(strategy: StrategyBase, dataset: Any) -> InputIterator:
     """Make an iterator of the older kind; see ``Strategy.make_dataset_iterator``."""
     with strategy.parts.lockstep.preparing("make_dataset_iterator"):
         _check_dataset("make_dataset_iterator", dataset)
         if strategy.parts.view is ALONE:
             deal = own(dataset)
         else:
-            whole = dataset if dataset.batched else dataset.batch(strategy.num_replicas_in_sync)
+            whole = dataset if dataset.batched else dataset.batch(strategy.parts.lockstep.comm.size)
             deal = policy_deal(whole, _place(strategy))
     return InputIterator(DistributedDataset(deal, _door(strategy), dataset))
 
 
 def input_fn_iterator(
-    strategy: Strategy, input_fn: Callable[[InputContext], Any], mode: Any
+    strategy: StrategyBase, input_fn: Callable[[InputContext], Any], mode: Any
 ) -> InputIterator:
     """Make an iterator of the older kind; see ``Strategy.make_input_fn_iterator``."""
     name = "make_input_fn_iterator"
@@ -98,11 +96,11 @@ def input_fn_iterator(
     return InputIterator(DistributedDataset(deal, _door(strategy), together=True))
 
 
-def _place(strategy: Strategy) -> Place:
+def _place(strategy: StrategyBase) -> ShardSpec:
     lockstep = strategy.parts.lockstep
     comm = lockstep.comm
     every = lockstep.options.check_every if comm.size > 1 else 0
-    return Place(comm.rank, comm.size, strategy.parts.view is not GLOBAL, every)
+    return ShardSpec(comm.rank, comm.size, strategy.parts.view is not GLOBAL, every)
 
 
 def _checked(name: str, options: Any) -> InputOptions:
@@ -121,7 +119,7 @@ def _check_dataset(name: str, dataset: Any) -> None:
         )
 
 
-def _door(strategy: Strategy) -> Door:
+def _door(strategy: StrategyBase) -> Door:
     parts = strategy.parts
 
     def check() -> None:

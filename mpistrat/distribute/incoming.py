@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mpistrat.arrays import Array, as_array, as_dtype, is_bfloat16
+from mpistrat.distribute.kinds import DistributedVariable as Variable
 from mpistrat.distribute.mode import Mode
 from mpistrat.distribute.reading import plain
 from mpistrat.distribute.slices import IndexedSlices
@@ -14,9 +15,6 @@ from mpistrat.distribute.values import PerReplica
 from mpistrat.distribute.views import ALONE
 from mpistrat.distribute.writes import VariableAggregation, VariableSynchronization
 from mpistrat.errors import LeafTypeError, StructureError
-
-if TYPE_CHECKING:
-    from mpistrat.distribute.variables import Variable
 
 __all__ = ["incoming", "incoming_slices", "initial", "kinds", "own_copy"]
 

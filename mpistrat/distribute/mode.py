@@ -8,18 +8,51 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, final
 
+from mpistrat.comm.world import size_of_job
+from mpistrat.distribute.kinds import DistributedVariable
 from mpistrat.errors import ContextError, StrategyError
 
-if TYPE_CHECKING:
-    from mpistrat.distribute.context import ReplicaContext
-    from mpistrat.distribute.strategy import Strategy
-    from mpistrat.distribute.variables import Variable
+__all__ = [
+    "Mode",
+    "Replica",
+    "Scope",
+    "chosen",
+    "cross_replica",
+    "current",
+    "entered",
+    "refuse_unchosen",
+    "same_strategy",
+    "settle",
+]
 
-__all__ = ["Mode", "cross_replica", "current", "entered", "same_strategy", "settle"]
+
+class Ruling(Protocol):
+    """A strategy, as far as a mode looks into it."""
+
+    @property
+    def parts(self) -> Any:
+        """What it is made of."""
+
+
+@final
+@dataclass(eq=False)
+class Replica:
+    """One replica, while its code runs.
+
+    Attributes:
+      id: Which one it is; None if nobody said.
+      count: How many there are.
+      context: What the program sees of it, once it has asked.
+    """
+
+    id: int | None
+    count: int
+    context: Any = None
 
 
 @dataclass(frozen=True)
@@ -28,14 +61,14 @@ class Mode:
 
     Attributes:
       strategy: The strategy that rules here.
-      replica: The replica context, in replica code; None in cross-replica code.
+      replica: The replica, in replica code; None in cross-replica code.
       updating: The variable whose copy ``extended.update`` lets its function write here.
       lasting: It rules until further notice, and not for the body of a ``with``.
     """
 
-    strategy: Strategy
-    replica: ReplicaContext | None = None
-    updating: Variable | None = None
+    strategy: Ruling
+    replica: Replica | None = None
+    updating: DistributedVariable | None = None
     lasting: bool = False
 
 
@@ -50,6 +83,7 @@ _INSTEAD = {
 _NONE = "get_replica_context() is None in cross-replica code"
 
 _mode: contextvars.ContextVar[Mode | None] = contextvars.ContextVar("mpistrat_mode", default=None)
+_chosen: contextvars.ContextVar[bool] = contextvars.ContextVar("mpistrat_chosen", default=False)
 
 
 def current() -> Mode | None:
@@ -100,7 +134,7 @@ def _explain(error: AttributeError) -> None:
         )
 
 
-def settle(strategy: Strategy | None) -> None:
+def settle(strategy: Ruling | None) -> None:
     """Let cross-replica code of `strategy` begin here, and last until further notice.
 
     Args:
@@ -118,7 +152,7 @@ def settle(strategy: Strategy | None) -> None:
     _mode.set(None if strategy is None else Mode(strategy, lasting=True))
 
 
-def same_strategy(strategy: Strategy, what: str) -> Mode | None:
+def same_strategy(strategy: Ruling, what: str) -> Mode | None:
     """Return the current mode, provided that no other strategy rules here.
 
     Raises:
@@ -133,7 +167,7 @@ def same_strategy(strategy: Strategy, what: str) -> Mode | None:
     return mode
 
 
-def cross_replica(strategy: Strategy, what: str, instead: str) -> Any:
+def cross_replica(strategy: Ruling, what: str, instead: str) -> Any:
     """Return a context manager that enters cross-replica code of `strategy`.
 
     Args:
@@ -152,8 +186,72 @@ def cross_replica(strategy: Strategy, what: str, instead: str) -> Any:
         replica = mode.replica
         raise ContextError(
             f"{what} is cross-replica code, but this is replica "
-            f"{replica.replica_id_in_sync_group} of {replica.num_replicas_in_sync} inside run().\n"
+            f"{replica.id} of {replica.count} inside run().\n"
             f"  Here, call {instead}, or pass a function to "
             "get_replica_context().merge_call()."
         )
     return entered(mode or Mode(strategy))
+
+
+@contextlib.contextmanager
+def chosen() -> Iterator[None]:
+    """Run the body as code that has chosen the default strategy, which rules in any case."""
+    before = _chosen.get()
+    _chosen.set(True)
+    try:
+        yield
+    finally:
+        _chosen.set(before)
+
+
+def refuse_unchosen(what: str) -> None:
+    """Raise if a call would stay on this rank only because no strategy rules here.
+
+    Args:
+      what: The call.
+
+    Raises:
+      ContextError: No strategy rules here, and none was chosen, in a job of several ranks.
+    """
+    if current() is not None or _chosen.get():
+        return
+    size = size_of_job()
+    if size > 1:
+        raise ContextError(
+            f"{what} was called where no strategy rules, in a job of {size} ranks: each would keep "
+            "its own value. Call it in the function that Strategy.run calls, in the thread that "
+            "calls run; elsewhere use what the strategy has, such as strategy.all_reduce(...). For "
+            "one replica in each process, make a OneDeviceStrategy."
+        )
+
+
+@final
+class Scope:
+    """A scope of a strategy, which can be entered again, also within itself.
+
+    Args:
+      strategy: What ``with ... as`` gives.
+      enter: Returns what is entered, anew each time.
+    """
+
+    def __init__(self, strategy: Ruling, enter: Callable[[], AbstractContextManager[Any]]):
+        """Enter nothing yet."""
+        self._strategy, self._enter = strategy, enter
+        self._open: list[AbstractContextManager[Any]] = []
+
+    def __enter__(self) -> Any:
+        """Enter the scope once more, and return the strategy."""
+        entered = self._enter()
+        entered.__enter__()
+        self._open.append(entered)
+        return self._strategy
+
+    def __exit__(self, *exception: Any) -> None:
+        """Leave the scope once.
+
+        Raises:
+          ContextError: It is not entered; or scopes are left out of order.
+        """
+        if not self._open:
+            raise ContextError(f"a scope of {self._strategy!r} was left that was not entered.")
+        self._open.pop().__exit__(*exception)

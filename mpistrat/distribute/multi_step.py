@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from mpistrat.distribute.arguments import check_function
-from mpistrat.distribute.context import get_replica_context
+from mpistrat.distribute.base import StrategyBase
 from mpistrat.distribute.mode import current
+from mpistrat.distribute.replica_code import merged
 from mpistrat.errors import ContextError, OutOfRangeError, StructureError
 from mpistrat.kernels.ops import ReduceOp
-
-if TYPE_CHECKING:
-    from mpistrat.distribute.strategy import Strategy
 
 __all__ = ["MultiStepContext", "run_steps"]
 
@@ -29,7 +27,7 @@ class MultiStepContext:
       run_op: None; the steps have been made.
     """
 
-    def __init__(self, strategy: Strategy, initial: Any = None):
+    def __init__(self, strategy: StrategyBase, initial: Any = None):
         """Know nothing yet but the outputs that the program began with."""
         self._strategy = strategy
         self._reductions: dict[str, ReduceOp | None] = {}
@@ -64,9 +62,7 @@ class MultiStepContext:
             )
         else:
             op = self._noted(name, reduce_op)
-            get_replica_context().merge_call(
-                lambda _, value: self._keep(name, value, op), (output,)
-            )
+            _merged(lambda _, value: self._keep(name, value, op), output)
 
     def _noted(self, name: str, reduce_op: Any) -> ReduceOp | None:
         op = None if reduce_op is None else ReduceOp.parse(reduce_op)
@@ -95,10 +91,10 @@ class MultiStepContext:
             self.non_tensor_outputs[name] = output
             return
 
-        def keep(strategy: Strategy, value: Any) -> None:
+        def keep(strategy: StrategyBase, value: Any) -> None:
             self.non_tensor_outputs[name] = strategy.experimental_local_results(value)
 
-        get_replica_context().merge_call(keep, (output,))
+        _merged(keep, output)
 
 
 def _in_replica() -> bool:
@@ -106,8 +102,15 @@ def _in_replica() -> bool:
     return mode is not None and mode.replica is not None
 
 
+def _merged(keep: Callable[[Any, Any], None], output: Any) -> None:
+    mode = current()
+    assert mode is not None  # this is replica code
+    mode.strategy.parts.lockstep.session.interrupted.check()
+    merged(mode.strategy, keep, (output,))
+
+
 def run_steps(
-    strategy: Strategy,
+    strategy: StrategyBase,
     fn: Callable[..., Any],
     iterator: Iterator[Any],
     iterations: int,

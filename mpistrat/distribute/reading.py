@@ -86,7 +86,7 @@ class Reading(Operators, abc.ABC):
         """Apply a NumPy function to the value; never write to it."""
         if method == "at" and isinstance(inputs[0], Reading):
             raise TypeError(
-                f"{self.name!r} is a variable, which np.{ufunc.__name__}.at would write to. {_WRITE}"
+                f"{self.name!r} is a variable; np.{ufunc.__name__}.at would write to it. {_WRITE}"
             )
         if any(isinstance(out, Reading) for out in kwargs.get("out", ())):
             raise TypeError(

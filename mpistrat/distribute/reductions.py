@@ -12,13 +12,13 @@ from mpistrat import nest
 from mpistrat.arrays import Array, as_array, dtype_name, finish, label
 from mpistrat.collectives.forms import form, identity
 from mpistrat.collectives.part import Part
+from mpistrat.distribute.kinds import DistributedVariable
 from mpistrat.distribute.naming import named
 from mpistrat.distribute.parts import Parts
 from mpistrat.distribute.regroup import select
 from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.distribute.sparse import all_reduce, contribution
 from mpistrat.distribute.values import Mirrored, PerReplica, born
-from mpistrat.distribute.variables import Variable
 from mpistrat.distribute.views import Plain
 from mpistrat.distribute.writes import digest
 from mpistrat.errors import AxisError, StructureError
@@ -41,9 +41,9 @@ def _moves(name: str, op: ReduceOp, leaf: Any, plain: Plain, path: str) -> bool:
             f"{name}({op.value}): {label(path)} is None. Where strategy.run gave it, its function "
             "returned None on every replica: look for a missing return."
         )
-    if isinstance(leaf, PerReplica) or (isinstance(leaf, Variable) and leaf.on_read):
+    if isinstance(leaf, PerReplica) or (isinstance(leaf, DistributedVariable) and leaf.on_read):
         return True
-    mirrored = isinstance(leaf, Mirrored | Variable)
+    mirrored = isinstance(leaf, Mirrored | DistributedVariable)
     if plain is Plain.SAME or (mirrored and op in _IDEMPOTENT):
         return False
     if plain is Plain.EACH and not mirrored:
@@ -84,7 +84,7 @@ def reduce_over_replicas(
             if plain is not Plain.SAME:
                 # It is returned as it is, so it has to be the same on all ranks.
                 proof = leaf.proved_by(session) if isinstance(leaf, Mirrored) else ""
-                known = isinstance(leaf, Variable) or bool(proof)
+                known = isinstance(leaf, DistributedVariable) or bool(proof)
                 plain_values += f" {path} {proof}" if known else f" {digest(checked).hex()[:16]}"
     which = "".join("*" if moves else "." for moves in moving)
     call = f"{name}({op.value}, {nest.describe(structure)} {which}{plain_values}){born(leaves)}{to}"
@@ -106,13 +106,13 @@ def _mirror(parts: Parts, place: int, leaf: Any, result: Any, moved: bool) -> An
         known = not isinstance(result, IndexedSlices)
         proof = f"{parts.lockstep.session.calls}/{place}" if known else ""
         return Mirrored(result, parts.lockstep.comm.size, proof, parts.regroup.home)
-    if isinstance(leaf, Variable):
+    if isinstance(leaf, DistributedVariable):
         return Mirrored(result, parts.lockstep.comm.size)
     return leaf if isinstance(leaf, Mirrored) else result
 
 
 def _component(leaf: Any) -> Any:
-    if isinstance(leaf, Variable):
+    if isinstance(leaf, DistributedVariable):
         return leaf.component() if leaf.on_read else leaf.read_value()
     return select(leaf)
 

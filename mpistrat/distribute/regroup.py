@@ -12,10 +12,17 @@ import numpy as np
 from mpistrat import nest
 from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.comm.codec import decode, encode, pack, unpack
+from mpistrat.distribute.kinds import DistributedVariable
 from mpistrat.distribute.mode import same_strategy
 from mpistrat.distribute.slices import IndexedSlices
-from mpistrat.distribute.values import Birth, DistributedValues, Home, Mirrored, OnRank, PerReplica
-from mpistrat.distribute.variables import Variable
+from mpistrat.distribute.values import (
+    Birth,
+    DistributedValues,
+    Home,
+    Mirrored,
+    OnRank,
+    PerReplica,
+)
 from mpistrat.distribute.views import ALONE, LOCAL, View
 from mpistrat.distribute.writes import digest
 from mpistrat.errors import LeafTypeError, LockstepError, StrategyError
@@ -71,7 +78,7 @@ class Regroup:
         """
         session = self.home.session
         for leaf in leaves:
-            if isinstance(leaf, Variable):
+            if isinstance(leaf, DistributedVariable):
                 mode = same_strategy(leaf.strategy, f"variable {leaf.name!r}")
                 if mode is None and leaf.strategy.parts.lockstep is not self.lockstep:
                     raise StrategyError(
@@ -170,7 +177,7 @@ class Regroup:
         return structure, leaves, [self._read(message, at, len(leaves)) for message in messages]
 
     def _entry(self, leaf: Any) -> tuple[bytes, bytes]:
-        if isinstance(leaf, Variable):
+        if isinstance(leaf, DistributedVariable):
             return _VARIABLE, leaf.number.to_bytes(_NAME, "little")
         if isinstance(leaf, Mirrored):
             return _MIRRORED, _mirrored_name(leaf, self.home)
@@ -250,7 +257,7 @@ class Regroup:
             )
         if not self.view.wraps:
             return (select(value),)
-        if lone and not isinstance(value, DistributedValues | Variable):
+        if lone and not isinstance(value, DistributedValues | DistributedVariable):
             return (value,)
         unknown = [leaf for leaf in leaves if _is_on_read(leaf) or self._is_unknown(leaf)]
         fetched = self._fetch(unknown) if unknown else {}
@@ -326,4 +333,4 @@ def _own(value: Any) -> Any:
 
 
 def _is_on_read(leaf: Any) -> bool:
-    return isinstance(leaf, Variable) and leaf.on_read
+    return isinstance(leaf, DistributedVariable) and leaf.on_read

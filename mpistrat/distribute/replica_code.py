@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from mpistrat.collectives.alarms import compare_copies
-from mpistrat.distribute.mode import Mode, cross_replica, current, entered
+from mpistrat.comm.session import Session
+from mpistrat.distribute.arguments import check_function, given
+from mpistrat.distribute.base import StrategyBase
+from mpistrat.distribute.mode import Mode, Replica, cross_replica, current, entered
 from mpistrat.errors import ContextError
 
-if TYPE_CHECKING:
-    from mpistrat.comm.session import Session
-    from mpistrat.distribute.context import ReplicaContext
-    from mpistrat.distribute.strategy import Strategy
-
-__all__ = ["begin", "body", "end", "proved"]
+__all__ = ["begin", "body", "end", "merged", "proved"]
 
 
 def begin(session: Session) -> None:
@@ -32,7 +30,7 @@ def end(session: Session) -> None:
         session.run.failed = None
 
 
-def proved(strategy: Strategy, call: str, result: Any, failure: BaseException | None) -> Any:
+def proved(strategy: StrategyBase, call: str, result: Any, failure: BaseException | None) -> Any:
     """End replica code in one proof, and return what cross-replica code sees of its results.
 
     Collective. When a call of the code has failed on all ranks, that has been the proof, and none
@@ -61,8 +59,19 @@ def proved(strategy: Strategy, call: str, result: Any, failure: BaseException | 
     return seen
 
 
+def merged(strategy: Any, merge_fn: Callable[..., Any], args: Any = (), kwargs: Any = None) -> Any:
+    """Call `merge_fn` in cross-replica code; see `ReplicaContext.merge_call`. Collective."""
+    check_function("merge_call", "merge_fn", merge_fn)
+    mine = given("merge_call", args, kwargs)
+    regroup = strategy.parts.regroup
+    seen_args, seen_kwargs = regroup.gathered("merge_call", mine)
+    with entered(Mode(strategy)):
+        result = merge_fn(strategy, *seen_args, **seen_kwargs)
+    return regroup.selected(result)
+
+
 @contextlib.contextmanager
-def body(replica: ReplicaContext) -> Iterator[None]:
+def body(strategy: StrategyBase, replica: Replica) -> Iterator[None]:
     """Let the body of a ``with`` be the code of `replica`; it ends in one proof, as a run does.
 
     Collective. In code of this very replica it changes nothing.
@@ -73,10 +82,10 @@ def body(replica: ReplicaContext) -> Iterator[None]:
       Exception: As `proved`.
     """
     mode = current()
-    if mode is not None and mode.replica is replica:
+    here = None if mode is None else mode.replica
+    if here is not None and here.context is replica.context:
         yield
         return
-    strategy = replica.strategy
     lockstep = strategy.parts.lockstep
     session = lockstep.session
     with cross_replica(strategy, "with ReplicaContext", "the body itself"):
@@ -97,11 +106,11 @@ def body(replica: ReplicaContext) -> Iterator[None]:
             end(session)
 
 
-def _check(replica: ReplicaContext, mine: int) -> None:
-    asked = replica.replica_id_in_sync_group
+def _check(replica: Replica, mine: int) -> None:
+    asked = replica.id
     if asked not in (None, mine):
         raise ContextError(
-            f"with ReplicaContext: this rank is replica {mine} of {replica.num_replicas_in_sync}, "
+            f"with ReplicaContext: this rank is replica {mine} of {replica.count}, "
             f"and cannot run the code of replica {asked}. Each rank enters a context of its own: "
             "replica_id_in_sync_group=None, or better, strategy.run(fn)."
         )

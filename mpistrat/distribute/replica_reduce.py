@@ -10,7 +10,7 @@ import numpy as np
 
 from mpistrat import nest
 from mpistrat.arrays import Array, as_array, dtype_name, finish, label, spec_text
-from mpistrat.collectives.folding import SMALL, Folding
+from mpistrat.collectives.folding import SMALL, Folding, put
 from mpistrat.collectives.forms import form
 from mpistrat.collectives.part import Part
 from mpistrat.collectives.planned import Plan, SharedPlan
@@ -22,10 +22,11 @@ from mpistrat.distribute.parts import Parts
 from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.distribute.sparse import SlicesPart
 from mpistrat.distribute.values import DistributedValues
+from mpistrat.distribute.views import ALONE
 from mpistrat.errors import LeafTypeError, StructureError
 from mpistrat.kernels.ops import ReduceOp
 
-__all__ = ["Call", "fit", "places", "prepared", "reduce_in_replica", "takes"]
+__all__ = ["Call", "all_reduce", "fit", "places", "prepared", "reduce_in_replica", "takes"]
 
 
 class Call(NamedTuple):
@@ -121,6 +122,43 @@ def fit(
             f"out: {label(path)} is {type(place).__name__}; wanted an array to write to, {wanted}."
         )
     raise LeafTypeError(f"out: {label(path)} is {spec_text(place)}; the result is {wanted}.")
+
+
+def all_reduce(parts: Parts, reduce_op: Any, value: Any, weight: Any, out: Any) -> Any:
+    """Fold `value` over the replicas; see `ReplicaContext.all_reduce`. Collective."""
+    asked = None
+    if weight is None:
+        plan = parts.plans.lone(reduce_op, value)
+        if plan is not None and (out is None or takes(out, value)):
+            return plan.one(value) if out is None else put([plan.one(value)], [out])[0]
+    if weight is None and out is None:
+        asked = request(reduce_op, value)
+        plan = parts.plans.find(asked)
+        if plan is not None and asked is not None:
+            return asked.tree(plan.all(asked.leaves))
+    if parts.view is ALONE:
+        return _of_one(reduce_op, value, weight, out)
+    return reduce_in_replica(parts, asked, reduce_op, value, weight, out)
+
+
+def _of_one(reduce_op: Any, value: Any, weight: Any, out: Any) -> Any:
+    call = prepared(reduce_op, value, weight)
+    outs = places(out, call.structure, call.parts)
+    alone = [_alone(call.op, part) for part in call.parts]
+    if outs is None:
+        return nest.unflatten(call.structure, list(map(finish, alone, call.leaves)))
+    for place, result in zip(outs, alone, strict=True):
+        place[...] = result
+    return out
+
+
+def _alone(op: ReduceOp, part: Part | sparse.SlicesPart) -> Any:
+    if isinstance(part, sparse.SlicesPart):
+        return sparse.alone(op, part)
+    # One replica by construction: its value, with its dtype, even for a mean of integers.
+    if op is ReduceOp.MEAN and part.weight == 0:
+        return np.full(part.value.shape, np.nan, part.form.result)
+    return np.array(part.value)
 
 
 def reduce_in_replica(

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpistrat.distribute.arguments import check_function, given
-from mpistrat.distribute.context import ReplicaContext
-from mpistrat.distribute.mode import Mode, entered
+from mpistrat.distribute.base import StrategyBase
+from mpistrat.distribute.mode import Mode, Replica, entered
 from mpistrat.distribute.regroup import select
 from mpistrat.distribute.replica_code import begin, end, proved
 from mpistrat.errors import LeafTypeError
-
-if TYPE_CHECKING:
-    from mpistrat.distribute.strategy import Strategy
 
 __all__ = ["run"]
 
@@ -22,7 +19,7 @@ __all__ = ["run"]
 _UNSTARTED = frozenset({CoroutineType, GeneratorType, AsyncGeneratorType})
 
 
-def run(strategy: Strategy, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def run(strategy: StrategyBase, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call `fn` as this rank's replica, and end in one proof whatever happened.
 
     That proof is what makes ``try`` around ``run`` symmetric: it ends `run` on every rank, with an
@@ -43,12 +40,12 @@ def run(strategy: Strategy, fn: Callable[..., Any], args: Any, kwargs: Any) -> A
         end(session)
 
 
-def _call(strategy: Strategy, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _call(strategy: StrategyBase, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     check_function("run", "fn", fn)
     positional, by_name = given("run", args, kwargs)
-    replica = ReplicaContext(strategy, strategy.parts.lockstep.comm.rank)
+    comm = strategy.parts.lockstep.comm
     mine, named = select((positional, by_name))
-    with entered(Mode(strategy, replica)):
+    with entered(Mode(strategy, Replica(comm.rank, comm.size))):
         on_fn = strategy.parts.lockstep.session.on_fn
         if on_fn is not None:
             on_fn()

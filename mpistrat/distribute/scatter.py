@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from mpistrat.arrays import Array
 from mpistrat.distribute.aggregations import write
 from mpistrat.distribute.incoming import incoming_slices
+from mpistrat.distribute.kinds import DistributedVariable as Variable
 from mpistrat.distribute.mode import Mode
 from mpistrat.distribute.views import ALONE
 from mpistrat.distribute.writes import VariableAggregation
 from mpistrat.errors import LeafTypeError
-
-if TYPE_CHECKING:
-    from mpistrat.distribute.variables import Variable
 
 __all__ = ["KINDS", "ScatterUpdates", "apply"]
 
@@ -25,12 +23,15 @@ KINDS = (*sorted(_FOLDED), "scatter_min", "scatter_max", "scatter_update")
 _APART = frozenset({VariableAggregation.NONE, VariableAggregation.ONLY_FIRST_REPLICA})
 
 
-class ScatterUpdates:
+V = TypeVar("V", bound=Variable)
+
+
+class ScatterUpdates(Variable):
     """The methods of variables that write to some rows."""
 
     def scatter_add(
-        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
-    ) -> Variable:
+        self: V, sparse_delta: Any, use_locking: bool = False, name: str | None = None
+    ) -> V:
         """Add rows to some rows, and return the variable.
 
         Collective, but in the function of ``extended.update``. In replica code the rows of all
@@ -63,20 +64,20 @@ class ScatterUpdates:
         return _scatter(self, "scatter_add", sparse_delta)
 
     def scatter_sub(
-        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
-    ) -> Variable:
+        self: V, sparse_delta: Any, use_locking: bool = False, name: str | None = None
+    ) -> V:
         """Subtract rows from some rows, and return the variable; as `scatter_add` in all else."""
         return _scatter(self, "scatter_sub", sparse_delta)
 
     def scatter_mul(
-        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
-    ) -> Variable:
+        self: V, sparse_delta: Any, use_locking: bool = False, name: str | None = None
+    ) -> V:
         """Multiply some rows by rows, and return the variable; as `scatter_add` in all else."""
         return _scatter(self, "scatter_mul", sparse_delta)
 
     def scatter_div(
-        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
-    ) -> Variable:
+        self: V, sparse_delta: Any, use_locking: bool = False, name: str | None = None
+    ) -> V:
         """Divide some rows by rows, and return the variable; as `scatter_add` in all else.
 
         Integers divide towards zero.
@@ -87,8 +88,8 @@ class ScatterUpdates:
         return _scatter(self, "scatter_div", sparse_delta)
 
     def scatter_min(
-        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
-    ) -> Variable:
+        self: V, sparse_delta: Any, use_locking: bool = False, name: str | None = None
+    ) -> V:
         """Make some rows no larger than rows, and return the variable; else as `scatter_add`.
 
         Raises:
@@ -97,8 +98,8 @@ class ScatterUpdates:
         return _scatter(self, "scatter_min", sparse_delta)
 
     def scatter_max(
-        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
-    ) -> Variable:
+        self: V, sparse_delta: Any, use_locking: bool = False, name: str | None = None
+    ) -> V:
         """Make some rows no smaller than rows, and return the variable; else as `scatter_add`.
 
         Raises:
@@ -107,8 +108,8 @@ class ScatterUpdates:
         return _scatter(self, "scatter_max", sparse_delta)
 
     def scatter_update(
-        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
-    ) -> Variable:
+        self: V, sparse_delta: Any, use_locking: bool = False, name: str | None = None
+    ) -> V:
         """Set some rows, and return the variable; as `scatter_add` in all else.
 
         Of a row that comes several times, the last one stays.
@@ -119,10 +120,9 @@ class ScatterUpdates:
         return _scatter(self, "scatter_update", sparse_delta)
 
 
-def _scatter(variable: Any, kind: str, delta: Any) -> Variable:
-    write(variable, kind, delta, _taken)
-    found: Variable = variable
-    return found
+def _scatter(var: V, kind: str, delta: Any) -> V:
+    write(var, kind, delta, _taken)
+    return var
 
 
 def _refuse_kind(variable: Variable, kind: str) -> None:

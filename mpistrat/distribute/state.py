@@ -16,13 +16,13 @@ from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.collectives.texts import spec_of
 from mpistrat.comm.base import Comm
 from mpistrat.comm.codec import decode, encode, pack, unpack
+from mpistrat.distribute.kinds import DistributedVariable
 from mpistrat.distribute.naming import named
 from mpistrat.distribute.parts import Parts
 from mpistrat.distribute.regroup import select
 from mpistrat.distribute.replica_reduce import fit
 from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.distribute.values import DistributedValues
-from mpistrat.distribute.variables import Variable
 from mpistrat.errors import DivergenceError, LeafTypeError, StructureError
 
 __all__ = ["broadcast_state", "check_same"]
@@ -61,7 +61,7 @@ def _state(parts: Parts, name: str, tree: Any) -> _State:
     leaves, structure = nest.flatten(tree)
     parts.regroup.check(name, leaves)
     paths = named(leaves, structure)
-    own = [x.component() if isinstance(x, Variable) else select(x) for x in leaves]
+    own = [x.component() if isinstance(x, DistributedVariable) else select(x) for x in leaves]
     values = [_value(leaf, path) for leaf, path in zip(own, paths, strict=True)]
     specs = [
         spec_text(value) if isinstance(value, np.ndarray) else type(leaf).__name__
@@ -131,7 +131,7 @@ def _out(place: Any, state: _State, leaf: int) -> Array:
             f"out: {label(path)} is a {type(select(state.leaves[leaf])).__name__}, which cannot be "
             "written to. Take what broadcast returns without out."
         )
-    if isinstance(place, Variable | DistributedValues):
+    if isinstance(place, DistributedVariable | DistributedValues):
         raise LeafTypeError(
             f"out: {label(path)} is {place!r:.80}; wanted an array to write to. A variable has "
             "assign, and starts with replica 0's value."

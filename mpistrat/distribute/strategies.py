@@ -15,7 +15,7 @@ from mpistrat.collectives.communication import (
     as_implementation,
 )
 from mpistrat.comm.world import size_of_job
-from mpistrat.distribute.cross_device import CrossDeviceOps
+from mpistrat.distribute.choice import Ops
 from mpistrat.distribute.parts import Parts
 from mpistrat.distribute.strategy import Strategy
 from mpistrat.distribute.views import ALONE, GLOBAL, LOCAL
@@ -61,7 +61,7 @@ class MirroredStrategy(Strategy):
     def __init__(
         self,
         devices: Sequence[str] | None = None,
-        cross_device_ops: CrossDeviceOps | None = None,
+        cross_device_ops: Ops | None = None,
         *,
         comm: Any = None,
     ):
@@ -69,7 +69,7 @@ class MirroredStrategy(Strategy):
         # The parts first: what is wrong with the arguments of one rank is told to all of them.
         parts = Parts.over(GLOBAL, comm)
         with parts.lockstep.preparing("MirroredStrategy"):
-            if not isinstance(cross_device_ops, CrossDeviceOps | None):
+            if not isinstance(cross_device_ops, Ops | None):
                 raise TypeError(
                     "cross_device_ops must be a CrossDeviceOps or None, got "
                     f"{cross_device_ops!r:.80}."
@@ -256,6 +256,8 @@ class OneDeviceStrategy(Strategy):
 @final
 class DefaultStrategy(Strategy):
     """What rules where no strategy is in scope: one replica, no communication."""
+
+    is_default = True
 
     def __init__(self) -> None:
         """Make the strategy; programs get it from `get_strategy`."""

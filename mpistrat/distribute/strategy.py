@@ -11,20 +11,28 @@ from mpistrat import nest
 from mpistrat.collectives.communication import CommunicationOptions
 from mpistrat.distribute import feeding, reductions
 from mpistrat.distribute.arguments import check_function, check_long_operation
+from mpistrat.distribute.base import StrategyBase
 from mpistrat.distribute.buffers import make_buffers
-from mpistrat.distribute.context import ReplicaContext, gather_leaves
-from mpistrat.distribute.default import chosen, default_strategy
 from mpistrat.distribute.extended import StrategyExtended
+from mpistrat.distribute.gather import gather_leaves
 from mpistrat.distribute.inputs import (
     InputContext,
     InputOptions,
     InputReplicationMode,
     ValueContext,
 )
-from mpistrat.distribute.mode import Mode, cross_replica, entered, same_strategy
+from mpistrat.distribute.mode import (
+    Mode,
+    Replica,
+    Scope,
+    chosen,
+    cross_replica,
+    entered,
+    same_strategy,
+)
 from mpistrat.distribute.parts import Parts
+from mpistrat.distribute.replica_reduce import all_reduce
 from mpistrat.distribute.running import run
-from mpistrat.distribute.scopes import Scope
 from mpistrat.distribute.state import broadcast_state, check_same
 from mpistrat.distribute.views import LOCAL
 from mpistrat.errors import StrategyError
@@ -37,7 +45,7 @@ if TYPE_CHECKING:
 __all__ = ["Strategy"]
 
 
-class Strategy:
+class Strategy(StrategyBase):
     """How a program runs on all replicas at once; one MPI rank is one replica.
 
     Use one of the presets: `MirroredStrategy`, `MultiWorkerMirroredStrategy`, `OneDeviceStrategy`.
@@ -133,7 +141,7 @@ class Strategy:
         return self.parts.lockstep.comm.rank
 
     @property
-    def extended(self) -> StrategyExtended:
+    def extended(self) -> StrategyExtended[Strategy]:
         """The finer calls."""
         return StrategyExtended(self)
 
@@ -162,7 +170,7 @@ class Strategy:
         return Scope(self, self._scope)
 
     def _scope(self) -> AbstractContextManager[Any]:
-        if self is default_strategy():
+        if self.is_default:
             same_strategy(self, "Strategy.scope()")
             return chosen()
         entered: AbstractContextManager[Any] = self._cross(
@@ -299,9 +307,9 @@ class Strategy:
         with self._cross("all_reduce", "get_replica_context().all_reduce(...)"):
             with self.parts.lockstep.preparing("all_reduce"):
                 self.parts.regroup.check("all_reduce", nest.flatten(value)[0])
-            replica = ReplicaContext(self, self.rank)
-            with entered(Mode(self, replica)):
-                return replica.all_reduce(reduce_op, value, options, weight=weight, out=out)
+                parts = self.parts.by(options)
+            with entered(Mode(self, Replica(self.rank, self.num_replicas_in_sync))):
+                return all_reduce(parts, reduce_op, value, weight, out)
 
     def broadcast(self, tree: Any, out: Any = None) -> Any:
         """Give replica 0's values to all ranks.

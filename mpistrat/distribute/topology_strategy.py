@@ -28,10 +28,8 @@ def _check(name: str, value: Any, kind: type) -> None:
 
 
 @dataclass(frozen=True)
-class PlacedExtended(StrategyExtended):
+class PlacedExtended(StrategyExtended["PlacedStrategy"]):
     """The finer calls of a strategy with a topology."""
-
-    strategy: PlacedStrategy
 
     @property
     def num_hosts(self) -> int:

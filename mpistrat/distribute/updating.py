@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -11,15 +11,13 @@ from mpistrat import nest
 from mpistrat.arrays import is_scalar, sealed
 from mpistrat.comm.session import Session
 from mpistrat.distribute import writes
+from mpistrat.distribute.base import StrategyBase as Strategy
+from mpistrat.distribute.kinds import DistributedVariable as Variable
 from mpistrat.distribute.mode import Mode, entered
 from mpistrat.distribute.regroup import select
 from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.distribute.values import Mirrored, PerReplica
-from mpistrat.distribute.variables import Variable
 from mpistrat.errors import StrategyError, StructureError
-
-if TYPE_CHECKING:
-    from mpistrat.distribute.strategy import Strategy
 
 __all__ = ["mirrored", "own_variable", "update", "update_non_slot"]
 
@@ -42,7 +40,7 @@ def mirrored(strategy: Strategy, tree: Any) -> Any:
     """Return `tree` with its data as `Mirrored`, where the view shows that."""
     if not strategy.parts.view.mirrors:
         return tree
-    size = strategy.num_replicas_in_sync
+    size = strategy.parts.lockstep.comm.size
     return nest.map(lambda leaf: Mirrored(_seen(leaf), size) if _is_data(leaf) else leaf, tree)
 
 
@@ -126,7 +124,7 @@ def _refuse_per_replica(var: Variable, given: Any) -> None:
 
 
 def _ungrouped(strategy: Strategy, result: Any) -> Any:
-    seen = strategy.num_replicas_in_sync if strategy.parts.view.mirrors else 1
+    seen = strategy.parts.lockstep.comm.size if strategy.parts.view.mirrors else 1
     return nest.map(lambda leaf: (leaf,) * seen, result)
 
 

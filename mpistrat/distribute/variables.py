@@ -13,6 +13,7 @@ from mpistrat.distribute.aggregations import first_of, write
 from mpistrat.distribute.default import current_strategy
 from mpistrat.distribute.exchanged import judge_of, told
 from mpistrat.distribute.incoming import incoming, initial, kinds, own_copy
+from mpistrat.distribute.kinds import DistributedVariable
 from mpistrat.distribute.mode import Mode, current, entered, same_strategy
 from mpistrat.distribute.reading import Reading
 from mpistrat.distribute.scatter import KINDS, ScatterUpdates, apply
@@ -215,7 +216,8 @@ class Variable(Reading, ScatterUpdates):
     @property
     def device(self) -> str:
         """The label of the device of this replica's copy."""
-        return self.strategy.device_labels[self.strategy.parts.lockstep.comm.rank]
+        label: str = self.strategy.device_labels[self.strategy.parts.lockstep.comm.rank]
+        return label
 
     @property
     def initializer(self) -> None:
@@ -352,7 +354,7 @@ class Variable(Reading, ScatterUpdates):
 
 
 def _taken(
-    variable: Variable, mode: Mode | None, kind: str, value: Any
+    variable: DistributedVariable, mode: Mode | None, kind: str, value: Any
 ) -> tuple[Array, Array | None]:
     array = variable.storage.array
     fits = type(value) is np.ndarray and value.dtype == array.dtype and value.shape == array.shape

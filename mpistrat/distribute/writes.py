@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from mpistrat.collectives.forms import form
 from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.collectives.part import Part
 from mpistrat.collectives.reducing import Reducing
+from mpistrat.distribute.kinds import VariableAggregation, VariableSynchronization
 from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.errors import LockstepError
 from mpistrat.kernels.ops import ReduceOp
@@ -36,25 +36,6 @@ _SHOWN = 24  # letters of a number in messages
 _DIGEST = 16
 _ROW = _DIGEST + _SHOWN + len("[, ...]")  # bytes in a proof for each thing that has to be the same
 _GROUPS = 8  # different values that one message names
-
-
-class VariableSynchronization(enum.Enum):
-    """When the copies of a variable are made equal."""
-
-    AUTO = 0
-    NONE = 1
-    ON_WRITE = 2
-    ON_READ = 3
-
-
-class VariableAggregation(enum.Enum):
-    """How the values that replicas write, or hold, become one."""
-
-    NONE = 0
-    SUM = 1
-    MEAN = 2
-    ONLY_FIRST_REPLICA = 3
-
 
 OPS = {VariableAggregation.SUM: ReduceOp.SUM, VariableAggregation.MEAN: ReduceOp.MEAN}
 

@@ -24,7 +24,7 @@ import numpy as np
 import mpistrat
 from mpistrat.examples import mlp
 from mpistrat.examples.curves import Epoch, draw
-from mpistrat.examples.progress import Progress
+from mpistrat.examples.progress import ProgressBar
 
 __all__ = ["SEEDS", "Result", "Settings", "load", "main", "train"]
 
@@ -124,13 +124,13 @@ def create(strategy: mpistrat.Strategy, hidden: int, seed: int) -> tuple[Any, An
 
 
 def train(
-    strategy: mpistrat.Strategy, settings: Settings, progress: Progress | None = None
+    strategy: mpistrat.Strategy, settings: Settings, progress: ProgressBar | None = None
 ) -> Result:
     """Train on all replicas of `strategy`, and test after every epoch.
 
     Collective: all ranks call it, with the same settings.
     """
-    progress = progress or Progress(0, shown=False)
+    progress = progress or ProgressBar(0, shown=False)
     images, test_images = load(settings.seed)
     model, velocity = create(strategy, settings.hidden, settings.seed)
     shuffled = mpistrat.Dataset(images).shuffle(seed=settings.seed).batch(settings.batch)
@@ -224,7 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     steps = settings.epochs * math.ceil(TRAINING / settings.batch)
     # One thread per rank: matrices this small gain nothing from more, and where several ranks share
     # the cores, threads that wait for one another make every product many times slower.
-    with threadpool_limits(1), Progress(steps, strategy.run(is_first).local) as progress:
+    with threadpool_limits(1), ProgressBar(steps, strategy.run(is_first).local) as progress:
         result = train(strategy, settings, progress)
     on_first(strategy, report, result, strategy.num_replicas_in_sync, output)
     return 0

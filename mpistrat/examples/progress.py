@@ -7,11 +7,11 @@ from typing import Any, final
 
 from mpistrat import options
 
-__all__ = ["Progress"]
+__all__ = ["ProgressBar"]
 
 
 @final
-class Progress:
+class ProgressBar:
     """A bar that moves and lines above it; lines alone where stderr is no terminal.
 
     Lines go to stdout, the bar to stderr. A bar is drawn with control characters, which belong in
@@ -24,7 +24,7 @@ class Progress:
       shown: Whether this rank shows anything; say True on one rank.
 
     Example:
-      >>> with Progress(2, shown=True) as progress:
+      >>> with ProgressBar(2, shown=True) as progress:
       ...     progress.step()
       ...     progress.say("half done")
       half done
@@ -39,7 +39,7 @@ class Progress:
 
             self._bar = tqdm(total=steps, unit="step", leave=False)
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressBar:
         """Return itself."""
         return self
 

@@ -58,6 +58,7 @@ class FixedShardsPartitioner(Partitioner):
     As: ``tf.distribute.experimental.partitioners.FixedShardsPartitioner``.
 
     Example:
+      >>> import numpy as np
       >>> FixedShardsPartitioner(4)([10, 3], np.float32)
       [4, 1]
     """
@@ -86,6 +87,7 @@ class MinSizePartitioner(Partitioner):
     As: ``tf.distribute.experimental.partitioners.MinSizePartitioner``.
 
     Example:
+      >>> import numpy as np
       >>> MinSizePartitioner(min_shard_bytes=4, max_shards=2)([6, 1], np.float32)
       [2, 1]
     """
@@ -121,6 +123,7 @@ class MaxSizePartitioner(Partitioner):
     As: ``tf.distribute.experimental.partitioners.MaxSizePartitioner``.
 
     Example:
+      >>> import numpy as np
       >>> MaxSizePartitioner(max_shard_bytes=8)([6, 1], np.float32)
       [3, 1]
     """

@@ -17,7 +17,7 @@ from mpistrat import nest
 from mpistrat.errors import DataError
 from mpistrat.feed.iterators import DatasetIterator
 from mpistrat.feed.padded import PaddedBatch
-from mpistrat.feed.pieces import Piece
+from mpistrat.feed.pieces import BatchSlice
 from mpistrat.feed.pipeline import Batches, Examples, begin
 from mpistrat.feed.policies import AutoShardPolicy, DatasetOptions
 from mpistrat.feed.prefetch import prefetched
@@ -527,7 +527,7 @@ class Dataset:
         self.begin_after(self.epoch)
         return DatasetIterator(prefetched(elements, self._depth), self.element_spec)
 
-    def pieces(self, epoch: int, seeds: Sequence[int]) -> Iterator[Piece]:
+    def pieces(self, epoch: int, seeds: Sequence[int]) -> Iterator[BatchSlice]:
         """Iterate over the global batches of one epoch, each to be cut for a replica.
 
         The same arguments give the same batches in the same order on every rank. Cut each before

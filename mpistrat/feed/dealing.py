@@ -13,18 +13,28 @@ from typing import Any, NamedTuple, TypeAlias
 from mpistrat.arrays import contents_digest
 from mpistrat.errors import DataError, OutOfRangeError
 from mpistrat.feed.dataset import Dataset
-from mpistrat.feed.pieces import Piece
+from mpistrat.feed.pieces import BatchSlice
 from mpistrat.feed.policies import AutoShardPolicy
 from mpistrat.feed.prefetch import prefetched
 from mpistrat.feed.reads import Reads
 from mpistrat.feed.rebatch import rejoined, shares
 
-__all__ = ["UNSEEN", "Deal", "Part", "Parts", "Place", "calls", "own", "policy_deal", "turns"]
+__all__ = [
+    "UNSEEN",
+    "Deal",
+    "Parts",
+    "ShardSpec",
+    "StepPart",
+    "calls",
+    "own",
+    "policy_deal",
+    "turns",
+]
 
 UNSEEN = bytes(8)
 
 
-class Part(NamedTuple):
+class StepPart(NamedTuple):
     """A replica's part of a step.
 
     Attributes:
@@ -39,10 +49,10 @@ class Part(NamedTuple):
     contents: bytes = UNSEEN
 
 
-Parts: TypeAlias = Iterator[Part]
+Parts: TypeAlias = Iterator[StepPart]
 
 
-class Place(NamedTuple):
+class ShardSpec(NamedTuple):
     """Which replica this is.
 
     Attributes:
@@ -57,7 +67,7 @@ class Place(NamedTuple):
     alone: bool
     every: int = 0
 
-    def contents(self, step: int, pieces: Iterable[Piece], made: bool = True) -> bytes:
+    def contents(self, step: int, pieces: Iterable[BatchSlice], made: bool = True) -> bytes:
         """Return a digest of what all replicas hold alike of `pieces`, if it is time to look."""
         if not self.every or step % self.every:
             return UNSEEN
@@ -82,7 +92,7 @@ class Deal(NamedTuple):
     dataset: Dataset
     same: bool
     cut: bool
-    parts: Callable[[Iterator[Piece]], Parts] | None
+    parts: Callable[[Iterator[BatchSlice]], Parts] | None
     rows: int | None = None
 
     def describe(self) -> str:
@@ -93,7 +103,7 @@ class Deal(NamedTuple):
         """Iterate over this replica's parts of one epoch."""
         if self.parts is None:
             # Not a generator, which would end at the first error.
-            return map(Part, self.dataset)
+            return map(StepPart, self.dataset)
         parts = self.parts(self.dataset.pieces(epoch, seeds))
         return prefetched(parts, self.dataset.depth) if self.dataset.depth else parts
 
@@ -106,8 +116,8 @@ def own(dataset: Dataset) -> Deal:
 def calls(fn: Callable[[], Any]) -> Deal:
     """Return the deal where each replica calls a function for each element, until that has none."""
 
-    def parts(pieces: Iterator[Piece]) -> Parts:
-        return map(lambda _: Part(called()), itertools.repeat(None))
+    def parts(pieces: Iterator[BatchSlice]) -> Parts:
+        return map(lambda _: StepPart(called()), itertools.repeat(None))
 
     def called() -> Any:
         try:
@@ -119,22 +129,22 @@ def calls(fn: Callable[[], Any]) -> Deal:
     return Deal("a function of each rank", nothing, same=False, cut=False, parts=parts)
 
 
-def turns(dataset: Dataset, place: Place) -> Deal:
+def turns(dataset: Dataset, place: ShardSpec) -> Deal:
     """Return the deal where the batches go to the replicas in turns, undivided."""
 
-    def parts(pieces: Iterator[Piece]) -> Parts:
+    def parts(pieces: Iterator[BatchSlice]) -> Parts:
         rounds = (_round(pieces, place, step) for step in itertools.count())
         mine = itertools.takewhile(lambda found: found[0] is not None, rounds)
-        return Reads(mine, lambda found: Part(found[0].cut(0, 1), contents=found[1]))
+        return Reads(mine, lambda found: StepPart(found[0].cut(0, 1), contents=found[1]))
 
     return Deal("batches in turns", dataset, same=True, cut=False, parts=parts)
 
 
-def _round(pieces: Iterator[Piece], place: Place, step: int) -> tuple[Any, bytes]:
+def _round(pieces: Iterator[BatchSlice], place: ShardSpec, step: int) -> tuple[Any, bytes]:
     """Return this replica's of the next pieces, one for each, or None; and a digest of them all."""
     mine = None
 
-    def taken() -> Iterator[Piece]:  # none is held longer than it is looked at
+    def taken() -> Iterator[BatchSlice]:  # none is held longer than it is looked at
         nonlocal mine
         for index, piece in enumerate(itertools.islice(pieces, place.size)):
             mine = piece if index == place.rank else mine
@@ -146,7 +156,7 @@ def _round(pieces: Iterator[Piece], place: Place, step: int) -> tuple[Any, bytes
     return mine, contents
 
 
-def policy_deal(dataset: Dataset, place: Place) -> Deal:
+def policy_deal(dataset: Dataset, place: ShardSpec) -> Deal:
     """Return the deal that the options of a dataset of global batches ask for.
 
     Raises:
@@ -168,42 +178,42 @@ def policy_deal(dataset: Dataset, place: Place) -> Deal:
     return _cut(dataset, place)
 
 
-def _cut(dataset: Dataset, place: Place) -> Deal:
-    def part(step: int, piece: Piece) -> Part:
+def _cut(dataset: Dataset, place: ShardSpec) -> Deal:
+    def part(step: int, piece: BatchSlice) -> StepPart:
         contents = place.contents(step, [piece])
         element = piece.cut(place.rank, place.size)
-        return Part(element, piece.count(), contents)  # a map after `batch` is counted by now
+        return StepPart(element, piece.count(), contents)  # a map after `batch` is counted by now
 
-    def parts(pieces: Iterator[Piece]) -> Parts:
+    def parts(pieces: Iterator[BatchSlice]) -> Parts:
         steps = itertools.count()
         return Reads(pieces, lambda piece: part(next(steps), piece))
 
     return Deal("cut", dataset, True, True, parts, _fixed(dataset, place))
 
 
-def _fixed(dataset: Dataset, place: Place) -> int | None:
+def _fixed(dataset: Dataset, place: ShardSpec) -> int | None:
     if place.alone or not dataset.full_batches or (dataset.batch_size or 0) % place.size:
         return None
     return dataset.batch_size and dataset.batch_size // place.size
 
 
-def _even(dataset: Dataset, place: Place, batch_size: int) -> Deal:
+def _even(dataset: Dataset, place: ShardSpec, batch_size: int) -> Deal:
     sizes = shares(batch_size, place.size)
     start, stop = sum(sizes[: place.rank]), sum(sizes[: place.rank + 1])
 
-    def part(step: int, piece: Piece) -> Part:
+    def part(step: int, piece: BatchSlice) -> StepPart:
         rows = piece.count()
         contents = place.contents(step, [piece])
-        return Part(piece.span(min(start, rows), min(stop, rows)), rows, contents)
+        return StepPart(piece.span(min(start, rows), min(stop, rows)), rows, contents)
 
-    def parts(pieces: Iterator[Piece]) -> Parts:
+    def parts(pieces: Iterator[BatchSlice]) -> Parts:
         steps = itertools.count()
         return Reads(rejoined(pieces, (batch_size,)), lambda piece: part(next(steps), piece))
 
     return Deal("dealt out", dataset, True, True, parts, _fixed(dataset, place))
 
 
-def _files(dataset: Dataset, place: Place) -> Deal:
+def _files(dataset: Dataset, place: ShardSpec) -> Deal:
     if dataset.files < place.size:
         raise DataError(
             f"AutoShardPolicy.FILE: {dataset.files} files cannot be divided between {place.size} "
@@ -214,14 +224,14 @@ def _files(dataset: Dataset, place: Place) -> Deal:
     return Deal(how, mine, same=False, cut=False, parts=_in_shares(dataset, place))
 
 
-def _in_shares(dataset: Dataset, place: Place) -> Callable[[Iterator[Piece]], Parts]:
+def _in_shares(dataset: Dataset, place: ShardSpec) -> Callable[[Iterator[BatchSlice]], Parts]:
     """Return the parts of a replica that goes over all of its dataset, in parts of a batch."""
     batch_size = dataset.batch_size
     if batch_size is None:
         return lambda pieces: Reads(
             ((piece, index) for piece in pieces for index in range(place.size)),
-            lambda each: Part(each[0].cut(each[1], place.size)),
+            lambda each: StepPart(each[0].cut(each[1], place.size)),
         )
     sizes = shares(batch_size, place.size)
     turned = sizes[place.rank :] + sizes[: place.rank]
-    return lambda pieces: Reads(rejoined(pieces, turned), lambda piece: Part(piece.cut(0, 1)))
+    return lambda pieces: Reads(rejoined(pieces, turned), lambda piece: StepPart(piece.cut(0, 1)))

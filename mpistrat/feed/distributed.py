@@ -23,7 +23,7 @@ from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.comm.codec import decode, encode
 from mpistrat.errors import DataError, LockstepError
 from mpistrat.feed.dataset import Dataset
-from mpistrat.feed.dealing import UNSEEN, Deal, Part, Parts
+from mpistrat.feed.dealing import UNSEEN, Deal, Parts, StepPart
 from mpistrat.feed.iterators import ElementIterator
 from mpistrat.feed.looks import LOOK, Looks, refuse
 from mpistrat.feed.reads import failed
@@ -292,7 +292,7 @@ class DistributedIterator(ElementIterator):
 
     def _step(self) -> tuple[bool, Any]:
         failure: Exception | None = None
-        item: Part | None = None
+        item: StepPart | None = None
         try:
             item = next(self._elements, None)
             if item is not None:
@@ -321,7 +321,7 @@ class DistributedIterator(ElementIterator):
             self._learn(item is not None)
         return True, self._empty if item is None else item.element
 
-    def _contents(self, item: Part) -> bytes:
+    def _contents(self, item: StepPart) -> bytes:
         if not self.watched or self._steps:
             return item.contents
         leaves = nest.flatten(item.element)[0]

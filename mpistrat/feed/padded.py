@@ -13,7 +13,7 @@ from mpistrat import nest
 from mpistrat.arrays import Array
 from mpistrat.errors import DataError
 from mpistrat.feed.orders import Order
-from mpistrat.feed.pieces import ExampleReader, Piece, stack
+from mpistrat.feed.pieces import BatchSlice, ExampleReader, stack
 from mpistrat.feed.sources import INFINITE, Arrays, Spec
 from mpistrat.feed.steps import batches_of
 
@@ -43,7 +43,7 @@ class PaddedBatch:
         """Return the number of batches."""
         return batches_of(self.size, self.drop_remainder, before)
 
-    def examples(self, reader: ExampleReader, order: Order) -> Iterator[Piece]:
+    def examples(self, reader: ExampleReader, order: Order) -> Iterator[BatchSlice]:
         """Iterate over batches of examples."""
         for lo in itertools.count(0, self.size):
             hi = lo + self.size
@@ -105,7 +105,7 @@ class PaddedBatch:
 
 
 @final
-class _Padded(Piece):
+class _Padded(BatchSlice):
     """A batch of padded examples; a replica reads its own rows if the shape is given."""
 
     def __init__(self, reader: ExampleReader, order: Order, lo: int, hi: int, how: PaddedBatch):

@@ -20,13 +20,13 @@ from mpistrat.feed.orders import Order
 from mpistrat.feed.sources import Arrays, Rows
 
 __all__ = [
+    "BatchSlice",
     "ExampleReader",
     "FileRead",
     "Given",
     "Grouped",
     "MapFn",
     "Mapped",
-    "Piece",
     "RowMapped",
     "Selected",
     "named",
@@ -97,7 +97,7 @@ def _bounds(rows: int, index: int, count: int) -> tuple[int, int]:
     return lo, min(lo + each, rows)
 
 
-class Piece(ABC):
+class BatchSlice(ABC):
     """One global batch before it is read.
 
     A piece belongs to the iterator that gave it: cut it before asking for the next one.
@@ -195,7 +195,7 @@ class ExampleReader:
 
 
 @final
-class Selected(Piece):
+class Selected(BatchSlice):
     """A batch of examples from arrays; a replica reads its own rows and no other."""
 
     def __init__(self, reader: ExampleReader, order: Order, lo: int, hi: int):
@@ -216,7 +216,7 @@ class Selected(Piece):
 
 
 @final
-class Given(Piece):
+class Given(BatchSlice):
     """A batch that an iterable gave, whole."""
 
     def __init__(self, batch: Any, index: int):
@@ -238,7 +238,7 @@ class Given(Piece):
 
 
 @final
-class FileRead(Piece):
+class FileRead(BatchSlice):
     """What a function reads of one file, once a row of it is asked for."""
 
     def __init__(self, path: str, read: Callable[[str], Any]):
@@ -271,10 +271,10 @@ class FileRead(Piece):
 
 
 @final
-class Mapped(Piece):
+class Mapped(BatchSlice):
     """What a map makes of a whole batch; every replica makes it and keeps its part."""
 
-    def __init__(self, inner: Piece, fn: MapFn):
+    def __init__(self, inner: BatchSlice, fn: MapFn):
         """Keep both."""
         self._inner = inner
         self._fn = fn
@@ -319,10 +319,10 @@ class Mapped(Piece):
 
 
 @final
-class RowMapped(Piece):
+class RowMapped(BatchSlice):
     """What a map that treats each row on its own makes of a batch."""
 
-    def __init__(self, inner: Piece, fn: MapFn):
+    def __init__(self, inner: BatchSlice, fn: MapFn):
         """Keep both."""
         self._inner = inner
         self._fn = fn
@@ -354,10 +354,10 @@ class RowMapped(Piece):
 
 
 @final
-class Grouped(Piece):
+class Grouped(BatchSlice):
     """A batch of batches, stacked along a new first axis."""
 
-    def __init__(self, inner: Sequence[Piece]):
+    def __init__(self, inner: Sequence[BatchSlice]):
         """Keep the batches, at least one."""
         self._inner = inner
 

@@ -14,7 +14,7 @@ from typing import Any, final
 
 from mpistrat.feed.orders import Order, Straight
 from mpistrat.feed.padded import PaddedBatch
-from mpistrat.feed.pieces import ExampleReader, FileRead, Given, MapFn, Piece, named
+from mpistrat.feed.pieces import BatchSlice, ExampleReader, FileRead, Given, MapFn, named
 from mpistrat.feed.reads import Reads
 from mpistrat.feed.rebatch import Rebatch
 from mpistrat.feed.sources import INFINITE, Arrays, Files, Stream, is_array
@@ -104,7 +104,7 @@ class Batches:
             count = batch.cardinality(examples.cardinality())
         return functools.reduce(lambda n, step: step.cardinality(n), self.steps, count)
 
-    def stream(self, seeds: Seeds, path: Path) -> Iterator[Piece]:
+    def stream(self, seeds: Seeds, path: Path) -> Iterator[BatchSlice]:
         """Iterate over one epoch."""
         make: Pieces = functools.partial(self._begin, seeds)
         for step in self.steps:
@@ -145,7 +145,7 @@ class Batches:
             source = f"{self.source[0].describe()}, {self.source[1]}"
         return _listed(source, [], self.steps)
 
-    def _begin(self, seeds: Seeds, path: Path) -> Iterator[Piece]:
+    def _begin(self, seeds: Seeds, path: Path) -> Iterator[BatchSlice]:
         if isinstance(self.source, Stream):
             for index, batch in enumerate(self.source()):
                 yield Given(batch, index)

@@ -12,7 +12,7 @@ import numpy as np
 from mpistrat import nest
 from mpistrat.arrays import Array
 from mpistrat.errors import DataError
-from mpistrat.feed.pieces import Piece
+from mpistrat.feed.pieces import BatchSlice
 from mpistrat.feed.sources import UNKNOWN
 from mpistrat.feed.steps import Path, Pieces, Seeds, Step
 
@@ -20,14 +20,14 @@ __all__ = ["Joined", "Rebatch", "rejoined", "shares"]
 
 
 @final
-class Joined(Piece):
+class Joined(BatchSlice):
     """Rows of successive batches as one batch; a row is read where it is asked for.
 
     Args:
       parts: A batch, and which of its rows belong here, from and to; at least one.
     """
 
-    def __init__(self, parts: Sequence[tuple[Piece, int, int]]):
+    def __init__(self, parts: Sequence[tuple[BatchSlice, int, int]]):
         """Keep the parts."""
         self._parts = parts
         self._rows = sum(hi - lo for _, lo, hi in parts)
@@ -79,7 +79,7 @@ def _concatenated(batches: Sequence[Any]) -> Any:
     return nest.unflatten(structure, [np.concatenate(column) for column in columns])
 
 
-def rejoined(pieces: Iterator[Piece], sizes: Sequence[int]) -> Iterator[Piece]:
+def rejoined(pieces: Iterator[BatchSlice], sizes: Sequence[int]) -> Iterator[BatchSlice]:
     """Iterate over batches of these sizes in turn, made of all rows of `pieces` in order.
 
     The last one may be short. A size of 0 gives a batch without rows, as long as rows follow.
@@ -90,7 +90,7 @@ def rejoined(pieces: Iterator[Piece], sizes: Sequence[int]) -> Iterator[Piece]:
     """
     piece, lo, hi = None, 0, 0
     for size in itertools.cycle(sizes):
-        parts: list[tuple[Piece, int, int]] = []
+        parts: list[tuple[BatchSlice, int, int]] = []
         missing = size
         while missing or not parts:
             while piece is None or lo == hi:
@@ -137,7 +137,7 @@ class Rebatch(Step):
         """Return 0, no end, or unknown: batches may have any number of rows."""
         return UNKNOWN if before > 0 else before
 
-    def stream(self, before: Pieces, seeds: Seeds, path: Path) -> Iterator[Piece]:
+    def stream(self, before: Pieces, seeds: Seeds, path: Path) -> Iterator[BatchSlice]:
         """Iterate over the new batches."""
         for piece in rejoined(before(path), (self.size,)):
             if not self.drop_remainder or piece.rows == self.size:

@@ -1,7 +1,7 @@
 """The steps of a dataset as data, each with what it does to examples and to batches.
 
 A `Step` is one method call of the user. Before ``batch`` the elements are rows of arrays and a step
-only rearranges row numbers (an `Order`); after it they are `Piece` objects, one after the other.
+only rearranges row numbers (an `Order`); after it they are `BatchSlice` objects, in their order.
 Repetitions are numbered by a path: the epoch, then the repetition of each ``repeat`` around a step.
 """
 
@@ -19,11 +19,11 @@ import numpy as np
 from mpistrat.errors import DataError
 from mpistrat.feed.orders import Listed, Order, Repeated, Sharded, Skipped, Taken
 from mpistrat.feed.pieces import (
+    BatchSlice,
     ExampleReader,
     Grouped,
     MapFn,
     Mapped,
-    Piece,
     RowMapped,
     Selected,
     named,
@@ -49,7 +49,7 @@ __all__ = [
 
 Path: TypeAlias = tuple[int, ...]
 Seeds: TypeAlias = tuple[int, ...]
-Pieces: TypeAlias = Callable[[Path], Iterator[Piece]]
+Pieces: TypeAlias = Callable[[Path], Iterator[BatchSlice]]
 
 
 def whole_number(call: str, value: object, least: int) -> int:
@@ -96,7 +96,7 @@ class Step(ABC):
         """Return the number of elements after the step, given that before it."""
 
     @abstractmethod
-    def stream(self, before: Pieces, seeds: Seeds, path: Path) -> Iterator[Piece]:
+    def stream(self, before: Pieces, seeds: Seeds, path: Path) -> Iterator[BatchSlice]:
         """Iterate over one epoch of batches."""
 
     def batch_size(self, before: int | None) -> int | None:
@@ -153,9 +153,9 @@ class Shuffle(Arrange):
         order = before(path)
         return Listed(self._generator(seeds, path).permutation(order.span(0, order.length)))
 
-    def stream(self, before: Pieces, seeds: Seeds, path: Path) -> Iterator[Piece]:
+    def stream(self, before: Pieces, seeds: Seeds, path: Path) -> Iterator[BatchSlice]:
         """Iterate over the permuted batches; those that an iterable gave are held meanwhile."""
-        pieces: list[Piece | None] = list(before(path))
+        pieces: list[BatchSlice | None] = list(before(path))
         for index in self._generator(seeds, path).permutation(len(pieces)):
             piece, pieces[index] = pieces[index], None  # what it has read is not held here
             assert piece is not None
@@ -183,7 +183,7 @@ class Take(Arrange):
         """Return the first rows."""
         return Taken(before(path), self.count)
 
-    def stream(self, before: Pieces, seeds: Seeds, path: Path) -> Iterator[Piece]:
+    def stream(self, before: Pieces, seeds: Seeds, path: Path) -> Iterator[BatchSlice]:
         """Iterate over the first batches; no other is asked for."""
         return itertools.islice(before(path), self.count)
 
@@ -207,7 +207,7 @@ class Skip(Arrange):
         """Return the later rows."""
         return Skipped(before(path), self.count)
 
-    def stream(self, before: Pieces, seeds: Seeds, path: Path) -> Iterator[Piece]:
+    def stream(self, before: Pieces, seeds: Seeds, path: Path) -> Iterator[BatchSlice]:
         """Iterate over the later batches; the first are not read."""
         return itertools.islice(before(path), self.count, None)
 
@@ -233,7 +233,7 @@ class Shard(Arrange):
         """Return every count-th row."""
         return Sharded(before(path), self.index, self.count)
 
-    def stream(self, before: Pieces, seeds: Seeds, path: Path) -> Iterator[Piece]:
+    def stream(self, before: Pieces, seeds: Seeds, path: Path) -> Iterator[BatchSlice]:
         """Iterate over every count-th batch; the others are not read."""
         return itertools.islice(before(path), self.index, None, self.count)
 
@@ -263,7 +263,7 @@ class Repeat(Arrange):
         length = self.cardinality(first.length)
         return Repeated(first, lambda index: before((*path, index)), length)
 
-    def stream(self, before: Pieces, seeds: Seeds, path: Path) -> Iterator[Piece]:
+    def stream(self, before: Pieces, seeds: Seeds, path: Path) -> Iterator[BatchSlice]:
         """Iterate over all repetitions; nothing for ever is nothing."""
         for index in itertools.count() if self.count is None else range(self.count):
             empty = True
@@ -291,7 +291,7 @@ class Map(Step):
         """Return the same number."""
         return before
 
-    def stream(self, before: Pieces, seeds: Seeds, path: Path) -> Iterator[Piece]:
+    def stream(self, before: Pieces, seeds: Seeds, path: Path) -> Iterator[BatchSlice]:
         """Iterate over the mapped batches; the function runs when one is cut."""
         kind = RowMapped if self.rowwise else Mapped
         return (kind(piece, self.fn) for piece in before(path))
@@ -322,7 +322,7 @@ class Batch(Step):
         """Return the number of batches."""
         return batches_of(self.size, self.drop_remainder, before)
 
-    def stream(self, before: Pieces, seeds: Seeds, path: Path) -> Iterator[Piece]:
+    def stream(self, before: Pieces, seeds: Seeds, path: Path) -> Iterator[BatchSlice]:
         """Iterate over batches of batches."""
         pieces = before(path)
         while group := list(itertools.islice(pieces, self.size)):
@@ -334,7 +334,7 @@ class Batch(Step):
         """Return how many are joined."""
         return self.size
 
-    def examples(self, reader: ExampleReader, order: Order) -> Iterator[Piece]:
+    def examples(self, reader: ExampleReader, order: Order) -> Iterator[BatchSlice]:
         """Iterate over batches of examples."""
         for lo in itertools.count(0, self.size):
             hi = lo + self.size

@@ -23,7 +23,16 @@ from mpistrat.cluster.detect import environment
 from mpistrat.errors import LaunchError
 from mpistrat.launch.flavours import UNKNOWN, Flavour, of_launcher, of_library, version
 
-__all__ = ["Command", "Launcher", "Library", "candidates", "cores", "find", "library", "rows_fit"]
+__all__ = [
+    "Command",
+    "Launcher",
+    "Library",
+    "candidates",
+    "cores",
+    "find",
+    "library",
+    "rows_fit",
+]
 
 # Asked in a child process: to import mpi4py.MPI is to load the library, which cannot be undone.
 _PROBE = """

@@ -20,7 +20,7 @@ from mpistrat.memory.copies import Storages
 from mpistrat.memory.layout import LINE, Layout, Matrix, Place, Specs, lay_out
 from mpistrat.memory.nodes import Nodes, find_nodes
 
-__all__ = ["Arena", "Block", "Home"]
+__all__ = ["Arena", "ArenaAddress", "Block"]
 
 # Two result rows beside the ranks' own: a rank that is ahead writes the one, while others that are
 # behind still read the other.
@@ -53,7 +53,7 @@ class Block:
         return self.matrices[place.matrix][row, place.start : place.stop].reshape(place.shape)
 
 
-class Home(NamedTuple):
+class ArenaAddress(NamedTuple):
     """Where an array of a block lies.
 
     Attributes:
@@ -92,7 +92,7 @@ class Arena:
         # Changes whenever an array of a block comes or goes.
         self.generation = 0
         # By address, and checked to be the same object: an address is used again after its array.
-        self._homes: dict[int, tuple[weakref.ref[Array], Home]] = {}
+        self._homes: dict[int, tuple[weakref.ref[Array], ArenaAddress]] = {}
         self._scratch: memoryview | None = None
         self._sides_memory: memoryview | None = None
         self._sides: dict[np.dtype[Any], Array] = {}
@@ -134,10 +134,10 @@ class Arena:
         block = Block(self._count, layout, memory, node.size)
         arrays = [block.leaf(index, node.rank) for index in range(len(specs))]
         for index, array in enumerate(arrays):
-            self._remember(array, Home(block, index))
+            self._remember(array, ArenaAddress(block, index))
         return arrays
 
-    def _remember(self, array: Array, home: Home) -> None:
+    def _remember(self, array: Array, home: ArenaAddress) -> None:
         key, homes = id(array), self._homes
 
         def forget(_: Any) -> None:
@@ -148,7 +148,7 @@ class Arena:
         homes[key] = (weakref.ref(array, forget), home)
         self.generation += 1
 
-    def home(self, array: Array) -> Home | None:
+    def home(self, array: Array) -> ArenaAddress | None:
         """Return where an array lies, if it is one of a block."""
         found = self._homes.get(id(array))
         if found is None or found[0]() is not array:

@@ -19,10 +19,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
-
-if TYPE_CHECKING:
-    from mpistrat.optim.base import Optimizer
+from typing import Protocol, final
 
 __all__ = ["LossScale", "Progress"]
 
@@ -66,6 +63,18 @@ class LossScale:
             )
 
 
+class Counted(Protocol):
+    """What progress depends on of an `Optimizer`."""
+
+    @property
+    def accumulate(self) -> int:
+        """How many calls make an update."""
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """The factor of the loss, if there is one."""
+
+
 @final
 @dataclass(frozen=True)
 class Progress:
@@ -88,7 +97,7 @@ class Progress:
     good: int = 0
 
     @classmethod
-    def start(cls, optimizer: Optimizer) -> Progress:
+    def start(cls, optimizer: Counted) -> Progress:
         """Return the counters before the first call.
 
         Args:
@@ -96,7 +105,7 @@ class Progress:
         """
         return cls(scale=optimizer.loss_scale.start if optimizer.loss_scale else 1.0)
 
-    def due(self, optimizer: Optimizer) -> bool:
+    def due(self, optimizer: Counted) -> bool:
         """Return whether the next call updates the weights; else it accumulates.
 
         Args:
@@ -112,7 +121,7 @@ class Progress:
         """
         return dataclasses.replace(self, calls=self.calls + 1, weight=self.weight + weight)
 
-    def updated(self, optimizer: Optimizer) -> Progress:
+    def updated(self, optimizer: Counted) -> Progress:
         """Return the counters after an update.
 
         Args:
@@ -126,7 +135,7 @@ class Progress:
             self, step=self.step + 1, calls=0, weight=0.0, scale=scale, good=good
         )
 
-    def left_out(self, optimizer: Optimizer) -> Progress:
+    def left_out(self, optimizer: Counted) -> Progress:
         """Return the counters after an update that was left out; it does not count as a step.
 
         Args:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol, final
 
 import pytest
 
-__all__ = ["Failure", "RankLog", "RankReporter", "Request", "failures", "read"]
+__all__ = ["Barrier", "Failure", "RankLog", "RankReporter", "failures", "read"]
 
 GAVE_UP = 86  # exit code of a rank that ended itself because a test took too long
 _FLAG = "stuck"
@@ -28,7 +28,7 @@ _ANSWER = 3.0  # seconds in which the other ranks tell where they are, once one 
 _COLLECT = 120.0  # seconds for all ranks to import all tests, on a cold file system
 
 
-class Request(Protocol):
+class Barrier(Protocol):
     """A barrier under way: ``Test()`` is true once all ranks have come."""
 
     def Test(self) -> bool:
@@ -55,7 +55,7 @@ class RankReporter:
         rank: int,
         size: int,
         directory: Path,
-        barrier: Callable[[], Request],
+        barrier: Callable[[], Barrier],
         limit: float = 60.0,
         patience: float = 10.0,
         stderr: int = 2,

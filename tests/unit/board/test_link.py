@@ -6,11 +6,11 @@ import pytest
 
 from mpistrat.board.link import Link
 from mpistrat.board.page import BETWEEN
-from mpistrat.board.rows import SILENT, Row
+from mpistrat.board.rows import SILENT, Status
 
 
 def rows_of(home, call=0, age=0.0):
-    return [Row((2 * home, 2 * home + 1), f"n{home}", home, call << 20, BETWEEN, age)]
+    return [Status((2 * home, 2 * home + 1), f"n{home}", home, call << 20, BETWEEN, age)]
 
 
 @pytest.fixture

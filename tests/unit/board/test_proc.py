@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from mpistrat.board.proc import Launcher, Process, ended, look
+from mpistrat.board.proc import Parents, Process, ended, look
 
 
 def p(parent, name, born=1, state="S"):
@@ -29,7 +29,7 @@ def test_launchers_and_nothing_else_are_watched(table, launchers):
     for pid in table.keys() - {9}:
         for gone in (None, table[pid]._replace(state="Z"), table[pid]._replace(born=2)):
             now = dict(table)
-            launcher = Launcher(9, lambda: table[9].parent, now.get)
+            launcher = Parents(9, lambda: table[9].parent, now.get)
             assert not launcher.lost()
             now[pid] = gone
             assert launcher.lost() == (pid in launchers)
@@ -38,7 +38,7 @@ def test_launchers_and_nothing_else_are_watched(table, launchers):
 def test_without_a_known_launcher_the_parent_counts():
     table = {9: p(7, "python3"), 7: p(1, "strange"), 1: p(0, "init")}
     parents = [7]
-    launcher = Launcher(9, lambda: parents[0], table.get)
+    launcher = Parents(9, lambda: parents[0], table.get)
     assert not launcher.lost()
     parents[0] = 1
     assert launcher.lost()
@@ -46,7 +46,7 @@ def test_without_a_known_launcher_the_parent_counts():
 
 def test_without_proc_the_parent_counts():
     parents = [7]
-    launcher = Launcher(9, lambda: parents[0], lambda pid: None)
+    launcher = Parents(9, lambda: parents[0], lambda pid: None)
     assert not launcher.lost()
     parents[0] = 1
     assert launcher.lost()

@@ -5,13 +5,13 @@ import random
 import pytest
 
 from mpistrat.board.page import BETWEEN, INSIDE
-from mpistrat.board.rows import Row, decode, encode
+from mpistrat.board.rows import Status, decode, encode
 
 
 def some(count, places):
     rng = random.Random(0)
     return [
-        Row((rank,), f"node{rank // 8}", rank // 8, (5 if rank % 3 else 4) << 20,
+        Status((rank,), f"node{rank // 8}", rank // 8, (5 if rank % 3 else 4) << 20,
             INSIDE if rank % 3 else BETWEEN, rng.random() * 100, "S",
             f"a_rather_long_name_of_a_file_{rank % places}.py:{rank % places}",
             f"all_reduce(SUM, float32[{rank % places}])")

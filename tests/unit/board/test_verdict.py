@@ -3,7 +3,7 @@
 import pytest
 
 from mpistrat.board.page import BETWEEN, INSIDE, LEAVING, LEFT
-from mpistrat.board.rows import AWAY, DEAD, HELD, SILENT, STOPPED, Row
+from mpistrat.board.rows import AWAY, DEAD, HELD, SILENT, STOPPED, Status
 from mpistrat.board.verdict import ending, judge, warning
 
 
@@ -12,7 +12,7 @@ def row(ranks, call, state, age, part=0, **more):
     ranks = (ranks,) if isinstance(ranks, int) else tuple(ranks)
     if state == INSIDE:
         more.setdefault("text", f"call no. {call}")
-    return Row(ranks, key=call << 20 | part, state=state, age=age, **more)
+    return Status(ranks, key=call << 20 | part, state=state, age=age, **more)
 
 
 def missing(verdict):

@@ -7,9 +7,9 @@ import pytest
 from mpistrat.board.link import Link
 from mpistrat.board.observer import HUNG, Limits, Observer
 from mpistrat.board.page import BETWEEN, Page, key_of, page_bytes
-from mpistrat.board.proc import Launcher, Process
+from mpistrat.board.proc import Parents, Process
 from mpistrat.board.reporter import Reporter
-from mpistrat.board.rows import Row
+from mpistrat.board.rows import Status
 from mpistrat.board.watchdog import ORPHANED, Watchdog
 
 SECOND = 10**9
@@ -41,7 +41,7 @@ class Rank:
             self.page, world.size, f"n{self.home}", self.home, limits, world.say, world.end,
             lambda pid, number: world.roused.append((pid, number)), world.table.get,
         )  # fmt: skip
-        launcher = Launcher(self.pid, lambda: 7, world.table.get)
+        launcher = Parents(self.pid, lambda: 7, world.table.get)
         self.watchdog = Watchdog(
             self.index, reporter, observer, limits, self.link, launcher, world.clock,
             self.leave, lambda pid, number: world.killed.append(pid),
@@ -66,7 +66,7 @@ class World:
         self.table = {7: Process("S", 3, 1, "mpiexec.hydra"), 3: Process("S", 0, 1, "bash")}
         rank = 0
         known = [
-            [Row(tuple(range(sum(nodes[:h]), sum(nodes[: h + 1]))), f"n{h}", h, 0, BETWEEN, 0.0)]
+            [Status(tuple(range(sum(nodes[:h]), sum(nodes[: h + 1]))), f"n{h}", h, 0, BETWEEN, 0.0)]
             for h in range(len(nodes))
         ]
         self.ranks = []

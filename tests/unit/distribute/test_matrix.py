@@ -14,10 +14,8 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
+from mpistrat.memory.copies import NodeStorage
 from mpistrat.testing import run_ranks
-
-# On copies of each rank, and on copies that a node has in common.
-pytestmark = pytest.mark.usefixtures("kept")
 
 Agg, Sync = ms.VariableAggregation, ms.VariableSynchronization
 ctx = ms.get_replica_context
@@ -156,18 +154,24 @@ def copies(comm, v):
     return meeting.tolist()
 
 
+def variable(strategy, kind, value, kept):
+    """Make a variable, and see that it is kept as the matrix says."""
+    with strategy.scope():
+        v = ms.Variable(np.full(SIZE, value), synchronization=kind[0], aggregation=kind[1])
+    several = strategy.num_replicas_in_sync > 1 and not v.on_read
+    assert isinstance(v.storage, NodeStorage) == (several and kept == "common")
+    return v
+
+
 @functools.cache
-def written(view, n):
+def written(view, n, kept):
     """What every rank found, by row and kind: the error, and all copies then."""
 
     def rank(comm):
         strategy, found = VIEWS[view](), {}
         for row in ROWS:
             for kind in KINDS:
-                with strategy.scope():
-                    v = ms.Variable(
-                        np.full(SIZE, START), synchronization=kind[0], aggregation=kind[1]
-                    )
+                v = variable(strategy, kind, START, kept)
                 error = attempt(lambda row=row, v=v: write(strategy, comm, row, v))
                 found[row, kind] = error, copies(comm, v)
         return found
@@ -191,8 +195,8 @@ def wanted(row, cell, n):
 @pytest.mark.parametrize("n", [1, 2, 3])
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
-def test_writes(row, view, n):
-    for found in written(view, n):
+def test_writes(row, view, n, kept):
+    for found in written(view, n, kept):
         for kind, cell in zip(KINDS, row.cells.split(), strict=True):
             error, held = found[row, kind]
             want_error, want = wanted(row, cell, n)
@@ -250,14 +254,13 @@ def other(strategy, v, what):
 
 
 @functools.cache
-def read(view, n):
+def read(view, n, kept):
     """What every rank found, by place or deed, and kind; copy i of ON_READ variables is i + 1."""
 
     def rank(comm):
         strategy, found = VIEWS[view](), {}
         for kind in KINDS:
-            with strategy.scope():
-                v = ms.Variable(np.ones(SIZE), synchronization=kind[0], aggregation=kind[1])
+            v = variable(strategy, kind, 1.0, kept)
             if v.on_read:
                 strategy.run(lambda v=v: v.assign(np.full(SIZE, comm.rank + 1.0)))
             for place in PLACES:
@@ -294,9 +297,9 @@ def vector(x):
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("name", READS)
 @pytest.mark.parametrize("place", PLACES)
-def test_reads(place, name, view, n):
+def test_reads(place, name, view, n, kept):
     own = [i + 1.0 for i in range(n)]
-    for rank, found in enumerate(read(view, n)):
+    for rank, found in enumerate(read(view, n, kept)):
         for sync, agg in KINDS:
             want = 1.0
             if sync is Sync.ON_READ:
@@ -307,8 +310,8 @@ def test_reads(place, name, view, n):
 @pytest.mark.parametrize("n", [1, 2, 3])
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("name", OTHERS)
-def test_what_else_takes_a_variable(name, view, n):
-    for rank, found in enumerate(read(view, n)):
+def test_what_else_takes_a_variable(name, view, n, kept):
+    for rank, found in enumerate(read(view, n, kept)):
         for sync, agg in KINDS:
             on_read = sync is Sync.ON_READ
             own = [i + 1.0 if on_read else 1.0 for i in range(n)]

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from mpistrat.examples.progress import Progress
+from mpistrat.examples.progress import ProgressBar
 
 
 class Terminal(io.StringIO):
@@ -16,7 +16,7 @@ class Terminal(io.StringIO):
 
 
 def use():
-    with Progress(2, shown=True) as progress:
+    with ProgressBar(2, shown=True) as progress:
         progress.step()
         progress.say("one line")
         progress.step()
@@ -41,7 +41,7 @@ def test_on_a_terminal_the_bar_goes_to_stderr_and_the_lines_to_stdout(capsys, mo
 def test_ranks_that_show_nothing_show_nothing(stderr, capsys, monkeypatch):
     screen = stderr()
     monkeypatch.setattr(sys, "stderr", screen)
-    with Progress(2, shown=False) as progress:
+    with ProgressBar(2, shown=False) as progress:
         progress.step()
         progress.say("one line")
     assert capsys.readouterr().out == ""

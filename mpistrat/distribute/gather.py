@@ -1,0 +1,93 @@
+"""The values of all replicas, one after the other along an axis."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from mpistrat import nest
+from mpistrat.arrays import Array, as_array, label
+from mpistrat.distribute.kinds import DistributedVariable
+from mpistrat.distribute.mode import same_strategy
+from mpistrat.distribute.naming import named
+from mpistrat.distribute.parts import Parts
+from mpistrat.distribute.regroup import select
+from mpistrat.distribute.slices import IndexedSlices
+from mpistrat.distribute.values import PerReplica, born
+from mpistrat.distribute.views import Plain
+from mpistrat.errors import AxisError
+
+__all__ = ["gather", "gather_leaves"]
+
+
+def gather_leaves(parts: Parts, value: Any, axis: int) -> Any:
+    """Concatenate the leaves that each replica has its own of; see `Strategy.gather`."""
+    with parts.lockstep.preparing("gather"):
+        leaves, structure = nest.flatten(value)
+        parts.regroup.check("gather", leaves)
+        mine = [select(leaf) for leaf in leaves]
+        _refuse_slices("gather", mine)
+    if parts.view.plain is Plain.EACH:
+        return gather(parts, "gather", nest.unflatten(structure, mine), axis, born(leaves))
+    which = [
+        i for i, leaf in enumerate(leaves) if isinstance(leaf, PerReplica | DistributedVariable)
+    ]
+    if len(which) == len(leaves):
+        return gather(parts, "gather", nest.unflatten(structure, mine), axis, born(leaves))
+    if which:
+        # All others are plain, and stay where they are.
+        of = f" of {nest.describe(structure)} {which}{born(leaves)}"
+        moved = gather(parts, "gather", [mine[i] for i in which], axis, of)
+        for i, result in zip(which, moved, strict=True):
+            mine[i] = result
+    return nest.unflatten(structure, mine)
+
+
+def gather(parts: Parts, name: str, value: Any, axis: int, of: str = "") -> Any:
+    """Concatenate this rank's `value` with the others'; see `ReplicaContext.all_gather`.
+
+    The text `of` says more of what is gathered.
+    """
+    with parts.lockstep.preparing(name):
+        if isinstance(axis, bool) or not hasattr(axis, "__index__"):
+            raise TypeError(f"{name}: axis must be an integer, not {axis!r}.")
+        axis = operator.index(axis)
+        leaves, structure = nest.flatten(value)
+        _refuse_slices(name, leaves)
+        paths = named(leaves, structure)
+        # Of a variable each replica's copy, which reading it here might make one.
+        copies = [_copy(leaf) if isinstance(leaf, DistributedVariable) else leaf for leaf in leaves]
+        arrays = [as_array(leaf, path) for leaf, path in zip(copies, paths, strict=True)]
+        axes = [_axis(name, a, axis, path) for a, path in zip(arrays, paths, strict=True)]
+    if not leaves:
+        return value
+    call = f"{name}(axis={axis}, {nest.describe(structure)}){of}"
+    return nest.unflatten(structure, parts.reducer.all_gather(call, axes, arrays, paths))
+
+
+def _refuse_slices(name: str, leaves: Sequence[Any]) -> None:
+    if IndexedSlices in map(type, leaves):
+        raise NotImplementedError(
+            f"{name} does not support IndexedSlices. Gather their values and indices, or "
+            "np.asarray(slices)."
+        )
+
+
+def _copy(variable: DistributedVariable) -> Array:
+    same_strategy(variable.strategy, f"variable {variable.name!r}")
+    return variable.component()
+
+
+def _axis(name: str, array: Any, axis: int, path: str) -> int:
+    if array.ndim == 0:
+        raise AxisError(
+            f"{name}: {label(path)} has no dimensions, so it cannot be concatenated. Give it one: "
+            "value[np.newaxis]."
+        )
+    if not -array.ndim <= axis < array.ndim:
+        raise AxisError(
+            f"{name}: {label(path)} of shape {array.shape} has no axis {axis}; wanted "
+            f"{-array.ndim} to {array.ndim - 1}."
+        )
+    return axis % int(array.ndim)

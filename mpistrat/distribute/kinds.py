@@ -1,0 +1,97 @@
+"""The kinds of variables, and what strategies know of one."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import numpy as np
+
+from mpistrat.arrays import Array
+from mpistrat.memory.copies import Storage
+
+__all__ = ["DistributedVariable", "VariableAggregation", "VariableSynchronization"]
+
+
+class VariableSynchronization(enum.Enum):
+    """When the copies of a variable are made equal."""
+
+    AUTO = 0
+    NONE = 1
+    ON_WRITE = 2
+    ON_READ = 3
+
+
+class VariableAggregation(enum.Enum):
+    """How the values that replicas write, or hold, become one."""
+
+    NONE = 0
+    SUM = 1
+    MEAN = 2
+    ONLY_FIRST_REPLICA = 3
+
+
+class DistributedVariable:
+    """What strategies know of a variable; `Variable` is the class that programs see.
+
+    Attributes:
+      strategy: Whose it is.
+      name: For messages and checkpoints.
+      number: Which of its session's variables it is.
+      storage: This rank's copy.
+      label: What messages call it.
+      large: It is compared in the line of each write, as the ranks of a node may have it once.
+      simple: The bytes of its dtype tell its values.
+      synchronization: When its copies are made equal.
+      aggregation: How the values that replicas write or hold become one.
+    """
+
+    strategy: Any
+    name: str
+    number: int
+    storage: Storage
+    label: str
+    large: bool
+    simple: bool
+    synchronization: VariableSynchronization
+    aggregation: VariableAggregation
+
+    @property
+    def on_read(self) -> bool:
+        """Whether each replica owns its copy."""
+        raise NotImplementedError
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype."""
+        raise NotImplementedError
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape."""
+        raise NotImplementedError
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        raise NotImplementedError
+
+    def spec(self) -> str:
+        """Return name, number, dtype and shape, as messages and proofs show them."""
+        raise NotImplementedError
+
+    def component(self) -> Array:
+        """Return this replica's copy: a live, read-only view. Never communicates."""
+        raise NotImplementedError
+
+    def read_value(self) -> Any:
+        """Return a copy of the value."""
+        raise NotImplementedError
+
+    def holds(self, array: Any) -> bool:
+        """Tell whether `array` is what views of this replica's copy are views of."""
+        raise NotImplementedError
+
+    def store(self, kind: str, values: Array, rows: Array | None) -> None:
+        """Write, all ranks alike."""
+        raise NotImplementedError
