@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mpistrat.arrays import Array
 from mpistrat.collectives import bucket
 from mpistrat.collectives.forms import decode_order, encode_order, ordered
 from mpistrat.comm.base import Comm
 from mpistrat.kernels.ops import FOLDS, ReduceOp
-from mpistrat.kernels.scaling import multiply, power_for, real
+from mpistrat.kernels.scaling import low_sum, multiply, power_for, real, rescue
 
 __all__ = [
     "MPI_NAMES",
@@ -21,6 +22,7 @@ __all__ = [
     "finished",
     "fold_by_mpi",
     "messages",
+    "parts_of",
     "reduce_messages",
     "rescued",
     "scale",
@@ -78,9 +80,19 @@ def fold_by_mpi(comm: Comm, send: Array, recv: Array, op: ReduceOp) -> None:
             flat[missing] = np.nan
 
 
+def parts_of(
+    leaves: Sequence[int], flat: Array, wires: Sequence[Array]
+) -> Iterator[tuple[int, Array]]:
+    """Give each of these leaves, by its position, its part of a message; flat."""
+    flat, at = flat.reshape(-1), 0
+    for i in leaves:
+        yield i, flat[at : at + wires[i].size]
+        at += wires[i].size
+
+
 def rescued(
     results: Sequence[Array],
-    values: Sequence[Sequence[Array]],
+    given: Iterable[tuple[int, Array]],
     divisors: Sequence[float],
     size: int,
     fold: Callable[[Array, Array], None],
@@ -91,34 +103,30 @@ def rescued(
 
     Args:
       results: The means, contiguous; with the same bits on all ranks.
-      values: What this rank gives to each: arrays that are added up here first. Contiguous.
+      given: The position of each leaf that travelled, and what this rank gave to its sum.
       divisors: What each sum was divided by; one per leaf, or one for all.
       size: How many ranks fold.
       fold: Folds an array of every rank into another one, on every rank.
     """
-    for i, (result, given) in enumerate(zip(results, values, strict=True)):
-        flat = real(result).reshape(-1)
-        divisor = divisors[i if len(divisors) > 1 else 0]
-        where = np.flatnonzero(~np.isfinite(flat)) if divisor else ()
-        if len(where):
-            parts = [real(value).reshape(-1)[where] for value in given]
-            kind = parts[0].dtype.type
-            power = kind(power_for(size))
-            send = functools.reduce(np.add, [part * power for part in parts])
-            total = np.empty_like(send)
-            fold(send, total)
-            mean = total / (kind(divisor) * power)
-            most = np.copysign(np.finfo(kind).max, total)  # where rounding alone leads beyond it
-            flat[where] = np.where(np.isinf(mean) & np.isfinite(total), most, mean)
+    power = power_for(size)
+    for i, value in given:
+        low = functools.partial(_low_fold, fold, value, power)
+        rescue(results[i], low, divisors[i if len(divisors) > 1 else 0], power)
 
 
-def scale(message: Message, wires: Sequence[Array], scales: Sequence[float]) -> None:
-    """Multiply each leaf of a message by its scale, in place."""
-    flat, at = message.send.reshape(-1), 0
-    for i in message.leaves:
-        part = flat[at : at + wires[i].size]
+def _low_fold(
+    fold: Callable[[Array, Array], None], value: Array, power: float, where: NDArray[np.intp]
+) -> Array:
+    send = low_sum([value], None, power, where)
+    total = np.empty_like(send)
+    fold(send, total)
+    return total
+
+
+def scale(given: Iterable[tuple[int, Array]], scales: Sequence[float]) -> None:
+    """Multiply the part of each leaf by its scale, in place."""
+    for i, part in given:
         multiply(part, scales[i])
-        at += wires[i].size
 
 
 def reduce_messages(comm: Comm, op: ReduceOp, wires: Sequence[Array]) -> list[Array]:
@@ -144,10 +152,9 @@ def finished(op: ReduceOp, wires: Sequence[Array], sent: Sequence[Message]) -> l
     """Return the folded leaves, in their own dtypes; leaves that did not travel are empty."""
     totals = [np.empty_like(wire) if wire.size == 0 else wire for wire in wires]
     for message in sent:
-        flat, at = message.recv.reshape(-1), 0
-        for i, out in zip(message.leaves, message.outs, strict=False):
-            out.reshape(-1)[:] = flat[at : at + out.size]
-            at += out.size
+        parts = parts_of(message.leaves, message.recv, wires)
+        for (i, part), out in zip(parts, message.outs, strict=False):
+            out.reshape(-1)[:] = part
             totals[i] = out
         if not message.outs:
             totals[message.leaves[0]] = message.recv

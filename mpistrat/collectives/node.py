@@ -18,18 +18,27 @@ from contextlib import contextmanager
 from typing import Any, cast, final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mpistrat.arrays import Array
 from mpistrat.collectives.alarms import warn
 from mpistrat.collectives.folding import Folding
 from mpistrat.collectives.lockstep import Lockstep
-from mpistrat.collectives.messages import fold_by_mpi, reduce_messages, rescued
+from mpistrat.collectives.messages import fold_by_mpi, reduce_messages
 from mpistrat.collectives.packs import LIMIT, Pack, fill
 from mpistrat.collectives.results import Results
 from mpistrat.collectives.spans import Packed, Placed, Range, Scales, slice_of, spans_of
-from mpistrat.kernels.fold import compile_for, compiles, fold_pair, fold_rows, spread_rows
+from mpistrat.comm.base import Comm
+from mpistrat.kernels.fold import (
+    compile_for,
+    compiles,
+    fold_pair,
+    fold_rows,
+    spread_rows,
+    sum_between,
+)
 from mpistrat.kernels.ops import FOLDS, ReduceOp
-from mpistrat.kernels.scaling import divide
+from mpistrat.kernels.scaling import divide, power_for, real, rescue
 from mpistrat.memory.arena import Arena, ArenaAddress, Block
 from mpistrat.memory.copies import Storage
 from mpistrat.memory.layout import Specs
@@ -296,6 +305,9 @@ class NodeFolds:
             start, stop = max(low, span.start), min(high, span.stop)
             divisor = span.divisor if one else 1.0
             into = out if one else out[:1]
+            if not one and op is ReduceOp.MEAN and span.scales is None:
+                sum_between(rows, into, start, stop, power_for(self._size), team)
+                continue
             fold_rows(FOLDS[op], rows, into, start, stop, table, divisor, whole, team, ready)
         if one:
             return
@@ -312,17 +324,39 @@ class NodeFolds:
     ) -> None:
         nodes, row = self.arena.nodes(), out[0]
         assert nodes.lane is not None
-        fold = functools.partial(fold_by_mpi, nodes.lane, op=op)
+        power = power_for(self._size)
         low, high = slice_of(nodes.node.rank, nodes.lanes, columns, row.dtype)
         for span in spans:
             start, stop = max(low, span.start), min(high, span.stop)
             for at in range(start, stop, _LANE):
                 part = row[at : min(at + _LANE, stop)]
-                (part[:],) = reduce_messages(nodes.lane, op, [part])
+                (total,) = reduce_messages(nodes.lane, op, [part])
                 if span.divisor != 1.0:
-                    divide(part, span.divisor)
-                    # What is folded in place has taken the place of the first rank's values.
-                    if span.scales is None and out is not rows:
-                        given = list(rows[:, at : at + part.size])
-                        size = self._lockstep.comm.size
-                        rescued([part], [given], [span.divisor], size, fold)
+                    divide(total, span.divisor)
+                    kept = None
+                    if span.scales is None and len(rows) > 1:
+                        kept = rows[1, at : at + part.size]
+                    low_total = functools.partial(_low_total, nodes.lane, part, kept, power)
+                    rescue(total, low_total, span.divisor, power)
+                part[:] = total
+
+
+def _low_total(
+    lane: Comm, part: Array, kept: Array | None, power: float, where: NDArray[np.intp]
+) -> Array:
+    """Add what the nodes have at some places, times `power`. Collective; unproved.
+
+    Args:
+      lane: One rank of each node.
+      part: What the ranks of this node have together.
+      kept: The same times `power`, where `part` is not finite; None if it was not kept.
+      power: A power of two.
+      where: Of `part`, as real numbers.
+    """
+    given = real(part)[where]
+    send = given * given.dtype.type(power)
+    if kept is not None:
+        np.copyto(send, real(kept)[where], where=~np.isfinite(given))
+    total: Array = np.empty_like(send)
+    fold_by_mpi(lane, send, total, ReduceOp.MEAN)
+    return total

@@ -17,7 +17,7 @@ from mpistrat.collectives.node import NodeFolds
 from mpistrat.collectives.spans import Scales, scales_of
 from mpistrat.kernels.fold import fold_rows
 from mpistrat.kernels.ops import FOLDS, ReduceOp
-from mpistrat.kernels.scaling import Overflow, divide, multiply, noting, rescue
+from mpistrat.kernels.scaling import Overflow, divide, multiply, noting, rescue_rows
 
 __all__ = ["ONE", "AnyPlan", "NumberPlan", "Plan", "Run", "SharedPlan", "leaves_of", "runs_of"]
 
@@ -277,7 +277,7 @@ class SharedPlan:
                 divide(total, self._divisor)
         if overflow is not None and overflow.seen:
             with np.errstate(all="ignore"):
-                rescue(total, rows, None, self._divisor)
+                rescue_rows(total, rows, None, self._divisor)
 
     def _weigh(self, side: int, total: Array) -> None:
         """Fold as the general path does, which other ranks may take."""
@@ -334,7 +334,7 @@ def leaves_of(
         divide(total, divisor)
     if overflow is not None and overflow.seen:
         overflow.seen = False
-        rescue(total, run.values, factors, divisor)
+        rescue_rows(total, run.values, factors, divisor)
     return [total[a] if shape is None else total[a:b].reshape(shape) for a, b, shape in run.cuts]
 
 

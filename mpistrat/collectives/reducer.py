@@ -26,6 +26,7 @@ from mpistrat.collectives.messages import (
     Message,
     fold_by_mpi,
     messages,
+    parts_of,
     rescued,
     scale,
     travel,
@@ -243,15 +244,14 @@ class Reducer(Reducing):
         scales: Scales,
         _: list[bytes],
     ) -> list[Array]:
+        given = [pair for m in sent for pair in parts_of(m.leaves, m.send, wires)]
         if weigh:
             mine = [scales.of(leaf)[0] for leaf in range(len(wires))]
-            factors = [1.0 if m is None else m[self.comm.rank] for m in mine]
-            for message in sent:
-                scale(message, wires, factors)
+            scale(given, [1.0 if m is None else m[self.comm.rank] for m in mine])
         results = what.results(travel(self.comm, what.op, wires, sent), scales.divisors)
-        if scales.divisors is not None and scales.table is None and self.comm.size > 1:
+        if scales.divisors is not None and self.comm.size > 1:
             fold = functools.partial(fold_by_mpi, self.comm, op=what.op)
-            rescued(results, [[wire] for wire in wires], scales.divisors, self.comm.size, fold)
+            rescued(results, given, scales.divisors, self.comm.size, fold)
         return results
 
 

@@ -14,13 +14,12 @@ from mpistrat.collectives.folding import Folding, put
 from mpistrat.collectives.forms import decode_order, encode_order, ordered
 from mpistrat.collectives.gatherer import Gatherer
 from mpistrat.collectives.lost import moving
-from mpistrat.collectives.messages import rescued
+from mpistrat.collectives.messages import parts_of, rescued, scale
 from mpistrat.collectives.reducer import Reducer
 from mpistrat.collectives.reducing import Reducing
 from mpistrat.collectives.routes import Route
 from mpistrat.collectives.spans import Placed, scaled, total_of
 from mpistrat.kernels.ops import ReduceOp
-from mpistrat.kernels.scaling import multiply
 
 __all__ = [
     "Chosen",
@@ -165,16 +164,16 @@ class Routed(Chosen):
                 sent = self._sent(op, wires)
             scales = self._weighed(what, weights, weigh, text, alarm)
             with moving(self.lockstep, text):
+                given = [pair for m in sent for pair in parts_of(m.leaves, m.send, wires)]
                 if weigh and scales is not None:
-                    self._scale(sent, wires, scales[self.comm.rank])
+                    scale(given, scales[self.comm.rank])
                 for message in sent:
                     self._move(text, message, op)
                 divisors = divisors_of(scales)
                 results = what.results(self._totals(op, wires, sent), divisors)
-                alike = scales is not None and not (weigh and (scales != 1).any())
-                if divisors is not None and alike and not self._route.whole:
+                if divisors is not None and not self._route.whole:
                     fold = functools.partial(self._route.fold, text, self.lockstep, op=op)
-                    rescued(results, [[wire] for wire in wires], divisors, self.comm.size, fold)
+                    rescued(results, given, divisors, self.comm.size, fold)
             return put(results, outs)
 
     def all_gather(
@@ -194,13 +193,6 @@ class Routed(Chosen):
             found.append(_Sent(leaves, cuts, send, np.empty_like(send)))
         return found
 
-    def _scale(self, sent: list[_Sent], wires: Sequence[Array], scales: Array) -> None:
-        for message in sent:
-            flat, at = message.send.reshape(-1), 0
-            for i in message.leaves:
-                multiply(flat[at : at + wires[i].size], scales[i])
-                at += wires[i].size
-
     def _move(self, text: str, message: _Sent, op: ReduceOp) -> None:
         if self._route.whole or message.cuts == 1:
             self._route.fold(text, self.lockstep, message.send, message.recv, op)
@@ -215,10 +207,8 @@ class Routed(Chosen):
     def _totals(op: ReduceOp, wires: Sequence[Array], sent: list[_Sent]) -> list[Array]:
         totals = [np.empty_like(wire) for wire in wires]  # of no elements, unless set below
         for message in sent:
-            flat, at = message.recv.reshape(-1), 0
-            for i in message.leaves:
-                part = flat[at : at + wires[i].size].reshape(wires[i].shape)
-                at += wires[i].size
+            for i, flat in parts_of(message.leaves, message.recv, wires):
+                part = flat.reshape(wires[i].shape)
                 totals[i] = decode_order(part, op) if ordered(op, wires[i].dtype) else part.copy()
         return totals
 

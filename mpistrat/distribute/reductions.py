@@ -24,7 +24,7 @@ from mpistrat.distribute.writes import digest
 from mpistrat.errors import AxisError, StructureError
 from mpistrat.kernels.local import local_sum
 from mpistrat.kernels.ops import ReduceOp
-from mpistrat.kernels.scaling import multiply, real
+from mpistrat.kernels.scaling import multiply, real, rescue
 from mpistrat.kernels.threads import Team
 
 __all__ = ["reduce_over_axis", "reduce_over_replicas"]
@@ -172,12 +172,16 @@ def _rescue(
     given: Sequence[Part],
     totals: list[Array],
 ) -> None:
-    """Make means anew that are not finite, from values scaled down: a sum may have overflowed."""
+    """Make means anew that are infinite, from values scaled down: a sum may have overflowed.
+
+    A NaN is no reason: data have it often, and where sums that overflow with opposite signs meet,
+    which leave it too, nobody could tell without a look at all values.
+    """
     # float16 is added in a dtype that no sum of it leaves, and so are integers, which stay finite.
     which = [
         i
         for i, (part, total) in enumerate(zip(given, totals, strict=True))
-        if part.form.result != np.float16 and not np.isfinite(total).all()
+        if part.form.result != np.float16 and np.isinf(total).any()
     ]
     if not which:
         return
@@ -194,13 +198,7 @@ def _rescue(
     means = parts.reducer.all_reduce(f"{call}, scaled", ReduceOp.MEAN, again)
     for i, mean in zip(which, means, strict=True):
         with np.errstate(all="ignore"):
-            old, new = real(totals[i]), real(mean)
-            one = new.dtype.type(1)
-            made = new * new.dtype.type(1 / _LITTLE)
-            # Rounding alone may lead beyond the largest number, where all values are close to it.
-            most = np.copysign(np.nextafter(one * np.inf, one), new)
-            made = np.where(np.isinf(made) & np.isfinite(new), most, made)
-            np.copyto(old, made, where=~np.isfinite(old))
+            rescue(totals[i], real(mean).reshape(-1).__getitem__, 1.0, _LITTLE)
 
 
 def _over_axis(op: ReduceOp, array: Array, axis: Any, path: str, team: Team | None) -> Part:

@@ -8,9 +8,17 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from mpistrat.kernels.scaling import Overflow, divide, noting, rescue, scale_into
+from mpistrat.kernels.scaling import (
+    Overflow,
+    divide,
+    low_sum,
+    noting,
+    real,
+    rescue_rows,
+    scale_into,
+)
 
-__all__ = ["BLOCK", "fold_blocks"]
+__all__ = ["BLOCK", "fold_blocks", "sum_partly"]
 
 Array: TypeAlias = NDArray[Any]
 
@@ -37,7 +45,7 @@ def fold_blocks(
       stop: As there.
       scales: As there.
       divisor: As there.
-      inside: `out` is `rows`.
+      inside: `out` is in the memory of `rows`.
     """
     mean = divisor != 0.0 and (scales is not None or divisor != 1.0)
     # A mean is made beside the values, which may be needed again; else in the first row that goes
@@ -56,7 +64,7 @@ def fold_blocks(
         if overflow.seen:
             overflow.seen = False
             with np.errstate(all="ignore"):
-                rescue(total, list(given), scales, divisor)
+                rescue_rows(total, list(given), scales, divisor)
         for r in range(0 if room.size else 1, len(out)):
             out[r, low:high] = total
 
@@ -75,3 +83,30 @@ def _fold_block(
         total[:] = rows[0]
     for row in rows[2:]:
         fold(total, row, out=total)
+
+
+def sum_partly(rows: Array, out: Array, start: int, stop: int, power: float) -> None:
+    """Add columns `start` to `stop` of all rows, for a sum that other nodes take part in.
+
+    Values whose sum overflows are lost where it is written over them. So where a sum is not finite,
+    the sum of the values times `power` goes to the second row, which is not needed any more.
+
+    Args:
+      rows: C-ordered matrix of floating or complex numbers, one row for each rank.
+      out: C-ordered matrix, to whose first row the sums go; may be in the memory of `rows`.
+      start: The first column.
+      stop: The column after the last.
+      power: A power of two, so that no such sum overflows.
+
+    Cost: One pass over the slice of all rows; each block is looked at while it is in cache.
+    """
+    room = np.empty(min(BLOCK, max(0, stop - start)), rows.dtype)
+    for low in range(start, stop, BLOCK):
+        high = min(low + BLOCK, stop)
+        given, total = rows[:, low:high], room[: high - low]
+        with np.errstate(all="ignore"):
+            _fold_block(np.add, given, total, total, None)
+            if len(rows) > 1 and not np.isfinite(total).all():
+                where = np.flatnonzero(~np.isfinite(real(total)))
+                real(given[1])[where] = low_sum(list(given), None, power, where)
+        out[0, low:high] = total

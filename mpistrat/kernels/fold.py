@@ -14,11 +14,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpistrat.kernels import jit
-from mpistrat.kernels.blocks import BLOCK, fold_blocks
+from mpistrat.kernels.blocks import BLOCK, fold_blocks, sum_partly
 from mpistrat.kernels.scaling import factors_of
 from mpistrat.kernels.threads import Team
 
-__all__ = ["compile_for", "compiles", "fold_pair", "fold_rows", "spread_rows", "sum_rows"]
+__all__ = [
+    "compile_for",
+    "compiles",
+    "fold_pair",
+    "fold_rows",
+    "spread_rows",
+    "sum_between",
+    "sum_rows",
+]
 
 Array: TypeAlias = NDArray[Any]
 
@@ -52,7 +60,8 @@ def fold_rows(
     Args:
       fold: ``np.add``, ``np.multiply``, ``np.minimum`` or ``np.maximum``.
       rows: C-ordered matrix, one row for each rank.
-      out: C-ordered matrix of the same dtype and number of columns, which may be `rows` itself.
+      out: C-ordered matrix of the same dtype and number of columns, which may be `rows` itself, or
+        its first rows.
       start: The first column.
       stop: The column after the last.
       scales: What to multiply each row by; a row of 0 is never read. None for all ones.
@@ -82,13 +91,28 @@ def fold_rows(
     dtype = rows.dtype
     plain = scales is None and divisor == 1.0
     compiled = (plain or dtype.kind == "f") and (ready or compiles(fold, dtype, count))
+    inside = out is rows or np.may_share_memory(out, rows)
     if fold is np.add and compiled:
-        inside = out.ctypes.data == rows.ctypes.data
         # To multiply by 1 changes no number, and takes no time beside that of memory.
         factors = np.ones(len(rows), dtype) if scales is None else factors_of(scales, dtype)
         sum_rows(rows, out, start, stop, factors, np.array([divisor], dtype), 0, inside)
     else:
-        fold_blocks(fold, rows, out, start, stop, scales, divisor, out is rows)
+        fold_blocks(fold, rows, out, start, stop, scales, divisor, inside)
+
+
+def sum_between(
+    rows: Array, out: Array, start: int, stop: int, power: float, team: Team | None = None
+) -> None:
+    """Add columns of all rows for a mean of several nodes; see `sum_partly` for what is kept.
+
+    With a `team`, its threads take part if the slice is large.
+
+    Cost: As that of `sum_partly`.
+    """
+    if team is not None and stop - start >= 2 * _PART:
+        _divided(team, lambda low, high: sum_partly(rows, out, low, high, power), start, stop)
+    else:
+        sum_partly(rows, out, start, stop, power)
 
 
 def _divided(team: Team, work: Callable[[int, int], None], start: int, stop: int) -> None:
@@ -256,7 +280,7 @@ def _add_both(one: Array, two: Array, factors: Array, by: Any) -> None:
 
 @jit.helper
 def _rescue(rows: Array, low: int, factors: Array, by: Any, total: Array) -> None:
-    """Do as `mpistrat.kernels.scaling.rescue`, if a total is not finite; each is made alike."""
+    """Do as `scaling.rescue_rows`, if a total is not finite; each is made alike."""
     bad = False
     for i in range(total.size):
         bad |= total[i] - total[i] != 0
@@ -301,7 +325,7 @@ def sum_rows(
       factors: What to multiply each row by, in its dtype; a row of 0 is never read.
       divisor: One number of the same dtype, by which sums are divided.
       shift: The column of `rows` that is the first of `out`.
-      inside: Whether `out` is `rows`.
+      inside: Whether `out` is `rows`, or its first rows.
     """
     by, count = divisor[0], rows.shape[0]
     mean = by != 0 and (by != 1 or (factors != 1).any())

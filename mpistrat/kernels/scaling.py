@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, final
 
 import numpy as np
@@ -13,11 +14,13 @@ __all__ = [
     "Overflow",
     "divide",
     "factors_of",
+    "low_sum",
     "multiply",
     "noting",
     "power_for",
     "real",
     "rescue",
+    "rescue_rows",
     "scale_into",
 ]
 
@@ -101,9 +104,9 @@ def _halves(divisor: float) -> bool:
 
 @final
 class Overflow:
-    """Notes whether finite numbers have become infinite, at no cost: the processor says so.
+    """Notes whether finite numbers have become infinite; those given as infinite do not count.
 
-    Infinite numbers that were given are none.
+    It comes at the cost of one `errstate`; NumPy reads the processor's flag after each loop.
 
     Attributes:
       seen: Whether any have.
@@ -139,31 +142,56 @@ def power_for(count: int) -> float:
     return 2.0 ** -math.frexp(count)[1]
 
 
-def rescue(total: Array, values: Sequence[Array], factors: Array | None, divisor: float) -> None:
-    """Make those of the means anew whose sum has overflowed, from values scaled down before.
+def rescue(
+    mean: Array, low: Callable[[NDArray[np.intp]], Array], divisor: float, power: float
+) -> None:
+    """Make those of the means anew that are not finite, from values scaled down: sums may overflow.
 
     Args:
-      total: The means; contiguous. Those that are finite stay.
-      values: Of each rank, contiguous; not `total`.
-      factors: What each was multiplied by; of 0, it is not read. None for all ones.
-      divisor: What the sum was divided by.
+      mean: The means; contiguous. Those that are finite stay.
+      low: Returns the sums at some places of `real` means, of values that are multiplied by `power`
+        first. It is not called where all is finite; else by all who have the same means.
+      divisor: What the sums are divided by; by 0 they stay.
+      power: A power of two.
 
-    Cost: one pass over `total`, and some over what is not finite in it.
+    Cost: one pass over `mean`, and some over what is not finite in it.
     """
-    flat = real(total).reshape(-1)
+    flat = real(mean).reshape(-1)
     where = np.flatnonzero(~np.isfinite(flat))
-    kind = flat.dtype.type
-    # Weights are no more than 1 together, and the least of them would become 0.
-    power, scales = kind(1), np.ones(len(values), flat.dtype)
-    if factors is None:
-        power = kind(power_for(len(values)))
-    else:
-        scales = factors_of(factors, flat.dtype)
-    parts = [(real(v).reshape(-1)[where], s) for v, s in zip(values, scales, strict=True) if s]
-    found = np.zeros(where.size, flat.dtype)
-    for part, scale in parts:
-        found += part * (scale * power)
-    found /= kind(divisor) * power
+    if not divisor or not where.size:
+        return
+    total = low(where)
+    one = total.dtype.type(1)
+    found = total / (total.dtype.type(divisor) * total.dtype.type(power))
     # Rounding alone may lead beyond the largest number, where all values are close to it.
-    most = np.max([np.abs(part) for part, _ in parts], axis=0, initial=0)
-    flat[where] = np.where(np.isinf(found) & np.isfinite(most), np.copysign(most, found), found)
+    most = np.copysign(np.nextafter(one * np.inf, one), total)
+    flat[where] = np.where(np.isinf(found) & np.isfinite(total), most, found)
+
+
+def rescue_rows(
+    mean: Array, values: Sequence[Array], factors: Array | None, divisor: float
+) -> None:
+    """Do as `rescue` where the values of all ranks are at hand.
+
+    Args:
+      mean: As there.
+      values: Of each rank, contiguous; not `mean`.
+      factors: What each was multiplied by; of 0, it is not read. None for all ones.
+      divisor: As there.
+    """
+    power = power_for(len(values))
+    rescue(mean, functools.partial(low_sum, values, factors, power), divisor, power)
+
+
+def low_sum(
+    values: Sequence[Array], factors: Array | None, power: float, where: NDArray[np.intp]
+) -> Array:
+    """Return the sums at some places of arrays that are multiplied by their factors and `power`."""
+    kind = real(values[0]).dtype
+    scales = np.ones(len(values), kind) if factors is None else factors_of(factors, kind)
+    total = np.zeros(where.size, kind)
+    for value, factor in zip(values, scales, strict=True):
+        if factor:
+            # Factors are no more than 1, and the least of them times `power` would become 0.
+            total += real(value).reshape(-1)[where] * factor * kind.type(power)
+    return total

@@ -113,3 +113,29 @@ def test_means_do_not_overflow(world):
             assert np.isfinite(np.delete(found, 1)).all()
             np.testing.assert_allclose(np.delete(found, 1).real, float(top), rtol=1e-6)
             same(world, found)
+
+
+@pytest.mark.parametrize("per_node", [0, 1, 2])
+def test_nor_do_they_in_place(world, per_node, monkeypatch):
+    from mpi4py import MPI  # a group of its own: options are read once for each
+
+    monkeypatch.setenv("MPISTRAT_RANKS_PER_NODE", str(per_node))
+    group = MPI.COMM_WORLD.Dup()
+    strategy = ms.MirroredStrategy(comm=group)
+    for code in ("f4", "f8", "c8", "g"):
+        kind = np.zeros(1, code).real.dtype
+        x = np.full(9000, np.finfo(kind).max, code)
+        x[1] = np.inf if world.rank == 0 else x[1]
+        x[2] = np.finfo(kind).smallest_subnormal
+        x[3] *= (-1) ** (world.rank // 2 % 2)
+        (room,) = strategy.buffers([x])
+        room[:] = x
+        strategy.run(
+            lambda b=room: (ms.get_replica_context().all_reduce("mean", b, out=b), None)[1]
+        )
+        signs = [(-1) ** (rank // 2 % 2) for rank in range(world.size)]
+        want = x.real.copy()
+        want[1], want[3] = np.inf, want[0] * kind.type(sum(signs) / world.size)
+        np.testing.assert_allclose(room.real, want, rtol=4 * np.finfo(kind).eps)
+        same(world, room)
+    group.Free()

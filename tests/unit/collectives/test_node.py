@@ -413,6 +413,18 @@ def test_a_spec_that_is_none_is_refused():
             strategy.buffers(bad)
 
 
+@pytest.mark.parametrize("ready", [False, True])
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_a_mean_in_the_memory_of_its_values_does_not_overflow(rows, count, ready):
+    """The whole matrix or its first rows: values are written over by what comes of them."""
+    top = np.finfo(np.float32).max
+    values = np.full((count, 300), top)
+    out = values if rows == count else values[:rows]
+    fold_rows(np.add, values, out, 0, 300, None, float(count), ready=ready)
+    np.testing.assert_allclose(values[:rows], top, rtol=1e-6)
+
+
 @pytest.mark.parametrize("rows", [1, 2, 3, 5])
 @pytest.mark.parametrize(
     ("dtype", "scaled"), [("f4", False), ("f8", False), ("i8", False), ("f4", True), ("f8", True)]

@@ -76,6 +76,12 @@ def test_no_mean_overflows_whose_values_do_not(n, way):
                     mean(strategy, x, weight=2),
                     mean(strategy, [x], out=[np.empty_like(x)])[0],
                 ]
+                # Weights that differ leave less than nothing of the smallest numbers.
+                plain = np.where(np.abs(x) < 1, x.dtype.type(1), x)
+                heavy = mean(strategy, plain, weight=1.25 + comm.rank)
+                bits += [part.tobytes() for part in canonical(heavy)]
+                heavy[2::7] = x[2::7]
+                check(heavy, size, code)
                 (room,) = strategy.buffers([x])
                 for _ in range(2):
                     room[:] = x
@@ -103,18 +109,68 @@ def test_sums_do(n):
     assert run_ranks(rank, n) == [n > 1] * n
 
 
-@pytest.mark.parametrize("size", [9, 9000])
-def test_nor_between_nodes(size, monkeypatch):
-    monkeypatch.setenv("MPISTRAT_RANKS_PER_NODE", "2")
+@pytest.mark.parametrize(("n", "size"), [(2, 9000), (3, 9000), (4, 9), (4, 9000), (4, 140_000)])
+def test_nor_between_nodes(n, size, monkeypatch):
+    """On three ranks nodes are uneven: who has folded a slice is not who sends it."""
+    monkeypatch.setenv("MPISTRAT_RANKS_PER_NODE", "1" if n == 2 else "2")
 
     def rank(comm):
         strategy = ms.MirroredStrategy()
         bits = []
-        for code in ("f4", "f8", "c16"):
-            for _ in range(2):
-                found = mean(strategy, given(comm.rank, size, code))
-                bits += [part.tobytes() for part in canonical(found)]
-                check(found, size, code)
+        for code in ("f4",) if size > 9000 else TOPS:
+            x = given(comm.rank, size, code)
+            plain = np.where(np.abs(x) < 1, x.dtype.type(1), x)
+            (room,) = strategy.buffers([x])
+            for value, weight in ((x, None), (x, 2), (plain, 1.25 + comm.rank)):
+                found = [mean(strategy, value, weight=weight)]
+                for _ in range(2):
+                    room[:] = value
+                    found.append(mean(strategy, room, out=room, weight=weight))
+                for one in found:
+                    bits += [part.tobytes() for part in canonical(one)]
+                    if value is plain:
+                        one[2::7] = x[2::7]
+                    check(one, size, code)
+        return bits
+
+    found = run_ranks(rank, n)
+    assert found[1:] == found[:1] * (n - 1)
+
+
+@pytest.mark.parametrize("code", ["f4", "f8", "g", "c8"])
+def test_nor_where_nodes_differ(code, monkeypatch):
+    """One node's sum is infinite, or only the sum of both; what was given as such stays."""
+    monkeypatch.setenv("MPISTRAT_RANKS_PER_NODE", "2")
+    kind = np.dtype(code).type(0).real.dtype.type
+    top, tiny = np.finfo(kind).max, np.finfo(kind).smallest_subnormal
+    near = 4 * np.finfo(kind).eps
+    columns = [  # of four ranks, and their mean
+        ((top, top, -top, -top), 0),
+        ((top, top, 0, 0), top / 2),
+        ((0, 0, -top, -top), -top / 2),
+        ((top, 0, top, 0), top / 2),
+        ((top / 2, top / 4, top / 2, top / 4), top / 8 * 3),
+        ((np.inf, 1, 1, 1), np.inf),
+        ((1, -np.inf, top, top), -np.inf),
+        ((np.inf, 1, -np.inf, 1), np.nan),
+        ((np.nan, top, top, top), np.nan),
+        ((4 * tiny, 0, 0, 0), tiny),
+        ((tiny, tiny, tiny, tiny), tiny),
+    ]
+    values = np.tile(np.array([c for c, _ in columns], kind).T, (1, 900)).astype(code)
+    want = np.tile(np.array([m for _, m in columns], kind), 900)
+    if np.dtype(code).kind == "c":  # the parts of a number are means of their own
+        values.imag = values.real[:, ::-1]
+
+    def rank(comm):
+        strategy, bits = ms.MirroredStrategy(), []
+        (room,) = strategy.buffers([values[comm.rank]])
+        room[:] = values[comm.rank]
+        for one in (mean(strategy, values[comm.rank]), mean(strategy, room, out=room)):
+            bits += [part.tobytes() for part in canonical(one)]
+            np.testing.assert_allclose(one.real, want, rtol=near)
+            if np.dtype(code).kind == "c":
+                np.testing.assert_allclose(one.imag, want[::-1], rtol=near)
         return bits
 
     found = run_ranks(rank, 4)
@@ -142,6 +198,21 @@ def test_nor_along_an_axis(n, way):
         return True
 
     assert all(run_ranks(rank, n))
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize(("odd", "calls"), [(1.0, 1), (np.nan, 1), (np.inf, 2)])
+def test_a_nan_along_an_axis_takes_no_second_collective(n, odd, calls):
+    def rank(comm):
+        strategy = made("usual")
+        x = np.ones((5, 6), np.float32)
+        x[2, 3] = odd
+        before = strategy.parts.lockstep.session.calls
+        found = strategy.reduce("mean", ms.PerReplica(x), axis=0)
+        np.testing.assert_array_equal(found, [1, 1, 1, odd, 1, 1])
+        return strategy.parts.lockstep.session.calls - before
+
+    assert run_ranks(rank, n) == [calls] * n
 
 
 @pytest.mark.parametrize("way", ["usual", "native"])

@@ -123,8 +123,6 @@ def test_every_layout_of_every_dtype_can_be_sealed(code):
 @pytest.mark.parametrize("function", [np.add, np.subtract, np.maximum])
 def test_functions_at_some_places_do_not_write_to_a_variable(function):
     v = ms.Variable(np.zeros(3), name="table")
-    with pytest.raises(
-        TypeError, match=rf"'table:0' is a variable; np.{function.__name__}.at"
-    ):
+    with pytest.raises(TypeError, match=rf"'table:0' is a variable; np.{function.__name__}.at"):
         function.at(v, [0, 1], 1.0)
     assert v.numpy().tolist() == [0.0, 0.0, 0.0]
