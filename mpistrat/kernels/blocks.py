@@ -37,7 +37,7 @@ def fold_blocks(
       stop: As there.
       scales: As there.
       divisor: As there.
-      inside: `out` is `rows`.
+      inside: `out` is `rows`, or begins where it does.
     """
     mean = divisor != 0.0 and (scales is not None or divisor != 1.0)
     # A mean is made beside the values, which may be needed again; else in the first row that goes

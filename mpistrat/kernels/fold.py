@@ -52,7 +52,8 @@ def fold_rows(
     Args:
       fold: ``np.add``, ``np.multiply``, ``np.minimum`` or ``np.maximum``.
       rows: C-ordered matrix, one row for each rank.
-      out: C-ordered matrix of the same dtype and number of columns, which may be `rows` itself.
+      out: C-ordered matrix of the same dtype and number of columns, which may be `rows` itself, or
+        its first rows.
       start: The first column.
       stop: The column after the last.
       scales: What to multiply each row by; a row of 0 is never read. None for all ones.
@@ -82,13 +83,13 @@ def fold_rows(
     dtype = rows.dtype
     plain = scales is None and divisor == 1.0
     compiled = (plain or dtype.kind == "f") and (ready or compiles(fold, dtype, count))
+    inside = out.ctypes.data == rows.ctypes.data
     if fold is np.add and compiled:
-        inside = out.ctypes.data == rows.ctypes.data
         # To multiply by 1 changes no number, and takes no time beside that of memory.
         factors = np.ones(len(rows), dtype) if scales is None else factors_of(scales, dtype)
         sum_rows(rows, out, start, stop, factors, np.array([divisor], dtype), 0, inside)
     else:
-        fold_blocks(fold, rows, out, start, stop, scales, divisor, out is rows)
+        fold_blocks(fold, rows, out, start, stop, scales, divisor, inside)
 
 
 def _divided(team: Team, work: Callable[[int, int], None], start: int, stop: int) -> None:

@@ -112,6 +112,10 @@ class Progress:
         """
         return dataclasses.replace(self, calls=self.calls + 1, weight=self.weight + weight)
 
+    def dropped(self) -> Progress:
+        """Return the counters after an error that has cost what was accumulated."""
+        return dataclasses.replace(self, calls=0, weight=0.0)
+
     def updated(self, optimizer: Optimizer) -> Progress:
         """Return the counters after an update.
 
