@@ -162,7 +162,9 @@ class NodeStorage(Storage):
 
     def part(self, step: int) -> tuple[int, Array]:
         """Return this rank's part."""
-        low, high = (min(one * step, self._flat.size) for one in self.slice(-(-self._flat.size // step)))
+        low, high = (
+            min(one * step, self._flat.size) for one in self.slice(-(-self._flat.size // step))
+        )
         return low, self._shared[low:high]
 
     def snapshot(self) -> Callable[[], None]:

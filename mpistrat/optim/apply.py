@@ -98,7 +98,9 @@ class _Known:
         zeros = [np.broadcast_to(np.zeros((), t.variable.dtype), t.variable.shape) for t in dense]
         names = [t.variable.spec() for t in dense]
         parts = [Part(z, form(_MEAN, z.dtype), 1, n) for z, n in zip(zeros, names, strict=True)]
-        self.start = f"{text} {', '.join([*names, *[f'rows of {t.variable.spec()}' for t in sparse]])}"
+        self.start = (
+            f"{text} {', '.join([*names, *[f'rows of {t.variable.spec()}' for t in sparse]])}"
+        )
         self._what = Folding(self.start, _MEAN, [p.form for p in parts], [z.shape for z in zeros])
         # From one large variable on it pays to have all gradients where every rank can read them.
         self.large = any(target.shared for target in dense)
@@ -269,7 +271,13 @@ def _checked(
             dense.append(target)
             values.append(_dense(name, gradient, variable))
     how = "" if number is None else " weighted" if replica else f" weight {number!r}"
-    key = (replica, how, *[t.variable.number for t in dense], None, *[t.variable.number for t in rows])
+    key = (
+        replica,
+        how,
+        *[t.variable.number for t in dense],
+        None,
+        *[t.variable.number for t in rows],
+    )
     known = state.calls.get(key)
     if known is None:
         where = "replicas" if replica else "all"
@@ -364,9 +372,7 @@ def _step(optimizer: Optimizer, state: State, call: _Call, what: Folding) -> Non
             lockstep.fail(ValueError(f"{call.name}: the weights of all replicas are 0."))
         with moving(lockstep, what.text):
             works = _works(optimizer, progress.scale, progress.weight, call, folded)
-            shared = folded.reads or any(
-                t.shared for t in (*call.known.dense, *call.known.sparse)
-            )
+            shared = folded.reads or any(t.shared for t in (*call.known.dense, *call.known.sparse))
             meets = node.arena.nodes().node if shared and lockstep.comm.size > 1 else None
             sparse_ones = _unique(optimizer, progress.scale, call, rows)
             update = Update(optimizer, progress, works, sparse_ones, meets, lockstep.session.team)
@@ -485,9 +491,7 @@ def _placed(state: State, known: _Known, homes: list[Home]) -> _Places:
     first = [nodes.nodes > 1 or (much and not t.shared) for t in known.dense]
     folded = [home for home, yes in zip(homes, first, strict=True) if yes]
     rows = [(weakref.ref(h.block), h.place.matrix, h.place.start) for h in homes]
-    return _Places(
-        node.placed(homes).suffix, rows, first, node.placed(folded) if folded else None
-    )
+    return _Places(node.placed(homes).suffix, rows, first, node.placed(folded) if folded else None)
 
 
 def _in_place(state: State, call: _Call, what: Folding, places: _Places, weight: float) -> _Folded:
@@ -576,7 +580,9 @@ def _nonfinite(state: State, call: _Call, bad: int) -> None:
         told = [text.decode() for text in lockstep.texts(mine.encode())]
     lines = [f"\n  rank {lockstep.ranks[i]}: {text}" for i, text in enumerate(told) if text]
     leaf = targets[bad].variable.label if bad >= 0 else "some variable"
-    where = "".join(lines) or f"\n  Each rank's is finite, but what they come to, of {leaf}, is not."
+    where = (
+        "".join(lines) or f"\n  Each rank's is finite, but what they come to, of {leaf}, is not."
+    )
     lockstep.fail(
         NonFiniteError(
             f"{call.name}, step {state.progress.step}: a gradient is NaN or infinite.{where}\n  "

@@ -113,7 +113,9 @@ class State:
             self.counters = _counters(kind, Progress.start(optimizer))
             self.targets: dict[int, Target] = {}
             for name, variable, own in zip(self.names, variables, optimizers, strict=True):
-                slots = {slot: _slot(f"{name}/{kind}/{slot}", slot, variable) for slot in own.slots()}
+                slots = {
+                    slot: _slot(f"{name}/{kind}/{slot}", slot, variable) for slot in own.slots()
+                }
                 self.targets[variable.number] = _target(variable, own, slots)
         # Where programs or tests have had even the smallest variables shared.
         self.shares_counters = any(_shared(one) for one in self.counters.values())

@@ -127,7 +127,9 @@ class Update:
             keep = work.target.shared and len(work.gradient.rows) >= _KEEP
             into = self._place(sums, i)[0]
 
-            def measure(g: Gradient, low: int, high: int, into: Array = into, keep: bool = keep) -> None:
+            def measure(
+                g: Gradient, low: int, high: int, into: Array = into, keep: bool = keep
+            ) -> None:
                 part = into[low // BLOCK : low // BLOCK + blocks(high - low)]
                 passes.measure_norm(g, high - low, part, keep, self._compiled)
 
@@ -139,7 +141,9 @@ class Update:
             flat = one.values.reshape(1, -1)
             more.append(np.zeros(blocks(flat.size)))
             passes.measure_norm(Gradient(flat), flat.size, more[-1], False, self._compiled)
-        found = norm_of([*self._exchange(sums)[0].tolist(), *np.concatenate([[0.0], *more]).tolist()])
+        found = norm_of(
+            [*self._exchange(sums)[0].tolist(), *np.concatenate([[0.0], *more]).tolist()]
+        )
         if self._optimizer.clip is not None and isinstance(self._optimizer.clip, ClipByGlobalNorm):
             self._scale(self._optimizer.clip.factor(found))
         if np.isfinite(found):
@@ -149,7 +153,9 @@ class Update:
     def _scale(self, factor: float) -> None:
         for i, (target, gradient) in enumerate(self._works):
             self._works[i] = Work(target, gradient._replace(scale=gradient.scale * factor))
-        self._rows = [one._replace(values=one.values * one.values.dtype.type(factor)) for one in self._rows]
+        self._rows = [
+            one._replace(values=one.values * one.values.dtype.type(factor)) for one in self._rows
+        ]
 
     def apply(self) -> int | None:
         """Update weights and slots, and end the call.
@@ -163,7 +169,14 @@ class Update:
         first = self._first_bad_rows() if self._guard else _NOBODY
         if first == _NOBODY:
             norms = self._measured()
-            first = next((i for i, (one, two) in enumerate(norms) if self._guard and not np.isfinite(one + two)), _NOBODY)
+            first = next(
+                (
+                    i
+                    for i, (one, two) in enumerate(norms)
+                    if self._guard and not np.isfinite(one + two)
+                ),
+                _NOBODY,
+            )
         if first != _NOBODY:  # known to all, before a weight has changed
             self.close()
             return first
@@ -197,11 +210,20 @@ class Update:
             rule, s = target.optimizer.rule, target.optimizer.scalars(self._step)
             into = self._place(sums, i)
 
-            def measure(g: Gradient, low: int, high: int, t: Target = target, into: Array = into, s: tuple[float, ...] = s) -> None:
+            def measure(
+                g: Gradient,
+                low: int,
+                high: int,
+                t: Target = target,
+                into: Array = into,
+                s: tuple[float, ...] = s,
+            ) -> None:
                 part = into[:, low // BLOCK : low // BLOCK + blocks(high - low)]
                 found = np.zeros(part.shape)
                 slots = tuple(slot[low:high] for slot in t.mine)
-                passes.measure(t.optimizer.rule, g, t.w[low:high], slots, s, found, self._guard, self._compiled)
+                passes.measure(
+                    t.optimizer.rule, g, t.w[low:high], slots, s, found, self._guard, self._compiled
+                )
                 part[...] = found
 
             self._parts(target.w, measure, gradient)
@@ -225,7 +247,9 @@ class Update:
         self._parts(target.w, update, gradient)
         return sum(bad)
 
-    def _parts(self, like: Array | None, work: Callable[[Gradient, int, int], None], g: Gradient) -> None:
+    def _parts(
+        self, like: Array | None, work: Callable[[Gradient, int, int], None], g: Gradient
+    ) -> None:
         """Let the threads do a part of `like` each."""
         size = 0 if like is None else like.size
 
