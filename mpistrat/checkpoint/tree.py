@@ -48,8 +48,8 @@ def variables(root: Any, trees: Mapping[str, Any]) -> dict[str, Variable]:
             found[name] = variable
         if isinstance(tree, Optimizer) and len(found) == above:
             raise StructureError(
-                f"{begin or 'the root'} of the checkpoint ({type(tree).__name__}) has no state yet; "
-                "create it first: optimizer.build(variables)."
+                f"{begin or 'the root'} of the checkpoint ({type(tree).__name__}) has no state "
+                "yet; create it first: optimizer.build(variables)."
             )
         if tree is not None and len(found) == above:
             raise StructureError(

@@ -364,7 +364,8 @@ class Optimizer(abc.ABC):
     @property
     def _states(self) -> dict[Any, State]:
         """The state of each strategy whose variables it has updated; no field of the value."""
-        return self.__dict__.setdefault("_kept", {})
+        found: dict[Any, State] = self.__dict__.setdefault("_kept", {})
+        return found
 
     def _state(self) -> State | None:
         states = self._states

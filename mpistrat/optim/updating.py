@@ -6,6 +6,7 @@ they tell each other sums of squares, and wait for one another at the end.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, final
 
@@ -123,32 +124,33 @@ class Update:
         Collective over the node.
         """
         sums = np.zeros((1, self._width))
-        for i, work in enumerate(self._works):
-            keep = work.target.shared and len(work.gradient.rows) >= _KEEP
-            into = self._place(sums, i)[0]
-
-            def measure(
-                g: Gradient, low: int, high: int, into: Array = into, keep: bool = keep
-            ) -> None:
-                part = into[low // BLOCK : low // BLOCK + blocks(high - low)]
-                passes.measure_norm(g, high - low, part, keep, self._compiled)
-
-            self._parts(work.target.w, measure, work.gradient)
-            if keep:
-                self._works[i] = work._replace(gradient=work.gradient.kept())
-        more = []
+        for i in range(len(self._works)):
+            self._measure_norm(i, self._place(sums, i)[0])
+        found = self._exchange(sums)[0].tolist()
         for one in self._rows:
             flat = one.values.reshape(1, -1)
-            more.append(np.zeros(blocks(flat.size)))
-            passes.measure_norm(Gradient(flat), flat.size, more[-1], False, self._compiled)
-        found = norm_of(
-            [*self._exchange(sums)[0].tolist(), *np.concatenate([[0.0], *more]).tolist()]
-        )
-        if self._optimizer.clip is not None and isinstance(self._optimizer.clip, ClipByGlobalNorm):
-            self._scale(self._optimizer.clip.factor(found))
-        if np.isfinite(found):
+            more = np.zeros(blocks(flat.size))
+            passes.measure_norm(Gradient(flat), flat.size, more, False, self._compiled)
+            found += more.tolist()
+        norm = norm_of(found)
+        if isinstance(self._optimizer.clip, ClipByGlobalNorm):
+            self._scale(self._optimizer.clip.factor(norm))
+        if math.isfinite(norm):
             self._guard = False  # so are all that are in it
-        return found
+        return norm
+
+    def _measure_norm(self, i: int, sums: Array) -> None:
+        target, gradient = self._works[i]
+        # No other rank reads this rank's columns of what is shared.
+        keep = target.shared and len(gradient.rows) >= _KEEP
+
+        def measure(g: Gradient, low: int, high: int) -> None:
+            into = sums[low // BLOCK : low // BLOCK + blocks(high - low)]
+            passes.measure_norm(g, high - low, into, keep, self._compiled)
+
+        self._parts(target.w, measure, gradient)
+        if keep:
+            self._works[i] = Work(target, gradient.kept())
 
     def _scale(self, factor: float) -> None:
         for i, (target, gradient) in enumerate(self._works):
@@ -167,16 +169,10 @@ class Update:
           all ranks. Works come first, rows after them.
         """
         first = self._first_bad_rows() if self._guard else _NOBODY
-        if first == _NOBODY:
-            norms = self._measured()
-            first = next(
-                (
-                    i
-                    for i, (one, two) in enumerate(norms)
-                    if self._guard and not np.isfinite(one + two)
-                ),
-                _NOBODY,
-            )
+        norms = self._measured()
+        if self._guard:
+            bad = [i for i, pair in enumerate(norms) if not math.isfinite(sum(pair))]
+            first = min([first, *bad])
         if first != _NOBODY:  # known to all, before a weight has changed
             self.close()
             return first
@@ -206,32 +202,25 @@ class Update:
             return norms
         sums = np.zeros((2, self._width))
         for i in measured:
-            target, gradient = self._works[i]
-            rule, s = target.optimizer.rule, target.optimizer.scalars(self._step)
-            into = self._place(sums, i)
-
-            def measure(
-                g: Gradient,
-                low: int,
-                high: int,
-                t: Target = target,
-                into: Array = into,
-                s: tuple[float, ...] = s,
-            ) -> None:
-                part = into[:, low // BLOCK : low // BLOCK + blocks(high - low)]
-                found = np.zeros(part.shape)
-                slots = tuple(slot[low:high] for slot in t.mine)
-                passes.measure(
-                    t.optimizer.rule, g, t.w[low:high], slots, s, found, self._guard, self._compiled
-                )
-                part[...] = found
-
-            self._parts(target.w, measure, gradient)
+            self._measure(self._works[i], self._place(sums, i))
         sums = self._exchange(sums)
         for i in measured:
             one, two = (norm_of(row.tolist()) for row in self._whole(sums, i))
             norms[i] = one, two
         return norms
+
+    def _measure(self, work: Work, sums: Array) -> None:
+        target, gradient = work
+        rule, s = target.optimizer.rule, target.optimizer.scalars(self._step)
+
+        def measure(g: Gradient, low: int, high: int) -> None:
+            found = np.zeros((2, blocks(high - low)))
+            slots = tuple(slot[low:high] for slot in target.mine)
+            how = (s, found, self._guard, self._compiled)
+            passes.measure(rule, g, target.w[low:high], slots, *how)
+            sums[:, low // BLOCK : low // BLOCK + found.shape[1]] = found
+
+        self._parts(target.w, measure, gradient)
 
     def _updated(self, target: Target, gradient: Gradient, norms: tuple[float, float]) -> int:
         """Update this rank's part of a variable; return how many blocks were left out."""

@@ -1,4 +1,4 @@
-"""`apply_gradients` beside recorded values and plain loops: any number of ranks, ways and options."""
+"""`apply_gradients` beside recorded values and plain loops, at any number of ranks, in all ways."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ def replica_gradients(mean, size):
     """Return gradients of all replicas with this weighted mean; of no rows, NaN."""
     weights = weights_of(size)
     shift = np.cos(np.arange(mean.size)).reshape(mean.shape).astype(mean.dtype)
-    found = [mean + shift * (r - sum(w * i for i, w in enumerate(weights)) / sum(weights))
-             for r in range(size)]
+    found = [
+        mean + shift * (r - sum(w * i for i, w in enumerate(weights)) / sum(weights))
+        for r in range(size)
+    ]
     return [g if w else np.full_like(g, np.nan) for g, w in zip(found, weights, strict=True)]
 
 
@@ -107,11 +109,13 @@ def everywhere(results):
     return results[0]
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("title", cases.CASES)
-def test_weighted_means_are_trained_on_as_torch_and_optax_do(title, size):
+@pytest.mark.parametrize(
+    ("title", "size", "steps"),
+    [*[("adam", size, 100) for size in SIZES], *[(title, 3, 10) for title in cases.CASES]],
+)
+def test_weighted_means_are_trained_on_as_torch_and_optax_do(title, size, steps):
     name, given = cases.CASES[title]
-    shown = RECORDED[f"{title} float64"]
+    shown = {step: w for step, w in RECORDED[f"{title} float64"].items() if int(step) <= steps}
 
     def rank(comm):
         job = Job(optim.OPTIMIZERS[name](**given), cases.weights(np.dtype("f8")), "arrays")
@@ -120,15 +124,15 @@ def test_weighted_means_are_trained_on_as_torch_and_optax_do(title, size):
             if str(step + 1) in shown:
                 for v, wanted in zip(job.variables, shown[str(step + 1)], strict=True):
                     wanted = np.array([float.fromhex(x) for x in wanted]).reshape(v.shape)
-                    np.testing.assert_allclose(v.numpy(), wanted, 1e-10)
+                    np.testing.assert_allclose(v.numpy(), wanted, 1e-12)
         return job.contents()
 
     everywhere(run_ranks(rank, size))
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", optim.OPTIMIZERS)
+@pytest.mark.parametrize("size", (1, 3, 4))
+@pytest.mark.parametrize("name", ["adam", "lamb", "lars"])
 def test_however_memory_is_shared_it_is_the_same_update(name, size, way, memory):
     wanted = plain(optim.OPTIMIZERS[name](0.05))
 
@@ -151,8 +155,7 @@ def test_however_memory_is_shared_it_is_the_same_update(name, size, way, memory)
     everywhere(run_ranks(rank, size))
 
 
-@pytest.mark.parametrize("size", (2, 3))
-def test_loops_are_compiled_where_it_is_worth_it(size, monkeypatch):
+def test_loops_are_compiled_where_it_is_worth_it(monkeypatch):
     monkeypatch.setattr(optim.passes, "_COMPILE", 0)
     wanted = plain(optim.Adam(0.05, ema=0.5))
 
@@ -167,11 +170,11 @@ def test_loops_are_compiled_where_it_is_worth_it(size, monkeypatch):
             )
         return job.contents()
 
-    everywhere(run_ranks(rank, size))
+    everywhere(run_ranks(rank, 2))
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", (1, 3, 4))
 def test_clipping_by_global_norm(size, way, memory):
     norms = [math.sqrt(sum(float((g.astype("f8") ** 2).sum()) for g in means(s))) for s in (0, 1)]
     ones = [cases.Trained(optim.SGD(1.0), w, False) for w in first("f4")]
@@ -193,26 +196,25 @@ def test_clipping_by_global_norm(size, way, memory):
 def test_norms_have_the_same_bits_on_any_number_of_ranks(memory):
     """Where the gradient of all ranks is one and the same, so that folding rounds nothing."""
 
-    def rank(comm, optimizer):
-        job = Job(optimizer, first())
+    def rank(comm):
+        found = []
+        for kind, more in (
+            (optim.LAMB, {}),
+            (optim.LARS, {}),
+            (optim.Adam, {"clip": optim.ClipByGlobalNorm(1.0)}),
+        ):
+            job = Job(kind(0.1, **more), first())
+            pairs = list(zip(means(0), job.variables, strict=True))
+            job.strategy.run(lambda job=job, pairs=pairs: job.optimizer.apply_gradients(pairs))
+            found += job.contents()
+        return found
 
-        def fn():
-            job.optimizer.apply_gradients(zip(means(0), job.variables, strict=True))
-
-        job.strategy.run(fn)
-        return job.contents()
-
-    for make in (
-        lambda: optim.LAMB(0.1),
-        lambda: optim.LARS(0.1),
-        lambda: optim.Adam(0.1, clip=optim.ClipByGlobalNorm(1.0)),
-    ):
-        found = [everywhere(run_ranks(lambda c: rank(c, make()), size)) for size in (1, 2, 4)]
-        assert found[0] == found[1] == found[2]
+    one, two, four = (everywhere(run_ranks(rank, size)) for size in (1, 2, 4))
+    assert one == two == four
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", (1, 3))
 @pytest.mark.parametrize("more", [{}, {"clip": optim.ClipByGlobalNorm(1e9)}], ids=["", "clipped"])
 def test_accumulated_calls_are_one_update(size, way, more, memory):
     wanted = [cases.Trained(optim.Adam(0.1), w, False) for w in first()]
@@ -236,7 +238,7 @@ def test_accumulated_calls_are_one_update(size, way, more, memory):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", (1, 3))
 @pytest.mark.parametrize("leaf", [0, 1], ids=["large", "small"])
 class TestNotFinite:
     def bad(self, leaf):
@@ -295,7 +297,7 @@ def test_cross_replica_code_wants_the_same_gradients_and_folds_nothing(size, mem
             np.testing.assert_allclose(v.numpy().reshape(-1), one.w, 1e-5, 1e-6)
         before = job.contents()
         if size > 1:
-            with pytest.raises(ms.LockstepError, match="'v1:0'.* differs"):
+            with pytest.raises(ms.LockstepError, match=r"'v1:0'.* differs"):
                 job.optimizer.apply_gradients(
                     [(g + comm.rank * (v is job.variables[1]), v) for g, v in pairs]
                 )
@@ -320,7 +322,9 @@ def test_rows_of_embeddings(size, shape, memory):
     share = [1.0, 3.0, 0.0, 4.0][:size]
     dense = np.zeros(shape)
     for r in range(size):
-        np.add.at(dense, rows[r], share[r] / sum(share) * (1.0 + r) * np.ones((len(rows[r]), shape[1])))
+        np.add.at(
+            dense, rows[r], share[r] / sum(share) * (1.0 + r) * np.ones((len(rows[r]), shape[1]))
+        )
     start = random(shape, "f8", 0)
     touched = sorted({int(i) for r in range(size) for i in rows[r]})
     wanted = start.copy()
@@ -348,7 +352,8 @@ def test_rows_of_embeddings(size, shape, memory):
 
 @pytest.mark.parametrize("sizes", [(1, 3), (3, 2), (2, 1)])
 def test_state_is_saved_and_restored_at_another_number_of_ranks(sizes, tmp_path):
-    make = lambda: optim.Adam(optim.WarmUp(0.1, 3), ema=0.9, groups=[optim.Group("v1", beta_1=0.5)])
+    def make():
+        return optim.Adam(optim.WarmUp(0.1, 3), ema=0.9, groups=[optim.Group("v1", beta_1=0.5)])
 
     def saved(comm):
         job = Job(make(), first())
@@ -416,7 +421,11 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("given", "error", "words"),
         [
-            ({1: np.zeros(4, "f4")}, ms.StructureError, r"'v1:0' has shape \(4,\); wanted .*\(5,\)"),
+            (
+                {1: np.zeros(4, "f4")},
+                ms.StructureError,
+                r"'v1:0' has shape \(4,\); wanted .*\(5,\)",
+            ),
             ({1: np.zeros(5, "c8")}, ms.LeafTypeError, "does not convert to float32"),
             ({1: ms.IndexedSlices([1.0], [5])}, ms.StructureError, "indices from 5 to 5"),
             (dict.fromkeys(range(5)), ValueError, "no gradient for any"),
@@ -481,29 +490,34 @@ def test_variables_of_another_strategy_are_refused():
     run_ranks(rank, 2)
 
 
+@pytest.mark.parametrize("built", [False, True], ids=["first", "later"])
 @pytest.mark.parametrize(
     "differ",
     [
-        lambda rank: (optim.SGD(0.1 + rank), [0, 1], False),
-        lambda rank: (optim.SGD(lambda step: 0.1 + rank), [0, 1], False),
-        lambda rank: (optim.SGD(0.1), [rank, 1 - rank], False),
-        lambda rank: (optim.SGD(0.1), [0, 1][: rank + 1], False),
-        lambda rank: (optim.SGD(0.1), [0, 1], rank == 0),
+        lambda rank: (0.1 + rank, [0, 1], False),
+        lambda rank: (lambda step: 0.1 + rank, [0, 1], False),
+        lambda rank: (0.1, [rank, 1 - rank], False),
+        lambda rank: (0.1, [0, 1][: rank + 1], False),
+        lambda rank: (0.1, [0, 1], rank == 0),
     ],
     ids=["options", "schedules", "orders", "variables", "None"],
 )
-def test_ranks_that_differ_are_told(differ):
+def test_ranks_that_differ_are_told(differ, built):
     def rank(comm):
         job = Job(None, first())
-        optimizer, order, none = differ(comm.rank)
-        built = optimizer is not None and len(order) == 2 and order[0] == 0
-        if built and optimizer.text() == optim.SGD(0.1).text():
-            optimizer.build(job.variables)
-        before = [v.numpy().tobytes() for v in job.variables]
-        pairs = [(None if none and i else means(0)[i], job.variables[i]) for i in order]
+        rate, order, none = differ(comm.rank)
+        optimizer = optim.SGD(rate)
+
+        def fn():
+            if built:
+                optimizer.build(job.variables)
+            pairs = [(None if none and i else means(0)[i], job.variables[i]) for i in order]
+            optimizer.apply_gradients(pairs)
+
         with pytest.raises(ms.LockstepError, match=r"SGD\("):
-            job.strategy.run(lambda: optimizer.apply_gradients(pairs))
-        assert before == [v.numpy().tobytes() for v in job.variables]
+            job.strategy.run(fn)
+        for v, before in zip(job.variables, first(), strict=True):
+            np.testing.assert_array_equal(v.numpy(), before)
 
     run_ranks(rank, 2)
 
@@ -533,7 +547,9 @@ def test_values_that_move_by_choice_give_the_same(ops):
         for step in range(2):
             given = [replica_gradients(mean, 3)[comm.rank] for mean in means(step)]
             pairs = list(zip(given, variables, strict=True))
-            strategy.run(lambda p=pairs: optimizer.apply_gradients(p, weight=weights_of(3)[comm.rank]))
+            strategy.run(
+                lambda p=pairs: optimizer.apply_gradients(p, weight=weights_of(3)[comm.rank])
+            )
         for v, one in zip(variables, wanted, strict=True):
             np.testing.assert_allclose(v.numpy().reshape(-1), one.w, 2e-4, 2e-5)
 
