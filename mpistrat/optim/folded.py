@@ -100,7 +100,8 @@ def fold(state: State, call: Call, what: Folding) -> tuple[Folded, list[IndexedS
 
 def _alone(values: Sequence[Array], weight: float) -> Folded:
     """Return gradients that are means already."""
-    rows = [(np.require(v, requirements=("C", "A", "W")).reshape(1, -1), 0) for v in values]
+    ready = [v if v.flags.carray else np.require(v, requirements=("C", "A", "W")) for v in values]
+    rows = [(v.reshape(1, -1), 0) for v in ready]
     return Folded(rows, [None] * len(rows), [1.0] * len(rows), weight, False)
 
 

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["State", "Target", "check_variable"]
 
+_TINY = 8 * 1024  # bytes up to which to copy a variable and its state is quicker than a call
+_FIELDS = [field.name for field in dataclasses.fields(Progress)]
 _ITERATIONS = "iterations"  # what Keras calls the step
 
 
@@ -42,6 +44,7 @@ class Target(NamedTuple):
       mine: That of each slot of the rule.
       pending: That of the slot of accumulated gradients, if there is one.
       ema: That of the average, if there is one.
+      tiny: It may be updated together with others of its dtype and optimizer.
     """
 
     variable: Variable
@@ -53,6 +56,7 @@ class Target(NamedTuple):
     mine: tuple[Array, ...]
     pending: Array | None
     ema: Array | None
+    tiny: bool
 
 
 def check_variable(strategy: Any, variable: Any, call: str) -> None:
@@ -103,7 +107,9 @@ class State:
         with lockstep.preparing(f"{kind}.build"):
             self.names = _names(variables)
             shapes = [variable.shape for variable in variables]
-            optimizers = optimizer.of_all(list(zip(self.names, shapes, strict=True)))
+            each = optimizer.of_all(list(zip(self.names, shapes, strict=True)))
+            # One object for those that are equal, so that who shares one is seen at once.
+            optimizers = [each[each.index(one)] for one in each]
         lockstep.prove(f"{optimizer.text()}.build({', '.join(v.spec() for v in variables)})")
         self.calls: dict[Any, Any] = {}  # what `mpistrat.optim.apply` knows of calls
         self.buffers: dict[int, Array] = {}
@@ -144,8 +150,8 @@ class State:
 
     def keep(self, progress: Progress) -> None:
         """Write the counters; alike on all ranks."""
-        for one, value in zip(self.counters.values(), dataclasses.astuple(progress), strict=True):
-            one.storage.part(1)[1][...] = value
+        for one, name in zip(self.counters.values(), _FIELDS, strict=True):
+            one.storage.part(1)[1][...] = getattr(progress, name)
         if self.shares_counters:
             self.strategy.parts.reducer.node.arena.nodes().node.barrier()
 
@@ -205,4 +211,5 @@ def _target(variable: Variable, optimizer: Optimizer, slots: dict[str, Variable]
     mine = {name: one.storage.part(BLOCK)[1] for name, one in slots.items()}
     rule = tuple(mine[name] for name in optimizer.rule.slots)
     more = (mine.get("pending"), mine.get("ema"))
-    return Target(variable, optimizer, slots, shared, low, w, rule, *more)
+    tiny = not shared and w.nbytes <= _TINY and more[0] is None and not optimizer.rule.measure
+    return Target(variable, optimizer, slots, shared, low, w, rule, *more, tiny)
