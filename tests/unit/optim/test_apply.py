@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
+import pickle
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import optim_cases as cases
 import pytest
@@ -582,6 +585,34 @@ def test_a_job_without_a_strategy_is_refused():
         rank(comm)
 
     run_ranks(chosen, 2)
+
+
+def test_gradients_of_other_dtypes_are_converted():
+    def rank(comm):
+        job = Job(optim.SGD(1.0), [np.zeros(LARGE, "f4"), np.zeros(3, "f4")])
+        given = [np.full(LARGE, 0.5, "f2"), np.full(3, 1.5, ml_dtypes.bfloat16)]
+        pairs = list(zip(given, job.variables, strict=True))
+        job.strategy.run(lambda: job.optimizer.apply_gradients(pairs))
+        return [float(v.numpy().reshape(-1)[-1]) for v in job.variables]
+
+    assert run_ranks(rank, 2) == [[-0.5, -1.5]] * 2
+
+
+def test_without_a_strategy_it_is_an_ordinary_optimizer():
+    w, optimizer = ms.Variable(np.ones(3), name="w"), optim.SGD(0.5, momentum=0.9)
+    assert optimizer.apply_gradients([(np.ones(3), w)]).numpy() == 1
+    np.testing.assert_array_equal(w.numpy(), np.full(3, 0.5))
+    assert [v.name for v in optimizer.variables][-1] == "w/SGD/momentum:0"
+    for other in (
+        copy.copy(optimizer),
+        copy.deepcopy(optimizer),
+        pickle.loads(pickle.dumps(optimizer)),
+    ):
+        assert other == optimizer and other.variables == ()
+        with pytest.raises(ms.ContextError, match="no iterations yet"):
+            _ = other.iterations
+    with pytest.raises(ValueError, match=r"no slot 'ema' of .*momentum"):
+        optimizer.average(w)
 
 
 def test_a_rank_that_fails_is_told_to_all():
