@@ -23,7 +23,16 @@ RUNG = ROOT / "tests" / "mpi"
 # What goes other ways on more ranks: nodes of several, slices, pieces, orders, threads.
 MANY = [
     RUNG / f"test_{name}.py"
-    for name in ("smoke", "arena", "collectives", "copies", "cross_device", "pieces", "threads")
+    for name in (
+        "smoke",
+        "arena",
+        "collectives",
+        "copies",
+        "cross_device",
+        "optim",
+        "pieces",
+        "threads",
+    )
 ]
 LONGEST = 300  # seconds for one job
 # Plugins whose import costs more than the tests (1.3 s for each rank); ranks must not draw examples

@@ -15,6 +15,7 @@ from typing import Any
 from mpistrat.distribute.strategy import Strategy
 from mpistrat.distribute.variables import Variable
 from mpistrat.errors import StructureError
+from mpistrat.optim.optimizer import Optimizer
 
 __all__ = ["first", "variables"]
 
@@ -45,6 +46,11 @@ def variables(root: Any, trees: Mapping[str, Any]) -> dict[str, Variable]:
             if name in found:
                 raise StructureError(f"two variables of the checkpoint have the name {name!r}.")
             found[name] = variable
+        if isinstance(tree, Optimizer) and len(found) == above:
+            raise StructureError(
+                f"{begin or 'the root'} of the checkpoint ({type(tree).__name__}) has no state "
+                "yet; create it first: optimizer.build(variables)."
+            )
         if tree is not None and len(found) == above:
             raise StructureError(
                 f"{begin or 'the root'} of the checkpoint ({type(tree).__name__}) holds no "
@@ -82,6 +88,8 @@ def _walk(
 def _children(value: Any) -> Mapping[Any, Any] | None:
     """Return what a value holds by key, place or attribute; None if it is not to be looked into."""
     attributes = _attributes(value) if _has_attributes(value) else {}
+    if isinstance(value, Optimizer):
+        return value.tree()
     if isinstance(value, Mapping):
         return {**attributes, **value}
     if isinstance(value, tuple) and hasattr(value, "_asdict"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from typing import final
@@ -59,6 +60,12 @@ class Folding:
     def worth_a_place(self) -> bool:
         """Whether arrays of the arena are folded where they lie."""
         return self.as_it_is and self.nbytes > SMALL
+
+    def but(self, more: str) -> Folding:
+        """Return the same call, whose text says more."""
+        made = copy.copy(self)
+        made.text, made._said = self.text + more, {}
+        return made
 
     def said(self, suffix: str) -> tuple[str, bytes]:
         """Return the text with what a path adds to it, and its digest."""

@@ -276,6 +276,27 @@ class NodeFolds:
                 self._fold(op, rows, rows, rows.shape[1], ranges)
             self.arena.nodes().node.barrier()
 
+    def fold_first(self, op: ReduceOp, placed: Placed, scales: Scales) -> None:
+        """Fold arrays into those of the first rank of the node, and leave the others as they are.
+
+        Collective; the proof was the barrier before it. When it returns, all of the node may read
+        the first rows.
+        """
+        with self.moving():
+            for (block, matrix), spans in zip(placed.rows, placed.spans, strict=True):
+                rows = cast(Block, block()).matrices[matrix]
+                ranges = [Range(start, stop, *scales.of(leaf)) for start, stop, leaf in spans]
+                self._fold(op, rows, rows[:1], rows.shape[1], ranges)
+            if self.arena.nodes().nodes == 1:
+                self.arena.nodes().node.barrier()
+
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        """Let the body move what lies in shared memory; the proof was the barrier before it."""
+        self._hook()
+        with self._sharing():
+            yield
+
     def _hook(self) -> None:
         hook = self._lockstep.session.on_moving
         if hook is not None:

@@ -68,6 +68,8 @@ class Reducer(Reducing):
       lockstep: Proves each call, and carries what is small.
     """
 
+    in_place = True
+
     def __init__(self, lockstep: Lockstep):
         """Reduce over the ranks of `lockstep`."""
         super().__init__(lockstep, NodeFolds(lockstep))
@@ -126,6 +128,10 @@ class Reducer(Reducing):
         if moved is not None:
             moved(leaves)
 
+    def meet(self, what: Folding, suffix: str, weight: float) -> None:
+        """Prove a MEAN that the caller folds where it lies; as `Reducing.meet`. Collective."""
+        self._prove(what, _Way(suffix, struct.pack("<d", weight), _nothing), 1, True, "")
+
     def _prove(
         self, what: Folding, way: _Way, weights: int, weigh: bool, alarm: str
     ) -> tuple[Scales, list[bytes]]:
@@ -138,7 +144,8 @@ class Reducer(Reducing):
             self.lockstep.ride(text, digest, way.riding)
         if what.op is not ReduceOp.MEAN:
             return Scales(), smalls
-        return scales_of(self._weights(smalls, weights), weigh), smalls
+        self.weights = self._weights(smalls, weights)
+        return scales_of(self.weights, weigh), smalls
 
     def _weights(self, smalls: list[bytes], count: int) -> Array:
         """Return every rank's weights (rows) of every leaf (columns), from what came."""

@@ -6,6 +6,8 @@ import abc
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
+import numpy as np
+
 from mpistrat.arrays import Array
 from mpistrat.collectives.alarms import first_nonfinite
 from mpistrat.collectives.folding import Folding
@@ -25,11 +27,18 @@ class Reducing(abc.ABC):
     Args:
       lockstep: Proves each call, and carries what is small.
       node: The shared memory of the ranks.
+
+    Attributes:
+      in_place: Values may be folded where they lie in shared memory.
+      weights: What each rank (rows) has given with each leaf to the last MEAN, or with all of them.
     """
+
+    in_place = False
 
     def __init__(self, lockstep: Lockstep, node: NodeFolds):
         """Reduce over the ranks of `lockstep`."""
         self.lockstep, self.comm, self.node = lockstep, lockstep.comm, node
+        self.weights = np.empty((lockstep.comm.size, 0))
 
     @final
     def all_reduce(
@@ -83,6 +92,21 @@ class Reducing(abc.ABC):
         self, what: Folding, placed: Placed, weight: float, weigh: bool, leaves: list[Array]
     ) -> None:
         """Fold arrays of the arena into themselves, if all is known of them; else as `fold`."""
+
+    def meet(self, what: Folding, suffix: str, weight: float) -> None:
+        """Prove a MEAN that the caller folds where it lies; `weights` has those of all ranks then.
+
+        Collective.
+
+        Args:
+          what: The call; equal on all ranks.
+          suffix: What its text says beside that.
+          weight: How many examples this rank's values stand for.
+
+        Raises:
+          NotImplementedError: Values move in another way; see `in_place`.
+        """
+        raise NotImplementedError
 
     @abc.abstractmethod
     def all_gather(

@@ -59,7 +59,8 @@ class Chosen(Reducing):
         if not mean:
             return None
         table = np.array([np.frombuffer(small, np.float64) for small in smalls])
-        scales = scaled(table.reshape(self.comm.size, -1), weigh)
+        self.weights = table.reshape(self.comm.size, -1)
+        scales = scaled(self.weights, weigh)
         return np.broadcast_to(scales, (self.comm.size, len(what.forms)))
 
 
@@ -241,7 +242,9 @@ class Timed(Chosen):
         """Fold leaves over all ranks, in time. Collective."""
         timed = Folding(what.text + self._within, what.op, what.forms, what.shapes)
         with self.lockstep.within(self._seconds):
-            return self._inner.fold(timed, values, weights, weigh, outs, alarm)
+            results = self._inner.fold(timed, values, weights, weigh, outs, alarm)
+        self.weights = self._inner.weights
+        return results
 
     def all_gather(
         self, call: str, axis: Sequence[int], leaves: Sequence[Array], paths: Sequence[str]

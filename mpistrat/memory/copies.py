@@ -56,6 +56,17 @@ class Storage(abc.ABC):
         """
 
     @abc.abstractmethod
+    def part(self, step: int) -> tuple[int, Array]:
+        """Return the elements that this rank updates: the first one, and memory to write to.
+
+        Flat. All of it, if the memory is this rank's alone; else this rank's part, and a barrier of
+        the node has to come before any rank reads what others have written.
+
+        Args:
+          step: Parts of ranks meet at multiples of so many elements.
+        """
+
+    @abc.abstractmethod
     def snapshot(self) -> Callable[[], None]:
         """Return what puts back the contents of now, once; all ranks that wrote call it."""
 
@@ -81,6 +92,10 @@ class PrivateStorage(Storage):
     def write(self, write: Write, values: Array, rows: Array | None = None) -> None:
         """Write all of it. Never communicates."""
         write(self.array, values, rows)
+
+    def part(self, step: int) -> tuple[int, Array]:
+        """Return all elements."""
+        return 0, self.array.reshape(-1)
 
     def snapshot(self) -> Callable[[], None]:
         """Return what puts back the contents of now, once. Cost: a copy."""
@@ -144,6 +159,13 @@ class NodeStorage(Storage):
             mine = (rows >= low) & (rows < high)
             write(self._shared.reshape(self.shape)[low:high], values[mine], rows[mine] - low)
         self.node.barrier()
+
+    def part(self, step: int) -> tuple[int, Array]:
+        """Return this rank's part."""
+        low, high = (
+            min(one * step, self._flat.size) for one in self.slice(-(-self._flat.size // step))
+        )
+        return low, self._shared[low:high]
 
     def snapshot(self) -> Callable[[], None]:
         """Return what puts back the contents of now, once.

@@ -1,18 +1,19 @@
 """Optimizers as data: hyper-parameters as frozen values, one file each, and loops over memory.
 
-What is here is pure: nothing communicates, and no variable is known. `mpistrat.optim.passes` tells
-how gradients of several ranks, weights and state pass through the loops.
+All but `Optimizer.apply_gradients` and what it is made of is pure: nothing communicates, and no
+variable is known. `mpistrat.optim.passes` tells how gradients of several ranks, weights and state
+pass through the loops; `folded` how they come there, `state` what is remembered.
 """
 
 from __future__ import annotations
 
 from mpistrat.optim.adam import Adam, AdamW
-from mpistrat.optim.base import Optimizer
 from mpistrat.optim.clipping import ClipByGlobalNorm, ClipByValue
 from mpistrat.optim.groups import Group
 from mpistrat.optim.lamb import LAMB
 from mpistrat.optim.lars import LARS
 from mpistrat.optim.lion import Lion
+from mpistrat.optim.optimizer import Optimizer
 from mpistrat.optim.progress import LossScale
 from mpistrat.optim.schedules import Constant, Cosine, Linear, Schedule, Steps, WarmUp
 from mpistrat.optim.sgd import SGD

@@ -9,8 +9,9 @@ from typing import Any, final
 import numpy as np
 
 from mpistrat.kernels import jit
-from mpistrat.optim.base import NO_NORMS, Optimizer, Rule
+from mpistrat.optim.base import NO_NORMS, Rule
 from mpistrat.optim.floats import power
+from mpistrat.optim.optimizer import Optimizer
 
 __all__ = ["LAMB"]
 

@@ -8,7 +8,8 @@ from typing import Any, final
 import numpy as np
 
 from mpistrat.kernels import jit
-from mpistrat.optim.base import NO_NORMS, Optimizer, Rule
+from mpistrat.optim.base import NO_NORMS, Rule
+from mpistrat.optim.optimizer import Optimizer
 from mpistrat.optim.schedules import Schedule
 
 __all__ = ["Lion"]

@@ -50,10 +50,11 @@ from numpy.typing import NDArray
 
 from mpistrat.kernels import jit
 from mpistrat.kernels.fold import sum_rows
-from mpistrat.optim.base import Rule
 from mpistrat.optim.blocks import LANES, add, average, clip, finite, scale, sum_squares
 
 if TYPE_CHECKING:
+    from mpistrat.optim.base import Rule
+
     step: Any = None  # the loop of an optimizer, which `_bound` puts in
 
 __all__ = [

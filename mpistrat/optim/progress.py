@@ -121,6 +121,10 @@ class Progress:
         """
         return dataclasses.replace(self, calls=self.calls + 1, weight=self.weight + weight)
 
+    def dropped(self) -> Progress:
+        """Return the counters after an error that has cost what was accumulated."""
+        return dataclasses.replace(self, calls=0, weight=0.0)
+
     def updated(self, optimizer: Counted) -> Progress:
         """Return the counters after an update.
 

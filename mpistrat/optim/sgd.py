@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from mpistrat.kernels import jit
-from mpistrat.optim.base import NO_NORMS, Optimizer, Rule
+from mpistrat.optim.base import NO_NORMS, Rule
+from mpistrat.optim.optimizer import Optimizer
 from mpistrat.optim.schedules import Schedule
 
 __all__ = ["SGD"]

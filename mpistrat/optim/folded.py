@@ -1,0 +1,175 @@
+"""Gradients of all replicas made readable: proved, moved, and folded as far as they have to be.
+
+One handshake; then one of these, alike on all ranks:
+
+========  ==================================  ==================================================
+way       when                                what moves
+========  ==================================  ==================================================
+alone     one rank, or cross-replica code     nothing: the gradient is there
+folded    small variables only, or memory     an all-reduce; then each rank updates what it holds
+          is not shared, or values move by
+          choice
+in place  gradients lie in the arena, or are  each rank folds and updates its parts of all
+          put there                           variables in one pass; one barrier of the node
+========  ==================================  ==================================================
+
+On several nodes what lies in the arena is folded into the first row of each node, in lanes between
+them, before it is read.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from typing import NamedTuple, cast
+
+import numpy as np
+
+from mpistrat.arrays import Array
+from mpistrat.collectives.folding import Folding
+from mpistrat.collectives.lost import moving
+from mpistrat.collectives.part import Part
+from mpistrat.collectives.spans import Scales, scales_of
+from mpistrat.distribute import sparse, writes
+from mpistrat.distribute.slices import IndexedSlices
+from mpistrat.kernels.ops import ReduceOp
+from mpistrat.kernels.scaling import factors_of
+from mpistrat.memory.arena import ArenaAddress, Block
+from mpistrat.optim.given import Call, Known, Places
+from mpistrat.optim.state import State
+
+__all__ = ["Folded", "fold"]
+
+# Small variables are updated by every rank, which folds the rows of all: up to so many bytes it is
+# quicker than to fold them in slices first, and to wait for that.
+_EACH = 1 << 20
+_MEAN = ReduceOp.MEAN
+
+
+class Folded(NamedTuple):
+    """Gradients as this rank can read them.
+
+    Attributes:
+      rows: Of each gradient the matrix, and the column where it begins.
+      factors: What each row is multiplied by; None for ones.
+      divisor: What the sum is divided by.
+      weight: The sum of the weights of all replicas.
+      reads: Other ranks read what this one has given, until the call ends.
+    """
+
+    rows: list[tuple[Array, int]]
+    factors: list[Array | None]
+    divisor: list[float]
+    weight: float
+    reads: bool
+
+
+def fold(state: State, call: Call, what: Folding) -> tuple[Folded, list[IndexedSlices]]:
+    """Prove the call, and return the gradients of all replicas as this rank can read them."""
+    parts, known = state.strategy.parts, call.known
+    weight = 1.0 if call.weight is None else call.weight
+    if parts.lockstep.comm.size == 1:
+        return _alone(call.values, weight), call.rows
+    if not call.replica:
+        advice = "Reduce gradients first: strategy.reduce, extended.reduce_to, ctx.all_reduce."
+        writes.prove_same(parts.lockstep, what.text, call.alike, advice)
+        return _alone(call.values, weight), call.rows
+    rows: list[IndexedSlices] = []
+    if call.rows:
+        given = [
+            sparse.contribution(_MEAN, one, target.variable.name, weight)
+            for one, target in zip(call.rows, known.sparse, strict=True)
+        ]
+        weigh = call.weight is not None
+        rows = sparse.all_reduce(parts.reducer, f"{what.text}, rows", _MEAN, given, weigh=weigh)
+    if not call.values:
+        return Folded([], [], [], weight, False), rows
+    places = _places(state, call, what, weight)
+    if places is not None:
+        return _in_place(state, call, what, places, weight), rows
+    alarm = ""
+    if parts.lockstep.options.nan != "off":
+        names = [t.variable.spec() for t in known.dense]
+        pairs = zip(call.values, what.forms, names, strict=True)
+        alarm = parts.reducer.alarm(call.name, [Part(v, f, weight, n) for v, f, n in pairs])
+    weigh = call.weight is not None
+    totals = parts.reducer.fold(what, call.values, [weight], weigh, None, alarm)
+    return _alone(totals, math.fsum(parts.reducer.weights[:, 0].tolist())), rows
+
+
+def _alone(values: Sequence[Array], weight: float) -> Folded:
+    """Return gradients that are means already."""
+    ready = [v if v.flags.carray else np.require(v, requirements=("C", "A", "W")) for v in values]
+    rows = [(v.reshape(1, -1), 0) for v in ready]
+    return Folded(rows, [None] * len(rows), [1.0] * len(rows), weight, False)
+
+
+def _places(state: State, call: Call, what: Folding, weight: float) -> Places | None:
+    """Return where the gradients lie in the arena, if they are folded there.
+
+    Collective, the first time that memory for gradients is wanted.
+    """
+    parts, known, values = state.strategy.parts, call.known, call.values
+    node, lockstep = parts.reducer.node, parts.lockstep
+    if not (parts.reducer.in_place and node.possible and lockstep.options.nan == "off"):
+        return None
+    key = tuple(map(id, values))
+    found = known.places.get(key)
+    if found is not None and found[0] == node.arena.generation:
+        return found[1]
+    homes = node.homes(values, values) if what.worth_a_place else None
+    if homes is None:
+        if not known.large or not state.has_buffers(what.text):
+            return None
+        buffers = [state.buffers[t.variable.number] for t in known.dense]
+        if weight:  # what is taken 0 times is not read
+            for place, value in zip(buffers, values, strict=True):
+                np.copyto(place, value)
+        key = tuple(map(id, buffers))
+        found = known.places.get(key)
+        if found is not None and found[0] == node.arena.generation:
+            return found[1]
+        homes = node.homes(buffers, buffers)
+        assert homes is not None
+    made = _placed(state, known, homes)
+    if len(known.places) > 16:
+        known.places.clear()
+    known.places[key] = node.arena.generation, made
+    return made
+
+
+def _placed(state: State, known: Known, homes: list[ArenaAddress]) -> Places:
+    node = state.strategy.parts.reducer.node
+    nodes = node.arena.nodes()
+    small = [t for t in known.dense if not t.shared]
+    # Every rank of the node would read the rows of all.
+    much = sum(t.w.nbytes for t in small) * nodes.node.size > _EACH
+    first = [nodes.nodes > 1 or (much and not t.shared) for t in known.dense]
+    folded = [home for home, yes in zip(homes, first, strict=True) if yes]
+    rows = [(weakref.ref(h.block), h.place.matrix, h.place.start) for h in homes]
+    return Places(node.placed(homes).suffix, rows, first, node.placed(folded) if folded else None)
+
+
+def _in_place(state: State, call: Call, what: Folding, places: Places, weight: float) -> Folded:
+    """Prove the call, and fold into the first row what every rank would have to fold."""
+    reducer = state.strategy.parts.reducer
+    reducer.meet(what, places.suffix, weight)
+    table = reducer.weights
+    whole = math.fsum(table[:, 0].tolist())
+    # In calls that accumulate, each is to count by its weight, and not by its part of the mean.
+    raw = state.accumulates
+    scales = Scales(table, [1.0]) if raw else scales_of(table, True)
+    column, divisor = scales.of(0)
+    with moving(state.strategy.parts.lockstep, what.text):
+        if places.placed is not None and whole:
+            reducer.node.fold_first(_MEAN, places.placed, scales)
+        nodes = reducer.node.arena.nodes()
+        mine = column if column is None or nodes.nodes == 1 else column[nodes.ranks]
+        rows, factors, divisors = [], [], []
+        for (block, matrix, start), first in zip(places.rows, places.first, strict=True):
+            given = cast(Block, block()).matrices[matrix]
+            rows.append((given[:1] if first else given, start))
+            factors.append(None if first or mine is None else factors_of(mine, given.dtype))
+            divisors.append(1.0 if first else float(divisor))
+        return Folded(rows, factors, divisors, whole, True)

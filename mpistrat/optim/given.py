@@ -1,0 +1,288 @@
+"""What a program gives to `Optimizer.apply_gradients`, checked before anything communicates."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, final
+
+import numpy as np
+
+from mpistrat.arrays import Array, as_array, is_bfloat16, spec_text
+from mpistrat.collectives.folding import Folding
+from mpistrat.collectives.forms import form
+from mpistrat.collectives.spans import Placed
+from mpistrat.distribute import writes
+from mpistrat.distribute.default import current_strategy, default_strategy
+from mpistrat.distribute.mode import refuse_unchosen, same_strategy
+from mpistrat.distribute.slices import IndexedSlices
+from mpistrat.distribute.values import DistributedValues, Mirrored
+from mpistrat.distribute.variables import Variable
+from mpistrat.errors import ContextError, LeafTypeError, StructureError
+from mpistrat.kernels.ops import ReduceOp
+from mpistrat.memory.arena import Block
+from mpistrat.optim import passes
+from mpistrat.optim.state import State, Target
+from mpistrat.optim.updating import compile_for
+
+if TYPE_CHECKING:
+    from mpistrat.optim.base import Settings
+
+__all__ = ["Call", "Known", "Places", "checked", "owner", "refuse_twice", "refuse_unknown"]
+
+
+# Ways in which calls of one optimizer differ that are remembered.
+_CALLS = 64
+
+
+class Call(NamedTuple):
+    """One call, found good on this rank.
+
+    Attributes:
+      name: What messages call it.
+      replica: Each replica has its own gradients; else they are the same on all ranks.
+      weight: How many examples this replica's stand for; None for as many as others.
+      known: What is the same each time.
+      values: The gradients that are dense; of shape and dtype of their variables.
+      rows: The others, in the dtype of theirs.
+      alike: What shows in cross-replica code that gradients are the same, by leaf.
+    """
+
+    name: str
+    replica: bool
+    weight: float | None
+    known: Known
+    values: list[Array]
+    rows: list[IndexedSlices]
+    alike: dict[str, Array | bytes]
+
+
+@final
+class Known:
+    """What is the same in all calls that update these variables in this way.
+
+    Args:
+      text: Of the call.
+      dense: The variables with gradients of all elements.
+      sparse: The variables with gradients of some rows.
+      step: Whether the text has to tell the learning rates of each step.
+    """
+
+    def __init__(self, text: str, dense: list[Target], sparse: list[Target], step: bool):
+        """Find out what follows from the variables."""
+        self.dense, self.sparse, self._tells = dense, sparse, step
+        forms = [form(ReduceOp.MEAN, t.variable.dtype) for t in dense]
+        shapes = [t.variable.shape for t in dense]
+        names = [t.variable.spec() for t in dense]
+        self.start = (
+            f"{text} {', '.join([*names, *[f'rows of {t.variable.spec()}' for t in sparse]])}"
+        )
+        self._what = Folding(self.start, ReduceOp.MEAN, forms, shapes)
+        # From one large variable on it pays to have all gradients where every rank can read them.
+        self.large = any(target.shared for target in dense)
+        self.compiled = False
+        self.places: dict[tuple[int, ...], tuple[int, Places]] = {}
+
+    def what(self, step: int) -> Folding:
+        """Return the call as it is at a step."""
+        if not self._tells:
+            return self._what
+        rates = sorted({t.optimizer.rate(step) for t in (*self.dense, *self.sparse)})
+        return self._what.but(f", at step {step} by {', '.join(map(repr, rates))}")
+
+    def compile(self, optimizer: Settings) -> None:
+        """Have the loops compiled that this call needs, before its proof."""
+        if not self.compiled and passes.compiles(sum(t.variable.size for t in self.dense)):
+            kinds = {(t.variable.dtype, t.optimizer.rule.update): t for t in self.dense}
+            for target in kinds.values():
+                compile_for(optimizer, target)
+        self.compiled = True
+
+
+class Places(NamedTuple):
+    """Where gradients lie that are folded in place.
+
+    Attributes:
+      suffix: What the text of the call says of it.
+      rows: Of each gradient the block, the matrix in it, and its first column.
+      first: Which of them are folded into the first row, before they are read from there.
+      placed: All of these; None if there are none.
+    """
+
+    suffix: str
+    rows: list[tuple[weakref.ref[Block], int, int]]
+    first: list[bool]
+    placed: Placed | None
+
+
+def owner(name: str, given: Sequence[Any]) -> Any:
+    """Return the strategy of variables; raise if an optimizer cannot work for it here.
+
+    Args:
+      name: The call, for messages.
+      given: Variables, perhaps among other things.
+    """
+    found = next((one.strategy for one in given if isinstance(one, Variable)), None)
+    strategy = found or current_strategy()
+    mode = same_strategy(strategy, name)
+    if mode is not None and mode.updating is not None:
+        raise ContextError(f"{name} was called in the function of update; call it outside of it.")
+    if strategy is default_strategy():
+        refuse_unchosen(name)
+    return strategy
+
+
+def refuse_twice(name: str, given: Sequence[Variable]) -> None:
+    """Raise ValueError if a variable is given twice."""
+    seen: set[int] = set()
+    for variable in given:
+        if variable.number in seen:
+            raise ValueError(f"{name}: {variable.label} is given twice; add up its gradients.")
+        seen.add(variable.number)
+
+
+def refuse_unknown(name: str, state: State, given: Sequence[Variable]) -> None:
+    """Raise ValueError if the state is not made for a variable."""
+    unknown = [one.label for one in given if one.number not in state.targets]
+    if unknown:
+        raise ValueError(
+            f"{name}: {', '.join(unknown)} is not among the variables that this optimizer was "
+            f"built for: {', '.join(state.names)}. Build it with all of them before the first "
+            "step, optimizer.build(variables), or make another optimizer."
+        )
+
+
+def checked(
+    optimizer: Settings,
+    state: State,
+    name: str,
+    given: Sequence[tuple[Any, Variable]],
+    weight: float | None,
+) -> Call:
+    """Return the call, or raise what is wrong with it. Not collective.
+
+    Args:
+      optimizer: The optimizer.
+      state: Its state.
+      name: What messages call the call.
+      given: Gradients, none of them None, and variables of one strategy, each once.
+      weight: As it was given.
+    """
+    refuse_unknown(name, state, [variable for _, variable in given])
+    if optimizer.accumulate > 1 and len(given) < len(state.targets):
+        raise ValueError(
+            f"{name}: accumulate={optimizer.accumulate} adds up the gradients of all "
+            f"{len(state.targets)} variables, but {len(given)} are given."
+        )
+    mode = same_strategy(state.strategy, name)
+    replica = mode is not None and mode.replica is not None
+    number = None if weight is None else _weight(name, weight)
+    alone = state.strategy.parts.lockstep.comm.size == 1
+    dense, rows, values, slices = [], [], [], []
+    alike: dict[str, Array | bytes] = {}
+    for gradient, variable in given:
+        if not (replica or alone):
+            alike[variable.spec()] = _shown(name, gradient, variable)
+        found = _found(name, gradient, state.targets[variable.number], optimizer)
+        if isinstance(found, IndexedSlices):
+            rows.append(state.targets[variable.number])
+            slices.append(found)
+        else:
+            dense.append(state.targets[variable.number])
+            values.append(found)
+    how = "" if number is None else " weighted" if replica else f" weight {number!r}"
+    known = _known(optimizer, state, f"{'replicas' if replica else 'all'}{how}", dense, rows)
+    return Call(name, replica, number, known, values, slices, alike)
+
+
+def _known(
+    optimizer: Settings, state: State, how: str, dense: list[Target], rows: list[Target]
+) -> Known:
+    key = (how, *[t.variable.number for t in dense], None, *[t.variable.number for t in rows])
+    known: Known | None = state.calls.get(key)
+    if known is None:
+        text = f"{optimizer.text()}.apply_gradients of {how},"
+        if len(state.calls) > _CALLS:
+            state.calls.clear()
+        known = state.calls[key] = Known(text, dense, rows, _tells(optimizer))
+    return known
+
+
+def _found(name: str, gradient: Any, target: Target, optimizer: Settings) -> Array | IndexedSlices:
+    if isinstance(gradient, DistributedValues):
+        gradient = gradient.local
+    if isinstance(gradient, IndexedSlices):
+        return _rows(name, gradient, target, optimizer)
+    return _dense(name, gradient, target.variable)
+
+
+def _tells(optimizer: Settings) -> bool:
+    """Whether a learning rate is a function of the program, of which no text tells all."""
+    rates = [optimizer.learning_rate, *[g.changes.get("learning_rate") for g in optimizer.groups]]
+    return any(callable(rate) for rate in rates)
+
+
+def _weight(name: str, weight: Any) -> float:
+    given = np.asarray(weight)
+    number = float(given) if given.ndim == 0 and given.dtype.kind in "iuf" else math.nan
+    if not math.isfinite(number) or number < 0:
+        raise ValueError(f"{name}: weight must be a number of examples, 0 or more, not {weight!r}.")
+    return number
+
+
+def _shown(name: str, gradient: Any, variable: Variable) -> Array | bytes:
+    """Return what has to be the same on all ranks: contents, or the name of a proof of them."""
+    if isinstance(gradient, DistributedValues):
+        if not isinstance(gradient, Mirrored):
+            raise StructureError(
+                f"{name}: the gradient of {variable.label} is a value per replica, in "
+                "cross-replica code. Reduce it first (strategy.reduce, extended.reduce_to), or "
+                "call this in the function that run calls, where gradients are folded."
+            )
+        proof = gradient.proved_by(variable.strategy.parts.lockstep.session)
+        if proof:
+            return proof.encode()
+        gradient = gradient.local
+    if isinstance(gradient, IndexedSlices):
+        return writes.digest(gradient)
+    return as_array(gradient, f"the gradient of {variable.label}")
+
+
+def _dense(name: str, gradient: Any, variable: Variable) -> Array:
+    array = gradient
+    if type(gradient) is not np.ndarray or gradient.dtype != variable.dtype:
+        array = as_array(gradient, f"the gradient of {variable.label}")
+        if not (is_bfloat16(array.dtype) or np.can_cast(array.dtype, variable.dtype, "same_kind")):
+            raise LeafTypeError(
+                f"{name}: the gradient of {variable.label} is {spec_text(array)}, which does not "
+                f"convert to {variable.dtype}."
+            )
+    if array.shape != variable.shape:
+        raise StructureError(
+            f"{name}: the gradient of {variable.label} has shape {array.shape}; wanted is that of "
+            f"the variable, {variable.shape}."
+        )
+    found: Array = array.astype(variable.dtype, copy=False)
+    return found
+
+
+def _rows(
+    name: str, given: IndexedSlices, target: Target, optimizer: Settings
+) -> IndexedSlices | Array:
+    """Return rows in the dtype of their variable; dense, if all elements are to change."""
+    variable = target.variable
+    shape, count = given.values.shape[1:], max(variable.shape[:1], default=0)
+    low, high = (int(f(given.indices)) for f in (np.min, np.max)) if given.indices.size else (0, -1)
+    if not variable.ndim or shape != variable.shape[1:] or low < 0 or high >= count:
+        raise StructureError(
+            f"{name}: the gradient of {variable.label} of shape {variable.shape} is IndexedSlices "
+            f"of rows of shape {shape}, with indices from {low} to {high}; they do not fit."
+        )
+    values = given.values.astype(variable.dtype, copy=False)
+    made = IndexedSlices(values, given.indices, variable.shape)
+    everything = optimizer.accumulate > 1 or optimizer.ema is not None
+    if everything or target.optimizer.rule.measure is not None:
+        whole_array: Array = np.asarray(made)
+        return whole_array
+    return made

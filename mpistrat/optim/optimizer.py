@@ -1,0 +1,193 @@
+"""What all optimizers can do: update variables, and remember what for.
+
+The other modules of the room are pure, but for `state`, `given`, `folded`, `updating` and `apply`,
+which this one calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from mpistrat.distribute.default import current_strategy
+from mpistrat.distribute.variables import Variable
+from mpistrat.errors import ContextError
+from mpistrat.optim import apply
+from mpistrat.optim.base import Settings
+from mpistrat.optim.progress import Progress
+from mpistrat.optim.state import State
+
+__all__ = ["Optimizer"]
+
+
+@dataclass(frozen=True)
+class Optimizer(Settings):
+    """Hyper-parameters that can update variables; see `Settings` for what all have."""
+
+    def build(self, variables: Iterable[Variable]) -> None:
+        """Create the state for these variables, as the first `apply_gradients` does by itself.
+
+        Before a checkpoint is restored there has to be something to restore. It may be called
+        again, with the same variables or some of them, and does nothing then.
+
+        Collective: all ranks call it, with the same variables in the same order.
+
+        Args:
+          variables: ON_WRITE variables of one strategy, of float32 or float64.
+
+        Raises:
+          ValueError: There are none, one comes twice or is ON_READ, or the optimizer was built for
+            others; or a group has no variable.
+          TypeError: One is no variable.
+          LeafTypeError: One has another dtype.
+          StrategyError: They belong to several strategies, or another one rules here.
+          MemoryError: There is no memory to share for the state.
+          LockstepError: The ranks give different variables, or have other options.
+
+        Cost: that of creating the variables of the state: six numbers, and each slot.
+        """
+        apply.build(self, self._states, variables)
+
+    def apply_gradients(
+        self, grads_and_vars: Iterable[tuple[Any, Variable]], weight: float | None = None
+    ) -> Variable:
+        """Update variables by their gradients, on all replicas alike.
+
+        In replica code, gradients are each replica's own: the mean over its rows. The update goes
+        by the mean over all replicas. In cross-replica code gradients have to be the same on all
+        ranks: what a reduction gave, or values that are compared.
+
+        Collective: all ranks call it, with gradients of the same variables in the same order.
+
+        Args:
+          grads_and_vars: Pairs of gradient and variable. A gradient is an array of the shape of the
+            variable, or `IndexedSlices` of some of its rows; with None, the variable and its state
+            stay as they are. What arrays of ``Strategy.gradient_buffers`` hold afterwards is
+            undefined. Of `IndexedSlices` those rows alone change, weights and state; but with
+            `accumulate`, `ema`, and where the optimizer needs norms, as if it were dense.
+          weight: How many rows this replica's gradients are the mean of, so that the update goes by
+            the mean over all rows. A gradient of weight 0 is never read. None: replicas count
+            alike.
+
+        Returns:
+          `iterations`.
+
+        Raises:
+          ValueError: There is no gradient at all, or not of all variables with `accumulate`; a
+            variable comes twice, is ON_READ, or is not one that the optimizer was built for; the
+            weight is no number of rows, or all are 0; the learning rate is not a finite number.
+          StructureError: A gradient has another shape; or is a value per replica in cross-replica
+            code.
+          LeafTypeError: A gradient does not convert to the dtype of its variable, or that is
+            neither float32 nor float64.
+          NonFiniteError: A gradient is NaN or infinite, with ``nonfinite="raise"``; says where.
+          StrategyError: The variables belong to another strategy than rules here, or to several.
+          ContextError: It is called in the function of ``extended.update``, or where no strategy
+            rules in a job of several ranks.
+          LockstepError: The ranks give other variables, have other options, or other gradients
+            where these have to be the same.
+          RemoteError: Another rank failed.
+
+        Cost: one handshake. Gradients in ``Strategy.gradient_buffers`` are folded and the variables
+        updated in one pass over memory, in which each rank does its part of all variables of 64 KiB
+        and more, then one barrier of the node. Other gradients are copied there first, if there are
+        such variables; without, it is an all-reduce. Norms, and ``nonfinite="skip"``, take one more
+        pass over the gradients. `IndexedSlices` take a handshake and a gather more. The first call
+        creates the state.
+        As: ``tf.keras.optimizers.Optimizer.apply_gradients`` for what replicas give, with weights.
+
+        Example:
+          >>> import numpy as np, mpistrat as ms
+          >>> strategy = ms.OneDeviceStrategy("cpu")
+          >>> with strategy.scope():
+          ...     w = ms.Variable(np.ones(2), name="w")
+          >>> optimizer = ms.optim.SGD(0.5)
+          >>> def step(x):
+          ...     optimizer.apply_gradients([(x.mean(0) * w, w)], weight=len(x))
+          >>> strategy.run(step, args=(np.array([[1.0, 2.0], [1.0, 0.0]]),))
+          >>> w.numpy(), int(optimizer.iterations)
+          (array([0.5, 0.5]), 1)
+        """
+        return apply.apply(self, self._states, grads_and_vars, weight)
+
+    @property
+    def variables(self) -> tuple[Variable, ...]:
+        """The state: counters, then slots, named as ``"w/Adam/m"``; none before it is built."""
+        state = self._state()
+        return () if state is None else state.variables
+
+    @property
+    def iterations(self) -> Variable:
+        """How many updates were made: a variable, int64.
+
+        Raises:
+          ContextError: There is no state yet.
+        """
+        return self._built("iterations").counters["iterations"]
+
+    @property
+    def progress(self) -> Progress:
+        """The counters, as numbers: those of the start, before there is state."""
+        state = self._state()
+        return Progress.start(self) if state is None else state.progress
+
+    def slot(self, variable: Variable, name: str) -> Variable:
+        """Return a slot of a variable; never communicates.
+
+        Args:
+          variable: One that the optimizer was built for.
+          name: One of `slots`.
+
+        Raises:
+          ContextError: There is no state yet.
+          ValueError: The variable or the slot is not known.
+        """
+        found = self._built("slots").targets.get(variable.number)
+        if found is None or name not in found.slots:
+            raise ValueError(
+                f"{type(self).__name__} has no slot {name!r} of {variable.label}; slots are "
+                f"{', '.join(self.slots()) or 'none'}."
+            )
+        return found.slots[name]
+
+    def average(self, variable: Variable) -> Variable:
+        """Return the moving average of a variable's values; see the attribute `ema`.
+
+        Args:
+          variable: One that the optimizer was built for.
+
+        Raises:
+          ContextError: There is no state yet.
+          ValueError: The variable is not known, or there are no averages.
+        """
+        return self.slot(variable, "ema")
+
+    def tree(self) -> dict[str, Any]:
+        """Return the state by the names that it has in checkpoints; empty before it is built."""
+        state = self._state()
+        return {} if state is None else state.tree()
+
+    @property
+    def _states(self) -> dict[Any, State]:
+        """The state of each strategy whose variables it has updated; no field of the value."""
+        found: dict[Any, State] = self.__dict__.setdefault("_kept", {})
+        return found
+
+    def _state(self) -> State | None:
+        states = self._states
+        mine = states.get(current_strategy())
+        return mine or (next(iter(states.values())) if len(states) == 1 else None)
+
+    def _built(self, what: str) -> State:
+        state = self._state()
+        if state is None:
+            raise ContextError(
+                f"{type(self).__name__} has no {what} yet: its state is created by the first "
+                "apply_gradients, or by optimizer.build(variables)."
+            )
+        return state
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the hyper-parameters; a copy begins without state."""
+        return {name: value for name, value in self.__dict__.items() if name != "_kept"}

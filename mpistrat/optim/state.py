@@ -1,0 +1,215 @@
+"""What an optimizer remembers of variables: counters, and slots as large as they are.
+
+All of it is variables of the strategy of the weights. A slot of a large variable lies once per
+node, as that does, and each rank updates its own part of both; `Checkpoint` saves and restores it
+like any other, at any number of ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, final
+
+import numpy as np
+
+from mpistrat.arrays import Array
+from mpistrat.distribute.mode import Mode, entered
+from mpistrat.distribute.variables import Variable
+from mpistrat.errors import LeafTypeError, StrategyError
+from mpistrat.memory.copies import NodeStorage
+from mpistrat.optim.passes import BLOCK
+from mpistrat.optim.progress import Progress
+
+if TYPE_CHECKING:
+    from mpistrat.optim.base import Settings
+
+__all__ = ["State", "Target", "check_variable"]
+
+_TINY = 8 * 1024  # bytes up to which to copy a variable and its state is quicker than a call
+_FIELDS = [field.name for field in dataclasses.fields(Progress)]
+_ITERATIONS = "iterations"  # what Keras calls the step
+
+
+class Target(NamedTuple):
+    """A variable, and the part of it and of its slots that this rank updates.
+
+    Attributes:
+      variable: The variable.
+      optimizer: Its optimizer: with the changes of its groups.
+      slots: All its slots, by name.
+      shared: The ranks of the node have variable and slots in common; else the part is all of it.
+      low: The first element of the part.
+      w: The part of the weights; flat, to be written to.
+      mine: That of each slot of the rule.
+      pending: That of the slot of accumulated gradients, if there is one.
+      ema: That of the average, if there is one.
+      tiny: It may be updated together with others of its dtype and optimizer.
+    """
+
+    variable: Variable
+    optimizer: Settings
+    slots: dict[str, Variable]
+    shared: bool
+    low: int
+    w: Array
+    mine: tuple[Array, ...]
+    pending: Array | None
+    ema: Array | None
+    tiny: bool
+
+
+def check_variable(strategy: Any, variable: Any, call: str) -> None:
+    """Raise what makes something unfit to be updated."""
+    if not isinstance(variable, Variable):
+        raise TypeError(f"{call}: {variable!r:.60} is not a Variable; wanted (gradient, variable).")
+    if variable.strategy is not strategy:
+        raise StrategyError(
+            f"{call}: {variable.label} belongs to {variable.strategy!r}, others to {strategy!r}. "
+            "Create all of them in one `with strategy.scope()`."
+        )
+    if variable.on_read:
+        raise ValueError(
+            f"{call}: {variable.label} is ON_READ: each replica has its own. Optimizers update "
+            "variables that are the same on all ranks."
+        )
+    if variable.dtype.char not in "fd":
+        raise LeafTypeError(
+            f"{call}: {variable.label} is {variable.dtype}; optimizers update float32 and float64."
+        )
+
+
+@final
+class State:
+    """Counters and slots of one optimizer, for the variables that it was built for.
+
+    Collective: creation is. Cost: that of creating so many variables.
+
+    Args:
+      optimizer: The optimizer.
+      strategy: The strategy of the variables.
+      variables: What it is to update, in an order that is the same on all ranks.
+
+    Attributes:
+      counters: Its counters, as variables.
+      targets: Its variables, by number.
+      buffers: Memory that gradients pass through, by the number of the variable.
+      accumulates: Several calls make one update.
+
+    Raises:
+      MemoryError: There is memory to share for the weights, but not for slots; on all ranks.
+    """
+
+    def __init__(self, optimizer: Settings, strategy: Any, variables: Sequence[Variable]):
+        """Create counters and slots."""
+        kind, self.strategy = type(optimizer).__name__, strategy
+        lockstep = strategy.parts.lockstep
+        with lockstep.preparing(f"{kind}.build"):
+            self.names = _names(variables)
+            shapes = [variable.shape for variable in variables]
+            each = optimizer.of_all(list(zip(self.names, shapes, strict=True)))
+            # One object for those that are equal, so that who shares one is seen at once.
+            optimizers = [each[each.index(one)] for one in each]
+        lockstep.prove(f"{optimizer.text()}.build({', '.join(v.spec() for v in variables)})")
+        self.calls: dict[Any, Any] = {}  # what `mpistrat.optim.apply` knows of calls
+        self.buffers: dict[int, Array] = {}
+        self._refused = False
+        self.accumulates = optimizer.accumulate > 1
+        with entered(Mode(strategy)):
+            self.counters = _counters(kind, Progress.start(optimizer))
+            self.targets: dict[int, Target] = {}
+            for name, variable, own in zip(self.names, variables, optimizers, strict=True):
+                slots = {
+                    slot: _slot(f"{name}/{kind}/{slot}", slot, variable) for slot in own.slots()
+                }
+                self.targets[variable.number] = _target(variable, own, slots)
+        # Where programs or tests have had even the smallest variables shared.
+        self.shares_counters = any(_shared(one) for one in self.counters.values())
+
+    def has_buffers(self, call: str) -> bool:
+        """Tell whether there is memory for gradients that the ranks of a node can read.
+
+        Collective the first time, which reserves it.
+
+        Args:
+          call: What it is for; equal on all ranks.
+        """
+        if not self.buffers and not self._refused:
+            parts, variables = self.strategy.parts, [t.variable for t in self.targets.values()]
+            parts.lockstep.prove(f"{call}, memory for gradients")
+            found = parts.reducer.node.buffers(tuple((v.dtype, v.shape) for v in variables))
+            self._refused = found is None
+            numbers = [variable.number for variable in variables]
+            self.buffers = dict(zip(numbers, found or (), strict=False))
+        return not self._refused
+
+    @property
+    def progress(self) -> Progress:
+        """The counters as they are now. Never communicates."""
+        return Progress(*[one.storage.array.item() for one in self.counters.values()])
+
+    def keep(self, progress: Progress) -> None:
+        """Write the counters; alike on all ranks."""
+        for one, name in zip(self.counters.values(), _FIELDS, strict=True):
+            one.storage.part(1)[1][...] = getattr(progress, name)
+        if self.shares_counters:
+            self.strategy.parts.reducer.node.arena.nodes().node.barrier()
+
+    @property
+    def variables(self) -> tuple[Variable, ...]:
+        """All variables that are state: counters, then the slots of each variable."""
+        slots = [one for target in self.targets.values() for one in target.slots.values()]
+        return (*self.counters.values(), *slots)
+
+    def tree(self) -> dict[str, Any]:
+        """Return the variables by the names that they have in checkpoints."""
+        each = zip(self.names, self.targets.values(), strict=True)
+        slots = {name: dict(target.slots) for name, target in each if target.slots}
+        return {**self.counters, "slots": slots} if slots else dict(self.counters)
+
+
+def _names(variables: Sequence[Variable]) -> list[str]:
+    """Return the names without ``:0``; the second of one name gets a number."""
+    found: dict[str, None] = {}
+    for variable in variables:
+        base = name = variable.name.removesuffix(":0")
+        count = 0
+        while name in found:
+            count += 1
+            name = f"{base}_{count}"
+        found[name] = None
+    return list(found)
+
+
+def _counters(kind: str, start: Progress) -> dict[str, Variable]:
+    found = {}
+    for name, value in dataclasses.asdict(start).items():
+        name = _ITERATIONS if name == "step" else name
+        dtype = np.int64 if isinstance(value, int) else np.float64
+        found[name] = Variable(dtype(value), trainable=False, name=f"{kind}/{name}")
+    return found
+
+
+def _slot(name: str, slot: str, variable: Variable) -> Variable:
+    first = variable.component() if slot == "ema" else np.zeros(variable.shape, variable.dtype)
+    return Variable(first, trainable=False, name=name)
+
+
+def _shared(variable: Variable) -> bool:
+    return isinstance(variable.storage, NodeStorage)
+
+
+def _target(variable: Variable, optimizer: Settings, slots: dict[str, Variable]) -> Target:
+    shared = _shared(variable)
+    if any(_shared(one) != shared for one in slots.values()):
+        raise MemoryError(
+            f"the ranks of a node share memory for {variable.label}, but there is not enough of it "
+            f"for the state of {type(optimizer).__name__}. Give them more (/dev/shm, or the limit "
+            "of the container), or less state: an optimizer with fewer slots, no ema."
+        )
+    low, w = variable.storage.part(BLOCK)
+    mine = {name: one.storage.part(BLOCK)[1] for name, one in slots.items()}
+    rule = tuple(mine[name] for name in optimizer.rule.slots)
+    more = (mine.get("pending"), mine.get("ema"))
+    tiny = not shared and w.nbytes <= _TINY and more[0] is None and not optimizer.rule.measure
+    return Target(variable, optimizer, slots, shared, low, w, rule, *more, tiny)

@@ -1,0 +1,99 @@
+"""Optimizers where ranks are processes: the same weights as a plain loop, state once per node."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import mpistrat as ms
+from mpistrat import optim
+from mpistrat.memory.copies import NodeStorage
+
+pytestmark = pytest.mark.mpi
+
+SHAPES = ((300, 100), (7,), ())
+
+
+@pytest.fixture
+def strategy():
+    return ms.MirroredStrategy()
+
+
+def gradient(step, shape, replica):
+    return np.random.default_rng([step, replica, len(shape)]).standard_normal(shape)
+
+
+def adam(w, gradients, rate=0.1):
+    m, v = np.zeros_like(w), np.zeros_like(w)
+    for t, g in enumerate(gradients, 1):
+        m = 0.9 * m + 0.1 * g
+        v = 0.999 * v + 0.001 * g * g
+        w = w - rate * (m / (1 - 0.9**t)) / (np.sqrt(v / (1 - 0.999**t)) + 1e-8)
+    return w
+
+
+@pytest.mark.parametrize("in_buffers", [False, True], ids=["arrays", "buffers"])
+@pytest.mark.parametrize("clip", [None, optim.ClipByGlobalNorm(1e6)], ids=["", "clipped"])
+def test_all_ranks_train_as_one_loop_does(strategy, in_buffers, clip):
+    size, rank = strategy.num_replicas_in_sync, strategy.rank
+    rows = [r % 3 + 1 for r in range(size)]
+    with strategy.scope():
+        variables = [ms.Variable(np.ones(shape), name=f"v{len(shape)}") for shape in SHAPES]
+    optimizer = optim.Adam(0.1, clip=clip)
+    buffers = strategy.gradient_buffers(variables) if in_buffers else None
+
+    def step(number):
+        given = [gradient(number, shape, rank) for shape in SHAPES]
+        if buffers is not None:
+            for place, value in zip(buffers, given, strict=True):
+                place[...] = value
+            given = buffers
+        optimizer.apply_gradients(zip(given, variables, strict=True), weight=rows[rank])
+
+    for number in range(4):
+        strategy.run(step, args=(number,))
+    for v, shape in zip(variables, SHAPES, strict=True):
+        means = [
+            sum(n * gradient(s, shape, r) for r, n in enumerate(rows)) / sum(rows) for s in range(4)
+        ]
+        np.testing.assert_allclose(v.numpy(), adam(np.ones(shape), means), 1e-11)
+    strategy.check_same([v.numpy() for v in (*variables, *optimizer.variables)])
+    assert isinstance(optimizer.slot(variables[0], "m").storage, NodeStorage) == (size > 1)
+
+
+def test_a_gradient_that_is_not_finite_is_an_error_on_all(strategy):
+    with strategy.scope():
+        w = ms.Variable(np.ones(SHAPES[0]), name="w")
+    optimizer, last = optim.Adam(0.1), strategy.num_replicas_in_sync - 1
+
+    def step(bad):
+        g = gradient(0, SHAPES[0], strategy.rank)
+        if bad and strategy.rank == last:
+            g[299, 7] = np.nan
+        optimizer.apply_gradients([(g, w)])
+
+    with pytest.raises(
+        ms.NonFiniteError, match=rf"rank {last}: .*'w:0' is nan at index \(299, 7\)"
+    ):
+        strategy.run(step, args=(True,))
+    strategy.run(step, args=(False,))
+    assert optimizer.iterations.numpy() == 1
+
+
+def test_state_comes_back(strategy, tmp_path_factory):
+    path = strategy.broadcast(str(tmp_path_factory.mktemp("optim") / "c"))
+    with strategy.scope():
+        w = ms.Variable(np.ones(SHAPES[0]), name="w")
+    one, two = optim.Adam(0.1), optim.Adam(0.1)
+
+    def step(optimizer):
+        optimizer.apply_gradients([(gradient(0, SHAPES[0], strategy.rank), w)])
+
+    strategy.run(step, args=(one,))
+    ms.Checkpoint(w=w, optimizer=one).write(path)
+    strategy.run(step, args=(one,))
+    wanted = w.numpy()
+    two.build([w])
+    ms.Checkpoint(w=w, optimizer=two).read(path).assert_consumed()
+    strategy.run(step, args=(two,))
+    np.testing.assert_array_equal(w.numpy(), wanted)

@@ -1,0 +1,631 @@
+"""`apply_gradients` beside recorded values and plain loops, at any number of ranks, in all ways."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import pickle
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import optim_cases as cases
+import pytest
+
+import mpistrat as ms
+from mpistrat import optim
+from mpistrat.memory import copies
+from mpistrat.memory.copies import NodeStorage
+from mpistrat.testing import run_ranks
+from mpistrat.testing.ranks import RanksFailed
+
+RECORDED = json.loads((Path(__file__).parent / "recorded.json").read_text())
+SIZES = (1, 2, 3, 4)
+LARGE = (130, 140)  # of float32 a little more than 64 KiB: five blocks, the last one short
+WAYS = ("arrays", "buffers")
+
+
+def weights_of(size):
+    """Return rows of each replica: uneven, and none on the second of more than two."""
+    return [3.0, 5.0] if size == 2 else [3.0, 0.0, 1.0, 7.0][:size]
+
+
+def replica_gradients(mean, size):
+    """Return gradients of all replicas with this weighted mean; of no rows, NaN."""
+    weights = weights_of(size)
+    shift = np.cos(np.arange(mean.size)).reshape(mean.shape).astype(mean.dtype)
+    found = [
+        mean + shift * (r - sum(w * i for i, w in enumerate(weights)) / sum(weights))
+        for r in range(size)
+    ]
+    return [g if w else np.full_like(g, np.nan) for g, w in zip(found, weights, strict=True)]
+
+
+class Job:
+    """What one rank of a test does: variables, an optimizer, and steps in one way."""
+
+    def __init__(self, optimizer, values, way="arrays"):
+        self.strategy = ms.MirroredStrategy()
+        self.size = self.strategy.num_replicas_in_sync
+        self.optimizer = optimizer
+        with self.strategy.scope():
+            self.variables = [ms.Variable(v, name=f"v{i}") for i, v in enumerate(values)]
+        self.buffers = None
+        if way == "buffers":
+            self.buffers = self.strategy.gradient_buffers(self.variables)
+
+    def step(self, means):
+        """Update by gradients of the replicas whose weighted means these are."""
+
+        def fn():
+            rank = ms.get_replica_context().replica_id_in_sync_group
+            given = [replica_gradients(mean, self.size)[rank] for mean in means]
+            if self.buffers is not None:
+                for place, value in zip(self.buffers, given, strict=True):
+                    place[...] = value
+                given = self.buffers
+            pairs = zip(given, self.variables, strict=True)
+            self.optimizer.apply_gradients(pairs, weight=weights_of(self.size)[rank])
+
+        self.strategy.run(fn)
+
+    def contents(self):
+        state = [*self.variables, *self.optimizer.variables]
+        return [one.numpy().tobytes() for one in state]
+
+
+def random(shape, dtype, seed):
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def first(dtype="f4"):
+    return [random(shape, dtype, i) for i, shape in enumerate([LARGE, (5,), (), (0, 3), LARGE])]
+
+
+def means(step, dtype="f4"):
+    return [random(value.shape, dtype, 10 * step + i + 100) for i, value in enumerate(first(dtype))]
+
+
+def plain(optimizer, steps=3, dtype="f4", factor=1.0):
+    """Return the weights after so many steps, by loops over whole arrays."""
+    ones = [cases.Trained(optimizer, w, False) for w in first(dtype)]
+    for step in range(steps):
+        for one, g in zip(ones, means(step, dtype), strict=True):
+            one.step(step, g.reshape(1, -1) * np.dtype(dtype).type(factor))
+    return ones
+
+
+@pytest.fixture(params=["own", "node", "two nodes"])
+def memory(request, monkeypatch):
+    """Have each rank its own memory; large variables once per node; and two ranks per node."""
+    if request.param == "own":
+        monkeypatch.setattr(copies, "LEAST", 1 << 40)
+    if request.param == "two nodes":
+        monkeypatch.setenv("MPISTRAT_RANKS_PER_NODE", "2")
+    return request.param
+
+
+def everywhere(results):
+    """Return what all ranks have, which is the same."""
+    assert all(result == results[0] for result in results)
+    return results[0]
+
+
+@pytest.mark.parametrize(
+    ("title", "size", "steps"),
+    [*[("adam", size, 100) for size in SIZES], *[(title, 3, 10) for title in cases.CASES]],
+)
+def test_weighted_means_are_trained_on_as_torch_and_optax_do(title, size, steps):
+    name, given = cases.CASES[title]
+    shown = {step: w for step, w in RECORDED[f"{title} float64"].items() if int(step) <= steps}
+
+    def rank(comm):
+        job = Job(optim.OPTIMIZERS[name](**given), cases.weights(np.dtype("f8")), "arrays")
+        for step in range(max(map(int, shown))):
+            job.step([cases.gradient(step, k, v.numpy()) for k, v in enumerate(job.variables)])
+            if str(step + 1) in shown:
+                for v, wanted in zip(job.variables, shown[str(step + 1)], strict=True):
+                    wanted = np.array([float.fromhex(x) for x in wanted]).reshape(v.shape)
+                    np.testing.assert_allclose(v.numpy(), wanted, 1e-12)
+        return job.contents()
+
+    everywhere(run_ranks(rank, size))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("size", (1, 3, 4))
+@pytest.mark.parametrize("name", ["adam", "lamb", "lars"])
+def test_however_memory_is_shared_it_is_the_same_update(name, size, way, memory):
+    wanted = plain(optim.OPTIMIZERS[name](0.05))
+
+    def rank(comm):
+        job = Job(optim.OPTIMIZERS[name](0.05), first(), way)
+        seen = [v.component() for v in job.variables]
+        for step in range(3):
+            job.step(means(step))
+        shared = isinstance(job.variables[0].storage, NodeStorage)
+        assert shared == (size > 1 and memory != "own")
+        for v, view, one in zip(job.variables, seen, wanted, strict=True):
+            np.testing.assert_allclose(v.numpy().reshape(-1), one.w, 2e-4, 2e-5)
+            assert view.tobytes() == v.numpy().tobytes()
+            for slot in job.optimizer.slots():
+                found = job.optimizer.slot(v, slot).numpy().reshape(-1)
+                np.testing.assert_allclose(found, one.slots[slot], 2e-4, 2e-5)
+        assert job.optimizer.iterations.numpy() == 3
+        return job.contents()
+
+    everywhere(run_ranks(rank, size))
+
+
+def test_loops_are_compiled_where_it_is_worth_it(monkeypatch):
+    monkeypatch.setattr(optim.passes, "_COMPILE", 0)
+    wanted = plain(optim.Adam(0.05, ema=0.5))
+
+    def rank(comm):
+        job = Job(optim.Adam(0.05, ema=0.5), first(), "buffers")
+        for step in range(3):
+            job.step(means(step))
+        for v, one in zip(job.variables, wanted, strict=True):
+            np.testing.assert_allclose(v.numpy().reshape(-1), one.w, 2e-4, 2e-5)
+            np.testing.assert_allclose(
+                job.optimizer.average(v).numpy().reshape(-1), one.slots["ema"], 2e-4, 2e-5
+            )
+        return job.contents()
+
+    everywhere(run_ranks(rank, 2))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("size", (1, 3, 4))
+def test_clipping_by_global_norm(size, way, memory):
+    norms = [math.sqrt(sum(float((g.astype("f8") ** 2).sum()) for g in means(s))) for s in (0, 1)]
+    ones = [cases.Trained(optim.SGD(1.0), w, False) for w in first("f4")]
+    for step, norm in enumerate(norms):
+        for one, g in zip(ones, means(step), strict=True):
+            one.step(step, (g * np.float32(2.0 / norm)).reshape(1, -1))
+
+    def rank(comm):
+        job = Job(optim.SGD(1.0, clip=optim.ClipByGlobalNorm(2.0)), first(), way)
+        job.step(means(0))
+        job.step(means(1))
+        for v, one in zip(job.variables, ones, strict=True):
+            np.testing.assert_allclose(v.numpy().reshape(-1), one.w, 1e-5, 1e-6)
+        return job.contents()
+
+    everywhere(run_ranks(rank, size))
+
+
+def test_norms_have_the_same_bits_on_any_number_of_ranks(memory):
+    """Where the gradient of all ranks is one and the same, so that folding rounds nothing."""
+
+    def rank(comm):
+        found = []
+        for kind, more in (
+            (optim.LAMB, {}),
+            (optim.LARS, {}),
+            (optim.Adam, {"clip": optim.ClipByGlobalNorm(1.0)}),
+        ):
+            job = Job(kind(0.1, **more), first())
+            pairs = list(zip(means(0), job.variables, strict=True))
+            job.strategy.run(lambda job=job, pairs=pairs: job.optimizer.apply_gradients(pairs))
+            found += job.contents()
+        return found
+
+    one, two, four = (everywhere(run_ranks(rank, size)) for size in (1, 2, 4))
+    assert one == two == four
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("size", (1, 3))
+@pytest.mark.parametrize("more", [{}, {"clip": optim.ClipByGlobalNorm(1e9)}], ids=["", "clipped"])
+def test_accumulated_calls_are_one_update(size, way, more, memory):
+    wanted = [cases.Trained(optim.Adam(0.1), w, False) for w in first()]
+    for i, one in enumerate(wanted):
+        for update in (0, 1):
+            one.step(update, ((means(2 * update)[i] + means(2 * update + 1)[i]) / 2).reshape(1, -1))
+
+    def rank(comm):
+        job = Job(optim.Adam(0.1, accumulate=2, **more), first(), way)
+        for step in range(4):
+            before = job.variables[0].numpy()
+            job.step(means(step))
+            assert np.array_equal(before, job.variables[0].numpy()) == (step % 2 == 0)
+        for v, one in zip(job.variables, wanted, strict=True):
+            np.testing.assert_allclose(v.numpy().reshape(-1), one.w, 1e-3, 1e-4)
+            assert not job.optimizer.slot(v, "pending").numpy().any()
+        assert job.optimizer.progress == optim.progress.Progress(step=2, good=2)
+        return job.contents()
+
+    everywhere(run_ranks(rank, size))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("size", (1, 3))
+@pytest.mark.parametrize("leaf", [0, 1], ids=["large", "small"])
+class TestNotFinite:
+    def bad(self, leaf):
+        found = means(1)
+        found[leaf].reshape(-1)[-1] = np.inf
+        return found
+
+    def test_it_is_an_error_on_all_ranks(self, size, way, leaf, memory):
+        def rank(comm):
+            job = Job(optim.Adam(0.1), first(), way)
+            job.step(means(0))
+            with pytest.raises(ms.NonFiniteError, match=rf"rank 0: the gradient of .*'v{leaf}:0'"):
+                job.step(self.bad(leaf))
+            assert all(np.isfinite(v.numpy()).all() for v in job.variables)
+            assert job.optimizer.iterations.numpy() == 1
+            job.step(means(1))
+            return job.contents()
+
+        everywhere(run_ranks(rank, size))
+
+    def test_a_step_is_skipped_on_all_ranks(self, size, way, leaf, memory):
+        def rank(comm):
+            scale = optim.LossScale(start=8.0)
+            job = Job(optim.Adam(0.1, nonfinite="skip", loss_scale=scale), first(), way)
+            job.step(means(0))
+            before = [v.numpy().tobytes() for v in job.variables]
+            job.step(self.bad(leaf))
+            assert before == [v.numpy().tobytes() for v in job.variables]
+            progress = job.optimizer.progress
+            assert (progress.step, progress.skipped, progress.scale) == (1, 1, 4.0)
+            return job.contents()
+
+        everywhere(run_ranks(rank, size))
+
+
+def test_a_step_that_is_skipped_is_told():
+    def rank(comm):
+        job = Job(optim.Adam(0.1, nonfinite="skip"), first())
+        job.step(TestNotFinite().bad(0))
+        return job.optimizer.progress.skipped
+
+    with pytest.warns(RuntimeWarning, match="left out on all ranks"):
+        assert run_ranks(rank, 2) == [1, 1]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_cross_replica_code_wants_the_same_gradients_and_folds_nothing(size, memory):
+    wanted = plain(optim.Adam(0.05), 1)
+
+    def rank(comm):
+        job = Job(optim.Adam(0.05), first())
+        pairs = list(zip(means(0), job.variables, strict=True))
+        with job.strategy.scope():
+            job.optimizer.apply_gradients(pairs)
+        for v, one in zip(job.variables, wanted, strict=True):
+            np.testing.assert_allclose(v.numpy().reshape(-1), one.w, 1e-5, 1e-6)
+        before = job.contents()
+        if size > 1:
+            with pytest.raises(ms.LockstepError, match=r"'v1:0'.* differs"):
+                job.optimizer.apply_gradients(
+                    [(g + comm.rank * (v is job.variables[1]), v) for g, v in pairs]
+                )
+            assert job.contents() == before
+        seen = job.strategy.run(lambda: np.float32(comm.rank) + means(0)[1])
+        mean = job.strategy.reduce("MEAN", seen, axis=None)
+        with job.strategy.scope():
+            job.optimizer.apply_gradients([(mean, job.variables[1])])
+        if size > 1:
+            with pytest.raises(ms.StructureError, match="per replica"):
+                job.optimizer.apply_gradients([(seen, job.variables[1])])
+        return job.contents()
+
+    everywhere(run_ranks(rank, size))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("shape", [(6, 3), (600, 50)], ids=["small", "large"])
+def test_rows_of_embeddings(size, shape, memory):
+    """Rows of all replicas; one comes twice, and one on all."""
+    rows = [np.array([1, 5, 1]), np.array([2, 1]), np.array([], int), np.array([4])]
+    share = [1.0, 3.0, 0.0, 4.0][:size]
+    dense = np.zeros(shape)
+    for r in range(size):
+        np.add.at(
+            dense, rows[r], share[r] / sum(share) * (1.0 + r) * np.ones((len(rows[r]), shape[1]))
+        )
+    start = random(shape, "f8", 0)
+    touched = sorted({int(i) for r in range(size) for i in rows[r]})
+    wanted = start.copy()
+    one = cases.Trained(optim.Adam(0.1), start[touched], False)
+    one.step(0, dense[touched].reshape(1, -1))
+    one.step(1, dense[touched].reshape(1, -1))
+    wanted[touched] = one.w.reshape(len(touched), -1)
+
+    def rank(comm):
+        job = Job(optim.Adam(0.1), [start, np.ones(3)])
+
+        def fn():
+            r = comm.rank
+            slices = ms.IndexedSlices(np.full((len(rows[r]), shape[1]), 1.0 + r), rows[r], shape)
+            pairs = zip([slices, np.ones(3)], job.variables, strict=True)
+            job.optimizer.apply_gradients(pairs, weight=share[r])
+
+        job.strategy.run(fn)
+        job.strategy.run(fn)
+        np.testing.assert_allclose(job.variables[0].numpy(), wanted, 1e-12)
+        return job.contents()
+
+    everywhere(run_ranks(rank, size))
+
+
+@pytest.mark.parametrize("sizes", [(1, 3), (3, 2), (2, 1)])
+def test_state_is_saved_and_restored_at_another_number_of_ranks(sizes, tmp_path):
+    def make():
+        return optim.Adam(optim.WarmUp(0.1, 3), ema=0.9, groups=[optim.Group("v1", beta_1=0.5)])
+
+    def saved(comm):
+        job = Job(make(), first())
+        job.step(means(0))
+        ms.Checkpoint(model=job.variables, optimizer=job.optimizer).write(tmp_path / "c")
+        return [one.numpy() for one in (*job.variables, *job.optimizer.variables)]
+
+    def restored(comm):
+        job = Job(make(), means(7))
+        checkpoint = ms.Checkpoint(model=job.variables, optimizer=job.optimizer)
+        with pytest.raises(ms.StructureError, match=r"no state yet.*optimizer.build"):
+            checkpoint.read(tmp_path / "c")
+        job.optimizer.build(job.variables)
+        job.optimizer.build(job.variables[1:])
+        checkpoint.read(tmp_path / "c").assert_consumed()
+        state = [one.numpy() for one in (*job.variables, *job.optimizer.variables)]
+        job.step(means(1))
+        return state, job.optimizer.iterations.numpy()
+
+    wanted = run_ranks(saved, sizes[0])[0]
+    for state, steps in run_ranks(restored, sizes[1]):
+        assert steps == 2
+        for one, two in zip(state, wanted, strict=True):
+            np.testing.assert_array_equal(one, two)
+
+
+def test_state_is_named_and_shared_as_the_variables_are():
+    def rank(comm):
+        job = Job(optim.Adam(0.1, accumulate=2), [np.zeros(LARGE, "f4"), np.zeros(3, "f4")])
+        assert job.optimizer.variables == ()
+        job.optimizer.build(job.variables)
+        names = [one.name for one in job.optimizer.variables]
+        assert names[:1] == ["Adam/iterations:0"]
+        assert names[-6:] == [
+            f"{v}/Adam/{slot}:0" for v in ("v0", "v1") for slot in ("m", "v", "pending")
+        ]
+        assert isinstance(job.optimizer.slot(job.variables[0], "m").storage, NodeStorage)
+
+    run_ranks(rank, 2)
+
+
+def failing(size, program, error, words, **options):
+    """Run a program in replica code whose call is an error on all ranks, and changes nothing."""
+
+    def rank(comm):
+        job = Job(optim.Adam(0.1, **options), first())
+        before = [v.numpy().tobytes() for v in job.variables]
+        with pytest.raises(error, match=words):
+            job.strategy.run(lambda: program(job, comm.rank))
+        assert before == [v.numpy().tobytes() for v in job.variables]
+        job.strategy.run(lambda: None)  # nothing is out of step
+
+    run_ranks(rank, size)
+
+
+@pytest.mark.parametrize("size", (1, 2))
+class TestErrors:
+    def test_another_variable(self, size):
+        def program(job, rank):
+            job.optimizer.build(job.variables[:1])
+            job.optimizer.apply_gradients(zip(means(0), job.variables, strict=True))
+
+        failing(size, program, ValueError, r"'v1:0'.* is not among .* built for: v0")
+
+    @pytest.mark.parametrize(
+        ("given", "error", "words"),
+        [
+            (
+                {1: np.zeros(4, "f4")},
+                ms.StructureError,
+                r"'v1:0' has shape \(4,\); wanted .*\(5,\)",
+            ),
+            ({1: np.zeros(5, "c8")}, ms.LeafTypeError, "does not convert to float32"),
+            ({1: ms.IndexedSlices([1.0], [5])}, ms.StructureError, "indices from 5 to 5"),
+            (dict.fromkeys(range(5)), ValueError, "no gradient for any"),
+        ],
+        ids=["shape", "dtype", "rows", "none"],
+    )
+    def test_gradients_that_do_not_fit(self, size, given, error, words):
+        def program(job, rank):
+            gradients = [given.get(i, g) for i, g in enumerate(means(0))]
+            job.optimizer.apply_gradients(zip(gradients, job.variables, strict=True))
+
+        failing(size, program, error, words)
+
+    @pytest.mark.parametrize("weight", [-1, math.nan, "8"])
+    def test_weights_that_are_none(self, size, weight):
+        def program(job, rank):
+            pairs = zip(means(0), job.variables, strict=True)
+            job.optimizer.apply_gradients(pairs, weight=weight)
+
+        failing(size, program, ValueError, "weight must be a number of examples")
+
+    def test_no_rows_on_any_replica(self, size):
+        def program(job, rank):
+            pairs = zip(means(0), job.variables, strict=True)
+            job.optimizer.apply_gradients(pairs, weight=0)
+
+        failing(size, program, ValueError, "weights of all replicas are 0")
+
+    def test_what_is_no_variable(self, size):
+        def program(job, rank):
+            job.optimizer.apply_gradients([(1.0, job.variables[2].numpy())])
+
+        failing(size, program, TypeError, "is not a Variable")
+
+    def test_a_variable_twice(self, size):
+        def program(job, rank):
+            job.optimizer.apply_gradients([(1.0, job.variables[2])] * 2)
+
+        failing(size, program, ValueError, "given twice")
+
+    def test_accumulation_of_some_variables(self, size):
+        def program(job, rank):
+            job.optimizer.build(job.variables)
+            job.optimizer.apply_gradients([(1.0, job.variables[2])])
+
+        failing(size, program, ValueError, "all 5 variables, but 1", accumulate=2)
+
+
+def test_variables_of_another_strategy_are_refused():
+    def rank(comm):
+        one, two = ms.MirroredStrategy(), ms.MirroredStrategy()
+        variables = []
+        for strategy in (one, two):
+            with strategy.scope():
+                variables.append(ms.Variable(1.0))
+        optimizer = optim.SGD(0.1)
+        with pytest.raises(ms.StrategyError, match="Mixing different"):
+            one.run(lambda: optimizer.apply_gradients([(1.0, variables[1])]))
+        with pytest.raises(ms.StrategyError, match="belongs to"):
+            one.run(lambda: optimizer.apply_gradients([(1.0, v) for v in variables]))
+
+    run_ranks(rank, 2)
+
+
+@pytest.mark.parametrize("built", [False, True], ids=["first", "later"])
+@pytest.mark.parametrize(
+    "differ",
+    [
+        lambda rank: (0.1 + rank, [0, 1], False),
+        lambda rank: (lambda step: 0.1 + rank, [0, 1], False),
+        lambda rank: (0.1, [rank, 1 - rank], False),
+        lambda rank: (0.1, [0, 1][: rank + 1], False),
+        lambda rank: (0.1, [0, 1], rank == 0),
+    ],
+    ids=["options", "schedules", "orders", "variables", "None"],
+)
+def test_ranks_that_differ_are_told(differ, built):
+    def rank(comm):
+        job = Job(None, first())
+        rate, order, none = differ(comm.rank)
+        optimizer = optim.SGD(rate)
+
+        def fn():
+            if built:
+                optimizer.build(job.variables)
+            pairs = [(None if none and i else means(0)[i], job.variables[i]) for i in order]
+            optimizer.apply_gradients(pairs)
+
+        with pytest.raises(ms.LockstepError, match=r"SGD\("):
+            job.strategy.run(fn)
+        for v, before in zip(job.variables, first(), strict=True):
+            np.testing.assert_array_equal(v.numpy(), before)
+
+    run_ranks(rank, 2)
+
+
+def test_variables_without_a_gradient_stay():
+    def rank(comm):
+        job = Job(optim.Adam(0.1, weight_decay=0.1), first())
+        before = job.variables[0].numpy()
+        pairs = [(None, job.variables[0]), (means(0)[1], job.variables[1])]
+        job.strategy.run(lambda: job.optimizer.apply_gradients(pairs))
+        np.testing.assert_array_equal(job.variables[0].numpy(), before)
+        assert not job.optimizer.slot(job.variables[0], "v").numpy().any()
+        assert (job.variables[1].numpy() != first()[1]).all()
+
+    run_ranks(rank, 2)
+
+
+@pytest.mark.parametrize("ops", [ms.HierarchicalCopyAllReduce, ms.ReductionToOneDevice])
+def test_values_that_move_by_choice_give_the_same(ops):
+    wanted = plain(optim.Adam(0.05), 2)
+
+    def rank(comm):
+        strategy = ms.MirroredStrategy(cross_device_ops=ops())
+        with strategy.scope():
+            variables = [ms.Variable(v) for v in first()]
+        optimizer = optim.Adam(0.05)
+        for step in range(2):
+            given = [replica_gradients(mean, 3)[comm.rank] for mean in means(step)]
+            pairs = list(zip(given, variables, strict=True))
+            strategy.run(
+                lambda p=pairs: optimizer.apply_gradients(p, weight=weights_of(3)[comm.rank])
+            )
+        for v, one in zip(variables, wanted, strict=True):
+            np.testing.assert_allclose(v.numpy().reshape(-1), one.w, 2e-4, 2e-5)
+
+    run_ranks(rank, 3)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_is_one_handshake_and_one_meeting(way, monkeypatch):
+    """After the first call, which creates state and memory."""
+
+    def rank(comm):
+        job = Job(optim.Adam(0.1), first(), way)
+        job.step(means(0))
+        session = job.strategy.parts.lockstep.session
+        before = session.calls
+        job.step(means(1))
+        return session.calls - before
+
+    assert run_ranks(rank, 2) == [2, 2]  # and the end of the run
+
+
+def test_a_job_without_a_strategy_is_refused():
+    def rank(comm):
+        w = ms.Variable(1.0)
+        with pytest.raises(ms.ContextError, match="no strategy rules"):
+            optim.SGD(0.1).apply_gradients([(1.0, w)])
+
+    def chosen(comm):
+        ms.MirroredStrategy()
+        rank(comm)
+
+    run_ranks(chosen, 2)
+
+
+def test_gradients_of_other_dtypes_are_converted():
+    def rank(comm):
+        job = Job(optim.SGD(1.0), [np.zeros(LARGE, "f4"), np.zeros(3, "f4")])
+        given = [np.full(LARGE, 0.5, "f2"), np.full(3, 1.5, ml_dtypes.bfloat16)]
+        pairs = list(zip(given, job.variables, strict=True))
+        job.strategy.run(lambda: job.optimizer.apply_gradients(pairs))
+        return [float(v.numpy().reshape(-1)[-1]) for v in job.variables]
+
+    assert run_ranks(rank, 2) == [[-0.5, -1.5]] * 2
+
+
+def test_without_a_strategy_it_is_an_ordinary_optimizer():
+    w, optimizer = ms.Variable(np.ones(3), name="w"), optim.SGD(0.5, momentum=0.9)
+    assert optimizer.apply_gradients([(np.ones(3), w)]).numpy() == 1
+    np.testing.assert_array_equal(w.numpy(), np.full(3, 0.5))
+    assert [v.name for v in optimizer.variables][-1] == "w/SGD/momentum:0"
+    for other in (
+        copy.copy(optimizer),
+        copy.deepcopy(optimizer),
+        pickle.loads(pickle.dumps(optimizer)),
+    ):
+        assert other == optimizer and other.variables == ()
+        with pytest.raises(ms.ContextError, match="no iterations yet"):
+            _ = other.iterations
+    with pytest.raises(ValueError, match=r"no slot 'ema' of .*momentum"):
+        optimizer.average(w)
+
+
+def test_a_rank_that_fails_is_told_to_all():
+    def rank(comm):
+        job = Job(optim.Adam(0.1), first())
+
+        def fn():
+            shape = (5,) if comm.rank else (4,)
+            job.optimizer.apply_gradients([(np.zeros(shape, "f4"), job.variables[1])])
+
+        job.strategy.run(fn)
+
+    with pytest.raises(RanksFailed) as found:
+        run_ranks(rank, 2)
+    assert isinstance(found.value.errors[0], ms.StructureError)
+    assert isinstance(found.value.errors[1], ms.RemoteError)
