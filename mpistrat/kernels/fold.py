@@ -218,50 +218,98 @@ def _add(row: Array, factor: Any, total: Array) -> None:
 
 
 @jit.helper
-def _divide(total: Array, by: Any) -> None:
-    if by != 1:
-        for i in range(total.size):
-            total[i] = total[i] / by
-
-
-@jit.helper
 def _sum_two(one: Array, two: Array, factors: Array, total: Array) -> None:
     first, second = factors[0], factors[1]
     for i in range(total.size):
         total[i] = one[i] * first + two[i] * second
 
 
+# Means also tell whether any number is not finite. Within the loop that makes them this takes no
+# time; it is a branch that would.
+
+
 @jit.helper
-def _add_both(one: Array, two: Array, factors: Array, by: Any) -> None:
-    # Both sums are written while both rows pass: in turns it takes twice as long (3.4, 8.4 ms).
-    first, second = factors[0], factors[1]
+def _divide(total: Array, by: Any) -> bool:
+    bad = False
     if by == 1:
-        for i in range(one.size):
-            total = one[i] * first + two[i] * second
-            one[i] = total
-            two[i] = total
+        for i in range(total.size):
+            bad |= total[i] - total[i] != 0
     else:
-        # What overflows is made from values scaled down, at once: they are gone afterwards. That
-        # takes no branch, so it is still vector code.
-        power = factors.dtype.type(0.25 if first == second == 1 else 1)
-        low_first, low_second, low_by = first * power, second * power, by * power
-        for i in range(one.size):
-            total = one[i] * first + two[i] * second
-            low = one[i] * low_first + two[i] * low_second
-            bad = total - total != 0
-            total = (low if bad else total) / (low_by if bad else by)
-            one[i] = total
-            two[i] = total
+        for i in range(total.size):
+            value = total[i] / by
+            total[i] = value
+            bad |= value - value != 0
+    return bad
+
+
+@jit.helper
+def _mean_two(one: Array, two: Array, factors: Array, by: Any, total: Array) -> bool:
+    first, second = factors[0], factors[1]
+    bad = False
+    if by == 1:
+        for i in range(total.size):
+            value = one[i] * first + two[i] * second
+            total[i] = value
+            bad |= value - value != 0
+    else:
+        for i in range(total.size):
+            value = (one[i] * first + two[i] * second) / by
+            total[i] = value
+            bad |= value - value != 0
+    return bad
+
+
+@jit.helper
+def _add_last(row: Array, factor: Any, by: Any, total: Array) -> bool:
+    bad = False
+    if factor == 0:
+        _add(row, factor, total)
+        bad = _divide(total, by)
+    elif by == 1:
+        for i in range(total.size):
+            value = total[i] + row[i] * factor
+            total[i] = value
+            bad |= value - value != 0
+    else:
+        for i in range(total.size):
+            value = (total[i] + row[i] * factor) / by
+            total[i] = value
+            bad |= value - value != 0
+    return bad
+
+
+# Both sums are written while both rows pass: in turns it takes twice as long (3.4, 8.4 ms).
+
+
+@jit.helper
+def _add_both(one: Array, two: Array, factors: Array) -> None:
+    first, second = factors[0], factors[1]
+    for i in range(one.size):
+        total = one[i] * first + two[i] * second
+        one[i] = total
+        two[i] = total
+
+
+@jit.helper
+def _halve_both(one: Array, two: Array, half: Any) -> None:
+    # What overflows is the sum of the halves: what `_rescue` makes, and no branch.
+    for i in range(one.size):
+        total, low = (one[i] + two[i]) * half, one[i] * half + two[i] * half
+        mean = low if total - total != 0 else total
+        one[i] = mean
+        two[i] = mean
+
+
+@jit.helper
+def _put_both(total: Array, one: Array, two: Array) -> None:
+    for i in range(total.size):
+        one[i] = total[i]
+        two[i] = total[i]
 
 
 @jit.helper
 def _rescue(rows: Array, low: int, factors: Array, by: Any, total: Array) -> None:
-    """Do as `mpistrat.kernels.scaling.rescue`, if a total is not finite; each is made alike."""
-    bad = False
-    for i in range(total.size):
-        bad |= total[i] - total[i] != 0
-    if not bad:
-        return
+    """Do as `mpistrat.kernels.scaling.rescue`; each element is made alike."""
     size, power = 1, factors.dtype.type(1)
     while size <= rows.shape[0] and (factors == 1).all():  # others are no more than 1 together
         size, power = size * 2, power * factors.dtype.type(0.5)
@@ -278,6 +326,41 @@ def _rescue(rows: Array, low: int, factors: Array, by: Any, total: Array) -> Non
         if np.isinf(found) and most - most == 0:
             found = most if found > 0 else -most
         total[i] = found
+
+
+@jit.helper
+def _mean(rows: Array, low: int, high: int, factors: Array, by: Any, total: Array) -> bool:
+    """Make a tile of the mean, which is none of the rows; tell whether any is not finite."""
+    count = rows.shape[0]
+    if count > 1 and factors[0] != 0 and factors[1] != 0:
+        if count == 2:
+            return _mean_two(rows[0, low:high], rows[1, low:high], factors, by, total)
+        _sum_two(rows[0, low:high], rows[1, low:high], factors, total)
+        done = 2
+    else:
+        total[:] = rows[0, low:high]
+        _scale(total, factors[0])
+        done = 1
+    for r in range(done, count - 1):
+        _add(rows[r, low:high], factors[r], total)
+    if done == count:
+        return _divide(total, by)
+    return _add_last(rows[count - 1, low:high], factors[count - 1], by, total)
+
+
+@jit.helper
+def _sum(rows: Array, low: int, high: int, factors: Array, inside: bool, total: Array) -> None:
+    """Make a tile of the sum; `inside`, it is the first row."""
+    done = 1
+    if not inside and rows.shape[0] > 1 and factors[0] != 0 and factors[1] != 0:
+        _sum_two(rows[0, low:high], rows[1, low:high], factors, total)
+        done = 2
+    else:
+        if not inside:
+            total[:] = rows[0, low:high]
+        _scale(total, factors[0])
+    for r in range(done, rows.shape[0]):
+        _add(rows[r, low:high], factors[r], total)
 
 
 @jit.kernel(_sum_rows_twin)
@@ -304,33 +387,42 @@ def sum_rows(
       inside: Whether `out` is `rows`.
     """
     by, count = divisor[0], rows.shape[0]
-    mean = by != 0 and (by != 1 or (factors != 1).any())
-    # The values of a mean may be needed again, so it is made beside them.
-    room = np.empty(_TILE if mean and inside else 0, rows.dtype)
+    ones = (factors == 1).all()
+    mean = by != 0 and (by != 1 or not ones)
     read = count > 1 and factors[0] != 0 and factors[1] != 0
     both = read and inside and count == out.shape[0] == 2
-    for low in range(start, stop, _TILE):
-        high = min(low + _TILE, stop)
+    # Weights are no more than 1 together.
+    plain, half = both and by == 1, factors.dtype.type(0.5)
+    halves = both and ones and by == 2
+    # The values of a mean may be needed again, so it is made beside them, in the fastest cache.
+    beside = mean and inside and not plain and not halves
+    tile = _TILE // 2 if beside else _TILE
+    room = np.empty(tile if beside else 0, rows.dtype)
+    for low in range(start, stop, tile):
+        high = min(low + tile, stop)
         # Slices, not indices into the matrix, and no slice twice: only so are loops vector code.
-        if both:
-            _add_both(rows[0, low:high], rows[1, low:high], factors, by)
+        if plain:
+            _add_both(rows[0, low:high], rows[1, low:high], factors)
             continue
-        total = room[: high - low] if room.size else out[0, low - shift : high - shift]
-        done = 1
-        if read and not inside:
-            _sum_two(rows[0, low:high], rows[1, low:high], factors, total)
-            done = 2
-        else:
-            if room.size or not inside:
-                total[:] = rows[0, low:high]
-            _scale(total, factors[0])
-        for r in range(done, count):
-            _add(rows[r, low:high], factors[r], total)
-        _divide(total, by)
+        if halves:
+            _halve_both(rows[0, low:high], rows[1, low:high], half)
+            continue
+        total = room[: high - low] if beside else out[0, low - shift : high - shift]
         if mean:
-            _rescue(rows, low, factors, by, total)
-        for r in range(0 if room.size else 1, out.shape[0]):
-            place = out[r, low - shift : high - shift]
+            bad = _mean(rows, low, high, factors, by, total)
+            if bad:
+                _rescue(rows, low, factors, by, total)
+        else:
+            _sum(rows, low, high, factors, inside, total)
+            if by != 1:
+                _divide(total, by)
+        first = 0 if beside else 1
+        for r in range(first, out.shape[0] - 1, 2):
+            _put_both(
+                total, out[r, low - shift : high - shift], out[r + 1, low - shift : high - shift]
+            )
+        if (out.shape[0] - first) % 2:
+            place = out[out.shape[0] - 1, low - shift : high - shift]
             for i in range(high - low):
                 place[i] = total[i]
 
