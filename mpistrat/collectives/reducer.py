@@ -1,9 +1,10 @@
 """All-reduce of lists of arrays.
 
-Three paths, chosen from sizes, the number of ranks and what the nodes allow, so alike on all ranks:
+Four paths, chosen from sizes, the number of ranks and what the nodes allow, so alike on all ranks:
 
 - *small*: everything fits the proof's frame; folded locally, in rank order.
 - *node*: through memory that the ranks of a node share, between nodes by MPI_Allreduce in lanes.
+- *alone*: one rank's values are the results; at most copied.
 - *native*: MPI_Allreduce, where memory cannot be shared; large leaves from where they lie, small
   ones packed.
 """
@@ -33,7 +34,7 @@ from mpistrat.collectives.messages import (
 from mpistrat.collectives.node import NodeFolds
 from mpistrat.collectives.planned import leaves_of, runs_of
 from mpistrat.collectives.reducing import Reducing
-from mpistrat.collectives.results import Results, results_for
+from mpistrat.collectives.results import Results, of_one, results_for
 from mpistrat.collectives.spans import Packed, Placed, Scales, scales_of
 from mpistrat.kernels.ops import FOLDS, ReduceOp
 from mpistrat.kernels.scaling import Overflow, noting
@@ -169,6 +170,9 @@ class Reducer(Reducing):
             riding = header + b"".join([wire.tobytes() for wire in wires])
             finish = functools.partial(self._rode, what, wires, len(header))
             return _Way("", riding, finish, small=True, meets=False)
+        if self.comm.size == 1:
+            finish = functools.partial(self._alone, what, values, weights, outs)
+            return _Way("", header, finish, meets=False)
         if not self.node.possible:
             wires = what.wires(values, weights, fresh=weigh)
             sent = messages(what.op, wires, self.comm.size)
@@ -181,6 +185,20 @@ class Reducer(Reducing):
         results = results_for(what, values, outs)
         finish = functools.partial(self._packed, what, packed, values, weights, weigh, results)
         return _Way("", header, finish, meets=packed.side is None)
+
+    def _alone(
+        self,
+        what: Folding,
+        values: Sequence[Array],
+        weights: Sequence[float],
+        outs: Sequence[Array] | None,
+        scales: Scales,
+        _: list[bytes],
+    ) -> list[Array]:
+        if scales.table is None and (scales.divisors is None or set(scales.divisors) == {1}):
+            return of_one(values, outs, [form.result for form in what.forms])
+        # Sums over several examples; or all weights are 0, and the mean is none.
+        return what.results(what.wires(values, weights, fresh=True), scales.divisors)
 
     def _in_place(
         self, what: Folding, placed: Placed, values: list[Array], scales: Scales, _: list[bytes]

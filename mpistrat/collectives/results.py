@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 from numpy.lib import array_utils
@@ -13,7 +13,7 @@ from mpistrat.arrays import Array
 from mpistrat.collectives.folding import Folding
 from mpistrat.collectives.packs import Pack
 
-__all__ = ["Results", "results_for"]
+__all__ = ["Results", "of_one", "results_for"]
 
 # Smaller leaves of a pack come back in one piece of memory, since to allocate each costs as much
 # as to copy it. A larger one has its own, so that keeping one keeps nothing else.
@@ -127,3 +127,25 @@ def results_for(what: Folding, values: Sequence[Array], outs: Sequence[Array] | 
                 to = whole[leaf].reshape(-1)[start:stop]
                 found.append(_Copy(column, column + stop - start, to))
     return Results(whole, copies)
+
+
+def of_one(
+    values: Sequence[Array], outs: Sequence[Array] | None, dtypes: Sequence[np.dtype[Any]]
+) -> list[Array]:
+    """Return the results of a fold over one rank: its values, in `outs` or as fresh arrays.
+
+    Args:
+      values: The leaves.
+      outs: Where they go; each of its result's dtype. A leaf that is its own `out` stays as it is.
+      dtypes: Of the results.
+
+    Cost: one copy; nothing in place.
+    """
+    if outs is None or _tangled(values, outs):
+        values = [np.array(v, d, order="C") for v, d in zip(values, dtypes, strict=True)]
+    if outs is None:
+        return list(values)
+    for out, value in zip(outs, values, strict=True):
+        if out is not value:
+            out[...] = value
+    return list(outs)

@@ -16,6 +16,7 @@ from mpistrat.collectives.communication import CommunicationOptions
 from mpistrat.collectives.folding import put
 from mpistrat.collectives.part import Part
 from mpistrat.collectives.plans import request
+from mpistrat.collectives.results import of_one
 from mpistrat.distribute import sparse
 from mpistrat.distribute.arguments import check_function, given
 from mpistrat.distribute.default import current_strategy, default_strategy, refuse_unchosen
@@ -295,11 +296,15 @@ class ReplicaContext:
     def _alone(self, reduce_op: Any, value: Any, weight: Any, out: Any) -> Any:
         call = prepared(reduce_op, value, weight)
         outs = places(out, call.structure, call.parts)
-        alone = [_alone(call.op, part) for part in call.parts]
         if outs is None:
+            alone = [_alone(call.op, part) for part in call.parts]
             return nest.unflatten(call.structure, list(map(finish, alone, call.leaves)))
-        for place, result in zip(outs, alone, strict=True):
-            place[...] = result
+        dense = [part for part in call.parts if isinstance(part, Part)]  # all: the rest has no out
+        if call.op is ReduceOp.MEAN and call.weight == 0:
+            for place in outs:
+                place[...] = np.nan
+        else:
+            of_one([part.value for part in dense], outs, [part.form.result for part in dense])
         return out
 
     def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
