@@ -157,11 +157,11 @@ class Reducer(Reducing):
         """Choose a path, and do on it what can fail."""
         homes = None
         if outs is not None and self.node.possible and what.worth_a_place:
-            homes = self.node.homes(values, outs)
+            homes = self.node.homes(what, values, outs)
         mean = what.op is ReduceOp.MEAN
         header = struct.pack(f"<{len(weights)}d", *weights) if mean else b""
         if homes is not None:
-            self.node.compile(what)
+            self.node.compile(what, inside=True)
             placed = self.node.placed(homes)
             finish = functools.partial(self._in_place, what, placed, list(values))
             return _Way(placed.suffix, header, finish)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from mpistrat.collectives.folding import SMALL, Folding
 from mpistrat.collectives.forms import form
 from mpistrat.collectives.part import Part
 from mpistrat.collectives.planned import Plan, SharedPlan
-from mpistrat.collectives.plans import Request, Sketch, request
+from mpistrat.collectives.plans import InPlace, Request, Sketch, request
 from mpistrat.collectives.texts import described
 from mpistrat.distribute import sparse
 from mpistrat.distribute.naming import named
@@ -26,6 +27,8 @@ from mpistrat.errors import LeafTypeError, StructureError
 from mpistrat.kernels.ops import ReduceOp
 
 __all__ = ["Call", "fit", "places", "prepared", "reduce_in_replica", "takes"]
+
+_writeable = operator.attrgetter("flags.writeable")
 
 
 class Call(NamedTuple):
@@ -127,6 +130,11 @@ def reduce_in_replica(
     parts: Parts, asked: Request | None, reduce_op: Any, value: Any, weight: Any, out: Any
 ) -> Any:
     """Fold `value` over the replicas; see `ReplicaContext.all_reduce`. Collective."""
+    if out is value and out is not None:
+        known = parts.plans.again(reduce_op, weight is not None, value)
+        if known is not None:
+            _placed(parts, known, value, weight)
+            return out
     asked = asked or request(reduce_op, value)
     if asked is not None:
         plan = parts.plans.find(asked, weight is not None)
@@ -203,20 +211,26 @@ def _in_place(parts: Parts, asked: Request, weight: Any) -> bool:
             sketch = parts.plans.sketch(asked, weigh)
             if sketch is None or not sketch.what.worth_a_place:
                 return False
-            parts.plans.learn_in_place(key, sketch.what, asked.leaves)
+            parts.plans.learn_in_place(key, sketch.what, asked)
             known = parts.plans.in_place(key)
             if known is None:
                 return False
-        number = _weight(known.what.op, weight)
         if asked.key[2:] != known.specs:
             return False
-        for leaf in asked.leaves:
-            if not leaf.flags.writeable:
-                raise ValueError("out: a leaf is read-only, so the result cannot go there.")
     except Exception as error:
         parts.lockstep.refuse("all_reduce", error)
-    parts.reducer.fold_placed(known.what, known.placed, number, weigh, asked.leaves)
+    _placed(parts, known, asked.leaves, weight)
     return True
+
+
+def _placed(parts: Parts, known: InPlace, leaves: Sequence[Array], weight: Any) -> None:
+    try:
+        number = _weight(known.what.op, weight)
+        if not all(map(_writeable, leaves)):
+            raise ValueError("out: a leaf is read-only, so the result cannot go there.")
+    except Exception as error:
+        parts.lockstep.refuse("all_reduce", error)
+    parts.reducer.fold_placed(known.what, known.placed, number, weight is not None, list(leaves))
 
 
 def _again(parts: Parts, asked: Request, sketch: Sketch, weight: Any, out: Any) -> Any:
