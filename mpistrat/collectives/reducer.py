@@ -93,6 +93,7 @@ class Reducer(Reducing):
         Cost: the proof; unless everything rides in it, two barriers of the node, or one
         MPI_Allreduce per bucket.
         """
+        self.lockstep.session.pool.turn()
         with np.errstate(all="ignore"):
             try:
                 way = self._way(what, values, weights, weigh, outs)
@@ -116,6 +117,7 @@ class Reducer(Reducing):
         """Fold arrays of the arena where they lie, if all is known of them; else as `fold`."""
         header = struct.pack("<d", weight) if what.op is ReduceOp.MEAN else b""
         way = _Way(placed.suffix, header, _nothing)
+        self.lockstep.session.pool.turn()
         with np.errstate(all="ignore"):
             scales, _ = self._prove(what, way, 1, weigh, "")
             try:
@@ -182,7 +184,7 @@ class Reducer(Reducing):
             values = what.wires(values, weights, fresh=False)
         self.node.compile(what)
         packed = self.node.prepare(what, values)
-        results = results_for(what, values, outs)
+        results = results_for(what, values, outs, self.lockstep.session.pool)
         finish = functools.partial(self._packed, what, packed, values, weights, weigh, results)
         return _Way("", header, finish, meets=packed.side is None)
 
@@ -196,7 +198,8 @@ class Reducer(Reducing):
         _: list[bytes],
     ) -> list[Array]:
         if scales.table is None and (scales.divisors is None or set(scales.divisors) == {1}):
-            return of_one(values, outs, [form.result for form in what.forms])
+            dtypes = [form.result for form in what.forms]
+            return of_one(values, outs, dtypes, self.lockstep.session.pool)
         # Sums over several examples; or all weights are 0, and the mean is none.
         return what.results(what.wires(values, weights, fresh=True), scales.divisors)
 

@@ -12,6 +12,7 @@ from numpy.lib import array_utils
 from mpistrat.arrays import Array
 from mpistrat.collectives.folding import Folding
 from mpistrat.collectives.packs import Pack
+from mpistrat.memory.pool import Pool
 
 __all__ = ["Results", "of_one", "results_for"]
 
@@ -105,8 +106,10 @@ def _together(what: Folding, pack: Pack, arrays: list[Array | None]) -> list[_Co
     return copies
 
 
-def results_for(what: Folding, values: Sequence[Array], outs: Sequence[Array] | None) -> Results:
-    """Return where results go: to `outs` where they are, else to new memory."""
+def results_for(
+    what: Folding, values: Sequence[Array], outs: Sequence[Array] | None, pool: Pool
+) -> Results:
+    """Return where results go: to `outs` where they are, else to memory of the pool."""
     if outs is not None and len(what.packs) > 1 and _tangled(values, outs):
         outs = None  # the caller copies them, when all values have been read
     arrays: list[Array | None] = [None] * len(what.forms)
@@ -118,7 +121,7 @@ def results_for(what: Folding, values: Sequence[Array], outs: Sequence[Array] | 
         copies = [_together(what, pack, arrays) for pack in what.packs]
     done = {leaf for leaf, array in enumerate(arrays) if array is not None and outs is None}
     whole = [
-        np.empty(what.shapes[leaf], form.result) if array is None else array
+        pool.empty(what.shapes[leaf], form.result) if array is None else array
         for leaf, (array, form) in enumerate(zip(arrays, what.forms, strict=True))
     ]
     for pack, found in zip(what.packs, copies, strict=True):
@@ -130,7 +133,10 @@ def results_for(what: Folding, values: Sequence[Array], outs: Sequence[Array] | 
 
 
 def of_one(
-    values: Sequence[Array], outs: Sequence[Array] | None, dtypes: Sequence[np.dtype[Any]]
+    values: Sequence[Array],
+    outs: Sequence[Array] | None,
+    dtypes: Sequence[np.dtype[Any]],
+    pool: Pool,
 ) -> list[Array]:
     """Return the results of a fold over one rank: its values, in `outs` or as fresh arrays.
 
@@ -138,11 +144,15 @@ def of_one(
       values: The leaves.
       outs: Where they go; each of its result's dtype. A leaf that is its own `out` stays as it is.
       dtypes: Of the results.
+      pool: Where memory for fresh ones comes from.
 
     Cost: one copy; nothing in place.
     """
     if outs is None or _tangled(values, outs):
-        values = [np.array(v, d, order="C") for v, d in zip(values, dtypes, strict=True)]
+        copies = [pool.empty(v.shape, d) for v, d in zip(values, dtypes, strict=True)]
+        for copy, value in zip(copies, values, strict=True):
+            copy[...] = value
+        values = copies
     if outs is None:
         return list(values)
     for out, value in zip(outs, values, strict=True):

@@ -290,10 +290,10 @@ class ReplicaContext:
             if plan is not None and asked is not None:
                 return asked.tree(plan.all(asked.leaves))
         if parts.view is ALONE:
-            return self._alone(reduce_op, value, weight, out)
+            return self._alone(parts, reduce_op, value, weight, out)
         return reduce_in_replica(parts, asked, reduce_op, value, weight, out)
 
-    def _alone(self, reduce_op: Any, value: Any, weight: Any, out: Any) -> Any:
+    def _alone(self, parts: Parts, reduce_op: Any, value: Any, weight: Any, out: Any) -> Any:
         call = prepared(reduce_op, value, weight)
         outs = places(out, call.structure, call.parts)
         if outs is None:
@@ -304,7 +304,8 @@ class ReplicaContext:
             for place in outs:
                 place[...] = np.nan
         else:
-            of_one([part.value for part in dense], outs, [part.form.result for part in dense])
+            dtypes = [part.form.result for part in dense]
+            of_one([part.value for part in dense], outs, dtypes, parts.lockstep.session.pool)
         return out
 
     def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
