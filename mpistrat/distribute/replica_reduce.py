@@ -130,11 +130,8 @@ def reduce_in_replica(
     parts: Parts, asked: Request | None, reduce_op: Any, value: Any, weight: Any, out: Any
 ) -> Any:
     """Fold `value` over the replicas; see `ReplicaContext.all_reduce`. Collective."""
-    if out is value and out is not None:
-        known = parts.plans.again(reduce_op, weight is not None, value)
-        if known is not None:
-            _placed(parts, known, value, weight)
-            return out
+    if out is value and _once_more(parts, reduce_op, value, weight):
+        return out
     asked = asked or request(reduce_op, value)
     if asked is not None:
         plan = parts.plans.find(asked, weight is not None)
@@ -153,8 +150,7 @@ def reduce_in_replica(
         how = call.op.value if weight is None else f"{call.op.value} weighted"
         start = f"all_reduce({how}, {nest.describe(call.structure)})"
         dense = [part for part in call.parts if isinstance(part, Part)]
-        forms = [part.form for part in dense]
-        shapes = [part.value.shape for part in dense]
+        forms, shapes = [part.form for part in dense], [part.value.shape for part in dense]
         what = Folding(described(start, dense), call.op, forms, shapes)
         alarm = parts.reducer.alarm(start, dense)
     except Exception as error:
@@ -169,9 +165,11 @@ def reduce_in_replica(
     totals = parts.reducer.fold(what, values, [call.weight], weigh, outs, alarm)
     if asked is not None:
         parts.plans.learn(asked, what, dense, weigh)
-    if outs is not None:
-        return out
-    return nest.unflatten(call.structure, list(map(finish, totals, call.leaves)))
+    return (
+        out
+        if outs is not None
+        else nest.unflatten(call.structure, list(map(finish, totals, call.leaves)))
+    )
 
 
 def _room(
@@ -198,6 +196,14 @@ def _planned(
         return asked.tree(plan.all(asked.leaves, *given))
     plan.into(asked.leaves, outs, *given)
     return out
+
+
+def _once_more(parts: Parts, reduce_op: Any, value: Any, weight: Any) -> bool:
+    """Fold arrays of the arena where they lie, if the very same were folded last. Collective."""
+    known = parts.plans.again(reduce_op, weight is not None, value)
+    if known is not None:
+        _placed(parts, known, value, weight)
+    return known is not None
 
 
 def _in_place(parts: Parts, asked: Request, weight: Any) -> bool:
