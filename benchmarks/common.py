@@ -42,6 +42,7 @@ MOVERS = {
     ("collectives/node.py", "_fold_packs"): "node",
     ("collectives/node.py", "fold_placed"): "in place",
     ("collectives/reducer.py", "_native"): "native",
+    ("collectives/reducer.py", "_alone"): "alone",
     ("collectives/gatherer.py", "_allgatherv"): "native",
 }
 
@@ -207,7 +208,7 @@ def expected(strategy: mpistrat.Strategy, nbytes: int, in_place: bool = False) -
     if lockstep.fits(nbytes):
         return "small"
     if lockstep.comm.size == 1:
-        return "native"
+        return "alone"
     return "direct" if nbytes <= arena.direct else "node"
 
 

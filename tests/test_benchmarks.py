@@ -86,7 +86,7 @@ def test_latency(size, tmp_path):
         np.testing.assert_allclose(row["busbw_gbps"], bandwidth * 2 * (size - 1) / size, rtol=1e-9)
         assert (row["path"] != "") == (row["way"] in ("fresh", "out=", "arena"))
     paths = {row["path"] for row in rows if row["path"]}
-    assert paths == ({"small", "direct", "node", "in place"} if size > 1 else {"small", "native"})
+    assert paths == ({"small", "direct", "node", "in place"} if size > 1 else {"small", "alone"})
 
 
 @alone
@@ -164,7 +164,7 @@ def test_gradients(size, tmp_path):
         == {"arena", "arena mean", "arena uneven", "out=", "fresh"}
         < set(row["ms"])
     )
-    assert row["paths"]["arena"] == ("in place" if size > 1 else "native")
+    assert row["paths"]["arena"] == ("in place" if size > 1 else "alone")
 
 
 @alone
@@ -298,7 +298,7 @@ def test_paths_are_seen(size):
         return found
 
     # The first call that is not small makes the room that the next ones find.
-    reductions = ["native"] * 3 if size == 1 else ["node", "direct", "node"]
+    reductions = ["alone"] * 3 if size == 1 else ["node", "direct", "node"]
     want = ["small", "small", *reductions, "small", "native", "unknown"]
     assert run_ranks(rank, size) == [want] * size
 

@@ -13,6 +13,7 @@ from mpistrat.arrays import Array
 from mpistrat.collectives.forms import Form
 from mpistrat.collectives.lockstep import digest_of
 from mpistrat.collectives.packs import Pack, packs
+from mpistrat.kernels.narrow import is_narrow
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.kernels.scaling import divide
 
@@ -36,6 +37,7 @@ class Folding:
     Attributes:
       nbytes: What travels of one rank.
       as_it_is: Every leaf is folded in the dtype that comes back.
+      narrow: The dtypes that are folded in float32, and come back as they came.
       packs: What passes through shared memory at once.
       most: The size of the largest pack, in bytes.
     """
@@ -52,6 +54,13 @@ class Folding:
         specs = [(f.wire, math.prod(s)) for f, s in zip(self.forms, self.shapes, strict=True)]
         self.nbytes = sum(size * dtype.itemsize for dtype, size in specs)
         self.as_it_is = all(form.wire == form.result for form in self.forms)
+        # In place, float16 and bfloat16 are widened within the loop.
+        narrow = [form.wire == np.float32 and is_narrow(form.result) for form in self.forms]
+        self.narrow = {f.result for f, is_so in zip(self.forms, narrow, strict=True) if is_so}
+        self._placeable = all(
+            is_so or form.wire == form.result
+            for form, is_so in zip(self.forms, narrow, strict=True)
+        )
         self.packs: tuple[Pack, ...] = packs(tuple(specs))
         self.most = max((pack.nbytes for pack in self.packs), default=0)
         self._said: dict[str, tuple[str, bytes]] = {}
@@ -59,7 +68,7 @@ class Folding:
     @property
     def worth_a_place(self) -> bool:
         """Whether arrays of the arena are folded where they lie."""
-        return self.as_it_is and self.nbytes > SMALL
+        return self._placeable and self.nbytes > SMALL
 
     def but(self, more: str) -> Folding:
         """Return the same call, whose text says more."""

@@ -12,6 +12,7 @@ packed into scratch memory, and the results copied out.
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -102,7 +103,7 @@ class NodeFolds:
         return storage
 
     def homes(
-        self, values: Sequence[Array], outs: Sequence[Array] | None
+        self, what: Folding, values: Sequence[Array], outs: Sequence[Array] | None
     ) -> list[ArenaAddress] | None:
         """Return where all values lie, if every one is to be folded in place."""
         if outs is None or len(set(map(id, outs))) < len(outs):
@@ -113,7 +114,8 @@ class NodeFolds:
             if home is None:
                 return None
             found.append(home)
-        return found
+        # Between nodes what is added in float32 travels in float32.
+        return None if what.narrow and self.arena.nodes().nodes > 1 else found
 
     def prepare(self, what: Folding, values: Sequence[Array]) -> Packed:
         """Fill the first pack if there is room for it already.
@@ -137,11 +139,16 @@ class NodeFolds:
             fill(pack, values, row)
         return Packed(values, filled, side if direct else None)
 
-    def compile(self, what: Folding) -> None:
-        """Have the loops compiled that this call needs, before its proof."""
+    def compile(self, what: Folding, inside: bool = False) -> None:
+        """Have the loops compiled that this call needs, before its proof; `inside` for in place."""
         if what.op in (ReduceOp.SUM, ReduceOp.MEAN):
+            narrow = what.narrow if inside else ()
+            columns = sum(math.prod(shape) for shape in what.shapes) if narrow else 0
+            for dtype in narrow:
+                compile_for(dtype, columns)
             for pack in what.packs:
-                compile_for(pack.dtype, pack.columns)
+                if not narrow or any(form.result == pack.dtype for form in what.forms):
+                    compile_for(pack.dtype, pack.columns)
 
     def ready(self, op: ReduceOp, dtype: np.dtype[Any], columns: int) -> bool:
         """Tell whether the loop is compiled, alike on all ranks: from the calls proved so far.

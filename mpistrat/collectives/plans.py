@@ -132,12 +132,24 @@ class InPlace(NamedTuple):
       what: The call.
       placed: Where they lie.
       specs: Their dtypes, and their shapes, which a program might change where they are.
+      ids: Which objects they are: none has come or gone since.
     """
 
     generation: int
     what: Folding
     placed: Placed
     specs: tuple[Any, Any]
+    ids: tuple[int, ...]
+
+    def names(self, leaves: Sequence[Any]) -> bool:
+        """Tell whether these are its arrays, as they were; there are as many."""
+        # Not by tuples, which would be made and compared for hundreds of leaves in each step.
+        dtypes, shapes = self.specs
+        return (
+            all(map(operator.eq, map(id, leaves), self.ids))
+            and all(map(operator.is_, map(_dtype, leaves), dtypes))
+            and all(map(operator.eq, map(_shape, leaves), shapes))
+        )
 
 
 def _as_is(leaf: Any, value: Array, form: Form) -> bool:
@@ -162,6 +174,7 @@ class Plans:
         self._sketches: dict[tuple[Any, ...], Sketch] = {}
         self._lone: dict[tuple[Any, ...], AnyPlan] = {}
         self._places: dict[tuple[Any, ...], InPlace] = {}
+        self._last: dict[tuple[Any, ...], InPlace] = {}
 
     def __len__(self) -> int:
         """Return how many there are."""
@@ -193,6 +206,20 @@ class Plans:
         """Return what is known of this request, if anything is."""
         return None if asked is None else self._sketches.get((weighted, *asked.key))
 
+    def again(self, reduce_op: Any, weighted: bool, value: Any) -> InPlace | None:
+        """Return what is known of a list or tuple of the arena, if its like was folded last."""
+        kind = type(value)
+        if not self._last or (kind is not list and kind is not tuple):
+            return None
+        try:
+            found = self._last.get((reduce_op, weighted, kind, len(value)))
+        except TypeError:  # no operation
+            return None
+        if found is None or not self._node.possible:
+            return None
+        known = found.generation == self._node.arena.generation and found.names(value)
+        return found if known else None
+
     def in_place(self, key: tuple[Any, ...]) -> InPlace | None:
         """Return what is known of the arrays of the arena that `key` names, by address."""
         if not self._node.possible:
@@ -200,15 +227,21 @@ class Plans:
         found = self._places.get(key)
         return found if found and found.generation == self._node.arena.generation else None
 
-    def learn_in_place(self, key: tuple[Any, ...], what: Folding, leaves: list[Array]) -> None:
-        """Remember where these leaves lie, if all of them lie in the arena."""
-        homes = self._node.homes(leaves, leaves)
+    def learn_in_place(self, key: tuple[Any, ...], what: Folding, asked: Request) -> None:
+        """Remember where the leaves lie, if all of them lie in the arena."""
+        leaves = asked.leaves
+        homes = self._node.homes(what, leaves, leaves)
         if homes is None:
             return
         if len(self._places) >= _MOST:
             self._places.clear()
+            self._last.clear()
         placed = self._node.placed(homes)
-        self._places[key] = InPlace(self._node.arena.generation, what, placed, _specs(leaves))
+        ids = tuple(map(id, leaves))
+        known = InPlace(self._node.arena.generation, what, placed, _specs(leaves), ids)
+        self._places[key] = known
+        if asked.kind is not None:
+            self._last[(*key[:2], asked.kind, len(leaves))] = known
 
     def learn(self, asked: Request, what: Folding, parts: Sequence[Part], weighted: bool) -> None:
         """Remember what the general path has found out about this request."""

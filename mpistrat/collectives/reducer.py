@@ -1,9 +1,10 @@
 """All-reduce of lists of arrays.
 
-Three paths, chosen from sizes, the number of ranks and what the nodes allow, so alike on all ranks:
+Four paths, chosen from sizes, the number of ranks and what the nodes allow, so alike on all ranks:
 
 - *small*: everything fits the proof's frame; folded locally, in rank order.
 - *node*: through memory that the ranks of a node share, between nodes by MPI_Allreduce in lanes.
+- *alone*: one rank's values are the results; at most copied.
 - *native*: MPI_Allreduce, where memory cannot be shared; large leaves from where they lie, small
   ones packed.
 """
@@ -34,7 +35,7 @@ from mpistrat.collectives.messages import (
 from mpistrat.collectives.node import NodeFolds
 from mpistrat.collectives.planned import leaves_of, runs_of
 from mpistrat.collectives.reducing import Reducing
-from mpistrat.collectives.results import Results, results_for
+from mpistrat.collectives.results import Results, of_one, results_for
 from mpistrat.collectives.spans import Packed, Placed, Scales, scales_of
 from mpistrat.kernels.ops import FOLDS, ReduceOp
 from mpistrat.kernels.scaling import Overflow, noting
@@ -95,6 +96,7 @@ class Reducer(Reducing):
         Cost: the proof; unless everything rides in it, two barriers of the node, or one
         MPI_Allreduce per bucket.
         """
+        self.lockstep.session.pool.turn()
         with np.errstate(all="ignore"):
             try:
                 way = self._way(what, values, weights, weigh, outs)
@@ -118,6 +120,7 @@ class Reducer(Reducing):
         """Fold arrays of the arena where they lie, if all is known of them; else as `fold`."""
         header = struct.pack("<d", weight) if what.op is ReduceOp.MEAN else b""
         way = _Way(placed.suffix, header, _nothing)
+        self.lockstep.session.pool.turn()
         with np.errstate(all="ignore"):
             scales, _ = self._prove(what, way, 1, weigh, "")
             try:
@@ -164,11 +167,11 @@ class Reducer(Reducing):
         """Choose a path, and do on it what can fail."""
         homes = None
         if outs is not None and self.node.possible and what.worth_a_place:
-            homes = self.node.homes(values, outs)
+            homes = self.node.homes(what, values, outs)
         mean = what.op is ReduceOp.MEAN
         header = struct.pack(f"<{len(weights)}d", *weights) if mean else b""
         if homes is not None:
-            self.node.compile(what)
+            self.node.compile(what, inside=True)
             placed = self.node.placed(homes)
             finish = functools.partial(self._in_place, what, placed, list(values))
             return _Way(placed.suffix, header, finish)
@@ -177,6 +180,9 @@ class Reducer(Reducing):
             riding = header + b"".join([wire.tobytes() for wire in wires])
             finish = functools.partial(self._rode, what, wires, len(header))
             return _Way("", riding, finish, small=True, meets=False)
+        if self.comm.size == 1:
+            finish = functools.partial(self._alone, what, values, weights, outs)
+            return _Way("", header, finish, meets=False)
         if not self.node.possible:
             wires = what.wires(values, weights, fresh=weigh)
             sent = messages(what.op, wires, self.comm.size)
@@ -186,9 +192,24 @@ class Reducer(Reducing):
             values = what.wires(values, weights, fresh=False)
         self.node.compile(what)
         packed = self.node.prepare(what, values)
-        results = results_for(what, values, outs)
+        results = results_for(what, values, outs, self.lockstep.session.pool)
         finish = functools.partial(self._packed, what, packed, values, weights, weigh, results)
         return _Way("", header, finish, meets=packed.side is None)
+
+    def _alone(
+        self,
+        what: Folding,
+        values: Sequence[Array],
+        weights: Sequence[float],
+        outs: Sequence[Array] | None,
+        scales: Scales,
+        _: list[bytes],
+    ) -> list[Array]:
+        if scales.table is None and (scales.divisors is None or set(scales.divisors) == {1}):
+            dtypes = [form.result for form in what.forms]
+            return of_one(values, outs, dtypes, self.lockstep.session.pool)
+        # Sums over several examples; or all weights are 0, and the mean is none.
+        return what.results(what.wires(values, weights, fresh=True), scales.divisors)
 
     def _in_place(
         self, what: Folding, placed: Placed, values: list[Array], scales: Scales, _: list[bytes]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 from numpy.lib import array_utils
@@ -12,8 +12,9 @@ from numpy.lib import array_utils
 from mpistrat.arrays import Array
 from mpistrat.collectives.folding import Folding
 from mpistrat.collectives.packs import Pack
+from mpistrat.memory.pool import Pool
 
-__all__ = ["Results", "results_for"]
+__all__ = ["Results", "of_one", "results_for"]
 
 # Smaller leaves of a pack come back in one piece of memory, since to allocate each costs as much
 # as to copy it. A larger one has its own, so that keeping one keeps nothing else.
@@ -105,8 +106,10 @@ def _together(what: Folding, pack: Pack, arrays: list[Array | None]) -> list[_Co
     return copies
 
 
-def results_for(what: Folding, values: Sequence[Array], outs: Sequence[Array] | None) -> Results:
-    """Return where results go: to `outs` where they are, else to new memory."""
+def results_for(
+    what: Folding, values: Sequence[Array], outs: Sequence[Array] | None, pool: Pool
+) -> Results:
+    """Return where results go: to `outs` where they are, else to memory of the pool."""
     if outs is not None and len(what.packs) > 1 and _tangled(values, outs):
         outs = None  # the caller copies them, when all values have been read
     arrays: list[Array | None] = [None] * len(what.forms)
@@ -118,7 +121,7 @@ def results_for(what: Folding, values: Sequence[Array], outs: Sequence[Array] | 
         copies = [_together(what, pack, arrays) for pack in what.packs]
     done = {leaf for leaf, array in enumerate(arrays) if array is not None and outs is None}
     whole = [
-        np.empty(what.shapes[leaf], form.result) if array is None else array
+        pool.empty(what.shapes[leaf], form.result) if array is None else array
         for leaf, (array, form) in enumerate(zip(arrays, what.forms, strict=True))
     ]
     for pack, found in zip(what.packs, copies, strict=True):
@@ -127,3 +130,32 @@ def results_for(what: Folding, values: Sequence[Array], outs: Sequence[Array] | 
                 to = whole[leaf].reshape(-1)[start:stop]
                 found.append(_Copy(column, column + stop - start, to))
     return Results(whole, copies)
+
+
+def of_one(
+    values: Sequence[Array],
+    outs: Sequence[Array] | None,
+    dtypes: Sequence[np.dtype[Any]],
+    pool: Pool,
+) -> list[Array]:
+    """Return the results of a fold over one rank: its values, in `outs` or as fresh arrays.
+
+    Args:
+      values: The leaves.
+      outs: Where they go; each of its result's dtype. A leaf that is its own `out` stays as it is.
+      dtypes: Of the results.
+      pool: Where memory for fresh ones comes from.
+
+    Cost: one copy; nothing in place.
+    """
+    if outs is None or _tangled(values, outs):
+        copies = [pool.empty(v.shape, d) for v, d in zip(values, dtypes, strict=True)]
+        for copy, value in zip(copies, values, strict=True):
+            copy[...] = value
+        values = copies
+    if outs is None:
+        return list(values)
+    for out, value in zip(outs, values, strict=True):
+        if out is not value:
+            out[...] = value
+    return list(outs)

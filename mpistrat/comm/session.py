@@ -21,6 +21,7 @@ from mpistrat.comm.loopback import LoopbackComm
 from mpistrat.comm.mpi import MPIComm, is_communicator, library
 from mpistrat.errors import StrategyError
 from mpistrat.kernels.threads import Team
+from mpistrat.memory.pool import Pool
 from mpistrat.options import Options
 
 __all__ = ["Interrupted", "RunState", "Session", "StatusBoard", "Unproved", "Unwatched"]
@@ -193,6 +194,7 @@ class Session:
       holders: All variables by the identity of their array, as long as they live.
       groups: Parts of the communicator, by what they are for; each has a ``free``.
       compiled: The dtypes whose folds some call has had compiled; equal on all ranks.
+      pool: Memory for large results.
       team: The threads of the kernels; None if this rank has but one.
     """
 
@@ -224,6 +226,7 @@ class Session:
         self.copies: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self.holders: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self.groups: dict[object, Any] = {}
+        self.pool = Pool()
         self.compiled: set[Any] = set()
         self.team: Team | None = None
         self._owner: int | None = threading.get_ident() if owned else None

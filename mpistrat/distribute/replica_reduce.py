@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +15,8 @@ from mpistrat.collectives.folding import SMALL, Folding, put
 from mpistrat.collectives.forms import form
 from mpistrat.collectives.part import Part
 from mpistrat.collectives.planned import Plan, SharedPlan
-from mpistrat.collectives.plans import Request, Sketch, request
+from mpistrat.collectives.plans import InPlace, Request, Sketch, request
+from mpistrat.collectives.results import of_one
 from mpistrat.collectives.texts import described
 from mpistrat.distribute import sparse
 from mpistrat.distribute.naming import named
@@ -27,6 +29,8 @@ from mpistrat.errors import LeafTypeError, StructureError
 from mpistrat.kernels.ops import ReduceOp
 
 __all__ = ["Call", "all_reduce", "fit", "places", "prepared", "reduce_in_replica", "takes"]
+
+_writeable = operator.attrgetter("flags.writeable")
 
 
 class Call(NamedTuple):
@@ -137,18 +141,23 @@ def all_reduce(parts: Parts, reduce_op: Any, value: Any, weight: Any, out: Any) 
         if plan is not None and asked is not None:
             return asked.tree(plan.all(asked.leaves))
     if parts.view is ALONE:
-        return _of_one(reduce_op, value, weight, out)
+        return _of_one(parts, reduce_op, value, weight, out)
     return reduce_in_replica(parts, asked, reduce_op, value, weight, out)
 
 
-def _of_one(reduce_op: Any, value: Any, weight: Any, out: Any) -> Any:
+def _of_one(parts: Parts, reduce_op: Any, value: Any, weight: Any, out: Any) -> Any:
     call = prepared(reduce_op, value, weight)
     outs = places(out, call.structure, call.parts)
-    alone = [_alone(call.op, part) for part in call.parts]
     if outs is None:
+        alone = [_alone(call.op, part) for part in call.parts]
         return nest.unflatten(call.structure, list(map(finish, alone, call.leaves)))
-    for place, result in zip(outs, alone, strict=True):
-        place[...] = result
+    dense = [part for part in call.parts if isinstance(part, Part)]  # all: the rest has no out
+    if call.op is ReduceOp.MEAN and call.weight == 0:
+        for place in outs:
+            place[...] = np.nan
+    else:
+        dtypes = [part.form.result for part in dense]
+        of_one([part.value for part in dense], outs, dtypes, parts.lockstep.session.pool)
     return out
 
 
@@ -165,6 +174,8 @@ def reduce_in_replica(
     parts: Parts, asked: Request | None, reduce_op: Any, value: Any, weight: Any, out: Any
 ) -> Any:
     """Fold `value` over the replicas; see `ReplicaContext.all_reduce`. Collective."""
+    if out is value and _once_more(parts, reduce_op, value, weight):
+        return out
     asked = asked or request(reduce_op, value)
     if asked is not None:
         plan = parts.plans.find(asked, weight is not None)
@@ -183,8 +194,7 @@ def reduce_in_replica(
         how = call.op.value if weight is None else f"{call.op.value} weighted"
         start = f"all_reduce({how}, {nest.describe(call.structure)})"
         dense = [part for part in call.parts if isinstance(part, Part)]
-        forms = [part.form for part in dense]
-        shapes = [part.value.shape for part in dense]
+        forms, shapes = [part.form for part in dense], [part.value.shape for part in dense]
         what = Folding(described(start, dense), call.op, forms, shapes)
         alarm = parts.reducer.alarm(start, dense)
     except Exception as error:
@@ -199,9 +209,11 @@ def reduce_in_replica(
     totals = parts.reducer.fold(what, values, [call.weight], weigh, outs, alarm)
     if asked is not None:
         parts.plans.learn(asked, what, dense, weigh)
-    if outs is not None:
-        return out
-    return nest.unflatten(call.structure, list(map(finish, totals, call.leaves)))
+    return (
+        out
+        if outs is not None
+        else nest.unflatten(call.structure, list(map(finish, totals, call.leaves)))
+    )
 
 
 def _room(
@@ -230,6 +242,14 @@ def _planned(
     return out
 
 
+def _once_more(parts: Parts, reduce_op: Any, value: Any, weight: Any) -> bool:
+    """Fold arrays of the arena where they lie, if the very same were folded last. Collective."""
+    known = parts.plans.again(reduce_op, weight is not None, value)
+    if known is not None:
+        _placed(parts, known, value, weight)
+    return known is not None
+
+
 def _in_place(parts: Parts, asked: Request, weight: Any) -> bool:
     """Fold leaves of the arena where they lie, if their like were folded before. Collective."""
     reduce_op, structure = asked.key[:2]
@@ -241,20 +261,26 @@ def _in_place(parts: Parts, asked: Request, weight: Any) -> bool:
             sketch = parts.plans.sketch(asked, weigh)
             if sketch is None or not sketch.what.worth_a_place:
                 return False
-            parts.plans.learn_in_place(key, sketch.what, asked.leaves)
+            parts.plans.learn_in_place(key, sketch.what, asked)
             known = parts.plans.in_place(key)
             if known is None:
                 return False
-        number = _weight(known.what.op, weight)
         if asked.key[2:] != known.specs:
             return False
-        for leaf in asked.leaves:
-            if not leaf.flags.writeable:
-                raise ValueError("out: a leaf is read-only, so the result cannot go there.")
     except Exception as error:
         parts.lockstep.refuse("all_reduce", error)
-    parts.reducer.fold_placed(known.what, known.placed, number, weigh, asked.leaves)
+    _placed(parts, known, asked.leaves, weight)
     return True
+
+
+def _placed(parts: Parts, known: InPlace, leaves: Sequence[Array], weight: Any) -> None:
+    try:
+        number = _weight(known.what.op, weight)
+        if not all(map(_writeable, leaves)):
+            raise ValueError("out: a leaf is read-only, so the result cannot go there.")
+    except Exception as error:
+        parts.lockstep.refuse("all_reduce", error)
+    parts.reducer.fold_placed(known.what, known.placed, number, weight is not None, list(leaves))
 
 
 def _again(parts: Parts, asked: Request, sketch: Sketch, weight: Any, out: Any) -> Any:

@@ -13,8 +13,9 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from mpistrat.kernels import jit
 from mpistrat.kernels.blocks import BLOCK, fold_blocks, sum_partly
+from mpistrat.kernels.loops import TILE, sum_rows
+from mpistrat.kernels.narrow import fold_narrow, is_narrow
 from mpistrat.kernels.scaling import factors_of
 from mpistrat.kernels.threads import Team
 
@@ -25,12 +26,10 @@ __all__ = [
     "fold_rows",
     "spread_rows",
     "sum_between",
-    "sum_rows",
 ]
 
 Array: TypeAlias = NDArray[Any]
 
-_TILE = 2048  # elements folded at once; of float64 16 KiB, half of a first-level cache
 # From here on a slice is worth a compiler, if none has run yet.
 _COMPILE = 1 << 18
 # A part of this many is worth a thread: it takes 0.1 ms, and to hand it over 0.02 to 0.04.
@@ -61,7 +60,7 @@ def fold_rows(
       fold: ``np.add``, ``np.multiply``, ``np.minimum`` or ``np.maximum``.
       rows: C-ordered matrix, one row for each rank.
       out: C-ordered matrix of the same dtype and number of columns, which may be `rows` itself, or
-        its first rows.
+        its first rows; of float16 and bfloat16, which are folded in float32, it is `rows`.
       start: The first column.
       stop: The column after the last.
       scales: What to multiply each row by; a row of 0 is never read. None for all ones.
@@ -89,6 +88,11 @@ def fold_rows(
     if _ones(scales):
         scales = None
     dtype = rows.dtype
+    if is_narrow(dtype):
+        table = None if scales is None else factors_of(scales, np.dtype(np.float32))
+        compiled = fold is np.add and (ready or compiles(fold, dtype, count))
+        fold_narrow(fold, rows, start, stop, table, divisor, compiled)
+        return
     plain = scales is None and divisor == 1.0
     compiled = (plain or dtype.kind == "f") and (ready or compiles(fold, dtype, count))
     inside = out is rows or np.may_share_memory(out, rows)
@@ -123,7 +127,7 @@ def _divided(team: Team, work: Callable[[int, int], None], start: int, stop: int
     whatever the number of threads.
     """
     columns = stop - start
-    team.run(lambda a, b: work(start + a, start + b), 0, columns, columns // _PART, _TILE)
+    team.run(lambda a, b: work(start + a, start + b), 0, columns, columns // _PART, TILE)
 
 
 def fold_pair(
@@ -188,13 +192,17 @@ def _ones(scales: Array | None) -> bool:
 
 def compiles(fold: Callable[..., Any], dtype: np.dtype[Any], columns: int) -> bool:
     """Tell whether folding so many columns of this dtype is worth a compiler."""
-    return fold is np.add and columns >= _COMPILE and dtype in _COMPILED
+    known = dtype in _COMPILED or is_narrow(dtype)
+    return fold is np.add and columns >= _COMPILE and known
 
 
 @functools.cache
 def _compiled_for(dtype: np.dtype[Any]) -> None:
     rows = np.zeros((2, 1), dtype)
-    sum_rows(rows, rows, 0, 1, np.ones(2, dtype), np.ones(1, dtype), 0, True)
+    if is_narrow(dtype):
+        fold_narrow(np.add, rows, 0, 1, None, 1.0, True)
+    else:
+        sum_rows(rows, rows, 0, 1, np.ones(2, dtype), np.ones(1, dtype), 0, True)
 
 
 def compile_for(dtype: np.dtype[Any], columns: int) -> None:
@@ -204,159 +212,6 @@ def compile_for(dtype: np.dtype[Any], columns: int) -> None:
     """
     if compiles(np.add, dtype, columns):
         _compiled_for(dtype)
-
-
-def _sum_rows_twin(
-    rows: Array,
-    out: Array,
-    start: int,
-    stop: int,
-    factors: Array,
-    divisor: Array,
-    shift: int,
-    inside: bool,
-) -> None:
-    given, into = rows[:, start:stop], out[:, start - shift : stop - shift]
-    scales = None if _ones(factors) else factors
-    fold_blocks(np.add, given, into, 0, stop - start, scales, float(divisor[0]), inside)
-
-
-@jit.helper
-def _scale(total: Array, factor: Any) -> None:
-    if factor == 0:
-        for i in range(total.size):
-            total[i] = 0
-    elif factor != 1:
-        for i in range(total.size):
-            total[i] *= factor
-
-
-@jit.helper
-def _add(row: Array, factor: Any, total: Array) -> None:
-    if factor == 0:
-        for i in range(row.size):
-            total[i] += 0
-    else:
-        for i in range(row.size):
-            total[i] += row[i] * factor
-
-
-@jit.helper
-def _divide(total: Array, by: Any) -> None:
-    if by != 1:
-        for i in range(total.size):
-            total[i] = total[i] / by
-
-
-@jit.helper
-def _sum_two(one: Array, two: Array, factors: Array, total: Array) -> None:
-    first, second = factors[0], factors[1]
-    for i in range(total.size):
-        total[i] = one[i] * first + two[i] * second
-
-
-@jit.helper
-def _add_both(one: Array, two: Array, factors: Array, by: Any) -> None:
-    # Both sums are written while both rows pass: in turns it takes twice as long (3.4, 8.4 ms).
-    first, second = factors[0], factors[1]
-    if by == 1:
-        for i in range(one.size):
-            total = one[i] * first + two[i] * second
-            one[i] = total
-            two[i] = total
-    else:
-        # What overflows is made from values scaled down, at once: they are gone afterwards. That
-        # takes no branch, so it is still vector code.
-        power = factors.dtype.type(0.25 if first == second == 1 else 1)
-        low_first, low_second, low_by = first * power, second * power, by * power
-        for i in range(one.size):
-            total = one[i] * first + two[i] * second
-            low = one[i] * low_first + two[i] * low_second
-            bad = total - total != 0
-            total = (low if bad else total) / (low_by if bad else by)
-            one[i] = total
-            two[i] = total
-
-
-@jit.helper
-def _rescue(rows: Array, low: int, factors: Array, by: Any, total: Array) -> None:
-    """Do as `scaling.rescue_rows`, if a total is not finite; each is made alike."""
-    bad = False
-    for i in range(total.size):
-        bad |= total[i] - total[i] != 0
-    if not bad:
-        return
-    size, power = 1, factors.dtype.type(1)
-    while size <= rows.shape[0] and (factors == 1).all():  # others are no more than 1 together
-        size, power = size * 2, power * factors.dtype.type(0.5)
-    for i in range(total.size):
-        if total[i] - total[i] == 0:
-            continue
-        found, most = power * 0, power * 0
-        for r in range(rows.shape[0]):
-            if factors[r] != 0:
-                value = rows[r, low + i]
-                found += value * (factors[r] * power)
-                most = max(most, abs(value))
-        found /= by * power
-        if np.isinf(found) and most - most == 0:
-            found = most if found > 0 else -most
-        total[i] = found
-
-
-@jit.kernel(_sum_rows_twin)
-def sum_rows(
-    rows: Array,
-    out: Array,
-    start: int,
-    stop: int,
-    factors: Array,
-    divisor: Array,
-    shift: int,
-    inside: bool,
-) -> None:
-    """Add columns `start` to `stop` of all rows, for loops that go on with the sums.
-
-    Args:
-      rows: C-ordered matrix of floats or integers, one row for each rank.
-      out: C-ordered matrix of the same dtype; column `c` of a sum goes to column ``c - shift``.
-      start: The first column.
-      stop: The column after the last.
-      factors: What to multiply each row by, in its dtype; a row of 0 is never read.
-      divisor: One number of the same dtype, by which sums are divided.
-      shift: The column of `rows` that is the first of `out`.
-      inside: Whether `out` is `rows`, or its first rows.
-    """
-    by, count = divisor[0], rows.shape[0]
-    mean = by != 0 and (by != 1 or (factors != 1).any())
-    # The values of a mean may be needed again, so it is made beside them.
-    room = np.empty(_TILE if mean and inside else 0, rows.dtype)
-    read = count > 1 and factors[0] != 0 and factors[1] != 0
-    both = read and inside and count == out.shape[0] == 2
-    for low in range(start, stop, _TILE):
-        high = min(low + _TILE, stop)
-        # Slices, not indices into the matrix, and no slice twice: only so are loops vector code.
-        if both:
-            _add_both(rows[0, low:high], rows[1, low:high], factors, by)
-            continue
-        total = room[: high - low] if room.size else out[0, low - shift : high - shift]
-        done = 1
-        if read and not inside:
-            _sum_two(rows[0, low:high], rows[1, low:high], factors, total)
-            done = 2
-        else:
-            if room.size or not inside:
-                total[:] = rows[0, low:high]
-            _scale(total, factors[0])
-        for r in range(done, count):
-            _add(rows[r, low:high], factors[r], total)
-        _divide(total, by)
-        if mean:
-            _rescue(rows, low, factors, by, total)
-        for r in range(0 if room.size else 1, out.shape[0]):
-            place = out[r, low - shift : high - shift]
-            for i in range(high - low):
-                place[i] = total[i]
 
 
 def spread_rows(rows: Array, source: int, start: int, stop: int, team: Team | None = None) -> None:

@@ -35,7 +35,7 @@ from typing import Any, Generic, ParamSpec, TypeVar, final
 
 from mpistrat import options
 
-__all__ = ["Kernel", "compiling", "driver", "helper", "kernel"]
+__all__ = ["Kernel", "cast", "compiling", "converts_halves", "driver", "helper", "kernel"]
 
 # Division by zero gives infinity or NaN, as in the twins, and does not raise.
 _LIKE_NUMPY = {"nogil": True, "error_model": "numpy"}
@@ -52,8 +52,14 @@ class Kernel(Generic[P, R]):
       twin: The NumPy function of the same arguments and the same meaning.
     """
 
-    def __init__(self, function: Callable[P, R], twin: Callable[P, R]):
+    def __init__(
+        self,
+        function: Callable[P, R],
+        twin: Callable[P, R],
+        compiler: Callable[[Callable[P, R]], Callable[P, R]] | None = None,
+    ):
         """Keep both forms; nothing is compiled, and Numba is not imported."""
+        self._compiler = compiler or _compile
         functools.update_wrapper(self, function)
         self.twin = twin
         self._function = function
@@ -83,7 +89,7 @@ class Kernel(Generic[P, R]):
         """
         with self._lock:
             if self._compiled is None:
-                self._compiled = _compile(self._function)
+                self._compiled = self._compiler(self._function)
             return self._compiled
 
 
@@ -162,6 +168,59 @@ def driver(function: Callable[P, R], **kernels: Kernel[..., Any]) -> Kernel[P, R
         return plain()(*args, **kwargs)  # type: ignore[no-any-return]  # the same function
 
     return Kernel(form, twin)
+
+
+# What LLVM calls a conversion, of an argument of the one type to the other, as Numba names types.
+_CASTS = {
+    "float_of_bits": ("uint32", "float32"),
+    "bits_of_float": ("float32", "uint32"),
+    "float_of_half": ("uint16", "float32"),
+    "half_of_float": ("float32", "uint16"),
+}
+
+
+def cast(function: Callable[[Any], Any]) -> Kernel[[Any], Any]:
+    """Turn a function that is named in `_CASTS` into one instruction of the processor in kernels.
+
+    A half travels as its 16 bits: Numba has no such type. LLVM rounds to the nearest, ties to even.
+
+    Args:
+      function: Does the same in NumPy.
+    """
+    return Kernel(function, function, _cast)
+
+
+def _cast(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    numba, name = _numba(), function.__name__
+    ir, types = importlib.import_module("llvmlite.ir"), numba.types
+    source, target = (getattr(types, kind) for kind in _CASTS[name])
+
+    def convert(builder: Any, value: Any) -> Any:
+        if name == "float_of_half":
+            return builder.fpext(builder.bitcast(value, ir.HalfType()), ir.FloatType())
+        if name == "half_of_float":
+            return builder.bitcast(builder.fptrunc(value, ir.HalfType()), ir.IntType(16))
+        return builder.bitcast(value, ir.FloatType() if target == types.float32 else ir.IntType(32))
+
+    def instruction(context: Any, value: Any) -> Any:
+        return target(source), lambda _, builder, __, values: convert(builder, values[0])
+
+    made = importlib.import_module("numba.extending").intrinsic(instruction)
+    found = numba.njit(**_LIKE_NUMPY)(lambda value: made(value))
+    return found  # type: ignore[no-any-return]  # untyped import
+
+
+@functools.cache
+def converts_halves() -> bool:
+    """Tell whether this processor converts between float16 and float32 by itself.
+
+    One without (x86 before F16C, of 2012) would call a function for each number, which takes longer
+    than NumPy's own.
+    """
+    binding = importlib.import_module("llvmlite.binding")
+    if not binding.get_process_triple().startswith(("x86", "i386", "i686")):
+        return binding.get_process_triple().startswith(("aarch64", "arm64"))  # type: ignore[no-any-return]
+    return bool(binding.get_host_cpu_features().get("f16c", False))
 
 
 def _renamed(function: Any, names: dict[str, Any]) -> Any:

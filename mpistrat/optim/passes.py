@@ -49,7 +49,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpistrat.kernels import jit
-from mpistrat.kernels.fold import sum_rows
+from mpistrat.kernels.loops import sum_rows
 from mpistrat.optim.blocks import LANES, add, average, clip, finite, scale, sum_squares
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -181,3 +182,19 @@ def test_what_a_rank_writes_next_does_not_reach_who_is_late(strategy):
 
     buffers = strategy.buffers([np.empty(257)])
     assert strategy.run(fn).local
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_buffers_of_16_bits_are_added_in_float32(strategy, op, dtype):
+    comm = strategy.parts.lockstep.comm
+    narrow = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    rng = [np.random.default_rng(rank) for rank in range(comm.size)]
+    every = [r.standard_normal(300_000).astype(np.float32).astype(narrow) for r in rng]
+    total = functools.reduce(np.add, [values.astype(np.float32) for values in every])
+    want = (total / np.float32(comm.size if op == "mean" else 1)).astype(narrow)
+    given = strategy.gradient_buffers(every[:1])
+    for _ in range(2):
+        given[0][:] = every[comm.rank]
+        strategy.run(lambda: ms.get_replica_context().all_reduce(op, given, out=given))
+        assert bits(given) == bits([want])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -220,3 +222,47 @@ def test_nothing_gives_nothing(tree):
         return ms.MirroredStrategy().run(lambda: ms.get_replica_context().all_reduce("SUM", tree))
 
     assert run_ranks(rank, 2) == [tree, tree]
+
+
+@pytest.mark.parametrize("kind", [ms.MirroredStrategy, ms.OneDeviceStrategy])
+@pytest.mark.parametrize(
+    ("op", "given"),
+    [("mean", {}), ("mean", {"weight": 0.3}), ("sum", {}), ("max", {})],
+)
+def test_one_rank_has_nothing_to_reduce(kind, op, given):
+    """In place and into other arrays no memory is made; fresh results are one copy."""
+    strategy = kind("/cpu:0") if kind is ms.OneDeviceStrategy else kind()
+    x = [np.random.default_rng(size).standard_normal(size) for size in (200_000, 50_000, 3)]
+    wanted = [array.copy() for array in x]
+    nbytes = sum(array.nbytes for array in x)
+
+    def peak(*args, **kwargs):
+        tracemalloc.start()
+        found = ms.get_replica_context().all_reduce(op, *args, **kwargs, **given)
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        np.testing.assert_equal(found, wanted)
+        return most / nbytes, found
+
+    def fn():
+        for _ in range(3):  # found out, then remembered
+            outs = [np.zeros_like(array) for array in x]
+            assert peak(x, out=x)[0] < 0.1
+            assert peak(x, out=outs)[0] < 0.1
+            most, fresh = peak(x)
+            assert most < 1.1
+            assert all(f.flags.writeable for f in fresh)
+            assert not any(np.shares_memory(f, v) for f in fresh for v in x)
+
+    strategy.run(fn)
+
+
+@pytest.mark.parametrize("kind", [ms.MirroredStrategy, ms.OneDeviceStrategy])
+def test_one_rank_reads_all_before_it_writes_over_it(kind):
+    strategy = kind("/cpu:0") if kind is ms.OneDeviceStrategy else kind()
+    line = np.arange(30_000.0)
+    one, two, rest = line[:20_000], line[10_000:30_000], np.arange(20_000.0)
+    outs = [two, rest]
+    strategy.run(lambda: ms.get_replica_context().all_reduce("sum", [one, two], out=outs))
+    np.testing.assert_array_equal(two, np.arange(20_000.0))
+    np.testing.assert_array_equal(rest, np.arange(10_000.0, 30_000.0))

@@ -1,0 +1,174 @@
+"""Folds of float16 and bfloat16: read narrow, added in float32 in rank order, rounded once.
+
+Numbers are widened in registers, tile by tile, so what passes through memory is half of what
+float32 takes. bfloat16 is the upper half of a float32: shifts of integers, and an addition that
+rounds to the nearest, ties to even; a NaN becomes that of ``ml_dtypes``. float16 goes by the
+processor's own instruction (F16C on x86, every 64-bit Arm). Where there is none, as where Numba is
+not, it goes by NumPy, whose casts take some ten times as long; the bits are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpistrat.kernels import jit
+from mpistrat.kernels.blocks import BLOCK, fold_blocks
+from mpistrat.kernels.loops import TILE, add_up, average, make_anew
+
+if TYPE_CHECKING:
+    widen: Any = None  # which of the two it is, put in by `jit.driver`
+    narrow: Any = None
+    both_rows: Any = None
+    widen_row: Any = None
+    narrow_row: Any = None
+
+__all__ = ["fold_narrow", "is_narrow"]
+
+Array: TypeAlias = NDArray[Any]
+
+_WIDE = np.dtype(np.float32)
+
+
+def is_narrow(dtype: np.dtype[Any]) -> bool:
+    """Tell whether numbers of that dtype are added in float32: float16 and bfloat16."""
+    return dtype.itemsize == 2 and (dtype.kind == "f" or dtype.name == "bfloat16")
+
+
+@jit.cast
+def float_of_bits(bits: Any) -> Any:
+    """Return the float32 of these 32 bits."""
+    return bits.view(np.float32)
+
+
+@jit.cast
+def bits_of_float(value: Any) -> Any:
+    """Return the 32 bits of a float32."""
+    return value.view(np.uint32)
+
+
+@jit.cast
+def float_of_half(bits: Any) -> Any:
+    """Return the float32 of the 16 bits of a half."""
+    return np.float32(bits.view(np.float16))
+
+
+@jit.cast
+def half_of_float(value: Any) -> Any:
+    """Return the 16 bits of the half that is nearest."""
+    return np.float16(value).view(np.uint16)
+
+
+@jit.helper
+def _widen_bfloat16(bits: Any) -> Any:
+    return float_of_bits(np.uint32(np.uint32(bits) << np.uint32(16)))
+
+
+@jit.helper
+def _narrow_bfloat16(value: Any) -> Any:
+    bits = bits_of_float(value)
+    high = np.uint32(bits >> np.uint32(16))
+    even = np.uint32(high & np.uint32(1))
+    rounded = np.uint32(np.uint32(bits + np.uint32(0x7FFF)) + even) >> np.uint32(16)
+    missing = np.uint32(np.uint32(high & np.uint32(0x8000)) | np.uint32(0x7FC0))
+    return np.uint16(missing if value != value else rounded)
+
+
+def _both(one: Array, two: Array, part: Any) -> None:
+    """Put the sum of two rows, or half of it, into both."""
+    # Halves of narrow numbers are exact in float32, and their sum does not overflow.
+    for i in range(one.size):
+        found = narrow(widen(one[i]) * part + widen(two[i]) * part)
+        one[i] = found
+        two[i] = found
+
+
+def _widen_row(row: Array, wide: Array) -> None:
+    for i in range(row.size):
+        wide[i] = widen(row[i])
+
+
+def _narrow_row(wide: Array, row: Array) -> None:
+    for i in range(row.size):
+        row[i] = narrow(wide[i])
+
+
+def _sum_tiles(rows: Array, start: int, stop: int, factors: Array, divisor: Array) -> None:
+    """Do as `mpistrat.kernels.loops.sum_rows`, of the bits of narrow numbers, into all rows."""
+    by, count = divisor[0], rows.shape[0]
+    ones = (factors == 1).all()
+    mean = by != 0 and (by != 1 or not ones)
+    wide, total = np.empty((count, TILE), np.float32), np.empty(TILE, np.float32)
+    both = count == 2 and ones and (by == 1 or by == 2)
+    part = np.float32(1) / by
+    for low in range(start, stop, TILE):
+        high = min(low + TILE, stop)
+        size = high - low
+        if both:
+            both_rows(rows[0, low:high], rows[1, low:high], part)
+            continue
+        for r in range(count):
+            if factors[r] != 0:
+                widen_row(rows[r, low:high], wide[r, :size])
+        if mean:
+            if average(wide, 0, size, factors, by, total[:size]):
+                make_anew(wide, 0, factors, by, total[:size])
+        else:
+            add_up(wide, 0, size, factors, False, total[:size])
+            if by != 1:
+                total[:size] /= by
+        narrow_row(total[:size], rows[0, low:high])
+        for r in range(1, count):
+            rows[r, low:high] = rows[0, low:high]
+
+
+def _loop(widen: jit.Kernel[..., Any], narrow: jit.Kernel[..., Any]) -> jit.Kernel[..., None]:
+    return jit.driver(
+        _sum_tiles,
+        both_rows=jit.driver(_both, widen=widen, narrow=narrow),
+        widen_row=jit.driver(_widen_row, widen=widen),
+        narrow_row=jit.driver(_narrow_row, narrow=narrow),
+    )
+
+
+_of_halves = _loop(float_of_half, half_of_float)
+_of_bfloat16 = _loop(_widen_bfloat16, _narrow_bfloat16)
+
+
+def fold_narrow(
+    fold: Callable[..., Any],
+    rows: Array,
+    start: int,
+    stop: int,
+    scales: Array | None,
+    divisor: float,
+    compiled: bool,
+) -> None:
+    """Fold columns of all rows into all rows; see `mpistrat.kernels.fold.fold_rows`.
+
+    Args:
+      fold: As there.
+      rows: As there, of float16 or bfloat16.
+      start: As there.
+      stop: As there.
+      scales: What to multiply each row by, in float32; None for all ones.
+      divisor: As there.
+      compiled: By the loop, if there is one for this dtype on this processor.
+    """
+    half = rows.dtype.kind == "f"
+    if compiled and jit.compiling() and (not half or jit.converts_halves()):
+        factors = np.ones(len(rows), _WIDE) if scales is None else scales
+        bits = rows.view(np.uint16)
+        loop = _of_halves if half else _of_bfloat16
+        loop(bits, start, stop, factors, np.array([divisor], _WIDE))
+        return
+    total = np.empty((1, min(BLOCK, stop - start)), _WIDE)
+    for low in range(start, stop, BLOCK):
+        high = min(low + BLOCK, stop)
+        with np.errstate(all="ignore"):
+            wide = rows[:, low:high].astype(_WIDE)
+            fold_blocks(fold, wide, total, 0, high - low, scales, divisor)
+            rows[:, low:high] = total[:, : high - low].astype(rows.dtype)

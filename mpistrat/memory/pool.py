@@ -1,0 +1,94 @@
+"""Memory of large results, used again once nobody can see it.
+
+To give memory back to the system and to take it again costs as much as to fill it. So what has held
+a result is kept for the next one of its size. A result is a view of a `_Lease`, which everything
+that looks at its memory keeps alive: views, memoryviews, DLPack consumers, `ctypes` pointers. When
+that is gone, so are they.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import Any, final
+
+import numpy as np
+
+from mpistrat.arrays import Array
+
+__all__ = ["LEAST", "Pool"]
+
+# What is smaller comes from memory that the C library keeps for itself.
+LEAST = 1 << 20
+# What no result has needed for so many calls is given back.
+_TURNS = 16
+
+
+@final
+class _Lease:
+    """Memory that somebody may look at; goes back to its pool with the last who does."""
+
+    __slots__ = ("__weakref__", "_back", "_room")
+
+    def __init__(self, room: Array, back: deque[Array]):
+        self._room, self._back = room, back
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        return self._room.__array_interface__
+
+    def __del__(self) -> None:
+        self._back.append(self._room)  # in any thread, in the midst of anything
+
+
+@final
+class Pool:
+    """Memory for the large results of one session.
+
+    The thread of the session calls it; whoever drops a result only leaves a note.
+
+    Attributes:
+      kept: How many bytes wait to be used again.
+    """
+
+    def __init__(self) -> None:
+        """Keep nothing yet."""
+        self._waiting: list[tuple[int, Array]] = []  # the oldest first, and since which turn
+        self._back: deque[Array] = deque()  # what has just come back
+        self._turn = self._out = self._most = self.kept = 0
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Return a writable array of any contents, as ``np.empty`` does."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        if nbytes < LEAST:
+            return np.empty(shape, dtype)
+        self._gather()
+        fits = [i for i, (_, room) in enumerate(self._waiting) if room.nbytes == nbytes]
+        room = self._drop(fits[-1]) if fits else None
+        self._out += nbytes
+        self._most = max(self._most, self._out)
+        while self._waiting and self._out + self.kept > self._most:
+            self._drop(0)
+        if room is None:
+            room = np.empty(nbytes, np.uint8)
+        return np.asarray(_Lease(room, self._back)).view(dtype).reshape(shape)
+
+    def turn(self) -> None:
+        """Begin a call that reduces; give back to the system what none has needed for long."""
+        self._turn += 1
+        if self._back or self._waiting:
+            self._gather()
+            while self._waiting and self._waiting[0][0] < self._turn - _TURNS:
+                self._drop(0)
+
+    def _gather(self) -> None:
+        while self._back:
+            room = self._back.popleft()
+            self._waiting.append((self._turn, room))
+            self._out -= room.nbytes
+            self.kept += room.nbytes
+
+    def _drop(self, index: int) -> Array:
+        _, room = self._waiting.pop(index)
+        self.kept -= room.nbytes
+        return room
