@@ -240,7 +240,8 @@ class Strategy(StrategyBase):
         Returns:
           The same tree of NumPy arrays and scalars, with the same bits on every rank. dtypes are
           kept, except that MEAN of integers is float64 (float32 for 8 and 16 bits). A mean of
-          nothing is NaN.
+          nothing is NaN, and so is one of sums over `axis` that overflow with both signs on
+          several replicas.
 
         Raises:
           ContextError: Called in replica code.
