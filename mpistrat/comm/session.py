@@ -179,8 +179,8 @@ class Session:
       exit_code: What the ranks agreed to leave with, once one has left.
       unproved: Small writes that the next handshake will show to be alike on all ranks, or undo.
       variables: How many variables have been created; equal on all ranks.
-      strays: Where ranks had other initial values than replica 0: the rank, whose value, and its
-        digest, with the number of the variable; equal on all ranks.
+      initial_values_that_differ: By rank and kind of variable, by replica 0's initial value: that
+        of the rank, and the number of the variable; equal on all ranks.
       on_fn: Called on the way into the function of a ``run``; for tests of faults.
       on_moved: Called with the results of an all-reduce that moved more than its proof; for tests
         of faults.
@@ -213,7 +213,7 @@ class Session:
         self.exit_code = 0
         self.unproved: list[Unproved] = []
         self.variables = 0
-        self.strays: dict[tuple[int, str, bytes], int] = {}
+        self.initial_values_that_differ: dict[tuple[int, str], dict[bytes, tuple[bytes, int]]] = {}
         self.datasets = 0
         self.on_fn: Callable[[], None] | None = None
         self.on_moved: Callable[[list[Any]], None] | None = None

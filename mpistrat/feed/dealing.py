@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from mpistrat.arrays import contents_digest
+from mpistrat.arrays import digest
 from mpistrat.errors import DataError, OutOfRangeError
 from mpistrat.feed.dataset import Dataset
 from mpistrat.feed.pieces import Piece
@@ -21,7 +21,7 @@ from mpistrat.feed.rebatch import rejoined, shares
 
 __all__ = ["UNSEEN", "Deal", "Part", "Parts", "Place", "calls", "own", "policy_deal", "turns"]
 
-UNSEEN = bytes(8)
+UNSEEN = bytes(16)
 
 
 class Part(NamedTuple):
@@ -62,7 +62,7 @@ class Place(NamedTuple):
         if not self.every or step % self.every:
             return UNSEEN
         arrays = itertools.chain.from_iterable(piece.alike(made) for piece in pieces)
-        return contents_digest(arrays)
+        return digest(arrays)
 
 
 class Deal(NamedTuple):
