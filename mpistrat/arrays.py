@@ -111,11 +111,10 @@ def as_dtype(given: Any, what: str = "") -> np.dtype[Any]:
     try:
         found: np.dtype[Any] = np.dtype(given)
     except (TypeError, ValueError, SyntaxError):  # as of "f4,", which it takes for a list
-        told = "; import ml_dtypes, and give ml_dtypes.bfloat16"
-        told = told if isinstance(given, str) and given == "bfloat16" else ", such as np.float32"
-        before = f"{what}: " if what else ""
-        text = f"{before}wanted a dtype, got {given!r:.60}{told}."
-        raise LeafTypeError(text) from None
+        text = f"{given!r:.60} is not a dtype; give one such as np.float32."
+        if isinstance(given, str) and given == "bfloat16":
+            text = "wanted a dtype, got 'bfloat16'; import ml_dtypes, and give ml_dtypes.bfloat16."
+        raise LeafTypeError(f"{what}: {text}" if what else text) from None
     return found
 
 

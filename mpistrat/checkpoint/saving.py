@@ -41,7 +41,7 @@ def specs(mine: Mapping[str, Variable]) -> str:
     """Return a text that is equal on all ranks exactly if their variables are alike."""
     text = "; ".join(f"{name} {variable.spec()}" for name, variable in mine.items())
     if len(text) > _SHOWN:
-        digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest()
         text = f"{text[:_SHOWN]}... {digest}"
     return f"{len(mine)} variables: {text}"
 

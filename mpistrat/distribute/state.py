@@ -9,7 +9,7 @@ import numpy as np
 import xxhash
 
 from mpistrat import nest
-from mpistrat.arrays import Array, as_array, bits, digest, finish, label, spec_text
+from mpistrat.arrays import Array, as_array, bits, digest, finish, is_scalar, label, spec_text
 from mpistrat.collectives.blame import ranks_text
 from mpistrat.collectives.bucket import ALONE
 from mpistrat.collectives.lockstep import Lockstep
@@ -211,6 +211,8 @@ def _difference(lockstep: Lockstep, state: _State, digests: bytes) -> Divergence
     (theirs, their_bits), (zero, zero_bits) = texts[odd[0]], texts[0]
     if theirs == zero:
         theirs, zero = f"{theirs} (bits {their_bits})", f"{zero} (bits {zero_bits})"
+    pairs = zip(state.values, map(select, state.leaves), strict=True)
+    writable = all(isinstance(value, np.ndarray) and not is_scalar(leaf) for value, leaf in pairs)
     names = [label(path) for path in state.paths]
     others = f" Of {len(names)} leaves {len(bad)} differ." if len(bad) > 1 else ""
     return DivergenceError(
@@ -218,7 +220,8 @@ def _difference(lockstep: Lockstep, state: _State, digests: bytes) -> Divergence
         f"{ranks[odd[0]]}, {zero} on rank {ranks[0]}. In it, {ranks_text([ranks[i] for i in odd])} "
         f"{'differs' if len(odd) == 1 else 'differ'} from rank {ranks[0]} (this is rank "
         f"{ranks[lockstep.comm.rank]} of {len(ranks)}).{others}\n  To begin alike, give all "
-        "replica 0's: strategy.broadcast(tree, out=tree)."
+        f"replica 0's: {'' if writable else 'tree = '}strategy.broadcast(tree"
+        f"{', out=tree' if writable else ''})."
     )
 
 

@@ -13,7 +13,7 @@ from mpistrat.distribute import feeding, reductions
 from mpistrat.distribute.arguments import check_function, check_long_operation
 from mpistrat.distribute.buffers import make_buffers
 from mpistrat.distribute.context import ReplicaContext, gather_leaves
-from mpistrat.distribute.default import chosen, default_strategy
+from mpistrat.distribute.default import chosen, default_strategy, refuse_unchosen
 from mpistrat.distribute.extended import StrategyExtended
 from mpistrat.distribute.inputs import (
     InputContext,
@@ -173,6 +173,13 @@ class Strategy:
     def _cross(self, name: str, instead: str) -> Any:
         return cross_replica(self, f"Strategy.{name}()", instead)
 
+    def _moving(self, name: str, instead: str) -> Any:
+        """Enter cross-replica code, where each rank of a job has given its own value."""
+        context = self._cross(name, instead)
+        if self is default_strategy():
+            refuse_unchosen(f"Strategy.{name}()")
+        return context
+
     def run(
         self,
         fn: Callable[..., Any],
@@ -296,7 +303,7 @@ class Strategy:
           >>> ms.OneDeviceStrategy("cpu").all_reduce("MEAN", {"loss": 0.5}, weight=32)
           {'loss': np.float64(0.5)}
         """
-        with self._cross("all_reduce", "get_replica_context().all_reduce(...)"):
+        with self._moving("all_reduce", "get_replica_context().all_reduce(...)"):
             with self.parts.lockstep.preparing("all_reduce"):
                 self.parts.regroup.check("all_reduce", nest.flatten(value)[0])
             replica = ReplicaContext(self, self.rank)
@@ -340,7 +347,7 @@ class Strategy:
           >>> ms.OneDeviceStrategy("cpu").broadcast(weights)
           {'w': array([1., 1.]), 'step': 3}
         """
-        with self._cross("broadcast", "it before run()"):
+        with self._moving("broadcast", "it before run()"):
             return broadcast_state(self.parts, tree, out)
 
     def check_same(self, tree: Any) -> None:
@@ -369,7 +376,7 @@ class Strategy:
           >>> import mpistrat as ms, numpy as np
           >>> ms.MirroredStrategy().check_same({"w": np.ones(2), "step": 3})
         """
-        with self._cross("check_same", "it after run()"):
+        with self._moving("check_same", "it after run()"):
             check_same(self.parts, tree)
 
     def gather(self, value: Any, axis: int) -> Any:

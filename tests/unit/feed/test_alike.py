@@ -124,6 +124,7 @@ def test_another_number_of_rows_on_one_rank_is_found_at_its_step(what, fn, count
 def test_other_contents_of_equal_size_are_found_at_the_first_step(what, n):
     for text, total in run_ranks(first(lambda odd: CONTENTS[what](odd, other)), n):
         assert "contents of a batch" in text
+        assert "rowwise=True, or MPISTRAT_CHECK_EVERY=0" in text
         groups = re.findall(r"\n  (ranks? [^:]*): contents", text)
         assert groups == [
             "rank 0" if n == 2 else f"ranks 0{'-' if n > 3 else ', '}{n - 2}",
