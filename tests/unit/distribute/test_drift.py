@@ -310,3 +310,24 @@ def test_results_are_fresh_and_checked_in_every_strategy(make):
                 s.run(lambda b=bad: ctx().all_reduce("SUM", b))
 
     run_ranks(rank, 1)
+
+
+def test_looking_at_initial_values_is_no_further_exchange(monkeypatch):
+    def rank(comm):
+        s = ms.MirroredStrategy()
+        with s.scope():
+            ms.Variable(np.zeros(4))
+            calls, inner = [], s.parts.lockstep.session.comm
+
+            def count(name):
+                real = getattr(inner, name)
+                monkeypatch.setattr(
+                    inner, name, lambda *a, **k: (calls.append(name), real(*a, **k))[1]
+                )
+
+            for name in ("allgather", "allgatherv", "allreduce", "bcast"):
+                count(name)
+            ms.Variable(np.full(4, comm.rank + 0.5))
+        return [name for name in calls if name != "bcast"]  # which moves the value
+
+    assert run_ranks(rank, 2) == [["allgather"]] * 2
