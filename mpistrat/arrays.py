@@ -21,8 +21,8 @@ __all__ = [
     "Array",
     "as_array",
     "as_dtype",
-    "canonical",
-    "contents_digest",
+    "bits",
+    "digest",
     "dtype_name",
     "finish",
     "is_bfloat16",
@@ -35,6 +35,8 @@ __all__ = [
 Array = npt.NDArray[Any]
 
 _TRAVELS = frozenset("biufc")
+# Of x87's numbers of 80 bits the rest is padding.
+_LONG = 10 if np.finfo(np.longdouble).nmant == 63 else np.dtype(np.longdouble).itemsize
 _FOREIGN = 256  # NPY_USERDEF: type numbers from here on are not NumPy's own
 
 
@@ -109,11 +111,10 @@ def as_dtype(given: Any, what: str = "") -> np.dtype[Any]:
     try:
         found: np.dtype[Any] = np.dtype(given)
     except (TypeError, ValueError, SyntaxError):  # as of "f4,", which it takes for a list
-        told = "; import ml_dtypes, and give ml_dtypes.bfloat16"
-        told = told if isinstance(given, str) and given == "bfloat16" else ", such as np.float32"
-        before = f"{what}: " if what else ""
-        text = f"{before}wanted a dtype, got {given!r:.60}{told}."
-        raise LeafTypeError(text) from None
+        text = f"{given!r:.60} is not a dtype; give one such as np.float32."
+        if isinstance(given, str) and given == "bfloat16":
+            text = "wanted a dtype, got 'bfloat16'; import ml_dtypes, and give ml_dtypes.bfloat16."
+        raise LeafTypeError(f"{what}: {text}" if what else text) from None
     return found
 
 
@@ -158,9 +159,10 @@ def finish(result: Array, like: Any) -> Any:
 
 
 def sealed(array: Array) -> Array:
-    """Return a read-only view of an array that nobody can make writable, nor what it is a view of.
+    """Return a read-only view; NumPy refuses to make it, or any array it is a view of, writable.
 
-    Any layout and dtype of numbers. Cost: a microsecond.
+    The object of its memoryview still reaches the memory. Any layout and dtype of numbers. Cost: a
+    microsecond.
 
     Example:
       >>> sealed(np.zeros(2)).setflags(write=True)
@@ -189,22 +191,11 @@ def spec_text(array: Array) -> str:
     return f"{dtype_name(array.dtype)}[{','.join(map(str, array.shape))}]"
 
 
-def canonical(array: Array) -> list[Array]:
-    """Return arrays whose bytes are equal for equal values; `array` itself, where that is so."""
-    # The bytes of a longdouble hold padding, which may differ where the values do not.
-    if array.dtype.char == "G":
-        return canonical(array.real) + canonical(array.imag)
-    if array.dtype.char == "g":
-        with np.errstate(all="ignore"):
-            high = array.astype(np.float64)
-            return [high, (array - high).astype(np.float64)]
-    return [array]
+def digest(arrays: Iterable[Array]) -> bytes:
+    """Return 16 bytes that are equal for equal dtypes, shapes and contents, and hardly otherwise.
 
-
-def contents_digest(arrays: Iterable[Array]) -> bytes:
-    """Return 8 bytes that are equal for equal dtypes, shapes and contents, and hardly otherwise.
-
-    Against accidents, not against forgery. Python objects count by their dtype and shape alone.
+    Against accidents, not against forgery. Bits are compared, but for those that belong to no
+    value, and byte order. Contents of object arrays are not compared.
 
     Args:
       arrays: Of any dtype, texts, dates and structures too.
@@ -213,19 +204,34 @@ def contents_digest(arrays: Iterable[Array]) -> bytes:
       One pass, at about the speed of memory; a copy of an array that is not contiguous.
 
     Example:
-      >>> contents_digest([np.arange(3)]) == contents_digest([np.arange(6)[:3]])
+      >>> digest([np.arange(3)]) == digest([np.arange(6)[:3]])
       True
     """
-    found = xxhash.xxh3_64()
+    found = xxhash.xxh3_128()
     for array in arrays:
         found.update(spec_text(array).encode())
         for part in _parts(array):
-            native = part if part.dtype.isnative else part.astype(part.dtype.newbyteorder("="))
-            found.update(np.ascontiguousarray(native).reshape(-1).view(np.uint8).data)
+            found.update(np.ascontiguousarray(bits(part)).reshape(-1).data)
     return found.digest()
 
 
 def _parts(array: Array) -> list[Array]:
     if array.dtype.names:  # between fields there may be padding
         return [part for name in array.dtype.names for part in _parts(array[name])]
-    return [] if array.dtype.hasobject or not array.nbytes else canonical(array)
+    if array.dtype.hasobject or not array.nbytes:
+        return []
+    native = array.dtype.isnative
+    return [array if native else array.astype(array.dtype.newbyteorder("="))]
+
+
+def bits(array: Array) -> Array:
+    """Return the bytes of the elements: uint8 of shape (number of elements, bytes of one).
+
+    Of longdouble those that belong to the number; the others may differ where numbers do not.
+    """
+    flat = np.ascontiguousarray(array).reshape(-1)
+    rows = flat.view(np.uint8).reshape(flat.size, flat.itemsize)
+    if flat.dtype.char in "gG" and flat.size:
+        numbers = rows.reshape(-1, np.dtype(np.longdouble).itemsize)[:, :_LONG]
+        rows = numbers.reshape(flat.size, -1)
+    return rows

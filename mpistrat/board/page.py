@@ -247,8 +247,8 @@ class Slot:
           Whether they were copied; not if the main thread went on meanwhile.
         """
         word = self._word
-        text = (other or self.text).encode(errors="replace")
-        texts = (place.encode(), text, self.operation.encode())
+        told = (place, other or self.text, self.operation)
+        texts = [text.encode(errors="replace") for text in told]
         if word != self._word:
             return False
         sequence = self._text_sequence

@@ -106,8 +106,9 @@ class Checkpoint:
 
         Raises:
           OSError: It cannot be written; on every rank. What was there is as it was.
-          FileExistsError: Another job saves under this name: there are newer ones than this process
-            has saved, restored or found when it made a `CheckpointManager`. Nothing is written.
+          FileExistsError: Another job saves under this name: there is a newer one than this program
+            has saved, or has found when it restored one or made a `CheckpointManager`. Nothing is
+            written.
           ContextError: Called in replica code.
           StructureError: A tree holds no variable, or something else.
           StrategyError: The variables belong to several strategies.

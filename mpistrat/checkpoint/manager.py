@@ -87,12 +87,12 @@ class CheckpointManager:
             try:
                 found = files.saved(self._directory, self._name)
                 there = list(map(os.fspath, found.values()))
-                seen(files.numbered(self._directory, self._name, max(found, default=0)))
             except Exception as error:
                 failure = error
         call = f"CheckpointManager({str(self._directory)!r}, {self._name!r}, keep {keep})"
         told = lockstep.share(call, json.dumps(there).encode(), failure)[0]
         self._there: list[str] = json.loads(told)
+        seen([files.numbered(self._directory, self._name, 0), *map(Path, self._there)])
 
     @property
     def checkpoint(self) -> Checkpoint:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import json
@@ -12,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.checkpoint import format
+from mpistrat.checkpoint import files, format
 from mpistrat.checkpoint.restored import Restored, listed
 from mpistrat.checkpoint.saving import patient, seen, specs
 from mpistrat.collectives.lockstep import Lockstep
@@ -58,12 +59,11 @@ def restore(
     found, failure = None, None
     if lockstep.comm.rank == 0:
         found, failure = _read(lockstep, mine, path, partial)
-    told = b"" if found is None else _told(found, mine)
-    counter, missing, unused = json.loads(lockstep.share(call, told, failure)[0])
+    told = b"" if found is None else _told(found, mine, path)
+    counter, missing, unused, newest = json.loads(lockstep.share(call, told, failure)[0])
     if number not in (None, counter):
         return Restored(None), counter
-    if lockstep.comm.rank == 0:
-        seen(path)
+    seen([path, path.with_name(newest)])
     for name in sorted(set(mine) - set(missing)):
         _give(lockstep, mine[name], None if found is None else found.arrays[name], scratch)
     return Restored(os.fspath(path), tuple(missing), tuple(unused)), counter
@@ -111,10 +111,22 @@ def _compare(
         raise StructureError(f"{path} does not fit these variables: {listed(wrong)}.{hint}")
 
 
-def _told(found: format.Contents, mine: Mapping[str, Variable]) -> bytes:
+def _told(found: format.Contents, mine: Mapping[str, Variable], path: Path) -> bytes:
     missing = [name for name in mine if name not in found.arrays]
     unused = [name for name in found.entries if name not in mine]
-    return json.dumps([found.counter, missing, unused]).encode()
+    return json.dumps([found.counter, missing, unused, _newest(path).name]).encode()
+
+
+def _newest(path: Path) -> Path:
+    """Return the newest checkpoint that is there of the name of `path`; that if it has no number.
+
+    Who goes back to an older one has seen those that are newer.
+    """
+    parts = files.parted(path)
+    with contextlib.suppress(OSError):
+        if parts is not None:
+            return next(reversed(files.saved(path.parent, parts[0]).values()), path)
+    return path
 
 
 def _give(lockstep: Lockstep, variable: Variable, array: Array | None, scratch: Array) -> None:

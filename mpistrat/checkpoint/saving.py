@@ -6,7 +6,7 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,10 @@ _PATIENCE, _SLOWEST = 600.0, 1e-7
 _SHOWN = 2000
 _ADVICE = "Mend that, or save elsewhere, and save again"
 _OTHER = "Another job saves here; give each a directory of its own"
-# By directory and name: the newest number that this process has saved, restored or found at first.
+# By directory and name: the newest number that this program knows of, for all its managers and
+# checkpoints. Each rank notes what all are told, and a save asks all ranks of its strategy.
 _SEEN: dict[str, int] = {}
+_UNKNOWN = -1
 
 
 def patient(lockstep: Lockstep, what: str, nbytes: int) -> Any:
@@ -39,7 +41,7 @@ def specs(mine: Mapping[str, Variable]) -> str:
     """Return a text that is equal on all ranks exactly if their variables are alike."""
     text = "; ".join(f"{name} {variable.spec()}" for name, variable in mine.items())
     if len(text) > _SHOWN:
-        digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest()
         text = f"{text[:_SHOWN]}... {digest}"
     return f"{len(mine)} variables: {text}"
 
@@ -57,11 +59,12 @@ def overwrite(lockstep: Lockstep, mine: Mapping[str, Variable], path: Path, coun
       OSError: It cannot be written; on every rank.
     """
     call = f"Checkpoint.write({str(path)!r}) of {specs(mine)}"
-    values = _values(lockstep, mine, call)
+    values, _ = _values(lockstep, mine, call)
     failure = None
     if lockstep.comm.rank == 0:
         failure = _attempt(lockstep, path, values, counter, replace=True)
     lockstep.prove(f"{call}, written", failure=failure)
+    seen([path])  # its name may be that of a number
 
 
 def save(
@@ -87,32 +90,36 @@ def save(
 
     Raises:
       OSError: It cannot be written; on every rank.
-      FileExistsError: Another job saves here, which this one has not been told of.
+      FileExistsError: There is a newer one that this program does not know of.
       ValueError: There are newer ones than `number`.
     """
     call = f"Checkpoint.save({str(prefix)!r}, number {number}) of {specs(mine)}"
-    values = _values(lockstep, mine, call)
+    values, known = _values(lockstep, mine, call, prefix)
     chosen, failure = b"", None
     if lockstep.comm.rank == 0:
         try:
-            chosen = str(_number(prefix, counter, number)).encode()
+            chosen = str(_number(prefix, counter, number, known)).encode()
         except Exception as error:
             failure = error
     told = int(lockstep.share(f"{call}, its number", chosen, failure)[0])
+    path = files.numbered(prefix.parent, prefix.name, told)
     there: list[str] = []
     failing: BaseException | None = None
     if lockstep.comm.rank == 0:
-        path = files.numbered(prefix.parent, prefix.name, told)
         failing = _attempt(lockstep, path, values, told, replace=number is not None)
+        if not isinstance(failing, FileExistsError):  # else it is another's
+            seen([path])
         if failing is None:
-            seen(path)
             there = (keep or files.Retention())(prefix.parent, prefix.name, path)
     everything = lockstep.share(f"{call}, written", json.dumps(there).encode(), failing)[0]
+    seen([path])
     return told, json.loads(everything)
 
 
-def _values(lockstep: Lockstep, mine: Mapping[str, Variable], call: str) -> dict[str, Array]:
-    """Prove the call, and return what is to be written."""
+def _values(
+    lockstep: Lockstep, mine: Mapping[str, Variable], call: str, prefix: Path | None = None
+) -> tuple[dict[str, Array], int]:
+    """Prove the call; return what is to be written, and the newest number that any rank knows."""
     with lockstep.preparing(call):
         for key, variable in mine.items():
             if variable.on_read and variable.aggregation is VariableAggregation.NONE:
@@ -120,28 +127,30 @@ def _values(lockstep: Lockstep, mine: Mapping[str, Variable], call: str) -> dict
                     f"{call}: {key!r} is ON_READ with aggregation NONE, so it has no one value. "
                     "Choose an aggregation, or leave it out of the checkpoint."
                 )
-    lockstep.prove(call)
+        known = _UNKNOWN if prefix is None else _SEEN.get(os.path.realpath(prefix), _UNKNOWN)
+    known = max(map(int, lockstep.share(call, str(known).encode())))
     # What is always equal is not copied: nobody writes to it before this call has ended.
-    return {key: np.asarray(variable) for key, variable in mine.items()}
+    return {key: np.asarray(variable) for key, variable in mine.items()}, known
 
 
-def seen(path: Path) -> None:
-    """Note that this process knows of a numbered checkpoint, and of those with smaller numbers."""
-    name, number = files.parted(path) or (None, 0)
-    if name is not None:
-        key = os.path.realpath(path.with_name(name))
-        _SEEN[key] = max(number, _SEEN.get(key, number))
+def seen(paths: Iterable[Path]) -> None:
+    """Note that this program knows of numbered checkpoints, and of those with smaller numbers."""
+    for path in paths:
+        name, number = files.parted(path) or (None, 0)
+        if name is not None:
+            key = os.path.realpath(path.with_name(name))
+            _SEEN[key] = max(number, _SEEN.get(key, number))
 
 
-def _number(prefix: Path, counter: int, number: int | None) -> int:
+def _number(prefix: Path, counter: int, number: int | None, known: int) -> int:
     newest = max(files.saved(prefix.parent, prefix.name), default=0)
-    known = _SEEN.get(os.path.realpath(prefix), newest)
-    if newest > known:
+    if newest > known != _UNKNOWN:
         raise FileExistsError(
             errno.EEXIST,
-            f"{_OTHER}. {prefix.parent} has {prefix.name}-{newest}, and the newest that this job "
-            f"has saved, restored or found when it began is number {known}, so nothing was "
-            "written. If the other job has ended, restore the newest, and save again",
+            f"There is {prefix.name}-{newest}, which this program has neither saved nor seen when "
+            "it restored, so nothing was written. If another job saves here, give each a directory "
+            "of its own; if that has ended, restore the newest, and save again",
+            os.fspath(prefix.parent),
         )
     if number is None:
         if (number := max(counter, newest) + 1) >= 10**18:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from mpistrat.arrays import contents_digest, label, spec_text
+from mpistrat.arrays import digest, label, spec_text
 from mpistrat.collectives import blame
 from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.collectives.part import Part
@@ -39,10 +38,6 @@ def first_nonfinite(call: str, step: int, parts: Sequence[Part]) -> str:
     return ""
 
 
-def _fingerprint(copy: Any) -> bytes:
-    return contents_digest([np.asarray(copy)])
-
-
 def compare_copies(lockstep: Lockstep) -> None:
     """Compare the copies of one mirrored variable, another one at each call.
 
@@ -58,7 +53,7 @@ def compare_copies(lockstep: Lockstep) -> None:
     number = turn % session.variables + 1
     # Garbage is collected at different times on different ranks, so a copy may be missing on some.
     variable = session.copies.get(number)
-    mine = b"" if variable is None else _fingerprint(variable.component())
+    mine = b"" if variable is None else digest([variable.component()])
     rows = lockstep.share(f"compare copies of variable no. {number}", mine)
     votes = Counter(row for row in rows if row)
     if len(votes) < 2:

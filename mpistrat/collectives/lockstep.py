@@ -68,7 +68,7 @@ class Proof(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def digest_of(text: str) -> bytes:
     """Return what a frame says of a call."""
-    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
 
 
 @final
@@ -220,7 +220,7 @@ class Lockstep:
             board.leave()
 
     def _sound(self, alarm: str) -> None:
-        rows = [text.decode() for text in self.texts(alarm.encode())]
+        rows = [text.decode() for text in self.texts(alarm.encode(errors="replace"))]
         text = "\n".join(f"rank {self.ranks[i]}: {row}" for i, row in enumerate(rows) if row)
         first = next(rank for rank, row in enumerate(rows) if row)
         if self.options.nan == "raise":

@@ -59,7 +59,7 @@ def encode(value: Any, whole: bool) -> tuple[bytes, bytes]:
     if kind is float:
         return b"f", struct.pack("<d", value)
     if kind is str and (whole or len(value) <= _TINY):
-        return b"s", value.encode()
+        return b"s", value.encode(errors="surrogatepass")
     if isinstance(value, np.ndarray | np.generic) and not isinstance(value, np.ma.MaskedArray):
         data = _array(value, whole) if whole or value.nbytes <= _TINY else None
         if data is not None:
@@ -88,7 +88,7 @@ def decode(kind: bytes, data: bytes) -> Any:
     if kind == b"f":
         return struct.unpack("<d", data)[0]
     if kind == b"s":
-        return data.decode()
+        return data.decode(errors="surrogatepass")
     if kind == b"p":
         return pickle.loads(data)
     token, shape, raw = data.split(b";", 2)

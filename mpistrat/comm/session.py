@@ -27,9 +27,6 @@ from mpistrat.options import Options
 __all__ = ["Interrupted", "RunState", "Session", "StatusBoard", "Unproved", "Unwatched"]
 
 _NOBODY = -1  # no thread has this number
-# The attribute of a thread that has the size of the largest session that it has claimed. It ends
-# with the thread, as ranks do that are threads.
-_SIZE = "_mpistrat_largest_session"
 
 _adding = threading.Lock()
 # Replaced as a whole, so that a watchdog may look while the program makes another.
@@ -180,8 +177,8 @@ class Session:
       exit_code: What the ranks agreed to leave with, once one has left.
       unproved: Small writes that the next handshake will show to be alike on all ranks, or undo.
       variables: How many variables have been created; equal on all ranks.
-      strays: Where ranks had other initial values than replica 0: the rank, whose value, and its
-        digest, with the number of the variable; equal on all ranks.
+      initial_values_that_differ: By rank and kind of variable, by replica 0's initial value: that
+        of the rank, and the number of the variable; equal on all ranks.
       on_fn: Called on the way into the function of a ``run``; for tests of faults.
       on_moved: Called with the results of an all-reduce that moved more than its proof; for tests
         of faults.
@@ -215,7 +212,7 @@ class Session:
         self.exit_code = 0
         self.unproved: list[Unproved] = []
         self.variables = 0
-        self.strays: dict[tuple[int, str, bytes], int] = {}
+        self.initial_values_that_differ: dict[tuple[int, str], dict[bytes, tuple[bytes, int]]] = {}
         self.datasets = 0
         self.on_fn: Callable[[], None] | None = None
         self.on_moved: Callable[[list[Any]], None] | None = None
@@ -230,7 +227,7 @@ class Session:
         self.compiled: set[Any] = set()
         self.team: Team | None = None
         self._owner: int | None = threading.get_ident() if owned else None
-        self._owner_name = threading.current_thread().name
+        self._thread = threading.current_thread()
         self._pid = os.getpid()
         global _alive
         with _adding:
@@ -290,17 +287,16 @@ class Session:
         """Note that a thread makes a strategy, and let the session be its if it is nobody's."""
         if self._owner == _NOBODY:
             self._owner = threading.get_ident()
-            self._owner_name = threading.current_thread().name
-        noted = vars(threading.current_thread())
-        noted[_SIZE] = max(noted.get(_SIZE, 1), self.comm.size)
+            self._thread = threading.current_thread()
 
     @staticmethod
     def largest() -> int:
-        """Return how many ranks the largest session has that a living thread has claimed, or 1.
+        """Return how many ranks the largest session has that a living thread owns, or 1.
 
         Any thread may ask, of all threads of this process.
         """
-        return max(int(vars(thread).get(_SIZE, 1)) for thread in threading.enumerate())
+        found = [one for ref in _alive if (one := ref()) is not None and one._thread.is_alive()]
+        return max((one.comm.size for one in found), default=1)
 
     def check(self) -> None:
         """Raise StrategyError unless this thread and process own the session."""
@@ -325,7 +321,8 @@ class Session:
             return (
                 f"rank {self.comm.rank}: a collective was called from thread "
                 f"{threading.current_thread().name!r}, but all strategies of these ranks belong to "
-                f"{self._owner_name!r}, which made the first. Make and call them all in one thread."
+                f"{self._thread.name!r}, which made the first. Make and call them all in one "
+                "thread."
             )
         return (
             f"rank {self.comm.rank}: this process was forked after MPI had started; it is no rank "

@@ -77,6 +77,7 @@ INSTEAD = {
     "tf.Session": _PYTHON,
     "tf.compat.v1.Session": _PYTHON,
     "tf.config": _DEVICES,
+    "tf.config.set_memory_growth": "It is tf.config.experimental.set_memory_growth.",
     "tf.TensorShape": "A shape is a tuple of integers.",
     "tf.random": _RANDOM,
     "tf.linalg": "Use numpy.linalg on the arrays.",

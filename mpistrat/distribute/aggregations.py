@@ -15,14 +15,14 @@ from typing import Any, final
 import numpy as np
 import xxhash
 
-from mpistrat.arrays import Array, spec_text
+from mpistrat.arrays import Array, digest, spec_text
 from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.distribute import sparse
 from mpistrat.distribute.kinds import DistributedVariable, VariableAggregation
 from mpistrat.distribute.mode import Mode, current, same_strategy
 from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.distribute.values import Mirrored
-from mpistrat.distribute.writes import OPS, digest, prove_same, reduced, share
+from mpistrat.distribute.writes import OPS, prove_same, reduced, share
 
 __all__ = ["SmallWrite", "Take", "first_of", "write"]
 
@@ -68,7 +68,7 @@ class SmallWrite:
         if rows is None and variable.simple and values.flags.c_contiguous:
             found = xxhash.xxh3_128_digest(values.data)
         else:
-            found = digest(values) if rows is None else _digest_of_rows(values, rows)
+            found = digest([values] if rows is None else [values, rows])
         self.digest = _key(kind, variable.number) + found
 
     def text(self) -> str:
@@ -81,10 +81,6 @@ class SmallWrite:
         """Put back what was there before."""
         place: Any = ... if self._rows is None else self._rows
         self._variable.storage.array[place] = self._before
-
-
-def _digest_of_rows(values: Array, rows: Array) -> bytes:
-    return xxhash.xxh3_128_digest(digest(values) + digest(rows))
 
 
 def write(variable: DistributedVariable, kind: str, value: Any, take: Take) -> None:

@@ -10,7 +10,7 @@ from typing import Any, final
 import numpy as np
 
 from mpistrat import nest
-from mpistrat.arrays import Array, as_array
+from mpistrat.arrays import Array, as_array, digest
 from mpistrat.collectives.communication import CommunicationImplementation, CommunicationOptions
 from mpistrat.collectives.folding import Folding, put
 from mpistrat.collectives.reducer import Reducer
@@ -25,8 +25,9 @@ from mpistrat.collectives.routed import (
 from mpistrat.collectives.routes import Native, Ring, Route
 from mpistrat.distribute.mode import Mode, current, entered
 from mpistrat.distribute.regroup import select
+from mpistrat.distribute.slices import arrays_of
 from mpistrat.distribute.values import Birth, Home, OnRank, PerReplica
-from mpistrat.distribute.writes import digest, prove_same
+from mpistrat.distribute.writes import prove_same
 from mpistrat.errors import StructureError
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.kernels.scaling import multiply
@@ -203,7 +204,7 @@ class _Delegated(Chosen):
                     pairs = [(value, value) for value in values]
                     made = list(self._ops.batch_reduce(op, pairs, self._options))
             totals = [check(one, value) for one, value in zip(made, given, strict=True)]
-            contents = b"".join(map(digest, totals))
+            contents = b"".join([digest(arrays_of(total)) for total in totals])
         except Exception as error:
             failure = error
         advice = "A CrossDeviceOps must return the same on every rank."

@@ -3,70 +3,129 @@
 The calls that create two variables of one name and kind are the same whichever comes first; and
 since replica 0's values are taken, what one rank calls its first would be another's second. So each
 rank shows a digest of its own initial value, which may differ from replica 0's, as random values
-do. Where it does, and is replica 0's of another variable for which that rank had another value too,
-the two are exchanged.
+do. Variables whose values on a rank are those of replica 0 in another order have been exchanged,
+unless so few values are likely that it may be chance.
 """
 
 from __future__ import annotations
 
-import hashlib
+import math
+
+import numpy as np
 
 from mpistrat.arrays import Array
 from mpistrat.collectives.blame import ranks_text
 from mpistrat.collectives.lockstep import Judge, Lockstep
-from mpistrat.distribute.writes import digest
 from mpistrat.errors import LockstepError
 
-__all__ = ["judge_of", "told"]
+__all__ = ["LOOKED_AT", "judge_of"]
 
-# What is remembered is forgotten beyond this; a program may create random variables for ever.
-_MOST = 100_000
+# Of so many variables the initial values are looked at; programs may create more for ever.
+LOOKED_AT = 10_000
+_FIRST = 64  # elements that tell how likely a value is
+_BITS = 24  # of a value that two ranks do not have by chance
+_AGAIN = b""  # in place of a value: some have come twice
+_CHANCE, _DOUBT, _CERTAIN = b"chance", b"doubt", b"certain"
 
 
-def told(kind: str, value: Array) -> bytes:
-    """Return what a rank shows of its own initial value: equal for what could be exchanged."""
-    return hashlib.blake2b(kind.encode() + digest(value), digest_size=16).digest()
-
-
-def judge_of(lockstep: Lockstep, name: str, number: int, mine: bytes) -> Judge:
+def judge_of(lockstep: Lockstep, call: str, name: str, value: Array, mine: bytes) -> Judge:
     """Return what looks at the initial values of all ranks, alike on all of them.
 
     Args:
       lockstep: Shows them.
-      name: What messages call the variable.
-      number: Its number.
-      mine: What this rank shows.
+      call: What is equal for variables that may be exchanged: their name and kind.
+      name: What messages call the variable, without its number.
+      value: This rank's own initial value.
+      mine: Its digest, which this rank shows.
     """
-    # Of each rank that had another value than replica 0: its value, and replica 0's, by variable.
-    known, ranks = lockstep.session.strays, lockstep.ranks
+    ranks, session = lockstep.ranks, lockstep.session
+    number = session.variables + 1
 
     def judge(smalls: list[bytes] | None) -> LockstepError | None:
         smalls = lockstep.texts(mine) if smalls is None else smalls
         first = smalls[0]
-        strays = {rank: own for rank, own in zip(ranks, smalls, strict=True) if own != first}
-        others = {
-            rank: known.get((rank, "replica 0", own)) or known.get((rank, "own", first))
-            for rank, own in strays.items()
-        }
-        found = next(filter(None, others.values()), None)
-        if found is not None:
-            bad = ranks_text([rank for rank, other in others.items() if other == found])
-            return _error(f"{name} no. {found}", f"{name} no. {number}", bad, lockstep)
-        if len(known) > _MOST:
-            known.clear()
-        for rank, own in strays.items():
-            known[rank, "own", own] = known[rank, "replica 0", first] = number
+        found: dict[int, tuple[int, bool]] = {}
+        for i, own in enumerate(smalls):
+            if own != first:
+                known = session.initial_values_that_differ.setdefault((ranks[i], call), {})
+                closed = _closed(known, own, first, number)
+                if closed is not None:
+                    found[i] = closed
+        if not found:
+            return None
+        told = lockstep.texts(_likely(value))
+        for i, (other, alone) in found.items():
+            likely = {told[i], told[0]}
+            if _CERTAIN in likely or (alone and _DOUBT in likely):
+                bad = ranks_text([ranks[j] for j, each in found.items() if each[0] == other])
+                return _error(f"{name} no. {other} and {name} no. {number}", bad, lockstep)
         return None
 
     return judge
 
 
-def _error(one: str, other: str, ranks: str, lockstep: Lockstep) -> LockstepError:
+def _closed(
+    known: dict[bytes, tuple[bytes, int]], own: bytes, first: bytes, number: int
+) -> tuple[int, bool] | None:
+    """Return what a variable closes on one rank: there own values are replica 0's in another order.
+
+    Args:
+      known: Of the variables before, which are not closed: by replica 0's value the rank's own, and
+        the number.
+      own: The rank's own value of this one.
+      first: Replica 0's.
+      number: This one's.
+
+    Returns:
+      The number of another variable of them, and whether no value has come twice but in these; None
+      if nothing is closed.
+    """
+    if first in known:
+        known[_AGAIN] = b"", 0
+    known[first] = own, number
+    numbers: dict[bytes, int] = {}
+    key = own
+    while key in known and key not in numbers:
+        numbers[key] = known[key][1]
+        key = known[key][0]
+    if key != own or first not in numbers:
+        return None
+    for one in numbers:
+        del known[one]
+    values = [*numbers, *known, *(theirs for theirs, _ in known.values())]
+    alone = _AGAIN not in known and len(set(values)) == len(values)
+    known[_AGAIN] = b"", 0
+    return next(iter(numbers.values())), alone
+
+
+def _likely(value: Array) -> bytes:
+    """Tell whether two ranks may have the same value by chance, as far as its first elements say.
+
+    Whole numbers are taken for draws from as many as the largest. One floating point number may be
+    a draw from a few too, so it says something only where no other has come twice.
+    """
+    head = value.reshape(-1)[:_FIRST]
+    constant = bool(head.size and (head == head[0]).all())
+    head = head[:1] if constant else head
+    with np.errstate(all="ignore"):
+        wide = head.astype(np.complex128 if head.dtype.kind == "c" else np.float64)
+        parts = wide.view(np.float64)
+        whole = bool((parts == np.floor(parts)).all()) and bool(np.isfinite(parts).all())
+        largest = float(np.abs(parts).max(initial=0.0))
+    bits = head.size * (math.log2(largest + 1) if whole else 16.0)
+    if bits >= _BITS:
+        return _CERTAIN
+    coin = whole and largest <= 1
+    drawn = coin or head.dtype.kind in "biu"
+    return _CHANCE if drawn and not (constant and value.size > 1) else _DOUBT
+
+
+def _error(variables: str, ranks: str, lockstep: Lockstep) -> LockstepError:
     me, first = lockstep.ranks[lockstep.comm.rank], lockstep.ranks[0]
     return LockstepError(
-        f"variables {one} and {other} are exchanged on {ranks} (this is rank {me} of "
-        f"{lockstep.comm.size}): the initial value of one is that of the other on rank {first}, "
-        "the first replica, whose values are taken.\n  Create variables in one order on all ranks "
-        "(a loop over a set has another one in each process: sort it), or give each a name of its "
-        "own: Variable(..., name=...)."
+        f"{variables} seem to be created in another order on {ranks} (this is rank {me} of "
+        f"{lockstep.comm.size}): their initial values are those of rank {first}, the first "
+        "replica, whose values are taken, but exchanged.\n  Create variables in one order on all "
+        "ranks (a loop over a set has another one in each process: sort it), or give each a name "
+        "of its own: Variable(..., name=...). If the values are random, name the variables."
     )

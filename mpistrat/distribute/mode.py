@@ -220,8 +220,9 @@ def refuse_unchosen(what: str) -> None:
         raise ContextError(
             f"{what} was called where no strategy rules, in a job of {size} ranks: each would keep "
             "its own value. Call it in the function that Strategy.run calls, in the thread that "
-            "calls run; elsewhere use what the strategy has, such as strategy.all_reduce(...). For "
-            "one replica in each process, make a OneDeviceStrategy."
+            "calls run; elsewhere use what a strategy of several ranks has, such as "
+            "strategy.all_reduce(...). If each rank is meant to work alone, use a "
+            "OneDeviceStrategy."
         )
 
 

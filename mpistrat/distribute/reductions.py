@@ -9,18 +9,17 @@ from typing import Any
 import numpy as np
 
 from mpistrat import nest
-from mpistrat.arrays import Array, as_array, dtype_name, finish, label
+from mpistrat.arrays import Array, as_array, digest, dtype_name, finish, label
 from mpistrat.collectives.forms import form, identity
 from mpistrat.collectives.part import Part
 from mpistrat.distribute.kinds import DistributedVariable
 from mpistrat.distribute.naming import named
 from mpistrat.distribute.parts import Parts
 from mpistrat.distribute.regroup import select
-from mpistrat.distribute.slices import IndexedSlices
+from mpistrat.distribute.slices import IndexedSlices, arrays_of
 from mpistrat.distribute.sparse import all_reduce, contribution
 from mpistrat.distribute.values import Mirrored, PerReplica, born
 from mpistrat.distribute.views import Plain
-from mpistrat.distribute.writes import digest
 from mpistrat.errors import AxisError, StructureError
 from mpistrat.kernels.local import local_sum
 from mpistrat.kernels.ops import ReduceOp
@@ -85,7 +84,9 @@ def reduce_over_replicas(
                 # It is returned as it is, so it has to be the same on all ranks.
                 proof = leaf.proved_by(session) if isinstance(leaf, Mirrored) else ""
                 known = isinstance(leaf, DistributedVariable) or bool(proof)
-                plain_values += f" {path} {proof}" if known else f" {digest(checked).hex()[:16]}"
+                plain_values += (
+                    f" {path} {proof}" if known else f" {digest(arrays_of(checked)).hex()[:16]}"
+                )
     which = "".join("*" if moves else "." for moves in moving)
     call = f"{name}({op.value}, {nest.describe(structure)} {which}{plain_values}){born(leaves)}{to}"
     totals = iter(all_reduce(parts.reducer, call, op, contributions))

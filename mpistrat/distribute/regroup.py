@@ -10,21 +10,14 @@ from typing import Any, NoReturn, final
 import numpy as np
 
 from mpistrat import nest
+from mpistrat.arrays import digest
 from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.comm.codec import decode, encode, pack, unpack
 from mpistrat.distribute.kinds import DistributedVariable
 from mpistrat.distribute.mode import same_strategy
-from mpistrat.distribute.slices import IndexedSlices
-from mpistrat.distribute.values import (
-    Birth,
-    DistributedValues,
-    Home,
-    Mirrored,
-    OnRank,
-    PerReplica,
-)
+from mpistrat.distribute.slices import IndexedSlices, arrays_of
+from mpistrat.distribute.values import Birth, DistributedValues, Home, Mirrored, OnRank, PerReplica
 from mpistrat.distribute.views import ALONE, LOCAL, View
-from mpistrat.distribute.writes import digest
 from mpistrat.errors import LeafTypeError, LockstepError, StrategyError
 
 __all__ = ["Regroup", "select"]
@@ -46,7 +39,7 @@ def _mirrored_name(leaf: Mirrored, home: Home) -> bytes:
     if proof:
         return hashlib.blake2b(proof.encode(), digest_size=_NAME).digest()
     try:
-        return digest(leaf.local)[:_NAME]
+        return digest(arrays_of(leaf.local))[:_NAME]
     except LeafTypeError:  # no array: then what it looks like has to do
         return hashlib.blake2b(repr(leaf.local).encode(), digest_size=_NAME).digest()
 

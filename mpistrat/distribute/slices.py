@@ -11,7 +11,7 @@ import numpy as np
 from mpistrat.arrays import Array, as_array, spec_text
 from mpistrat.errors import LeafTypeError, StructureError
 
-__all__ = ["IndexedSlices"]
+__all__ = ["IndexedSlices", "arrays_of"]
 
 
 @final
@@ -108,6 +108,17 @@ class IndexedSlices:
     def __repr__(self) -> str:
         """Return values, indices and shape."""
         return f"IndexedSlices({self._values!r}, {self._indices!r}, {self._shape})"
+
+
+def arrays_of(value: Any) -> list[Array]:
+    """Return the arrays that say all of an array or number, or of `IndexedSlices`.
+
+    Raises:
+      LeafTypeError: The value is neither.
+    """
+    if isinstance(value, IndexedSlices):
+        return [value.values, value.indices, np.array(value.dense_shape or (), np.int64)]
+    return [as_array(value)]
 
 
 def _array(value: Any, path: str) -> Array:

@@ -9,7 +9,7 @@ import numpy as np
 import xxhash
 
 from mpistrat import nest
-from mpistrat.arrays import Array, as_array, finish, label, spec_text
+from mpistrat.arrays import Array, as_array, bits, digest, finish, is_scalar, label, spec_text
 from mpistrat.collectives.blame import ranks_text
 from mpistrat.collectives.bucket import ALONE
 from mpistrat.collectives.lockstep import Lockstep
@@ -32,8 +32,6 @@ _PLAIN = frozenset({type(None), bool, int, float, str})
 _DIGEST = 16
 _CHUNK = 8 * 1024 * 1024  # bytes in which a difference is looked for
 _SHOWN = 60  # letters of a value in messages
-# Of x87's numbers of 80 bits the rest is padding, which may differ where the numbers do not.
-_LONG = 10 if np.finfo(np.longdouble).nmant == 63 else np.dtype(np.longdouble).itemsize
 
 Encoded: TypeAlias = "tuple[bytes, bytes]"
 
@@ -179,27 +177,16 @@ def check_same(parts: Parts, tree: Any) -> None:
     lockstep = parts.lockstep
     with lockstep.preparing("check_same"):
         state = _state(parts, "check_same", tree)
-        digests = b"".join([_digest(value) for value in state.values])
+        digests = b"".join(
+            digest([value])
+            if isinstance(value, np.ndarray)
+            else xxhash.xxh3_128_digest(b"".join(value))
+            for value in state.values
+        )
         mine = xxhash.xxh3_128_digest(digests)
     rows = lockstep.share(state.call, mine)
     if any(row != rows[0] for row in rows):
         lockstep.fail(_difference(lockstep, state, digests))
-
-
-def _bits(array: Array) -> Array:
-    """Return the bytes of the elements: uint8 of shape (number of elements, bytes of one)."""
-    flat = np.ascontiguousarray(array).reshape(-1)
-    rows = flat.view(np.uint8).reshape(flat.size, flat.itemsize)
-    if flat.dtype.char in "gG":
-        numbers = rows.reshape(-1, np.dtype(np.longdouble).itemsize)[:, :_LONG]
-        rows = numbers.reshape(flat.size, -1) if flat.size else rows
-    return rows
-
-
-def _digest(value: Array | Encoded) -> bytes:
-    if isinstance(value, np.ndarray):
-        return xxhash.xxh3_128_digest(np.ascontiguousarray(_bits(value)).reshape(-1).data)
-    return xxhash.xxh3_128_digest(b"".join(value))
 
 
 def _difference(lockstep: Lockstep, state: _State, digests: bytes) -> DivergenceError:
@@ -217,13 +204,15 @@ def _difference(lockstep: Lockstep, state: _State, digests: bytes) -> Divergence
         flat = int(lockstep.texts(str(mine).encode())[odd[0]])
         index = tuple(map(int, np.unravel_index(flat, value.shape)))
         where = f" at index {index}" if index else ""
-        shown = f"{value[index]}\0{_bits(value[index])[0, ::-1].tobytes().hex()}"
+        shown = f"{value[index]}\0{bits(value[index])[0, ::-1].tobytes().hex()}"
     else:
         shown = f"{decode(*value)!r:.{_SHOWN}}\0"
     texts = [text.decode().split("\0") for text in lockstep.texts(shown.encode())]
     (theirs, their_bits), (zero, zero_bits) = texts[odd[0]], texts[0]
     if theirs == zero:
         theirs, zero = f"{theirs} (bits {their_bits})", f"{zero} (bits {zero_bits})"
+    pairs = zip(state.values, map(select, state.leaves), strict=True)
+    writable = all(isinstance(value, np.ndarray) and not is_scalar(leaf) for value, leaf in pairs)
     names = [label(path) for path in state.paths]
     others = f" Of {len(names)} leaves {len(bad)} differ." if len(bad) > 1 else ""
     return DivergenceError(
@@ -231,13 +220,14 @@ def _difference(lockstep: Lockstep, state: _State, digests: bytes) -> Divergence
         f"{ranks[odd[0]]}, {zero} on rank {ranks[0]}. In it, {ranks_text([ranks[i] for i in odd])} "
         f"{'differs' if len(odd) == 1 else 'differ'} from rank {ranks[0]} (this is rank "
         f"{ranks[lockstep.comm.rank]} of {len(ranks)}).{others}\n  To begin alike, give all "
-        "replica 0's: strategy.broadcast(tree, out=tree)."
+        f"replica 0's: {'' if writable else 'tree = '}strategy.broadcast(tree"
+        f"{', out=tree' if writable else ''})."
     )
 
 
 def _first_difference(comm: Comm, array: Array) -> int:
     """Return the place of the first element whose bits are not replica 0's; 0 if all are."""
-    rows = _bits(array)
+    rows = bits(array)
     found = None
     step = max(1, _CHUNK // max(1, rows.shape[1]))
     for at in range(0, len(rows), step):

@@ -28,6 +28,7 @@ from mpistrat.distribute.mode import (
     chosen,
     cross_replica,
     entered,
+    refuse_unchosen,
     same_strategy,
 )
 from mpistrat.distribute.parts import Parts
@@ -181,6 +182,13 @@ class Strategy(StrategyBase):
     def _cross(self, name: str, instead: str) -> Any:
         return cross_replica(self, f"Strategy.{name}()", instead)
 
+    def _moving(self, name: str, instead: str) -> Any:
+        """Enter cross-replica code, where each rank of a job has given its own value."""
+        context = self._cross(name, instead)
+        if self.is_default:
+            refuse_unchosen(f"Strategy.{name}()")
+        return context
+
     def run(
         self,
         fn: Callable[..., Any],
@@ -305,7 +313,7 @@ class Strategy(StrategyBase):
           >>> ms.OneDeviceStrategy("cpu").all_reduce("MEAN", {"loss": 0.5}, weight=32)
           {'loss': np.float64(0.5)}
         """
-        with self._cross("all_reduce", "get_replica_context().all_reduce(...)"):
+        with self._moving("all_reduce", "get_replica_context().all_reduce(...)"):
             with self.parts.lockstep.preparing("all_reduce"):
                 self.parts.regroup.check("all_reduce", nest.flatten(value)[0])
                 parts = self.parts.by(options)
@@ -349,7 +357,7 @@ class Strategy(StrategyBase):
           >>> ms.OneDeviceStrategy("cpu").broadcast(weights)
           {'w': array([1., 1.]), 'step': 3}
         """
-        with self._cross("broadcast", "it before run()"):
+        with self._moving("broadcast", "it before run()"):
             return broadcast_state(self.parts, tree, out)
 
     def check_same(self, tree: Any) -> None:
@@ -378,7 +386,7 @@ class Strategy(StrategyBase):
           >>> import mpistrat as ms, numpy as np
           >>> ms.MirroredStrategy().check_same({"w": np.ones(2), "step": 3})
         """
-        with self._cross("check_same", "it after run()"):
+        with self._moving("check_same", "it after run()"):
             check_same(self.parts, tree)
 
     def gather(self, value: Any, axis: int) -> Any:

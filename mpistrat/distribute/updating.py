@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 
 from mpistrat import nest
-from mpistrat.arrays import is_scalar, sealed
+from mpistrat.arrays import digest, is_scalar, sealed
 from mpistrat.comm.session import Session
 from mpistrat.distribute import writes
 from mpistrat.distribute.base import StrategyBase as Strategy
 from mpistrat.distribute.kinds import DistributedVariable as Variable
 from mpistrat.distribute.mode import Mode, entered
 from mpistrat.distribute.regroup import select
-from mpistrat.distribute.slices import IndexedSlices
+from mpistrat.distribute.slices import IndexedSlices, arrays_of
 from mpistrat.distribute.values import Mirrored, PerReplica
 from mpistrat.errors import StrategyError, StructureError
 
@@ -142,5 +142,5 @@ def _contents(tree: Any, session: Session) -> bytes:
             if proof:
                 digests.append(proof.encode().ljust(16))
         if _is_data(leaf):
-            digests.append(writes.digest(leaf))
+            digests.append(digest(arrays_of(leaf)))
     return b"".join(digests)

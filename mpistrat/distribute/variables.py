@@ -7,11 +7,11 @@ from typing import Any, NoReturn, final
 
 import numpy as np
 
-from mpistrat.arrays import Array, spec_text
+from mpistrat.arrays import Array, digest, spec_text
 from mpistrat.distribute import writes
 from mpistrat.distribute.aggregations import first_of, write
 from mpistrat.distribute.default import current_strategy
-from mpistrat.distribute.exchanged import judge_of, told
+from mpistrat.distribute.exchanged import LOOKED_AT, judge_of
 from mpistrat.distribute.incoming import incoming, initial, kinds, own_copy
 from mpistrat.distribute.kinds import DistributedVariable
 from mpistrat.distribute.mode import Mode, current, entered, same_strategy
@@ -51,8 +51,8 @@ class Variable(Reading, ScatterUpdates):
     Raises:
       ValueError: The synchronization or aggregation is unknown, or means integers.
       LeafTypeError: The initial value does not convert to `dtype`, or is no array.
-      LockstepError: The ranks create different variables, or initial values of two variables of one
-        name are exchanged between ranks.
+      LockstepError: The ranks create different variables, or variables of one name in another
+        order, as their initial values tell.
 
     Cost: creation hashes the initial value, at the speed of memory, and broadcasts it.
     As: ``tf.Variable`` under ``strategy.scope()``.
@@ -103,9 +103,11 @@ class Variable(Reading, ScatterUpdates):
         self.number = session.variables + 1
         made = f"{self.synchronization.name}, {self.aggregation.name}, trainable={self.trainable}"
         text = f"{call}({self.spec()}, {made})"
-        if given and lockstep.comm.size > 1:
-            mine = told(f"{self.name!r} {made}", self.storage.array)
-            lockstep.prove(text, mine, judge=judge_of(lockstep, repr(self.name), self.number, mine))
+        if given and lockstep.comm.size > 1 and self.number <= LOOKED_AT:
+            value = self.storage.array
+            alike, mine = f"{self.name} {spec_text(value)} {made}", digest([value])
+            judge = judge_of(lockstep, alike, repr(self.name), value, mine)
+            lockstep.prove(text, mine, judge=judge)
         else:
             lockstep.prove(text)
         session.variables = self.number

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import xxhash
 
-from mpistrat.arrays import Array, as_array, canonical, spec_text
+from mpistrat.arrays import Array, digest
 from mpistrat.collectives.blame import ranks_text
 from mpistrat.collectives.forms import form
 from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.collectives.part import Part
 from mpistrat.collectives.reducing import Reducing
 from mpistrat.distribute.kinds import VariableAggregation, VariableSynchronization
-from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.errors import LockstepError
 from mpistrat.kernels.ops import ReduceOp
 
@@ -24,7 +21,6 @@ __all__ = [
     "OPS",
     "VariableAggregation",
     "VariableSynchronization",
-    "digest",
     "exact_share",
     "prove_same",
     "reduced",
@@ -38,22 +34,6 @@ _ROW = _DIGEST + _SHOWN + len("[, ...]")  # bytes in a proof for each thing that
 _GROUPS = 8  # different values that one message names
 
 OPS = {VariableAggregation.SUM: ReduceOp.SUM, VariableAggregation.MEAN: ReduceOp.MEAN}
-
-
-def digest(value: Any) -> bytes:
-    """Return a 128-bit digest of dtype, shape and contents of an array, or of `IndexedSlices`.
-
-    Raises:
-      LeafTypeError: The value is neither.
-    """
-    if isinstance(value, IndexedSlices):
-        parts = digest(value.values) + digest(value.indices) + repr(value.dense_shape).encode()
-        return hashlib.blake2b(parts, digest_size=_DIGEST).digest()
-    array = as_array(value)
-    found = xxhash.xxh3_128(spec_text(array).encode())
-    for part in canonical(array):
-        found.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
-    return found.digest()
 
 
 def prove_same(
@@ -100,10 +80,10 @@ def prove_same(
 def _row(part: Array | bytes) -> bytes:
     """Return a digest, and the first element as text."""
     if isinstance(part, bytes):
-        return hashlib.blake2b(part, digest_size=_DIGEST).digest().ljust(_ROW)
+        return xxhash.xxh3_128_digest(part).ljust(_ROW)
     shown = str(part.reshape(-1)[0])[:_SHOWN] if part.size else ""
     shown = f"[{shown}, ...]" if part.size > 1 else shown
-    return digest(part) + shown.encode().ljust(_ROW - _DIGEST)
+    return digest([part]) + shown.encode().ljust(_ROW - _DIGEST)
 
 
 def _who(row: Sequence[bytes], ranks: Sequence[int]) -> str:

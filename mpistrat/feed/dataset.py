@@ -334,7 +334,7 @@ class Dataset:
         Without it the result must be the same on all ranks, so what is random in `fn` needs a
         seed: in a distributed dataset another number of rows on one rank is an error on all at
         that step; other contents are one at the first step of an epoch, and every
-        ``MPISTRAT_CHECK_EVERY`` steps after it.
+        ``MPISTRAT_CHECK_EVERY`` steps after it. Contents of object arrays are not compared.
 
         A replica without rows calls a rowwise `fn` with arrays of 0 rows. For an `fn` before
         `batch` it shows dtype and shape of earlier examples; if it has not read any yet, it reads

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from mpistrat.arrays import contents_digest
+from mpistrat.arrays import digest
 from mpistrat.errors import DataError, OutOfRangeError
 from mpistrat.feed.dataset import Dataset
 from mpistrat.feed.pieces import BatchSlice
@@ -31,7 +31,7 @@ __all__ = [
     "turns",
 ]
 
-UNSEEN = bytes(8)
+UNSEEN = bytes(16)
 
 
 class StepPart(NamedTuple):
@@ -72,7 +72,7 @@ class ShardSpec(NamedTuple):
         if not self.every or step % self.every:
             return UNSEEN
         arrays = itertools.chain.from_iterable(piece.alike(made) for piece in pieces)
-        return contents_digest(arrays)
+        return digest(arrays)
 
 
 class Deal(NamedTuple):

@@ -17,7 +17,7 @@ from typing import Any, NoReturn, final
 import numpy as np
 
 from mpistrat import nest
-from mpistrat.arrays import contents_digest
+from mpistrat.arrays import digest
 from mpistrat.collectives.alarms import warn
 from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.comm.codec import decode, encode
@@ -38,6 +38,10 @@ _ADVICE = (
     "is random in its source, or in a map after batch, so that all ranks draw alike. If a map "
     "treats each row on its own, map(fn, rowwise=True) lets each rank draw for its own rows. Use "
     "distribute_datasets_from_function for a dataset of each rank."
+)
+_LAST_BITS = (
+    "If the results differ in their last bits only, as hosts of other kinds compute them, that too "
+    "is over with rowwise=True, or MPISTRAT_CHECK_EVERY=0 in the environment compares no contents."
 )
 _UNSHARDED = (
     "{what}: each rank brings a dataset of its own, and the first elements of all ranks are the "
@@ -326,7 +330,7 @@ class DistributedIterator(ElementIterator):
             return item.contents
         leaves = nest.flatten(item.element)[0]
         arrays = [array for array in map(np.asarray, leaves) if array.size]
-        return contents_digest(arrays) if arrays else UNSEEN
+        return digest(arrays) if arrays else UNSEEN
 
     def _none_of(self, leaf: Any) -> Any:
         array = np.asarray(leaf)
@@ -347,8 +351,8 @@ class DistributedIterator(ElementIterator):
             refuse(
                 self._door.lockstep,
                 f"{call}: the contents of a batch that every rank reads or maps whole differ",
-                ["" if seen == UNSEEN else f"contents {seen.hex()}" for seen in contents],
-                _ADVICE,
+                ["" if seen == UNSEEN else f"contents {seen.hex()[:16]}" for seen in contents],
+                f"{_ADVICE} {_LAST_BITS}",
             )
         if not self._deal.same and UNSEEN not in contents and len(set(contents)) == 1:
             warn(self._door.lockstep, call, _UNSHARDED.format(what=call), stacklevel=5)

@@ -46,14 +46,15 @@ class Looks:
         paths = nest.path_names(structure)
         told = ", ".join(f"{p} {name}".strip() for p, name in zip(paths, names, strict=True))
         self.text = told if nest.is_lone(structure) else f"{nest.describe(structure)} of {told}"
-        self.digest = hashlib.blake2b(self.text.encode(), digest_size=LOOK).digest()
+        shown = self.text.encode(errors="surrogatepass")
+        self.digest = hashlib.blake2b(shown, digest_size=LOOK).digest()
 
     def refuse(self, lockstep: Lockstep, call: str) -> None:
         """Raise on every rank, all of which have found that they differ. Collective."""
         refuse(
             lockstep,
             f"{call}: the elements of the ranks differ in structure or dtype",
-            [text.decode() for text in lockstep.texts(self.text.encode())],
+            [text.decode() for text in lockstep.texts(self.text.encode(errors="replace"))],
             "Give every rank elements of one structure and of the same dtypes, by "
             "dataset.map(...) for example.",
         )

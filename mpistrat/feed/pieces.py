@@ -135,13 +135,12 @@ class BatchSlice(ABC):
         return self.span(*_bounds(self.count(), index, count))
 
     def alike(self, made: bool = True) -> Iterator[Array]:
-        """Iterate over the arrays of this batch that every replica holds whole, so all alike.
+        """Iterate over the arrays that every replica holds whole, and that so have to be equal.
 
         What a replica reads and maps for itself alone is not among them.
 
         Args:
-          made: Also those that each replica makes whole when it cuts its part. They are kept, so
-            that the cut which follows does not make them again.
+          made: Include the results that every replica computes whole. They are kept for the cut.
         """
         return iter(())
 

@@ -118,7 +118,7 @@ def _places(state: State, call: Call, what: Folding, weight: float) -> Places | 
     found = known.places.get(key)
     if found is not None and found[0] == node.arena.generation:
         return found[1]
-    homes = node.homes(values, values) if what.worth_a_place else None
+    homes = node.homes(what, values, values) if what.worth_a_place else None
     if homes is None:
         if not known.large or not state.has_buffers(what.text):
             return None
@@ -130,7 +130,7 @@ def _places(state: State, call: Call, what: Folding, weight: float) -> Places | 
         found = known.places.get(key)
         if found is not None and found[0] == node.arena.generation:
             return found[1]
-        homes = node.homes(buffers, buffers)
+        homes = node.homes(what, buffers, buffers)
         assert homes is not None
     made = _placed(state, known, homes)
     if len(known.places) > 16:

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import numpy as np
 
-from mpistrat.arrays import Array, as_array, is_bfloat16, spec_text
+from mpistrat.arrays import Array, as_array, digest, is_bfloat16, spec_text
 from mpistrat.collectives.folding import Folding
 from mpistrat.collectives.forms import form
 from mpistrat.collectives.spans import Placed
-from mpistrat.distribute import writes
 from mpistrat.distribute.default import current_strategy, default_strategy
 from mpistrat.distribute.mode import refuse_unchosen, same_strategy
-from mpistrat.distribute.slices import IndexedSlices
+from mpistrat.distribute.slices import IndexedSlices, arrays_of
 from mpistrat.distribute.values import DistributedValues, Mirrored
 from mpistrat.distribute.variables import Variable
 from mpistrat.errors import ContextError, LeafTypeError, StructureError
@@ -245,7 +244,7 @@ def _shown(name: str, gradient: Any, variable: Variable) -> Array | bytes:
             return proof.encode()
         gradient = gradient.local
     if isinstance(gradient, IndexedSlices):
-        return writes.digest(gradient)
+        return digest(arrays_of(gradient))
     return as_array(gradient, f"the gradient of {variable.label}")
 
 

@@ -7,12 +7,11 @@ from typing import Any
 import numpy as np
 
 from mpistrat import nest
-from mpistrat.arrays import as_array, label
+from mpistrat.arrays import as_array, digest, label
 from mpistrat.collectives.blame import ranks_text
 from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.comm.session import Session
 from mpistrat.distribute.regroup import select
-from mpistrat.distribute.writes import digest
 
 __all__ = ["same"]
 
@@ -36,7 +35,7 @@ def same(comm: Any, value: Any, wanted: Any = None) -> None:
         paths = nest.path_names(structure)
         arrays = [as_array(leaf, path) for leaf, path in zip(leaves, paths, strict=True)]
         wrong = _wrong(arrays, structure, select(wanted)) if wanted is not None else ""
-        prints = b"".join(digest(array) for array in arrays)
+        prints = b"".join(digest([array]) for array in arrays)
     rows = lockstep.share(f"same {nest.describe(structure)}", prints)
     complaints = lockstep.texts(wrong.encode())
     for i, path in enumerate(paths):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 import subprocess
@@ -86,38 +87,61 @@ def test_names_that_were_exchanged_are_told_and_nothing_is_restored(size, tmp_pa
     assert run_ranks(program, size) == [(7, 1, 1)] * size
 
 
-@pytest.fixture
-def another_job(monkeypatch):
-    """Make this process forget what it knows, as another one would not know it."""
-
-    def begin():
-        mine = dict(saving._SEEN)
-        saving._SEEN.clear()
-        return mine
-
-    return begin
+def another_job(comm, directory, number):
+    """Save a checkpoint as another program does, behind the back of this one."""
+    comm.barrier()
+    if comm.rank == 0:
+        newest = max(files.saved(directory, "ckpt"))
+        taken = files.numbered(directory, "ckpt", newest).read_bytes()
+        files.numbered(directory, "ckpt", number).write_bytes(taken)
+    comm.barrier()
 
 
 @SIZES
-def test_another_job_that_saved_in_between_is_told(size, tmp_path, another_job):
+def test_another_job_that_saved_in_between_is_told(size, tmp_path):
     def program(comm):
-        _, manager = made(tmp_path)
+        _, manager = made(tmp_path, None)
         manager.save()
-        comm.barrier()
-        if comm.rank == 0:
-            mine = another_job()
-            theirs = files.numbered(tmp_path, "ckpt", 2)
-            theirs.write_bytes((tmp_path / "ckpt-1.npz").read_bytes())
-            saving._SEEN.update(mine)
+        another_job(comm, tmp_path, 2)
         for save in (manager.save, lambda: manager.checkpoint.save(tmp_path / "ckpt")):
-            with pytest.raises(FileExistsError, match=r"Another job saves here.*has ckpt-2, and"):
+            with pytest.raises(
+                FileExistsError, match=r"There is ckpt-2, which this program has ne"
+            ):
                 save()
-        # Who takes what is there over, goes on.
+        # Who takes what is there over, goes on; also who has seen it, and goes back.
         manager.checkpoint.restore(tmp_path / "ckpt-2")
-        return manager.save(3).rpartition("/")[2]
+        done = [manager.save(3)]
+        another_job(comm, tmp_path, 7)
+        manager.checkpoint.restore(tmp_path / "ckpt-1")
+        done.append(manager.save())
+        return [path.rpartition("/")[2] for path in done]
 
-    assert run_ranks(program, size) == ["ckpt-3.npz"] * size
-    assert there(tmp_path) == ["ckpt-2.npz", "ckpt-3.npz"]
+    assert run_ranks(program, size) == [["ckpt-3.npz", "ckpt-8.npz"]] * size
+
+
+def numbers(directory):
+    """Save in all the ways that one program may mix; return the numbers."""
+    with ms.MirroredStrategy().scope():
+        v = ms.Variable(0.0)
+    one, two = ms.Checkpoint(v=v), ms.Checkpoint(v=v)
+    prefix = directory / "ckpt"
+    saves = [ms.CheckpointManager(one, directory, None).save for _ in range(2)]
+    saves += [functools.partial(checkpoint.save, prefix) for checkpoint in (one, two)]
+    done = [save() for save in (*saves, *reversed(saves))]
+    one.restore(prefix.with_name("ckpt-1"))
+    done += [save() for save in saves]
+    two.write(prefix.with_name("ckpt-40"))
+    done += [save() for save in saves]
+    return [files.parted(Path(path))[1] for path in done]
+
+
+@SIZES
+def test_one_program_may_mix_what_saves_in_a_directory(size, tmp_path):
+    """Managers, checkpoints, and an older one restored; and again, as a job that is restarted."""
+    first = [*range(1, 13), *range(41, 45)]
+    assert run_ranks(lambda comm: numbers(tmp_path), size) == [first] * size
+    again = [list(range(45, 61))] * size
+    assert run_ranks(lambda comm: numbers(tmp_path), size) == again
 
 
 def swept(path):
@@ -211,6 +235,6 @@ def test_four_jobs_lose_no_save_without_a_word(tmp_path):
     assert sum(len(failed) for _, failed in told) == 80 - len(done) > 0
     for _, failed in told:
         for kind, text in failed:
-            assert (kind, "Another job saves here; give each" in text) == ("FileExistsError", True)
+            assert (kind, "give each a directory of its own" in text) == ("FileExistsError", True)
             assert "No such file" not in text
             assert str(tmp_path) in text

@@ -198,6 +198,9 @@ CALLS = {
     "all_reduce": lambda c: c.all_reduce("SUM", 2.0),
     "all_gather": lambda c: c.all_gather(np.ones(1), 0),
     "merge_call": lambda c: c.merge_call(lambda s: 2.0),
+    "Strategy.all_reduce": lambda c: ms.get_strategy().all_reduce("SUM", 1.0),
+    "Strategy.broadcast": lambda c: ms.get_strategy().broadcast(1.0),
+    "Strategy.check_same": lambda c: ms.get_strategy().check_same(1.0) or 1,
     "CrossDeviceOps.reduce": lambda c: ms.NcclAllReduce().reduce("SUM", 2.0, "cpu"),
 }
 NOWHERE = "was called where no strategy rules, in a job of {} ranks"
@@ -227,6 +230,7 @@ def test_one_replica_that_was_chosen_is_silent():
         found = [default.run(call), one.run(call)]
         with default.scope():
             found.append(call())
+            found.append(default.all_reduce("SUM", 2.0))
         with ms.ReplicaContext(default, 0), default.scope():
             found.append(call())
         with pytest.raises(ms.ContextError, match=NOWHERE.format(2)):
@@ -235,7 +239,7 @@ def test_one_replica_that_was_chosen_is_silent():
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert run_ranks(rank, 2) == [[2.0] * 4] * 2
+        assert run_ranks(rank, 2) == [[2.0] * 5] * 2
 
 
 def in_thread(call):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.distribute import exchanged, variables
+from mpistrat.distribute import variables
 from mpistrat.testing import run_ranks
 
 # On copies of each rank, and on copies that a node has in common.
@@ -41,15 +41,17 @@ def test_unnamed_variables_are_told_apart():
 
 ON_READ = ms.VariableSynchronization.ON_READ
 INITIAL = {
-    "numbers": {"alpha": 1.0, "beta": 2.0, "gamma": 3.0},
+    "numbers": {"alpha": 1.0, "beta": 2.0, "gamma": 3.0, "delta": 4.0},
     "arrays": {name: np.full((5, 7), i) for i, name in enumerate(["alpha", "beta", "gamma"])},
     "zeros": {"alpha": np.zeros(3), "beta": np.arange(3.0), "gamma": np.zeros(3)},
-    "functions": {"alpha": lambda: True, "beta": lambda: False, "gamma": lambda: np.True_},
+    "functions": {"alpha": lambda: 0.0, "beta": lambda: 3.0},
+    "integers": {"alpha": np.arange(40) % 2, "beta": np.arange(40) % 3},
 }
 ORDERS = [  # of replica 0, of another rank, and the variables that the error names
     ("alpha beta", "beta alpha", (1, 2)),
     ("alpha beta gamma", "alpha gamma beta", (2, 3)),
-    ("alpha beta gamma", "beta gamma alpha", (1, 2)),
+    ("alpha beta gamma", "beta gamma alpha", (1, 3)),
+    ("alpha beta gamma delta", "delta gamma beta alpha", (2, 3)),
 ]
 
 
@@ -74,20 +76,22 @@ def test_variables_created_in_another_order_are_found_out(size, here, there, num
             name = kwargs.get("name", "Variable") + ":0"
             for number in numbers:
                 assert f"'{name}' no. {number}" in text
-            assert f"exchanged on rank {size - 1} (this is rank {comm.rank} of {size})" in text
-            assert f"{name!r} no. 3" not in text or numbers == (2, 3)
+            assert (
+                f"created in another order on rank {size - 1} (this is rank {comm.rank} of {size})"
+                in text
+            )
             # What was created is in step still, and so is what comes.
             return float(ms.Variable(7.0, name="next").assign_add(1.0).numpy())
 
     assert run_ranks(rank, size) == [8.0] * size
 
 
-@pytest.mark.parametrize("kind", ["arrays", "zeros", "functions"])
+@pytest.mark.parametrize("kind", ["arrays", "zeros", "functions", "integers"])
 def test_exchanged_variables_of_every_kind_are_found_out(kind):
     def rank(comm):
         with (
             ms.MirroredStrategy().scope(),
-            pytest.raises(ms.LockstepError, match="exchanged on rank 1"),
+            pytest.raises(ms.LockstepError, match="another order on rank 1 "),
         ):
             in_order("alpha beta" if comm.rank != 1 else "beta alpha", INITIAL[kind])
 
@@ -126,8 +130,50 @@ def test_initial_values_that_differ_are_legal(size):
     assert run_ranks(rank, size) == [wanted] * size
 
 
-def test_one_rank_hashes_nothing_and_what_is_remembered_has_an_end(monkeypatch):
-    monkeypatch.setattr(exchanged, "_MOST", 10)
+def few(rng, rank):
+    """Random values of few outcomes, among which many seem exchanged."""
+    yield {"name": "integers"}, [int(x) for x in rng.integers(0, 10, 20)]
+    yield {"name": "coins"}, [bool(x) for x in rng.integers(0, 2, 8)]
+    yield {"name": "c"}, [int(x) for x in rng.integers(0, 3, 20)]
+    yield {"name": "small"}, [rng.integers(0, 2, 3) for _ in range(20)]
+    yield {"name": "ranks"}, [float(rank + 1), float(rank + 2)]
+    yield (
+        {"name": "floats"},
+        [float(x) for x in rng.integers(0, 2, 20)],
+    )
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_random_values_of_few_outcomes_are_legal(size):
+    def rank(comm):
+        rng = np.random.default_rng(comm.rank)
+        with ms.MirroredStrategy().scope():
+            for kwargs, values in few(rng, comm.rank):
+                for value in values:
+                    ms.Variable(value, **kwargs)
+
+    run_ranks(rank, size)
+
+
+def test_what_is_exchanged_is_found_among_what_is_random():
+    def rank(comm):
+        rng = np.random.default_rng(comm.rank)
+        order = [1, 0] if comm.rank == 1 else [0, 1]
+        with ms.MirroredStrategy().scope():
+            for _ in range(3):
+                ms.Variable(rng.normal(size=9))
+            tables = [np.sqrt(np.arange(9.0)), np.arange(9.0) / 7]
+            ms.Variable(tables[order[0]])
+            with pytest.raises(
+                ms.LockstepError, match=r"no\. 4 and .* no\. 5 seem to be created in"
+            ):
+                ms.Variable(tables[order[1]])
+
+    run_ranks(rank, 3)
+
+
+def test_only_the_first_variables_are_remembered(monkeypatch):
+    monkeypatch.setattr(variables, "LOOKED_AT", 10)
 
     def rank(comm):
         s = ms.MirroredStrategy()
@@ -135,11 +181,10 @@ def test_one_rank_hashes_nothing_and_what_is_remembered_has_an_end(monkeypatch):
         with s.scope():
             for _ in range(20):
                 ms.Variable(rng.normal())
-        return len(s.parts.lockstep.session.strays)
+        known = s.parts.lockstep.session.initial_values_that_differ
+        return [len(of_rank) for of_rank in known.values()]
 
-    assert all(0 < length <= 10 + 2 * 2 for length in run_ranks(rank, 3))
-    monkeypatch.setattr(variables, "told", None)
-    assert run_ranks(rank, 1) == [0]
+    assert run_ranks(rank, 3) == [[10, 10]] * 3
 
 
 def test_variables_that_replicas_own_are_told_apart_when_read():
@@ -265,3 +310,24 @@ def test_results_are_fresh_and_checked_in_every_strategy(make):
                 s.run(lambda b=bad: ctx().all_reduce("SUM", b))
 
     run_ranks(rank, 1)
+
+
+def test_looking_at_initial_values_is_no_further_exchange(monkeypatch):
+    def rank(comm):
+        s = ms.MirroredStrategy()
+        with s.scope():
+            ms.Variable(np.zeros(4))
+            calls, inner = [], s.parts.lockstep.session.comm
+
+            def count(name):
+                real = getattr(inner, name)
+                monkeypatch.setattr(
+                    inner, name, lambda *a, **k: (calls.append(name), real(*a, **k))[1]
+                )
+
+            for name in ("allgather", "allgatherv", "allreduce", "bcast"):
+                count(name)
+            ms.Variable(np.full(4, comm.rank + 0.5))
+        return [name for name in calls if name != "bcast"]  # which moves the value
+
+    assert run_ranks(rank, 2) == [["allgather"]] * 2

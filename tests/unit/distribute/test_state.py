@@ -273,3 +273,23 @@ def test_one_replica_broadcasts_to_itself():
     assert found["n"] == 2
     assert strategy.broadcast(mine, out=mine) is mine
     strategy.check_same({"x": mine, "n": 2})
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_any_text_travels_and_is_compared(size):
+    """Also half a surrogate pair, as of a file name that is no UTF-8; in values and in names."""
+
+    def rank(comm):
+        s = ms.MirroredStrategy()
+        tree = {"name\udcff": f"text\udcff{comm.rank}"}
+        assert s.broadcast(tree) == {"name\udcff": "text\udcff0"}
+        s.check_same({"name\udcff": "\udcff"})
+        if size > 1:
+            with pytest.raises(
+                ms.DivergenceError, match=r"\n.* tree = strategy\.broadcast\(tree\)"
+            ):
+                s.check_same(tree)
+            with pytest.raises(ms.LockstepError):
+                s.broadcast({"\udcff" if comm.rank else "name": 1})
+
+    run_ranks(rank, size)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.arrays import contents_digest
+from mpistrat.arrays import digest
 from mpistrat.testing import run_ranks
 
 NUMBERS = [2, 3, 4]
@@ -124,6 +124,7 @@ def test_another_number_of_rows_on_one_rank_is_found_at_its_step(what, fn, count
 def test_other_contents_of_equal_size_are_found_at_the_first_step(what, n):
     for text, total in run_ranks(first(lambda odd: CONTENTS[what](odd, other)), n):
         assert "contents of a batch" in text
+        assert "rowwise=True, or MPISTRAT_CHECK_EVERY=0" in text
         groups = re.findall(r"\n  (ranks? [^:]*): contents", text)
         assert groups == [
             "rank 0" if n == 2 else f"ranks 0{'-' if n > 3 else ', '}{n - 2}",
@@ -330,14 +331,14 @@ def test_a_warning_that_is_an_error_is_one_on_all_ranks_and_the_next_element_fol
     assert run_ranks(rank, 3) == [[2, 3]] * 3
 
 
-def test_contents_digest():
+def test_digest():
     x = np.arange(12.0).reshape(3, 4)
     same = [x, x.T.copy().T, x[:, :], x.astype(">f8"), np.asfortranarray(x)]
-    assert len({contents_digest([y]) for y in same}) == 1
+    assert len({digest([y]) for y in same}) == 1
     odd = [x, x.T, x.reshape(4, 3), x.astype("f4"), x + np.eye(3, 4) * 1e-9, -x, x[:0]]
-    assert len({contents_digest([y]) for y in odd}) == len(odd)
+    assert len({digest([y]) for y in odd}) == len(odd)
     kinds = ["M8[s]", "U2", "S2", "?", "c16", "g", "f2", "u1", "O"]
-    made = {code: contents_digest([np.array([0, 1]).astype(code)]) for code in kinds}
+    made = {code: digest([np.array([0, 1]).astype(code)]) for code in kinds}
     assert len(set(made.values())) == len(kinds)
     # Bytes that belong to no value: of a longdouble, and between the fields of a structure.
     for dtype in ("g", np.dtype("i1,f8,g", align=True)):
@@ -347,4 +348,4 @@ def test_contents_digest():
             array[...] = (
                 np.ones(1, "i1").astype(dtype) if dtype == "g" else np.array((1, 2, 3), dtype)
             )
-        assert len({contents_digest([array]) for array in both}) == 1
+        assert len({digest([array]) for array in both}) == 1
