@@ -176,23 +176,23 @@ def reduce_in_replica(
     """Fold `value` over the replicas; see `ReplicaContext.all_reduce`. Collective."""
     if out is value and _once_more(parts, reduce_op, value, weight):
         return out
-    asked = asked or request(reduce_op, value)
+    asked, weigh = asked or request(reduce_op, value), weight is not None
     if asked is not None:
-        plan = parts.plans.find(asked, weight is not None)
+        plan = parts.plans.find(asked, weigh)
         if plan is not None:
             outs = None if out is None else _room(parts, asked, plan, value, out)
             if out is None or outs is not None:
                 return _planned(parts, asked, plan, weight, outs, out)
-        if out is not None and out is value and _in_place(parts, asked, weight):
+        if out is value and _in_place(parts, asked, weight):
             return out
-    sketch = parts.plans.sketch(asked, weight is not None)
+    sketch = parts.plans.sketch(asked, weigh)
     if sketch is not None and asked is not None:
         return _again(parts, asked, sketch, weight, out)
     try:
         call = prepared(reduce_op, value, weight)
         outs = places(out, call.structure, call.parts)
-        how = call.op.value if weight is None else f"{call.op.value} weighted"
-        start = f"all_reduce({how}, {nest.describe(call.structure)})"
+        how = "" if weight is None else " weighted"
+        start = f"all_reduce({call.op.value}{how}, {nest.describe(call.structure)})"
         dense = [part for part in call.parts if isinstance(part, Part)]
         forms, shapes = [part.form for part in dense], [part.value.shape for part in dense]
         what = Folding(described(start, dense), call.op, forms, shapes)
@@ -201,19 +201,16 @@ def reduce_in_replica(
         parts.lockstep.refuse("all_reduce", error)
     if not call.leaves:
         return value
-    weigh = weight is not None
     if len(dense) < len(call.parts):
         totals = sparse.all_reduce(parts.reducer, start, call.op, call.parts, weigh=weigh)
-        return nest.unflatten(call.structure, list(map(finish, totals, call.leaves)))
-    values = [part.value for part in dense]
-    totals = parts.reducer.fold(what, values, [call.weight], weigh, outs, alarm)
-    if asked is not None:
-        parts.plans.learn(asked, what, dense, weigh)
-    return (
-        out
-        if outs is not None
-        else nest.unflatten(call.structure, list(map(finish, totals, call.leaves)))
-    )
+    else:
+        values = [part.value for part in dense]
+        totals = parts.reducer.fold(what, values, [call.weight], weigh, outs, alarm)
+        if asked is not None:
+            parts.plans.learn(asked, what, dense, weigh)
+    if outs is not None:
+        return out
+    return nest.unflatten(call.structure, list(map(finish, totals, call.leaves)))
 
 
 def _room(
