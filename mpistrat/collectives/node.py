@@ -11,7 +11,6 @@ packed into scratch memory, and the results copied out.
 
 from __future__ import annotations
 
-import functools
 import math
 import weakref
 from collections.abc import Iterator, Sequence
@@ -19,17 +18,15 @@ from contextlib import contextmanager
 from typing import Any, cast, final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mpistrat.arrays import Array
 from mpistrat.collectives.alarms import warn
 from mpistrat.collectives.folding import Folding
+from mpistrat.collectives.lanes import fold_between
 from mpistrat.collectives.lockstep import Lockstep
-from mpistrat.collectives.messages import fold_by_mpi, reduce_messages
 from mpistrat.collectives.packs import LIMIT, Pack, fill
 from mpistrat.collectives.results import Results
 from mpistrat.collectives.spans import Packed, Placed, Range, Scales, slice_of, spans_of
-from mpistrat.comm.base import Comm
 from mpistrat.kernels.fold import (
     compile_for,
     compiles,
@@ -39,15 +36,12 @@ from mpistrat.kernels.fold import (
     sum_between,
 )
 from mpistrat.kernels.ops import FOLDS, ReduceOp
-from mpistrat.kernels.scaling import divide, power_for, real, rescue
+from mpistrat.kernels.scaling import power_for
 from mpistrat.memory.arena import Arena, ArenaAddress, Block
 from mpistrat.memory.copies import Storage
 from mpistrat.memory.layout import Specs
 
 __all__ = ["NodeFolds"]
-
-# What goes between nodes at once, in elements; bounds what it takes beside the arena.
-_LANE = 1 << 20
 
 
 @final
@@ -350,41 +344,7 @@ class NodeFolds:
     def _across(
         self, op: ReduceOp, rows: Array, out: Array, columns: int, spans: Sequence[Range]
     ) -> None:
-        nodes, row = self.arena.nodes(), out[0]
+        nodes = self.arena.nodes()
         assert nodes.lane is not None
-        power = power_for(self._size)
-        low, high = slice_of(nodes.node.rank, nodes.lanes, columns, row.dtype)
-        for span in spans:
-            start, stop = max(low, span.start), min(high, span.stop)
-            for at in range(start, stop, _LANE):
-                part = row[at : min(at + _LANE, stop)]
-                (total,) = reduce_messages(nodes.lane, op, [part])
-                if span.divisor != 1.0:
-                    divide(total, span.divisor)
-                    kept = None
-                    if span.scales is None and len(rows) > 1:
-                        kept = rows[1, at : at + part.size]
-                    low_total = functools.partial(_low_total, nodes.lane, part, kept, power)
-                    rescue(total, low_total, span.divisor, power)
-                part[:] = total
-
-
-def _low_total(
-    lane: Comm, part: Array, kept: Array | None, power: float, where: NDArray[np.intp]
-) -> Array:
-    """Add what the nodes have at some places, times `power`. Collective; unproved.
-
-    Args:
-      lane: One rank of each node.
-      part: What the ranks of this node have together.
-      kept: The same times `power`, where `part` is not finite; None if it was not kept.
-      power: A power of two.
-      where: Of `part`, as real numbers.
-    """
-    given = real(part)[where]
-    send = given * given.dtype.type(power)
-    if kept is not None:
-        np.copyto(send, real(kept)[where], where=~np.isfinite(given))
-    total: Array = np.empty_like(send)
-    fold_by_mpi(lane, send, total, ReduceOp.MEAN)
-    return total
+        mine = slice_of(nodes.node.rank, nodes.lanes, columns, out.dtype)
+        fold_between(nodes.lane, op, rows, out[0], mine, spans, power_for(self._size))

@@ -17,7 +17,7 @@ from mpistrat.errors import NonFiniteError
 from mpistrat.optim.clipping import ClipByValue
 from mpistrat.optim.folded import Folded, fold
 from mpistrat.optim.given import (
-    Call,
+    GradientCall,
     checked,
     owner,
     refuse_twice,
@@ -28,12 +28,14 @@ from mpistrat.optim.state import State, check_variable
 from mpistrat.optim.updating import Rows, Update, Work
 
 if TYPE_CHECKING:
-    from mpistrat.optim.base import Settings
+    from mpistrat.optim.base import OptimizerSettings
 
 __all__ = ["apply", "build"]
 
 
-def build(optimizer: Settings, states: dict[Any, State], variables: Iterable[Variable]) -> State:
+def build(
+    optimizer: OptimizerSettings, states: dict[Any, State], variables: Iterable[Variable]
+) -> State:
     """Return the state for these variables, made if there is none yet; see `Optimizer.build`."""
     name, given = f"{type(optimizer).__name__}.build", list(variables)
     strategy = owner(name, given)
@@ -52,7 +54,10 @@ def build(optimizer: Settings, states: dict[Any, State], variables: Iterable[Var
 
 
 def apply(
-    optimizer: Settings, states: dict[Any, State], grads_and_vars: Any, weight: float | None
+    optimizer: OptimizerSettings,
+    states: dict[Any, State],
+    grads_and_vars: Any,
+    weight: float | None,
 ) -> Variable:
     """Update variables by gradients; see `Optimizer.apply_gradients`. Collective."""
     name, failure, pairs = f"{type(optimizer).__name__}.apply_gradients", None, []
@@ -82,7 +87,7 @@ def apply(
     return state.counters["iterations"]
 
 
-def _step(optimizer: Settings, state: State, call: Call, what: Folding) -> None:
+def _step(optimizer: OptimizerSettings, state: State, call: GradientCall, what: Folding) -> None:
     """Fold the gradients, and update or accumulate. Collective."""
     parts, progress = state.strategy.parts, state.progress
     lockstep, node = parts.lockstep, parts.reducer.node
@@ -102,7 +107,7 @@ def _step(optimizer: Settings, state: State, call: Call, what: Folding) -> None:
 
 
 def _outcome(
-    optimizer: Settings, state: State, call: Call, update: Update, weight: float
+    optimizer: OptimizerSettings, state: State, call: GradientCall, update: Update, weight: float
 ) -> Callable[[], None] | None:
     """Do what the call does; return what is to be said of it, on all ranks, if anything is."""
     progress = state.progress
@@ -130,7 +135,7 @@ def _outcome(
 
 
 def _works(
-    optimizer: Settings, scale: float, before: float, call: Call, folded: Folded
+    optimizer: OptimizerSettings, scale: float, before: float, call: GradientCall, folded: Folded
 ) -> list[Work]:
     """Return what is updated; of gradients that are added up, the mean is over all calls."""
     limit = optimizer.clip.limit if isinstance(optimizer.clip, ClipByValue) else math.inf
@@ -149,7 +154,9 @@ def _works(
     return works
 
 
-def _unique(optimizer: Settings, scale: float, call: Call, rows: list[IndexedSlices]) -> list[Rows]:
+def _unique(
+    optimizer: OptimizerSettings, scale: float, call: GradientCall, rows: list[IndexedSlices]
+) -> list[Rows]:
     """Return rows once each, with the sum of their gradients."""
     limit = optimizer.clip.limit if isinstance(optimizer.clip, ClipByValue) else math.inf
     found = []
@@ -163,7 +170,7 @@ def _unique(optimizer: Settings, scale: float, call: Call, rows: list[IndexedSli
     return found
 
 
-def _warn(state: State, call: Call, step: int) -> None:
+def _warn(state: State, call: GradientCall, step: int) -> None:
     text = (
         f"{call.name}: a gradient is NaN or infinite, so the update after step {step} is left out "
         "on all ranks (nonfinite='skip'); optimizer.progress.skipped counts them."
@@ -171,7 +178,7 @@ def _warn(state: State, call: Call, step: int) -> None:
     warn(state.strategy.parts.lockstep, call.name, text, RuntimeWarning, stacklevel=4)
 
 
-def _nonfinite(state: State, call: Call, bad: int) -> None:
+def _nonfinite(state: State, call: GradientCall, bad: int) -> None:
     """Raise on all ranks which gradient is not finite, and on which rank it came so."""
     lockstep, known = state.strategy.parts.lockstep, call.known
     targets = [*known.dense, *known.sparse]

@@ -17,9 +17,9 @@ from mpistrat.optim.groups import Group
 from mpistrat.optim.progress import LossScale
 from mpistrat.optim.schedules import Schedule, value_at
 
-__all__ = ["NO_NORMS", "Rule", "Settings"]
+__all__ = ["NO_NORMS", "OptimizerSettings", "Rule"]
 
-Self = TypeVar("Self", bound="Settings")
+Self = TypeVar("Self", bound="OptimizerSettings")
 
 NO_NORMS = (1.0, 1.0)
 # Hyper-parameters of a whole step; those of variables may differ between groups.
@@ -35,8 +35,8 @@ class Rule(NamedTuple):
         first, in the order in which the loops take them.
       update: ``update(w, g, slots, s, low, high)`` changes the elements from `low` to `high` of `w`
         and of all `slots`, in place; `g` is the gradient of these alone, and not written; `s` are
-        the `Settings.scalars`. All are of one dtype, float32 or float64, flat and contiguous.
-        What an element becomes depends on no other element.
+        the `OptimizerSettings.scalars`. All are of one dtype, float32 or float64, flat and
+        contiguous. What an element becomes depends on no other element.
       measure: None, or ``measure(w, g, slots, s, low, high, out)``, which comes before `update` and
         writes the direction of the step, whose norm `update` needs, to `out`. It may change slots.
       reads: Whether `update` reads `g`; if not, `measure` has taken in all that is needed.
@@ -49,7 +49,7 @@ class Rule(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Settings(abc.ABC):
+class OptimizerSettings(abc.ABC):
     """Hyper-parameters of an optimizer; all that it remembers is in slots and in `Progress`.
 
     A value: frozen, compared by what is in it, picklable if schedules and groups are.

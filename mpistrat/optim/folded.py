@@ -36,7 +36,7 @@ from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.kernels.scaling import factors_of
 from mpistrat.memory.arena import ArenaAddress, Block
-from mpistrat.optim.given import Call, Known, Places
+from mpistrat.optim.given import GradientCall, Known, Places
 from mpistrat.optim.state import State
 
 __all__ = ["Folded", "fold"]
@@ -65,7 +65,7 @@ class Folded(NamedTuple):
     reads: bool
 
 
-def fold(state: State, call: Call, what: Folding) -> tuple[Folded, list[IndexedSlices]]:
+def fold(state: State, call: GradientCall, what: Folding) -> tuple[Folded, list[IndexedSlices]]:
     """Prove the call, and return the gradients of all replicas as this rank can read them."""
     parts, known = state.strategy.parts, call.known
     weight = 1.0 if call.weight is None else call.weight
@@ -105,7 +105,7 @@ def _alone(values: Sequence[Array], weight: float) -> Folded:
     return Folded(rows, [None] * len(rows), [1.0] * len(rows), weight, False)
 
 
-def _places(state: State, call: Call, what: Folding, weight: float) -> Places | None:
+def _places(state: State, call: GradientCall, what: Folding, weight: float) -> Places | None:
     """Return where the gradients lie in the arena, if they are folded there.
 
     Collective, the first time that memory for gradients is wanted.
@@ -151,7 +151,9 @@ def _placed(state: State, known: Known, homes: list[ArenaAddress]) -> Places:
     return Places(node.placed(homes).suffix, rows, first, node.placed(folded) if folded else None)
 
 
-def _in_place(state: State, call: Call, what: Folding, places: Places, weight: float) -> Folded:
+def _in_place(
+    state: State, call: GradientCall, what: Folding, places: Places, weight: float
+) -> Folded:
     """Prove the call, and fold into the first row what every rank would have to fold."""
     reducer = state.strategy.parts.reducer
     reducer.meet(what, places.suffix, weight)

@@ -26,16 +26,16 @@ from mpistrat.optim.state import State, Target
 from mpistrat.optim.updating import compile_for
 
 if TYPE_CHECKING:
-    from mpistrat.optim.base import Settings
+    from mpistrat.optim.base import OptimizerSettings
 
-__all__ = ["Call", "Known", "Places", "checked", "owner", "refuse_twice", "refuse_unknown"]
+__all__ = ["GradientCall", "Known", "Places", "checked", "owner", "refuse_twice", "refuse_unknown"]
 
 
 # Ways in which calls of one optimizer differ that are remembered.
 _CALLS = 64
 
 
-class Call(NamedTuple):
+class GradientCall(NamedTuple):
     """One call, found good on this rank.
 
     Attributes:
@@ -90,7 +90,7 @@ class Known:
         rates = sorted({t.optimizer.rate(step) for t in (*self.dense, *self.sparse)})
         return self._what.but(f", at step {step} by {', '.join(map(repr, rates))}")
 
-    def compile(self, optimizer: Settings) -> None:
+    def compile(self, optimizer: OptimizerSettings) -> None:
         """Have the loops compiled that this call needs, before its proof."""
         if not self.compiled and passes.compiles(sum(t.variable.size for t in self.dense)):
             kinds = {(t.variable.dtype, t.optimizer.rule.update): t for t in self.dense}
@@ -153,12 +153,12 @@ def refuse_unknown(name: str, state: State, given: Sequence[Variable]) -> None:
 
 
 def checked(
-    optimizer: Settings,
+    optimizer: OptimizerSettings,
     state: State,
     name: str,
     given: Sequence[tuple[Any, Variable]],
     weight: float | None,
-) -> Call:
+) -> GradientCall:
     """Return the call, or raise what is wrong with it. Not collective.
 
     Args:
@@ -192,11 +192,11 @@ def checked(
             values.append(found)
     how = "" if number is None else " weighted" if replica else f" weight {number!r}"
     known = _known(optimizer, state, f"{'replicas' if replica else 'all'}{how}", dense, rows)
-    return Call(name, replica, number, known, values, slices, alike)
+    return GradientCall(name, replica, number, known, values, slices, alike)
 
 
 def _known(
-    optimizer: Settings, state: State, how: str, dense: list[Target], rows: list[Target]
+    optimizer: OptimizerSettings, state: State, how: str, dense: list[Target], rows: list[Target]
 ) -> Known:
     key = (how, *[t.variable.number for t in dense], None, *[t.variable.number for t in rows])
     known: Known | None = state.calls.get(key)
@@ -208,7 +208,9 @@ def _known(
     return known
 
 
-def _found(name: str, gradient: Any, target: Target, optimizer: Settings) -> Array | IndexedSlices:
+def _found(
+    name: str, gradient: Any, target: Target, optimizer: OptimizerSettings
+) -> Array | IndexedSlices:
     if isinstance(gradient, DistributedValues):
         gradient = gradient.local
     if isinstance(gradient, IndexedSlices):
@@ -216,7 +218,7 @@ def _found(name: str, gradient: Any, target: Target, optimizer: Settings) -> Arr
     return _dense(name, gradient, target.variable)
 
 
-def _tells(optimizer: Settings) -> bool:
+def _tells(optimizer: OptimizerSettings) -> bool:
     """Whether a learning rate is a function of the program, of which no text tells all."""
     rates = [optimizer.learning_rate, *[g.changes.get("learning_rate") for g in optimizer.groups]]
     return any(callable(rate) for rate in rates)
@@ -267,7 +269,7 @@ def _dense(name: str, gradient: Any, variable: Variable) -> Array:
 
 
 def _rows(
-    name: str, given: IndexedSlices, target: Target, optimizer: Settings
+    name: str, given: IndexedSlices, target: Target, optimizer: OptimizerSettings
 ) -> IndexedSlices | Array:
     """Return rows in the dtype of their variable; dense, if all elements are to change."""
     variable = target.variable

@@ -14,7 +14,7 @@ from mpistrat.distribute.default import current_strategy
 from mpistrat.distribute.variables import Variable
 from mpistrat.errors import ContextError
 from mpistrat.optim import apply
-from mpistrat.optim.base import Settings
+from mpistrat.optim.base import OptimizerSettings
 from mpistrat.optim.progress import Progress
 from mpistrat.optim.state import State
 
@@ -22,8 +22,8 @@ __all__ = ["Optimizer"]
 
 
 @dataclass(frozen=True)
-class Optimizer(Settings):
-    """Hyper-parameters that can update variables; see `Settings` for what all have."""
+class Optimizer(OptimizerSettings):
+    """Hyper-parameters that can update variables; see `OptimizerSettings` for what all have."""
 
     def build(self, variables: Iterable[Variable]) -> None:
         """Create the state for these variables, as the first `apply_gradients` does by itself.

@@ -22,7 +22,7 @@ from mpistrat.optim.passes import BLOCK
 from mpistrat.optim.progress import Progress
 
 if TYPE_CHECKING:
-    from mpistrat.optim.base import Settings
+    from mpistrat.optim.base import OptimizerSettings
 
 __all__ = ["State", "Target", "check_variable"]
 
@@ -48,7 +48,7 @@ class Target(NamedTuple):
     """
 
     variable: Variable
-    optimizer: Settings
+    optimizer: OptimizerSettings
     slots: dict[str, Variable]
     shared: bool
     low: int
@@ -100,7 +100,7 @@ class State:
       MemoryError: There is memory to share for the weights, but not for slots; on all ranks.
     """
 
-    def __init__(self, optimizer: Settings, strategy: Any, variables: Sequence[Variable]):
+    def __init__(self, optimizer: OptimizerSettings, strategy: Any, variables: Sequence[Variable]):
         """Create counters and slots."""
         kind, self.strategy = type(optimizer).__name__, strategy
         lockstep = strategy.parts.lockstep
@@ -199,7 +199,7 @@ def _shared(variable: Variable) -> bool:
     return isinstance(variable.storage, NodeStorage)
 
 
-def _target(variable: Variable, optimizer: Settings, slots: dict[str, Variable]) -> Target:
+def _target(variable: Variable, optimizer: OptimizerSettings, slots: dict[str, Variable]) -> Target:
     shared = _shared(variable)
     if any(_shared(one) != shared for one in slots.values()):
         raise MemoryError(

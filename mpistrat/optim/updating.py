@@ -22,7 +22,7 @@ from mpistrat.optim.progress import Progress
 from mpistrat.optim.state import Target
 
 if TYPE_CHECKING:
-    from mpistrat.optim.base import Settings
+    from mpistrat.optim.base import OptimizerSettings
 
 __all__ = ["Rows", "Update", "Work", "compile_for"]
 
@@ -72,7 +72,7 @@ class Update:
 
     def __init__(
         self,
-        optimizer: Settings,
+        optimizer: OptimizerSettings,
         progress: Progress,
         works: Sequence[Work],
         rows: Sequence[Rows],
@@ -328,7 +328,7 @@ def _update_rows(one: Rows, step: int, compiled: bool) -> None:
         place[where] = copy.reshape(len(where), *shape[1:])
 
 
-def compile_for(optimizer: Settings, target: Target) -> None:
+def compile_for(optimizer: OptimizerSettings, target: Target) -> None:
     """Have the loops compiled that a variable of this dtype needs; before a proof."""
     one = np.zeros(1, target.variable.dtype)
     rule = target.optimizer.rule
