@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.collectives import folding
+from mpistrat.collectives import folding, lanes
 from mpistrat.collectives.packs import packs
 from mpistrat.comm.loopback import LoopbackComm
 from mpistrat.kernels import fold as fold_module
