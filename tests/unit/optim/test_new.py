@@ -12,7 +12,8 @@ import optim_cases as cases
 
 from mpistrat import optim
 from mpistrat.kernels import jit
-from mpistrat.optim.base import NO_NORMS, Optimizer, Rule
+from mpistrat.optim.base import NO_NORMS, Rule
+from mpistrat.optim.optimizer import Optimizer
 
 
 def _twin(w, g, slots, s, low, high):
