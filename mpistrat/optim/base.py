@@ -50,28 +50,7 @@ class Rule(NamedTuple):
 
 @dataclass(frozen=True)
 class OptimizerSettings(abc.ABC):
-    """Hyper-parameters of an optimizer; all that it remembers is in slots and in `Progress`.
-
-    A value: frozen, compared by what is in it, picklable if schedules and groups are.
-
-    Attributes:
-      learning_rate: A number, or a function of the step, from 0 (`mpistrat.optim.schedules`).
-      groups: What is different for some of the variables.
-      clip: `ClipByGlobalNorm` or `ClipByValue`; None for neither.
-      accumulate: How many calls make one update, by the weighted mean of their gradients. More than
-        1 costs one more slot, ``"pending"``.
-      ema: How much of the moving average of the weights stays in an update, such as 0.999; None for
-        none. The average is one more slot, ``"ema"``, which begins as a copy of the weights.
-      nonfinite: What a gradient that is NaN or infinite does. ``"raise"``: an error on all ranks;
-        weights are finite then, but what was in other blocks of 4096 elements may be updated.
-        ``"skip"``: the update is left out on all ranks, at the cost of one more pass over the
-        gradients, if `clip` does not need it anyway. ``"ignore"``: nobody looks.
-      loss_scale: For gradients in float16; wants `nonfinite` to be ``"skip"``.
-
-    Raises:
-      ValueError: A number is not finite, below 0 or too large; or options contradict each other.
-      TypeError: An option is of the wrong type.
-    """
+    """The fields of all optimizers, and what follows from them; see `mpistrat.optim.Optimizer`."""
 
     learning_rate: float | Schedule = 1e-3
     groups: Sequence[Group] = dataclasses.field(default=(), kw_only=True)

@@ -114,7 +114,11 @@ def test_what_is_wrong_on_one_rank_is_an_error_on_all():
 
 def test_one_replica_keeps_its_own():
     def rank(comm):
-        strategies = ms.get_strategy(), ms.OneDeviceStrategy("cpu")
-        return [float(s.all_reduce("sum", comm.rank)) for s in strategies]
+        default, alone = ms.get_strategy(), ms.OneDeviceStrategy("cpu")
+        with pytest.raises(ms.ContextError, match="no strategy rules"):
+            default.all_reduce("sum", comm.rank)
+        with default.scope():  # it was chosen
+            mine = float(default.all_reduce("sum", comm.rank))
+        return [mine, float(alone.all_reduce("sum", comm.rank))]
 
     assert run_ranks(rank, 2) == [[0.0, 0.0], [1.0, 1.0]]
