@@ -300,7 +300,8 @@ class Strategy(StrategyBase):
           `out` if it was given, else the same tree of fresh arrays, and NumPy scalars of numbers.
 
         Raises:
-          ContextError: Called in replica code.
+          ContextError: Called in replica code; or of the default strategy, where no strategy
+            rules in a job of several ranks.
           StrategyError: A leaf is a value or variable of another strategy.
           LeafTypeError: A leaf is no array, or its dtype cannot be reduced.
           ValueError: The operation is unknown, or a weight is given for another one than MEAN.
@@ -341,7 +342,8 @@ class Strategy(StrategyBase):
           numbers, text and ``None`` stay what they are, and NumPy scalars too.
 
         Raises:
-          ContextError: Called in replica code.
+          ContextError: Called in replica code; or of the default strategy, where no strategy
+            rules in a job of several ranks.
           LeafTypeError: A leaf is neither of these; or a leaf of `out` cannot take its value.
           StructureError: `out` has another structure.
           ValueError: A leaf of `out` is read-only.
@@ -375,7 +377,8 @@ class Strategy(StrategyBase):
           DivergenceError: Contents differ; on every rank. It names the first leaf that differs, the
             first rank that has another value than replica 0 there, and the index.
           LockstepError: Structure, shapes, dtypes or types differ between ranks.
-          ContextError: Called in replica code.
+          ContextError: Called in replica code; or of the default strategy, where no strategy
+            rules in a job of several ranks.
           LeafTypeError: A leaf is no array, number or text.
           StrategyError: A leaf is a value or variable of another strategy.
 
