@@ -142,7 +142,7 @@ class Watchdog:
         self._observer.act(rows, speaks)
 
     def _tell(self, now: int, rows: Sequence[Status]) -> None:
-        """Let the ranks of this node that have come to leave know of those of the other nodes."""
+        """Write down, for ranks of this node that wait to leave, what the other nodes do."""
         others = [row for row in rows if row.home != self._observer.home]
         inside = max((row.key for row in others if row.state == INSIDE), default=0)
         ages = [row.age for row in others if row.state not in (LEAVING, LEFT)]

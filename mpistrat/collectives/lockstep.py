@@ -289,7 +289,7 @@ class Lockstep:
             self._check(None)
 
     def defer(self, write: Unproved) -> None:
-        """Let the next handshake show that all ranks make this write alike, or undo it.
+        """Check at the next handshake that all ranks make this write alike; undo it if not.
 
         No communication of its own. At the latest it is the handshake that ends the run.
         """

@@ -83,7 +83,7 @@ def fold_by_mpi(comm: Comm, send: Array, recv: Array, op: ReduceOp) -> None:
 def parts_of(
     leaves: Sequence[int], flat: Array, wires: Sequence[Array]
 ) -> Iterator[tuple[int, Array]]:
-    """Give each of these leaves, by its position, its part of a message; flat."""
+    """Yield the position of each leaf and its part of a message, as a flat array."""
     flat, at = flat.reshape(-1), 0
     for i in leaves:
         yield i, flat[at : at + wires[i].size]

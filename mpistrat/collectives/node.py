@@ -134,7 +134,7 @@ class NodeFolds:
         return Packed(values, filled, side if direct else None)
 
     def compile(self, what: Folding, inside: bool = False) -> None:
-        """Have the loops compiled that this call needs, before its proof; `inside` for in place."""
+        """Compile the loops that this call needs, before its proof; `inside` for in place."""
         if what.op in (ReduceOp.SUM, ReduceOp.MEAN):
             narrow = what.narrow if inside else ()
             columns = sum(math.prod(shape) for shape in what.shapes) if narrow else 0
@@ -293,7 +293,7 @@ class NodeFolds:
 
     @contextmanager
     def moving(self) -> Iterator[None]:
-        """Let the body move what lies in shared memory; the proof was the barrier before it."""
+        """Run the body, which moves data in shared memory; the proof was the barrier before it."""
         self._hook()
         with self._sharing():
             yield

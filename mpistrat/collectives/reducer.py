@@ -208,7 +208,7 @@ class Reducer(Reducing):
         if scales.table is None and (scales.divisors is None or set(scales.divisors) == {1}):
             dtypes = [form.result for form in what.forms]
             return of_one(values, outs, dtypes, self.lockstep.session.pool)
-        # Sums over several examples; or all weights are 0, and the mean is none.
+        # Sums over several examples; or all weights are 0, and there is no mean.
         return what.results(what.wires(values, weights, fresh=True), scales.divisors)
 
     def _in_place(

@@ -68,7 +68,7 @@ _before_abort: list[Callable[[int], object]] = []
 
 
 def before_abort(call: Callable[[int], object]) -> None:
-    """Let `call` be told the exit code before this process ends the job."""
+    """Call `call` with the exit code before this process ends the job."""
     _before_abort.append(call)
 
 

@@ -80,7 +80,7 @@ def add_n(inputs: Any, name: Any = None) -> Any:
       name: No effect.
 
     Raises:
-      ValueError: There is none, or they have several shapes.
+      ValueError: The list is empty, or the shapes differ.
 
     Example:
       >>> add_n([[1.0, 2.0], [3.0, 4.0]]).tolist()

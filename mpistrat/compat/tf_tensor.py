@@ -38,7 +38,7 @@ class Kind(type):
 
 
 class Tensor(metaclass=Kind):
-    """What functions return: NumPy arrays and NumPy's scalars. Variables are none, as there.
+    """What functions return: NumPy arrays and NumPy's scalars. Variables are not, as in TensorFlow.
 
     Raises:
       TypeError: It is called; `constant` makes tensors.

@@ -57,7 +57,7 @@ class CheckpointReader:
         """Return the value of the variable `name`.
 
         Raises:
-          ValueError: There is none; says which there are.
+          ValueError: There is no such name; the message lists those that exist.
         """
         if not self.has_tensor(name):
             raise ValueError(f"the checkpoint has no {name!r}, but {sorted(self._arrays)}.")
