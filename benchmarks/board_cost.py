@@ -21,7 +21,7 @@ from mpistrat.board.page import Page, page_bytes
 from mpistrat.board.proc import look
 from mpistrat.board.reporter import Reporter
 from mpistrat.board.watchdog import Watchdog
-from mpistrat.memory.shared import shared_memory
+from mpistrat.sharedmem.shared import shared_memory
 
 TEXT = "all_reduce(SUM, {'b': float32[10], 'w': float32[128,10]})"
 CALLS, RUNS = 20_000, 15

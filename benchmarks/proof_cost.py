@@ -28,13 +28,13 @@ from mpi4py import MPI
 from pictures import Panel, bars
 
 import mpistrat
-from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.collectives.plans import Plans
-from mpistrat.collectives.preflight import preflight
 from mpistrat.collectives.reducer import Reducer
 from mpistrat.comm.mpi import MPIComm
 from mpistrat.distribute.parts import Parts
 from mpistrat.distribute.strategy import Strategy
+from mpistrat.lockstep.lockstep import Lockstep
+from mpistrat.lockstep.startup import preflight
 
 BLOCKS = 60
 PEERS = ("raw", "bare", "proved", "nan")

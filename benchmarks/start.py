@@ -36,7 +36,7 @@ from common import arguments, first_line, host, print_facts, turns, write_json
 from pictures import Panel, bars
 
 from mpistrat import options
-from mpistrat.cluster.detect import environment, launched_by
+from mpistrat.environment import environment, launched_by
 from mpistrat.launch.mpiexec import Launcher, find
 
 REPETITIONS = 7

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.cluster.detect import launched_by
+from mpistrat.environment import launched_by
 from mpistrat.launch.mpiexec import find
 from mpistrat.launch.process import run_job
 from mpistrat.testing import run_ranks

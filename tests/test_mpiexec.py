@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
-from mpistrat.cluster.detect import launched_by
+from mpistrat.environment import launched_by
 from mpistrat.launch.mpiexec import find
 from mpistrat.launch.process import Outcome, run_job
 from mpistrat.testing.rank_report import Failure, RankLog, failures, read

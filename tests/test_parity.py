@@ -314,7 +314,7 @@ SHOWN = {
     "cluster_resolver.KubernetesClusterResolver": "cluster_resolvers/k8s*",
     "cluster_resolver.KubernetesExecutableLocation": "cluster_resolvers/k8s_locations",
     "cluster_resolver.SimpleClusterResolver": "cluster_resolvers/simple*",
-    "experimental.PreemptionWatcher": "unit/launch/test_preemption.py",
+    "experimental.PreemptionWatcher": "unit/checkpoint/test_preemption.py",
     "experimental.ValueContext": "options_and_enums/ValueContext",
     "experimental.partitioners.FixedShardsPartitioner": "unit/experimental/test_partitioners.py",
     "experimental.partitioners.MaxSizePartitioner": "unit/experimental/test_partitioners.py",

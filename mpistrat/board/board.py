@@ -23,14 +23,14 @@ from mpistrat.board.watchdog import Watchdog
 from mpistrat.comm.mpi import abort
 from mpistrat.comm.nodes import (
     Mailbox,
-    Nodes,
+    MPINodes,
     arrival,
     before_finalize,
     nodes_of,
     share,
     threads_allowed,
 )
-from mpistrat.memory.shared import shared_memory
+from mpistrat.sharedmem.shared import shared_memory
 
 __all__ = ["Board"]
 
@@ -65,7 +65,7 @@ class Board:
         self.resume = self.slot.resume
         self.leave = self.slot.leave
         self._watchdog: Watchdog | None = None
-        self._nodes: Nodes | None = None
+        self._nodes: MPINodes | None = None
         self._ended: bool | None = None
         self._departure: Departure | None = None
         self._closes: Callable[[], None] | None = None

@@ -13,7 +13,7 @@ from typing import final
 
 from mpistrat.board.frames import current_frames
 from mpistrat.board.page import Slot
-from mpistrat.board.places import compiles, place_of
+from mpistrat.comm.callsite import compiles, place_of
 
 __all__ = ["Reporter", "dump_signal", "dump_stacks", "frame_of", "say"]
 

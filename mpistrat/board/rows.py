@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
-from mpistrat.board.places import runs_of
+from mpistrat.comm.callsite import runs_of
 
 __all__ = [
     "AWAY",

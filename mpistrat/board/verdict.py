@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from mpistrat.board.page import INSIDE, LEAVING, LEFT, number_of
-from mpistrat.board.places import ranks_text
 from mpistrat.board.rows import AWAY, DEAD, SILENT, TROUBLES, Status
+from mpistrat.comm.callsite import ranks_text
 
 __all__ = ["Diagnosis", "ending", "judge", "warning"]
 

@@ -5,4 +5,6 @@
 - `tree`: the variables of a program by name.
 - `checkpoint`: `Checkpoint`, which all ranks save and restore together.
 - `manager`: `CheckpointManager`, which keeps the newest few.
+- `preemption`: `PreemptionCheckpointHandler`, which saves when the job is about to be ended;
+  `notice`: how it hears of that.
 """

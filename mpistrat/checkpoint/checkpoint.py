@@ -10,13 +10,13 @@ from typing import Any, final
 
 from mpistrat.checkpoint import files, restoring, saving, tree
 from mpistrat.checkpoint.restored import Restored
-from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.comm.world import size_of_job
 from mpistrat.distribute.default import current_strategy
 from mpistrat.distribute.mode import cross_replica, current
 from mpistrat.distribute.variables import Variable
 from mpistrat.distribute.views import ALONE
 from mpistrat.errors import ContextError, StrategyError, StructureError
+from mpistrat.lockstep.lockstep import Lockstep
 
 __all__ = ["Checkpoint", "owner_of", "refuse_alone", "restore", "save"]
 

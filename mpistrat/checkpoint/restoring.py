@@ -16,10 +16,10 @@ from mpistrat.arrays import Array
 from mpistrat.checkpoint import files, format
 from mpistrat.checkpoint.restored import Restored, listed
 from mpistrat.checkpoint.saving import patient, seen, specs
-from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.distribute.variables import Variable
 from mpistrat.distribute.writes import VariableAggregation, exact_share
 from mpistrat.errors import StructureError
+from mpistrat.lockstep.lockstep import Lockstep
 
 __all__ = ["restore"]
 

@@ -2,7 +2,6 @@
 
 The rank always comes from MPI; resolvers only add names.
 
-- `detect`, `job`: what the launcher's environment says, without starting MPI.
 - `spec`: `ClusterSpec`, jobs and the addresses of their tasks.
 - `resolver`: `ClusterResolver`, what every resolver answers.
 - `resolvers`: from MPI, which is the default, and from ``TF_CONFIG``. `tpu`: MPI again, under the

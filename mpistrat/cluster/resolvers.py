@@ -7,10 +7,10 @@ import os
 from collections.abc import Mapping
 from typing import Any, final
 
-from mpistrat.cluster.job import counted
 from mpistrat.cluster.resolver import ClusterResolver, url
 from mpistrat.cluster.spec import ClusterSpec
 from mpistrat.comm.world import default_parent
+from mpistrat.environment import counted
 from mpistrat.errors import OptionError
 
 __all__ = ["LABEL", "MPIClusterResolver", "TFConfigClusterResolver", "default_resolver"]

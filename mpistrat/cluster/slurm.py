@@ -8,9 +8,9 @@ from collections.abc import Mapping, MutableMapping
 from typing import Any, final
 
 from mpistrat.cluster.hostlist import expand_hostlist, expand_tasks_per_node
-from mpistrat.cluster.job import counted
 from mpistrat.cluster.resolver import ClusterResolver, chosen_master
 from mpistrat.cluster.spec import MOST_TASKS, ClusterSpec
+from mpistrat.environment import counted
 
 __all__ = ["SlurmClusterResolver"]
 

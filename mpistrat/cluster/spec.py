@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, final
 
-from mpistrat.cluster.job import counted
+from mpistrat.environment import counted
 
 __all__ = ["MOST_TASKS", "ClusterDef", "ClusterSpec", "JobDef"]
 

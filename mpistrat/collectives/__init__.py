@@ -1,6 +1,5 @@
 """How the values of all ranks meet.
 
-- `lockstep`: the proof, before any payload moves, that all ranks make the same call.
 - `reducer`: all-reduce and all-gather of lists of arrays.
 - `bucket`: which leaves travel together.
 - `forms`: in which dtype a value travels and in which it comes back.

@@ -11,11 +11,11 @@ import numpy as np
 
 from mpistrat.arrays import Array
 from mpistrat.collectives.forms import Form
-from mpistrat.collectives.lockstep import digest_of
 from mpistrat.collectives.packs import Pack, packs
 from mpistrat.kernels.narrow import is_narrow
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.kernels.scaling import divide
+from mpistrat.lockstep.lockstep import digest_of
 
 __all__ = ["SMALL", "Folding", "put"]
 

@@ -9,10 +9,10 @@ from typing import final
 import numpy as np
 
 from mpistrat.arrays import Array, dtype_name
-from mpistrat.collectives.lockstep import Lockstep
-from mpistrat.collectives.lost import moving
 from mpistrat.collectives.texts import spec_of
 from mpistrat.comm.base import Buffer
+from mpistrat.lockstep.abort import moving
+from mpistrat.lockstep.lockstep import Lockstep
 
 __all__ = ["Gatherer"]
 

@@ -2,7 +2,7 @@
 
 Each rank's values stand in a row of a matrix; rank r of a node folds slice r of the columns of all
 rows, in rank order, so every element is read once and every result has the same bits on all ranks.
-Between nodes the slices go on in lanes (`mpistrat.memory.nodes`), by the MPI library's own
+Between nodes the slices go on in lanes (`mpistrat.arena.nodes`), by the MPI library's own
 all-reduce.
 
 Two ways to the matrix: arrays of the arena lie in it, and are folded where they are; others are
@@ -19,11 +19,12 @@ from typing import Any, cast, final
 
 import numpy as np
 
+from mpistrat.arena.arena import Arena, ArenaAddress, Block
+from mpistrat.arena.layout import Specs
+from mpistrat.arena.storage import Storage
 from mpistrat.arrays import Array
-from mpistrat.collectives.alarms import warn
 from mpistrat.collectives.folding import Folding
 from mpistrat.collectives.lanes import fold_between
-from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.collectives.packs import LIMIT, Pack, fill
 from mpistrat.collectives.results import Results
 from mpistrat.collectives.spans import Packed, Placed, Range, Scales, slice_of, spans_of
@@ -37,9 +38,8 @@ from mpistrat.kernels.fold import (
 )
 from mpistrat.kernels.ops import FOLDS, ReduceOp
 from mpistrat.kernels.scaling import power_for
-from mpistrat.memory.arena import Arena, ArenaAddress, Block
-from mpistrat.memory.copies import Storage
-from mpistrat.memory.layout import Specs
+from mpistrat.lockstep.guards import warn
+from mpistrat.lockstep.lockstep import Lockstep
 
 __all__ = ["NodeFolds"]
 

@@ -12,12 +12,12 @@ import numpy as np
 
 from mpistrat.arrays import Array
 from mpistrat.collectives.folding import Folding
-from mpistrat.collectives.lockstep import FRAME, HEAD, Lockstep, digest_of
 from mpistrat.collectives.node import NodeFolds
 from mpistrat.collectives.spans import Scales, scales_of
 from mpistrat.kernels.fold import fold_rows
 from mpistrat.kernels.ops import FOLDS, ReduceOp
 from mpistrat.kernels.scaling import Overflow, divide, multiply, noting, rescue_rows
+from mpistrat.lockstep.lockstep import FRAME, HEAD, Lockstep, digest_of
 
 __all__ = ["ONE", "AnyPlan", "NumberPlan", "Plan", "Run", "SharedPlan", "leaves_of", "runs_of"]
 

@@ -19,12 +19,12 @@ from mpistrat import nest
 from mpistrat.arrays import Array
 from mpistrat.collectives.folding import SMALL, Folding
 from mpistrat.collectives.forms import Form
-from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.collectives.node import NodeFolds
 from mpistrat.collectives.part import Part
 from mpistrat.collectives.planned import ONE, AnyPlan, NumberPlan, Plan, SharedPlan
 from mpistrat.collectives.spans import Placed
 from mpistrat.kernels.ops import ReduceOp
+from mpistrat.lockstep.lockstep import Lockstep
 
 __all__ = ["InPlace", "Plans", "Request", "Sketch", "request"]
 

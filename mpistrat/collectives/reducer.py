@@ -21,8 +21,6 @@ import numpy as np
 from mpistrat.arrays import Array
 from mpistrat.collectives.folding import Folding, put
 from mpistrat.collectives.gatherer import Gatherer
-from mpistrat.collectives.lockstep import Lockstep
-from mpistrat.collectives.lost import lost
 from mpistrat.collectives.messages import (
     Message,
     fold_by_mpi,
@@ -39,6 +37,8 @@ from mpistrat.collectives.results import Results, of_one, results_for
 from mpistrat.collectives.spans import Packed, Placed, Scales, scales_of
 from mpistrat.kernels.ops import FOLDS, ReduceOp
 from mpistrat.kernels.scaling import Overflow, noting
+from mpistrat.lockstep.abort import lost
+from mpistrat.lockstep.lockstep import Lockstep
 
 __all__ = ["Reducer"]
 

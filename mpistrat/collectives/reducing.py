@@ -9,14 +9,13 @@ from typing import Any, final
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.collectives.alarms import first_nonfinite
 from mpistrat.collectives.folding import Folding
-from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.collectives.node import NodeFolds
-from mpistrat.collectives.part import Part
+from mpistrat.collectives.part import Part, first_nonfinite
 from mpistrat.collectives.spans import Placed
 from mpistrat.collectives.texts import described
 from mpistrat.kernels.ops import ReduceOp
+from mpistrat.lockstep.lockstep import Lockstep
 
 __all__ = ["Reducing"]
 

@@ -12,7 +12,7 @@ from numpy.lib import array_utils
 from mpistrat.arrays import Array
 from mpistrat.collectives.folding import Folding
 from mpistrat.collectives.packs import Pack
-from mpistrat.memory.pool import Pool
+from mpistrat.sharedmem.pool import Pool
 
 __all__ = ["Results", "of_one", "results_for"]
 

@@ -13,13 +13,13 @@ from mpistrat.arrays import Array
 from mpistrat.collectives.folding import Folding, put
 from mpistrat.collectives.forms import decode_order, encode_order, ordered
 from mpistrat.collectives.gatherer import Gatherer
-from mpistrat.collectives.lost import moving
 from mpistrat.collectives.messages import parts_of, rescued, scale
 from mpistrat.collectives.reducer import Reducer
 from mpistrat.collectives.reducing import Reducing
 from mpistrat.collectives.routes import Route
 from mpistrat.collectives.spans import Placed, scaled, total_of
 from mpistrat.kernels.ops import ReduceOp
+from mpistrat.lockstep.abort import moving
 
 __all__ = [
     "Chosen",

@@ -12,13 +12,13 @@ from typing import Any, final
 
 import numpy as np
 
+from mpistrat.arena.nodes import Nodes, find_nodes
 from mpistrat.arrays import Array, as_array
-from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.collectives.messages import MPI_NAMES, fold_by_mpi
 from mpistrat.comm.base import Buffer, Comm
 from mpistrat.errors import StructureError
 from mpistrat.kernels.ops import FOLDS, ReduceOp
-from mpistrat.memory.nodes import Nodes, find_nodes
+from mpistrat.lockstep.lockstep import Lockstep
 
 __all__ = ["Hierarchical", "Native", "OneRoot", "Ring", "Route"]
 

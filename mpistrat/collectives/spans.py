@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpistrat.arena.arena import Block
 from mpistrat.arrays import Array
 from mpistrat.collectives.packs import Pack
-from mpistrat.memory.arena import Block
 
 __all__ = [
     "Packed",

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from mpistrat.memory.shared import Pages
+from mpistrat.sharedmem.shared import Pages
 
 __all__ = ["Buffer", "Comm"]
 
@@ -23,7 +23,7 @@ class Comm(abc.ABC):
     """A group of ranks that only mpistrat talks on.
 
     Every method is collective: all ranks call it, in the same order, with buffers that fit.
-    Nothing here checks that; `mpistrat.collectives.lockstep` does, before each of them.
+    Nothing here checks that; `mpistrat.lockstep.lockstep` does, before each of them.
 
     Attributes:
       rank: This rank, 0 to size - 1.

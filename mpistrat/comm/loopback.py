@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, NoReturn, final
 import numpy as np
 
 from mpistrat.comm.base import Buffer, Comm
-from mpistrat.memory.shared import Pages, shared_pages
+from mpistrat.sharedmem.shared import Pages, shared_pages
 
 __all__ = ["Event", "LoopbackComm", "LoopbackWorld"]
 

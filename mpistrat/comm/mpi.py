@@ -15,7 +15,7 @@ import numpy as np
 
 from mpistrat.comm.base import Buffer, Comm
 from mpistrat.comm.pieces import LIMIT, rounds, slices
-from mpistrat.memory.shared import Pages, shared_memory, shared_pages
+from mpistrat.sharedmem.shared import Pages, shared_memory, shared_pages
 
 __all__ = [
     "MPIComm",

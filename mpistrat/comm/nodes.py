@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, final
 from mpistrat.comm.mpi import library
 
 __all__ = [
+    "MPINodes",
     "Mailbox",
-    "Nodes",
     "arrival",
     "before_finalize",
     "nodes_of",
@@ -21,7 +21,7 @@ _TAG = 75
 _LIMIT = 4096
 
 
-class Nodes(NamedTuple):
+class MPINodes(NamedTuple):
     """A communicator cut at the borders of shared memory.
 
     Attributes:
@@ -39,7 +39,7 @@ class Nodes(NamedTuple):
             self.leaders.Free()
 
 
-def nodes_of(comm: Any, node: Any | None = None) -> Nodes:
+def nodes_of(comm: Any, node: Any | None = None) -> MPINodes:
     """Cut an mpi4py communicator at the borders of shared memory.
 
     Collective: over `comm`. Cost: two splits.
@@ -52,7 +52,7 @@ def nodes_of(comm: Any, node: Any | None = None) -> Nodes:
     if node is None:
         node = comm.Split_type(mpi.COMM_TYPE_SHARED, comm.rank)
     leaders = comm.Split(0 if node.rank == 0 else mpi.UNDEFINED, comm.rank)
-    return Nodes(node, None if leaders == mpi.COMM_NULL else leaders)
+    return MPINodes(node, None if leaders == mpi.COMM_NULL else leaders)
 
 
 def share(comm: Any, data: bytes) -> list[bytes]:

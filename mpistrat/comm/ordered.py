@@ -8,7 +8,7 @@ from typing import final
 import numpy as np
 
 from mpistrat.comm.base import Buffer, Comm
-from mpistrat.memory.shared import Pages
+from mpistrat.sharedmem.shared import Pages
 
 __all__ = ["Ordered"]
 

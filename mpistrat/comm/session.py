@@ -21,8 +21,8 @@ from mpistrat.comm.loopback import LoopbackComm
 from mpistrat.comm.mpi import MPIComm, is_communicator, library
 from mpistrat.errors import StrategyError
 from mpistrat.kernels.threads import Team
-from mpistrat.memory.pool import Pool
 from mpistrat.options import Options
+from mpistrat.sharedmem.pool import Pool
 
 __all__ = ["Interrupted", "RunState", "Session", "StatusBoard", "Unproved", "Unwatched"]
 

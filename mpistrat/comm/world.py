@@ -14,12 +14,11 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from mpistrat.cluster.detect import launched_by
-from mpistrat.cluster.job import job_size
 from mpistrat.comm.base import Comm
 from mpistrat.comm.loopback import LoopbackComm, LoopbackWorld
 from mpistrat.comm.mpi import initialized, library
 from mpistrat.comm.session import Session
+from mpistrat.environment import job_size, launched_by
 from mpistrat.errors import StrategyError
 
 __all__ = ["alone", "as_world", "default_parent", "size_of_job"]

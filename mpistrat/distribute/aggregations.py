@@ -16,13 +16,13 @@ import numpy as np
 import xxhash
 
 from mpistrat.arrays import Array, digest, spec_text
-from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.distribute import sparse
 from mpistrat.distribute.kinds import DistributedVariable, VariableAggregation
 from mpistrat.distribute.mode import Mode, current, same_strategy
 from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.distribute.values import Mirrored
 from mpistrat.distribute.writes import OPS, prove_same, reduced, share
+from mpistrat.lockstep.lockstep import Lockstep
 
 __all__ = ["SmallWrite", "Take", "first_of", "write"]
 

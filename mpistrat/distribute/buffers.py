@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from mpistrat import nest
+from mpistrat.arena.layout import LINE
 from mpistrat.arrays import Array, dtype_name, is_bfloat16, label
 from mpistrat.distribute.naming import named
 from mpistrat.distribute.parts import Parts
 from mpistrat.errors import LeafTypeError
-from mpistrat.memory.layout import LINE
 
 __all__ = ["make_buffers"]
 

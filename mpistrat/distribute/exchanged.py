@@ -14,9 +14,9 @@ import math
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.collectives.blame import ranks_text
-from mpistrat.collectives.lockstep import Judge, Lockstep
+from mpistrat.comm.callsite import ranks_text
 from mpistrat.errors import LockstepError
+from mpistrat.lockstep.lockstep import Judge, Lockstep
 
 __all__ = ["LOOKED_AT", "judge_of"]
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat.arrays import Array, as_array, as_dtype, is_bfloat16
-from mpistrat.distribute.kinds import DistributedVariable as Variable
+from mpistrat.distribute.kinds import DistributedVariable
 from mpistrat.distribute.mode import Mode
 from mpistrat.distribute.reading import plain
 from mpistrat.distribute.slices import IndexedSlices
@@ -21,7 +21,7 @@ __all__ = ["incoming", "incoming_slices", "initial", "kinds", "own_copy"]
 _NUMBERS = frozenset("biufc")
 
 
-def own_copy(variable: Variable, mode: Mode | None) -> bool:
+def own_copy(variable: DistributedVariable, mode: Mode | None) -> bool:
     """Tell whether code in `mode` sees its own copy of `variable` only."""
     return mode is not None and (mode.replica is not None or mode.updating is variable)
 
@@ -100,7 +100,7 @@ def _keeps_kind(given: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
     return wanted.kind not in _NUMBERS or np.can_cast(given, wanted, "same_kind")
 
 
-def incoming(variable: Variable, mode: Mode | None, kind: str, value: Any) -> Array:
+def incoming(variable: DistributedVariable, mode: Mode | None, kind: str, value: Any) -> Array:
     """Return what is to be written, in the variable's shape and dtype.
 
     Args:
@@ -131,7 +131,9 @@ def incoming(variable: Variable, mode: Mode | None, kind: str, value: Any) -> Ar
     return _converted(variable, kind, array, listed)
 
 
-def incoming_slices(variable: Variable, mode: Mode | None, kind: str, value: Any) -> IndexedSlices:
+def incoming_slices(
+    variable: DistributedVariable, mode: Mode | None, kind: str, value: Any
+) -> IndexedSlices:
     """Return rows that are to be written: of the variable's dtype, and copies.
 
     Raises:
@@ -161,7 +163,7 @@ def incoming_slices(variable: Variable, mode: Mode | None, kind: str, value: Any
     return IndexedSlices(np.array(rows), value.indices.astype(np.int64), variable.shape)
 
 
-def _refuse_per_replica(variable: Variable, own: bool, kind: str, value: Any) -> None:
+def _refuse_per_replica(variable: DistributedVariable, own: bool, kind: str, value: Any) -> None:
     if not isinstance(value, PerReplica) or own:
         return
     if variable.on_read:
@@ -177,7 +179,9 @@ def _refuse_per_replica(variable: Variable, own: bool, kind: str, value: Any) ->
     )
 
 
-def _converted(variable: Variable, kind: str, array: Array, listed: bool = False) -> Array:
+def _converted(
+    variable: DistributedVariable, kind: str, array: Array, listed: bool = False
+) -> Array:
     if not _fits(array, variable.dtype, listed):
         integers = array.dtype.kind in "iu" and variable.dtype.kind in "iu"
         what = f"a value of dtype {array.dtype} does not convert to {variable.dtype}"

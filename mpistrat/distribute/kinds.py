@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from mpistrat.arena.storage import Storage
 from mpistrat.arrays import Array
-from mpistrat.memory.copies import Storage
 
 __all__ = ["DistributedVariable", "VariableAggregation", "VariableSynchronization"]
 

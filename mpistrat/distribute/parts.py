@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
-from mpistrat.collectives.begin import begin
 from mpistrat.collectives.communication import CommunicationOptions
-from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.collectives.plans import Plans
 from mpistrat.collectives.reducer import Reducer
 from mpistrat.collectives.reducing import Reducing
@@ -17,6 +15,8 @@ from mpistrat.comm.world import alone, default_parent
 from mpistrat.distribute.choice import Choice, Ops
 from mpistrat.distribute.regroup import Regroup
 from mpistrat.distribute.views import ALONE, View
+from mpistrat.lockstep.lockstep import Lockstep
+from mpistrat.lockstep.startup import begin
 
 __all__ = ["Parts"]
 

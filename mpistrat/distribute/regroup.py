@@ -11,7 +11,6 @@ import numpy as np
 
 from mpistrat import nest
 from mpistrat.arrays import digest
-from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.comm.codec import decode, encode, pack, unpack
 from mpistrat.distribute.kinds import DistributedVariable
 from mpistrat.distribute.mode import same_strategy
@@ -19,6 +18,7 @@ from mpistrat.distribute.slices import IndexedSlices, arrays_of
 from mpistrat.distribute.values import Birth, DistributedValues, Home, Mirrored, OnRank, PerReplica
 from mpistrat.distribute.views import ALONE, LOCAL, View
 from mpistrat.errors import LeafTypeError, LockstepError, StrategyError
+from mpistrat.lockstep.lockstep import Lockstep
 
 __all__ = ["Regroup", "select"]
 

@@ -6,12 +6,12 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from mpistrat.collectives.alarms import compare_copies
 from mpistrat.comm.session import Session
 from mpistrat.distribute.arguments import check_function, given
 from mpistrat.distribute.base import StrategyBase
 from mpistrat.distribute.mode import Mode, Replica, cross_replica, current, entered
 from mpistrat.errors import ContextError
+from mpistrat.lockstep.guards import compare_copies
 
 __all__ = ["begin", "body", "end", "merged", "proved"]
 

@@ -9,7 +9,7 @@ import numpy as np
 from mpistrat.arrays import Array
 from mpistrat.distribute.aggregations import write
 from mpistrat.distribute.incoming import incoming_slices
-from mpistrat.distribute.kinds import DistributedVariable as Variable
+from mpistrat.distribute.kinds import DistributedVariable
 from mpistrat.distribute.mode import Mode
 from mpistrat.distribute.views import ALONE
 from mpistrat.distribute.writes import VariableAggregation
@@ -23,10 +23,10 @@ KINDS = (*sorted(_FOLDED), "scatter_min", "scatter_max", "scatter_update")
 _APART = frozenset({VariableAggregation.NONE, VariableAggregation.ONLY_FIRST_REPLICA})
 
 
-V = TypeVar("V", bound=Variable)
+V = TypeVar("V", bound=DistributedVariable)
 
 
-class ScatterUpdates(Variable):
+class ScatterUpdates(DistributedVariable):
     """The methods of variables that write to some rows."""
 
     def scatter_add(
@@ -125,7 +125,7 @@ def _scatter(var: V, kind: str, delta: Any) -> V:
     return var
 
 
-def _refuse_kind(variable: Variable, kind: str) -> None:
+def _refuse_kind(variable: DistributedVariable, kind: str) -> None:
     if variable.on_read:
         raise NotImplementedError(
             f"{kind} of {variable.name!r}: a variable with synchronization ON_READ takes no "
@@ -139,7 +139,9 @@ def _refuse_kind(variable: Variable, kind: str) -> None:
         )
 
 
-def _taken(variable: Variable, mode: Mode | None, kind: str, delta: Any) -> tuple[Array, Array]:
+def _taken(
+    variable: DistributedVariable, mode: Mode | None, kind: str, delta: Any
+) -> tuple[Array, Array]:
     if variable.strategy.parts.view is not ALONE and (
         mode is None or mode.updating is not variable
     ):

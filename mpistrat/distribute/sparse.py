@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpistrat.arrays import Array, as_array, dtype_name, label, spec_text
-from mpistrat.collectives.alarms import first_nonfinite
 from mpistrat.collectives.forms import Form, form
-from mpistrat.collectives.part import Part
+from mpistrat.collectives.part import Part, first_nonfinite
 from mpistrat.collectives.reducing import Reducing
 from mpistrat.collectives.spans import scaled, total_of
 from mpistrat.distribute.slices import IndexedSlices

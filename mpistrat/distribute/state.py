@@ -10,11 +10,10 @@ import xxhash
 
 from mpistrat import nest
 from mpistrat.arrays import Array, as_array, bits, digest, finish, is_scalar, label, spec_text
-from mpistrat.collectives.blame import ranks_text
 from mpistrat.collectives.bucket import ALONE
-from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.collectives.texts import spec_of
 from mpistrat.comm.base import Comm
+from mpistrat.comm.callsite import ranks_text
 from mpistrat.comm.codec import decode, encode, pack, unpack
 from mpistrat.distribute.kinds import DistributedVariable
 from mpistrat.distribute.naming import named
@@ -24,6 +23,7 @@ from mpistrat.distribute.replica_reduce import fit
 from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.distribute.values import DistributedValues
 from mpistrat.errors import DivergenceError, LeafTypeError, StructureError
+from mpistrat.lockstep.lockstep import Lockstep
 
 __all__ = ["broadcast_state", "check_same"]
 

@@ -8,7 +8,6 @@ from typing import Any, final
 from mpistrat.cluster.resolver import ClusterResolver
 from mpistrat.cluster.resolvers import default_resolver
 from mpistrat.cluster.tasks import Task, misfit, task_of
-from mpistrat.collectives.alarms import warn
 from mpistrat.collectives.communication import (
     CommunicationImplementation,
     CommunicationOptions,
@@ -19,6 +18,7 @@ from mpistrat.distribute.choice import Ops
 from mpistrat.distribute.parts import Parts
 from mpistrat.distribute.strategy import Strategy
 from mpistrat.distribute.views import ALONE, GLOBAL, LOCAL
+from mpistrat.lockstep.guards import warn
 
 __all__ = [
     "CentralStorageStrategy",

@@ -11,11 +11,11 @@ from typing import Any, final
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.collectives.begin import begin
-from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.comm.session import Session
 from mpistrat.comm.world import default_parent
 from mpistrat.feed.steps import whole_number
+from mpistrat.lockstep.lockstep import Lockstep
+from mpistrat.lockstep.startup import begin
 
 __all__ = ["DeviceAssignment", "Topology"]
 

@@ -11,8 +11,8 @@ from mpistrat import nest
 from mpistrat.arrays import digest, is_scalar, sealed
 from mpistrat.comm.session import Session
 from mpistrat.distribute import writes
-from mpistrat.distribute.base import StrategyBase as Strategy
-from mpistrat.distribute.kinds import DistributedVariable as Variable
+from mpistrat.distribute.base import StrategyBase
+from mpistrat.distribute.kinds import DistributedVariable
 from mpistrat.distribute.mode import Mode, entered
 from mpistrat.distribute.regroup import select
 from mpistrat.distribute.slices import IndexedSlices, arrays_of
@@ -28,15 +28,15 @@ _ADVICE = (
 _WRITTEN, _GIVEN, _RETURNED = "what fn wrote", "an argument", "what fn returned"
 
 
-def own_variable(strategy: Strategy, name: str, var: Any) -> None:
+def own_variable(strategy: StrategyBase, name: str, var: Any) -> None:
     """Raise StrategyError unless `var` is a variable of this strategy."""
-    if not isinstance(var, Variable) or var.strategy is not strategy:
+    if not isinstance(var, DistributedVariable) or var.strategy is not strategy:
         raise StrategyError(
             f"{name}: wanted a variable created in the scope of {strategy!r}, got {var!r:.80}."
         )
 
 
-def mirrored(strategy: Strategy, tree: Any) -> Any:
+def mirrored(strategy: StrategyBase, tree: Any) -> Any:
     """Return `tree` with its data as `Mirrored`, where the view shows that."""
     if not strategy.parts.view.mirrors:
         return tree
@@ -49,7 +49,7 @@ def _seen(leaf: Any) -> Any:
 
 
 def update(
-    strategy: Strategy, var: Any, fn: Callable[..., Any], given: tuple[Any, Any], group: bool
+    strategy: StrategyBase, var: Any, fn: Callable[..., Any], given: tuple[Any, Any], group: bool
 ) -> Any:
     """Let `fn` write this rank's copy of `var`; see `StrategyExtended.update`."""
     lockstep = strategy.parts.lockstep
@@ -85,7 +85,7 @@ def update(
 
 
 def update_non_slot(
-    strategy: Strategy, fn: Callable[..., Any], given: tuple[Any, Any], group: bool
+    strategy: StrategyBase, fn: Callable[..., Any], given: tuple[Any, Any], group: bool
 ) -> Any:
     """Let `fn` run on every rank; see `StrategyExtended.update_non_slot`."""
     lockstep = strategy.parts.lockstep
@@ -107,7 +107,7 @@ def update_non_slot(
     return _returned(strategy, call, result, group, each)
 
 
-def _returned(strategy: Strategy, call: str, result: Any, group: bool, each: bool) -> Any:
+def _returned(strategy: StrategyBase, call: str, result: Any, group: bool, each: bool) -> Any:
     """Return what `fn` returned: mirrored; or if `each` has its own, as that, collectively."""
     if not each:
         return mirrored(strategy, result) if group else _ungrouped(strategy, result)
@@ -115,7 +115,7 @@ def _returned(strategy: Strategy, call: str, result: Any, group: bool, each: boo
     return seen if group else nest.map(strategy.experimental_local_results, seen)
 
 
-def _refuse_per_replica(var: Variable, given: Any) -> None:
+def _refuse_per_replica(var: DistributedVariable, given: Any) -> None:
     if not var.on_read and any(isinstance(leaf, PerReplica) for leaf in nest.flatten(given)[0]):
         raise StructureError(
             f"update of {var.name!r}: an argument is a value per replica, which would make "
@@ -123,7 +123,7 @@ def _refuse_per_replica(var: Variable, given: Any) -> None:
         )
 
 
-def _ungrouped(strategy: Strategy, result: Any) -> Any:
+def _ungrouped(strategy: StrategyBase, result: Any) -> Any:
     seen = strategy.parts.lockstep.comm.size if strategy.parts.view.mirrors else 1
     return nest.map(lambda leaf: (leaf,) * seen, result)
 

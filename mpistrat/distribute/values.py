@@ -16,8 +16,8 @@ import numpy as np
 
 from mpistrat import nest
 from mpistrat.arrays import label, sealed
-from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.errors import StructureError
+from mpistrat.lockstep.lockstep import Lockstep
 
 __all__ = [
     "Birth",

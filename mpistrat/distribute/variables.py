@@ -7,6 +7,8 @@ from typing import Any, NoReturn, final
 
 import numpy as np
 
+from mpistrat.arena import storage
+from mpistrat.arena.storage import PrivateStorage, Storage
 from mpistrat.arrays import Array, digest, spec_text
 from mpistrat.distribute import writes
 from mpistrat.distribute.aggregations import first_of, write
@@ -20,8 +22,6 @@ from mpistrat.distribute.scatter import KINDS, ScatterUpdates, apply
 from mpistrat.distribute.views import ALONE
 from mpistrat.distribute.writes import VariableAggregation, VariableSynchronization
 from mpistrat.errors import ContextError, StructureError
-from mpistrat.memory import copies
-from mpistrat.memory.copies import PrivateStorage, Storage
 
 __all__ = ["Variable", "VariableAggregation", "VariableSynchronization"]
 
@@ -115,7 +115,7 @@ class Variable(Reading, ScatterUpdates):
             node = self.strategy.parts.reducer.node
             self.storage = node.storage(call, self.storage.array, shared=not self.on_read)
         array, size = self.storage.array, lockstep.comm.size
-        self.large = not self.on_read and size > 1 and array.nbytes >= copies.LEAST
+        self.large = not self.on_read and size > 1 and array.nbytes >= storage.LEAST
         self.simple = array.dtype.kind in "biufc" and array.dtype.char not in "gG"
         session.holders[id(self.storage.base)] = self
         if not self.on_read:

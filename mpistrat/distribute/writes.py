@@ -8,14 +8,14 @@ import numpy as np
 import xxhash
 
 from mpistrat.arrays import Array, digest
-from mpistrat.collectives.blame import ranks_text
 from mpistrat.collectives.forms import form
-from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.collectives.part import Part
 from mpistrat.collectives.reducing import Reducing
+from mpistrat.comm.callsite import ranks_text
 from mpistrat.distribute.kinds import VariableAggregation, VariableSynchronization
 from mpistrat.errors import LockstepError
 from mpistrat.kernels.ops import ReduceOp
+from mpistrat.lockstep.lockstep import Lockstep
 
 __all__ = [
     "OPS",

@@ -6,6 +6,11 @@
 - `coordinator`, `rpc`: names that are refused, with a reason.
 """
 
+from mpistrat.checkpoint.preemption import (
+    PreemptionCheckpointHandler,
+    PreemptionWatcher,
+    TerminationConfig,
+)
 from mpistrat.collectives.communication import (
     CollectiveCommunication,
     CollectiveHints,
@@ -19,11 +24,6 @@ from mpistrat.distribute.strategies import (
 )
 from mpistrat.distribute.topology_strategy import TPUStrategyExperimental as TPUStrategy
 from mpistrat.experimental import coordinator, partitioners, rpc
-from mpistrat.launch.preemption import (
-    PreemptionCheckpointHandler,
-    PreemptionWatcher,
-    TerminationConfig,
-)
 from mpistrat.refused import missing_from as _missing_from
 from mpistrat.refused import refused as _refused
 

@@ -18,8 +18,6 @@ import numpy as np
 
 from mpistrat import nest
 from mpistrat.arrays import digest
-from mpistrat.collectives.alarms import warn
-from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.comm.codec import decode, encode
 from mpistrat.errors import DataError, LockstepError
 from mpistrat.feed.dataset import Dataset
@@ -28,6 +26,8 @@ from mpistrat.feed.iterators import ElementIterator
 from mpistrat.feed.looks import LOOK, Looks, refuse
 from mpistrat.feed.reads import failed
 from mpistrat.feed.sources import INFINITE, Spec
+from mpistrat.lockstep.guards import warn
+from mpistrat.lockstep.lockstep import Lockstep
 
 __all__ = ["DistributedDataset", "DistributedIterator", "Door", "PerReplicaSpec"]
 

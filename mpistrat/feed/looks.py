@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any, NoReturn, final
 
 from mpistrat import nest
-from mpistrat.collectives.blame import ranks_text
-from mpistrat.collectives.lockstep import Lockstep
+from mpistrat.comm.callsite import ranks_text
 from mpistrat.errors import LockstepError
+from mpistrat.lockstep.lockstep import Lockstep
 
 __all__ = ["LOOK", "Looks", "refuse"]
 

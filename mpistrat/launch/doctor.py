@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from mpistrat.cluster.detect import environment, launched_by
+from mpistrat.environment import environment, launched_by
 from mpistrat.errors import LaunchError
 from mpistrat.launch.mpiexec import cores, find, library
 from mpistrat.launch.process import run_job

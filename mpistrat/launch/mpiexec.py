@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from mpistrat.cluster.detect import environment
+from mpistrat.environment import environment
 from mpistrat.errors import LaunchError
 from mpistrat.launch.flavours import UNKNOWN, Flavour, of_launcher, of_library, version
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, NamedTuple
 
-from mpistrat.cluster.detect import environment
+from mpistrat.environment import environment
 from mpistrat.launch.mpiexec import Command
 
 __all__ = ["TIMED_OUT", "Outcome", "descendants", "run_job"]

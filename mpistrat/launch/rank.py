@@ -13,13 +13,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mpistrat.collectives.begin import begin
-from mpistrat.collectives.exits import code_of, exits
-from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.comm.mpi import before_abort, library
 from mpistrat.comm.session import Session
 from mpistrat.errors import PreflightError
 from mpistrat.launch.roster import shared_files, sign_in
+from mpistrat.lockstep.exits import code_of, exits
+from mpistrat.lockstep.lockstep import Lockstep
+from mpistrat.lockstep.startup import begin
 
 __all__ = ["main"]
 

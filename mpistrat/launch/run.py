@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mpistrat.cluster.detect import environment, launched_by
+from mpistrat.environment import environment, launched_by
 from mpistrat.errors import LaunchError
 from mpistrat.launch.flavours import version
 from mpistrat.launch.mpiexec import Launcher, Library, cores, find

@@ -8,10 +8,10 @@ from typing import Any
 
 from mpistrat.cluster.resolver import ClusterResolver
 from mpistrat.cluster.tf_config import config_text, export, placed
-from mpistrat.collectives.begin import begin
-from mpistrat.collectives.lockstep import Lockstep
 from mpistrat.comm.session import Session
 from mpistrat.comm.world import default_parent
+from mpistrat.lockstep.lockstep import Lockstep
+from mpistrat.lockstep.startup import begin
 
 __all__ = ["tf_config", "write_tf_config"]
 

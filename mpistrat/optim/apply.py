@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpistrat.collectives.alarms import warn
 from mpistrat.collectives.folding import Folding
-from mpistrat.collectives.lost import moving
 from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.distribute.variables import Variable
 from mpistrat.errors import NonFiniteError
+from mpistrat.lockstep.abort import moving
+from mpistrat.lockstep.guards import warn
 from mpistrat.optim.clipping import ClipByValue
 from mpistrat.optim.folded import Folded, fold
 from mpistrat.optim.given import (

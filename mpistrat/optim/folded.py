@@ -26,16 +26,16 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
+from mpistrat.arena.arena import ArenaAddress, Block
 from mpistrat.arrays import Array
 from mpistrat.collectives.folding import Folding
-from mpistrat.collectives.lost import moving
 from mpistrat.collectives.part import Part
 from mpistrat.collectives.spans import Scales, scales_of
 from mpistrat.distribute import sparse, writes
 from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.kernels.scaling import factors_of
-from mpistrat.memory.arena import ArenaAddress, Block
+from mpistrat.lockstep.abort import moving
 from mpistrat.optim.given import GradientCall, Known, Places
 from mpistrat.optim.state import State
 

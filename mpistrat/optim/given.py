@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import numpy as np
 
+from mpistrat.arena.arena import Block
 from mpistrat.arrays import Array, as_array, digest, is_bfloat16, spec_text
 from mpistrat.collectives.folding import Folding
 from mpistrat.collectives.forms import form
@@ -20,7 +21,6 @@ from mpistrat.distribute.values import DistributedValues, Mirrored
 from mpistrat.distribute.variables import Variable
 from mpistrat.errors import ContextError, LeafTypeError, StructureError
 from mpistrat.kernels.ops import ReduceOp
-from mpistrat.memory.arena import Block
 from mpistrat.optim import passes
 from mpistrat.optim.state import State, Target
 from mpistrat.optim.updating import compile_for

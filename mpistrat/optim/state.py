@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import numpy as np
 
+from mpistrat.arena.storage import NodeStorage
 from mpistrat.arrays import Array
 from mpistrat.distribute.mode import Mode, entered
 from mpistrat.distribute.variables import Variable
 from mpistrat.errors import LeafTypeError, StrategyError
-from mpistrat.memory.copies import NodeStorage
 from mpistrat.optim.passes import BLOCK
 from mpistrat.optim.progress import Progress
 

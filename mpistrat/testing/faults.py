@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from mpistrat.collectives.inject import InjectedError, Injection, parse
 from mpistrat.comm.session import Session
 from mpistrat.comm.world import default_parent
+from mpistrat.lockstep.inject import InjectedError, Injection, parse
 
 __all__ = ["InjectedError", "inject"]
 

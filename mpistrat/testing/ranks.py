@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpistrat.board.frames import current_frames
-from mpistrat.collectives.blame import ranks_text
-from mpistrat.collectives.exits import code_of
-from mpistrat.collectives.lockstep import Lockstep
+from mpistrat.comm.callsite import ranks_text
 from mpistrat.comm.loopback import Event, LoopbackComm, LoopbackWorld
 from mpistrat.comm.session import Session
 from mpistrat.comm.world import as_world
+from mpistrat.lockstep.exits import code_of
+from mpistrat.lockstep.lockstep import Lockstep
 
 __all__ = ["RanksFailed", "run_ranks"]
 

@@ -8,10 +8,10 @@ import numpy as np
 
 from mpistrat import nest
 from mpistrat.arrays import as_array, digest, label
-from mpistrat.collectives.blame import ranks_text
-from mpistrat.collectives.lockstep import Lockstep
+from mpistrat.comm.callsite import ranks_text
 from mpistrat.comm.session import Session
 from mpistrat.distribute.regroup import select
+from mpistrat.lockstep.lockstep import Lockstep
 
 __all__ = ["same"]
 

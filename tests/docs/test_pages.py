@@ -12,11 +12,11 @@ import pytest
 import mpistrat as ms
 from mpistrat.board.observer import HUNG
 from mpistrat.board.watchdog import ORPHANED
-from mpistrat.collectives.exits import PREFLIGHT, code_of
-from mpistrat.collectives.leaving import MISMATCH
 from mpistrat.compat import tf
 from mpistrat.launch.process import TIMED_OUT
 from mpistrat.launch.run import UNRECORDED
+from mpistrat.lockstep.exits import PREFLIGHT, code_of
+from mpistrat.lockstep.shutdown import MISMATCH
 from mpistrat.options import PREFIX, Options
 from mpistrat.testing import RanksFailed, run_ranks
 

@@ -15,7 +15,7 @@ import pytest
 
 import mpistrat
 import mpistrat as ms
-from mpistrat.cluster.detect import launched_by
+from mpistrat.environment import launched_by
 from mpistrat.launch.mpiexec import find
 from mpistrat.launch.process import run_job
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from mpistrat.cluster.detect import launched_by
+from mpistrat.environment import launched_by
 from mpistrat.launch.mpiexec import find
 from mpistrat.launch.process import run_job
 from mpistrat.testing import run_ranks
@@ -48,10 +48,10 @@ REASONS = {
 
 # Rows that tests elsewhere show, instead of one in the file of their class or besides.
 ELSEWHERE: dict[str, tuple[str, ...]] = {
-    "A1": ("tests/unit/collectives/test_lockstep.py::test_a_difference_raises_on_every_rank",),
+    "A1": ("tests/unit/lockstep/test_lockstep.py::test_a_difference_raises_on_every_rank",),
     "A2": ("tests/faults/test_pairs.py::test_pairs_on_mpi",),
     "A7": (
-        "tests/unit/collectives/test_lockstep.py::test_what_only_looks_different_is_no_difference",
+        "tests/unit/lockstep/test_lockstep.py::test_what_only_looks_different_is_no_difference",
     ),
     "A8": ("tests/unit/collectives/test_gather.py::test_uneven_and_empty_parts",),
     "A12": ("tests/mpi/test_session.py::test_traffic_of_the_program_itself_is_undisturbed",),
@@ -69,10 +69,10 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "C15": (
         "tests/unit/distribute/test_values.py::test_what_cannot_be_sent_is_a_type_error_everywhere",
     ),
-    "D1": ("tests/unit/collectives/test_alarms.py::test_a_bad_number_is_named_on_every_rank",),
+    "D1": ("tests/unit/lockstep/test_guards.py::test_a_bad_number_is_named_on_every_rank",),
     "D2": ("tests/mpi/test_collectives.py::test_nan_and_infinity_are_never_lost",),
     "D4": ("tests/unit/collectives/test_weights.py::test_all_weights_zero_gives_nan_everywhere",),
-    "D8": ("tests/unit/collectives/test_alarms.py::test_a_flipped_bit_is_found_within_one_round",),
+    "D8": ("tests/unit/lockstep/test_guards.py::test_a_flipped_bit_is_found_within_one_round",),
     "D10": (
         "tests/unit/feed/test_distributed.py::test_each_example_once_an_epoch_in_a_new_order",
         "tests/unit/feed/test_distributed.py::test_the_order_does_not_depend_on_the_number_of_ranks",

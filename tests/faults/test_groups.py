@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.cluster.detect import launched_by
+from mpistrat.environment import launched_by
 from mpistrat.launch.mpiexec import find
 from mpistrat.launch.process import run_job
 from mpistrat.launch.run import python_program

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from mpistrat.cluster.detect import launched_by
+from mpistrat.environment import launched_by
 from mpistrat.launch.mpiexec import find
 from mpistrat.launch.process import run_job
 

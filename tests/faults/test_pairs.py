@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.cluster.detect import launched_by
-from mpistrat.collectives import folding, lockstep, planned
+from mpistrat.collectives import folding, planned
+from mpistrat.environment import launched_by
 from mpistrat.launch.mpiexec import find
 from mpistrat.launch.process import run_job
+from mpistrat.lockstep import lockstep
 from mpistrat.testing import RanksFailed, run_ranks
 
 HERE = Path(__file__).parent

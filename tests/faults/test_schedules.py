@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.collectives import folding, lockstep, planned
+from mpistrat.collectives import folding, planned
 from mpistrat.distribute.variables import Variable
+from mpistrat.lockstep import lockstep
 from mpistrat.testing import ranks
 
 HERE = Path(__file__).parent

@@ -7,7 +7,7 @@ import pytest
 
 import mpistrat as ms
 from mpistrat import optim
-from mpistrat.memory.copies import NodeStorage
+from mpistrat.arena.storage import NodeStorage
 
 pytestmark = pytest.mark.mpi
 

@@ -26,15 +26,15 @@ def threads(parent):
 
 @pytest.mark.parametrize("cores", [1, 2, 5, 12, 1000])
 def test_ranks_that_may_use_the_same_cores_divide_them(world, parent, cores, monkeypatch):
-    monkeypatch.setattr("mpistrat.collectives.begin.mask_of", lambda: (1 << cores) - 1)
-    monkeypatch.setattr("mpistrat.collectives.begin.quota", lambda: 10_000.0)
+    monkeypatch.setattr("mpistrat.lockstep.startup.mask_of", lambda: (1 << cores) - 1)
+    monkeypatch.setattr("mpistrat.lockstep.startup.quota", lambda: 10_000.0)
     assert threads(parent) == max(1, min(16, cores // world.size))
 
 
 def test_ranks_that_are_bound_apart_have_all_of_their_own(world, parent, monkeypatch):
     mine = 0b111 << 8 * (world.rank // 2) + 500  # pairs of ranks share three cores
-    monkeypatch.setattr("mpistrat.collectives.begin.mask_of", lambda: mine)
-    monkeypatch.setattr("mpistrat.collectives.begin.quota", lambda: 10_000.0)
+    monkeypatch.setattr("mpistrat.lockstep.startup.mask_of", lambda: mine)
+    monkeypatch.setattr("mpistrat.lockstep.startup.quota", lambda: 10_000.0)
     alone = world.rank == world.size - 1 and world.size % 2 == 1
     assert threads(parent) == (3 if alone else 1)
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from mpistrat.board.page import Page, page_bytes
-from mpistrat.board.places import compiles, ours, place_of, ranks_text
 from mpistrat.board.reporter import Reporter, frame_of
+from mpistrat.comm.callsite import compiles, ours, place_of, ranks_text
 
 SECOND = 10**9
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.memory.copies import NodeStorage
+from mpistrat.arena.storage import NodeStorage
 from mpistrat.testing import run_ranks
 
 Agg, Sync = ms.VariableAggregation, ms.VariableSynchronization

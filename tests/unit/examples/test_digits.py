@@ -21,7 +21,7 @@ import pytest
 from threadpoolctl import threadpool_limits
 
 import mpistrat
-from mpistrat.cluster.detect import launched_by
+from mpistrat.environment import launched_by
 from mpistrat.examples import digits, mlp
 from mpistrat.examples.digits import SEEDS, Settings, train
 from mpistrat.launch.mpiexec import find

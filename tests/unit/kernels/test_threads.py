@@ -241,8 +241,8 @@ def test_a_session_has_the_threads_that_are_asked_for(size, asked, wanted, monke
 
 @pytest.mark.parametrize(("cores", "wanted"), [(1, None), (2, None), (4, 2), (7, 3)])
 def test_ranks_divide_the_cores_if_nothing_is_asked_for(cores, wanted, monkeypatch):
-    monkeypatch.setattr("mpistrat.collectives.begin.mask_of", lambda: (1 << cores) - 1)
-    monkeypatch.setattr("mpistrat.collectives.begin.quota", lambda: 100.0)
+    monkeypatch.setattr("mpistrat.lockstep.startup.mask_of", lambda: (1 << cores) - 1)
+    monkeypatch.setattr("mpistrat.lockstep.startup.quota", lambda: 100.0)
 
     def program(comm):
         team = ms.MirroredStrategy(comm=comm).parts.lockstep.session.team

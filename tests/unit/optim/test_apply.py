@@ -15,8 +15,8 @@ import pytest
 
 import mpistrat as ms
 from mpistrat import optim
-from mpistrat.memory import copies
-from mpistrat.memory.copies import NodeStorage
+from mpistrat.arena import storage
+from mpistrat.arena.storage import NodeStorage
 from mpistrat.testing import run_ranks
 from mpistrat.testing.ranks import RanksFailed
 
@@ -100,7 +100,7 @@ def plain(optimizer, steps=3, dtype="f4", factor=1.0):
 def memory(request, monkeypatch):
     """Have each rank its own memory; large variables once per node; and two ranks per node."""
     if request.param == "own":
-        monkeypatch.setattr(copies, "LEAST", 1 << 40)
+        monkeypatch.setattr(storage, "LEAST", 1 << 40)
     if request.param == "two nodes":
         monkeypatch.setenv("MPISTRAT_RANKS_PER_NODE", "2")
     return request.param

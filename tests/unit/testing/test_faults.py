@@ -9,9 +9,9 @@ import pytest
 
 import mpistrat as ms
 from mpistrat import options
-from mpistrat.collectives.inject import Injection, parse
 from mpistrat.comm.loopback import LoopbackComm, LoopbackWorld
 from mpistrat.errors import OptionError
+from mpistrat.lockstep.inject import Injection, parse
 from mpistrat.testing import InjectedError, RanksFailed, inject, run_ranks
 
 ctx = ms.get_replica_context

@@ -1,0 +1,230 @@
+"""The shared memory of a session: what reductions pass through, and what programs write to.
+
+Variables that the ranks of a node have in common lie in `mpistrat.arena.storage`.
+
+Life of an `Arena`: it is made empty; at the first call that needs it, the ranks find out who shares
+a node; each block is made by a collective call, and lives as long as its arrays do; communicators
+go with the session. Nothing has a name, so nothing can be left behind, whatever becomes of ranks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NamedTuple, final
+
+import numpy as np
+
+from mpistrat.arena.layout import LINE, Layout, Matrix, Place, Specs, lay_out
+from mpistrat.arena.nodes import Nodes, find_nodes
+from mpistrat.arena.storage import Storages
+from mpistrat.arrays import Array
+from mpistrat.comm.base import Comm
+
+__all__ = ["Arena", "ArenaAddress", "Block"]
+
+# Two result rows beside the ranks' own: a rank that is ahead writes the one, while others that are
+# behind still read the other.
+_RESULTS = 2
+# If all rows together are no more bytes than this, every rank folds everything.
+_DIRECT = 256 * 1024
+
+
+@final
+class Block:
+    """Arrays of every rank of the node, where all of them can be read and folded.
+
+    Attributes:
+      number: How many blocks had been made before; equal on all ranks.
+      layout: Where the leaves lie.
+      matrices: The matrices, with one row for each rank of the node.
+    """
+
+    def __init__(self, number: int, layout: Layout, memory: memoryview, rows: int):
+        """Look at `memory` as a block of `rows` ranks."""
+        self.number, self.layout = number, layout
+        self.matrices = tuple(
+            np.frombuffer(memory, m.dtype, m.columns * rows, m.offset).reshape(rows, m.columns)
+            for m in layout.matrices
+        )
+
+    def leaf(self, index: int, row: int) -> Array:
+        """Return leaf `index` of the rank whose row this is; a new writable view."""
+        place = self.layout.places[index]
+        return self.matrices[place.matrix][row, place.start : place.stop].reshape(place.shape)
+
+
+class ArenaAddress(NamedTuple):
+    """Where an array of a block lies.
+
+    Attributes:
+      block: Which block.
+      leaf: Which of its leaves.
+    """
+
+    block: Block
+    leaf: int
+
+    @property
+    def matrix(self) -> Matrix:
+        """The matrix that holds the leaf."""
+        return self.block.layout.matrices[self.place.matrix]
+
+    @property
+    def place(self) -> Place:
+        """The columns of the leaf."""
+        return self.block.layout.places[self.leaf]
+
+
+@final
+class Arena:
+    """The blocks of all strategies of a session.
+
+    Args:
+      comm: Its ranks.
+      per_node: Take so many consecutive ranks as one node; 0 to ask MPI.
+    """
+
+    def __init__(self, comm: Comm, per_node: int = 0):
+        """Make no block yet, and ask nobody anything."""
+        self._comm, self._per_node = comm, per_node
+        self._nodes: Nodes | None = None
+        self._count = 0
+        # Changes whenever an array of a block comes or goes.
+        self.generation = 0
+        # By address, and checked to be the same object: an address is used again after its array.
+        self._homes: dict[int, tuple[weakref.ref[Array], ArenaAddress]] = {}
+        self._scratch: memoryview | None = None
+        self._sides_memory: memoryview | None = None
+        self._sides: dict[np.dtype[Any], Array] = {}
+        self._rooms: dict[np.dtype[Any], Array] = {}
+        # There was no memory for scratch, so nothing is shared any more.
+        self.refused = False
+        self._turn = 0
+        self.copies = Storages(comm, self.nodes, self._everywhere)
+
+    def nodes(self) -> Nodes:
+        """Return who shares a node. Collective the first time."""
+        if self._nodes is None:
+            self._nodes = find_nodes(self._comm, self._per_node)
+        return self._nodes
+
+    def free(self) -> None:
+        """Give the communicators back. Collective; memory goes with whoever looks at it last."""
+        if self._nodes is not None and self._nodes.nodes > 1:
+            self._nodes.node.free()
+            if self._nodes.lane is not None:
+                self._nodes.lane.free()
+        self._nodes = None
+
+    def block(self, specs: Specs) -> list[Array] | None:
+        """Make a block for leaves of these ``(dtype, shape)``.
+
+        Collective. Cost: the memory is reserved at once, some 0.25 s per GB.
+
+        Returns:
+          This rank's arrays, zeroed and writable; None on every rank of the job if some node has
+          not the memory.
+        """
+        node = self.nodes().node
+        layout = lay_out(specs, node.size)
+        memory = node.shared(layout.nbytes)
+        if not self._everywhere(memory is not None) or memory is None:
+            return None
+        self._count += 1
+        block = Block(self._count, layout, memory, node.size)
+        arrays = [block.leaf(index, node.rank) for index in range(len(specs))]
+        for index, array in enumerate(arrays):
+            self._remember(array, ArenaAddress(block, index))
+        return arrays
+
+    def _remember(self, array: Array, home: ArenaAddress) -> None:
+        key, homes = id(array), self._homes
+
+        def forget(_: Any) -> None:
+            homes.pop(key, None)
+            self.generation += 1
+
+        # Only this keeps the block: it goes when the last of its arrays is gone.
+        homes[key] = (weakref.ref(array, forget), home)
+        self.generation += 1
+
+    def home(self, array: Array) -> ArenaAddress | None:
+        """Return where an array lies, if it is one of a block."""
+        found = self._homes.get(id(array))
+        if found is None or found[0]() is not array:
+            return None
+        # NumPy lets a program give an array another dtype or shape where it is.
+        place, matrix = found[1].place, found[1].matrix
+        same = array.dtype == matrix.dtype and array.shape == place.shape
+        return found[1] if same and array.flags.c_contiguous else None
+
+    def _everywhere(self, good: bool) -> bool:
+        told = np.empty(1, np.int64)
+        self._comm.allreduce(np.array([int(good)]), told, "MIN")
+        return bool(told[0])
+
+    def has_room(self, nbytes: int) -> bool:
+        """Tell whether `scratch` for so many bytes per rank needs no communication."""
+        return self._scratch is not None and self._row() >= nbytes
+
+    def _row(self) -> int:
+        assert self._scratch is not None
+        return len(self._scratch) // (self.nodes().node.size + _RESULTS)
+
+    def make_room(self, nbytes: int) -> bool:
+        """Have `scratch` of at least so many bytes per rank from now on, or tell that nobody can.
+
+        Collective.
+        """
+        if self.refused:
+            return False
+        node = self.nodes().node
+        row = 1 << max(16, (nbytes - 1).bit_length())
+        self._rooms.clear()
+        self._scratch = None
+        memory = node.shared(row * (node.size + _RESULTS))
+        self.refused = not self._everywhere(memory is not None)
+        if self.refused:
+            return False
+        self._scratch = memory
+        if self._sides_memory is None and self.nodes().nodes == 1:
+            sides = node.shared(2 * node.size * self._side_row)
+            self._sides_memory = sides if self._everywhere(sides is not None) else None
+        return True
+
+    def turn(self) -> int:
+        """Return which of the two result rows is next; called alike on all ranks."""
+        self._turn ^= 1
+        return self._turn
+
+    @property
+    def direct(self) -> int:
+        """How many bytes a row of `sides` has; 0 if there are none. Equal on all ranks."""
+        return 0 if self._sides_memory is None else self._side_row
+
+    @property
+    def _side_row(self) -> int:
+        return max(LINE, _DIRECT // self.nodes().node.size // LINE * LINE)
+
+    def sides(self, dtype: np.dtype[Any]) -> Array:
+        """Return two matrices of `dtype` that take turns; one row of `direct` bytes per rank."""
+        found = self._sides.get(dtype)
+        if found is None:
+            assert self._sides_memory is not None
+            size, width = self.nodes().node.size, self._side_row // dtype.itemsize
+            flat = np.frombuffer(self._sides_memory, dtype, 2 * size * width)
+            found = self._sides[dtype] = flat.reshape(2, size, width)
+        return found
+
+    def scratch(self, dtype: np.dtype[Any]) -> Array:
+        """Return the scratch memory as rows of `dtype`: one per rank of the node, two of results.
+
+        What is in it means something within one reduction only.
+        """
+        room = self._rooms.get(dtype)
+        if room is None:
+            assert self._scratch is not None
+            rows = self.nodes().node.size + _RESULTS
+            room = np.frombuffer(self._scratch, dtype, self._row() // dtype.itemsize * rows)
+            room = self._rooms[dtype] = room.reshape(rows, -1)
+        return room

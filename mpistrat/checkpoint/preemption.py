@@ -1,0 +1,395 @@
+"""Saving when the job is about to be ended, and going on from there when it is started again.
+
+A signal, or a function that is asked every second, only sets a flag on the rank that it reaches.
+The flag rides in the proof with which each `PreemptionCheckpointHandler.run` begins, so all ranks
+learn of it at the same step, save there, and leave.
+
+As: ``tf.distribute.experimental.PreemptionCheckpointHandler``, failure_handling.py of TensorFlow
+2.21, whose workers agree on a step to come; ranks that make the same calls are at one already.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, final
+
+import numpy as np
+
+from mpistrat.checkpoint.checkpoint import Checkpoint, owner_of, refuse_alone
+from mpistrat.checkpoint.manager import CheckpointManager
+from mpistrat.checkpoint.notice import Notice
+from mpistrat.cluster.resolver import ClusterResolver
+from mpistrat.distribute.mode import cross_replica
+from mpistrat.distribute.variables import Variable
+from mpistrat.lockstep.lockstep import Lockstep
+
+__all__ = ["PreemptionCheckpointHandler", "PreemptionWatcher", "TerminationConfig"]
+
+EXIT_CODE = 42  # TensorFlow's, outside of Google's cloud
+_RUNS = "checkpointed_runs"
+_SAVE_TIME = 3 * 2  # runs kept in reserve at the end of the grace period, as in TensorFlow
+
+
+def _leave() -> NoReturn:
+    sys.exit(EXIT_CODE)
+
+
+@final
+@dataclass(frozen=True)
+class TerminationConfig:
+    """What tells that the job is about to be ended, and what happens then.
+
+    Attributes:
+      termination_watcher_fn: Asked every second, in a thread of its own, on every rank; when it
+        returns something true, this rank is about to be ended. None: a signal tells.
+      exit_fn: Called on every rank when the last checkpoint is there. None: ``sys.exit(42)``. If it
+        returns, the run goes on as if nothing had been.
+      grace_period: Seconds from the notice to the end. 0: save and leave at once. More: save, go
+        on, save again as late as the time that a run takes allows, and leave then.
+      save_fn: Called on every rank instead of saving the checkpoint, with the arguments of
+        `PreemptionCheckpointHandler.save_checkpoint_if_preempted`.
+      signals: Which signals tell; None is SIGTERM, or none if a function tells. SIGTERM is what
+        Slurm sends; Open MPI's mpirun leaves a rank a quarter of a second after that, so there let
+        the batch system send SIGUSR1, and name it.
+
+    Raises:
+      TypeError: A function is none, or the period no number.
+      ValueError: The period is negative; a signal is unknown, or cannot be handled.
+
+    Example:
+      >>> TerminationConfig(grace_period=30).grace_period
+      30
+    """
+
+    termination_watcher_fn: Callable[[], Any] | None = None
+    exit_fn: Callable[[], Any] | None = None
+    grace_period: float | None = None
+    save_fn: Callable[..., Any] | None = None
+    signals: Iterable[int | str] | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        """Check all of them."""
+        for name in ("termination_watcher_fn", "exit_fn", "save_fn"):
+            given = getattr(self, name)
+            if given is not None and not callable(given):
+                raise TypeError(f"TerminationConfig: {name} is a function or None, not {given!r}.")
+        period = self.grace_period
+        if period is not None and (isinstance(period, bool) or not isinstance(period, int | float)):
+            raise TypeError(f"TerminationConfig: grace_period is seconds, not {period!r}.")
+        if period is not None and not 0 <= period < float("inf"):
+            raise ValueError(f"TerminationConfig: grace_period is seconds, not {period!r}.")
+        if self.signals is not None:
+            object.__setattr__(self, "signals", tuple(self.signals))
+        if not self.numbers() and self.termination_watcher_fn is None:
+            raise ValueError("TerminationConfig: no signal and no function would ever tell.")
+
+    def numbers(self) -> tuple[signal.Signals, ...]:
+        """Return the signals.
+
+        Raises:
+          ValueError: One is unknown, or cannot be handled.
+        """
+        found: list[signal.Signals] = []
+        usual = () if self.termination_watcher_fn is not None else (signal.SIGTERM,)
+        for given in usual if self.signals is None else self.signals:
+            try:
+                one = signal.Signals[given] if isinstance(given, str) else signal.Signals(given)
+            except (KeyError, ValueError):
+                raise ValueError(
+                    f"TerminationConfig: {given!r} is no signal; give names such as 'SIGTERM'."
+                ) from None
+            if one in (signal.SIGKILL, signal.SIGSTOP):
+                raise ValueError(f"TerminationConfig: {one.name} cannot be handled by a process.")
+            found.append(one)
+        return tuple(found)
+
+
+@final
+class PreemptionCheckpointHandler:
+    """Saves a checkpoint when the job is about to be ended, and restores it at the next start.
+
+    Collective: making it is, in cross-replica code of the strategy of the checkpoint's variables.
+    It restores the newest checkpoint, if there is one.
+
+    Args:
+      cluster_resolver: Names the tasks; ranks come from MPI anyway, so None does as well.
+      checkpoint_or_checkpoint_manager: A `Checkpoint`, which is kept in `checkpoint_dir`, only the
+        newest; or a `CheckpointManager`. The int64 variable ``checkpointed_runs`` is added to it.
+        None if `TerminationConfig.save_fn` saves; then nothing is restored.
+      checkpoint_dir: The directory, for a `Checkpoint`.
+      termination_config: What tells, and what happens then; SIGTERM, and ``sys.exit(42)`` on all
+        ranks, if None.
+
+    Raises:
+      NotImplementedError: The cluster has parameter servers.
+      TypeError: An argument is of another kind.
+      ValueError: A `Checkpoint` without a directory; or this is not the main thread, which is the
+        one that gets signals.
+      CheckpointError: There are checkpoints, but none can be read.
+      StructureError: The newest does not fit the variables.
+
+    As: ``tf.distribute.experimental.PreemptionCheckpointHandler``.
+
+    Example:
+      >>> import tempfile, mpistrat as ms
+      >>> strategy, directory = ms.OneDeviceStrategy("cpu"), tempfile.mkdtemp()
+      >>> with strategy.scope():
+      ...     steps = ms.Variable(0)
+      >>> about_to_end = TerminationConfig(lambda: False, exit_fn=lambda: None)
+      >>> handler = PreemptionCheckpointHandler(
+      ...     None, ms.Checkpoint(steps=steps), directory, about_to_end)
+      >>> for step in range(handler.total_run_calls, 3):
+      ...     _ = handler.run(strategy.run, lambda: steps.assign_add(1))
+      >>> int(steps.numpy()), handler.total_run_calls
+      (3, 3)
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None,
+        checkpoint_or_checkpoint_manager: Checkpoint | CheckpointManager | None,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        termination_config: TerminationConfig | None = None,
+    ):
+        """Restore the newest checkpoint, and wait for a notice."""
+        given = checkpoint_or_checkpoint_manager
+        config = TerminationConfig() if termination_config is None else termination_config
+        held = given.checkpoint if isinstance(given, CheckpointManager) else given
+        if not isinstance(held, Checkpoint):
+            held = Checkpoint()  # for the strategy that rules here
+        strategy, failure = owner_of(held)
+        lockstep: Lockstep = strategy.parts.lockstep
+        with lockstep.preparing("PreemptionCheckpointHandler"):
+            if failure is not None:
+                raise failure
+            _check(cluster_resolver, given, checkpoint_dir, config)
+            _check_free(held)
+            refuse_alone(strategy, "PreemptionCheckpointHandler")
+        with strategy.scope():
+            lockstep.prove(f"PreemptionCheckpointHandler, grace_period {config.grace_period or 0}")
+            self._manager = _managed(given, checkpoint_dir)
+            self._strategy, self._config, self._lockstep = strategy, config, lockstep
+            self._runs = Variable(np.int64(0), trainable=False, name=_RUNS)
+            if self._manager is not None:
+                before = getattr(held, _RUNS, None)
+                setattr(held, _RUNS, self._runs)
+                try:
+                    self._manager.restore_or_initialize()
+                except BaseException:
+                    setattr(held, _RUNS, before)
+                    raise
+        self._counter = int(self._runs.numpy())
+        self._mean, self._timed, self._saving = 0.0, 0, 0.0
+        self._looked = time.monotonic()
+        self._saved = False  # since the notice, and the grace period has not passed yet
+        self._notice = Notice()
+        with lockstep.preparing("PreemptionCheckpointHandler"):
+            self._begin()
+
+    def _begin(self) -> None:
+        watcher = self._config.termination_watcher_fn
+        weakref.finalize(self, self._notice.end).atexit = False
+        if self._config.numbers():
+            self._notice.listen(self._config.numbers())
+        if watcher is None:
+            return
+        # The thread knows the notice only, so it ends when nobody holds the handler any more.
+        asking = threading.Thread(
+            target=self._notice.ask, args=(watcher,), name="mpistrat-preemption", daemon=True
+        )
+        asking.start()
+
+    @property
+    def total_run_calls(self) -> int:
+        """How many times `run` has ended, before earlier checkpoints included; where to go on."""
+        return self._counter
+
+    def run(self, distributed_train_function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Save and leave if any rank is about to be ended, and else call a function.
+
+        Collective: all ranks call it, in cross-replica code, and the function is what all ranks
+        do together, such as ``strategy.run(step, args=(batch,))``.
+
+        Args:
+          distributed_train_function: Called with the other arguments. When it has ended, one run
+            has been made.
+          *args: Its arguments.
+          **kwargs: Its arguments by name.
+
+        Returns:
+          What it returned.
+
+        Raises:
+          SystemExit: With code 42, on every rank, after the checkpoint was saved; unless
+            `TerminationConfig` says otherwise.
+          OSError: The checkpoint could not be written; the next call tries again.
+
+        Cost: two proofs, one before and one after.
+        """
+        self._look("PreemptionCheckpointHandler.run", (), {})
+        began = time.monotonic()
+        result = distributed_train_function(*args, **kwargs)
+        self._count(time.monotonic() - began)
+        return result
+
+    def _count(self, seconds: float) -> None:
+        """Count one run in the variable, which whoever saves the checkpoint saves."""
+        with cross_replica(self._strategy, "PreemptionCheckpointHandler", "it outside of run()"):
+            self._runs.assign(np.int64(self._counter + 1))
+        self._counter += 1
+        self._timed += 1
+        self._mean += (seconds - self._mean) / self._timed
+
+    def save_checkpoint_if_preempted(self, *args: Any, **kwargs: Any) -> None:
+        """Save and leave if any rank is about to be ended; for loops that do not call `run`.
+
+        Collective: all ranks call it, in cross-replica code, at the end of each step. One call
+        counts as one run. Raises what `run` does.
+
+        Args:
+          *args: For `CheckpointManager.save`, or `TerminationConfig.save_fn`.
+          **kwargs: For them, by name.
+
+        Cost: two proofs.
+        """
+        self._count(time.monotonic() - self._looked)
+        self._look("PreemptionCheckpointHandler.save_checkpoint_if_preempted", args, kwargs)
+        self._looked = time.monotonic()
+
+    def watch_preemption_scope(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager that runs its body and does nothing else.
+
+        It is here for programs that have it: what a rank raises is told to the others without it,
+        by their next call. Never communicates.
+        """
+        return contextlib.nullcontext()
+
+    def _look(self, call: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Agree on whether it is time to save, and to leave."""
+        with cross_replica(self._strategy, call, "it outside of run()"):
+            notice, failure = self._notice, None
+            if notice.error is not None:
+                failure, notice.error = notice.error, None
+            why = notice.why
+            reserve = _SAVE_TIME * self._mean + self._saving
+            ends = notice.at + (self._config.grace_period or 0.0) - reserve
+            late = bool(why) and self._saved and time.monotonic() > ends
+            new = bool(why) and not self._saved
+            lockstep = self._lockstep
+            if not lockstep.prove(call, failure=failure, more=new or late).more:
+                return
+            told = [json.loads(row) for row in lockstep.texts(json.dumps([why, late]).encode())]
+            who = [(lockstep.ranks[i], why) for i, (why, _) in enumerate(told) if why]
+            last = not self._config.grace_period or any(row[1] for row in told)
+            self._save(args, kwargs)
+            self._saved = not last
+            if lockstep.comm.rank == 0:
+                self._say(who, last)
+        if last:
+            notice.forget()
+            notice.left = True
+            (self._config.exit_fn or _leave)()
+            notice.left = False
+
+    def _save(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        began = time.monotonic()
+        if self._config.save_fn is not None:
+            failure = None
+            try:
+                self._config.save_fn(*args, **kwargs)
+            except BaseException as error:
+                failure = error
+            self._lockstep.prove("PreemptionCheckpointHandler, after save_fn", failure=failure)
+        elif self._manager is not None:
+            self._manager.save(*args, **kwargs)
+        self._saving = time.monotonic() - began
+
+    def _say(self, who: Sequence[tuple[int, str]], last: bool) -> None:
+        ranks = ", ".join(f"rank {rank} by {why}" for rank, why in who)
+        path = "by save_fn"
+        if self._config.save_fn is None and self._manager is not None:
+            path = f"as {self._manager.latest_checkpoint}"
+        then = "leaving" if last else "going on until the grace period ends"
+        text = f"mpistrat: told to end ({ranks}): saved {path} after {self._counter} runs; {then}."
+        with contextlib.suppress(OSError, ValueError):  # nobody may be there to read it
+            print(text, file=sys.stderr, flush=True)
+
+
+@final
+class PreemptionWatcher:
+    """Warns, and watches nothing: it is for TPUs that tell their workers.
+
+    Attributes:
+      preemption_message: None.
+
+    Warns:
+      RuntimeWarning: Always; says what to use.
+    """
+
+    def __init__(self) -> None:
+        """Warn."""
+        self.preemption_message: str | None = None
+        warnings.warn(
+            "PreemptionWatcher watches TPUs, of which there are none, so it does nothing. "
+            "PreemptionCheckpointHandler saves when a signal tells that the job is to end.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+    def block_until_worker_exit(self) -> None:
+        """Return at once: there is no worker that would be told to end."""
+
+
+def _check_free(checkpoint: Checkpoint) -> None:
+    there = getattr(checkpoint, _RUNS, None)
+    ours = isinstance(there, Variable) and there.name == f"{_RUNS}:0"
+    if there is not None and not ours:
+        raise ValueError(
+            f"PreemptionCheckpointHandler counts runs in the checkpoint under the name {_RUNS!r}, "
+            "which is taken; give that tree another name."
+        )
+
+
+def _managed(
+    given: Checkpoint | CheckpointManager | None, directory: str | os.PathLike[str] | None
+) -> CheckpointManager | None:
+    if isinstance(given, Checkpoint) and directory is not None:
+        return CheckpointManager(given, directory, max_to_keep=1)
+    return given if isinstance(given, CheckpointManager) else None
+
+
+def _check(resolver: Any, given: Any, directory: Any, config: Any) -> None:
+    if resolver is not None and not isinstance(resolver, ClusterResolver):
+        raise TypeError(f"cluster_resolver is a ClusterResolver or None, not {resolver!r:.60}.")
+    if resolver is not None and "ps" in resolver.cluster_spec().jobs:
+        raise NotImplementedError(
+            "PreemptionCheckpointHandler: the cluster has parameter servers (job 'ps'), whose "
+            "variables no rank holds. Use it with ranks that hold copies."
+        )
+    if not isinstance(config, TerminationConfig):
+        raise TypeError(f"termination_config is a TerminationConfig or None, not {config!r:.60}.")
+    if isinstance(given, Checkpoint) and directory is None:
+        raise ValueError(
+            "PreemptionCheckpointHandler was given a Checkpoint but no checkpoint_dir. Name the "
+            "directory, or give a CheckpointManager."
+        )
+    if given is None and config.save_fn is None:
+        raise TypeError(
+            "PreemptionCheckpointHandler wants a Checkpoint or CheckpointManager, or "
+            "TerminationConfig(save_fn=...)."
+        )
+    if given is not None and not isinstance(given, Checkpoint | CheckpointManager):
+        raise TypeError(
+            "PreemptionCheckpointHandler wants a Checkpoint or CheckpointManager, not "
+            f"{given!r:.60}."
+        )

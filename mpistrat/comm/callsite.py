@@ -1,0 +1,73 @@
+"""File and line of a frame, and lists of ranks, in words."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import FrameType
+
+__all__ = ["compiles", "ours", "place_of", "ranks_text", "runs_of", "where"]
+
+_PACKAGE = str(Path(__file__).resolve().parent.parent)
+_EXAMPLES = str(Path(_PACKAGE, "examples"))
+
+
+def ours(filename: str) -> bool:
+    """Tell whether a file is of mpistrat itself, and not one of its examples."""
+    if filename == contextlib.__file__:  # a stop on the way through a generator that is entered
+        return True
+    return filename.startswith(_PACKAGE) and not filename.startswith(_EXAMPLES)
+
+
+def place_of(frame: FrameType | None) -> str:
+    """Return ``file:line`` of the innermost frame outside mpistrat, or an empty string."""
+    while frame is not None and frame.f_back is not None and ours(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def where() -> str:
+    """Return ``file:line`` of the innermost caller outside mpistrat."""
+    return place_of(sys._getframe(1))
+
+
+def compiles(frame: FrameType | None) -> bool:
+    """Tell whether Numba's compiler is on the stack."""
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("numba.core.compiler"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def runs_of(ranks: Iterable[int]) -> list[list[int]]:
+    """Return ranks as pairs of first and last.
+
+    Example:
+      >>> runs_of([5, 0, 1, 2])
+      [[0, 2], [5, 5]]
+    """
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return runs
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return ``rank 2``, ``ranks 0, 1, 3`` or ``ranks 0-4, 7``.
+
+    Example:
+      >>> ranks_text([0, 1, 2, 5])
+      'ranks 0-2, 5'
+    """
+    parts: list[str] = []
+    for first, last in runs_of(ranks):
+        parts += [f"{first}-{last}"] if last - first > 1 else map(str, range(first, last + 1))
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(parts)

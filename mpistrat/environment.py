@@ -1,0 +1,193 @@
+"""What the launcher and the system say of this process, without starting MPI."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = [
+    "MASK_BYTES",
+    "MOST",
+    "cores_of",
+    "counted",
+    "environment",
+    "job_size",
+    "launched_by",
+    "mask_of",
+    "quota",
+]
+
+
+class _Mark(NamedTuple):
+    """Variables that one launcher sets in every process of a job."""
+
+    needs: tuple[str, ...]
+    launcher: str
+
+
+# First match wins. Slurm's mark needs the step: a batch script has SLURM_PROCID too, yet is no
+# rank. Hydra inside an allocation starts its proxies with srun, so its ranks carry both marks.
+_MARKS = (
+    _Mark(("OMPI_COMM_WORLD_SIZE",), "mpiexec of Open MPI"),
+    _Mark(("PALS_RANKID",), "mpiexec of PALS"),
+    _Mark(("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"), "srun"),
+    _Mark(("PMIX_RANK",), "a launcher that speaks PMIx"),
+    _Mark(("PMI_RANK",), "mpiexec of MPICH or Intel MPI"),
+)
+
+# Set by sbatch and salloc for the shell in which the user's script runs; such a shell is no rank.
+_SHELL_STEPS = ("4294967291", "4294967290")
+
+
+def launched_by(env: Mapping[str, str] | None = None) -> str | None:
+    """Return the name of the launcher that started this process as one rank of a job, or None.
+
+    Args:
+      env: The environment, or None for that of this process.
+
+    Returns:
+      Words for a message, such as ``"srun"``; None in a plain process and in a batch script.
+
+    Example:
+      >>> launched_by({"PMI_RANK": "1", "PMI_SIZE": "2"})
+      'mpiexec of MPICH or Intel MPI'
+      >>> launched_by({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}) is None
+      True
+    """
+    env = os.environ if env is None else env
+    for mark in _MARKS:
+        if all(name in env for name in mark.needs):
+            if mark.launcher == "srun" and env["SLURM_STEP_ID"] in _SHELL_STEPS:
+                continue
+            return mark.launcher
+    return None
+
+
+def environment(extra: Mapping[str, str]) -> dict[str, str]:
+    """Return a copy of this process's environment with `extra` on top, for a child process.
+
+    Args:
+      extra: Variables to set in the copy. This process's own environment does not change.
+
+    Example:
+      >>> environment({"PRTE_EXAMPLE": "1"})["PRTE_EXAMPLE"]
+      '1'
+    """
+    return {**os.environ, **extra}
+
+
+# Variables in which launchers tell a rank the size of its job: Hydra and PMI-1/2, Open MPI, PMIx
+# (none), Slurm's srun. Inside `sbatch` without `srun` the last is not set, which is right.
+_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS")
+_DIGITS = 18  # what has more counts nothing that there is
+
+
+def counted(text: str) -> int | None:
+    """Return the number that a text writes in digits; None for anything else.
+
+    Example:
+      >>> counted("12"), counted("-1"), counted("9" * 5000)
+      (12, None, None)
+    """
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= _DIGITS else None
+
+
+def job_size(env: Mapping[str, str] | None = None) -> int | None:
+    """Return the number of ranks that the launcher announced, or None.
+
+    Args:
+      env: The environment, or None for that of this process.
+
+    Example:
+      >>> job_size({"PMI_SIZE": "4"})
+      4
+    """
+    env = os.environ if env is None else env
+    for name in _SIZES:
+        found = counted(env.get(name, ""))
+        if found is not None:
+            return found
+    return None
+
+
+# Room for a mask of 8192 cores; Linux allows no more.
+MASK_BYTES = 1024
+# Folds and sums are bound by memory, which no more cores than this make faster.
+MOST = 16
+
+
+def mask_of() -> int:
+    """Return the cores that this thread may run on, as the bits of a number.
+
+    Launchers and schedulers (``--bind-to``, ``--cpus-per-task``, ``taskset``, cpusets) say it so.
+    """
+    if hasattr(os, "sched_getaffinity"):
+        return sum(1 << core for core in os.sched_getaffinity(0) if core < 8 * MASK_BYTES)
+    return (1 << (os.cpu_count() or 1)) - 1
+
+
+def cores_of(masks: Sequence[int], rank: int, limit: float = math.inf) -> int:
+    """Return how many threads a rank may use without taking cores from its neighbours.
+
+    Args:
+      masks: The cores of each rank of the node, as `mask_of` returns them.
+      rank: The rank in the node.
+      limit: How many cores' worth of time it gets; see `quota`.
+
+    Returns:
+      Its cores divided by the number of ranks that may use any of them; 1 to `MOST`.
+
+    Example:
+      >>> cores_of([0b1111, 0b1111, 0b110000], 0), cores_of([0b1111, 0b1111, 0b110000], 2)
+      (2, 2)
+    """
+    mine = masks[rank]
+    sharers = max(1, sum(bool(mine & other) for other in masks))
+    cores = min(bin(mine).count("1"), limit)
+    return max(1, min(MOST, int(cores // sharers)))
+
+
+def quota(
+    groups: Path = Path("/sys/fs/cgroup"), process: Path = Path("/proc/self/cgroup")
+) -> float:
+    """Return how many cores' worth of time the control groups of this process allow.
+
+    It is the least of its group and those above it, as containers set it (``cpu.max`` of version 2;
+    ``cpu.cfs_quota_us`` of version 1); infinity if there is no limit.
+
+    Args:
+      groups: Where control groups are mounted.
+      process: What tells the group of this process.
+    """
+    lines = [line.split(":", 2) for line in _text(process).splitlines()]
+    path = next((name for _, kind, name in (x for x in lines if len(x) == 3) if not kind), "/")
+    here = groups / path.strip().lstrip("/")
+    least = _version_1(groups / "cpu")
+    # In a namespace of its own the path may not be there; what is, is above it.
+    for group in [here, *here.parents]:
+        if group == groups or groups in group.parents:
+            least = min(least, _cores(_text(group / "cpu.max").split()))
+    return least
+
+
+def _version_1(group: Path) -> float:
+    words = [_text(group / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
+    return _cores(words)
+
+
+def _cores(words: Sequence[str]) -> float:
+    try:
+        allowed, period = map(int, words)
+        return allowed / period if allowed > 0 else math.inf
+    except (ValueError, ZeroDivisionError):  # "max 100000", or no such file
+        return math.inf
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,55 @@
+"""What fails after the proof of a call, while others wait in the midst of the same call."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from typing import NoReturn
+
+from mpistrat.comm import mpi
+from mpistrat.lockstep.lockstep import Lockstep
+
+__all__ = ["end_job", "lost", "moving"]
+
+# Seconds that launchers get to pass on what the ranks have printed; an abort may cut it off.
+_LAST_WORDS = 0.2
+
+
+def end_job(code: int) -> None:
+    """End all ranks with an exit code, when launchers have passed on what was printed."""
+    time.sleep(_LAST_WORDS)
+    mpi.abort(code)
+
+
+def lost(lockstep: Lockstep, call: str, error: Exception) -> NoReturn:
+    """Raise what failed after the proof of `call`; end the job if others would wait for ever.
+
+    They are in MPI, where nobody can tell them; memory that cannot be allocated is the usual cause.
+    What all ranks have raised, or one alone, or threads of one process, is raised.
+    """
+    comm = lockstep.comm
+    alone = comm.size == 1 or lockstep.session.comm.name != mpi.MPIComm.name
+    if alone or error is lockstep.session.raised:
+        raise error
+    with contextlib.suppress(Exception):  # there may be no memory for it
+        text = "".join(traceback.format_exception(error))
+        print(
+            f"mpistrat: rank {lockstep.ranks[comm.rank]} of {comm.size} failed in the midst of "
+            f"{call:.300}, where the others cannot be told; ending the job.\n{text}",
+            file=sys.stderr,
+            flush=True,
+        )
+    end_job(1)
+    raise error
+
+
+@contextlib.contextmanager
+def moving(lockstep: Lockstep, call: str) -> Iterator[None]:
+    """Lead what the body raises through `lost`."""
+    try:
+        yield
+    except Exception as error:
+        lost(lockstep, call, error)

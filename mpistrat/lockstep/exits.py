@@ -1,0 +1,343 @@
+"""The ways out of this process, each of them led through the proof of leaving.
+
+Armed when the first session on MPI is made: an exception hook notes the exception that ends the
+program, ``sys.exit`` notes its code, and at exit every session takes part in its last proof. Then
+all ranks leave with the code that they agreed on. An exception that all ranks raised alike is
+printed once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dis
+import functools
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType, TracebackType
+from typing import Any, NoReturn, final
+
+from mpistrat.board.reporter import say
+from mpistrat.comm import mpi
+from mpistrat.comm.base import Comm
+from mpistrat.comm.nodes import threads_allowed
+from mpistrat.comm.session import Session
+from mpistrat.errors import LockstepError, PreflightError, RemoteError
+from mpistrat.lockstep.abort import end_job
+from mpistrat.lockstep.interrupts import Deferred
+from mpistrat.lockstep.lockstep import Lockstep
+from mpistrat.lockstep.shutdown import LEAVE, MISMATCH, Farewell, UnknownExit, said_by
+
+__all__ = ["PREFLIGHT", "Exits", "code_of", "exits"]
+
+PREFLIGHT = 78
+
+# Seconds after which an exception is printed although the other ranks have not come to leave.
+_PATIENCE = 3.0
+
+
+def code_of(failure: BaseException | None) -> int:
+    """Return the exit code that Python gives to a program that ends with `failure`.
+
+    Example:
+      >>> code_of(SystemExit(3)), code_of(SystemExit("text")), code_of(KeyError()), code_of(None)
+      (3, 1, 1, 0)
+      >>> code_of(SystemExit(256)), code_of(SystemExit(-1))
+      (1, 255)
+    """
+    if failure is None:
+        return 0
+    if isinstance(failure, KeyboardInterrupt):
+        return 128 + signal.SIGINT
+    if isinstance(failure, LockstepError):
+        return MISMATCH
+    if isinstance(failure, PreflightError):
+        return PREFLIGHT
+    if isinstance(failure, SystemExit) and isinstance(failure.code, int | None):
+        # The system keeps eight bits; a failure must not become a success by that.
+        code = failure.code or 0
+        return code & 255 or (1 if code else 0)
+    return 1
+
+
+@final
+class Exits:
+    """The way out of one process."""
+
+    def __init__(self) -> None:
+        """Know of no session yet."""
+        self.sessions: list[Session] = []
+        self.failure: BaseException | None = None
+        self.recorder: Callable[[int], None] | None = None
+        self._deferred = Deferred()
+        self._armed = False
+        self._pid = os.getpid()
+        self._printed = threading.Lock()
+        self._hook = sys.excepthook  # the program's own, if it has one
+        self._exit: SystemExit | None = None
+        self._bottom: FrameType | None = None
+        self._group: tuple[Comm, Farewell] | None = None
+
+    def arm(self, session: Session) -> None:
+        """Lead the ways out of this process through the last proof of `session` too."""
+        if any(known is session for known in self.sessions):
+            return
+        # What was freed meanwhile must not keep its memory for being known here.
+        self.sessions = [known for known in self.sessions if not known.freed]
+        self.sessions.append(session)
+        session.interrupted = self._deferred.interrupted
+        if self._armed:
+            return
+        self._armed = True
+        atexit.register(self.at_exit)
+        self._deferred.arm()
+        if not hasattr(sys, "ps1") and not sys.flags.interactive:
+            sys.excepthook = self.uncaught
+            sys.exit = self.exit
+            if threading.current_thread() is threading.main_thread():
+                self._bottom = _bottom()
+
+    def exit(self, status: Any = None, /) -> NoReturn:
+        """Do what ``sys.exit`` does, and remember it, in case it is what ends the program."""
+        leaving = SystemExit(status)
+        if threading.current_thread() is threading.main_thread():
+            self._exit = leaving
+            self._bottom = self._bottom or _bottom()
+        raise leaving
+
+    def _unheard(self) -> BaseException | None:
+        """Return what has ended the program, if it was told nobody.
+
+        A frame that ends well ends with a return; where the one at the bottom of the stack has
+        stopped elsewhere, it was an exception. Python notes it before it calls a hook that the
+        program may have set since; but of SystemExit it says nothing.
+        """
+        bottom = self._bottom
+        if bottom is None or _operation(bottom).startswith("RETURN_"):
+            return None
+        noted: BaseException | None = getattr(sys, "last_value", None)
+        trace = None if noted is None else noted.__traceback__
+        if trace is not None and trace.tb_frame is bottom:
+            self._printed.acquire(blocking=False)  # by that hook
+            return noted
+        leaving = self._exit
+        return leaving if leaving is not None and _went_through(leaving, bottom) else UnknownExit()
+
+    def uncaught(
+        self,
+        kind: type[BaseException],
+        value: BaseException,
+        trace: TracebackType | None,
+    ) -> None:
+        """Remember the exception that ends the program; it is printed at exit."""
+        self.failure = value.with_traceback(trace)
+
+    def note(self, failure: BaseException | None) -> None:
+        """Remember what ends the program, as who runs it saw it."""
+        self.failure = failure
+
+    def _print(self, header: str = "") -> None:
+        failure = self.failure
+        if failure is None or isinstance(failure, SystemExit):
+            return
+        if not self._printed.acquire(blocking=False):
+            return
+        print(header, end="", file=sys.stderr, flush=True)
+        self._hook(type(failure), failure, failure.__traceback__)
+        sys.stderr.flush()
+
+    def _say(self, text: str) -> None:
+        if self._printed.acquire(blocking=False):
+            print(text, file=sys.stderr, flush=True)
+
+    def at_exit(self) -> None:
+        """Take part in the last proof of every session, and leave with the agreed code."""
+        self.failure = self.failure or self._unheard()
+        code = code_of(self.failure)
+        if os.getpid() != self._pid:  # a forked child: MPI_Finalize is its parent's business
+            self._print()
+            _leave_at_once(code)
+        self.sessions = [session for session in self.sessions if not session.freed]
+        if not mpi.initialized() or not self.sessions:
+            self._print()
+            return
+        # That of all ranks first, if there is one: what the others agree on goes into it.
+        self.sessions.sort(key=lambda session: -session.comm.size)
+        left = threading.Event()
+        thread = threading.Thread(target=self._watch_leaving, args=(code, left), daemon=True)
+        with suppress(RuntimeError):  # no thread can be started: it goes without
+            thread.start()
+        agreed = self._parts(code)
+        left.set()
+        # Before MPI is finalized no watchdog may be inside it any more.
+        calm = [session.board.close() for session in self.sessions]
+        self._leave(agreed or code)
+        if not all(calm):
+            _leave_at_once(code)
+
+    def _watch_leaving(self, code: int, left: threading.Event) -> None:
+        """Say what ends the program if the others do not come to leave; end the job, at last.
+
+        Args:
+          code: What this rank would leave with.
+          left: Is set when the last proofs are over.
+        """
+        start, grace = time.monotonic_ns(), self.sessions[0].options.grace
+        if left.wait(min(_PATIENCE, grace)):
+            return
+        if not self._tell_for_group():
+            self._print()
+        elif code and self._group is not None and self._group[1].speaks:
+            say("mpistrat: the other ranks of the job go on; these sleep until all have ended.")
+        while code:
+            moved = max(start, *(session.board.last_move() for session in self.sessions))
+            seconds = grace - (time.monotonic_ns() - moved) / 1e9
+            if seconds <= 0:
+                self._give_up(code)
+                return
+            if left.wait(seconds):
+                return
+
+    def _give_up(self, code: int) -> None:
+        # The others may be waiting for this rank in calls of their own on MPI, which no proof ends.
+        self._print()
+        comm, grace = self.sessions[0].comm, self.sessions[0].options.grace
+        say(
+            f"mpistrat: rank {comm.rank} of {comm.size} failed, and the others have not come to a "
+            f"call of mpistrat for {grace:g} s (MPISTRAT_GRACE); ending the job."
+        )
+        end_job(code)
+
+    def _parts(self, code: int) -> int:
+        """Take part in the last proofs of all sessions at once: others may be in a call on any.
+
+        Returns:
+          The largest code that they agreed on.
+        """
+        first, *others = self.sessions
+        found: list[int] = []
+
+        def take(session: Session) -> None:
+            _await_others(session)
+            found.append(self._part(session, code))
+
+        threads: list[threading.Thread] = []
+        with suppress(RuntimeError):  # no thread can be started: one after the other then
+            for session in others if threads_allowed() else ():
+                thread = threading.Thread(target=take, args=(session,), daemon=True)
+                thread.start()
+                threads.append(thread)
+        if _await_others(first):
+            # All ranks have come to leave, so nothing keeps the other sessions any more.
+            for thread in threads:
+                thread.join()
+        found.append(self._part(first, max(found, default=code), bool(found)))
+        for thread in threads:
+            thread.join()
+        for session in others[len(threads) :]:
+            take(session)
+        return max(found)
+
+    def _part(self, session: Session, code: int, of_group: bool = False) -> int:
+        comm = session.comm
+        if session.gone is None:
+            told = Lockstep(session).leave(code, self.failure, of_group)
+            if session is not self.sessions[0]:
+                if self._group is None or self._group[0].size < comm.size:
+                    self._group = comm, told
+            elif self._group is None or self._group[0].size == 1 or not self._tell_for_group():
+                self._tell(comm, told)
+            return told.code
+        caught = self.failure is None or isinstance(self.failure, SystemExit)
+        if caught and isinstance(session.gone, LockstepError) and session.speaks:
+            # Else the job would end with a code and no reason.
+            self.failure = session.gone
+            self._print(
+                f"mpistrat: rank {comm.rank} of {comm.size} caught this exception, after which "
+                "nothing could be called any more:\n"
+            )
+        # An echo of what the rank that left prints itself is not worth a second traceback.
+        echo = self.failure is session.gone and isinstance(session.gone, RemoteError)
+        if echo:
+            self._printed.acquire(blocking=False)
+        elif self.failure is not session.gone or session.speaks:
+            self._print(f"mpistrat: on rank {comm.rank} of {comm.size}:\n")
+        return session.exit_code or code
+
+    def _tell_for_group(self) -> bool:
+        """Print what the largest group below all ranks left with, if it has; tell whether so."""
+        if self._group is not None:
+            self._tell(*self._group)
+        return self._group is not None
+
+    def _tell(self, comm: Comm, told: Farewell) -> None:
+        """Print what this rank leaves with, if it speaks for those that leave with the same."""
+        if not told.speaks:
+            self._printed.acquire(blocking=False)  # by the one that does
+            return
+        who = told.who(comm, mpi.ranks_in_job(comm))
+        self._print(f"mpistrat: on {who}:\n" if mpi.world_size() > 1 else "")
+        if isinstance(self.failure, SystemExit) and told.code and mpi.world_size() > 1:
+            code, said = code_of(self.failure), said_by(self.failure)
+            self._say(f"mpistrat: {who} left with exit code {code}{': ' if said else '.'}{said}")
+
+    def _leave(self, code: int) -> None:
+        comm = self.sessions[0].comm
+        if self.recorder is not None and comm.rank == 0:
+            self.recorder(code)
+        if not code or comm.size < max(2, mpi.world_size()):
+            return
+        # Launchers do not pass on codes of several ranks: MPICH's kills the others when the first
+        # leaves with one, and then reports the kill. An abort, once all have said what they had to
+        # say, is passed on by all of them.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        Lockstep(self.sessions[0]).texts(b"")
+        if comm.rank == 0:
+            end_job(code)
+        Lockstep(self.sessions[0]).texts(b"")
+
+
+def _await_others(session: Session) -> bool:
+    """Sleep until all ranks have come to leave, or one makes a call; tell if all have."""
+    return session.gone is None and session.board.await_departure(session.calls + 1, LEAVE)
+
+
+def _bottom() -> FrameType:
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+def _operation(frame: FrameType) -> str:
+    """Return the name of the operation at which a frame has ended."""
+    return dis.opname[frame.f_code.co_code[frame.f_lasti]]
+
+
+def _went_through(leaving: SystemExit, bottom: FrameType) -> bool:
+    """Tell whether it left the stack, and no frame that had it in its hands went on."""
+    trace = leaving.__traceback__
+    if trace is None:  # nobody had it
+        return True
+    if trace.tb_frame is not bottom:
+        return not _operation(trace.tb_frame).startswith("RETURN_")
+    last = _operation(bottom)
+    bare = last == "RAISE_VARARGS" and not bottom.f_code.co_code[bottom.f_lasti + 1]
+    return bare or last == "RERAISE" or trace.tb_lasti == bottom.f_lasti
+
+
+def _leave_at_once(code: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+@functools.cache
+def exits() -> Exits:
+    """Return the one `Exits` of this process."""
+    return Exits()

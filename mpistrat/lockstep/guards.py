@@ -1,0 +1,72 @@
+"""Numbers that must not spread, copies that must not drift, and warnings of all ranks."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+
+from mpistrat.arrays import digest
+from mpistrat.comm import callsite
+from mpistrat.errors import DivergenceError
+from mpistrat.lockstep.lockstep import Lockstep
+
+__all__ = ["compare_copies", "warn"]
+
+
+def compare_copies(lockstep: Lockstep) -> None:
+    """Compare the copies of one mirrored variable, another one at each call.
+
+    Collective. Cost: one proof, and a checksum of the variable.
+
+    Raises:
+      DivergenceError: They differ; on every rank, naming the ranks in the minority.
+    """
+    session = lockstep.session
+    if not session.variables:
+        return
+    turn = session.steps // max(1, lockstep.options.check_every)
+    number = turn % session.variables + 1
+    # Garbage is collected at different times on different ranks, so a copy may be missing on some.
+    variable = session.copies.get(number)
+    mine = b"" if variable is None else digest([variable.component()])
+    rows = lockstep.share(f"compare copies of variable no. {number}", mine)
+    votes = Counter(row for row in rows if row)
+    if len(votes) < 2:
+        return
+    (most, count), (_, second) = votes.most_common(2)
+    ranks = lockstep.ranks
+    pairs = zip(ranks, rows, strict=True)
+    odd = [rank for rank, row in pairs if row and (row != most or count == second)]
+    name = f"variable no. {number}" if variable is None else f"variable {variable.spec()}"
+    lockstep.fail(
+        DivergenceError(
+            f"the copies of {name} are no longer equal at step {session.steps}: "
+            f"{callsite.ranks_text(odd)} differ{'s' if len(odd) == 1 else ''} "
+            f"(this is rank {ranks[lockstep.comm.rank]} of {len(ranks)}).\n  Something wrote to a "
+            "copy behind the library's back, or memory is at fault. Restart from a checkpoint."
+        )
+    )
+
+
+def warn(
+    lockstep: Lockstep,
+    call: str,
+    text: str,
+    category: type[Warning] = UserWarning,
+    stacklevel: int = 2,
+) -> None:
+    """Warn once for all ranks, of what all of them know.
+
+    Collective. Cost: one proof.
+
+    Args:
+      lockstep: Proves it.
+      call: Which call warns; equal on all ranks.
+      text: The warning.
+      category: Its class. Where warnings are errors, it is one on every rank.
+      stacklevel: As that of ``warnings.warn``, counted from here.
+    """
+    with lockstep.preparing(call):
+        if lockstep.comm.rank == 0:
+            warnings.warn(text, category, stacklevel=stacklevel)
+    lockstep.prove(f"{call}, which warned")

@@ -1,0 +1,305 @@
+"""Faults on demand: what a rank does wrong, in which call, and in which part of it.
+
+A fault is written as ``rank=1;call=5;phase=proof;do=kill``. It is put around the communicator and
+the board of one session on one rank, by shadowing their methods there, so a job without a fault has
+nothing to pay for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple, final
+
+import numpy as np
+
+from mpistrat.comm.base import Comm
+from mpistrat.comm.mpi import MPIComm
+from mpistrat.comm.session import Session
+from mpistrat.errors import OptionError
+from mpistrat.lockstep.lockstep import Lockstep
+
+__all__ = ["Fault", "InjectedError", "Injection", "parse"]
+
+_PHASES = ("fn", "before", "proof", "payload", "after", "exit")
+# What may follow the colon of an action, and whether it needs a process of its own.
+_ACTIONS: dict[str, tuple[Callable[[str], float] | None, bool]] = {
+    "kill": (None, True),
+    "stop": (None, True),
+    "raise": (None, False),
+    "bitflip": (None, False),
+    "exit": (int, False),
+    "os_exit": (int, True),
+    "sleep": (float, False),
+}
+_METHODS = (
+    *("allgather", "allgatherv", "allreduce", "bcast", "barrier"),
+    *("gatherv", "reduce", "sendrecv"),
+)
+# A rank that waits in the proof for others that are late has sent its part by then.
+_SENT = 0.05
+_PROVES = frozenset({Lockstep.prove.__code__, Lockstep.ride.__code__})
+
+
+class InjectedError(RuntimeError):
+    """What ``do=raise`` raises."""
+
+
+class Fault(NamedTuple):
+    """What goes wrong.
+
+    Attributes:
+      rank: On which rank.
+      phase: In which part of the call: ``fn``, ``before``, ``proof``, ``payload``, ``after`` or
+        ``exit``.
+      call: In which call; for ``fn`` in which ``run``; 0 for ``exit``.
+      do: What the rank does: ``kill``, ``stop``, ``raise``, ``bitflip``, ``exit``, ``os_exit`` or
+        ``sleep``.
+      amount: The exit code, or the seconds.
+      text: How it was written.
+    """
+
+    rank: int
+    phase: str
+    call: int
+    do: str
+    amount: float
+    text: str
+
+
+def parse(text: str, comm: Comm | None = None) -> Fault | None:
+    """Return the fault that a text asks for; None for an empty text.
+
+    Args:
+      text: ``key=value`` pairs with semicolons between them: ``rank`` and ``do``, ``call`` unless
+        the phase is ``exit``, and ``phase`` unless it is ``before``.
+      comm: The ranks that it is for, if they are known.
+
+    Raises:
+      OptionError: The text cannot be read, or such a fault cannot happen there.
+
+    Example:
+      >>> parse("rank=1;call=5;do=sleep:2.5").amount
+      2.5
+    """
+    if not text:
+        return None
+    pairs = [pair.partition("=") for pair in text.split(";")]
+    found = {key.strip(): value.strip() for key, _, value in pairs}
+    unknown = found.keys() - {"rank", "call", "phase", "do"}
+    if unknown or len(found) < len(pairs):
+        what = f"unknown key {min(unknown)!r}" if unknown else "a key that comes twice"
+        raise _refusal(text, f"{what}; the keys are rank, call, phase and do")
+    for key in {"rank", "do"} | (set() if found.get("phase") == "exit" else {"call"}):
+        if not found.get(key):
+            raise _refusal(text, f"{key} is missing")
+    fault = Fault(
+        _number(text, found["rank"], "rank", 0),
+        found.get("phase", "before"),
+        _number(text, found["call"], "call", 1) if "call" in found else 0,
+        *_action(text, found["do"]),
+        text,
+    )
+    _check(fault, comm)
+    return fault
+
+
+def _refusal(text: str, why: str) -> OptionError:
+    return OptionError(
+        f"the fault {text!r} cannot be used: {why}. Write it like rank=1;call=5;phase=proof;do=kill"
+    )
+
+
+def _number(text: str, digits: str, key: str, least: int) -> int:
+    if not digits.isdecimal() or int(digits) < least:
+        raise _refusal(text, f"{key} wants a whole number from {least}, not {digits!r}")
+    return int(digits)
+
+
+def _action(text: str, words: str) -> tuple[str, float]:
+    do, colon, amount = words.partition(":")
+    if do not in _ACTIONS:
+        raise _refusal(text, f"unknown do={do!r}; known: {', '.join(_ACTIONS)}")
+    read, _ = _ACTIONS[do]
+    if read is None:
+        if colon:
+            raise _refusal(text, f"do={do} takes nothing after it")
+        return do, 0.0
+    try:
+        number = read(amount)
+        if not 0 <= number <= (255 if read is int else threading.TIMEOUT_MAX):
+            raise ValueError(amount)
+    except ValueError:
+        wanted = "an exit code from 0 to 255" if read is int else "seconds"
+        raise _refusal(text, f"do={do}:... wants {wanted}, not {amount!r}") from None
+    return do, number
+
+
+def _check(fault: Fault, comm: Comm | None) -> None:
+    text, phase, do = fault.text, fault.phase, fault.do
+    if phase not in _PHASES:
+        raise _refusal(text, f"unknown phase={phase!r}; known: {', '.join(_PHASES)}")
+    if phase == "exit" and (fault.call or do in ("raise", "exit", "bitflip")):
+        raise _refusal(text, "phase=exit takes no call, and only kill, stop, os_exit or sleep")
+    if do == "bitflip" and phase != "after":
+        raise _refusal(text, "do=bitflip wants phase=after, when data has arrived")
+    if do in ("raise", "exit") and phase in ("proof", "payload"):
+        # The others would take this rank's next message for its part of the payload.
+        where = "wants phase=fn, before or after"
+        raise _refusal(text, f"between proof and payload nothing raises; do={do} {where}")
+    if comm is None:
+        return
+    if fault.rank >= comm.size:
+        raise _refusal(text, f"there are only {comm.size} ranks")
+    if _ACTIONS[do][1] and not isinstance(comm, MPIComm):
+        raise _refusal(text, f"do={do} would end all ranks, which are threads of one process")
+
+
+@final
+class Injection:
+    """A fault that waits for its moment in one session.
+
+    Attributes:
+      happened: The fault has been made.
+      here: This is the rank that fails.
+      before: How many calls of the session do not count.
+    """
+
+    def __init__(self, session: Session, fault: Fault, before: int = 0):
+        """Put `fault` into `session`, if this is the rank.
+
+        Args:
+          session: Whose calls are counted.
+          fault: What goes wrong.
+          before: How many calls of the session do not count.
+        """
+        self.happened = False
+        self._session, self._fault = session, fault
+        self.before = before
+        self._call, self._runs = fault.call + before, 0
+        self._leaving = False
+        self._part = 0
+        self._lock = threading.Lock()
+        self._shadowed: list[tuple[Any, str, Any]] = []
+        self.here = session.comm.rank == fault.rank
+        if self.here:
+            for name in _METHODS:
+                method = getattr(session.comm, name)
+                self._shadow(session.comm, name, functools.partial(self._move, method))
+            self._shadow(session.board, "enter", self._enter(session.board.enter))
+            self._shadow(session, "check", self._before(session.check))
+            self._shadow(session, "on_fn", self._in_fn)
+            self._shadow(session, "on_moved", self._moved)
+            self._shadow(session, "on_moving", self._moving)
+
+    def _shadow(self, owner: Any, name: str, value: Any) -> None:
+        self._shadowed.append((owner, name, vars(owner).get(name, self)))
+        setattr(owner, name, value)
+
+    def remove(self) -> None:
+        """Take the fault out again, whether it has happened or not."""
+        while self._shadowed:
+            owner, name, value = self._shadowed.pop()
+            if value is self:  # it was a method of the class
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+
+    def _before(self, check: Callable[[], None]) -> Callable[[], None]:
+        def checked() -> None:
+            # Others ask too, who are only on their way to a call; then it is too soon.
+            callers = sys._getframe(1), sys._getframe(1).f_back
+            proves = any(caller is not None and caller.f_code in _PROVES for caller in callers)
+            phase = self._fault.phase
+            if proves and phase == "before" and self._session.calls + 1 == self._call:
+                self._act()
+            check()
+
+        return checked
+
+    def _in_fn(self) -> None:
+        if self._fault.phase == "fn":
+            self._runs += 1
+            if self._runs == self._fault.call:
+                self._act()
+
+    def _enter(self, enter: Callable[[int, str], None]) -> Callable[[int, str], None]:
+        def entered(number: int, text: str) -> None:
+            self._part = 0
+            self._leaving = text == "leave the program"
+            if self._leaving and self._fault.phase != "exit" and not self.happened:
+                self._say(f"has not happened; the last call was {number - 1}")
+            enter(number, text)
+
+        return entered
+
+    def _move(self, method: Callable[..., None], *args: Any) -> None:
+        part, self._part = self._part, self._part + 1
+        phase = self._fault.phase
+        here = self._leaving if phase == "exit" else self._session.calls == self._call
+        # Through shared memory a payload takes several steps; the reducer says when it is through.
+        later = phase in ("after", "payload") and self._session.sharing
+        if not here or self.happened or later or part != (phase in ("payload", "after")):
+            method(*args)
+            return
+        if phase == "payload":
+            self._act()
+        timer = threading.Timer(_SENT, self._act)
+        timer.daemon = True
+        if phase in ("proof", "exit") and _ACTIONS[self._fault.do][1]:
+            timer.start()
+        method(*args)
+        timer.cancel()
+        if phase != "payload":
+            found = [arg for arg in args if isinstance(arg, np.ndarray)]
+            self._act(found[-1] if found else None)
+
+    def _moving(self) -> None:
+        due = self._session.calls == self._call and not self.happened
+        if due and self._fault.phase == "payload":
+            self._act()
+
+    def _moved(self, results: list[Any]) -> None:
+        due = self._session.calls == self._call and not self.happened
+        if due and self._fault.phase == "after":
+            self._act(results[0])
+
+    def _say(self, what: str) -> None:
+        comm = self._session.comm
+        print(
+            f"mpistrat: injected fault {self._fault.text!r} {what} (rank {comm.rank} of "
+            f"{comm.size}).",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def _act(self, arrived: Any = None) -> None:
+        with self._lock:
+            if self.happened:
+                return
+            self.happened = True
+        self._say("happens")
+        do, amount = self._fault.do, self._fault.amount
+        if do == "raise":
+            raise InjectedError(f"injected fault: {self._fault.text}")
+        if do == "exit":
+            sys.exit(int(amount))
+        elif do == "os_exit":
+            os._exit(int(amount))
+        elif do == "sleep":
+            time.sleep(amount)
+        elif do == "bitflip":
+            _flip(arrived)
+        else:
+            os.kill(os.getpid(), signal.SIGKILL if do == "kill" else signal.SIGSTOP)
+
+
+def _flip(arrived: Any) -> None:
+    # The last bit of the first number, where numbers are stored with their lowest byte first.
+    if arrived is not None and arrived.size:
+        arrived.reshape(-1).view(np.uint8)[0] ^= 1

@@ -1,0 +1,86 @@
+"""Ctrl-C never lands between a proof and its payload, and is never lost.
+
+A KeyboardInterrupt there would take one rank out of a call that the others have entered. So while
+the running code is the library's own, the signal is kept, and raised where the program calls the
+library next, or where a function that ``run`` has called returns: from both the other ranks hear of
+it as of any exception. In the program's code it raises at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import final
+
+from mpistrat.comm import callsite
+from mpistrat.comm.session import Interrupted
+
+__all__ = ["Deferred", "in_library"]
+
+_STANDARD = str(Path(os.__file__).parent)
+_LATER = 0.05  # seconds until the signal is looked at again
+
+
+def in_library(frame: FrameType | None) -> bool:
+    """Tell whether the code that runs in `frame` is called by mpistrat, not by the program.
+
+    Code of NumPy and of the standard library belongs to whoever called it.
+    """
+    while frame is not None:
+        name = frame.f_code.co_filename
+        module = str(frame.f_globals.get("__name__", ""))
+        if callsite.ours(name) or module.split(".")[0] == "mpistrat":
+            return True
+        # What a named tuple is made of has no file; it belongs to whoever makes one.
+        made = module.startswith("namedtuple_")
+        if not made and not name.startswith("<frozen") and not _third_party(name):
+            return False
+        frame = frame.f_back
+    return False
+
+
+def _third_party(filename: str) -> bool:
+    return "site-packages" in filename or filename.startswith(_STANDARD)
+
+
+@final
+class Deferred:
+    """Keeps Ctrl-C while the library runs.
+
+    Attributes:
+      interrupted: Whether one is kept; what sessions look at.
+    """
+
+    def __init__(self) -> None:
+        """Keep none."""
+        self.interrupted = Interrupted()
+
+    def arm(self) -> None:
+        """Take the signal over, unless the program handles it itself."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        again = self.interrupted.again
+        self.interrupted.again = False
+        if again and not self.interrupted.pending:
+            return  # it has been raised meanwhile
+        if not in_library(frame):
+            self.interrupted.pending = False
+            raise KeyboardInterrupt
+        # It is raised at the next call; or here, if the program computes for long before that.
+        self.interrupted.pending = True
+        timer = threading.Timer(_LATER, self._again, (number,))
+        timer.daemon = True
+        timer.start()
+
+    def _again(self, number: int) -> None:
+        if not self.interrupted.pending:
+            return  # it has been raised meanwhile
+        self.interrupted.again = True
+        os.kill(os.getpid(), number)

@@ -1,0 +1,399 @@
+"""The proof, before any payload moves, that all ranks make the same call.
+
+Whatever a rank calls, the first thing it does is one exchange of one MPI signature, so the proof
+cannot hang itself: an all-gather of frames of 256 bytes, or above `FRAME_RANKS` ranks an
+all-reduce of seven words with BOR, where all ``h`` are equal exactly if
+``bor(h) & bor(~h) == 0``. Which of the two depends on the number of ranks alone.
+
+A frame::
+
+    bytes 0-15    digest of the call (BLAKE2b, 128 bits)
+    bytes 16-23   number of the call
+    bytes 24-27   flags: FAILED, MORE, LARGE, LEAVING, ALARM
+    bytes 28-31   how many payload bytes follow
+    bytes 32-255  payload, up to ROOM bytes
+
+A rank that failed before its call still takes part, with FAILED set. Then, and only then, texts
+move, and every rank raises.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import struct
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple, NoReturn, TypeAlias, final
+
+import numpy as np
+import xxhash
+
+from mpistrat.arrays import Array
+from mpistrat.comm.base import Comm
+from mpistrat.comm.ordered import Ordered
+from mpistrat.comm.session import Session, Unproved
+from mpistrat.errors import ContextError, LockstepError, NonFiniteError
+from mpistrat.lockstep import mismatch, shutdown
+from mpistrat.lockstep.watched import Watched
+from mpistrat.options import Options
+
+__all__ = ["FRAME", "FRAME_RANKS", "HEAD", "ROOM", "Judge", "Lockstep", "Proof", "digest_of"]
+
+FRAME = 256
+ROOM = 224
+FRAME_RANKS = 64
+
+_HEAD = struct.Struct("<16sQII")
+HEAD = _HEAD.size
+_FAILED, _MORE, _LARGE, _LEAVING, _ALARM = 1, 2, 4, 8, 16
+
+
+Judge: TypeAlias = "Callable[[list[bytes] | None], BaseException | None]"
+
+
+class Proof(NamedTuple):
+    """What came with a proof; of the same kind on every rank.
+
+    Attributes:
+      smalls: The payload of every rank, in rank order; None if some rank's did not ride.
+      more: Some rank said that it has more to give than what rode.
+    """
+
+    smalls: list[bytes] | None
+    more: bool
+
+
+@functools.lru_cache(maxsize=4096)
+def digest_of(text: str) -> bytes:
+    """Return what a frame says of a call."""
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
+
+
+@final
+class Lockstep:
+    """Proves calls on the communicator of one session.
+
+    Args:
+      session: The session whose sequence of calls this is.
+      frame_ranks: Up to this many ranks exchange frames; above, words. Equal on all ranks.
+      order: Which rank is the first replica, the second and so on; None for rank order. The calls
+        are still those of the session: one sequence, whatever the orders of its strategies.
+      seconds: How long each call may take until the watchdog ends the job; None for what is allowed
+        to every call.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        frame_ranks: int = FRAME_RANKS,
+        order: Sequence[int] | None = None,
+        seconds: float | None = None,
+    ):
+        """Prove calls of `session`."""
+        self.session = session
+        self.seconds = seconds
+        self.order = None if order is None else tuple(order)
+        self.ranks = tuple(order or range(session.comm.size))  # of the replicas, for messages
+        self._raw = session.comm if order is None else Ordered(session.comm, order)
+        self.comm: Comm = Watched(session, self._raw)
+        self.frames = self.comm.size <= frame_ranks
+        self._send = np.zeros(FRAME, np.uint8)
+        self._frame = self._send.data
+        self._recv = np.zeros((self.comm.size, FRAME), np.uint8)
+        self._starts = range(0, self._recv.nbytes, FRAME)
+
+    @property
+    def options(self) -> Options:
+        """The knobs of the session."""
+        return self.session.options
+
+    @property
+    def frames_received(self) -> Array:
+        """The frames of the last proof: uint8 of shape (number of ranks, `FRAME`)."""
+        return self._recv
+
+    @property
+    def received(self) -> Array:
+        """The payloads of the last proof: uint8 of shape (number of ranks, `ROOM`)."""
+        return self._recv[:, HEAD:]
+
+    def fits(self, nbytes: int) -> bool:
+        """Tell whether payloads of that size ride in the proof."""
+        return self.frames and nbytes <= ROOM
+
+    def prove(
+        self,
+        call: str,
+        small: bytes = b"",
+        failure: BaseException | None = None,
+        more: bool = False,
+        alarm: str = "",
+        judge: Judge | None = None,
+    ) -> Proof:
+        """Prove that all ranks make this call, or raise on all of them.
+
+        Collective. Cost: one all-gather of 256 bytes per rank.
+
+        Args:
+          call: Text of the call: name, operation, axis, structure, shapes, dtypes. Equal on all
+            ranks exactly if the calls are the same.
+          small: Payload that may differ between ranks.
+          failure: What this rank failed with before it could make the call, if it did.
+          more: This rank has more to give than `small`; every rank is told.
+          alarm: What is wrong with the numbers that this rank is about to give, if anything is.
+          judge: Looks at the payloads, as `Proof` has them, alike on all ranks; what it returns is
+            raised.
+
+        Returns:
+          The payload of every rank. It could not ride if some rank's was larger than `ROOM`, or if
+          there are more than `FRAME_RANKS` ranks and payloads differ.
+
+        Raises:
+          BaseException: `failure`, on the rank that gave it.
+          RemoteError: Another rank failed.
+          LockstepError: No rank failed, but the calls differ.
+          NonFiniteError: Some rank has an alarm, and the options say that it is an error.
+          ContextError: This run has failed already.
+        """
+        self._check(failure)
+        self.session.calls += 1
+        digest = digest_of(call)
+        writes, self.session.unproved = self.session.unproved, []
+        if writes:
+            digest = xxhash.xxh3_128_digest(digest + shutdown.digests(writes))
+        flags = (_FAILED if failure is not None else 0) | (_MORE if more else 0)
+        flags |= _ALARM if alarm else 0
+        board = self.session.board
+        if self.session.allowed != self.seconds:
+            self._allow(self.seconds)
+        board.enter(self.session.calls, call)
+        try:
+            exchange = self._exchange_frames if self.frames else self._exchange_words
+            union, same, smalls = exchange(digest, small, flags)
+            if not same or union & (_LEAVING | _FAILED):
+                self._explain(call, failure, union, writes)
+            wrong = None if judge is None else judge(smalls)
+            if wrong is not None:
+                self.fail(wrong)
+            if union & _ALARM:
+                self._sound(alarm)
+            return Proof(smalls, bool(union & _MORE))
+        finally:
+            board.leave()
+
+    def ride(self, call: str, digest: bytes, payload: bytes) -> None:
+        """Prove a call that was proved before, and have every rank's payload in `received`.
+
+        Collective. It is `prove` for what is called most, and does nothing twice that the first
+        time has done: of the calls that it meets, and raises, it is the same.
+
+        Args:
+          call: As `prove` takes it.
+          digest: `digest_of` it.
+          payload: As long on all ranks as `call` says; up to `ROOM` bytes.
+        """
+        session = self.session
+        if session.unproved:
+            self.prove(call, payload)
+            return
+        session.check()
+        if session.gone is not None or session.run.failed is not None:
+            self._check(None)
+        session.calls = number = session.calls + 1
+        head = _HEAD.pack(digest, number, 0, len(payload))
+        board = session.board
+        if session.allowed != self.seconds:
+            self._allow(self.seconds)
+        board.enter(number, call)
+        try:
+            self._frame[: len(head) + len(payload)] = head + payload
+            self._raw.allgather(self._send, self._recv)
+            got = self._recv.tobytes()
+            for at in self._starts:
+                if got[at : at + HEAD] != head:
+                    union, same, _ = self._read(digest, payload, 0)
+                    if not same or union & (_LEAVING | _FAILED):
+                        self._explain(call, None, union, [])
+        finally:
+            board.leave()
+
+    def _sound(self, alarm: str) -> None:
+        rows = [text.decode() for text in self.texts(alarm.encode(errors="replace"))]
+        text = "\n".join(f"rank {self.ranks[i]}: {row}" for i, row in enumerate(rows) if row)
+        first = next(rank for rank, row in enumerate(rows) if row)
+        if self.options.nan == "raise":
+            self.fail(NonFiniteError(text))
+        if self.comm.rank == first:
+            print(f"mpistrat: {text}", file=sys.stderr, flush=True)
+
+    def _explain(
+        self, call: str, failure: BaseException | None, union: int, writes: list[Unproved]
+    ) -> NoReturn:
+        if writes:
+            call = f"{call}, after {'; '.join(write.text() for write in writes)}"
+        if union & _LEAVING:
+            self.session.gone = shutdown.left(self, call, writes)
+            self.fail(failure or self.session.gone)
+        shutdown.keep_alike(writes, self.texts(shutdown.digests(writes)))
+        if union & _FAILED:
+            self.fail(mismatch.remote(self, call, failure))
+        self.fail(mismatch.mismatch(self, call))
+
+    def leave(
+        self, code: int, failure: BaseException | None = None, of_group: bool = False
+    ) -> shutdown.Farewell:
+        """Take part in the last proof, and agree with the others on the exit code.
+
+        Collective with whatever the others call. Nothing may be called afterwards.
+
+        Args:
+          code: The exit code that this rank would leave with.
+          failure: The exception that it leaves with, if any.
+          of_group: The code is what ranks of another session, such as a trial, have agreed on.
+        """
+        self.session.calls += 1
+        board = self.session.board
+        self._allow(None)
+        board.enter(self.session.calls, shutdown.LEAVE)
+        try:
+            exchange = self._exchange_frames if self.frames else self._exchange_words
+            exchange(digest_of(shutdown.LEAVE), b"", _LEAVING)
+            told = shutdown.farewell(self, code, failure, of_group)
+        finally:
+            board.leave()
+        self.session.gone = LockstepError("this rank has left the program.")
+        self.session.exit_code = told.code
+        return told
+
+    @contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        """Let each call of the body take so many seconds, instead of what others may take."""
+        before, self.seconds = self.seconds, seconds
+        try:
+            yield
+        finally:
+            self.seconds = before
+
+    def _allow(self, seconds: float | None) -> None:
+        # It lasts until the next proof: what moves after this one is part of the same call.
+        self.session.board.allow(seconds)
+        self.session.allowed = seconds
+
+    def check(self) -> None:
+        """Raise what a collective call would raise here before it communicates."""
+        session = self.session
+        session.check()
+        if session.gone is not None or session.run.failed is not None:
+            self._check(None)
+
+    def defer(self, write: Unproved) -> None:
+        """Check at the next handshake that all ranks make this write alike; undo it if not.
+
+        No communication of its own. At the latest it is the handshake that ends the run.
+        """
+        session = self.session
+        if session.gone is not None or session.run.failed is not None:
+            self._check(None)
+        session.unproved.append(write)
+
+    def share(
+        self, call: str, small: bytes, failure: BaseException | None = None, alarm: str = ""
+    ) -> list[bytes]:
+        """Prove the call and return every rank's `small`, riding in the proof where it fits."""
+        smalls = self.prove(call, small, failure, alarm=alarm).smalls
+        return self.texts(small) if smalls is None else smalls
+
+    @contextmanager
+    def preparing(self, name: str) -> Iterator[None]:
+        """Raise on every rank what the body raises on this one.
+
+        The body must not communicate: it validates and converts, so that whatever can fail has
+        failed before the proof of the call proper.
+        """
+        try:
+            yield
+        except Exception as error:
+            self.refuse(name, error)
+
+    def refuse(self, name: str, error: Exception) -> NoReturn:
+        """Take part in the proof of a call that this rank could not make, and raise why."""
+        self.prove(f"{name}, which failed", failure=error)
+        raise error
+
+    def texts(self, mine: bytes) -> list[bytes]:
+        """Return every rank's bytes, of any length. Collective; unproved."""
+        size = self.comm.size
+        counts = np.zeros(size, np.int64)
+        self.comm.allgather(np.array([len(mine)], np.int64), counts)
+        everything = np.empty(int(counts.sum()), np.uint8)
+        self.comm.allgatherv(np.frombuffer(mine, np.uint8), everything, counts.tolist())
+        ends = np.cumsum(counts).tolist()
+        whole = everything.tobytes()
+        return [whole[end - count : end] for end, count in zip(ends, counts.tolist(), strict=True)]
+
+    def _check(self, failure: BaseException | None) -> None:
+        session = self.session
+        session.check()
+        if failure is None and session.gone is None and session.run.failed is None:
+            return
+        if failure is not None and failure is session.raised:
+            raise failure  # every rank has raised already
+        if session.gone is not None:
+            raise LockstepError(
+                f"rank {session.comm.rank}: ranks have left the program; nothing can be called any "
+                f"more. {session.gone}"
+            ) from failure
+        run = session.run
+        if run.failed is not None and run.depth:
+            raise ContextError(
+                f"rank {session.comm.rank}: this run has failed ({run.failed}); nothing can be "
+                "called until it has ended. Let the exception leave fn."
+            ) from (failure or run.failed)
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """Raise `error`, which every rank raises here, and close the runs that this rank is in."""
+        self.session.raised = error
+        if self.session.run.depth:
+            self.session.run.failed = error
+        raise error
+
+    def _exchange_frames(
+        self, digest: bytes, small: bytes, flags: int
+    ) -> tuple[int, bool, list[bytes] | None]:
+        if len(small) > ROOM:
+            flags, small = flags | _LARGE, b""
+        head = _HEAD.pack(digest, self.session.calls, flags, len(small))
+        self._frame[: len(head) + len(small)] = head + small
+        self._raw.allgather(self._send, self._recv)
+        return self._read(digest, small, flags)
+
+    def _read(
+        self, digest: bytes, small: bytes, flags: int
+    ) -> tuple[int, bool, list[bytes] | None]:
+        head = _HEAD.pack(digest, self.session.calls, flags, len(small))
+        got = self._recv.tobytes()
+        start = len(head)
+        union, same, smalls = flags, True, []
+        for at in self._starts:
+            size = len(small)
+            if got[at : at + start] != head:  # seldom, and then worth a closer look
+                other, number, theirs, size = _HEAD.unpack_from(got, at)
+                union |= theirs
+                same = same and other == digest and number == self.session.calls
+            smalls.append(got[at + start : at + start + size])
+        return union, same, None if union & _LARGE else smalls
+
+    def _exchange_words(
+        self, digest: bytes, small: bytes, flags: int
+    ) -> tuple[int, bool, list[bytes] | None]:
+        call = np.frombuffer(digest, np.uint64) ^ np.array([self.session.calls, 0], np.uint64)
+        payload = np.frombuffer(hashlib.blake2b(small, digest_size=8).digest(), np.uint64)
+        asserted = np.concatenate([call, payload])
+        send = np.concatenate([asserted, ~asserted, np.array([flags], np.uint64)])
+        recv = np.empty_like(send)
+        self._raw.allreduce(send, recv, "BOR")
+        differing = recv[:3] & recv[3:6]
+        smalls = None if differing[2] else [small] * self.comm.size
+        return int(recv[6]), not differing[:2].any(), smalls

@@ -1,0 +1,166 @@
+"""What to say when the ranks do not make the same call; the only time that texts move."""
+
+from __future__ import annotations
+
+import json
+import re
+import traceback
+from pathlib import Path
+from typing import Any, Protocol
+
+from mpistrat.comm.base import Comm
+from mpistrat.comm.callsite import ours, ranks_text, where
+from mpistrat.comm.session import Session
+from mpistrat.errors import LockstepError, remote_error
+
+__all__ = ["Ranks", "cut", "mismatch", "remote", "report"]
+
+# Modules whose exception classes are the same on every rank.
+_SHARED = ("builtins", "mpistrat.errors")
+# Characters of a text that other ranks are told; the rank itself keeps all of it.
+_LONGEST = 1 << 16
+_LIMIT = 300
+_HEAD = 60
+
+
+class Ranks(Protocol):
+    """The ranks that make one sequence of calls, as far as errors about them need to know.
+
+    Attributes:
+      session: Counts the calls.
+      comm: Connects them.
+      ranks: Which rank each replica is, for messages.
+    """
+
+    session: Session
+    comm: Comm
+    ranks: tuple[int, ...]
+
+    def texts(self, mine: bytes) -> list[bytes]:
+        """Return the texts of all ranks. Collective."""
+
+
+# A digest of contents, as texts of calls show it.
+_HASH = re.compile(r"\b[0-9a-f]{16,}\b")
+
+
+def cut(text: str) -> str:
+    """Return a text that may travel: of a very long one beginning and end, and how much is cut.
+
+    Example:
+      >>> len(cut("x" * 10**7)) < 70_000
+      True
+    """
+    over = len(text) - _LONGEST
+    if over <= 0:
+        return text
+    half = _LONGEST // 2
+    return f"{text[:half]}\n... {over:,} characters are cut here ...\n{text[-half:]}"
+
+
+def _window(text: str, at: int = 0) -> str:
+    """Return a text, or of a long one its head and what stands around position `at`."""
+    if len(text) <= _LIMIT:
+        return text
+    start = max(_HEAD, at - _HEAD)
+    gap = " ... " if start > _HEAD else ""
+    end = start + _LIMIT - _HEAD
+    return text[:_HEAD] + gap + text[start:end] + (" ..." if end < len(text) else "")
+
+
+def mismatch(lockstep: Ranks, call: str) -> LockstepError:
+    """Return the error of every rank when the calls differ. Collective."""
+    comm = lockstep.comm
+    number = lockstep.session.calls
+    mine = json.dumps([number, where(), call]).encode()
+    calls: dict[tuple[int, str, str], list[int]] = {}
+    ranks = lockstep.ranks  # replicas may be counted in another order
+    for rank, text in zip(ranks, lockstep.texts(mine), strict=True):
+        calls.setdefault(tuple(json.loads(text)), []).append(rank)
+    lines = [
+        f"collective calls differ between ranks (this is rank {ranks[comm.rank]} of {comm.size}, "
+        f"call {number})"
+    ]
+    width = max(len(ranks_text(ranks)) for ranks in calls.values())
+    columns = enumerate(zip(*(what for _, _, what in calls), strict=False))
+    first = next((at for at, letters in columns if len(set(letters)) > 1), 0)
+    for (other, place, what), those in calls.items():
+        no = "" if other == number else f"call {other}: "
+        lines.append(
+            f"  {ranks_text(those) + ':':{width + 1}} {place}   {no}{_window(what, first)}"
+        )
+    if len({what.partition(", after assign")[2] for _, _, what in calls} - {""}) > 1:
+        lines.append(
+            "  If what they wrote to a variable differs: reduce it first (ctx.all_reduce), or "
+            "create the variable with an aggregation. What differs is undone."
+        )
+    if len({(no, place, _HASH.sub("", what)) for no, place, what in calls}) == 1:
+        lines.append(
+            "  The calls are the same, but a value in them is not (its hash is shown): it depends "
+            "on the rank. Make it the same on all, or reduce it first."
+        )
+        return LockstepError("\n".join(lines))
+    lines.append(
+        "  Every rank must make the same calls in the same order, with the same structure, shapes "
+        "and dtypes. Look for a collective under `if rank == ...`, or an early `break`."
+    )
+    return LockstepError("\n".join(lines))
+
+
+def _place(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if not ours(frame.filename)]
+    if not theirs:
+        return where()
+    last = theirs[-1]
+    return f"{Path(last.filename).name}:{last.lineno} ({last.name})"
+
+
+def _text(error: BaseException) -> str:
+    # An exception in here would leave the other ranks waiting for this one's text.
+    try:
+        return str(error)
+    except Exception as worse:
+        return f"<no text: its __str__ raised {type(worse).__name__}>"
+
+
+def _traceback(error: BaseException) -> str:
+    try:
+        return "".join(traceback.format_exception(error))
+    except Exception:
+        return "".join(traceback.format_tb(error.__traceback__))
+
+
+def report(error: BaseException) -> bytes:
+    """Return what other ranks are told of an exception, as JSON."""
+    known: dict[str, Any] = {
+        "kind": type(error).__name__,
+        "names": [c.__name__ for c in type(error).__mro__ if c.__module__ in _SHARED],
+        "text": cut(_text(error)),
+        "place": _place(error),
+        "traceback": cut(_traceback(error)),
+    }
+    return json.dumps(known).encode()
+
+
+def remote(lockstep: Ranks, call: str, failure: BaseException | None) -> BaseException:
+    """Return the error of every rank when at least one has failed. Collective.
+
+    The rank that failed gets its own exception back; the others a `RemoteError` about the lowest
+    rank that failed.
+    """
+    texts = lockstep.texts(b"" if failure is None else report(failure))
+    if failure is not None:
+        return failure
+    rank = next(r for r, text in enumerate(texts) if text)
+    known = json.loads(texts[rank])
+    ranks = lockstep.ranks
+    others = [ranks[r] for r, text in enumerate(texts) if text and r != rank]
+    also = f" ({ranks_text(others)} failed too)" if others else ""
+    message = (
+        f"replica {rank} raised {known['kind']} in {known['place']}: {known['text']}{also}\n"
+        f"  This is replica {lockstep.comm.rank} of {lockstep.comm.size}, in {where()}, "
+        f"{_window(call)}.\n  On replica {rank}:\n{known['traceback']}"
+    )
+    names = tuple(known["names"])
+    return remote_error(message, ranks[rank], known["kind"], names, known["traceback"])

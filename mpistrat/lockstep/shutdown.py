@@ -1,0 +1,186 @@
+"""Leaving the program is a call too.
+
+Whatever way a rank leaves, by its end, an exception, ``sys.exit`` or Ctrl-C, it takes part in one
+more proof, whose call is "leave the program". So a rank that leaves while others are in a call is
+found out at once by all of them, and ranks that leave together agree on one exit code (MPICH's
+launcher would OR different ones).
+
+Exit codes: 0, every rank left well; 77, a rank left while others had more to do; else the code of
+the lowest rank that failed by itself. Where ranks have left sessions of their own before, such as
+the trials of a sweep, the largest code that any of these left with.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple, final
+
+from mpistrat.comm import callsite
+from mpistrat.comm.base import Comm
+from mpistrat.comm.session import Unproved
+from mpistrat.errors import LockstepError, RemoteError, remote_error
+from mpistrat.lockstep import mismatch
+
+__all__ = ["LEAVE", "MISMATCH", "Farewell", "UnknownExit", "farewell", "left"]
+
+LEAVE = "leave the program"
+MISMATCH = 77
+
+
+@final
+class UnknownExit(SystemExit):
+    """Stands for a SystemExit that the program has raised itself: nobody can ask for its code."""
+
+
+class Farewell(NamedTuple):
+    """What the ranks agreed on when one or more of them left.
+
+    Attributes:
+      code: The exit code of the job.
+      alone: Some rank left while others were in a call.
+      speaks: This rank is the one to print the exception that it left with.
+      also: How many ranks left with the same exception.
+    """
+
+    code: int
+    alone: bool
+    speaks: bool
+    also: int
+
+    def who(self, comm: Comm, in_job: Sequence[int]) -> str:
+        """Return who left with the same, in words.
+
+        Args:
+          comm: The ranks that have left together.
+          in_job: Their numbers in the job.
+        """
+        who = f"rank {comm.rank}" if self.also == 1 else f"{self.also} ranks"
+        part = in_job != list(range(comm.size)) or comm.size == 1
+        return f"{who} of {comm.size}" + (f" ({callsite.ranks_text(in_job)} of the job)" * part)
+
+
+def said_by(failure: BaseException | None) -> str:
+    """Return the text that a program left with by ``sys.exit(text)``; empty if it did not."""
+    if not isinstance(failure, SystemExit) or isinstance(failure.code, int | None):
+        return ""
+    return mismatch.cut(str(failure.code))
+
+
+def _row(code: int, failure: BaseException | None, of_group: bool) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "leaving": True,
+        "code": code,
+        "group": of_group,
+        "echo": isinstance(failure, RemoteError),
+        "said": said_by(failure),
+        "known": not isinstance(failure, UnknownExit),
+    }
+    if failure is not None and not isinstance(failure, SystemExit):
+        row |= json.loads(mismatch.report(failure))
+    return row
+
+
+def _kind(row: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what ranks have in common that leave with the same."""
+    return row.get("kind"), row.get("place"), None if "kind" in row else (row["code"], row["said"])
+
+
+def _code(row: dict[str, Any]) -> str:
+    if not row["known"]:
+        return "unknown, of a SystemExit that was raised without sys.exit"
+    return f"{row['code']}: {row['said']}" if row["said"] else str(row["code"])
+
+
+def _agreed(rows: list[dict[str, Any]]) -> int:
+    leavers = [row for row in rows if row["leaving"]]
+    if any(row["group"] for row in leavers) and len(leavers) == len(rows):
+        return int(max(row["code"] for row in leavers))
+    own = [row["code"] for row in leavers if row["code"] and not row["echo"]]
+    echoed = [row["code"] for row in leavers if row["code"]]
+    left_well = [row for row in leavers if not row["code"]]
+    if echoed and not own and left_well:  # a sys.exit(0) that the others heard of as an exception
+        return MISMATCH
+    well = 0 if len(leavers) == len(rows) else MISMATCH
+    return int(next(iter([*own, *echoed, well])))
+
+
+def farewell(
+    lockstep: mismatch.Ranks, code: int, failure: BaseException | None, of_group: bool
+) -> Farewell:
+    """Exchange why each rank leaves, and agree. Collective; the part of who leaves."""
+    mine = _row(code, failure, of_group)
+    mine["writes"] = digests(lockstep.session.unproved).hex()
+    rows = [json.loads(text) for text in lockstep.texts(json.dumps(mine).encode())]
+    alike = [rank for rank, row in enumerate(rows) if _kind(row) == _kind(mine)]
+    # An echo of another rank's exception is not worth printing where that rank prints it itself.
+    printed = any("kind" in row and not row["echo"] for row in rows)
+    speaks = alike[0] == lockstep.comm.rank and not (mine["echo"] and printed)
+    alone = not all(row["leaving"] for row in rows)
+    return Farewell(_agreed(rows), alone, speaks, len(alike))
+
+
+def digests(writes: Sequence[Unproved]) -> bytes:
+    """Return the digests of writes, one after the other."""
+    return b"".join([write.digest for write in writes])
+
+
+def keep_alike(writes: Sequence[Unproved], rows: Sequence[bytes]) -> None:
+    """Undo the writes of this rank from the first on that not all ranks have made alike.
+
+    Args:
+      writes: Those since the last handshake.
+      rows: What `digests` says of those of every rank.
+    """
+    alike = 0
+    for number, write in enumerate(writes):
+        here = slice(number * len(write.digest), (number + 1) * len(write.digest))
+        if any(row[here] != write.digest for row in rows):
+            break
+        alike += 1
+    for write in reversed(writes[alike:]):
+        write.undo()
+
+
+def left(lockstep: mismatch.Ranks, call: str, writes: Sequence[Unproved]) -> BaseException:
+    """Learn who has left while this rank was in `call`. Collective; the part of who stays.
+
+    Args:
+      lockstep: Whose call it was.
+      call: Its text.
+      writes: Those of this rank since the last handshake.
+
+    Returns:
+      The error to raise; the session remembers it and the exit code.
+    """
+    session, comm = lockstep.session, lockstep.comm
+    mine = {"leaving": False, "code": 0, "group": False, "echo": False, "said": ""}
+    mine["writes"] = digests(writes).hex()
+    rows = [json.loads(text) for text in lockstep.texts(json.dumps(mine).encode())]
+    keep_alike(writes, [bytes.fromhex(row["writes"]) for row in rows])
+    session.exit_code = _agreed(rows)
+    stayed = [rank for rank, row in enumerate(rows) if not row["leaving"]]
+    session.speaks = stayed[0] == comm.rank
+    gone = [rank for rank, row in enumerate(rows) if row["leaving"]]
+    ranks = lockstep.ranks  # of the replicas, by which the rows are counted
+    where = f"call {session.calls}: {callsite.where()} {call}"
+    here = f"this is rank {ranks[comm.rank]} of {comm.size}, {where}"
+    culprits = [rank for rank in gone if "kind" in rows[rank] and not rows[rank]["echo"]]
+    if culprits:
+        row, rank = rows[culprits[0]], culprits[0]
+        return remote_error(
+            f"replica {rank} raised {row['kind']} in {row['place']} and left the program: "
+            f"{row['text']}\n  ({here})\n  On replica {rank}:\n{row['traceback']}",
+            ranks[rank],
+            row["kind"],
+            tuple(row["names"]),
+            row["traceback"],
+        )
+    codes = ", ".join(_code(rows[rank]) for rank in gone)
+    verb = "has" if len(gone) == 1 else "have"
+    who = callsite.ranks_text([ranks[one] for one in gone])
+    return LockstepError(
+        f"{who} {verb} left the program (exit code {codes}) while others had "
+        f"more to do ({here}).\n  Every rank must make the same calls. Look for an early return or "
+        "break, a sys.exit, or a loop of another length on one rank."
+    )

@@ -1,0 +1,151 @@
+"""What happens once, when the first strategy of a communicator is made.
+
+The ways out are armed, the board is hung up, and all ranks compare what they run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import platform
+from importlib import metadata
+from typing import NoReturn
+
+import numpy as np
+
+from mpistrat import options
+from mpistrat.board.board import Board
+from mpistrat.board.observer import Limits
+from mpistrat.comm.base import Comm
+from mpistrat.comm.callsite import ranks_text
+from mpistrat.comm.mpi import MPIComm, world_size
+from mpistrat.comm.session import Unwatched
+from mpistrat.environment import MASK_BYTES, cores_of, launched_by, mask_of, quota
+from mpistrat.errors import OptionError, PreflightError
+from mpistrat.kernels.threads import Team
+from mpistrat.lockstep.exits import exits
+from mpistrat.lockstep.inject import Injection, parse
+from mpistrat.lockstep.lockstep import Lockstep
+from mpistrat.options import PREFIX, Options
+
+__all__ = ["begin", "facts", "preflight"]
+
+
+_PACKAGES = ("mpistrat", "numpy", "numba", "mpi4py", "optree")
+# What may differ between ranks: where rank 0 writes to, and whether anybody looks.
+_PERSONAL = frozenset({"record", "terminal"})
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+    found = {"Python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def facts(chosen: Options) -> dict[str, str]:
+    """Return what has to be equal on all ranks: versions, and options that change results.
+
+    Cost: some milliseconds, the first time.
+    """
+    return _versions() | {
+        f"{PREFIX}{name.upper()}": str(value)
+        for name, value in dataclasses.asdict(chosen).items()
+        if name not in _PERSONAL
+    }
+
+
+def preflight(lockstep: Lockstep) -> None:
+    """Compare the facts of all ranks.
+
+    Collective. Cost: one proof, unless they differ.
+
+    Raises:
+      PreflightError: They differ; on every rank, with a table.
+    """
+    mine = json.dumps(facts(lockstep.options)).encode()
+    rows = lockstep.share("preflight", mine)
+    if any(row != rows[0] for row in rows):
+        _refuse(lockstep, [json.loads(row) for row in rows])
+
+
+def _refuse(lockstep: Lockstep, rows: list[dict[str, str]]) -> NoReturn:
+    lines = ["the ranks of this job do not run the same thing:"]
+    for name in rows[0]:
+        groups: dict[str, list[int]] = {}
+        for rank, row in enumerate(rows):
+            groups.setdefault(row.get(name, "unknown"), []).append(rank)
+        if len(groups) > 1:
+            told = "; ".join(f"{value} on {ranks_text(ranks)}" for value, ranks in groups.items())
+            lines.append(f"  {name}: {told}")
+    lines.append("  Start all ranks in one environment, with the same MPISTRAT_* variables.")
+    lockstep.fail(PreflightError("\n".join(lines)))
+
+
+def begin(lockstep: Lockstep) -> None:
+    """Watch the ranks, compare what they run, and lead their ways out through the last proof.
+
+    Collective the first time that a session is given, if it has more than one rank.
+
+    Raises:
+      OptionError: A variable ``MPISTRAT_*`` cannot be used.
+      PreflightError: The ranks run different versions or options.
+    """
+    session = lockstep.session
+    if session.begun:
+        return
+    parallel = session.comm.size > 1
+    failure: Exception | None = None
+    fault = None
+    try:
+        session.options = options.read()
+        fault = parse(session.options.fault, _world(session.comm))
+    except OptionError as error:
+        # Not raised yet: the ways out come first, or the other ranks would never hear of it.
+        failure = error
+    if isinstance(session.comm, MPIComm):
+        if parallel and isinstance(session.board, Unwatched):
+            timeout = session.options.timeout
+            # Who is named when the job ends has been named before.
+            limits = Limits(warn=min(session.options.warn, timeout / 2), timeout=timeout)
+            launched = launched_by() is not None
+            each = session.options.ranks_per_node
+            node = session.comm.split(session.comm.rank // each).mpi if each else None
+            session.board = Board.on(session.comm.mpi, limits, node, launched, session.others)
+        # After the board: what is registered last is called first at exit.
+        exits().arm(session)
+    if fault is not None and _world(session.comm):
+        Injection(session, fault)
+    if failure is not None or parallel:
+        lockstep.prove("read the options", failure=failure)
+    if parallel:
+        preflight(lockstep)
+    # The options are equal on all ranks by now, so either all ask their neighbours or none does.
+    threads = session.options.threads or _cores(session.comm)
+    session.team = Team(threads) if threads > 1 else None
+    session.begun = True
+
+
+def _cores(comm: Comm) -> int:
+    """Return how many cores are this rank's. Collective, once in a session: it finds the node."""
+    if not isinstance(comm, MPIComm):  # threads of one process, which may use the same cores
+        return cores_of([mask_of()] * comm.size, comm.rank, quota())
+    node = comm.by_node()
+    mine = np.frombuffer(mask_of().to_bytes(MASK_BYTES, "little"), np.uint8)
+    every = np.empty((node.size, MASK_BYTES), np.uint8)
+    node.allgather(mine, every)
+    masks = [int.from_bytes(row.tobytes(), "little") for row in every]
+    found = cores_of(masks, node.rank, quota())
+    if node is not comm:
+        node.free()
+    return found
+
+
+def _world(comm: Comm) -> Comm | None:
+    """Return `comm` if its ranks are those of the job, of whom ``MPISTRAT_FAULT`` speaks."""
+    return comm if isinstance(comm, MPIComm) and comm.size == world_size() else None

@@ -1,0 +1,217 @@
+"""Memory that the ranks of a node share, without a name that could be left behind.
+
+The first rank makes an anonymous file (``memfd_create``), the others open it through
+``/proc/<pid>/fd``. Where that is forbidden, it is a file in shared memory with a random name, which
+is taken away as soon as all have opened it. Where that fails too, nothing is shared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import mmap
+import os
+import secrets
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from mpistrat.sharedmem.overlay import Overlay
+
+__all__ = ["Pages", "Share", "shared_memory", "shared_pages"]
+
+# From here on larger pages are asked for; they save time when memory is first touched.
+_HUGE = 2 * 1024 * 1024
+# Before Python 3.13 a mapping keeps a duplicate of its descriptor open.
+_NO_DESCRIPTOR: dict[str, bool] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of madvise(2), Linux 5.14; Python has no name for it
+# Gives the bytes of every rank of the node, in order, for those of this one. Collective.
+Share = Callable[[bytes], list[bytes]]
+
+
+def _memfd(size: int, what: str) -> tuple[int, str]:
+    fd = os.memfd_create(f"mpistrat-{what}", os.MFD_CLOEXEC)
+    _reserve(fd, size)
+    return fd, f"/proc/{os.getpid()}/fd/{fd}"
+
+
+def _named(size: int, what: str) -> tuple[int, str]:
+    room = Path("/dev/shm")
+    place = str(room) if os.access(room, os.W_OK) else tempfile.gettempdir()
+    path = Path(place, f"mpistrat-{what}-{secrets.token_hex(16)}")
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        _reserve(fd, size)
+    except OSError:
+        path.unlink()
+        raise
+    return fd, str(path)
+
+
+def _reserve(fd: int, size: int) -> None:
+    # Only to set the length would end the process with SIGBUS when the memory turns out too small.
+    try:
+        if size > _available():
+            raise OSError(errno.ENOMEM, f"{size} bytes of memory are more than are free")
+        os.ftruncate(fd, size)
+        if size < _HUGE or not _populated(fd, size):
+            getattr(os, "posix_fallocate", lambda fd, at, size: None)(fd, 0, size)
+    except (OSError, OverflowError):
+        os.close(fd)
+        raise
+
+
+def _available() -> float:
+    """Return how many bytes this node, and this group of processes on it, can still take.
+
+    Memory without a file system's limit is given until the system ends a process to get some back.
+    """
+    free = float("inf")
+    with contextlib.suppress(OSError, ValueError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(1024 * int(text.split()[1]) for text in lines if "MemAvailable" in text)
+    with contextlib.suppress(OSError, ValueError):
+        group = Path("/sys/fs/cgroup")
+        most = int((group / "memory.max").read_text())
+        free = min(free, most - int((group / "memory.current").read_text()))
+    return free
+
+
+def _populated(fd: int, size: int) -> bool:
+    """Take the memory in large pages, or tell that this system has no way to."""
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return False
+    with mmap.mmap(fd, size) as whole:
+        try:
+            whole.madvise(mmap.MADV_HUGEPAGE)
+            whole.madvise(_POPULATE_WRITE)
+        except OSError as error:
+            if error.errno == errno.EINVAL:
+                return False
+            raise
+    return True
+
+
+Way = Callable[[int, str], tuple[int, str]]
+
+
+class Pages(NamedTuple):
+    """Shared memory, seen twice.
+
+    Attributes:
+      memory: What one rank writes here, all see.
+      overlay: Where a rank reads, and can write for itself alone.
+    """
+
+    memory: memoryview
+    overlay: Overlay
+
+
+def _offer(way: Way, size: int, what: str, token: bytes) -> tuple[int, str]:
+    """Make the memory with a token in it, or return an empty path."""
+    with contextlib.suppress(OSError, AttributeError, OverflowError, ValueError):
+        fd, path = way(size, what)
+        os.pwrite(fd, token, 0)
+        return fd, path
+    return -1, ""
+
+
+def _map(path: str, size: int, what: str, token: bytes) -> mmap.mmap | None:
+    """Map what the first rank offers, if it is that: in another namespace it may be something else.
+
+    The token is how the mapping is known to be the same memory.
+    """
+    if not path:
+        return None
+    with contextlib.suppress(OSError, ValueError, OverflowError):
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            found = mmap.mmap(fd, size, **_NO_DESCRIPTOR)
+        finally:
+            os.close(fd)
+        _advise(found, what)
+        if found[: len(token)] == token:
+            return found
+    return None
+
+
+def _overlay(path: str, size: int) -> Overlay | None:
+    with contextlib.suppress(OSError, ValueError, OverflowError):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return Overlay(fd, size, _NO_DESCRIPTOR)
+        finally:
+            os.close(fd)
+    return None
+
+
+def _advise(found: mmap.mmap, what: str) -> None:
+    advices = ["MADV_HUGEPAGE"] if len(found) >= _HUGE else []
+    if what in ("arena", "copies"):
+        # What a forked child wrote to it would be seen by all ranks; so it has none.
+        advices.append("MADV_DONTFORK")
+    for advice in advices:
+        if hasattr(mmap, advice):
+            with contextlib.suppress(OSError):
+                found.madvise(getattr(mmap, advice))
+
+
+def shared_memory(
+    share: Share, first: bool, size: int, what: str, ways: tuple[Way, ...] = (_memfd, _named)
+) -> memoryview | None:
+    """Return `size` zero bytes that all ranks of the node share, or None on all of them.
+
+    Collective: over the ranks of the node.
+
+    Args:
+      share: All-gathers bytes over the node.
+      first: This is the first rank of the node; it makes the memory.
+      size: How many bytes.
+      what: What it is for; part of a name that shows in lists of mappings.
+      ways: How to make it, best first.
+    """
+    found = _made(share, first, size, what, ways, overlaid=False)
+    return None if found is None else found[0]
+
+
+def shared_pages(
+    share: Share, first: bool, size: int, what: str, ways: tuple[Way, ...] = (_memfd, _named)
+) -> Pages | None:
+    """Return shared memory with an overlay, or None on all ranks; else as `shared_memory`."""
+    found = _made(share, first, size, what, ways, overlaid=True)
+    if found is None:
+        return None
+    memory, overlay = found
+    assert overlay is not None
+    mine = secrets.token_bytes(16)
+    at = share(mine).index(mine)
+    works = at < mmap.PAGESIZE and overlay.shows_changes(memory, at)
+    return Pages(memory, overlay) if b"\0" not in share(b"\1" if works else b"\0") else None
+
+
+def _made(
+    share: Share, first: bool, size: int, what: str, ways: tuple[Way, ...], overlaid: bool
+) -> tuple[memoryview, Overlay | None] | None:
+    for way in ways:
+        token = secrets.token_bytes(16)
+        fd, path = _offer(way, size, what, token) if first else (-1, "")
+        try:
+            told = json.loads(share(json.dumps([path, token.hex()]).encode())[0])
+            found = _map(told[0], size, what, bytes.fromhex(told[1]))
+            overlay = _overlay(told[0], size) if overlaid and found is not None else None
+            good = found is not None and (overlay is not None or not overlaid)
+            everywhere = b"\0" not in share(b"\1" if good else b"\0")
+        finally:
+            if fd >= 0:
+                os.close(fd)
+                if way is _named:
+                    Path(path).unlink()
+        if everywhere and found is not None:
+            if first:
+                found[: len(token)] = bytes(len(token))
+            share(b"")  # nobody writes before the token is gone
+            return memoryview(found), overlay
+    return None

@@ -1,0 +1,118 @@
+"""Ctrl-C: kept while the library runs, raised at the next call or at once, and never lost."""
+
+from __future__ import annotations
+
+import collections
+import os
+import signal
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import mpistrat as ms
+from mpistrat.lockstep import interrupts
+from mpistrat.lockstep.interrupts import Deferred, in_library
+from mpistrat.testing import run_ranks
+
+Made = collections.namedtuple("Made", "frame")
+
+
+@pytest.fixture
+def deferred():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    kept = Deferred()
+    kept.arm()
+    yield kept
+    kept.interrupted.pending = False
+    time.sleep(0.1)  # nobody looks any more
+    signal.signal(signal.SIGINT, before)
+
+
+def interrupt():
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.01)
+
+
+def test_in_the_code_of_the_program_it_raises_at_once(deferred):
+    with pytest.raises(KeyboardInterrupt):
+        interrupt()
+    assert not deferred.interrupted.pending
+
+
+def test_in_the_library_it_is_kept_and_raised_at_the_next_call(deferred, monkeypatch):
+    monkeypatch.setattr(interrupts, "in_library", lambda frame: True)
+    interrupt()
+    assert deferred.interrupted.pending
+    with pytest.raises(KeyboardInterrupt):
+        deferred.interrupted.check()
+    deferred.interrupted.check()  # once
+    time.sleep(0.2)  # and the second look finds nothing
+
+
+def test_it_is_raised_in_a_program_that_calls_no_more(deferred, monkeypatch):
+    inside = [True]
+    monkeypatch.setattr(interrupts, "in_library", lambda frame: inside[0])
+    interrupt()
+    inside[0] = False
+    with pytest.raises(KeyboardInterrupt):
+        time.sleep(5)
+
+
+def test_a_second_one_is_not_swallowed(deferred, monkeypatch):
+    monkeypatch.setattr(interrupts, "in_library", lambda frame: True)
+    interrupt()
+    interrupt()
+    with pytest.raises(KeyboardInterrupt):
+        deferred.interrupted.check()
+
+
+def test_a_handler_of_the_program_is_left_alone():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        Deferred().arm()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    found = []
+    thread = threading.Thread(target=lambda: found.append(Deferred().arm()))
+    thread.start()
+    thread.join()
+    assert found == [None]
+
+
+def test_whose_code_runs():
+    assert not in_library(sys._getframe())
+    frames = []
+    strategy = ms.OneDeviceStrategy("cpu")
+    strategy.run(lambda: frames.append(sys._getframe()))
+    assert not in_library(frames[0])
+    assert in_library(frames[0].f_back)
+    made = eval("lambda: f()", {"f": sys._getframe, "__name__": "namedtuple_Made"})()
+    assert not in_library(made)
+    inner = eval("lambda: f()", {"f": sys._getframe, "__name__": "mpistrat.lockstep.lockstep"})
+    assert in_library(inner())
+
+
+@pytest.mark.parametrize("where", ["before the call", "at the end of run"])
+def test_the_others_hear_of_it(where):
+    def rank(comm):
+        strategy = ms.MirroredStrategy(comm=comm)
+        kept = strategy.parts.lockstep.session.interrupted
+
+        def fn():
+            if comm.rank == 1 and where == "before the call":
+                kept.pending = True
+            ctx = ms.get_replica_context()
+            ctx.all_reduce("SUM", np.ones(300))
+            if comm.rank == 1:
+                kept.pending = True
+
+        with pytest.raises(KeyboardInterrupt if comm.rank == 1 else ms.RemoteError):
+            strategy.run(fn)
+        total = strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", 1.0))
+        return float(total.local)
+
+    assert run_ranks(rank, 3) == [3.0] * 3
