@@ -44,6 +44,10 @@ from mpistrat.lockstep.lockstep import Lockstep
 __all__ = ["NodeFolds"]
 
 
+class _Compiled(set[np.dtype[Any]]):
+    """The dtypes whose folds some call of the session has had compiled; equal on all ranks."""
+
+
 @final
 class NodeFolds:
     """The shared-memory path of a reducer.
@@ -150,7 +154,7 @@ class NodeFolds:
         What this process has compiled for another group of ranks is not asked: a NaN that comes of
         two has another payload in loops than in NumPy.
         """
-        known = self._lockstep.session.compiled
+        known = self._lockstep.session.kept(_Compiled)
         if compiles(FOLDS[op], dtype, columns):
             known.add(dtype)
         return FOLDS[op] is np.add and dtype in known
@@ -299,18 +303,18 @@ class NodeFolds:
             yield
 
     def _hook(self) -> None:
-        hook = self._lockstep.session.on_moving
+        hook = self._lockstep.hooks.on_moving
         if hook is not None:
             hook()
 
     @contextmanager
     def _sharing(self) -> Iterator[None]:
-        session = self._lockstep.session
-        session.sharing = True
+        hooks = self._lockstep.hooks
+        hooks.sharing = True
         try:
             yield
         finally:
-            session.sharing = False
+            hooks.sharing = False
 
     def _fold(
         self, op: ReduceOp, rows: Array, out: Array, columns: int, spans: Sequence[Range]

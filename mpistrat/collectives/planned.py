@@ -17,7 +17,8 @@ from mpistrat.collectives.spans import Scales, scales_of
 from mpistrat.kernels.fold import fold_rows
 from mpistrat.kernels.ops import FOLDS, ReduceOp
 from mpistrat.kernels.scaling import Overflow, divide, multiply, noting, rescue_rows
-from mpistrat.lockstep.lockstep import FRAME, HEAD, Lockstep, digest_of
+from mpistrat.lockstep.frame import FRAME, HEAD
+from mpistrat.lockstep.lockstep import Lockstep, digest_of
 
 __all__ = ["ONE", "AnyPlan", "NumberPlan", "Plan", "Run", "SharedPlan", "leaves_of", "runs_of"]
 
@@ -253,18 +254,17 @@ class SharedPlan:
     def _total(self, side: int, weight: float = 1.0, total: Array | None = None) -> Array:
         header = struct.pack("<d", weight) if self._weighted else self._header
         self._ride(self._text, self._digest, header)
-        moving = self._session.on_moving
-        if moving is not None:
-            moving()
+        hooks = self._lockstep.hooks
+        if hooks.on_moving is not None:
+            hooks.on_moving()
         if total is None:
             total = np.empty(self._columns, self._dtype)
         if self._weighted:
             self._weigh(side, total)
         else:
             self._plain(side, total)
-        moved = self._session.on_moved
-        if moved is not None:
-            moved([total])
+        if hooks.on_moved is not None:
+            hooks.on_moved([total])
         return total
 
     def _plain(self, side: int, total: Array) -> None:

@@ -39,6 +39,7 @@ from mpistrat.kernels.ops import FOLDS, ReduceOp
 from mpistrat.kernels.scaling import Overflow, noting
 from mpistrat.lockstep.abort import lost
 from mpistrat.lockstep.lockstep import Lockstep
+from mpistrat.sharedmem.pool import Pool
 
 __all__ = ["Reducer"]
 
@@ -96,7 +97,7 @@ class Reducer(Reducing):
         Cost: the proof; unless everything rides in it, two barriers of the node, or one
         MPI_Allreduce per bucket.
         """
-        self.lockstep.session.pool.turn()
+        self.lockstep.session.kept(Pool).turn()
         with np.errstate(all="ignore"):
             try:
                 way = self._way(what, values, weights, weigh, outs)
@@ -109,7 +110,7 @@ class Reducer(Reducing):
                 if not way.meets:
                     raise
                 lost(self.lockstep, what.text, error)
-            moved = self.lockstep.session.on_moved
+            moved = self.lockstep.hooks.on_moved
             if moved is not None and not way.small:
                 moved(results)
             return put(results, outs)
@@ -120,14 +121,14 @@ class Reducer(Reducing):
         """Fold arrays of the arena where they lie, if all is known of them; else as `fold`."""
         header = struct.pack("<d", weight) if what.op is ReduceOp.MEAN else b""
         way = _Way(placed.suffix, header, _nothing)
-        self.lockstep.session.pool.turn()
+        self.lockstep.session.kept(Pool).turn()
         with np.errstate(all="ignore"):
             scales, _ = self._prove(what, way, 1, weigh, "")
             try:
                 self.node.fold_placed(what.op, placed, scales)
             except Exception as error:
                 lost(self.lockstep, what.text, error)
-        moved = self.lockstep.session.on_moved
+        moved = self.lockstep.hooks.on_moved
         if moved is not None:
             moved(leaves)
 
@@ -192,7 +193,7 @@ class Reducer(Reducing):
             values = what.wires(values, weights, fresh=False)
         self.node.compile(what)
         packed = self.node.prepare(what, values)
-        results = results_for(what, values, outs, self.lockstep.session.pool)
+        results = results_for(what, values, outs, self.lockstep.session.kept(Pool))
         finish = functools.partial(self._packed, what, packed, values, weights, weigh, results)
         return _Way("", header, finish, meets=packed.side is None)
 
@@ -207,7 +208,7 @@ class Reducer(Reducing):
     ) -> list[Array]:
         if scales.table is None and (scales.divisors is None or set(scales.divisors) == {1}):
             dtypes = [form.result for form in what.forms]
-            return of_one(values, outs, dtypes, self.lockstep.session.pool)
+            return of_one(values, outs, dtypes, self.lockstep.session.kept(Pool))
         # Sums over several examples; or all weights are 0, and there is no mean.
         return what.results(what.wires(values, weights, fresh=True), scales.divisors)
 

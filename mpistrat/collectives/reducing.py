@@ -139,4 +139,4 @@ class Reducing(abc.ABC):
         """Return what is wrong with the numbers that this rank is about to give, if asked for."""
         if self.lockstep.options.nan == "off":
             return ""
-        return first_nonfinite(call, self.lockstep.session.steps, parts)
+        return first_nonfinite(call, self.lockstep.state.steps, parts)

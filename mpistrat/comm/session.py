@@ -13,8 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol, final
-from weakref import WeakValueDictionary
+from typing import Any, Protocol, TypeVar, final
 
 from mpistrat.comm.base import Comm
 from mpistrat.comm.loopback import LoopbackComm
@@ -22,9 +21,10 @@ from mpistrat.comm.mpi import MPIComm, is_communicator, library
 from mpistrat.errors import StrategyError
 from mpistrat.kernels.threads import Team
 from mpistrat.options import Options
-from mpistrat.sharedmem.pool import Pool
 
-__all__ = ["Interrupted", "RunState", "Session", "StatusBoard", "Unproved", "Unwatched"]
+__all__ = ["Session", "StatusBoard", "Unwatched"]
+
+T = TypeVar("T")
 
 _NOBODY = -1  # no thread has this number
 
@@ -112,53 +112,6 @@ class Unwatched:
 
 
 @final
-class Interrupted:
-    """A Ctrl-C that came while the library ran.
-
-    Attributes:
-      pending: It has not been raised yet.
-      again: The signal that comes next is not from outside; it only looks once more.
-    """
-
-    pending = False
-    again = False
-
-    def check(self) -> None:
-        """Raise KeyboardInterrupt if one is pending."""
-        if self.pending:
-            self.pending = False
-            raise KeyboardInterrupt
-
-
-class RunState(threading.local):
-    """Whether this thread is inside ``Strategy.run``.
-
-    Attributes:
-      depth: How many it is inside of.
-      failed: The exception that closed them, if one did.
-    """
-
-    depth = 0
-    failed: BaseException | None = None
-
-
-class Unproved(Protocol):
-    """A write that this rank has made, and that the next handshake shows to be alike on all.
-
-    Attributes:
-      digest: 24 bytes that are equal on all ranks exactly if they have done alike.
-    """
-
-    digest: bytes
-
-    def text(self) -> str:
-        """Return what was done, for messages."""
-
-    def undo(self) -> None:
-        """Put back what was there before."""
-
-
-@final
 class Session:
     """The private communicator of one parent, and how far its sequence of calls has come.
 
@@ -166,32 +119,10 @@ class Session:
       comm: The private communicator.
       calls: How many calls have been proved so far; equal on all ranks.
       board: Where this rank says what it is doing, for the watchdog.
-      allowed: Seconds that the board says a call may take; None for what is allowed to every call.
       options: The knobs; the defaults until the session has begun.
-      raised: The last exception that every rank has raised.
       freed: The parent has been freed.
       begun: What happens once for a session has happened.
-      run: The ``Strategy.run`` that this rank is inside of.
-      gone: The error that told that ranks have left the program, if they have.
-      speaks: This rank is the one to print that error.
-      exit_code: What the ranks agreed to leave with, once one has left.
-      unproved: Small writes that the next handshake will show to be alike on all ranks, or undo.
-      variables: How many variables have been created; equal on all ranks.
-      initial_values_that_differ: By rank and kind of variable, by replica 0's initial value: that
-        of the rank, and the number of the variable; equal on all ranks.
-      on_fn: Called on the way into the function of a ``run``; for tests of faults.
-      on_moved: Called with the results of an all-reduce that moved more than its proof; for tests
-        of faults.
-      on_moving: Called after the proof of an all-reduce through shared memory; for tests of faults.
-      sharing: An all-reduce is on its way through shared memory.
-      datasets: How many datasets have been distributed; equal on all ranks.
-      interrupted: Whether Ctrl-C is waiting to be raised.
-      steps: How many ``Strategy.run`` have ended well; equal on all ranks.
-      copies: The mirrored variables by number, as long as they live.
-      holders: All variables by the identity of their array, as long as they live.
       groups: Parts of the communicator, by what they are for; each has a ``free``.
-      compiled: The dtypes whose folds some call has had compiled; equal on all ranks.
-      pool: Memory for large results.
       team: The threads of the kernels; None if this rank has but one.
     """
 
@@ -201,37 +132,27 @@ class Session:
         self.calls = 0
         self.begun = False
         self.options = Options()
-        self.raised: BaseException | None = None
         self.freed = False
         self.board: StatusBoard = Unwatched()
-        self.allowed: float | None = None
-        # Per thread: a strategy that never communicates may be used by any.
-        self.run = RunState()
-        self.gone: BaseException | None = None
-        self.speaks = False
-        self.exit_code = 0
-        self.unproved: list[Unproved] = []
-        self.variables = 0
-        self.initial_values_that_differ: dict[tuple[int, str], dict[bytes, tuple[bytes, int]]] = {}
-        self.datasets = 0
-        self.on_fn: Callable[[], None] | None = None
-        self.on_moved: Callable[[list[Any]], None] | None = None
-        self.on_moving: Callable[[], None] | None = None
-        self.sharing = False
-        self.interrupted = Interrupted()
-        self.steps = 0
-        self.copies: WeakValueDictionary[int, Any] = WeakValueDictionary()
-        self.holders: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self.groups: dict[object, Any] = {}
-        self.pool = Pool()
-        self.compiled: set[Any] = set()
         self.team: Team | None = None
+        self._kept: dict[type[Any], Any] = {}
         self._owner: int | None = threading.get_ident() if owned else None
         self._thread = threading.current_thread()
         self._pid = os.getpid()
         global _alive
         with _adding:
             _alive = (*(one for one in _alive if one() is not None), weakref.ref(self))
+
+    def kept(self, kind: type[T]) -> T:
+        """Return the one `kind` of this session, made at the first call.
+
+        What another part of the library has one of in each session, such as its counters.
+        """
+        found: T | None = self._kept.get(kind)
+        if found is None:
+            found = self._kept[kind] = kind()
+        return found
 
     def others(self) -> tuple[int, str]:
         """Return what this process does in its other sessions, for the watchdog of this one.

@@ -197,7 +197,7 @@ class ReplicaContext:
         mode = current()
         here = None if mode is None else mode.replica
         if here is not None and here.context is self:
-            self._strategy.parts.lockstep.session.interrupted.check()
+            self._strategy.parts.lockstep.state.interrupted.check()
             return
         if mode is None and self._strategy is default_strategy():
             refuse_unchosen(what)

@@ -16,6 +16,7 @@ import numpy as np
 from mpistrat.arrays import Array
 from mpistrat.comm.callsite import ranks_text
 from mpistrat.errors import LockstepError
+from mpistrat.lockstep.guards import VariableRegistry
 from mpistrat.lockstep.lockstep import Judge, Lockstep
 
 __all__ = ["LOOKED_AT", "judge_of"]
@@ -38,8 +39,8 @@ def judge_of(lockstep: Lockstep, call: str, name: str, value: Array, mine: bytes
       value: This rank's own initial value.
       mine: Its digest, which this rank shows.
     """
-    ranks, session = lockstep.ranks, lockstep.session
-    number = session.variables + 1
+    ranks, registry = lockstep.ranks, lockstep.session.kept(VariableRegistry)
+    number = registry.created + 1
 
     def judge(smalls: list[bytes] | None) -> LockstepError | None:
         smalls = lockstep.texts(mine) if smalls is None else smalls
@@ -47,7 +48,7 @@ def judge_of(lockstep: Lockstep, call: str, name: str, value: Array, mine: bytes
         found: dict[int, tuple[int, bool]] = {}
         for i, own in enumerate(smalls):
             if own != first:
-                known = session.initial_values_that_differ.setdefault((ranks[i], call), {})
+                known = registry.differing.setdefault((ranks[i], call), {})
                 closed = _closed(known, own, first, number)
                 if closed is not None:
                     found[i] = closed

@@ -21,6 +21,7 @@ from mpistrat.distribute.reductions import reduce_over_replicas
 from mpistrat.distribute.regroup import select
 from mpistrat.distribute.views import ALONE, LOCAL
 from mpistrat.errors import ContextError, StructureError
+from mpistrat.lockstep.guards import VariableRegistry
 
 __all__ = ["StrategyExtended"]
 
@@ -371,7 +372,7 @@ class StrategyExtended(Generic[S_co]):
           value: What ``variable.values``, ``variable.handle`` or ``np.asarray(variable)`` gave.
         """
         base = value.base if isinstance(value, np.ndarray) else None
-        holder = self.strategy.parts.lockstep.session.holders.get(id(base))
+        holder = self.strategy.parts.lockstep.session.kept(VariableRegistry).holders.get(id(base))
         return value if holder is None or not holder.holds(base) else holder
 
     def variable_created_in_scope(self, v: Any) -> bool:

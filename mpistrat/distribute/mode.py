@@ -180,7 +180,7 @@ def cross_replica(strategy: Ruling, what: str, instead: str) -> Any:
       StrategyError: This is code of another strategy, or another thread than the strategy's.
     """
     strategy.parts.lockstep.session.check()
-    strategy.parts.lockstep.session.interrupted.check()
+    strategy.parts.lockstep.state.interrupted.check()
     mode = same_strategy(strategy, what)
     if mode is not None and mode.replica is not None:
         replica = mode.replica

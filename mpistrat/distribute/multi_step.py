@@ -105,7 +105,7 @@ def _in_replica() -> bool:
 def _merged(keep: Callable[[Any, Any], None], output: Any) -> None:
     mode = current()
     assert mode is not None  # this is replica code
-    mode.strategy.parts.lockstep.session.interrupted.check()
+    mode.strategy.parts.lockstep.state.interrupted.check()
     merged(mode.strategy, keep, (output,))
 
 

@@ -6,28 +6,28 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from mpistrat.comm.session import Session
 from mpistrat.distribute.arguments import check_function, given
 from mpistrat.distribute.base import StrategyBase
 from mpistrat.distribute.mode import Mode, Replica, cross_replica, current, entered
 from mpistrat.errors import ContextError
 from mpistrat.lockstep.guards import compare_copies
+from mpistrat.lockstep.ranks import CallState
 
 __all__ = ["begin", "body", "end", "merged", "proved"]
 
 
-def begin(session: Session) -> None:
+def begin(state: CallState) -> None:
     """Note that replica code begins; `end` must follow, whatever happens."""
-    if not session.run.depth:
-        session.raised = None  # what ended another run says nothing of this one
-    session.run.depth += 1
+    if not state.run.depth:
+        state.raised = None  # what ended another run says nothing of this one
+    state.run.depth += 1
 
 
-def end(session: Session) -> None:
+def end(state: CallState) -> None:
     """Note that replica code has ended."""
-    session.run.depth -= 1
-    if not session.run.depth:
-        session.run.failed = None
+    state.run.depth -= 1
+    if not state.run.depth:
+        state.run.failed = None
 
 
 def proved(strategy: StrategyBase, call: str, result: Any, failure: BaseException | None) -> Any:
@@ -48,13 +48,13 @@ def proved(strategy: StrategyBase, call: str, result: Any, failure: BaseExceptio
       LockstepError: The ranks made different calls, or hold results of different structures.
     """
     lockstep = strategy.parts.lockstep
-    session = lockstep.session
-    if session.run.failed is not None:
-        raise failure or session.run.failed
+    state = lockstep.state
+    if state.run.failed is not None:
+        raise failure or state.run.failed
     seen = strategy.parts.regroup.gathered(call, result, failure)
-    session.steps += 1
+    state.steps += 1
     every = lockstep.options.check_every
-    if every and session.steps % every == 0 and session.comm.size > 1:
+    if every and state.steps % every == 0 and lockstep.comm.size > 1:
         compare_copies(lockstep)
     return seen
 
@@ -87,23 +87,23 @@ def body(strategy: StrategyBase, replica: Replica) -> Iterator[None]:
         yield
         return
     lockstep = strategy.parts.lockstep
-    session = lockstep.session
+    state = lockstep.state
     with cross_replica(strategy, "with ReplicaContext", "the body itself"):
         failure: BaseException | None = None
-        begin(session)
+        begin(state)
         try:
             try:
                 _check(replica, lockstep.comm.rank)
                 with entered(Mode(strategy, replica)):
-                    if session.on_fn is not None:
-                        session.on_fn()
+                    if lockstep.hooks.on_fn is not None:
+                        lockstep.hooks.on_fn()
                     yield
-                session.interrupted.check()
+                state.interrupted.check()
             except BaseException as error:
                 failure = error
             proved(strategy, "with ReplicaContext, whose body ended", None, failure)
         finally:
-            end(session)
+            end(state)
 
 
 def _check(replica: Replica, mine: int) -> None:

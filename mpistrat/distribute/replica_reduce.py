@@ -27,6 +27,7 @@ from mpistrat.distribute.values import DistributedValues
 from mpistrat.distribute.views import ALONE
 from mpistrat.errors import LeafTypeError, StructureError
 from mpistrat.kernels.ops import ReduceOp
+from mpistrat.sharedmem.pool import Pool
 
 __all__ = ["Call", "all_reduce", "fit", "places", "prepared", "reduce_in_replica", "takes"]
 
@@ -157,7 +158,7 @@ def _of_one(parts: Parts, reduce_op: Any, value: Any, weight: Any, out: Any) -> 
             place[...] = np.nan
     else:
         dtypes = [part.form.result for part in dense]
-        of_one([part.value for part in dense], outs, dtypes, parts.lockstep.session.pool)
+        of_one([part.value for part in dense], outs, dtypes, parts.lockstep.session.kept(Pool))
     return out
 
 

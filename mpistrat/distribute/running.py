@@ -25,19 +25,19 @@ def run(strategy: StrategyBase, fn: Callable[..., Any], args: Any, kwargs: Any) 
     That proof is what makes ``try`` around ``run`` symmetric: it ends `run` on every rank, with an
     exception on all of them or on none.
     """
-    session = strategy.parts.lockstep.session
+    state = strategy.parts.lockstep.state
     failure: BaseException | None = None
     result: Any = None
-    begin(session)
+    begin(state)
     try:
         try:
             result = _call(strategy, fn, args, kwargs)
-            session.interrupted.check()
+            state.interrupted.check()
         except BaseException as error:
             failure = error
         return proved(strategy, "run, whose function returned", result, failure)
     finally:
-        end(session)
+        end(state)
 
 
 def _call(strategy: StrategyBase, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -46,7 +46,7 @@ def _call(strategy: StrategyBase, fn: Callable[..., Any], args: Any, kwargs: Any
     comm = strategy.parts.lockstep.comm
     mine, named = select((positional, by_name))
     with entered(Mode(strategy, Replica(comm.rank, comm.size))):
-        on_fn = strategy.parts.lockstep.session.on_fn
+        on_fn = strategy.parts.lockstep.hooks.on_fn
         if on_fn is not None:
             on_fn()
         result = fn(*mine, **named)

@@ -89,7 +89,7 @@ def all_reduce(
         alarm = ""
         if lockstep.options.nan != "off":
             kept = [Part(v, p.form, p.weight, p.path) for v, p in zip(given, sparse, strict=True)]
-            alarm = first_nonfinite(call, lockstep.session.steps, kept)
+            alarm = first_nonfinite(call, lockstep.state.steps, kept)
     if lockstep.options.nan != "off":
         lockstep.prove(f"{call}, their numbers", alarm=alarm)
     totals = iter(reducer.all_reduce(call, op, dense, weigh=weigh) if dense else [])

@@ -57,7 +57,7 @@ def update(
         own_variable(strategy, "update", var)
         _refuse_per_replica(var, given)
     lockstep.check()
-    if lockstep.session.unproved:
+    if lockstep.state.unproved:
         # So that what is put back, if this fails, is what was there before this.
         lockstep.prove(f"update({var.spec()}), what was written before it")
     with lockstep.preparing("update"):

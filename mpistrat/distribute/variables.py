@@ -22,6 +22,7 @@ from mpistrat.distribute.scatter import KINDS, ScatterUpdates, apply
 from mpistrat.distribute.views import ALONE
 from mpistrat.distribute.writes import VariableAggregation, VariableSynchronization
 from mpistrat.errors import ContextError, StructureError
+from mpistrat.lockstep.guards import VariableRegistry
 
 __all__ = ["Variable", "VariableAggregation", "VariableSynchronization"]
 
@@ -98,9 +99,9 @@ class Variable(Reading, ScatterUpdates):
     def _enrol(self, call: str, given: bool) -> None:
         """Make the variable one of the session, of replica 0's contents if it is `given` them."""
         lockstep = self.strategy.parts.lockstep
-        session = lockstep.session
+        registry = lockstep.session.kept(VariableRegistry)
         # Counted only once the proof has passed: a creation that failed must not leave ranks apart.
-        self.number = session.variables + 1
+        self.number = registry.created + 1
         made = f"{self.synchronization.name}, {self.aggregation.name}, trainable={self.trainable}"
         text = f"{call}({self.spec()}, {made})"
         if given and lockstep.comm.size > 1 and self.number <= LOOKED_AT:
@@ -110,16 +111,16 @@ class Variable(Reading, ScatterUpdates):
             lockstep.prove(text, mine, judge=judge)
         else:
             lockstep.prove(text)
-        session.variables = self.number
+        registry.created = self.number
         if given or not self.on_read:
             node = self.strategy.parts.reducer.node
             self.storage = node.storage(call, self.storage.array, shared=not self.on_read)
         array, size = self.storage.array, lockstep.comm.size
         self.large = not self.on_read and size > 1 and array.nbytes >= storage.LEAST
         self.simple = array.dtype.kind in "biufc" and array.dtype.char not in "gG"
-        session.holders[id(self.storage.base)] = self
+        registry.holders[id(self.storage.base)] = self
         if not self.on_read:
-            session.copies[self.number] = self
+            registry.copies[self.number] = self
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuse: its other copies are on other ranks, and so is a part of what it is.

@@ -52,6 +52,12 @@ _UNSHARDED = (
 )
 
 
+class _Datasets:
+    """How many datasets have been distributed in a session; equal on all ranks."""
+
+    distributed = 0
+
+
 @final
 @dataclass(frozen=True)
 class Door:
@@ -119,12 +125,12 @@ class DistributedDataset:
         self._origin = deal.dataset if origin is None else origin
         self._door = door
         self._together = together
-        session = door.lockstep.session
-        self._name = f"dataset no. {session.datasets + 1}"
+        known = door.lockstep.session.kept(_Datasets)
+        self._name = f"dataset no. {known.distributed + 1}"
         with door.lockstep.preparing(f"distribute {self._name}"):
             told = deal.describe()
         door.lockstep.prove(f"distribute {self._name}, {told}")
-        session.datasets += 1
+        known.distributed += 1
         self._iterators = 0
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:

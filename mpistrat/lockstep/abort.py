@@ -32,7 +32,7 @@ def lost(lockstep: Lockstep, call: str, error: Exception) -> NoReturn:
     """
     comm = lockstep.comm
     alone = comm.size == 1 or lockstep.session.comm.name != mpi.MPIComm.name
-    if alone or error is lockstep.session.raised:
+    if alone or error is lockstep.state.raised:
         raise error
     with contextlib.suppress(Exception):  # there may be no memory for it
         text = "".join(traceback.format_exception(error))

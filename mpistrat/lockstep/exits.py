@@ -30,6 +30,7 @@ from mpistrat.errors import LockstepError, PreflightError, RemoteError
 from mpistrat.lockstep.abort import end_job
 from mpistrat.lockstep.interrupts import Deferred
 from mpistrat.lockstep.lockstep import Lockstep
+from mpistrat.lockstep.ranks import CallState
 from mpistrat.lockstep.shutdown import LEAVE, MISMATCH, Farewell, UnknownExit, said_by
 
 __all__ = ["PREFLIGHT", "Exits", "code_of", "exits"]
@@ -89,7 +90,7 @@ class Exits:
         # What was freed meanwhile must not keep its memory for being known here.
         self.sessions = [known for known in self.sessions if not known.freed]
         self.sessions.append(session)
-        session.interrupted = self._deferred.interrupted
+        session.kept(CallState).interrupted = self._deferred.interrupted
         if self._armed:
             return
         self._armed = True
@@ -243,8 +244,8 @@ class Exits:
         return max(found)
 
     def _part(self, session: Session, code: int, of_group: bool = False) -> int:
-        comm = session.comm
-        if session.gone is None:
+        comm, state = session.comm, session.kept(CallState)
+        if state.gone is None:
             told = Lockstep(session).leave(code, self.failure, of_group)
             if session is not self.sessions[0]:
                 if self._group is None or self._group[0].size < comm.size:
@@ -253,20 +254,20 @@ class Exits:
                 self._tell(comm, told)
             return told.code
         caught = self.failure is None or isinstance(self.failure, SystemExit)
-        if caught and isinstance(session.gone, LockstepError) and session.speaks:
+        if caught and isinstance(state.gone, LockstepError) and state.speaks:
             # Else the job would end with a code and no reason.
-            self.failure = session.gone
+            self.failure = state.gone
             self._print(
                 f"mpistrat: rank {comm.rank} of {comm.size} caught this exception, after which "
                 "nothing could be called any more:\n"
             )
         # An echo of what the rank that left prints itself is not worth a second traceback.
-        echo = self.failure is session.gone and isinstance(session.gone, RemoteError)
+        echo = self.failure is state.gone and isinstance(state.gone, RemoteError)
         if echo:
             self._printed.acquire(blocking=False)
-        elif self.failure is not session.gone or session.speaks:
+        elif self.failure is not state.gone or state.speaks:
             self._print(f"mpistrat: on rank {comm.rank} of {comm.size}:\n")
-        return session.exit_code or code
+        return state.exit_code or code
 
     def _tell_for_group(self) -> bool:
         """Print what the largest group below all ranks left with, if it has; tell whether so."""
@@ -304,7 +305,8 @@ class Exits:
 
 def _await_others(session: Session) -> bool:
     """Sleep until all ranks have come to leave, or one makes a call; tell if all have."""
-    return session.gone is None and session.board.await_departure(session.calls + 1, LEAVE)
+    gone = session.kept(CallState).gone
+    return gone is None and session.board.await_departure(session.calls + 1, LEAVE)
 
 
 def _bottom() -> FrameType:

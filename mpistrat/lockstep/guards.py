@@ -4,13 +4,35 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from typing import Any, final
+from weakref import WeakValueDictionary
 
 from mpistrat.arrays import digest
 from mpistrat.comm import callsite
 from mpistrat.errors import DivergenceError
 from mpistrat.lockstep.lockstep import Lockstep
 
-__all__ = ["compare_copies", "warn"]
+__all__ = ["VariableRegistry", "compare_copies", "warn"]
+
+
+@final
+class VariableRegistry:
+    """The variables of one session.
+
+    Attributes:
+      created: How many there have been; equal on all ranks.
+      differing: By rank and kind of variable, by replica 0's initial value: that of the rank, where
+        it is another, and the number of the variable; equal on all ranks.
+      copies: The mirrored ones by number, as long as they live.
+      holders: All of them by the identity of their array, as long as they live.
+    """
+
+    def __init__(self) -> None:
+        """Begin without a variable."""
+        self.created = 0
+        self.differing: dict[tuple[int, str], dict[bytes, tuple[bytes, int]]] = {}
+        self.copies: WeakValueDictionary[int, Any] = WeakValueDictionary()
+        self.holders: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
 def compare_copies(lockstep: Lockstep) -> None:
@@ -21,13 +43,13 @@ def compare_copies(lockstep: Lockstep) -> None:
     Raises:
       DivergenceError: They differ; on every rank, naming the ranks in the minority.
     """
-    session = lockstep.session
-    if not session.variables:
+    known, steps = lockstep.session.kept(VariableRegistry), lockstep.state.steps
+    if not known.created:
         return
-    turn = session.steps // max(1, lockstep.options.check_every)
-    number = turn % session.variables + 1
+    turn = steps // max(1, lockstep.options.check_every)
+    number = turn % known.created + 1
     # Garbage is collected at different times on different ranks, so a copy may be missing on some.
-    variable = session.copies.get(number)
+    variable = known.copies.get(number)
     mine = b"" if variable is None else digest([variable.component()])
     rows = lockstep.share(f"compare copies of variable no. {number}", mine)
     votes = Counter(row for row in rows if row)
@@ -40,7 +62,7 @@ def compare_copies(lockstep: Lockstep) -> None:
     name = f"variable no. {number}" if variable is None else f"variable {variable.spec()}"
     lockstep.fail(
         DivergenceError(
-            f"the copies of {name} are no longer equal at step {session.steps}: "
+            f"the copies of {name} are no longer equal at step {steps}: "
             f"{callsite.ranks_text(odd)} differ{'s' if len(odd) == 1 else ''} "
             f"(this is rank {ranks[lockstep.comm.rank]} of {len(ranks)}).\n  Something wrote to a "
             "copy behind the library's back, or memory is at fault. Restart from a checkpoint."

@@ -23,6 +23,7 @@ from mpistrat.comm.mpi import MPIComm
 from mpistrat.comm.session import Session
 from mpistrat.errors import OptionError
 from mpistrat.lockstep.lockstep import Lockstep
+from mpistrat.lockstep.ranks import Hooks
 
 __all__ = ["Fault", "InjectedError", "Injection", "parse"]
 
@@ -180,6 +181,7 @@ class Injection:
         """
         self.happened = False
         self._session, self._fault = session, fault
+        self._hooks = session.kept(Hooks)
         self.before = before
         self._call, self._runs = fault.call + before, 0
         self._leaving = False
@@ -193,9 +195,9 @@ class Injection:
                 self._shadow(session.comm, name, functools.partial(self._move, method))
             self._shadow(session.board, "enter", self._enter(session.board.enter))
             self._shadow(session, "check", self._before(session.check))
-            self._shadow(session, "on_fn", self._in_fn)
-            self._shadow(session, "on_moved", self._moved)
-            self._shadow(session, "on_moving", self._moving)
+            self._shadow(self._hooks, "on_fn", self._in_fn)
+            self._shadow(self._hooks, "on_moved", self._moved)
+            self._shadow(self._hooks, "on_moving", self._moving)
 
     def _shadow(self, owner: Any, name: str, value: Any) -> None:
         self._shadowed.append((owner, name, vars(owner).get(name, self)))
@@ -243,7 +245,7 @@ class Injection:
         phase = self._fault.phase
         here = self._leaving if phase == "exit" else self._session.calls == self._call
         # Through shared memory a payload takes several steps; the reducer says when it is through.
-        later = phase in ("after", "payload") and self._session.sharing
+        later = phase in ("after", "payload") and self._hooks.sharing
         if not here or self.happened or later or part != (phase in ("payload", "after")):
             method(*args)
             return

@@ -16,9 +16,8 @@ from types import FrameType
 from typing import final
 
 from mpistrat.comm import callsite
-from mpistrat.comm.session import Interrupted
 
-__all__ = ["Deferred", "in_library"]
+__all__ = ["Deferred", "Interrupted", "in_library"]
 
 _STANDARD = str(Path(os.__file__).parent)
 _LATER = 0.05  # seconds until the signal is looked at again
@@ -44,6 +43,25 @@ def in_library(frame: FrameType | None) -> bool:
 
 def _third_party(filename: str) -> bool:
     return "site-packages" in filename or filename.startswith(_STANDARD)
+
+
+@final
+class Interrupted:
+    """A Ctrl-C that came while the library ran.
+
+    Attributes:
+      pending: It has not been raised yet.
+      again: The signal that comes next is not from outside; it only looks once more.
+    """
+
+    pending = False
+    again = False
+
+    def check(self) -> None:
+        """Raise KeyboardInterrupt if one is pending."""
+        if self.pending:
+            self.pending = False
+            raise KeyboardInterrupt
 
 
 @final

@@ -2,16 +2,9 @@
 
 Whatever a rank calls, the first thing it does is one exchange of one MPI signature, so the proof
 cannot hang itself: an all-gather of frames of 256 bytes, or above `FRAME_RANKS` ranks an
-all-reduce of seven words with BOR, where all ``h`` are equal exactly if
-``bor(h) & bor(~h) == 0``. Which of the two depends on the number of ranks alone.
+all-reduce of seven words. Which of the two depends on the number of ranks alone.
 
-A frame::
-
-    bytes 0-15    digest of the call (BLAKE2b, 128 bits)
-    bytes 16-23   number of the call
-    bytes 24-27   flags: FAILED, MORE, LARGE, LEAVING, ALARM
-    bytes 28-31   how many payload bytes follow
-    bytes 32-255  payload, up to ROOM bytes
+`mpistrat.lockstep.frame` has the bytes.
 
 A rank that failed before its call still takes part, with FAILED set. Then, and only then, texts
 move, and every rank raises.
@@ -21,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import struct
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,24 +23,13 @@ import numpy as np
 import xxhash
 
 from mpistrat.arrays import Array
-from mpistrat.comm.base import Comm
-from mpistrat.comm.ordered import Ordered
-from mpistrat.comm.session import Session, Unproved
+from mpistrat.comm.session import Session
 from mpistrat.errors import ContextError, LockstepError, NonFiniteError
-from mpistrat.lockstep import mismatch, shutdown
-from mpistrat.lockstep.watched import Watched
-from mpistrat.options import Options
+from mpistrat.lockstep import frame, mismatch, shutdown
+from mpistrat.lockstep.frame import ALARM, FAILED, FRAME, FRAME_RANKS, HEAD, LEAVING, MORE, ROOM
+from mpistrat.lockstep.ranks import Ranks, Unproved
 
-__all__ = ["FRAME", "FRAME_RANKS", "HEAD", "ROOM", "Judge", "Lockstep", "Proof", "digest_of"]
-
-FRAME = 256
-ROOM = 224
-FRAME_RANKS = 64
-
-_HEAD = struct.Struct("<16sQII")
-HEAD = _HEAD.size
-_FAILED, _MORE, _LARGE, _LEAVING, _ALARM = 1, 2, 4, 8, 16
-
+__all__ = ["Judge", "Lockstep", "Proof", "digest_of"]
 
 Judge: TypeAlias = "Callable[[list[bytes] | None], BaseException | None]"
 
@@ -72,7 +53,7 @@ def digest_of(text: str) -> bytes:
 
 
 @final
-class Lockstep:
+class Lockstep(Ranks):
     """Proves calls on the communicator of one session.
 
     Args:
@@ -92,22 +73,13 @@ class Lockstep:
         seconds: float | None = None,
     ):
         """Prove calls of `session`."""
-        self.session = session
+        super().__init__(session, order)
         self.seconds = seconds
-        self.order = None if order is None else tuple(order)
-        self.ranks = tuple(order or range(session.comm.size))  # of the replicas, for messages
-        self._raw = session.comm if order is None else Ordered(session.comm, order)
-        self.comm: Comm = Watched(session, self._raw)
         self.frames = self.comm.size <= frame_ranks
         self._send = np.zeros(FRAME, np.uint8)
         self._frame = self._send.data
         self._recv = np.zeros((self.comm.size, FRAME), np.uint8)
         self._starts = range(0, self._recv.nbytes, FRAME)
-
-    @property
-    def options(self) -> Options:
-        """The knobs of the session."""
-        return self.session.options
 
     @property
     def frames_received(self) -> Array:
@@ -160,26 +132,25 @@ class Lockstep:
         self._check(failure)
         self.session.calls += 1
         digest = digest_of(call)
-        writes, self.session.unproved = self.session.unproved, []
+        writes, self.state.unproved = self.state.unproved, []
         if writes:
             digest = xxhash.xxh3_128_digest(digest + shutdown.digests(writes))
-        flags = (_FAILED if failure is not None else 0) | (_MORE if more else 0)
-        flags |= _ALARM if alarm else 0
+        flags = (FAILED if failure is not None else 0) | (MORE if more else 0)
+        flags |= ALARM if alarm else 0
         board = self.session.board
-        if self.session.allowed != self.seconds:
+        if self.state.allowed != self.seconds:
             self._allow(self.seconds)
         board.enter(self.session.calls, call)
         try:
-            exchange = self._exchange_frames if self.frames else self._exchange_words
-            union, same, smalls = exchange(digest, small, flags)
-            if not same or union & (_LEAVING | _FAILED):
+            union, same, smalls = self._exchange(digest, small, flags)
+            if not same or union & (LEAVING | FAILED):
                 self._explain(call, failure, union, writes)
             wrong = None if judge is None else judge(smalls)
             if wrong is not None:
                 self.fail(wrong)
-            if union & _ALARM:
+            if union & ALARM:
                 self._sound(alarm)
-            return Proof(smalls, bool(union & _MORE))
+            return Proof(smalls, bool(union & MORE))
         finally:
             board.leave()
 
@@ -194,27 +165,27 @@ class Lockstep:
           digest: `digest_of` it.
           payload: As long on all ranks as `call` says; up to `ROOM` bytes.
         """
-        session = self.session
-        if session.unproved:
+        session, state = self.session, self.state
+        if state.unproved:
             self.prove(call, payload)
             return
         session.check()
-        if session.gone is not None or session.run.failed is not None:
+        if state.gone is not None or state.run.failed is not None:
             self._check(None)
         session.calls = number = session.calls + 1
-        head = _HEAD.pack(digest, number, 0, len(payload))
+        head = frame.head(digest, number, 0, len(payload))
         board = session.board
-        if session.allowed != self.seconds:
+        if state.allowed != self.seconds:
             self._allow(self.seconds)
         board.enter(number, call)
         try:
-            self._frame[: len(head) + len(payload)] = head + payload
+            self._frame[: HEAD + len(payload)] = head + payload
             self._raw.allgather(self._send, self._recv)
             got = self._recv.tobytes()
             for at in self._starts:
                 if got[at : at + HEAD] != head:
-                    union, same, _ = self._read(digest, payload, 0)
-                    if not same or union & (_LEAVING | _FAILED):
+                    union, same, _ = frame.read(got, head, payload, 0)
+                    if not same or union & (LEAVING | FAILED):
                         self._explain(call, None, union, [])
         finally:
             board.leave()
@@ -233,11 +204,11 @@ class Lockstep:
     ) -> NoReturn:
         if writes:
             call = f"{call}, after {'; '.join(write.text() for write in writes)}"
-        if union & _LEAVING:
-            self.session.gone = shutdown.left(self, call, writes)
-            self.fail(failure or self.session.gone)
+        if union & LEAVING:
+            self.state.gone = shutdown.left(self, call, writes)
+            self.fail(failure or self.state.gone)
         shutdown.keep_alike(writes, self.texts(shutdown.digests(writes)))
-        if union & _FAILED:
+        if union & FAILED:
             self.fail(mismatch.remote(self, call, failure))
         self.fail(mismatch.mismatch(self, call))
 
@@ -258,13 +229,12 @@ class Lockstep:
         self._allow(None)
         board.enter(self.session.calls, shutdown.LEAVE)
         try:
-            exchange = self._exchange_frames if self.frames else self._exchange_words
-            exchange(digest_of(shutdown.LEAVE), b"", _LEAVING)
+            self._exchange(digest_of(shutdown.LEAVE), b"", LEAVING)
             told = shutdown.farewell(self, code, failure, of_group)
         finally:
             board.leave()
-        self.session.gone = LockstepError("this rank has left the program.")
-        self.session.exit_code = told.code
+        self.state.gone = LockstepError("this rank has left the program.")
+        self.state.exit_code = told.code
         return told
 
     @contextmanager
@@ -279,13 +249,13 @@ class Lockstep:
     def _allow(self, seconds: float | None) -> None:
         # It lasts until the next proof: what moves after this one is part of the same call.
         self.session.board.allow(seconds)
-        self.session.allowed = seconds
+        self.state.allowed = seconds
 
     def check(self) -> None:
         """Raise what a collective call would raise here before it communicates."""
-        session = self.session
-        session.check()
-        if session.gone is not None or session.run.failed is not None:
+        self.session.check()
+        state = self.state
+        if state.gone is not None or state.run.failed is not None:
             self._check(None)
 
     def defer(self, write: Unproved) -> None:
@@ -293,10 +263,10 @@ class Lockstep:
 
         No communication of its own. At the latest it is the handshake that ends the run.
         """
-        session = self.session
-        if session.gone is not None or session.run.failed is not None:
+        state = self.state
+        if state.gone is not None or state.run.failed is not None:
             self._check(None)
-        session.unproved.append(write)
+        state.unproved.append(write)
 
     def share(
         self, call: str, small: bytes, failure: BaseException | None = None, alarm: str = ""
@@ -322,30 +292,19 @@ class Lockstep:
         self.prove(f"{name}, which failed", failure=error)
         raise error
 
-    def texts(self, mine: bytes) -> list[bytes]:
-        """Return every rank's bytes, of any length. Collective; unproved."""
-        size = self.comm.size
-        counts = np.zeros(size, np.int64)
-        self.comm.allgather(np.array([len(mine)], np.int64), counts)
-        everything = np.empty(int(counts.sum()), np.uint8)
-        self.comm.allgatherv(np.frombuffer(mine, np.uint8), everything, counts.tolist())
-        ends = np.cumsum(counts).tolist()
-        whole = everything.tobytes()
-        return [whole[end - count : end] for end, count in zip(ends, counts.tolist(), strict=True)]
-
     def _check(self, failure: BaseException | None) -> None:
-        session = self.session
+        session, state = self.session, self.state
         session.check()
-        if failure is None and session.gone is None and session.run.failed is None:
+        if failure is None and state.gone is None and state.run.failed is None:
             return
-        if failure is not None and failure is session.raised:
+        if failure is not None and failure is state.raised:
             raise failure  # every rank has raised already
-        if session.gone is not None:
+        if state.gone is not None:
             raise LockstepError(
                 f"rank {session.comm.rank}: ranks have left the program; nothing can be called any "
-                f"more. {session.gone}"
+                f"more. {state.gone}"
             ) from failure
-        run = session.run
+        run = state.run
         if run.failed is not None and run.depth:
             raise ContextError(
                 f"rank {session.comm.rank}: this run has failed ({run.failed}); nothing can be "
@@ -354,46 +313,21 @@ class Lockstep:
 
     def fail(self, error: BaseException) -> NoReturn:
         """Raise `error`, which every rank raises here, and close the runs that this rank is in."""
-        self.session.raised = error
-        if self.session.run.depth:
-            self.session.run.failed = error
+        self.state.raised = error
+        if self.state.run.depth:
+            self.state.run.failed = error
         raise error
 
-    def _exchange_frames(
-        self, digest: bytes, small: bytes, flags: int
-    ) -> tuple[int, bool, list[bytes] | None]:
+    def _exchange(self, digest: bytes, small: bytes, flags: int) -> frame.Heard:
+        number = self.session.calls
+        if not self.frames:
+            mine = frame.words(digest, number, small, flags)
+            union = np.empty_like(mine)
+            self._raw.allreduce(mine, union, "BOR")
+            return frame.read_words(union, small, self.comm.size)
         if len(small) > ROOM:
-            flags, small = flags | _LARGE, b""
-        head = _HEAD.pack(digest, self.session.calls, flags, len(small))
-        self._frame[: len(head) + len(small)] = head + small
+            flags, small = flags | frame.LARGE, b""
+        head = frame.head(digest, number, flags, len(small))
+        self._frame[: HEAD + len(small)] = head + small
         self._raw.allgather(self._send, self._recv)
-        return self._read(digest, small, flags)
-
-    def _read(
-        self, digest: bytes, small: bytes, flags: int
-    ) -> tuple[int, bool, list[bytes] | None]:
-        head = _HEAD.pack(digest, self.session.calls, flags, len(small))
-        got = self._recv.tobytes()
-        start = len(head)
-        union, same, smalls = flags, True, []
-        for at in self._starts:
-            size = len(small)
-            if got[at : at + start] != head:  # seldom, and then worth a closer look
-                other, number, theirs, size = _HEAD.unpack_from(got, at)
-                union |= theirs
-                same = same and other == digest and number == self.session.calls
-            smalls.append(got[at + start : at + start + size])
-        return union, same, None if union & _LARGE else smalls
-
-    def _exchange_words(
-        self, digest: bytes, small: bytes, flags: int
-    ) -> tuple[int, bool, list[bytes] | None]:
-        call = np.frombuffer(digest, np.uint64) ^ np.array([self.session.calls, 0], np.uint64)
-        payload = np.frombuffer(hashlib.blake2b(small, digest_size=8).digest(), np.uint64)
-        asserted = np.concatenate([call, payload])
-        send = np.concatenate([asserted, ~asserted, np.array([flags], np.uint64)])
-        recv = np.empty_like(send)
-        self._raw.allreduce(send, recv, "BOR")
-        differing = recv[:3] & recv[3:6]
-        smalls = None if differing[2] else [small] * self.comm.size
-        return int(recv[6]), not differing[:2].any(), smalls
+        return frame.read(self._recv.tobytes(), head, small, flags)

@@ -6,14 +6,13 @@ import json
 import re
 import traceback
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from mpistrat.comm.base import Comm
 from mpistrat.comm.callsite import ours, ranks_text, where
-from mpistrat.comm.session import Session
 from mpistrat.errors import LockstepError, remote_error
+from mpistrat.lockstep.ranks import Ranks
 
-__all__ = ["Ranks", "cut", "mismatch", "remote", "report"]
+__all__ = ["cut", "mismatch", "remote", "report"]
 
 # Modules whose exception classes are the same on every rank.
 _SHARED = ("builtins", "mpistrat.errors")
@@ -21,23 +20,6 @@ _SHARED = ("builtins", "mpistrat.errors")
 _LONGEST = 1 << 16
 _LIMIT = 300
 _HEAD = 60
-
-
-class Ranks(Protocol):
-    """The ranks that make one sequence of calls, as far as errors about them need to know.
-
-    Attributes:
-      session: Counts the calls.
-      comm: Connects them.
-      ranks: Which rank each replica is, for messages.
-    """
-
-    session: Session
-    comm: Comm
-    ranks: tuple[int, ...]
-
-    def texts(self, mine: bytes) -> list[bytes]:
-        """Return the texts of all ranks. Collective."""
 
 
 # A digest of contents, as texts of calls show it.

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple, final
 
 from mpistrat.comm import callsite
 from mpistrat.comm.base import Comm
-from mpistrat.comm.session import Unproved
 from mpistrat.errors import LockstepError, RemoteError, remote_error
 from mpistrat.lockstep import mismatch
+from mpistrat.lockstep.ranks import Ranks, Unproved
 
 __all__ = ["LEAVE", "MISMATCH", "Farewell", "UnknownExit", "farewell", "left"]
 
@@ -105,12 +105,10 @@ def _agreed(rows: list[dict[str, Any]]) -> int:
     return int(next(iter([*own, *echoed, well])))
 
 
-def farewell(
-    lockstep: mismatch.Ranks, code: int, failure: BaseException | None, of_group: bool
-) -> Farewell:
+def farewell(lockstep: Ranks, code: int, failure: BaseException | None, of_group: bool) -> Farewell:
     """Exchange why each rank leaves, and agree. Collective; the part of who leaves."""
     mine = _row(code, failure, of_group)
-    mine["writes"] = digests(lockstep.session.unproved).hex()
+    mine["writes"] = digests(lockstep.state.unproved).hex()
     rows = [json.loads(text) for text in lockstep.texts(json.dumps(mine).encode())]
     alike = [rank for rank, row in enumerate(rows) if _kind(row) == _kind(mine)]
     # An echo of another rank's exception is not worth printing where that rank prints it itself.
@@ -142,7 +140,7 @@ def keep_alike(writes: Sequence[Unproved], rows: Sequence[bytes]) -> None:
         write.undo()
 
 
-def left(lockstep: mismatch.Ranks, call: str, writes: Sequence[Unproved]) -> BaseException:
+def left(lockstep: Ranks, call: str, writes: Sequence[Unproved]) -> BaseException:
     """Learn who has left while this rank was in `call`. Collective; the part of who stays.
 
     Args:
@@ -153,17 +151,17 @@ def left(lockstep: mismatch.Ranks, call: str, writes: Sequence[Unproved]) -> Bas
     Returns:
       The error to raise; the session remembers it and the exit code.
     """
-    session, comm = lockstep.session, lockstep.comm
+    state, comm = lockstep.state, lockstep.comm
     mine = {"leaving": False, "code": 0, "group": False, "echo": False, "said": ""}
     mine["writes"] = digests(writes).hex()
     rows = [json.loads(text) for text in lockstep.texts(json.dumps(mine).encode())]
     keep_alike(writes, [bytes.fromhex(row["writes"]) for row in rows])
-    session.exit_code = _agreed(rows)
+    state.exit_code = _agreed(rows)
     stayed = [rank for rank, row in enumerate(rows) if not row["leaving"]]
-    session.speaks = stayed[0] == comm.rank
+    state.speaks = stayed[0] == comm.rank
     gone = [rank for rank, row in enumerate(rows) if row["leaving"]]
     ranks = lockstep.ranks  # of the replicas, by which the rows are counted
-    where = f"call {session.calls}: {callsite.where()} {call}"
+    where = f"call {lockstep.session.calls}: {callsite.where()} {call}"
     here = f"this is rank {ranks[comm.rank]} of {comm.size}, {where}"
     culprits = [rank for rank in gone if "kind" in rows[rank] and not rows[rank]["echo"]]
     if culprits:

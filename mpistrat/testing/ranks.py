@@ -16,6 +16,7 @@ from mpistrat.comm.session import Session
 from mpistrat.comm.world import as_world
 from mpistrat.lockstep.exits import code_of
 from mpistrat.lockstep.lockstep import Lockstep
+from mpistrat.lockstep.ranks import CallState
 
 __all__ = ["RanksFailed", "run_ranks"]
 
@@ -143,7 +144,7 @@ def _run(
 def _leave(comm: LoopbackComm, failure: BaseException | None) -> None:
     # Leaving is a call, here as under MPI; but a program that made no strategy has none to leave.
     session: Session | None = vars(comm).get("session")
-    if session is not None and session.gone is None:
+    if session is not None and session.kept(CallState).gone is None:
         Lockstep(session).leave(code_of(failure), failure)
 
 

@@ -15,7 +15,7 @@ from mpistrat.collectives import folding, planned
 from mpistrat.environment import launched_by
 from mpistrat.launch.mpiexec import find
 from mpistrat.launch.process import run_job
-from mpistrat.lockstep import lockstep
+from mpistrat.lockstep import frame, lockstep
 from mpistrat.testing import RanksFailed, run_ranks
 
 HERE = Path(__file__).parent
@@ -73,15 +73,15 @@ NAMED = {"API name": pairs.WRITES}
 class Unnumbered:
     """The head of a frame, without the number of the call."""
 
-    size = lockstep._HEAD.size
-    unpack_from = lockstep._HEAD.unpack_from
+    size = frame._HEAD.size
+    unpack_from = frame._HEAD.unpack_from
 
     @staticmethod
     def pack(digest, number, flags, size):
         return HEAD.pack(digest, 0, flags, size)
 
 
-HEAD = lockstep._HEAD
+HEAD = frame._HEAD
 
 
 def play_one_field(field, monkeypatch, count=60):
@@ -112,7 +112,7 @@ def test_a_field_left_out_of_the_proof_is_missed(field, monkeypatch):
 
 def test_a_number_left_out_of_the_proof_is_missed(monkeypatch):
     assert play_one_field("sequence number", monkeypatch) == [60, 60]
-    monkeypatch.setattr(lockstep, "_HEAD", Unnumbered)
+    monkeypatch.setattr(frame, "_HEAD", Unnumbered)
     with pytest.raises(RanksFailed, match=r"missed: pair \d+, sequence number"):
         play_one_field("sequence number", monkeypatch)
 

@@ -81,7 +81,7 @@ def _undo_nothing(monkeypatch):
 
 
 def _show_no_failure(monkeypatch):
-    monkeypatch.setattr(lockstep, "_FAILED", 0)
+    monkeypatch.setattr(lockstep, "FAILED", 0)
 
 
 def _prove_all_calls_alike(monkeypatch):

@@ -9,6 +9,7 @@ import pytest
 
 import mpistrat as ms
 from mpistrat.distribute import variables
+from mpistrat.lockstep.guards import VariableRegistry
 from mpistrat.testing import run_ranks
 
 # On copies of each rank, and on copies that a node has in common.
@@ -181,7 +182,7 @@ def test_only_the_first_variables_are_remembered(monkeypatch):
         with s.scope():
             for _ in range(20):
                 ms.Variable(rng.normal())
-        known = s.parts.lockstep.session.initial_values_that_differ
+        known = s.parts.lockstep.session.kept(VariableRegistry).differing
         return [len(of_rank) for of_rank in known.values()]
 
     assert run_ranks(rank, 3) == [[10, 10]] * 3

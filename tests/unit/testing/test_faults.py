@@ -185,7 +185,7 @@ def test_what_was_put_in_is_taken_out():
             strategy.reduce("sum", ms.PerReplica(1.0), None)
         assert [set(vars(owner)) for owner in owners] == before
         assert session.check == checks
-        assert session.on_fn is None
+        assert strategy.parts.lockstep.hooks.on_fn is None
         return strategy.reduce("sum", ms.PerReplica(1.0), None)
 
     assert [float(total) for total in run_ranks(program, 2)] == [2.0, 2.0]

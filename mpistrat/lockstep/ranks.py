@@ -1,0 +1,138 @@
+"""The ranks that make one sequence of calls, and what their calls have come to."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, final
+
+import numpy as np
+
+from mpistrat.comm.base import Comm
+from mpistrat.comm.ordered import Ordered
+from mpistrat.comm.session import Session
+from mpistrat.lockstep.interrupts import Interrupted
+from mpistrat.lockstep.watched import Watched
+from mpistrat.options import Options
+
+__all__ = ["CallState", "Hooks", "Ranks", "RunState", "Unproved"]
+
+
+class Unproved(Protocol):
+    """A write that this rank has made, and that the next handshake shows to be alike on all.
+
+    Attributes:
+      digest: 24 bytes that are equal on all ranks exactly if they have done alike.
+    """
+
+    digest: bytes
+
+    def text(self) -> str:
+        """Return what was done, for messages."""
+
+    def undo(self) -> None:
+        """Put back what was there before."""
+
+
+class RunState(threading.local):
+    """Whether this thread is inside ``Strategy.run``.
+
+    Attributes:
+      depth: How many it is inside of.
+      failed: The exception that closed them, if one did.
+    """
+
+    depth = 0
+    failed: BaseException | None = None
+
+
+@final
+class Hooks:
+    """Where faults come in on purpose; see `mpistrat.lockstep.inject`.
+
+    Attributes:
+      on_fn: Called on the way into the function of a ``run``.
+      on_moved: Called with the results of an all-reduce that moved more than its proof.
+      on_moving: Called after the proof of an all-reduce through shared memory.
+      sharing: An all-reduce is on its way through shared memory.
+    """
+
+    def __init__(self) -> None:
+        """Begin without any."""
+        self.on_fn: Callable[[], None] | None = None
+        self.on_moved: Callable[[list[Any]], None] | None = None
+        self.on_moving: Callable[[], None] | None = None
+        self.sharing = False
+
+
+@final
+class CallState:
+    """What the calls of one session have come to; one per session, whatever its strategies.
+
+    Attributes:
+      allowed: Seconds that the board says a call may take; None for what is allowed to every call.
+      raised: The last exception that every rank has raised.
+      run: The ``Strategy.run`` that this rank is inside of.
+      steps: How many ``Strategy.run`` have ended well; equal on all ranks.
+      unproved: Small writes that the next handshake will show to be alike on all ranks, or undo.
+      interrupted: Whether Ctrl-C is waiting to be raised.
+      gone: The error that told that ranks have left the program, if they have.
+      speaks: This rank is the one to print that error.
+      exit_code: What the ranks agreed to leave with, once one has left.
+    """
+
+    def __init__(self) -> None:
+        """Begin before the first call."""
+        self.allowed: float | None = None
+        self.raised: BaseException | None = None
+        # Per thread: a strategy that never communicates may be used by any.
+        self.run = RunState()
+        self.steps = 0
+        self.unproved: list[Unproved] = []
+        self.interrupted = Interrupted()
+        self.gone: BaseException | None = None
+        self.speaks = False
+        self.exit_code = 0
+
+
+class Ranks:
+    """The ranks of one session, in the order of one strategy's replicas.
+
+    Attributes:
+      session: Counts the calls.
+      state: What they have come to.
+      order: Which rank is the first replica, the second and so on; None for rank order.
+      ranks: The same as numbers, for messages.
+      hooks: Where faults come in on purpose.
+      comm: Connects them; the board knows of what moves.
+    """
+
+    def __init__(self, session: Session, order: Sequence[int] | None = None):
+        """Count the ranks of `session` in an order.
+
+        Args:
+          session: Whose sequence of calls it is, whatever the orders of its strategies.
+          order: As the attribute.
+        """
+        self.session = session
+        self.state, self.hooks = session.kept(CallState), session.kept(Hooks)
+        self.order = None if order is None else tuple(order)
+        self.ranks = tuple(order or range(session.comm.size))
+        self._raw = session.comm if order is None else Ordered(session.comm, order)
+        self.comm: Comm = Watched(session, self._raw)
+
+    @property
+    def options(self) -> Options:
+        """The knobs of the session."""
+        return self.session.options
+
+    def texts(self, mine: bytes) -> list[bytes]:
+        """Return every rank's bytes, of any length. Collective; unproved."""
+        size = self.comm.size
+        counts = np.zeros(size, np.int64)
+        self.comm.allgather(np.array([len(mine)], np.int64), counts)
+        everything = np.empty(int(counts.sum()), np.uint8)
+        self.comm.allgatherv(np.frombuffer(mine, np.uint8), everything, counts.tolist())
+        ends = np.cumsum(counts).tolist()
+        whole = everything.tobytes()
+        return [whole[end - count : end] for end, count in zip(ends, counts.tolist(), strict=True)]
