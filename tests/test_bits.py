@@ -24,6 +24,7 @@ PROGRAM = Path(__file__).parent / "programs" / "bits.py"
 LONGEST = 120
 
 pytestmark = [
+    pytest.mark.mpi,
     pytest.mark.timeout(2 * LONGEST + 30),
     pytest.mark.skipif(launched_by() is not None, reason="this process is itself a rank of a job"),
 ]

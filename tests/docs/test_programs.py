@@ -28,7 +28,14 @@ pytestmark = [
     pytest.mark.skipif(launched_by() is not None, reason="this process is itself a rank of a job"),
 ]
 
-SIZES = pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+SIZES = pytest.mark.parametrize(
+    "size", [2, *(pytest.param(size, marks=pytest.mark.mpi) for size in (1, 3))]
+)
+
+# What the programs of others print, too, is of the pages alone.
+LIBRARIES = pytest.mark.parametrize(
+    "library", ["mpistrat", pytest.param("mpi4py", marks=pytest.mark.mpi)]
+)
 
 
 def fitted():
@@ -61,7 +68,7 @@ def printed(program, size, folder):
 
 
 @SIZES
-@pytest.mark.parametrize("library", ["mpistrat", "mpi4py"])
+@LIBRARIES
 def test_fit(library, size, tmp_path):
     [w] = printed(PROGRAMS / f"fit_{library}.py", size, tmp_path)
     np.testing.assert_allclose(w, fitted(), rtol=1e-12)
@@ -77,7 +84,7 @@ def test_fit_with_replicas_placed_by_hand_and_all_steps_in_one_call(size, tmp_pa
 
 
 @SIZES
-@pytest.mark.parametrize("library", ["mpistrat", "mpi4py"])
+@LIBRARIES
 def test_gather(library, size, tmp_path):
     assert printed(PROGRAMS / f"gather_{library}.py", size, tmp_path) == [gathered(size)]
 

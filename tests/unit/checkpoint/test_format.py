@@ -111,7 +111,7 @@ def test_bytes_that_follow_are_found(extra, tmp_path):
         format.read(path, like(SMALL))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_random_damage_is_found(tmp_path):
     path, rng = written(tmp_path / "x.npz", SMALL), np.random.default_rng(1)

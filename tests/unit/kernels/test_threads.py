@@ -310,7 +310,7 @@ def test_columns_beyond_what_a_c_int_counts(monkeypatch):
     assert not rows[:, stop : stop + 3000].any()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("axis", [0, 1])
 def test_local_sums_of_more_elements_than_a_c_int_counts(axis):
     x = np.lib.stride_tricks.as_strided(np.array([3], np.int8), (2**31 + 5, 1), (0, 1))
