@@ -12,6 +12,7 @@ import gc
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ MPI_RUNG = HERE / "mpi"
 # Programs that tests start as jobs; they are no modules to look for examples in.
 PROGRAMS = HERE / "faults" / "programs"
 DEFAULT = "not mpi and not nightly"  # of pyproject.toml: what `python -m pytest` runs
-JOBS = "jobs"  # the group of all tests that start ranks
+JOBS = "jobs"  # the unit of work of all tests that start ranks
 LAUNCHERS = ("mpistrat.launch.mpiexec", "mpistrat.launch.run")  # whose names start ranks
 # The tests start hundreds of processes, each of which would compile all that it imports.
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
@@ -58,20 +59,29 @@ def pytest_collection_modifyitems(config, items):
     if config.getoption("--with-mpi"):
         return
     for item in items:
+        if " at 0x" in item.nodeid:
+            raise pytest.UsageError(f"{item.nodeid}: workers have other addresses; give it ids")
         if item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.nightly)
         # Ranks write into a directory of the test. Others than these have the mark themselves.
         if "tmp_path" in getattr(item, "fixturenames", ()) and _knows_launchers(item.module):
             item.add_marker(pytest.mark.job)
-        if item.get_closest_marker("job"):
-            item.add_marker(pytest.mark.xdist_group(JOBS))
-    items.sort(key=lambda item: item.get_closest_marker("job") is not None)
+    items.sort(key=_is_job)
+
+
+def _is_job(item):
+    return item.get_closest_marker("job") is not None
 
 
 @functools.cache
 def _knows_launchers(module):
     """Return whether a module has imported what starts ranks."""
     return any(getattr(value, "__module__", None) in LAUNCHERS for value in vars(module).values())
+
+
+def pytest_make_parametrize_id(val, argname):
+    """Name what shows its address only by its argument; pytest adds a number."""
+    return argname if " at 0x" in repr(val) else None
 
 
 # Workers
@@ -88,21 +98,36 @@ def pytest_cmdline_main(config):
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
         option.numprocesses = min(cores, 4) if cores > 1 else None
     if option.numprocesses and option.dist in ("no", "load"):
-        option.dist = "loadgroup"
+        option.dist = "loadscope"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    """Name the file in which the workers say which tests are jobs."""
+    node.workerinput["jobs"] = f"{tempfile.gettempdir()}/jobs-{node.workerinput['testrunuid']}"
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """Give every worker one module after the other, and one of them the jobs when all is done."""
-    if config.option.dist != "loadgroup":
+    if config.option.dist != "loadscope":
         return None
     from xdist.scheduler import LoadScopeScheduling
 
     class JobsLast(LoadScopeScheduling):
         """MPI's processes poll, so that beside others they would be slow, and make these slow."""
 
+        jobs = frozenset()
+
+        def schedule(self):
+            told = Path(self.nodes[0].workerinput["jobs"])
+            if self.collection is None and told.exists():
+                self.jobs = set(told.read_text().split("\n"))
+                told.unlink()
+            super().schedule()
+
         def _split_scope(self, nodeid):
-            return JOBS if nodeid.endswith(f"@{JOBS}") else nodeid.split("::")[0]
+            return JOBS if nodeid in self.jobs else nodeid.split("::")[0]
 
         def _others_work(self, node):
             return any(self._pending_of(self.assigned_work[n]) for n in self.nodes if n is not node)
@@ -152,10 +177,15 @@ class _Popen(subprocess.Popen):
 
 
 def pytest_collection_finish(session):
-    """Let no garbage collection look at the tests themselves.
+    """Say which tests are jobs; let no garbage collection look at the tests themselves.
 
     There are thousands, so one that a test asks for would take most of a second.
     """
+    told = getattr(session.config, "workerinput", {}).get("jobs")
+    if told:
+        whole = Path(f"{told}-{os.getpid()}")
+        whole.write_text("\n".join(item.nodeid for item in session.items if _is_job(item)))
+        whole.replace(told)
     gc.collect()
     gc.freeze()
 
@@ -180,7 +210,7 @@ def pytest_runtest_protocol(item):
     """
     if item.config.getoption("--with-mpi"):
         return (yield)
-    _Popen.alone = item.get_closest_marker("job") is not None
+    _Popen.alone = _is_job(item)
     mark = item.get_closest_marker("timeout")
     limit = float(mark.args[0] if mark and mark.args else item.config.getini("timeout"))
     faulthandler.dump_traceback_later(limit + 30, exit=True, file=item.config.stash[TERMINAL])

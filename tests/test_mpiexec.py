@@ -20,19 +20,10 @@ from mpistrat.testing.rank_report import Failure, RankLog, failures, read
 
 ROOT = Path(__file__).parent.parent
 RUNG = ROOT / "tests" / "mpi"
-# What goes other ways on more ranks: nodes of several, slices, pieces, orders, threads.
+# What goes other ways on more ranks than four: nodes of several, orders of nodes, threads.
 MANY = [
     RUNG / f"test_{name}.py"
-    for name in (
-        "smoke",
-        "arena",
-        "collectives",
-        "copies",
-        "cross_device",
-        "optim",
-        "pieces",
-        "threads",
-    )
+    for name in ("smoke", "arena", "copies", "cross_device", "optim", "threads")
 ]
 LONGEST = 300  # seconds for one job
 # Plugins whose import costs more than the tests (1.3 s for each rank); ranks must not draw examples

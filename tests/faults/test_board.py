@@ -135,6 +135,12 @@ CASES = {
 }
 
 
+def one_of_two(shown):
+    """Ranks 0 and 2, which take seconds each: one with `-m mpi`, the other at night."""
+    marks = {shown: pytest.mark.mpi, 2 - shown: pytest.mark.nightly}
+    return [pytest.param(rank, marks=mark) for rank, mark in sorted(marks.items())]
+
+
 # The rank that reports is another one if it is rank 0 itself that does not arrive.
 ON_MPI = [(case, 1) for case in CASES if case != "sleeping"] + [("sleeping", 0)]
 WHO = [("sleeping", 1), *(pytest.param(*one, marks=pytest.mark.mpi) for one in ON_MPI)]
@@ -159,8 +165,7 @@ def test_a_rank_that_does_not_arrive_is_named_and_the_job_ends(case, culprit, tm
     assert not own_memory()
 
 
-@pytest.mark.mpi
-@pytest.mark.parametrize("culprit", [0, 2])
+@pytest.mark.parametrize("culprit", one_of_two(2))
 def test_a_stopped_rank_is_named(culprit, tmp_path, figure):
     job = Job(tmp_path, 3, JOB, "sleeping", culprit)
     pids = job.pids(3)
@@ -195,7 +200,10 @@ def test_a_killed_rank_ends_the_job_and_leaves_nothing(culprit, tmp_path, figure
 
 @pytest.mark.parametrize(
     "case",
-    ["nothing", *(pytest.param(case, marks=pytest.mark.mpi) for case in ("declared", "pausing"))],
+    [
+        "nothing",
+        *(pytest.param(case, marks=pytest.mark.nightly) for case in ("declared", "pausing")),
+    ],
 )
 def test_nothing_is_ended_that_goes_on(case, tmp_path):
     """A declared long operation of 2.5 T, a pause of 0.8 T."""
@@ -208,7 +216,7 @@ def test_nothing_is_ended_that_goes_on(case, tmp_path):
         assert "mpistrat" not in job.err.read_text()
 
 
-@pytest.mark.mpi
+@pytest.mark.nightly
 def test_a_job_that_was_suspended_as_a_whole_goes_on(tmp_path):
     """Others wait for 3.2 s, 2.5 s of which the whole job is stopped."""
     job = Job(tmp_path, 2, JOB, "longer", 1)
@@ -226,8 +234,7 @@ def two_nodes():
     return {"BOARD_RANKS_PER_NODE": "2"}  # 0 and 1 | 2
 
 
-@pytest.mark.mpi
-@pytest.mark.parametrize("culprit", [0, 2])
+@pytest.mark.parametrize("culprit", one_of_two(2))
 def test_a_sleeping_rank_on_another_node_is_named(culprit, tmp_path, figure):
     job = Job(tmp_path, 3, JOB, "sleeping", culprit, **two_nodes())
     code = job.end()
@@ -241,8 +248,7 @@ def test_a_sleeping_rank_on_another_node_is_named(culprit, tmp_path, figure):
     assert f"the stacks of rank {culprit}" in text
 
 
-@pytest.mark.mpi
-@pytest.mark.parametrize("culprit", [0, 2])
+@pytest.mark.parametrize("culprit", one_of_two(0))
 def test_a_silent_node_is_named(culprit, tmp_path, figure):
     """The only rank of a node stops, or the first one of the node that collects."""
     job = Job(tmp_path, 3, JOB, "sleeping", culprit, **two_nodes())

@@ -29,7 +29,12 @@ def ctx():
 
 @pytest.mark.skipif(launched_by() is not None, reason="this process is itself a rank of a job")
 @pytest.mark.parametrize(
-    ("size", "count"), [(2, 900), *(pytest.param(n, 1500, marks=pytest.mark.mpi) for n in (2, 3))]
+    ("size", "count"),
+    [
+        (2, 900),
+        pytest.param(2, 1500, marks=pytest.mark.nightly),
+        pytest.param(3, 1500, marks=pytest.mark.mpi),
+    ],
 )
 def test_pairs_on_mpi(size, count, tmp_path):
     """A short run of the figure: as many pairs, and a third as many good calls."""

@@ -51,8 +51,10 @@ def test_the_job_ends_when_the_call_has_taken_its_time(way, late):
     assert seconds < 40
 
 
-@pytest.mark.mpi
-@pytest.mark.parametrize("warn", [1, 60])
+@pytest.mark.parametrize(
+    "warn",
+    [pytest.param(1, marks=pytest.mark.mpi), pytest.param(60, marks=pytest.mark.nightly)],
+)
 def test_the_time_of_a_strategy_holds_for_its_runs_too(warn):
     code, said, seconds = run(3, 2, "run", warn=warn)
     assert code == 75, said
@@ -64,7 +66,7 @@ def test_the_time_of_a_strategy_holds_for_its_runs_too(warn):
     assert seconds < 40
 
 
-@pytest.mark.mpi
+@pytest.mark.nightly
 def test_what_is_no_such_call_may_take_longer():
     code, said, _ = run(2, 1, "alone")
     assert code == 0, said

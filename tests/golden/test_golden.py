@@ -17,7 +17,9 @@ from .record import cases
 KEYS = sorted({case.key for case in cases()})
 
 
-@pytest.mark.parametrize(("program", "size"), sorted({(case.program, case.size) for case in cases()}))
+@pytest.mark.parametrize(
+    ("program", "size"), sorted({(case.program, case.size) for case in cases()})
+)
 def test_cases_are_equal_or_differ_by_decision_or_come_later(program, size):
     mine = [case for case in cases() if (case.program, case.size) == (program, size)]
     problems = [(case, judge(case, results(program, size)).problem) for case in mine]
