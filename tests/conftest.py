@@ -23,7 +23,8 @@ MPI_RUNG = HERE / "mpi"
 PROGRAMS = HERE / "faults" / "programs"
 DEFAULT = "not mpi and not nightly"  # of pyproject.toml: what `python -m pytest` runs
 JOBS = "jobs"  # the unit of work of all tests that start ranks
-LAUNCHERS = ("mpistrat.launch.mpiexec", "mpistrat.launch.run")  # whose names start ranks
+# What starts ranks, by its name and the module that it is from.
+LAUNCHERS = {"find": "mpistrat.launch.mpiexec", "run": "mpistrat.launch.run"}
 # The tests start hundreds of processes, each of which would compile all that it imports.
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
     sys.dont_write_bytecode = False
@@ -76,7 +77,8 @@ def _is_job(item):
 @functools.cache
 def _knows_launchers(module):
     """Return whether a module has imported what starts ranks."""
-    return any(getattr(value, "__module__", None) in LAUNCHERS for value in vars(module).values())
+    known = {name: getattr(vars(module).get(name), "__module__", "") for name in LAUNCHERS}
+    return any(known[name] == LAUNCHERS[name] for name in LAUNCHERS)
 
 
 def pytest_make_parametrize_id(val, argname):

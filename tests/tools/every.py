@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+LONGEST = 600  # seconds for all combinations, on a loaded machine and with nothing compiled yet
 SHOWN = 3  # failures whose traceback is shown; of others, the last line
 
 
@@ -77,7 +78,8 @@ def every(names: str | tuple[str, ...], values: Iterable[Any]) -> Callable[..., 
         left = [p for name, p in signature.parameters.items() if name not in several]
         assert len(left) == len(signature.parameters) - len(several), f"{test} has not {several}"
         wrapper.__signature__ = signature.replace(parameters=left)  # type: ignore[attr-defined]
-        return wrapper
+        marks = {mark.name for mark in getattr(test, "pytestmark", ())}
+        return wrapper if "timeout" in marks else pytest.mark.timeout(LONGEST)(wrapper)
 
     return decorate
 
