@@ -19,6 +19,7 @@ import pytest
 
 HERE = Path(__file__).parent
 MPI_RUNG = HERE / "mpi"
+LAUNCH = HERE / "unit" / "launch"
 # Programs that tests start as jobs; they are no modules to look for examples in.
 PROGRAMS = HERE / "faults" / "programs"
 DEFAULT = "not mpi and not nightly"  # of pyproject.toml: what `python -m pytest` runs
@@ -65,7 +66,8 @@ def pytest_collection_modifyitems(config, items):
         if item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.nightly)
         # Ranks write into a directory of the test. Others than these have the mark themselves.
-        if "tmp_path" in getattr(item, "fixturenames", ()) and _knows_launchers(item.module):
+        room = "tmp_path" in getattr(item, "fixturenames", ())
+        if (room or item.path.parent == LAUNCH) and _knows_launchers(getattr(item, "module", None)):
             item.add_marker(pytest.mark.job)
     items.sort(key=_is_job)
 
@@ -77,6 +79,8 @@ def _is_job(item):
 @functools.cache
 def _knows_launchers(module):
     """Return whether a module has imported what starts ranks."""
+    if module is None:  # an example
+        return False
     known = {name: getattr(vars(module).get(name), "__module__", "") for name in LAUNCHERS}
     return any(known[name] == LAUNCHERS[name] for name in LAUNCHERS)
 

@@ -31,7 +31,7 @@ def ctx():
 @pytest.mark.parametrize(
     ("size", "count"),
     [
-        (2, 900),
+        (2, 600),
         pytest.param(2, 1500, marks=pytest.mark.nightly),
         pytest.param(3, 1500, marks=pytest.mark.mpi),
     ],

@@ -363,9 +363,19 @@ class TestAccuracy:
 class TestMemory:
     SIZE = 1 << 20
 
+    @pytest.mark.parametrize(
+        "layouts",
+        [
+            pytest.param(("fortran", "spread"), id="some"),
+            pytest.param(("reversed", "permuted", "field"), id="all", marks=pytest.mark.nightly),
+        ],
+    )
+    def test_the_input_is_not_copied(self, path, layouts):
+        for layout in layouts:
+            self._is_not_copied(layout=layout)
+
     @every("char", ["f", "d", "F", "l", "B", "e", "g", ">f8", "bfloat16"])
-    @every("layout", ["fortran", "spread", "reversed", "permuted", "field"])
-    def test_the_input_is_not_copied(self, path, char, layout):
+    def _is_not_copied(self, char, layout):
         if char == "bfloat16" and bfloat16 is None:
             pytest.skip("needs the optional package ml_dtypes")
         dtype = np.dtype(bfloat16 if char == "bfloat16" else char)
