@@ -12,6 +12,7 @@ TEST = [
     "pytest>=8",
     "pytest-mpi",
     "pytest-timeout",
+    "pytest-xdist",
     "hypothesis",
     "h5py",
     "zarr",

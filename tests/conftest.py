@@ -1,18 +1,34 @@
-"""What all tests share: which rung a process runs, which files belong to it, and its own end."""
+"""What all tests share: the three speeds, who runs beside whom, and a process's own end.
+
+`README.md` beside this file says which speed holds what.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import os
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
-MPI_RUNG = Path(__file__).parent / "mpi"
+HERE = Path(__file__).parent
+MPI_RUNG = HERE / "mpi"
+LAUNCH = HERE / "unit" / "launch"
 # Programs that tests start as jobs; they are no modules to look for examples in.
-PROGRAMS = Path(__file__).parent / "faults" / "programs"
+PROGRAMS = HERE / "faults" / "programs"
+DEFAULT = "not mpi and not nightly"  # of pyproject.toml: what `python -m pytest` runs
+JOBS = "jobs"  # the unit of work of all tests that start ranks
+# What starts ranks, by its name and the module that it is from.
+LAUNCHERS = {"find": "mpistrat.launch.mpiexec", "run": "mpistrat.launch.run"}
+# The tests start hundreds of processes, each of which would compile all that it imports.
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
+    sys.dont_write_bytecode = False
 # The terminal, whatever is captured meanwhile.
 TERMINAL = pytest.StashKey[int]()
 
@@ -26,20 +42,169 @@ def pytest_ignore_collect(collection_path, config):
     return None
 
 
+# Speeds
+
+
+def pytest_sessionstart(session):
+    """Outside of a job the mark `mpi` is a speed, not what pytest-mpi skips."""
+    config = session.config
+    if config.getoption("--with-mpi") or config.getoption("--only-mpi"):
+        return
+    for plugin in list(config.pluginmanager.get_plugins()):
+        if type(plugin).__name__ == "MPIPlugin":
+            config.pluginmanager.unregister(plugin)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """Let `slow` be nightly, and a test that starts ranks be a job; jobs come last."""
+    if config.getoption("--with-mpi"):
+        return
+    for item in items:
+        if " at 0x" in item.nodeid:
+            raise pytest.UsageError(f"{item.nodeid}: workers have other addresses; give it ids")
+        if item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.nightly)
+        # Ranks write into a directory of the test. Others than these have the mark themselves.
+        room = "tmp_path" in getattr(item, "fixturenames", ())
+        if (room or item.path.parent == LAUNCH) and _knows_launchers(getattr(item, "module", None)):
+            item.add_marker(pytest.mark.job)
+    items.sort(key=_is_job)
+
+
+def _is_job(item):
+    return item.get_closest_marker("job") is not None
+
+
+@functools.cache
+def _knows_launchers(module):
+    """Return whether a module has imported what starts ranks."""
+    if module is None:  # an example
+        return False
+    known = {name: getattr(vars(module).get(name), "__module__", "") for name in LAUNCHERS}
+    return any(known[name] == LAUNCHERS[name] for name in LAUNCHERS)
+
+
+def pytest_make_parametrize_id(val, argname):
+    """Name what shows its address only by its argument; pytest adds a number."""
+    return argname if " at 0x" in repr(val) else None
+
+
+# Workers
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config):
+    """Share the whole suite among workers, one for each core, where nobody says otherwise."""
+    option = config.option
+    if not hasattr(option, "numprocesses") or hasattr(config, "workerinput"):
+        return
+    whole = config.args_source is config.ArgsSource.TESTPATHS and option.markexpr == DEFAULT
+    if option.numprocesses is None and whole and not (option.usepdb or option.collectonly):
+        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+        option.numprocesses = min(cores, 4) if cores > 1 else None
+    if option.numprocesses and option.dist in ("no", "load"):
+        option.dist = "loadscope"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    """Name the file in which the workers say which tests are jobs."""
+    node.workerinput["jobs"] = f"{tempfile.gettempdir()}/jobs-{node.workerinput['testrunuid']}"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Give every worker one module after the other, and one of them the jobs when all is done."""
+    if config.option.dist != "loadscope":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class JobsLast(LoadScopeScheduling):
+        """MPI's processes poll, so that beside others they would be slow, and make these slow."""
+
+        jobs = frozenset()
+
+        def schedule(self):
+            told = Path(self.nodes[0].workerinput["jobs"])
+            if self.collection is None and told.exists():
+                self.jobs = set(told.read_text().split("\n"))
+                told.unlink()
+            super().schedule()
+
+        def _split_scope(self, nodeid):
+            return JOBS if nodeid in self.jobs else nodeid.split("::")[0]
+
+        def _others_work(self, node):
+            return any(self._pending_of(self.assigned_work[n]) for n in self.nodes if n is not node)
+
+        def _assign_work_unit(self, node):
+            if JOBS in self.workqueue:
+                self.workqueue.move_to_end(JOBS)
+            if next(iter(self.workqueue)) != JOBS or not self._others_work(node):
+                super()._assign_work_unit(node)
+
+        def _reschedule(self, node):
+            if list(self.workqueue) != [JOBS]:
+                return super()._reschedule(node)
+            going_on = [other for other in self.nodes if not other.shutting_down]
+            if len(going_on) > 1:  # a worker runs its last test when it hears that it was the last
+                if node in going_on:
+                    node.shutdown()
+            elif going_on:
+                super()._reschedule(*going_on)
+
+        def remove_node(self, node):
+            """Never start again what has ended its worker."""
+            units = self.assigned_work[node].values()
+            left = [(unit, test) for unit in units for test, done in unit.items() if not done]
+            for unit, test in left[:1]:
+                unit[test] = True
+            super().remove_node(node)
+            return left[0][1] if left else None
+
+    config.option.loadscopereorder = False  # the jobs are the last ones, not the most
+    return JobsLast(config, log)
+
+
+class _Popen(subprocess.Popen):
+    """What starts no launcher while other workers may run."""
+
+    alone = True
+
+    def __init__(self, args, *rest, **options):
+        first = args if isinstance(args, (str, bytes, os.PathLike)) else args[0]
+        if not self.alone and Path(os.fsdecode(first)).name in ("mpiexec", "mpirun"):
+            pytest.fail("a test that starts ranks wants the mark `job`", pytrace=False)
+        super().__init__(args, *rest, **options)
+
+
+# Ends
+
+
 def pytest_collection_finish(session):
-    """Let no garbage collection look at the tests themselves.
+    """Say which tests are jobs; let no garbage collection look at the tests themselves.
 
     There are thousands, so one that a test asks for would take most of a second.
     """
+    told = getattr(session.config, "workerinput", {}).get("jobs")
+    if told:
+        whole = Path(f"{told}-{os.getpid()}")
+        whole.write_text("\n".join(item.nodeid for item in session.items if _is_job(item)))
+        whole.replace(told)
     gc.collect()
     gc.freeze()
 
 
 def pytest_configure(config):
-    """Keep the terminal for the last words."""
+    """Keep the terminal for the last words; on a rank of a job, run what is for ranks."""
     capture = config.pluginmanager.getplugin("capturemanager")
     with capture.global_and_fixture_disabled() if capture else contextlib.nullcontext():
         config.stash[TERMINAL] = os.dup(2)
+    if config.getoption("--with-mpi") and config.option.markexpr == DEFAULT:
+        config.option.markexpr = "not slow and not nightly"
+    if hasattr(config, "workerinput"):
+        subprocess.Popen = _Popen
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -51,6 +216,7 @@ def pytest_runtest_protocol(item):
     """
     if item.config.getoption("--with-mpi"):
         return (yield)
+    _Popen.alone = _is_job(item)
     mark = item.get_closest_marker("timeout")
     limit = float(mark.args[0] if mark and mark.args else item.config.getini("timeout"))
     faulthandler.dump_traceback_later(limit + 30, exit=True, file=item.config.stash[TERMINAL])

@@ -24,7 +24,13 @@ BENCHMARKS = ROOT / "benchmarks"
 PACKAGE = Path(mpistrat.__file__).parent
 LONGEST = 240  # seconds; a job takes a few
 
-alone = pytest.mark.skipif(launched_by() is not None, reason="this process is a rank of a job")
+
+def alone(test):
+    """Mark a test of a job, which takes seconds."""
+    unless = pytest.mark.skipif(launched_by() is not None, reason="this process is a rank of a job")
+    return pytest.mark.nightly(unless(test))
+
+
 pytestmark = pytest.mark.timeout(LONGEST + 30)
 SIZES = pytest.mark.parametrize(
     "size", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3))]

@@ -68,7 +68,13 @@ def wanted(op, dtype, size):
     return bits.digest(found, quiet=True)
 
 
-@pytest.mark.parametrize("size", [3, 5, 7])
+@pytest.mark.parametrize(
+    "size",
+    [
+        *(pytest.param(n, marks=pytest.mark.mpi) for n in (3, 5)),
+        pytest.param(7, marks=pytest.mark.nightly),
+    ],
+)
 def test_every_rank_and_run_has_the_same_bits(size, tmp_path):
     first = hashes(size, tmp_path)
     if size == 3:

@@ -20,19 +20,10 @@ from mpistrat.testing.rank_report import Failure, RankLog, failures, read
 
 ROOT = Path(__file__).parent.parent
 RUNG = ROOT / "tests" / "mpi"
-# What goes other ways on more ranks: nodes of several, slices, pieces, orders, threads.
+# What goes other ways on more ranks than four: nodes of several, orders of nodes, threads.
 MANY = [
     RUNG / f"test_{name}.py"
-    for name in (
-        "smoke",
-        "arena",
-        "collectives",
-        "copies",
-        "cross_device",
-        "optim",
-        "pieces",
-        "threads",
-    )
+    for name in ("smoke", "arena", "copies", "cross_device", "optim", "threads")
 ]
 LONGEST = 300  # seconds for one job
 # Plugins whose import costs more than the tests (1.3 s for each rank); ranks must not draw examples
@@ -83,11 +74,12 @@ def run_rung(size, tests, directory, *options, longest=LONGEST):
 @pytest.mark.parametrize(
     ("size", "tests"),
     [
-        *((size, RUNG) for size in (1, 2, 3, 4)),
-        (6, MANY),
-        pytest.param(6, RUNG, marks=pytest.mark.slow),
+        (2, RUNG),
+        *(pytest.param(size, RUNG, marks=pytest.mark.mpi) for size in (1, 3, 4)),
+        pytest.param(6, MANY, marks=pytest.mark.mpi),
+        pytest.param(6, RUNG, marks=pytest.mark.nightly),
     ],
-    ids=["1", "2", "3", "4", "6", "all-6"],
+    ids=["2", "1", "3", "4", "6", "all-6"],
 )
 def test_rung(size, tests, tmp_path):
     job = run_rung(size, tests, tmp_path)
@@ -96,11 +88,11 @@ def test_rung(size, tests, tmp_path):
     assert all(log.passed for log in job.logs), job.report()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1230)
 def test_slow_rung(tmp_path):
     """Arrays of more than 2**31 elements; where memory is short, these say so and are skipped."""
-    options = ("-m", "slow", "--rank-timeout=600", "-rs")
+    options = ("-m", "nightly", "--rank-timeout=600", "-rs")
     job = run_rung(2, RUNG, tmp_path, *options, longest=1200)
     if job.failures():
         pytest.fail(f"on 2 ranks:\n\n{job.report()}", pytrace=False)
@@ -137,6 +129,7 @@ def test_failure_on_one_rank_is_reported_once_with_its_rank(tmp_path):
     assert job.logs[1].passed == 2  # the tests before and after it
 
 
+@pytest.mark.mpi
 def test_failure_on_all_ranks_is_reported_once_with_the_text_of_the_lowest(tmp_path):
     job = broken_rung(tmp_path, 3, "assert world.rank == 0, f'rank {world.rank} is wrong'")
     [failure] = job.failures()
@@ -159,6 +152,7 @@ def test_hang_names_the_test_the_ranks_in_it_and_where(tmp_path):
     assert "ranks [0] had left it" in failure.text
 
 
+@pytest.mark.mpi
 def test_hang_of_all_ranks_is_one_failure(tmp_path):
     job = broken_rung(tmp_path, 2, "time.sleep(600)", "--rank-timeout=2", longest=60)
     [failure] = job.failures()
@@ -166,6 +160,7 @@ def test_hang_of_all_ranks_is_one_failure(tmp_path):
     assert "HUNG" in failure.text
 
 
+@pytest.mark.mpi
 def test_rank_that_fails_while_others_wait_does_not_hang_the_job(tmp_path):
     body = "assert world.rank != 0, 'zero leaves'\nworld.Barrier()"
     job = broken_rung(tmp_path, 2, body, "--rank-patience=1", longest=60)
@@ -186,6 +181,7 @@ def test_rank_that_ends_its_process_is_a_failure(tmp_path):
     assert "ENDED" in failure.text
 
 
+@pytest.mark.mpi
 def test_rank_that_ends_its_process_with_code_0_is_a_failure(tmp_path):
     job = broken_rung(tmp_path, 2, "os._exit(0)")
     [failure] = job.failures()
@@ -193,6 +189,7 @@ def test_rank_that_ends_its_process_with_code_0_is_a_failure(tmp_path):
     assert failure.ranks == [0, 1]
 
 
+@pytest.mark.mpi
 def test_module_that_one_rank_cannot_import_is_a_failure(tmp_path):
     rung = tmp_path / "rung"
     rung.mkdir()
@@ -209,6 +206,7 @@ def test_module_that_one_rank_cannot_import_is_a_failure(tmp_path):
     assert failure.ranks == [1]
 
 
+@pytest.mark.mpi
 def test_job_that_never_ends_is_ended(tmp_path):
     job = broken_rung(tmp_path, 2, "time.sleep(600)", longest=6)
     assert job.outcome.timed_out

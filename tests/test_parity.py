@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from every import every
 
 import mpistrat as ms
 from mpistrat import parity
@@ -103,7 +104,7 @@ def test_members_are_of_classes_that_have_rows():
 EVERY = [*ROWS.values(), *MEMBERS.values()]
 
 
-@pytest.mark.parametrize("row", EVERY, ids=lambda row: row.name)
+@every("row", EVERY)
 def test_what_a_row_says_is_true(row):
     if row.verdict is Verdict.PENDING:
         return  # see below
@@ -118,7 +119,7 @@ def test_what_a_row_says_is_true(row):
     assert "|" not in row.why
 
 
-@pytest.mark.parametrize("row", ROWS.values(), ids=lambda row: row.name)
+@every("row", ROWS.values())
 def test_compat_tf_has_it_by_its_own_name(row):
     path = row.name.removeprefix("tf.")
     if row.verdict is Verdict.PENDING:
@@ -260,7 +261,7 @@ def spelled(parameter):
     return f"{parameter.name}={getattr(default, 'name', None) or repr(default)}"
 
 
-@pytest.mark.parametrize("path", SIGNATURES)
+@every("path", SIGNATURES)
 def test_signature(path):
     parameters = dict(inspect.signature(at(path)).parameters)
     parameters.pop("self", None)
@@ -366,7 +367,7 @@ def vars_of(here):
 SAME = [row for row in EVERY if row.verdict is Verdict.SAME]
 
 
-@pytest.mark.parametrize("row", SAME, ids=lambda row: row.name)
+@every("row", SAME)
 def test_what_is_the_same_has_been_compared(row):
     place = shown(row.here)
     assert place, f"{row.name}: name a recorded case, or a test, in SHOWN"

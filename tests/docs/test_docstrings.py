@@ -8,6 +8,7 @@ import re
 import textwrap
 
 import pytest
+from every import every
 from public_names import entries, members, namespaces
 
 # What a body does that communicates; the words of this library, and calls of its own that do.
@@ -117,7 +118,7 @@ def described():
 NAMES = dict(described())
 
 
-@pytest.mark.parametrize("path", NAMES)
+@every("path", NAMES)
 def test_what_is_public_is_described(path):
     value, above = NAMES[path]
     if isinstance(value, staticmethod | classmethod):
@@ -135,7 +136,7 @@ def test_what_is_public_is_described(path):
     assert not found, f"{path} {'; '.join(found)}"
 
 
-@pytest.mark.parametrize("name", namespaces())
+@every("name", namespaces())
 def test_namespaces_are_described(name):
     assert (namespaces()[name].__doc__ or "").split("\n")[0].endswith(".")
 

@@ -28,7 +28,14 @@ pytestmark = [
     pytest.mark.skipif(launched_by() is not None, reason="this process is itself a rank of a job"),
 ]
 
-SIZES = pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+SIZES = pytest.mark.parametrize(
+    "size", [2, *(pytest.param(size, marks=pytest.mark.mpi) for size in (1, 3))]
+)
+
+# What the programs of others print, too, is of the pages alone.
+LIBRARIES = pytest.mark.parametrize(
+    "library", ["mpistrat", pytest.param("mpi4py", marks=pytest.mark.mpi)]
+)
 
 
 def fitted():
@@ -61,12 +68,13 @@ def printed(program, size, folder):
 
 
 @SIZES
-@pytest.mark.parametrize("library", ["mpistrat", "mpi4py"])
+@LIBRARIES
 def test_fit(library, size, tmp_path):
     [w] = printed(PROGRAMS / f"fit_{library}.py", size, tmp_path)
     np.testing.assert_allclose(w, fitted(), rtol=1e-12)
 
 
+@pytest.mark.mpi
 @SIZES
 def test_fit_with_replicas_placed_by_hand_and_all_steps_in_one_call(size, tmp_path):
     w, squares = printed(PROGRAMS / "fit_tpu.py", size, tmp_path)
@@ -76,8 +84,9 @@ def test_fit_with_replicas_placed_by_hand_and_all_steps_in_one_call(size, tmp_pa
     np.testing.assert_allclose(squares, np.sum(np.square((before - 3) * np.array([8, 9]))))
 
 
+@pytest.mark.mpi
 @SIZES
-@pytest.mark.parametrize("library", ["mpistrat", "mpi4py"])
+@LIBRARIES
 def test_gather(library, size, tmp_path):
     assert printed(PROGRAMS / f"gather_{library}.py", size, tmp_path) == [gathered(size)]
 
@@ -99,6 +108,7 @@ def test_a_program_goes_on_where_its_last_start_stopped(tmp_path):
     assert {path.name for path in (tmp_path / "saved").iterdir()} == {"ckpt-2.npz", "ckpt-3.npz"}
 
 
+@pytest.mark.mpi
 def test_a_program_that_may_be_told_to_end(tmp_path):
     *_, w = itertools.islice(fitted_in_epochs(), 4)
     found = printed(PROGRAMS / "preempt_mpistrat.py", 2, tmp_path)

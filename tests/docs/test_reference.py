@@ -79,6 +79,7 @@ def inventory(path):
     return {row[0]: row[1] for row in rows if row[1].startswith("py:")}
 
 
+@pytest.mark.nightly  # `.ci/run` runs it with every change
 @pytest.mark.timeout(600)
 def test_the_pages_build_without_a_warning(tmp_path):
     for module in ("sphinx", "myst_parser", "furo"):

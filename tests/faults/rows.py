@@ -103,8 +103,14 @@ def exists(test: str) -> bool:
     return path.exists() and re.search(pattern, path.read_text(), re.MULTILINE) is not None
 
 
-# A job cannot be started from a rank of another.
-starts_jobs = pytest.mark.skipif(launched_by() is not None, reason="this is a rank of a job")
+def starts_jobs(test: Callable[..., None]) -> Callable[..., None]:
+    """Mark a test that starts jobs, which cannot be started from a rank of another."""
+    unless = pytest.mark.skipif(launched_by() is not None, reason="this is a rank of a job")
+    return pytest.mark.job(unless(test))
+
+
+# Two ranks show every class; three are more of the same.
+JOB_SIZES = pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.mpi)])
 
 
 class Class:

@@ -279,7 +279,7 @@ def test_c16_many_tiny_leaves_and_a_large_one(comm):
 
 
 @rows.starts_jobs
-@pytest.mark.parametrize("size", [2, 3])
+@rows.JOB_SIZES
 def test_the_class_on_mpi(size, tmp_path):
     arrays.on_mpi(size, tmp_path)
 

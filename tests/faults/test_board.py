@@ -24,7 +24,10 @@ JOB = HERE / "programs" / "board_job.py"
 T = 2.0
 SLACK = 8.0  # seconds that a loaded machine may add
 
-pytestmark = pytest.mark.skipif(not MPIEXEC.exists(), reason="no mpiexec in this environment")
+pytestmark = [
+    pytest.mark.job,
+    pytest.mark.skipif(not MPIEXEC.exists(), reason="no mpiexec in this environment"),
+]
 
 
 def is_open_mpi():
@@ -132,9 +135,16 @@ CASES = {
 }
 
 
+def one_of_two(shown):
+    """Ranks 0 and 2, which take seconds each: one with `-m mpi`, the other at night."""
+    marks = {shown: pytest.mark.mpi, 2 - shown: pytest.mark.nightly}
+    return [pytest.param(rank, marks=mark) for rank, mark in sorted(marks.items())]
+
+
 # The rank that reports is another one if it is rank 0 itself that does not arrive.
-WHO = [(case, 1) for case in CASES] + [("sleeping", 0)]
-MORE = [pytest.param(case, 0, marks=pytest.mark.slow) for case in CASES if case != "sleeping"]
+ON_MPI = [(case, 1) for case in CASES if case != "sleeping"] + [("sleeping", 0)]
+WHO = [("sleeping", 1), *(pytest.param(*one, marks=pytest.mark.mpi) for one in ON_MPI)]
+MORE = [pytest.param(case, 0, marks=pytest.mark.nightly) for case in CASES if case != "sleeping"]
 
 
 @pytest.mark.parametrize(("case", "culprit"), WHO + MORE)
@@ -155,7 +165,7 @@ def test_a_rank_that_does_not_arrive_is_named_and_the_job_ends(case, culprit, tm
     assert not own_memory()
 
 
-@pytest.mark.parametrize("culprit", [0, 2])
+@pytest.mark.parametrize("culprit", one_of_two(2))
 def test_a_stopped_rank_is_named(culprit, tmp_path, figure):
     job = Job(tmp_path, 3, JOB, "sleeping", culprit)
     pids = job.pids(3)
@@ -177,7 +187,7 @@ def test_a_rank_that_has_left_is_named(tmp_path):
     assert re.search(r"rank 1 \(.*\) has left the program before call 4", job.err.read_text())
 
 
-@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize("culprit", [pytest.param(0, marks=pytest.mark.mpi), 1])
 def test_a_killed_rank_ends_the_job_and_leaves_nothing(culprit, tmp_path, figure):
     job = Job(tmp_path, 3, JOB, "killed", culprit)
     pids = job.pids(3)
@@ -188,7 +198,13 @@ def test_a_killed_rank_ends_the_job_and_leaves_nothing(culprit, tmp_path, figure
     assert not own_memory()
 
 
-@pytest.mark.parametrize("case", ["declared", "pausing", "nothing"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "nothing",
+        *(pytest.param(case, marks=pytest.mark.nightly) for case in ("declared", "pausing")),
+    ],
+)
 def test_nothing_is_ended_that_goes_on(case, tmp_path):
     """A declared long operation of 2.5 T, a pause of 0.8 T."""
     job = Job(tmp_path, 2, JOB, case, 1)
@@ -200,6 +216,7 @@ def test_nothing_is_ended_that_goes_on(case, tmp_path):
         assert "mpistrat" not in job.err.read_text()
 
 
+@pytest.mark.nightly
 def test_a_job_that_was_suspended_as_a_whole_goes_on(tmp_path):
     """Others wait for 3.2 s, 2.5 s of which the whole job is stopped."""
     job = Job(tmp_path, 2, JOB, "longer", 1)
@@ -217,7 +234,7 @@ def two_nodes():
     return {"BOARD_RANKS_PER_NODE": "2"}  # 0 and 1 | 2
 
 
-@pytest.mark.parametrize("culprit", [0, 2])
+@pytest.mark.parametrize("culprit", one_of_two(2))
 def test_a_sleeping_rank_on_another_node_is_named(culprit, tmp_path, figure):
     job = Job(tmp_path, 3, JOB, "sleeping", culprit, **two_nodes())
     code = job.end()
@@ -231,7 +248,7 @@ def test_a_sleeping_rank_on_another_node_is_named(culprit, tmp_path, figure):
     assert f"the stacks of rank {culprit}" in text
 
 
-@pytest.mark.parametrize("culprit", [0, 2])
+@pytest.mark.parametrize("culprit", one_of_two(0))
 def test_a_silent_node_is_named(culprit, tmp_path, figure):
     """The only rank of a node stops, or the first one of the node that collects."""
     job = Job(tmp_path, 3, JOB, "sleeping", culprit, **two_nodes())
@@ -250,6 +267,7 @@ def test_a_silent_node_is_named(culprit, tmp_path, figure):
     gone(pids.values(), 2 + SLACK)
 
 
+@pytest.mark.mpi
 def test_a_lone_rank_on_a_node_of_mpi_is_named(tmp_path):
     if is_open_mpi():
         pytest.skip("only MPICH emulates nodes")
@@ -258,7 +276,7 @@ def test_a_lone_rank_on_a_node_of_mpi_is_named(tmp_path):
     assert re.search(r"rank 1 \(.*\) has not reached call 4 for", job.err.read_text())
 
 
-@pytest.mark.parametrize("case", ["computing", "sleeping"])
+@pytest.mark.parametrize("case", [pytest.param("computing", marks=pytest.mark.mpi), "sleeping"])
 def test_a_lost_launcher_leaves_no_orphan(case, tmp_path, figure):
     # Orphans become children of this process, so that it sees their exit codes.
     libc = ctypes.CDLL(None)
@@ -289,7 +307,10 @@ def test_a_program_may_finalize_mpi_while_nodes_talk(tmp_path):
     assert ran.stdout.count("finalized: True") == 2
 
 
-@pytest.mark.parametrize("times", [5, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "times",
+    [1, pytest.param(5, marks=pytest.mark.mpi), pytest.param(50, marks=pytest.mark.nightly)],
+)
 def test_leaving_is_clean(times, tmp_path):
     """Without `close`: the hook at exit stops the thread before MPI is finalized."""
     start, env = command(2, HERE / "programs" / "board_exit.py")

@@ -16,6 +16,7 @@ JOB = Path(__file__).parent / "programs" / "groups_job.py"
 LONGEST = 60
 SHORT = {"MPISTRAT_WARN": "0.5", "MPISTRAT_TIMEOUT": "2", "MPISTRAT_GRACE": "1"}
 pytestmark = [
+    pytest.mark.mpi,
     pytest.mark.timeout(LONGEST + 30),
     pytest.mark.skipif(launched_by() is not None, reason="this process is itself a rank of a job"),
 ]

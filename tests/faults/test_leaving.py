@@ -49,7 +49,10 @@ def told(leave, how, tmp_path):
     return outcome.code, said.read_text(errors="replace")
 
 
-@pytest.mark.parametrize("how", list(PASSING))
+@pytest.mark.parametrize(
+    "how",
+    ["again", *(pytest.param(how, marks=pytest.mark.mpi) for how in PASSING if how != "again")],
+)
 def test_a_code_passes_through_handlers(how, tmp_path):
     code, said = told("sys.exit(3)", PASSING[how], tmp_path)
     assert code == 3, said
@@ -63,8 +66,22 @@ CAUGHT = "try:\n    main()\nexcept SystemExit:\n    print('caught')"
     ("leave", "how", "known"),
     [
         ("sys.exit(3)", CAUGHT, "0"),
-        ("raise SystemExit(3)", "main()", "unknown, of a SystemExit that was raised without sys."),
-        ("raise SystemExit(3)", PASSING["finally"], "unknown, of a SystemExit that was raised"),
+        pytest.param(
+            *(
+                "raise SystemExit(3)",
+                "main()",
+                "unknown, of a SystemExit that was raised without sys.",
+            ),
+            marks=pytest.mark.mpi,
+        ),
+        pytest.param(
+            *(
+                "raise SystemExit(3)",
+                PASSING["finally"],
+                "unknown, of a SystemExit that was raised",
+            ),
+            marks=pytest.mark.mpi,
+        ),
     ],
 )
 def test_what_is_no_code_of_sys_exit_is_not_told_as_one(leave, how, known, tmp_path):
@@ -73,12 +90,14 @@ def test_what_is_no_code_of_sys_exit_is_not_told_as_one(leave, how, known, tmp_p
     assert f"rank 1 has left the program (exit code {known}" in said
 
 
+@pytest.mark.mpi
 def test_a_code_that_was_caught_before_is_not_that_of_the_end(tmp_path):
     how = "try:\n    sys.exit(2)\nexcept SystemExit:\n    pass\nraise SystemExit(0)"
     code, said = told("pass", how, tmp_path)
     assert code == 0, said
 
 
+@pytest.mark.mpi
 def test_one_that_a_function_caught_neither(tmp_path):
     how = (
         "def parse():\n    try:\n        sys.exit(2)\n    except SystemExit:\n        return\n"

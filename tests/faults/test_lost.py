@@ -38,7 +38,10 @@ fold(value)
     ("how", "options", "mib"),
     [
         ("{'cross_device_ops': ms.ReductionToOneDevice()}", "{}", 60),
-        ("{}", "{'options': ms.CommunicationOptions(implementation='RING')}", 50),
+        pytest.param(
+            *("{}", "{'options': ms.CommunicationOptions(implementation='RING')}", 50),
+            marks=pytest.mark.mpi,
+        ),
     ],
 )
 def test_memory_that_ends_in_the_midst_of_a_call_ends_the_job(how, options, mib, tmp_path):

@@ -257,7 +257,7 @@ def test_a13_a_mismatch_caught_a_thousand_times(comm):
 
 
 @rows.starts_jobs
-@pytest.mark.parametrize("size", [2, 3])
+@rows.JOB_SIZES
 def test_a14_ranks_with_other_options(size, tmp_path):
     """Found before the first call; the other ranks hear it too, and the job ends with a code."""
     assert mismatch.on_mpi(size, tmp_path, "options").count("refused") == size
@@ -291,7 +291,7 @@ def test_a15_functions_that_differ_are_known_by_their_calls(comm):
 
 
 @rows.starts_jobs
-@pytest.mark.parametrize("size", [2, 3])
+@rows.JOB_SIZES
 def test_the_class_on_mpi(size, tmp_path):
     mismatch.on_mpi(size, tmp_path)
 

@@ -205,7 +205,7 @@ def test_d10_streams_of_random_numbers(comm):
 
 
 @rows.starts_jobs
-@pytest.mark.parametrize("size", [2, 3])
+@rows.JOB_SIZES
 def test_the_class_on_mpi(size, tmp_path):
     numbers.on_mpi(size, tmp_path)
 

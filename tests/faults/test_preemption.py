@@ -96,12 +96,14 @@ def preempted(directory, size, times, seed, name="SIGTERM"):
     return out.strip()
 
 
-@pytest.mark.parametrize(("size", "name"), [(2, "SIGTERM"), (3, "SIGUSR1")])
+@pytest.mark.parametrize(
+    ("size", "name"), [(2, "SIGTERM"), pytest.param(3, "SIGUSR1", marks=pytest.mark.mpi)]
+)
 def test_the_end_is_that_of_a_run_that_was_left_alone(size, name, tmp_path):
     assert preempted(tmp_path, size, 2, seed=size, name=name) == wanted()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_twenty_times(size, tmp_path):
     assert preempted(tmp_path, size, 20, seed=size) == wanted()

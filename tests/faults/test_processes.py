@@ -53,7 +53,7 @@ def fits():
 
 pytestmark = [
     # Two minutes, and its clocks want a machine that does nothing else.
-    pytest.mark.slow,
+    pytest.mark.nightly,
     pytest.mark.skipif(not fits(), reason="no mpiexec that fits mpi4py"),
 ]
 

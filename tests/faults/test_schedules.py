@@ -50,7 +50,7 @@ def test_four_hundred_schedules():
         assert int(rows[f"calls before the fault {kind}"].replace(",", "")) > 20, kind
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(7200)
 def test_a_hundred_thousand_schedules():
     words = ["--count", "100000"]

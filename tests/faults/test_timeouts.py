@@ -14,7 +14,10 @@ HERE = Path(__file__).parent
 MPIEXEC = Path(sys.executable).with_name("mpiexec")
 JOB = HERE / "programs" / "timed_job.py"
 
-pytestmark = pytest.mark.skipif(not MPIEXEC.exists(), reason="no mpiexec in this environment")
+pytestmark = [
+    pytest.mark.job,
+    pytest.mark.skipif(not MPIEXEC.exists(), reason="no mpiexec in this environment"),
+]
 
 
 def run(size, *args, warn=1):
@@ -33,7 +36,9 @@ def run(size, *args, warn=1):
     return done.returncode, done.stdout + done.stderr, time.monotonic() - begun
 
 
-@pytest.mark.parametrize(("way", "late"), [("strategy", 1), ("call", 0)])
+@pytest.mark.parametrize(
+    ("way", "late"), [pytest.param("strategy", 1, marks=pytest.mark.mpi), ("call", 0)]
+)
 def test_the_job_ends_when_the_call_has_taken_its_time(way, late):
     code, said, seconds = run(3, late, way)
     assert code == 75, said
@@ -46,7 +51,10 @@ def test_the_job_ends_when_the_call_has_taken_its_time(way, late):
     assert seconds < 40
 
 
-@pytest.mark.parametrize("warn", [1, 60])
+@pytest.mark.parametrize(
+    "warn",
+    [pytest.param(1, marks=pytest.mark.mpi), pytest.param(60, marks=pytest.mark.nightly)],
+)
 def test_the_time_of_a_strategy_holds_for_its_runs_too(warn):
     code, said, seconds = run(3, 2, "run", warn=warn)
     assert code == 75, said
@@ -58,6 +66,7 @@ def test_the_time_of_a_strategy_holds_for_its_runs_too(warn):
     assert seconds < 40
 
 
+@pytest.mark.nightly
 def test_what_is_no_such_call_may_take_longer():
     code, said, _ = run(2, 1, "alone")
     assert code == 0, said

@@ -252,7 +252,7 @@ def right(world, got, most, spots):
          [np.array([MANY, MANY - len(SPOTS)]), np.array(spots, np.int8)])  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @arrays(4)
 @pytest.mark.parametrize("op", ["bcast", "reduce", "sendrecv"])
 def test_calls_on_more_elements_than_a_c_int_counts(world, comm, room, op):
@@ -273,7 +273,7 @@ def test_calls_on_more_elements_than_a_c_int_counts(world, comm, room, op):
         right(world, got, 3, [21, 40, 61, 80, 101])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @arrays(5)
 @pytest.mark.parametrize("way", ["ordinary", "no memory"])
 def test_all_reduce_of_more_elements_than_a_c_int_counts(world, room, way):
@@ -290,7 +290,7 @@ def test_all_reduce_of_more_elements_than_a_c_int_counts(world, room, way):
     parent.Free()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @arrays(4)
 def test_buffers_of_more_elements_than_a_c_int_counts(world, room):
     parent = world.Dup()
@@ -303,7 +303,7 @@ def test_buffers_of_more_elements_than_a_c_int_counts(world, room):
     parent.Free()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @arrays(4)
 def test_a_variable_of_more_elements_than_a_c_int_counts(world, room):
     with ms.MirroredStrategy().scope():
@@ -311,7 +311,7 @@ def test_a_variable_of_more_elements_than_a_c_int_counts(world, room):
     right(world, np.asarray(variable), 1, [10, 20, 30, 40, 50])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @arrays(5)
 @pytest.mark.parametrize("first", [2**30 + 3, MANY - 2, 2])
 def test_gathers_of_more_elements_than_a_c_int_counts(world, comm, room, first):
@@ -333,7 +333,7 @@ def test_gathers_of_more_elements_than_a_c_int_counts(world, comm, room, first):
         same(world, np.array(sevens), np.array(MANY - 4))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @arrays(5)
 def test_rows_that_are_gathered_to_more_elements_than_a_c_int_counts(world, room):
     mine = np.full((2**30 + 3 - world.rank, 1), world.rank + 1, np.int8)

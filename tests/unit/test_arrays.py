@@ -8,6 +8,7 @@ import decimal
 import ml_dtypes
 import numpy as np
 import pytest
+from every import every
 
 from mpistrat.arrays import as_array, finish, spec_text
 from mpistrat.errors import LeafTypeError
@@ -15,8 +16,8 @@ from mpistrat.errors import LeafTypeError
 NUMBERS = ["?", "b", "h", "i", "l", "q", "B", "H", "I", "L", "Q", "e", "f", "d", "g", "F", "D", "G"]
 
 
-@pytest.mark.parametrize("code", NUMBERS)
-@pytest.mark.parametrize("order", ["=", ">", "<"])
+@every("code", NUMBERS)
+@every("order", ["=", ">", "<"])
 def test_every_number_dtype_comes_in_native_with_its_values(code, order):
     native = np.arange(6).reshape(2, 3).astype(code)
     given = native.astype(np.dtype(code).newbyteorder(order))
@@ -149,7 +150,6 @@ class Broken:
         Broken(),
         np.ndarray,
     ],
-    ids=repr,
 )
 def test_what_cannot_travel_is_refused_by_name(value):
     with pytest.raises(TypeError, match="layers/3/kernel") as caught:

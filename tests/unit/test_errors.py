@@ -7,6 +7,7 @@ import copy
 import pickle
 
 import pytest
+from every import every
 
 from mpistrat import errors
 
@@ -42,7 +43,7 @@ BUILTINS = sorted(
 )
 
 
-@pytest.mark.parametrize("name", BUILTINS)
+@every("name", BUILTINS)
 def test_every_builtin_exception_can_be_remote(name):
     cls = getattr(builtins, name)
     names = tuple(c.__name__ for c in cls.__mro__ if c.__module__ == "builtins")
@@ -67,8 +68,8 @@ def test_the_most_derived_builtin_counts():
     assert isinstance(error, KeyError)
 
 
-@pytest.mark.parametrize("name", [*BUILTINS, "StructureError", "LeafTypeError", "NoSuchError"])
-@pytest.mark.parametrize("again", [copy.copy, lambda error: pickle.loads(pickle.dumps(error))])
+@every("name", [*BUILTINS, "StructureError", "LeafTypeError", "NoSuchError"])
+@every("again", [copy.copy, lambda error: pickle.loads(pickle.dumps(error))])
 def test_a_remote_error_can_be_sent_to_another_process(name, again):
     error = errors.remote_error("rank 1 failed", 1, name, (name, "Exception"), "trace")
     error.__notes__ = ["seen in step 3"]

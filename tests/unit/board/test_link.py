@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from every import every
 
 from mpistrat.board.link import Link
 from mpistrat.board.page import BETWEEN
@@ -39,7 +40,7 @@ def test_everybody_hears_of_everybody(size, cluster):
         assert not link.cut_off(15.0)
 
 
-@pytest.mark.parametrize("seed", range(200))
+@every("seed", range(200))
 def test_leaving_in_any_order_leaves_no_message(seed, cluster):
     rng = random.Random(seed)
     size = rng.randint(2, 5)

@@ -149,6 +149,7 @@ while True:
 """
 
 
+@pytest.mark.job  # both want a core
 def test_a_reader_beside_a_busy_writer_sees_whole_states(tmp_path):
     path = tmp_path / "page"
     path.write_bytes(bytes(page_bytes(1)))

@@ -271,7 +271,9 @@ def test_ranks_that_have_left_wait_for_nobody(cluster):
     assert world.said == []
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize(
+    "seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(3, 20))]
+)
 def test_pauses_up_to_four_fifths_of_the_limit_end_nothing(seed, cluster):
     """50 runs per seed of 12 calls, in simulated time, on several shapes of cluster."""
     rng = random.Random(seed)

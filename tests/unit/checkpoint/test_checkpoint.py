@@ -8,6 +8,7 @@ import os
 import ml_dtypes
 import numpy as np
 import pytest
+from every import every
 
 import mpistrat as ms
 from mpistrat.checkpoint import format, saving
@@ -54,9 +55,9 @@ def read(strategy, checkpoint):
         return {name: v.numpy() for name, v in checkpoint.variables().items()}
 
 
-@pytest.mark.parametrize("strategy_class", STRATEGIES)
-@pytest.mark.parametrize("restored_on", SIZES)
-@pytest.mark.parametrize("saved_on", [1, 3])
+@every("strategy_class", STRATEGIES)
+@every("restored_on", SIZES)
+@every("saved_on", [1, 3])
 def test_what_was_saved_is_what_reads(saved_on, restored_on, strategy_class, tmp_path, kept):
     def save(comm):
         strategy = strategy_class()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from every import every
 
 import mpistrat as ms
 from mpistrat.cluster.resolvers import default_resolver
@@ -145,7 +146,7 @@ MALFORMED = {
 }
 
 
-@pytest.mark.parametrize("given", MALFORMED)
+@every("given", MALFORMED)
 def test_texts_that_are_no_configuration(given):
     with pytest.raises(ValueError, match="TF_CONFIG") as found:
         TFConfigClusterResolver(env={"TF_CONFIG": given}).check()

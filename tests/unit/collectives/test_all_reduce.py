@@ -7,6 +7,7 @@ import tracemalloc
 import ml_dtypes
 import numpy as np
 import pytest
+from every import every
 
 import mpistrat as ms
 from mpistrat.testing import run_ranks
@@ -72,9 +73,9 @@ def oracle(op, values, weights):
     return (total / wide.type(sum(weights))).astype(result)
 
 
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("shape", [(3, 4), (40, 30)], ids=str)
-@pytest.mark.parametrize("size", [1, 2, 3])
+@every("op", OPS)
+@every("shape", [(3, 4), (40, 30)])
+@every("size", [1, 2, 3])
 def test_every_dtype_and_layout(strategy_on, op, shape, size):
     """The ranks use different layouts at the same time."""
 
@@ -119,10 +120,10 @@ SPECIAL = [
 ]
 
 
-@pytest.mark.parametrize("op", ["SUM", "MIN", "MAX", "PROD"])
-@pytest.mark.parametrize("copies", [1, 40], ids=["frame", "native"])
-@pytest.mark.parametrize("code", ["e", "f", "d", "g", "bfloat16"])
-@pytest.mark.parametrize("size", [1, 2, 3])
+@every("op", ["SUM", "MIN", "MAX", "PROD"])
+@every("copies", [1, 40])
+@every("code", ["e", "f", "d", "g", "bfloat16"])
+@every("size", [1, 2, 3])
 def test_nan_infinity_and_minus_zero(op, copies, code, size):
     dtype = BF16 if code == "bfloat16" else np.dtype(code)
 

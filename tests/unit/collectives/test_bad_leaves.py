@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from every import every
 
 import mpistrat as ms
 from mpistrat import nest
@@ -31,9 +32,9 @@ CALLS = {
 VARIABLES = {}
 
 
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("kind", BAD)
-@pytest.mark.parametrize("bad_ranks", [(1,), (0, 1, 2)], ids=["one", "all"])
+@every("call", CALLS)
+@every("kind", BAD)
+@every("bad_ranks", [(1,), (0, 1, 2)])
 def test_a_bad_leaf_raises_on_every_rank(strategy_on, call, kind, bad_ranks):
     if kind == "bool" and "gather" in call:
         pytest.skip("bool can be gathered")

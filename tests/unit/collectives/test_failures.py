@@ -8,6 +8,7 @@ import random
 
 import numpy as np
 import pytest
+from every import every
 
 import mpistrat as ms
 from mpistrat.testing import run_ranks
@@ -33,8 +34,8 @@ KINDS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("error", KINDS, ids=lambda e: type(e).__name__)
-@pytest.mark.parametrize("place", ["before", "after", "merge_fn"])
+@every("error", KINDS)
+@every("place", ["before", "after", "merge_fn"])
 def test_an_exception_on_one_rank(strategy_on, error, place):
     def rank(comm):
         strategy = strategy_on(comm)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
+from every import every
 
 import mpistrat as ms
 from mpistrat import nest
@@ -19,9 +20,9 @@ def part(rank, length, axis, dtype, width=2):
     return (np.arange(np.prod(shape)) + 7 * rank).reshape(shape).astype(dtype)
 
 
-@pytest.mark.parametrize("axis", [0, 1, 2, -1, -3])
-@pytest.mark.parametrize("lengths", [[3, 0, 5], [0, 0, 0], [1, 1, 1], [0, 40, 2]], ids=str)
-@pytest.mark.parametrize("size", [1, 2, 3])
+@every("axis", [0, 1, 2, -1, -3])
+@every("lengths", [[3, 0, 5], [0, 0, 0], [1, 1, 1], [0, 40, 2]])
+@every("size", [1, 2, 3])
 def test_uneven_and_empty_parts(strategy_on, axis, lengths, size):
     def rank(comm):
         strategy = strategy_on(comm)

@@ -13,6 +13,7 @@ from collections import Counter
 import ml_dtypes
 import numpy as np
 import pytest
+from every import every
 
 import mpistrat as ms
 from mpistrat.collectives import folding, lanes
@@ -92,9 +93,9 @@ def program(op, dtype, how):
     return rank
 
 
-@pytest.mark.parametrize("how", ["fresh", "out", "in place"])
-@pytest.mark.parametrize(("dtype", "op"), KINDS)
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@every("how", ["fresh", "out", "in place"])
+@every(("dtype", "op"), KINDS)
+@every("size", [1, 2, 3, 5])
 def test_the_bits_are_those_of_a_fold_in_rank_order(size, dtype, op, how):
     want = [ms.nest.flatten(tree(rank, dtype))[0] for rank in range(size)]
     for results in run_ranks(program(op, dtype, how), size):
@@ -106,9 +107,9 @@ def test_the_bits_are_those_of_a_fold_in_rank_order(size, dtype, op, how):
                 np.testing.assert_array_equal(leaf, expected, strict=True)
 
 
-@pytest.mark.parametrize("per_node", [1, 2, 3])
-@pytest.mark.parametrize("op", ["SUM", "MEAN", "MIN", "MAX"])
-@pytest.mark.parametrize("how", ["fresh", "in place"])
+@every("per_node", [1, 2, 3])
+@every("op", ["SUM", "MEAN", "MIN", "MAX"])
+@every("how", ["fresh", "in place"])
 def test_layouts_of_nodes(per_node, op, how, monkeypatch):
     """Five ranks on nodes of 1, of 2 + 2 + 1, and of 3 + 2; whole numbers, so sums are exact."""
     monkeypatch.setenv("MPISTRAT_RANKS_PER_NODE", str(per_node))
@@ -425,13 +426,13 @@ def test_a_mean_in_the_memory_of_its_values_does_not_overflow(rows, count, ready
     np.testing.assert_allclose(values[:rows], top, rtol=1e-6)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 5])
-@pytest.mark.parametrize(
+@every("rows", [1, 2, 3, 5])
+@every(
     ("dtype", "scaled"), [("f4", False), ("f8", False), ("i8", False), ("f4", True), ("f8", True)]
 )
-@pytest.mark.parametrize("by", [7.0, 2.0, 1.0, 0.0])
-@pytest.mark.parametrize("second", [0.0, 1.5])
-@pytest.mark.parametrize("place", ["inside", "first row", "elsewhere"])
+@every("by", [7.0, 2.0, 1.0, 0.0])
+@every("second", [0.0, 1.5])
+@every("place", ["inside", "first row", "elsewhere"])
 def test_the_kernel_has_the_bits_of_its_twin(rows, dtype, scaled, by, second, place, monkeypatch):
     monkeypatch.setattr(fold_module, "_COMPILE", 1)
     values = np.array([random(r, (5000,), dtype) for r in range(rows)])
@@ -458,8 +459,8 @@ def test_the_kernel_has_the_bits_of_its_twin(rows, dtype, scaled, by, second, pl
     np.testing.assert_array_equal(compiled[:, :17], values[:, :17])
 
 
-@pytest.mark.parametrize("dtype", ["f2", "f4", "f8", "g", "c8", "c16"])
-@pytest.mark.parametrize("by", [2.0**k for k in (-15, -14, -1, 0, 1, 2, 9, 14, 15)] + [3.0, 0.0])
+@every("dtype", ["f2", "f4", "f8", "g", "c8", "c16"])
+@every("by", [2.0**k for k in (-15, -14, -1, 0, 1, 2, 9, 14, 15)] + [3.0, 0.0])
 def test_to_divide_has_the_bits_of_a_division(dtype, by):
     """Where it multiplies instead, too: of what is tiny, huge or no number."""
     dtype = np.dtype(dtype)
@@ -478,9 +479,9 @@ def test_to_divide_has_the_bits_of_a_division(dtype, by):
     np.testing.assert_array_equal(*bits)
 
 
-@pytest.mark.parametrize("dtype", ["f4", "f8"])
-@pytest.mark.parametrize("by", [7.0, 2.0, 1.0])
-@pytest.mark.parametrize("scales", [(3.0, 5.0), (0.0, 5.0), (3.0, 0.0), (1.0, 1.0), (0.1, 0.7)])
+@every("dtype", ["f4", "f8"])
+@every("by", [7.0, 2.0, 1.0])
+@every("scales", [(3.0, 5.0), (0.0, 5.0), (3.0, 0.0), (1.0, 1.0), (0.1, 0.7)])
 def test_two_rows_have_the_bits_of_rounding_once_each_step(scales, by, dtype):
     values = np.array([random(r, (5000,), dtype) for r in range(2)])
     with np.errstate(all="ignore"):

@@ -8,6 +8,7 @@ import math
 
 import numpy as np
 import pytest
+from every import every
 
 import mpistrat as ms
 from mpistrat.testing import run_ranks
@@ -51,9 +52,9 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("op", list(_FOLDS))
-@pytest.mark.parametrize("kind", list(KINDS))
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@every("op", list(_FOLDS))
+@every("kind", list(KINDS))
+@every("size", [1, 2, 3, 5])
 def test_the_second_time_has_the_bits_of_the_first(size, kind, op):
     make = KINDS[kind]
 
@@ -353,11 +354,11 @@ TREES = {
 }
 
 
-@pytest.mark.parametrize("into", ["fresh", "others", "itself"])
-@pytest.mark.parametrize("weights", [None, (3.0, 5.0, 0.25), (2, 0, 7), (1.0, 1.0, 1.0)], ids=str)
-@pytest.mark.parametrize("kind", list(TREES))
-@pytest.mark.parametrize("forgetful", [False, True])  # the first rank takes the general path
-@pytest.mark.parametrize("size", [2, 3])
+@every("into", ["fresh", "others", "itself"])
+@every("weights", [None, (3.0, 5.0, 0.25), (2, 0, 7), (1.0, 1.0, 1.0)])
+@every("kind", list(TREES))
+@every("forgetful", [False, True])  # the first rank takes the general path
+@every("size", [2, 3])
 def test_shared_trees_planned_or_not(size, forgetful, kind, weights, into):
     make = TREES[kind]
     given = None if weights is None else weights[:size]

@@ -7,6 +7,7 @@ import functools
 import ml_dtypes
 import numpy as np
 import pytest
+from every import every
 
 import mpistrat as ms
 from mpistrat.testing import run_ranks
@@ -25,9 +26,9 @@ def mean(strategy_on, size, values, weights, op="MEAN"):
     return run_ranks(rank, size)
 
 
-@pytest.mark.parametrize("count", [3, 300])
-@pytest.mark.parametrize("code", ["f8", "f4", "f2", "g", "c16", "i4", "u1", "bfloat16"])
-@pytest.mark.parametrize("weights", [[1, 2, 5], [0, 3, 1], [4, 0, 0], [0.5, 0.25, 0.25]], ids=str)
+@every("count", [3, 300])
+@every("code", ["f8", "f4", "f2", "g", "c16", "i4", "u1", "bfloat16"])
+@every("weights", [[1, 2, 5], [0, 3, 1], [4, 0, 0], [0.5, 0.25, 0.25]])
 def test_means_are_weighted(strategy_on, count, code, weights):
     dtype = np.dtype(ml_dtypes.bfloat16 if code == "bfloat16" else code)
     values = [((np.arange(count) * (r + 1)) % 16).astype(dtype) for r in range(3)]
@@ -115,10 +116,10 @@ def test_only_the_ratio_of_weights_matters(strategy_on, weight):
         assert got == pytest.approx(3.0, rel=1e-6)
 
 
-@pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("count", [3, 300, 50_000, 300_000])
-@pytest.mark.parametrize("weight", [3, 0.3, 2.0**60])
-@pytest.mark.parametrize("into", ["fresh", "out", "in place"])
+@every("size", [1, 3])
+@every("count", [3, 300, 50_000, 300_000])
+@every("weight", [3, 0.3, 2.0**60])
+@every("into", ["fresh", "out", "in place"])
 def test_weights_that_are_alike_are_none(size, count, weight, into):
     """Bit for bit: a mean over one rank is the value, over three their sum divided once."""
     rng = np.random.default_rng(count)
@@ -144,8 +145,8 @@ def test_weights_that_are_alike_are_none(size, count, weight, into):
     assert run_ranks(rank, size) == [[want.tobytes()] * 3] * size
 
 
-@pytest.mark.parametrize("weights", [(32, 7), (32.5, 7.0), (2.0**25, 7), (3, 2), (1e300, 1e-3)])
-@pytest.mark.parametrize("count", [3, 300, 300_000])
+@every("weights", [(32, 7), (32.5, 7.0), (2.0**25, 7), (3, 2), (1e300, 1e-3)])
+@every("count", [3, 300, 300_000])
 def test_a_mean_overflows_only_where_its_values_do(strategy_on, weights, count):
     values = [np.full(count, 3e37, np.float32)] * 2
     for got in mean(strategy_on, 2, values, weights):

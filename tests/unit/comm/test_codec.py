@@ -8,6 +8,7 @@ import math
 import ml_dtypes
 import numpy as np
 import pytest
+from every import every
 
 from mpistrat.comm.codec import decode, encode, pack, unpack
 from mpistrat.errors import LeafTypeError
@@ -25,9 +26,9 @@ CODES = ["?", "b", "B", "h", "H", "i", "I", "l", "L", "e", "f", "d", "g", "F", "
 CODES += ["M8[ns]", "m8[s]", "U3", "S2", ">f8", ">i4", ml_dtypes.bfloat16]
 
 
-@pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize("dtype", CODES, ids=str)
-@pytest.mark.parametrize("shape", [(), (3,), (0,), (0, 3), (2, 2)], ids=str)
+@every("whole", [True, False])
+@every("dtype", CODES)
+@every("shape", [(), (3,), (0,), (0, 3), (2, 2)])
 def test_arrays_and_their_scalars(dtype, shape, whole):
     array = np.ones(shape, np.int8).astype(dtype)
     kind, data = encode(array, whole)

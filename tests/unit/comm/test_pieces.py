@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
+from every import every
 
 from mpistrat.comm.pieces import rounds, slices
 
 
-@pytest.mark.parametrize("limit", [1, 7, 8, 64, 10**9])
-@pytest.mark.parametrize("itemsize", [1, 3, 8, 16])
-@pytest.mark.parametrize("size", [0, 1, 6, 7, 8, 50])
+@every("limit", [1, 7, 8, 64, 10**9])
+@every("itemsize", [1, 3, 8, 16])
+@every("size", [0, 1, 6, 7, 8, 50])
 def test_slices_cover_everything_once_and_keep_to_the_limit(size, itemsize, limit):
     found = list(slices(size, itemsize, limit))
     assert [i for piece in found for i in range(piece.start, piece.stop)] == list(range(size))
@@ -18,10 +18,8 @@ def test_slices_cover_everything_once_and_keep_to_the_limit(size, itemsize, limi
     assert all(0 < (piece.stop - piece.start) * itemsize <= most for piece in found)
 
 
-@pytest.mark.parametrize("limit", [1, 4, 7, 100])
-@pytest.mark.parametrize(
-    "counts", [[5], [0], [0, 0, 0], [9, 0, 4], [0, 23], [1, 1, 1, 1], [3, 40, 0, 7]], ids=str
-)
+@every("limit", [1, 4, 7, 100])
+@every("counts", [[5], [0], [0, 0, 0], [9, 0, 4], [0, 23], [1, 1, 1, 1], [3, 40, 0, 7]])
 def test_rounds_put_every_byte_where_one_gather_would(counts, limit):
     sends = [np.arange(100 * r, 100 * r + n) for r, n in enumerate(counts)]
     out = np.full(sum(counts), -1)

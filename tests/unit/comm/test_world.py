@@ -46,7 +46,16 @@ def alone(program):
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("pool", [POOL.format("double"), EXECUTOR], ids=["Pool", "Executor"])
+POOLS = pytest.mark.parametrize(
+    "pool",
+    [
+        pytest.param(POOL.format("double"), id="Pool"),
+        pytest.param(EXECUTOR, id="Executor", marks=pytest.mark.nightly),
+    ],
+)
+
+
+@POOLS
 def test_a_strategy_at_top_level_ends_the_program_with_a_text(pool, tmp_path, capfd):
     program = tmp_path / "top.py"
     program.write_text(HEAD + TOP + pool)
@@ -60,7 +69,7 @@ def test_a_strategy_at_top_level_ends_the_program_with_a_text(pool, tmp_path, ca
     assert "PMI" not in err  # no child has tried to join
 
 
-@pytest.mark.parametrize("pool", [POOL.format("double"), EXECUTOR], ids=["Pool", "Executor"])
+@POOLS
 def test_one_that_children_do_not_make_is_fine(pool, tmp_path, capfd):
     program = tmp_path / "guarded.py"
     program.write_text(HEAD + GUARDED + pool)

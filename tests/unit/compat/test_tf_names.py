@@ -7,6 +7,7 @@ import types
 
 import numpy as np
 import pytest
+from every import every
 
 import mpistrat as ms
 from mpistrat.compat import tf
@@ -15,7 +16,7 @@ from mpistrat.testing import run_ranks
 X = np.array([[1.0, -2.0, 3.5], [0.25, 4.0, -1.0]], np.float32)
 
 
-@pytest.mark.parametrize(
+@every(
     ("ours", "theirs"),
     [
         (tf.reduce_max(X, axis=1), X.max(axis=1)),
@@ -180,7 +181,7 @@ def test_namespaces_are_found():
     assert len(SPACES) > 20
 
 
-@pytest.mark.parametrize("path", SPACES)
+@every("path", SPACES)
 def test_every_namespace_says_what_to_use_instead_of_a_missing_name(path):
     advice = r" has no .*\bnonsense\. .*(docs/|python -m|numpy|mpistrat\.|[Uu]se|tf\.\w|Devices)"
     with pytest.raises(AttributeError, match=advice):
@@ -188,7 +189,7 @@ def test_every_namespace_says_what_to_use_instead_of_a_missing_name(path):
     assert not hasattr(SPACES[path], "__nonsense__")
 
 
-@pytest.mark.parametrize("path", SPACES)
+@every("path", SPACES)
 def test_namespaces_do_not_show_what_makes_their_errors(path):
     makers = ("mpistrat.compat.tf_absent", "mpistrat.refused")
     shown = [

@@ -8,6 +8,7 @@ import threading
 import ml_dtypes
 import numpy as np
 import pytest
+from every import every
 
 import mpistrat as ms
 from mpistrat.checkpoint.files import latest_checkpoint
@@ -21,7 +22,7 @@ NORM = np.sqrt((X.astype(float) ** 2).sum())
 SLICES = ms.IndexedSlices(X, [4, 1], (5, 3))
 
 
-@pytest.mark.parametrize(
+@every(
     ("ours", "theirs"),
     [
         (tf.reduce_prod(X, axis=0), X.prod(0)),

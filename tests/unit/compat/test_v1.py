@@ -7,6 +7,7 @@ import inspect
 
 import numpy as np
 import pytest
+from every import every
 
 import mpistrat as ms
 from mpistrat.compat.v1 import distribute as v1
@@ -90,7 +91,7 @@ PROPERTIES = (
 )
 
 
-@pytest.mark.parametrize("path", SIGNATURES)
+@every("path", SIGNATURES)
 def test_signature(path):
     first, *rest = path.split(".")
     found = getattr(v1, first)

@@ -6,6 +6,7 @@ import enum
 
 import numpy as np
 import pytest
+from every import every
 
 import mpistrat as ms
 from mpistrat.testing import run_ranks
@@ -44,8 +45,8 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("make", VIEWS)
-@pytest.mark.parametrize("what", WRONG)
+@every("make", VIEWS)
+@every("what", WRONG)
 def test_the_argument_is_named_on_every_rank(make, what):
     call, error = WRONG[what]
 

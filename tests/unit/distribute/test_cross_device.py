@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from every import every
 
 import mpistrat as ms
 from mpistrat import nest
@@ -91,9 +92,9 @@ def leaves(tree):
     return [np.asarray(leaf) for leaf in nest.flatten(tree)[0]]
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", choices())
-@pytest.mark.parametrize("op", ["SUM", "MEAN", "PROD"])
+@every("size", SIZES)
+@every("name", choices())
+@every("op", ["SUM", "MEAN", "PROD"])
 def test_every_way_gives_the_numbers_of_numpy(name, size, op):
     def rank(comm):
         strategy = ms.MirroredStrategy(cross_device_ops=made(name, size), comm=comm)
@@ -120,9 +121,9 @@ def _wide(dtype):
     return np.float64 if dtype == np.float16 else dtype
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", choices())
-@pytest.mark.parametrize("dtype", ["float32", "float64", "longdouble", "int64"])
+@every("size", SIZES)
+@every("name", choices())
+@every("dtype", ["float32", "float64", "longdouble", "int64"])
 def test_a_nan_is_the_smallest_and_the_largest(name, size, dtype):
     def rank(comm):
         strategy = ms.MirroredStrategy(cross_device_ops=made(name, size), comm=comm)
@@ -589,9 +590,9 @@ def test_options_choose_the_way():
     assert calls(timeout_seconds=60) == calls()
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("count", [0, 1, 2, 3, 5, 1000])
-@pytest.mark.parametrize("op", ["SUM", "MEAN", "PROD", "MIN", "MAX"])
+@every("size", [1, 2, 3, 4])
+@every("count", [0, 1, 2, 3, 5, 1000])
+@every("op", ["SUM", "MEAN", "PROD", "MIN", "MAX"])
 def test_around_the_ring(size, count, op):
     def rank(comm):
         options = ms.CommunicationOptions(implementation="RING")

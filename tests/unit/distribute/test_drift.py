@@ -6,6 +6,7 @@ import contextlib
 
 import numpy as np
 import pytest
+from every import every
 
 import mpistrat as ms
 from mpistrat.distribute import variables
@@ -63,9 +64,9 @@ def in_order(names, values, **kwargs):
     return found
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize(("here", "there", "numbers"), ORDERS)
-@pytest.mark.parametrize("kwargs", [{}, {"name": "same"}, {"synchronization": ON_READ}], ids=str)
+@every("size", [2, 3, 4])
+@every(("here", "there", "numbers"), ORDERS)
+@every("kwargs", [{}, {"name": "same"}, {"synchronization": ON_READ}])
 def test_variables_created_in_another_order_are_found_out(size, here, there, numbers, kwargs):
     def rank(comm):
         s = ms.MirroredStrategy()

@@ -8,6 +8,7 @@ import threading
 
 import numpy as np
 import pytest
+from every import every
 
 import mpistrat as ms
 from mpistrat.testing import run_ranks
@@ -379,8 +380,8 @@ def test_what_replicas_own_is_not_trained_unless_asked(sync):
     assert not ms.Variable(1.0, False, synchronization=sync).trainable
 
 
-@pytest.mark.parametrize("dtype", [np.int8, np.int64, np.uint64])
-@pytest.mark.parametrize("value", [7, 100, 2**62 + 3, 2**63 + 1, -7, -(2**62) - 3])
+@every("dtype", [np.int8, np.int64, np.uint64])
+@every("value", [7, 100, 2**62 + 3, 2**63 + 1, -7, -(2**62) - 3])
 def test_shares_of_integers_lose_only_the_rest(dtype, value):
     info = np.iinfo(dtype)
     if not info.min <= value <= info.max:

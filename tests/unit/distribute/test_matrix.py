@@ -11,7 +11,7 @@ import operator
 from typing import NamedTuple
 
 import numpy as np
-import pytest
+from every import every
 
 import mpistrat as ms
 from mpistrat.arena.storage import NodeStorage
@@ -192,9 +192,9 @@ def wanted(row, cell, n):
     return "", start
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
-@pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize("row", ROWS, ids=str)
+@every("n", [1, 2, 3])
+@every("view", VIEWS)
+@every("row", ROWS)
 def test_writes(row, view, n, kept):
     for found in written(view, n, kept):
         for kind, cell in zip(KINDS, row.cells.split(), strict=True):
@@ -293,10 +293,10 @@ def vector(x):
     return x if isinstance(x, str) else [x] * SIZE
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
-@pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize("name", READS)
-@pytest.mark.parametrize("place", PLACES)
+@every("n", [1, 2, 3])
+@every("view", VIEWS)
+@every("name", READS)
+@every("place", PLACES)
 def test_reads(place, name, view, n, kept):
     own = [i + 1.0 for i in range(n)]
     for rank, found in enumerate(read(view, n, kept)):
@@ -307,9 +307,9 @@ def test_reads(place, name, view, n, kept):
             assert (sync, agg, found[place, name, (sync, agg)]) == (sync, agg, vector(want))
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
-@pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize("name", OTHERS)
+@every("n", [1, 2, 3])
+@every("view", VIEWS)
+@every("name", OTHERS)
 def test_what_else_takes_a_variable(name, view, n, kept):
     for rank, found in enumerate(read(view, n, kept)):
         for sync, agg in KINDS:

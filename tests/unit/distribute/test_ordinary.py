@@ -7,6 +7,7 @@ import copy
 
 import numpy as np
 import pytest
+from every import every
 
 import mpistrat as ms
 
@@ -23,8 +24,8 @@ def scoped(request):
     return strategy.scope, strategy.run
 
 
-@pytest.mark.parametrize("aggregation", list(KINDS))
-@pytest.mark.parametrize("synchronization", list(SYNCHRONIZATIONS))
+@every("aggregation", list(KINDS))
+@every("synchronization", list(SYNCHRONIZATIONS))
 def test_every_kind_can_be_made_written_and_read(scoped, synchronization, aggregation):
     scope, run = scoped
     with scope():

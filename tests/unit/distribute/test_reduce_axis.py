@@ -5,6 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
+from every import every
 
 import mpistrat as ms
 from mpistrat.testing import run_ranks
@@ -28,12 +29,10 @@ def reduced(n, op, make, axis):
     return run_ranks(rank, n)
 
 
-@pytest.mark.parametrize("op", FOLD)
-@pytest.mark.parametrize(
-    "axis", [0, -3, (0,), [0], (0, 1), [0, 2], (-3, -1), (0, 1, 2), (2, 0), np.int64(0)], ids=str
-)
-@pytest.mark.parametrize("rows", [[4, 2, 0], [3, 3, 3], [0, 0, 1], [1, 0, 70]], ids=str)
-@pytest.mark.parametrize("n", [1, 3])
+@every("op", FOLD)
+@every("axis", [0, -3, (0,), [0], (0, 1), [0, 2], (-3, -1), (0, 1, 2), (2, 0), np.int64(0)])
+@every("rows", [[4, 2, 0], [3, 3, 3], [0, 0, 1], [1, 0, 70]])
+@every("n", [1, 3])
 def test_axes_that_meet_all_rows(op, axis, rows, n):
     rows = [max(1, sum(rows))] if n == 1 else rows
     want = FOLD[op](whole(rows), axis=tuple(np.atleast_1d(axis)))
@@ -42,8 +41,8 @@ def test_axes_that_meet_all_rows(op, axis, rows, n):
         assert np.allclose(got, want, rtol=1e-14)
 
 
-@pytest.mark.parametrize("axis", [1, 2, (1, 2), -1, ()], ids=str)
-@pytest.mark.parametrize("op", FOLD)
+@every("axis", [1, 2, (1, 2), -1, ()])
+@every("op", FOLD)
 def test_axes_besides_the_rows(op, axis):
     """Equal rows on all ranks are folded over the replicas too."""
     parts = [whole([2, 2, 2], r) for r in range(3)]

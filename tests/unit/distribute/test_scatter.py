@@ -5,6 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
+from every import every
 
 import mpistrat as ms
 from mpistrat.testing import run_ranks
@@ -45,8 +46,8 @@ def by_hand(start, kind, values, indices):
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("code", CODES, ids=str)
+@every("kind", KINDS)
+@every("code", CODES)
 def test_arithmetic_of_all_dtypes_with_rows_that_come_twice(kind, code):
     dtype = np.dtype(code)
     start = (np.arange(8).reshape(4, 2) * 3 + 40).astype(dtype)
@@ -109,7 +110,7 @@ def test_where_there_is_one_replica_every_kind_takes_every_update(make, agg):
     assert not v.trainable
 
 
-@pytest.mark.parametrize(
+@every(
     ("give", "error"),
     [
         (lambda r: np.ones(3), TypeError),
@@ -120,10 +121,9 @@ def test_where_there_is_one_replica_every_kind_takes_every_update(make, agg):
         (lambda r: ms.IndexedSlices([1.0], [3 if r else 0]), IndexError),
         (lambda r: None if r else ms.IndexedSlices([1.0], [0]), TypeError),
     ],
-    ids=["array", "complex", "shape", "outside", "negative", "outside on one", "none on one"],
 )
-@pytest.mark.parametrize("agg", list(Agg))
-@pytest.mark.parametrize("where", ["cross", "replica", "update"])
+@every("agg", list(Agg))
+@every("where", ["cross", "replica", "update"])
 def test_what_does_not_fit_fails_on_every_rank_and_changes_nothing(give, error, agg, where):
     def rank(comm):
         s = ms.MirroredStrategy()

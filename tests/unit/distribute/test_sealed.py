@@ -5,6 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
+from every import every
 
 import mpistrat as ms
 from mpistrat.arrays import sealed
@@ -58,8 +59,8 @@ def passed(strategy, value):
     return [one.local if isinstance(one, ms.DistributedValues) else one for one in given]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("value", VALUES, ids=lambda x: f"{x.dtype}{x.shape}")
+@every("size", [1, 2, 3, 4])
+@every("value", VALUES)
 def test_variables(value, size):
     def rank(comm):
         strategy = ms.MirroredStrategy()
@@ -78,8 +79,8 @@ def test_variables(value, size):
     run_ranks(rank, size)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("value", VALUES, ids=lambda x: f"{x.dtype}{x.shape}")
+@every("size", [1, 2, 3, 4])
+@every("value", VALUES)
 def test_mirrored_values(value, size):
     def rank(comm):
         strategy = ms.MirroredStrategy()
@@ -109,7 +110,7 @@ def test_mirrored_values(value, size):
     run_ranks(rank, size)
 
 
-@pytest.mark.parametrize("code", [*"?bBhHiIlLefdgFDG", BFLOAT16, ">f8"], ids=str)
+@every("code", [*"?bBhHiIlLefdgFDG", BFLOAT16, ">f8"])
 def test_every_layout_of_every_dtype_can_be_sealed(code):
     whole = np.arange(24).reshape(4, 6).astype(code)
     for array in (whole, whole.T, whole[::2, ::-1], whole[:0], whole[1:2, 0].reshape(())):

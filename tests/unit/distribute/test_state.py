@@ -5,6 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
+from every import every
 
 import mpistrat as ms
 from mpistrat import nest
@@ -246,8 +247,8 @@ DIFFERENT = {
 }
 
 
-@pytest.mark.parametrize("size", SIZES[1:])
-@pytest.mark.parametrize("case", DIFFERENT)
+@every("size", SIZES[1:])
+@every("case", DIFFERENT)
 def test_a_difference_is_named_on_every_rank(case, size, monkeypatch):
     monkeypatch.setattr(state, "_CHUNK", 64)  # several, of small arrays
     make, text = DIFFERENT[case]

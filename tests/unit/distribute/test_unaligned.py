@@ -9,6 +9,7 @@ import functools
 
 import numpy as np
 import pytest
+from every import every
 
 import mpistrat as ms
 from mpistrat.testing import run_ranks
@@ -70,8 +71,8 @@ def each(strategy, fn):
     return found.local if isinstance(found, ms.PerReplica) else found
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("n", [1, 2, 3])
+@every("way", WAYS)
+@every("n", [1, 2, 3])
 def test_what_is_not_aligned_is_reduced_as_what_is(n, way):
     def rank(comm):
         strategy = WAYS[way]()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from every import every
 
 import mpistrat as ms
 from mpistrat.testing import run_ranks
@@ -266,8 +267,8 @@ DIFFERENT = {
 }
 
 
-@pytest.mark.parametrize("what", DIFFERENT)
-@pytest.mark.parametrize("frames", [True, False], ids=["frames", "words"])
+@every("what", DIFFERENT)
+@every("frames", [True, False])
 def test_the_ranks_that_differ_are_named(what, frames, kept):
     make, want = DIFFERENT[what]
     if kept == "common" and want[0].startswith("what fn wrote"):

@@ -9,6 +9,7 @@ import pickle
 import ml_dtypes
 import numpy as np
 import pytest
+from every import every
 
 import mpistrat as ms
 from mpistrat.compat import tf
@@ -39,8 +40,8 @@ def test_the_initial_value_is_that_of_rank_0(make, value):
         assert not np.any(got)
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (0, 3), (2, 2)], ids=str)
-@pytest.mark.parametrize("code", ["?", "i1", "u8", "f2", "f4", ">f8", "g", "c16", "bfloat16"])
+@every("shape", [(), (0,), (0, 3), (2, 2)])
+@every("code", ["?", "i1", "u8", "f2", "f4", ">f8", "g", "c16", "bfloat16"])
 def test_dtypes_and_shapes(shape, code):
     dtype = np.dtype(ml_dtypes.bfloat16 if code == "bfloat16" else code)
 
@@ -158,7 +159,7 @@ def test_kinds_that_mean_nothing(kwargs):
 
 
 @pytest.mark.parametrize(
-    "value", [[object()], ["a"], "text", None, object(), np.ma.ones(2), np.array(["a"])], ids=repr
+    "value", [[object()], ["a"], "text", None, object(), np.ma.ones(2), np.array(["a"])]
 )
 def test_what_is_no_number_cannot_be_a_variable(value):
     with pytest.raises(TypeError):
@@ -192,8 +193,8 @@ def test_values_that_do_not_fit(kind, sync):
     run_ranks(rank, 2)
 
 
-@pytest.mark.parametrize("kind", ["assign", "assign_add", "assign_sub"])
-@pytest.mark.parametrize("aggregation", [Agg.NONE, Agg.SUM, Agg.MEAN, Agg.ONLY_FIRST_REPLICA])
+@every("kind", ["assign", "assign_add", "assign_sub"])
+@every("aggregation", [Agg.NONE, Agg.SUM, Agg.MEAN, Agg.ONLY_FIRST_REPLICA])
 def test_a_value_per_replica_is_refused_for_what_it_is(kind, aggregation):
     def rank(comm):
         s = ms.MirroredStrategy()
@@ -264,7 +265,7 @@ def test_created_in_replica_code():
 BF = ml_dtypes.bfloat16
 
 
-@pytest.mark.parametrize(
+@every(
     ("value", "dtype"),
     [
         (1.5, int),
@@ -282,7 +283,7 @@ BF = ml_dtypes.bfloat16
         ([0, -1], np.uint32),
     ],
 )
-@pytest.mark.parametrize("odd", [None, 1], ids=["all", "one rank"])
+@every("odd", [None, 1])
 def test_initial_values_that_would_lose_something(value, dtype, odd):
     def rank(comm):
         s = ms.MirroredStrategy()
@@ -299,7 +300,7 @@ def test_initial_values_that_would_lose_something(value, dtype, odd):
     assert run_ranks(rank, 3) == [1] * 3
 
 
-@pytest.mark.parametrize(
+@every(
     ("value", "dtype"),
     [
         (1, np.float32),
@@ -362,9 +363,9 @@ def test_copies_of_a_variable():
     assert run_ranks(rank, 2) == [([3.0, 4.0], [1.0, 2.0])] * 2
 
 
-@pytest.mark.parametrize("kind", ["assign", "assign_add", "scatter_update"])
-@pytest.mark.parametrize("where", ["cross", "replica", "update"])
-@pytest.mark.parametrize(
+@every("kind", ["assign", "assign_add", "scatter_update"])
+@every("where", ["cross", "replica", "update"])
+@every(
     ("dtype", "value", "good"),
     [
         ("i4", np.array([2**40, 1]), False),
@@ -441,8 +442,8 @@ def test_nothing_is_of_every_dtype():
 IN_PLACE = "iadd isub imul imatmul itruediv ifloordiv imod ipow ilshift irshift iand ixor ior"
 
 
-@pytest.mark.parametrize("make", [ms.Variable, tf.Variable], ids=["ms", "tf"])
-@pytest.mark.parametrize("name", IN_PLACE.split())
+@every("make", [ms.Variable, tf.Variable])
+@every("name", IN_PLACE.split())
 def test_operators_in_place_are_refused(make, name):
     v = make(np.array([1, 2]))
     with pytest.raises(TypeError, match=r"(?s)v\.assign_add\(x\).*v = v [-+*@/%<>&^|]+ x\."):

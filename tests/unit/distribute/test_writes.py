@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from every import every
 
 import mpistrat as ms
 from mpistrat.testing import run_ranks
@@ -43,10 +44,10 @@ def replica(n, sync, agg, kind, values):
     return [after(kind, one)] * n
 
 
-@pytest.mark.parametrize("make", [ms.MirroredStrategy, ms.MultiWorkerMirroredStrategy])
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-@pytest.mark.parametrize("agg", list(Agg))
-@pytest.mark.parametrize("sync", [Sync.AUTO, Sync.ON_WRITE, Sync.ON_READ])
+@every("make", [ms.MirroredStrategy, ms.MultiWorkerMirroredStrategy])
+@every("n", [1, 2, 3, 4])
+@every("agg", list(Agg))
+@every("sync", [Sync.AUTO, Sync.ON_WRITE, Sync.ON_READ])
 def test_every_write(make, n, agg, sync):
     def rank(comm):
         strategy = make()
@@ -90,9 +91,9 @@ READS = {
 }
 
 
-@pytest.mark.parametrize("make", [ms.MirroredStrategy, ms.MultiWorkerMirroredStrategy])
-@pytest.mark.parametrize("n", [1, 2, 3])
-@pytest.mark.parametrize("agg", list(Agg))
+@every("make", [ms.MirroredStrategy, ms.MultiWorkerMirroredStrategy])
+@every("n", [1, 2, 3])
+@every("agg", list(Agg))
 def test_reading_what_each_replica_owns(make, n, agg):
     def rank(comm):
         strategy = make()

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from every import every
 
 from mpistrat.errors import AxisError
 from mpistrat.experimental.partitioners import (
@@ -36,14 +37,13 @@ from mpistrat.experimental.partitioners import (
         (MaxSizePartitioner(max_shard_bytes=32, bytes_per_string=32), [6], object, [6]),
         (MinSizePartitioner(16, 100, bytes_per_string=8), [6], "S3", [3]),
     ],
-    ids=str,
 )
 def test_examples(partitioner, shape, dtype, shards):
     assert partitioner(shape, np.dtype(dtype)) == shards
 
 
-@pytest.mark.parametrize("limit", [1, 7, 8, 24, 25, 100, 10_000])
-@pytest.mark.parametrize("shape", [(1,), (7,), (7, 3), (12, 2, 2)])
+@every("limit", [1, 7, 8, 24, 25, 100, 10_000])
+@every("shape", [(1,), (7,), (7, 3), (12, 2, 2)])
 def test_no_cut_with_fewer_shards_keeps_the_limit(limit, shape):
     def largest(count):
         parts = np.array_split(np.zeros(shape), count)

@@ -7,6 +7,7 @@ import re
 
 import numpy as np
 import pytest
+from every import every
 
 import mpistrat as ms
 from mpistrat.arrays import digest
@@ -104,9 +105,9 @@ def first(dataset, make=ms.MirroredStrategy):
     return rank
 
 
-@pytest.mark.parametrize("n", NUMBERS)
-@pytest.mark.parametrize(("fn", "count"), [(fewer, 7), (twice, 9)], ids=["fewer", "twice"])
-@pytest.mark.parametrize("what", COUNTS)
+@every("n", NUMBERS)
+@every(("fn", "count"), [(fewer, 7), (twice, 9)])
+@every("what", COUNTS)
 def test_another_number_of_rows_on_one_rank_is_found_at_its_step(what, fn, count, n, monkeypatch):
     monkeypatch.setenv("MPISTRAT_CHECK_EVERY", "0")  # rows are counted at every step
     make = [ms.MirroredStrategy, ms.MultiWorkerMirroredStrategy][n % 2]
@@ -119,8 +120,8 @@ def test_another_number_of_rows_on_one_rank_is_found_at_its_step(what, fn, count
         assert total == n
 
 
-@pytest.mark.parametrize("n", NUMBERS)
-@pytest.mark.parametrize("what", CONTENTS)
+@every("n", NUMBERS)
+@every("what", CONTENTS)
 def test_other_contents_of_equal_size_are_found_at_the_first_step(what, n):
     for text, total in run_ranks(first(lambda odd: CONTENTS[what](odd, other)), n):
         assert "contents of a batch" in text

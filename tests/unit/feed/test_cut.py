@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from every import every
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,8 +33,8 @@ def both(rows, batch):
     return [Dataset(numbers).batch(batch), Dataset(lots), Dataset(lambda: iter(lots))]
 
 
-@pytest.mark.parametrize("kind", [0, 1, 2])
-@pytest.mark.parametrize(
+@every("kind", [0, 1, 2])
+@every(
     ("count", "rows", "batch", "expected"),
     [
         (1, 5, 4, [[[0, 1, 2, 3]], [[4]]]),

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from every import every
 
 import mpistrat as ms
 from mpistrat.testing import run_ranks
@@ -43,10 +44,10 @@ def chunks(rows, sizes):
     return found
 
 
-@pytest.mark.parametrize("n", NUMBERS)
-@pytest.mark.parametrize(("rows", "batch"), PLANS)
-@pytest.mark.parametrize("policy", ["AUTO", "DATA", "HINT"])
-@pytest.mark.parametrize("make", [ms.MirroredStrategy, ms.MultiWorkerMirroredStrategy])
+@every("n", NUMBERS)
+@every(("rows", "batch"), PLANS)
+@every("policy", ["AUTO", "DATA", "HINT"])
+@every("make", [ms.MirroredStrategy, ms.MultiWorkerMirroredStrategy])
 def test_each_batch_is_cut(make, policy, rows, batch, n):
     found = run_ranks(
         dealt(make, lambda c: with_policy(ms.Dataset.range(rows).batch(batch), policy)), n
@@ -57,9 +58,9 @@ def test_each_batch_is_cut(make, policy, rows, batch, n):
         assert got == [w[rank * k[i] : (rank + 1) * k[i]] for i, w in enumerate(batches)]
 
 
-@pytest.mark.parametrize("n", NUMBERS)
-@pytest.mark.parametrize(("rows", "batch"), PLANS)
-@pytest.mark.parametrize("policy", ["OFF", "FILE"])
+@every("n", NUMBERS)
+@every(("rows", "batch"), PLANS)
+@every("policy", ["OFF", "FILE"])
 def test_off_in_the_global_view_deals_the_rows_out(policy, rows, batch, n):
     found = run_ranks(
         dealt(
@@ -75,8 +76,8 @@ def test_off_in_the_global_view_deals_the_rows_out(policy, rows, batch, n):
         assert got == each[rank::n]
 
 
-@pytest.mark.parametrize("n", NUMBERS)
-@pytest.mark.parametrize(("rows", "batch"), PLANS)
+@every("n", NUMBERS)
+@every(("rows", "batch"), PLANS)
 def test_off_in_the_local_view_shows_every_rank_everything(rows, batch, n):
     found = run_ranks(
         dealt(
@@ -205,8 +206,8 @@ MADE = {
 }
 
 
-@pytest.mark.parametrize("what", MADE)
-@pytest.mark.parametrize("name", ["experimental_distribute_dataset", "make_dataset_iterator"])
+@every("what", MADE)
+@every("name", ["experimental_distribute_dataset", "make_dataset_iterator"])
 def test_datasets_that_are_made_differently_are_told_at_once(what, name):
     def rank(comm):
         strategy = ms.MirroredStrategy(comm=comm)

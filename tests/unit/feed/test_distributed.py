@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from every import every
 
 import mpistrat as ms
 from mpistrat.testing import run_ranks
@@ -26,12 +27,10 @@ def split(rows, n, r):
     return rows[r * k : (r + 1) * k]
 
 
-@pytest.mark.parametrize("make", VIEWS)
-@pytest.mark.parametrize("depth", [0, 2])
-@pytest.mark.parametrize(
-    ("length", "batch"), [(10, 4), (9, 4), (7, 7), (3, 8), (1, 1), (0, 4), (64, 5)]
-)
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@every("make", VIEWS)
+@every("depth", [0, 2])
+@every(("length", "batch"), [(10, 4), (9, 4), (7, 7), (3, 8), (1, 1), (0, 4), (64, 5)])
+@every("n", [1, 2, 3, 4])
 def test_every_batch_is_cut_exactly(make, depth, length, batch, n):
     def rank(comm):
         data = ms.Dataset.range(length).batch(batch).prefetch(depth)
@@ -347,10 +346,10 @@ ODD = {
 
 
 @ALIKE
-@pytest.mark.parametrize("what", ODD)
-@pytest.mark.parametrize("step", [0, 2])
-@pytest.mark.parametrize("way", ["one dataset", "a dataset each"])
-@pytest.mark.parametrize("frames", [True, False], ids=["frames", "words"])
+@every("what", ODD)
+@every("step", [0, 2])
+@every("way", ["one dataset", "a dataset each"])
+@every("frames", [True, False])
 def test_another_dtype_or_structure_on_one_rank_is_named_on_all(what, step, way, frames):
     good, odd, said = ODD[what]
 

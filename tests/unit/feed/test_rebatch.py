@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from every import every
 
 from mpistrat import DataError, Dataset, StructureError
 from mpistrat.feed.rebatch import shares
@@ -14,10 +15,10 @@ def lists(dataset):
     return [np.asarray(element).tolist() for element in dataset]
 
 
-@pytest.mark.parametrize("sizes", [[4, 4, 2], [1, 0, 5, 3], [], [0], [7]], ids=str)
-@pytest.mark.parametrize("size", [1, 3, 4, 20])
-@pytest.mark.parametrize("drop", [False, True])
-@pytest.mark.parametrize("mapped", [False, True])
+@every("sizes", [[4, 4, 2], [1, 0, 5, 3], [], [0], [7]])
+@every("size", [1, 3, 4, 20])
+@every("drop", [False, True])
+@every("mapped", [False, True])
 def test_rebatch(sizes, size, drop, mapped):
     rows = np.arange(sum(sizes))
     data = Dataset.from_batches(np.split(rows, np.cumsum(sizes)[:-1]) if sizes else [])
@@ -64,9 +65,9 @@ def test_shares(rows, count):
     assert list(shares(rows, count)) == [len(part) for part in np.array_split(range(rows), count)]
 
 
-@pytest.mark.parametrize("length", [0, 1, 7, 12])
-@pytest.mark.parametrize("count", [1, 3, 5])
-@pytest.mark.parametrize("batched", [False, True])
+@every("length", [0, 1, 7, 12])
+@every("count", [1, 3, 5])
+@every("batched", [False, True])
 def test_shard_and_skip_are_slices(length, count, batched):
     rows = list(range(length))
     data = Dataset.range(length).batch(1) if batched else Dataset.range(length)
@@ -109,9 +110,9 @@ def padded(count, width, fill):
     return out
 
 
-@pytest.mark.parametrize("shape", [[5], [None], None], ids=str)
-@pytest.mark.parametrize("fill", [0, -1])
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@every("shape", [[5], [None], None])
+@every("fill", [0, -1])
+@every("n", [1, 2, 3, 4])
 def test_padded_batches(shape, fill, n):
     shapes = None if shape is None else {"x": shape, "y": []}
     values = {"x": fill, "y": None}

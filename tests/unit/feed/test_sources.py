@@ -6,6 +6,7 @@ import h5py
 import numpy as np
 import pytest
 import zarr
+from every import every
 
 from mpistrat.errors import DataError
 from mpistrat.feed.dataset import Dataset
@@ -39,16 +40,14 @@ def source(request, tmp_path):
             yield file.create_dataset("x", data=DATA, chunks=chunks)
 
 
-@pytest.mark.parametrize(
-    "rows", [[], [0], [22], [3, 4, 5], [5, 3, 4], [2, 2, 2], [22, 0, 7, 8, 7], [1, 2, 9, 10, 4]]
-)
+@every("rows", [[], [0], [22], [3, 4, 5], [5, 3, 4], [2, 2, 2], [22, 0, 7, 8, 7], [1, 2, 9, 10, 4]])
 def test_rows_come_in_their_order(source, rows):
     got = Column(source, "x").read(np.array(rows, np.int64))
     np.testing.assert_array_equal(got, DATA[rows])
     assert (type(got), got.dtype) == (np.ndarray, DATA.dtype)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@every("count", [1, 2, 3, 4])
 def test_every_kind_gives_the_same_batches(source, count):
     twin = Dataset((DATA, np.arange(23))).shuffle(seed=11).batch(5)
     dataset = Dataset((source, np.arange(23))).shuffle(seed=11).batch(5)

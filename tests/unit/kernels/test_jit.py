@@ -154,6 +154,7 @@ class TestCache:
         assert program(CALL.format(dtype="f8") + HITS) == ["14.0", "0"]
         assert program(CALL.format(dtype="f8") + HITS) == ["14.0", "1"]
 
+    @pytest.mark.nightly
     @pytest.mark.parametrize("damage", ["torn", "garbage"])
     def test_damaged_files_cost_a_compilation_only(self, program, damage):
         program(CALL.format(dtype="f8"))
@@ -166,6 +167,7 @@ class TestCache:
         assert program(CALL.format(dtype="f8") + HITS) == ["14.0", "0"]
         assert program(CALL.format(dtype="f8") + HITS) == ["14.0", "1"]  # and is whole again
 
+    @pytest.mark.nightly
     def test_processes_that_compile_different_types_at_once_do_not_mix_them_up(self, program):
         both = [program.start(CALL.format(dtype=dtype)) for dtype in ("f8", "i8")]
         assert [process.communicate(timeout=60)[0] for process in both] == ["14.0\n", "14\n"]
@@ -174,6 +176,7 @@ class TestCache:
         # A shared index is what they could have overwritten for each other.
         assert len(list(program.cache.rglob("*squares*.nbi"))) == 2
 
+    @pytest.mark.nightly
     def test_a_cache_that_cannot_be_written_does_not_matter(self, program):
         code = """
 import errno
@@ -234,6 +237,7 @@ class TestDriver:
         (program.cache.parent / "parts_here.py").write_text(PARTS)
         return program
 
+    @pytest.mark.nightly
     def test_each_runs_with_its_own_and_is_kept_apart_in_the_cache(self, files):
         assert files(self.CALL + self.HITS) == ["6.0", "9.0", "0"]
         assert files(self.CALL + self.HITS) == ["6.0", "9.0", "2"]
@@ -245,6 +249,7 @@ class TestDriver:
         assert files(twins) == ["2006.0", "False"]
         assert files(self.CALL, MPISTRAT_NUMBA="0") == ["2006.0", "2009.0"]
 
+    @pytest.mark.nightly
     def test_an_edit_of_a_helper_in_another_file_is_seen(self, files):
         assert files(self.CALL + self.HITS) == ["6.0", "9.0", "0"]
         edited = PARTS.replace("return x * y", "return x * y + 0.5")

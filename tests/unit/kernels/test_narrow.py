@@ -7,6 +7,7 @@ import functools
 import ml_dtypes
 import numpy as np
 import pytest
+from every import every
 
 import mpistrat as ms
 from mpistrat.kernels import fold as fold_module
@@ -93,10 +94,10 @@ def test_buffers_are_folded_in_place_with_numpys_bits(n, weights, dtype, monkeyp
             assert flat.tobytes() == ranks[0][op, how][0].tobytes()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("by", [1.0, 2.0, 3.0])
-@pytest.mark.parametrize("scales", [None, [0.5, 0.25, 0.125], [0.5, 0.0, 0.25]])
-@pytest.mark.parametrize("count", [2, 3])
+@every("dtype", DTYPES)
+@every("by", [1.0, 2.0, 3.0])
+@every("scales", [None, [0.5, 0.25, 0.125], [0.5, 0.0, 0.25]])
+@every("count", [2, 3])
 def test_the_loop_has_the_bits_of_numpy(count, scales, by, dtype):
     rows = np.array([values_of(r, dtype) for r in range(count)])
     twin = rows.copy()

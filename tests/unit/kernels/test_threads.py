@@ -10,6 +10,7 @@ import time
 
 import numpy as np
 import pytest
+from every import every
 
 import mpistrat as ms
 from mpistrat.comm.loopback import LoopbackComm, LoopbackWorld
@@ -37,9 +38,9 @@ def helpers():
     return [t for t in threading.enumerate() if t.name.startswith("mpistrat kernels")]
 
 
-@pytest.mark.parametrize("step", [1, 7, 16])
-@pytest.mark.parametrize("parts", COUNTS)
-@pytest.mark.parametrize(("start", "stop"), [(0, 0), (0, 1), (3, 50), (16, 32), (5, 1000)])
+@every("step", [1, 7, 16])
+@every("parts", COUNTS)
+@every(("start", "stop"), [(0, 0), (0, 1), (3, 50), (16, 32), (5, 1000)])
 def test_cuts_cover_a_range_once_and_meet_at_steps(start, stop, parts, step):
     found = cuts(start, stop, parts, step)
     assert [i for low, high in found for i in range(low, high)] == list(range(start, stop))
@@ -129,9 +130,9 @@ def matrix(rows, columns, dtype):
     return values.astype(dtype)
 
 
-@pytest.mark.parametrize("dtype", ["f4", "f8", "i4", "i1", "c8"])
-@pytest.mark.parametrize("fold", [np.add, np.multiply, np.minimum, np.maximum])
-@pytest.mark.parametrize("scaled", [False, True])
+@every("dtype", ["f4", "f8", "i4", "i1", "c8"])
+@every("fold", [np.add, np.multiply, np.minimum, np.maximum])
+@every("scaled", [False, True])
 def test_folds_have_the_same_bits_with_any_number_of_threads(dtype, fold, scaled, monkeypatch):
     if np.dtype(dtype).kind == "c" and fold in (np.minimum, np.maximum):
         pytest.skip("complex numbers have no order")
@@ -310,7 +311,7 @@ def test_columns_beyond_what_a_c_int_counts(monkeypatch):
     assert not rows[:, stop : stop + 3000].any()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("axis", [0, 1])
 def test_local_sums_of_more_elements_than_a_c_int_counts(axis):
     x = np.lib.stride_tricks.as_strided(np.array([3], np.int8), (2**31 + 5, 1), (0, 1))

@@ -11,6 +11,8 @@ from mpistrat.cli import main
 from mpistrat.errors import LaunchError
 from mpistrat.launch import doctor
 
+pytestmark = pytest.mark.job
+
 
 def test_this_environment_is_well(capsys):
     assert main(["doctor"]) == 0

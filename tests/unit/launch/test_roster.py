@@ -144,6 +144,7 @@ strategy.run(lambda: ms.get_replica_context().all_reduce("sum", 1))
 """
 
 
+@pytest.mark.job
 def test_run_names_the_rank_and_leaves_nothing_in_shared_memory(tmp_path, capfd, monkeypatch):
     program = tmp_path / "killed.py"
     program.write_text(KILLED)

@@ -68,7 +68,10 @@ def test_all_ranks_start_and_the_line_is_printed(tmp_path, capfd):
     assert " OMP_NUM_THREADS=" in line or "OMP_NUM_THREADS" in os.environ
 
 
-@pytest.mark.parametrize("failure", ["raise ValueError('one rank')", "raise SystemExit(9)"])
+@pytest.mark.parametrize(
+    "failure",
+    ["raise ValueError('one rank')", pytest.param("raise SystemExit(9)", marks=pytest.mark.mpi)],
+)
 def test_failure_on_one_rank_ends_a_job_that_waits_for_it(failure, tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("MPISTRAT_GRACE", "1")
     program = tmp_path / "fails.py"
@@ -80,9 +83,16 @@ def test_failure_on_one_rank_ends_a_job_that_waits_for_it(failure, tmp_path, mon
     assert "rank 1 of 2 failed, and the others have not come" in capfd.readouterr().err
 
 
+def ways(*cases, names, by_default):
+    """Name the cases; what is not for the default run comes with `-m mpi`."""
+    marks = [() if name in by_default else pytest.mark.mpi for name in names]
+    together = zip(cases, names, marks, strict=True)
+    return [pytest.param(*case, id=name, marks=mark) for case, name, mark in together]
+
+
 @pytest.mark.parametrize(
     ("body", "code", "told"),
-    [
+    ways(
         ("", 0, ""),
         ("import sys; sys.exit(5 if rank else 0)", 5, ""),
         ("if rank: raise ValueError('only here')", 1, "ValueError: only here"),
@@ -90,8 +100,9 @@ def test_failure_on_one_rank_ends_a_job_that_waits_for_it(failure, tmp_path, mon
         ("if rank: import no_such_module", 1, "No module named 'no_such_module'"),
         ("import os; os._exit(0)", 70, "mpi"),
         ("raise KeyboardInterrupt", 130, "KeyboardInterrupt"),
-    ],
-    ids=["end", "exit", "one", "all", "import", "os._exit", "interrupt"],
+        names=["end", "exit", "one", "all", "import", "os._exit", "interrupt"],
+        by_default=["exit", "one", "os._exit", "interrupt"],
+    ),
 )
 def test_ways_out(body, code, told, tmp_path, capfd):
     program = tmp_path / "leaves.py"
@@ -121,7 +132,7 @@ os._exit(0)
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the launcher in /proc")
-@pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV"])
+@pytest.mark.parametrize("name", ["SIGKILL", pytest.param("SIGSEGV", marks=pytest.mark.mpi)])
 def test_a_launcher_that_is_killed_is_told_of_in_one_line(name, tmp_path, capfd):
     program, number = tmp_path / "kills.py", getattr(signal, name)
     program.write_text(KILLS)
@@ -141,7 +152,7 @@ rank = int(s.run(lambda: ms.get_replica_context().replica_id_in_sync_group).loca
 
 @pytest.mark.parametrize(
     ("body", "code", "told"),
-    [
+    ways(
         ("pass", 0, ""),
         ("if rank: sys.exit(5)", 5, ""),
         ("try:\n    sys.exit(2)\nexcept SystemExit:\n    pass", 0, ""),
@@ -178,11 +189,12 @@ rank = int(s.run(lambda: ms.get_replica_context().replica_id_in_sync_group).loca
             1,
             "before its call",
         ),
-    ],
-    ids=[
-        *("end", "exit", "caught", "caught deep", "thread", "one", "early"),
-        *("swallowed", "swallowed exit", "all", "freed", "two"),
-    ],
+        names=[
+            *("end", "exit", "caught", "caught deep", "thread", "one", "early"),
+            *("swallowed", "swallowed exit", "all", "freed", "two"),
+        ],
+        by_default=["exit", "one", "early", "swallowed"],
+    ),
 )
 def test_ways_out_without_the_runner(body, code, told, tmp_path):
     program, output = tmp_path / "leaves.py", tmp_path / "output"
@@ -219,7 +231,7 @@ os.write(1, b"main got %s\\n" % told(lambda: ms.MirroredStrategy().run(lambda: 1
 """
 
 
-@pytest.mark.parametrize("runner", [True, False])
+@pytest.mark.parametrize("runner", [True, pytest.param(False, marks=pytest.mark.mpi)])
 def test_the_ranks_belong_to_the_thread_of_the_first_strategy(runner, tmp_path, capfd):
     program, output = tmp_path / "threads.py", tmp_path / "output"
     program.write_text(THREADS)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from every import every
 
 import mpistrat as ms
 from mpistrat.testing import run_ranks
@@ -11,9 +12,9 @@ def reduce_all(value, weight=None, op="mean"):
     return ms.get_replica_context().all_reduce(op, value, weight=weight)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("length", [7, 100_000], ids=["small", "native"])
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@every("size", [1, 2, 3, 4])
+@every("length", [7, 100_000])
+@every("bad", [np.nan, np.inf, -np.inf])
 def test_a_bad_number_is_named_on_every_rank(size, length, bad, monkeypatch):
     monkeypatch.setenv("MPISTRAT_NAN", "raise")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from every import every
 
 import mpistrat as ms
 from mpistrat.testing import RanksFailed, run_ranks
@@ -45,8 +46,8 @@ DIFFERENT = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", DIFFERENT)
-@pytest.mark.parametrize("odd", [0, 2])
+@every("case", DIFFERENT)
+@every("odd", [0, 2])
 def test_a_difference_raises_on_every_rank(strategy_on, case, odd):
     def rank(comm):
         strategy = strategy_on(comm)
