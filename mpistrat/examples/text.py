@@ -27,7 +27,16 @@ from mpistrat.examples import text_model
 from mpistrat.examples.curves import draw_losses
 from mpistrat.examples.progress import ProgressBar
 
-__all__ = ["HELD_OUT", "TRAINING", "Result", "Settings", "decoded", "encoded", "main", "train"]
+__all__ = [
+    "HELD_OUT",
+    "TRAINING",
+    "TextResult",
+    "TextSettings",
+    "decoded",
+    "encoded",
+    "main",
+    "train",
+]
 
 TRAINING = (
     *("argparse", "ast", "base64", "bdb", "cmd", "collections", "configparser", "contextlib"),
@@ -44,7 +53,7 @@ SYMBOLS = 96  # the end of a line, and printable ASCII
 BEGIN = "def "  # of the text that the model writes
 
 
-class Settings(NamedTuple):
+class TextSettings(NamedTuple):
     """What a user may choose; `MEANINGS` says what each is."""
 
     steps: int = 600
@@ -76,7 +85,7 @@ MEANINGS = {
 KINDS = {"lr": float, "seed": int, "dtype": str}  # others are counts
 
 
-class Result(NamedTuple):
+class TextResult(NamedTuple):
     """What training came to.
 
     Attributes:
@@ -166,7 +175,7 @@ class Trainer:
       directory: Where checkpoints are; if there is one, the newest is restored.
     """
 
-    def __init__(self, strategy: ms.Strategy, settings: Settings, directory: Path):
+    def __init__(self, strategy: ms.Strategy, settings: TextSettings, directory: Path):
         """Create the variables, and restore them."""
         self.strategy, self.settings = strategy, settings
         chosen = (settings.channels, settings.layers, settings.seed, settings.dtype)
@@ -251,10 +260,10 @@ class Trainer:
 
 def train(
     strategy: ms.Strategy,
-    settings: Settings,
+    settings: TextSettings,
     directory: Path,
     progress: ProgressBar | None = None,
-) -> Result:
+) -> TextResult:
     """Train on all replicas of `strategy`, or go on with what is saved in `directory`.
 
     Collective: all ranks call it, with the same settings.
@@ -278,7 +287,7 @@ def train(
         trainer.save(learned, trainer.judge(tests))
         progress.say(line(trainer.rows()[-1], settings.steps, rates[-1]))
     rows = trainer.rows()
-    return Result(trainer.best(), rows, statistics.median(rates or [0.0]))
+    return TextResult(trainer.best(), rows, statistics.median(rates or [0.0]))
 
 
 def line(row: Any, steps: int, rate: float) -> str:
@@ -296,19 +305,19 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _options(argv: Sequence[str] | None) -> tuple[Settings, Path]:
+def _options(argv: Sequence[str] | None) -> tuple[TextSettings, Path]:
     parser = argparse.ArgumentParser(
         prog="python -m mpistrat.examples.text",
         description="Train a language model on Python's source text, on one rank or on many.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    for name, usual in Settings()._asdict().items():
+    for name, usual in TextSettings()._asdict().items():
         kind = KINDS.get(name, _count)
         parser.add_argument(f"--{name}", type=kind, default=usual, help=MEANINGS[name])
     parser.add_argument("--output", type=Path, default="text", help="directory of what is written")
     options = vars(parser.parse_args(argv))
     output = options.pop("output")
-    return Settings(**options), output
+    return TextSettings(**options), output
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -323,7 +332,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def report(result: Result, settings: Settings, ranks: int, picture: Path) -> None:
+def report(result: TextResult, settings: TextSettings, ranks: int, picture: Path) -> None:
     """Draw the curve, let the model write, and print the summary."""
     best = result.history[:, 2].min()
     draw_losses(result.history, f"Python's source text: held-out loss {best:.3f}", picture)
