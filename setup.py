@@ -17,6 +17,7 @@ TEST = [
     "zarr",
     "ml_dtypes",
     "pandas",
+    "pyarrow",
     "ruff",
     "mypy",
 ]
