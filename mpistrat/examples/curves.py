@@ -20,6 +20,8 @@ class Epoch(NamedTuple):
       accuracy: The part of them that was classified right then.
       test_accuracy: The part of the test examples that is classified right after the epoch.
       seconds: Time taken to train, without the test.
+      waiting: Seconds of them that this rank waited for others.
+      communicating: Seconds of them that it communicated.
     """
 
     number: int
@@ -27,6 +29,8 @@ class Epoch(NamedTuple):
     accuracy: float
     test_accuracy: float
     seconds: float
+    waiting: float = 0.0
+    communicating: float = 0.0
 
 
 def draw(history: Sequence[Epoch], title: str, path: str | Path) -> None:
