@@ -50,6 +50,7 @@ TRAINING = (
 )
 HELD_OUT = ("calendar", "glob", "numbers", "shlex", "textwrap")
 SYMBOLS = 96  # the end of a line, and printable ASCII
+NEEDED = ("matplotlib", "tqdm")
 BEGIN = "def "  # of the text that the model writes
 
 
@@ -324,12 +325,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; return its exit code, the same on every rank."""
     settings, output = _options(argv)
     strategy = ms.MirroredStrategy()
-    first = strategy.extended.should_save_summary
-    with ProgressBar(settings.steps * settings.accumulate, first) as progress:
+    strategy.run(require)
+    with ProgressBar(settings.steps * settings.accumulate, strategy.rank == 0) as progress:
         result = train(strategy, settings, output, progress)
-    if first:
-        report(result, settings, strategy.num_replicas_in_sync, output / "curve.png")
+    told = (result, settings, strategy.num_replicas_in_sync, output / "curve.png")
+    strategy.run(lambda: report(*told) if strategy.rank == 0 else None)  # fails on all, if it does
     return 0
+
+
+def require() -> None:
+    """Raise ImportError unless what the end of the program needs is installed here."""
+    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+        names = " and ".join(missing)
+        raise ImportError(f"This example needs {names}: pip install 'mpistrat[examples]'")
 
 
 def report(result: TextResult, settings: TextSettings, ranks: int, picture: Path) -> None:

@@ -174,6 +174,28 @@ def test_what_makes_no_sense_is_refused(words, capsys):
     assert words[0] in capsys.readouterr().err
 
 
+def test_what_the_end_needs_is_looked_for_at_the_beginning(tmp_path, monkeypatch):
+    def program(comm):
+        with pytest.raises(ImportError, match=r"needs no_such_module: pip install"):
+            text.main([*WORDS, "--output", str(tmp_path)])
+
+    monkeypatch.setattr(text, "NEEDED", ("tqdm", "no_such_module"))
+    run_ranks(program, 2)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_picture_that_cannot_be_written_is_an_error_on_every_rank(tmp_path, monkeypatch):
+    def fails(*_):
+        raise OSError("no room")
+
+    def program(comm):
+        with pytest.raises(OSError, match="no room"):
+            text.main([*WORDS, "--output", str(tmp_path)])
+
+    monkeypatch.setattr(text, "draw_losses", fails)
+    run_ranks(program, 2)
+
+
 def test_the_modules_of_the_list_are_there():
     for module in {"collections", "typing", *text.TRAINING, *text.HELD_OUT}:
         assert len(text.source(module)) > 1000
