@@ -168,7 +168,7 @@ def is_stale(losses: Any, patience: int) -> bool:
 class Trainer:
     """The model with all that its training needs and changes, as variables of a strategy.
 
-    Collective: making it is, and so is every method.
+    Collective: making it is, and so are its methods but `rows`.
 
     Args:
       strategy: On whose replicas.
