@@ -18,6 +18,7 @@ TEST = [
     "zarr",
     "ml_dtypes",
     "pandas",
+    "pyarrow",
     "ruff",
     "mypy",
 ]

@@ -84,7 +84,8 @@ _NAMES = {
     "StructureError": "mpistrat.errors",
 }
 _MODULES = (
-    *("cluster_resolver", "compat", "coordinator", "experimental", "optim", "testing", "vjp"),
+    *("cluster_resolver", "compat", "coordinator", "experimental", "metrics", "optim", "testing"),
+    "vjp",
 )
 
 __all__ = [
@@ -154,13 +155,23 @@ __all__ = [
     "has_strategy",
     "in_cross_replica_context",
     "latest_checkpoint",
+    "metrics",
     "optim",
     "testing",
     "vjp",
 ]
 
 if TYPE_CHECKING:
-    from mpistrat import cluster_resolver, compat, coordinator, experimental, optim, testing, vjp
+    from mpistrat import (
+        cluster_resolver,
+        compat,
+        coordinator,
+        experimental,
+        metrics,
+        optim,
+        testing,
+        vjp,
+    )
     from mpistrat.checkpoint.checkpoint import Checkpoint
     from mpistrat.checkpoint.files import latest_checkpoint
     from mpistrat.checkpoint.manager import CheckpointManager

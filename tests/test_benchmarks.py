@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import json
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -326,3 +327,13 @@ def test_every_benchmark_is_in_the_list():
     text = (BENCHMARKS / "README.md").read_text()
     for path in sorted(BENCHMARKS.glob("*.py")):
         assert f"`{path.name}`" in text
+
+
+@pytest.mark.parametrize(("name", "rows"), [("shuffling", 11), ("rows_per_rank", 6)])
+def test_benchmarks_of_one_process(name, rows, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--quick"])
+    imported(name).main()
+    lines = capsys.readouterr().out.splitlines()
+    figures = [line for line in lines if re.search(r" \d+\.\d$", line)]
+    missing = sum("not installed" in line for line in lines)
+    assert len(figures) == rows or missing

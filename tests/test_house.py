@@ -25,7 +25,7 @@ ROWS = (
     ("collectives",),
     ("feed",),
     ("distribute",),
-    ("optim", "checkpoint"),
+    ("optim", "metrics", "checkpoint"),
     (
         *("launch", "compat", "testing", "examples", "cli", "__main__"),
         # Public names, bound here and made elsewhere; and those that are refused.

@@ -163,6 +163,11 @@ class Board:
         """The text of the call that this rank is inside of; empty if it is in none."""
         return self.slot.text if self.slot.word & 15 == INSIDE else ""
 
+    def spent(self) -> tuple[float, float]:
+        """Return seconds that this rank waited for others, and that it communicated, so far."""
+        waited, communicated = self.slot.spent()
+        return waited / _SECOND, communicated / _SECOND
+
     def await_departure(self, number: int, text: str) -> bool:
         """Sleep until all ranks have come to leave, or one makes a call that this rank must join.
 

@@ -55,6 +55,7 @@ LEAVING: Final = 4  # has come to leave, and waits for the others
 
 PART: Final = 1 << 4  # one part of a call in word 1
 _CALL: Final = 24  # bits below the call number in word 1
+_PARTS: Final = (1 << _CALL) - PART
 _WORDS: Final = 128
 _BYTES: Final = 8 * _WORDS
 _HOT = struct.Struct("=QQQQ")
@@ -127,8 +128,12 @@ class Slot:
     __slots__ = (
         "_bytes",
         "_clock",
+        "_communicated",
+        "_least",
         "_sequence",
+        "_since",
         "_text_sequence",
+        "_waited",
         "_word",
         "_words",
         "operation",
@@ -143,6 +148,8 @@ class Slot:
         self._sequence = 0
         self._text_sequence = 0
         self._word = BETWEEN
+        self._since = self._waited = self._communicated = 0
+        self._least = sys.maxsize
         self.text = ""
         self.operation = ""
 
@@ -165,7 +172,7 @@ class Slot:
         sequence = self._sequence
         words[0] = sequence + 1
         words[1] = word
-        words[2] = self._clock()
+        words[2] = self._since = self._clock()
         self._sequence = words[0] = sequence + 2
 
     def resume(self) -> None:
@@ -175,12 +182,30 @@ class Slot:
     def leave(self) -> None:
         """Say that this rank is done with the call, or with this part of it."""
         words = self._words
-        self._word = word = self._word & ~15 | BETWEEN
+        before = self._word
+        self._word = word = before & ~15 | BETWEEN
         sequence = self._sequence
         words[0] = sequence + 1
         words[1] = word
-        words[2] = self._clock()
+        words[2] = now = self._clock()
         self._sequence = words[0] = sequence + 2
+        if before & 15 == INSIDE:
+            took = now - self._since
+            if before & _PARTS:
+                self._communicated += took
+            else:
+                if took < self._least:
+                    self._least = took
+                self._waited += took - self._least
+                self._communicated += self._least
+
+    def spent(self) -> tuple[int, int]:
+        """Return how long this rank waited for others, and how long it communicated; ns.
+
+        Of the calls themselves, which are handshakes, the shortest one so far tells what one takes
+        where nobody is late; what others took more was waiting. Parts of calls are communication.
+        """
+        return self._waited, self._communicated
 
     def arrive(self, number: int, text: str) -> None:
         """Say that this rank has come to leave, by call `number`, and waits for the others."""
@@ -197,7 +222,7 @@ class Slot:
         sequence = self._sequence
         words[0] = sequence + 1
         words[1] = word
-        words[2] = self._clock()
+        words[2] = self._since = self._clock()
         self._sequence = words[0] = sequence + 2
 
     def declare(self, operation: str, deadline: int) -> None:

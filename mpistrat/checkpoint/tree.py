@@ -15,6 +15,7 @@ from typing import Any
 from mpistrat.distribute.strategy import Strategy
 from mpistrat.distribute.variables import Variable
 from mpistrat.errors import StructureError
+from mpistrat.metrics import Metric
 from mpistrat.optim.optimizer import Optimizer
 
 __all__ = ["first", "variables"]
@@ -88,7 +89,7 @@ def _walk(
 def _children(value: Any) -> Mapping[Any, Any] | None:
     """Return what a value holds by key, place or attribute; None if it is not to be looked into."""
     attributes = _attributes(value) if _has_attributes(value) else {}
-    if isinstance(value, Optimizer):
+    if isinstance(value, Optimizer | Metric):
         return value.tree()
     if isinstance(value, Mapping):
         return {**attributes, **value}

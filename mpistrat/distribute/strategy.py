@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpistrat import nest
+from mpistrat.board.board import Board
 from mpistrat.collectives.communication import CommunicationOptions
 from mpistrat.distribute import feeding, reductions
 from mpistrat.distribute.arguments import check_function, check_long_operation
@@ -720,3 +721,24 @@ class Strategy(StrategyBase):
         """
         check_long_operation(name, max_seconds)
         return self.parts.lockstep.session.board.long_operation(name, float(max_seconds))
+
+    def time_spent(self) -> tuple[float, float]:
+        """Return how long this rank has waited for other ranks, and how long it has communicated.
+
+        Not collective. Seconds since the ranks began, whichever strategy it was in; the difference
+        of two answers tells what went by between them, and the rest of that time was computing.
+        Every call begins with a handshake: the shortest so far tells what one takes where nobody is
+        late, and what others took more was waiting. Communication is the rest of it, and what
+        follows in a call: moving data by MPI, and meeting on a node. What ranks copy and fold in
+        memory that they share counts as computing.
+
+        Returns:
+          Two numbers; zeros where nobody keeps a board: with one rank, and where ranks are threads.
+
+        Example:
+          >>> import mpistrat as ms
+          >>> ms.OneDeviceStrategy("cpu").time_spent()
+          (0.0, 0.0)
+        """
+        board = self.parts.lockstep.session.board
+        return board.spent() if isinstance(board, Board) else (0.0, 0.0)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-__all__ = ["Epoch", "draw"]
+from numpy.typing import NDArray
+
+__all__ = ["Epoch", "draw", "draw_losses"]
 
 
 class Epoch(NamedTuple):
@@ -18,6 +20,8 @@ class Epoch(NamedTuple):
       accuracy: The part of them that was classified right then.
       test_accuracy: The part of the test examples that is classified right after the epoch.
       seconds: Time taken to train, without the test.
+      waiting: Seconds of them that this rank waited for others.
+      communicating: Seconds of them that it communicated.
     """
 
     number: int
@@ -25,6 +29,8 @@ class Epoch(NamedTuple):
     accuracy: float
     test_accuracy: float
     seconds: float
+    waiting: float = 0.0
+    communicating: float = 0.0
 
 
 def draw(history: Sequence[Epoch], title: str, path: str | Path) -> None:
@@ -61,4 +67,28 @@ def draw(history: Sequence[Epoch], title: str, path: str | Path) -> None:
         panel.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
         panel.grid(alpha=0.3, which="both")
         panel.legend(loc=corner)
+    figure.savefig(path)
+
+
+def draw_losses(rows: NDArray[Any], title: str, path: str | Path) -> None:
+    """Draw two losses over the updates of the weights.
+
+    Args:
+      rows: One per evaluation: updates made before it, the loss on the training data since the
+        evaluation before, the loss on held-out data.
+      title: Stands above the panel.
+      path: Where the picture goes; the ending names the format.
+
+    Raises:
+      OSError: The file cannot be written.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 4), dpi=120, layout="constrained")
+    panel = figure.subplots()
+    names = ("training, since the last", "held out, averaged weights")
+    panel.plot(rows[:, 0], rows[:, 1:], marker="o", markersize=3.5, label=names)
+    panel.set(title=title, xlabel="updates", ylabel="mean cross-entropy (nats per symbol)")
+    panel.grid(alpha=0.3)
+    panel.legend(loc="upper right")
     figure.savefig(path)

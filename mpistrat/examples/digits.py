@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import math
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -25,12 +24,15 @@ import mpistrat
 from mpistrat.examples import mlp
 from mpistrat.examples.curves import Epoch, draw
 from mpistrat.examples.progress import ProgressBar
+from mpistrat.metrics import Mean
+from mpistrat.optim import SGD, Linear, Optimizer
 
 __all__ = ["SEEDS", "Result", "Settings", "load", "main", "train"]
 
 SEEDS = (0, 1, 2, 3, 4)  # the median of their test accuracies is at least 0.97
 TRAINING = 1409  # 22 batches of 64, and one image
 MOMENTUM = 0.9
+ENOUGH = 512  # images in a batch that several ranks may well share
 NEEDED = ("matplotlib", "sklearn", "tqdm")
 ADVICE = "This example needs scikit-learn, matplotlib and tqdm: pip install 'mpistrat[examples]'"
 
@@ -44,6 +46,7 @@ class Settings(NamedTuple):
       seed: Rules the choice of the test images, the initial parameters and the order of examples.
       lr: Learning rate at the beginning; it falls in a straight line, to 0 after the last epoch.
       hidden: Units in the hidden layer.
+      output: Where the picture goes.
     """
 
     epochs: int = 20
@@ -51,6 +54,7 @@ class Settings(NamedTuple):
     seed: int = 0
     lr: float = 0.15
     hidden: int = 128
+    output: str = "digits.png"
 
 
 class Result(NamedTuple):
@@ -80,47 +84,22 @@ def load(seed: int) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     return (cut[0], cut[2]), (cut[1], cut[3])
 
 
-def step(model: mlp.Parameters, velocity: mlp.Parameters, x: Any, y: Any, rate: float) -> Any:
+def step(model: mlp.Parameters, optimizer: Optimizer, seen: Sequence[Mean], x: Any, y: Any) -> None:
     """Learn from this replica's part of a batch; replica code.
 
-    The part may be empty. The mean of the gradients is weighted by the examples they come from,
-    so it is the gradient of the whole batch, on every replica the same.
+    The part may be empty. Gradients are weighted by the examples that they are the mean of, so the
+    update goes by the gradient of the whole batch, on every replica the same.
     """
-    gradient, losses, hits = mlp.gradients(mlp.Parameters(*map(np.asarray, model)), x, y)
-    context: Any = mpistrat.get_replica_context()
-    gradient = context.all_reduce("MEAN", gradient, weight=len(y))
-    for parameter, speed, slope in zip(model, velocity, gradient, strict=True):
-        speed.assign(MOMENTUM * speed + slope)
-        parameter.assign_sub(rate * speed)
-    return losses, hits
+    gradient, *figures = mlp.gradients(mlp.Parameters(*map(np.asarray, model)), x, y)
+    # Ordinary arrays: to copy so few numbers takes microseconds, which buffers would not repay.
+    optimizer.apply_gradients(zip(gradient, model, strict=True), weight=len(y))
+    for metric, values in zip(seen, figures, strict=True):
+        metric.update_state(values)
 
 
-def score(model: mlp.Parameters, x: Any, y: Any) -> Any:
+def score(model: mlp.Parameters, accuracy: Mean, x: Any, y: Any) -> None:
     """Judge this replica's part of a batch; replica code."""
-    return mlp.losses_and_hits(mlp.Parameters(*map(np.asarray, model)), x, y)
-
-
-def means(strategy: mpistrat.Strategy, batches: Sequence[Any]) -> list[float]:
-    """Return the means over all examples of the values that replicas returned batch by batch.
-
-    The batches are joined first, so every example counts once. In a mean over the means of the
-    batches, the one image of the last batch would count as much as the 64 of another.
-    """
-
-    def join(*parts: Any) -> list[Any]:
-        return [np.concatenate(column) for column in zip(*parts, strict=True)]
-
-    joined = strategy.run(join, args=batches)
-    return [float(mean) for mean in strategy.reduce("MEAN", joined, axis=0)]
-
-
-def create(strategy: mpistrat.Strategy, hidden: int, seed: int) -> tuple[Any, Any]:
-    """Return the parameters and their velocities, as variables of `strategy`."""
-    start = mlp.initial(64, hidden, 10, seed)
-    with strategy.scope():
-        model = mlp.Parameters(*map(mpistrat.Variable, start))
-        velocity = mlp.Parameters(*(mpistrat.Variable(np.zeros_like(value)) for value in start))
-    return model, velocity
+    accuracy.update_state(mlp.losses_and_hits(mlp.Parameters(*map(np.asarray, model)), x, y)[1])
 
 
 def train(
@@ -131,24 +110,29 @@ def train(
     Collective: all ranks call it, with the same settings.
     """
     progress = progress or ProgressBar(0, shown=False)
-    images, test_images = load(settings.seed)
-    model, velocity = create(strategy, settings.hidden, settings.seed)
-    shuffled = mpistrat.Dataset(images).shuffle(seed=settings.seed).batch(settings.batch)
+    images, test_images = map(mpistrat.Dataset, load(settings.seed))
+    shuffled = images.shuffle(seed=settings.seed).batch(settings.batch)
     batches = strategy.experimental_distribute_dataset(shuffled)
-    in_order = mpistrat.Dataset(test_images).batch(settings.batch)
-    tests = strategy.experimental_distribute_dataset(in_order)
+    tests = strategy.experimental_distribute_dataset(test_images.batch(settings.batch))
+    steps = math.ceil(TRAINING / settings.batch)
+    rate = Linear(settings.lr, 0.0, settings.epochs)
+    optimizer = SGD(lambda step: rate(step // steps), momentum=MOMENTUM)
+    with strategy.scope():
+        start = mlp.initial(64, settings.hidden, 10, settings.seed)
+        model = mlp.Parameters(*map(mpistrat.Variable, start))
+        metrics = [Mean(name) for name in ("loss", "accuracy", "test_accuracy")]
     history: list[Epoch] = []
-    for number in range(settings.epochs):
-        begin = time.perf_counter()
-        rate = settings.lr * (1 - number / settings.epochs)
-        seen = []
+    for number in range(1, settings.epochs + 1):
+        begin = time.perf_counter(), *strategy.time_spent()
         for x, y in batches:
-            seen.append(strategy.run(step, args=(model, velocity, x, y, rate)))
+            strategy.run(step, args=(model, optimizer, metrics[:2], x, y))
             progress.step()
-        loss, accuracy = means(strategy, seen)
-        seconds = time.perf_counter() - begin
-        judged = [strategy.run(score, args=(model, x, y)) for x, y in tests]
-        history.append(Epoch(number + 1, loss, accuracy, means(strategy, judged)[1], seconds))
+        times = np.subtract((time.perf_counter(), *strategy.time_spent()), begin).tolist()
+        for x, y in tests:
+            strategy.run(score, args=(model, metrics[2], x, y))
+        history.append(Epoch(number, *(metric.result() for metric in metrics), *times))
+        for metric in metrics:
+            metric.reset_state()
         progress.say(line(history[-1], settings.epochs))
     final = mlp.Parameters(*(variable.numpy() for variable in model))
     return Result(final, history, history[-1].test_accuracy)
@@ -165,18 +149,7 @@ def line(epoch: Epoch, epochs: int) -> str:
 
 def on_first(strategy: mpistrat.Strategy, fn: Callable[..., None], *args: Any) -> None:
     """Call a function on replica 0 only; what it raises there is raised on every rank."""
-
-    def body() -> None:
-        if is_first():
-            fn(*args)
-
-    strategy.run(body)
-
-
-def is_first() -> bool:
-    """Tell whether this is replica 0; replica code."""
-    context: Any = mpistrat.get_replica_context()
-    return bool(context.replica_id_in_sync_group == 0)
+    strategy.run(lambda: fn(*args) if strategy.rank == 0 else None)
 
 
 def require() -> None:
@@ -191,27 +164,25 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _options(argv: Sequence[str] | None) -> tuple[Settings, str]:
+def _settings(argv: Sequence[str] | None) -> Settings:
     parser = argparse.ArgumentParser(
         prog="python -m mpistrat.examples.digits",
         description="Train a classifier of handwritten digits, on one rank or on many.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    usual = Settings()
-    parser.add_argument("--epochs", type=_count, default=usual.epochs, help="times over the images")
-    parser.add_argument("--batch", type=_count, default=usual.batch, help="images in a whole batch")
-    parser.add_argument("--seed", type=int, default=usual.seed, help="of test set, start and order")
-    parser.add_argument("--lr", type=float, default=usual.lr, help="learning rate at the beginning")
-    parser.add_argument("--hidden", type=_count, default=usual.hidden, help="hidden units")
-    parser.add_argument("--output", default="digits.png", help="where the picture goes")
-    options = vars(parser.parse_args(argv))
-    output = options.pop("output")
-    return Settings(**options), output
+    parser.add_argument("--epochs", type=_count, help="times over the images")
+    parser.add_argument("--batch", type=_count, help="images in a whole batch")
+    parser.add_argument("--seed", type=int, help="of test set, start and order")
+    parser.add_argument("--lr", type=float, help="learning rate at the beginning")
+    parser.add_argument("--hidden", type=_count, help="hidden units")
+    parser.add_argument("--output", help="where the picture goes")
+    parser.set_defaults(**Settings()._asdict())
+    return Settings(**vars(parser.parse_args(argv)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; return its exit code, the same on every rank."""
-    settings, output = _options(argv)
+    settings = _settings(argv)
     strategy = mpistrat.MirroredStrategy()
     try:
         strategy.run(require)
@@ -224,22 +195,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     steps = settings.epochs * math.ceil(TRAINING / settings.batch)
     # One thread per rank: matrices this small gain nothing from more, and where several ranks share
     # the cores, threads that wait for one another make every product many times slower.
-    with threadpool_limits(1), ProgressBar(steps, strategy.run(is_first).local) as progress:
+    with threadpool_limits(1), ProgressBar(steps, strategy.rank == 0) as progress:
         result = train(strategy, settings, progress)
-    on_first(strategy, report, result, strategy.num_replicas_in_sync, output)
+    on_first(strategy, report, result, settings, strategy.num_replicas_in_sync)
     return 0
 
 
-def report(result: Result, ranks: int, output: str) -> None:
+def report(result: Result, settings: Settings, ranks: int) -> None:
     """Draw the curves and print the summary."""
     title = f"Handwritten digits: test accuracy {result.accuracy:.4f}, ranks: {ranks}"
-    draw(result.history, title, output)
+    draw(result.history, title, settings.output)
     # The median, because the first epoch also waits for what is loaded or compiled on first use.
-    rate = TRAINING / statistics.median(epoch.seconds for epoch in result.history)
-    print(f"test accuracy        {result.accuracy:.4f}")
-    print(f"examples per second  {rate:,.0f} (median epoch)")
-    print(f"ranks                {ranks}")
-    print(f"picture              {output}", flush=True)
+    epoch = sorted(result.history, key=lambda epoch: epoch.seconds)[len(result.history) // 2]
+    waiting, communicating = epoch.waiting / epoch.seconds, epoch.communicating / epoch.seconds
+    few = f"{settings.batch} images are too few to share; --batch {ENOUGH} scales"
+    many = "make a step quicker, where each has a core"
+    print(
+        f"test accuracy        {result.accuracy:.4f}",
+        f"examples per second  {TRAINING / epoch.seconds:,.0f} (median epoch)",
+        f"computing            {1 - waiting - communicating:.0%} of a step (rank 0)",
+        f"waiting              {waiting:.0%}, for other ranks",
+        f"communicating        {communicating:.0%}",
+        f"ranks                {ranks}",
+        f"more ranks           {few if settings.batch < ENOUGH else many}",
+        f"picture              {settings.output}",
+        sep="\n",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -166,3 +167,22 @@ def test_what_was_freed_leaves_nothing_open(world):
     # Each kept one descriptor and more, and 4 MB; others come and go by one or two meanwhile.
     assert now < files + 6
     assert held < kib + 16_000
+
+
+def test_time_spent_tells_who_waited(world):
+    strategy = ms.MirroredStrategy()
+    for _ in range(20):  # so that it is known what a handshake takes
+        total(strategy)
+    before, start = np.array(strategy.time_spent()), time.perf_counter()
+    if world.rank == world.size - 1:
+        while time.perf_counter() - start < 0.05:
+            pass
+    total(strategy)
+    took = time.perf_counter() - start
+    waited, communicated = strategy.time_spent() - before
+    assert min(waited, communicated) >= 0
+    assert waited + communicated < took
+    if world.size == 1:
+        assert strategy.time_spent() == (0, 0)
+    elif world.rank < world.size - 1:
+        assert waited > 0.02

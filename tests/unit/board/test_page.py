@@ -168,3 +168,22 @@ def test_a_reader_beside_a_busy_writer_sees_whole_states(tmp_path):
                 seen.add(entry.key)
         writer.kill()
     assert len(seen) > 10
+
+
+def test_what_handshakes_take_beyond_the_shortest_one_is_waiting():
+    times = iter([0, 10, 20, 24, 30, 40, 47, 50, 60, 70])
+    slot = new(1).slot(0, lambda: next(times))
+    slot.enter(1, "")
+    slot.leave()  # 10: nothing shorter is known
+    assert slot.spent() == (0, 10)
+    slot.enter(2, "")
+    slot.leave()  # 4
+    assert slot.spent() == (0, 14)
+    slot.enter(3, "")
+    slot.leave()  # 10, of which 4 is what it takes
+    assert slot.spent() == (6, 18)
+    slot.resume()
+    slot.leave()  # a part of 3: data move
+    assert slot.spent() == (6, 21)
+    slot.leave()  # and no call is left twice
+    assert slot.spent() == (6, 21)

@@ -44,6 +44,8 @@ def test_mappings_sequences_and_objects():
     assert names(a=SimpleNamespace(b=v, c=3)) == ["a/b"]
     assert names(m=Model()) == ["m/layers/0/w", "m/layers/1/w"]
     assert names(a=v, b=None) == ["a"]
+    loss = SimpleNamespace(loss=ms.metrics.Mean())
+    assert names(m=loss) == ["m/loss/count", "m/loss/total"]
 
 
 class Slotted:

@@ -203,12 +203,14 @@ def test_one_rank_prints_plain_lines_and_writes_the_picture(ranks, tmp_path):
     lines = done.stdout.splitlines()
     assert [line.split("   ")[0] for line in lines[:2]] == ["epoch 1 of 2", "epoch 2 of 2"]
     assert [re.split("  +", line)[0] for line in lines[2:]] == [
-        "test accuracy",
-        "examples per second",
-        "ranks",
-        "picture",
+        *("test accuracy", "examples per second", "computing", "waiting", "communicating"),
+        *("ranks", "more ranks", "picture"),
     ]
-    assert lines[4].split() == ["ranks", str(ranks or 1)]
+    shares = [int(re.search(r" (\d+)%", line)[1]) for line in lines[4:7]]
+    assert sum(shares) in range(98, 103)
+    assert (shares == [100, 0, 0]) == (ranks is None)
+    assert lines[7].split() == ["ranks", str(ranks or 1)]
+    assert lines[8].endswith("64 images are too few to share; --batch 512 scales")
     assert not CONTROL.search(done.stdout + done.stderr)
     assert "step" not in done.stderr  # the bar's unit
     assert [path.name for path in tmp_path.iterdir()] == ["digits.png"]

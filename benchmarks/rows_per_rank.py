@@ -1,0 +1,72 @@
+"""How much of a training step is arithmetic, with fewer and fewer rows on a rank?
+
+Run it with ``python benchmarks/rows_per_rank.py``. It trains the language model of the examples on
+one rank, and gives the CPU time of forward and backward pass, and of all else: handshakes, metric,
+and the update. More ranks have fewer rows each, and the same `all else` with its waiting on top, so
+the last column is the most that so many ranks can gain.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import mpistrat as ms
+from mpistrat.examples import text, text_model
+
+WHOLE = 32  # pieces of 128 symbols
+
+
+def measured(trainer: text.Trainer, pieces: Any, rows: int, steps: int) -> tuple[float, float]:
+    """Return the CPU time of the arithmetic of a step and of all else, as medians."""
+    strategy, arithmetic, whole = trainer.strategy, [], []
+    real = text_model.gradients
+
+    def timed(*args: Any) -> Any:
+        begin = time.process_time()
+        losses = real(*args)
+        arithmetic.append(time.process_time() - begin)
+        return losses
+
+    dataset = ms.Dataset(pieces).batch(rows).take(steps)
+    text_model.gradients = timed
+    try:
+        for batch in strategy.experimental_distribute_dataset(dataset):
+            begin = time.process_time()
+            trainer.learn([batch], text.ProgressBar(0, shown=False))
+            whole.append(time.process_time() - begin)
+    finally:
+        text_model.gradients = real
+    others = [w - a for w, a in zip(whole, arithmetic, strict=True)]
+    return statistics.median(arithmetic), statistics.median(others)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a small model, a few steps")
+    quick = parser.parse_args().quick
+    settings = text.TextSettings(accumulate=1)
+    if quick:
+        settings = settings._replace(channels=8, layers=2, length=16)
+    strategy = ms.OneDeviceStrategy("cpu")
+    pieces = text.read(strategy, ["argparse", "typing"], settings.length)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = text.Trainer(strategy, settings, Path(folder))
+        measured(trainer, pieces, 1, 2)  # compiles what is compiled
+        print(
+            f"{'pieces':>6} {'ranks':>5} {'arithmetic ms':>13} {'all else ms':>11} {'at most x':>9}"
+        )
+        base = 0.0
+        for ranks in (1, 2, 4, 8, 16, 32):
+            found = measured(trainer, pieces, WHOLE // ranks, 2 if quick else 16)
+            base = base or sum(found)
+            shown = f"{1e3 * found[0]:13.1f} {1e3 * found[1]:11.1f} {base / sum(found):9.1f}"
+            print(f"{WHOLE // ranks:6} {ranks:5} {shown}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

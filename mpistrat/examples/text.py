@@ -1,0 +1,358 @@
+"""Trains a language model on the source text of Python's standard library, and lets it write.
+
+    python -m mpistrat.examples.text
+    mpistrat run -n 2 -m mpistrat.examples.text --output run
+
+All that a longer training run wants is here: schedule, clipping, accumulation, a moving average of
+the weights, evaluation, early stopping, and checkpoints. Who starts it again with the same output
+directory goes on where the last start stopped, at any number of ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import mpistrat as ms
+from mpistrat.examples import text_model
+from mpistrat.examples.curves import draw_losses
+from mpistrat.examples.progress import ProgressBar
+
+__all__ = [
+    "HELD_OUT",
+    "TRAINING",
+    "TextResult",
+    "TextSettings",
+    "decoded",
+    "encoded",
+    "main",
+    "train",
+]
+
+TRAINING = (
+    *("argparse", "ast", "base64", "bdb", "cmd", "collections", "configparser", "contextlib"),
+    *("copy", "csv", "dataclasses", "difflib", "dis", "doctest", "enum", "fileinput", "fractions"),
+    *("ftplib", "functools", "gettext", "gzip", "hashlib", "heapq", "imaplib", "inspect"),
+    *("ipaddress", "mailbox", "mimetypes", "optparse", "pdb", "pickle", "pickletools", "platform"),
+    *("plistlib", "poplib", "pprint", "profile", "pstats", "pydoc", "queue", "random", "sched"),
+    *("selectors", "shelve", "shutil", "smtplib", "socket", "socketserver", "ssl", "statistics"),
+    *("subprocess", "tarfile", "tempfile", "threading", "timeit", "tokenize", "trace"),
+    *("traceback", "typing", "uuid", "weakref", "webbrowser", "zipapp"),
+)
+HELD_OUT = ("calendar", "glob", "numbers", "shlex", "textwrap")
+INDENT = "\x7f"  # four spaces, as one symbol: the model would lose count of single ones
+SYMBOLS = 97  # the end of a line, printable ASCII, and INDENT
+NEEDED = ("matplotlib", "tqdm")
+BEGIN = "def "  # of the text that the model writes
+
+
+class TextSettings(NamedTuple):
+    """What a user may choose; `MEANINGS` says what each is."""
+
+    steps: int = 600
+    batch: int = 32
+    accumulate: int = 2
+    length: int = 128
+    channels: int = 128
+    layers: int = 7
+    lr: float = 4e-3
+    every: int = 50
+    patience: int = 4
+    seed: int = 0
+    dtype: str = "float32"
+
+
+MEANINGS = {
+    "steps": "updates of the weights",
+    "batch": "pieces of text in a global batch",
+    "accumulate": "batches that make an update",
+    "length": "symbols in a piece of text",
+    "channels": "width of the model",
+    "layers": "of the model; n of them see the last 2^n symbols",
+    "lr": "largest learning rate, after a tenth of the steps; it ends at a hundredth of it",
+    "every": "updates between two evaluations; after each, a checkpoint is saved",
+    "patience": "evaluations without a new lowest loss after which training stops",
+    "seed": "of the first weights, the order of the pieces and the text that is written",
+    "dtype": "of the weights: float32 or float64",
+}
+KINDS = {"lr": float, "seed": int, "dtype": str}  # others are counts
+
+
+class TextResult(NamedTuple):
+    """What training came to.
+
+    Attributes:
+      weights: The moving average of the parameters, NumPy arrays, on every rank the same.
+      history: A row per evaluation: updates until then, training loss since the last evaluation,
+        loss on the held-out text; losses are nats per symbol.
+      rate: Symbols per second that all ranks together have trained on; a median, 0 if there was
+        nothing to do.
+    """
+
+    weights: dict[str, Any]
+    history: Any
+    rate: float
+
+
+def encoded(text: str) -> Any:
+    r"""Return the numbers of the symbols of a text, uint8.
+
+    Example:
+      >>> encoded("a = 1\n")
+      array([66,  1, 30,  1, 18,  0], dtype=uint8)
+      >>> decoded(encoded("    é\n"))
+      '    ?\n'
+    """
+    plain = text.expandtabs().replace(" " * 4, INDENT).encode("ascii", "replace")
+    return np.clip(np.frombuffer(plain, np.uint8), 31, 127) - np.uint8(31)
+
+
+def decoded(symbols: Iterable[int]) -> str:
+    """Return the text that numbers of symbols stand for."""
+    text = "".join(chr(symbol + 31) if symbol else "\n" for symbol in symbols)
+    return text.replace(INDENT, " " * 4)
+
+
+def source(module: str) -> Any:
+    """Return the source text of a module, as numbers of symbols.
+
+    Raises:
+      ImportError: There is no such module, or not its source.
+    """
+    spec = importlib.util.find_spec(module)
+    loader: Any = spec.loader if spec else None
+    text = loader.get_source(module) if hasattr(loader, "get_source") else None
+    if text is None:
+        raise ImportError(
+            f"This example reads the source text of Python's module {module!r}, which "
+            f"{sys.executable} does not have. Use a Python with the source of its whole standard "
+            "library."
+        )
+    return encoded(text)
+
+
+def read(strategy: ms.Strategy, modules: Sequence[str], length: int) -> Any:
+    """Return the text of modules, cut into pieces: (pieces, length + 1), uint8.
+
+    Each piece begins with the last symbol of the one before it, because the model is asked for the
+    symbol that follows.
+
+    Collective: that all ranks have read the same text is proved; another version of Python on one
+    rank is an error on all.
+    """
+    texts: dict[str, Any] = {}
+    strategy.run(lambda: texts.update({module: source(module) for module in modules}))
+    strategy.check_same(texts)
+    whole = np.concatenate(list(texts.values()))
+    begins = np.arange(0, len(whole) - length, length)
+    return whole[begins[:, None] + np.arange(length + 1)]
+
+
+def is_stale(losses: Any, patience: int) -> bool:
+    """Tell whether the best loss is so many evaluations ago that training is to stop.
+
+    Example:
+      >>> is_stale([3.0, 2.0, 2.5], 2), is_stale([3.0, 2.0, 2.5, 2.1], 2), is_stale([], 2)
+      (False, True, False)
+    """
+    return len(losses) > 0 and len(losses) - 1 - int(np.argmin(losses)) >= patience
+
+
+class Trainer:
+    """The model with all that its training needs and changes, as variables of a strategy.
+
+    Collective: making it is, and so are its methods but `rows`.
+
+    Args:
+      strategy: On whose replicas.
+      settings: The same on all ranks.
+      directory: Where checkpoints are; if there is one, the newest is restored.
+    """
+
+    def __init__(self, strategy: ms.Strategy, settings: TextSettings, directory: Path):
+        """Create the variables, and restore them."""
+        self.strategy, self.settings = strategy, settings
+        chosen = (settings.channels, settings.layers, settings.seed, settings.dtype)
+        evaluations = -(-settings.steps // settings.every)
+        with strategy.scope():
+            self.model = {
+                name: ms.Variable(value, name=name)
+                for name, value in text_model.initial(SYMBOLS, *chosen).items()
+            }
+            self.history = ms.Variable(np.full((evaluations, 3), np.nan), name="history")
+            self.loss = ms.metrics.Mean(name="loss")
+        warm = max(settings.steps // 10, 1)
+        fall = ms.optim.Cosine(settings.lr, max(settings.steps - warm, 1), settings.lr / 100)
+        self.optimizer = ms.optim.AdamW(
+            ms.optim.WarmUp(fall, warm),
+            weight_decay=0.05,
+            groups=[ms.optim.Group("*bias*", weight_decay=0.0)],
+            clip=ms.optim.ClipByGlobalNorm(1.0),
+            accumulate=settings.accumulate,
+            ema=0.98,
+        )
+        self.optimizer.build(self.model.values())
+        self.gradients = strategy.gradient_buffers(self.model)
+        saved = ms.Checkpoint(model=self.model, optimizer=self.optimizer, history=self.history)
+        # The best one is among these: training stops before it would have to go.
+        self.manager = ms.CheckpointManager(saved, directory, max_to_keep=settings.patience + 1)
+        self.manager.restore_or_initialize()
+
+    @property
+    def done(self) -> int:
+        """How many updates were made, in all starts together."""
+        return int(self.optimizer.iterations)
+
+    def rows(self) -> Any:
+        """Return the history until now."""
+        return self.history.numpy()[: -(-self.done // self.settings.every)]
+
+    def learn(self, batches: Iterable[Any], progress: ProgressBar) -> float:
+        """Train on global batches, and return the mean of their losses."""
+        self.loss.reset_state()
+        for batch in batches:
+            self.strategy.run(self._step, args=(batch,))
+            progress.step()
+        return float(self.loss.result())
+
+    def judge(self, batches: Iterable[Any]) -> float:
+        """Return the mean loss of the averaged weights."""
+        self.loss.reset_state()
+        average = {name: self.optimizer.average(value) for name, value in self.model.items()}
+        for batch in batches:
+            self.strategy.run(self._score, args=(average, batch))
+        return float(self.loss.result())
+
+    def save(self, *figures: float) -> None:
+        """Add a row to the history, and save a checkpoint."""
+        rows = self.history.numpy().copy()
+        rows[(self.done - 1) // self.settings.every] = (self.done, *figures)
+        self.history.assign(rows)
+        self.manager.save()
+
+    def best(self) -> dict[str, Any]:
+        """Return the averaged weights that had the lowest loss, and forget later ones."""
+        losses = self.rows()[:, 2]
+        back = len(losses) - int(np.argmin(losses))
+        if back > 1:
+            self.manager.checkpoint.restore(self.manager.checkpoints[-back])
+        return {name: self.optimizer.average(v).numpy() for name, v in self.model.items()}
+
+    def _step(self, batch: Any) -> None:
+        """Learn from this replica's part of a batch, which may be empty; replica code."""
+        weights = {name: np.asarray(value) for name, value in self.model.items()}
+        loss = text_model.gradients(weights, batch[:, :-1], batch[:, 1:], self.gradients)
+        self.loss.update_state(loss)
+        pairs = [(self.gradients[name], value) for name, value in self.model.items()]
+        self.optimizer.apply_gradients(pairs, weight=len(batch))
+
+    def _score(self, model: Any, batch: Any) -> None:
+        """Judge this replica's part of a batch; replica code."""
+        weights = {name: np.asarray(value) for name, value in model.items()}
+        self.loss.update_state(text_model.losses(weights, batch[:, :-1], batch[:, 1:]))
+
+
+def train(
+    strategy: ms.Strategy,
+    settings: TextSettings,
+    directory: Path,
+    progress: ProgressBar | None = None,
+) -> TextResult:
+    """Train on all replicas of `strategy`, or go on with what is saved in `directory`.
+
+    Collective: all ranks call it, with the same settings.
+    """
+    progress = progress or ProgressBar(0, shown=False)
+    pieces = ms.Dataset(read(strategy, TRAINING, settings.length))
+    tests = ms.Dataset(read(strategy, HELD_OUT, settings.length)).batch(settings.batch)
+    trainer, rates = Trainer(strategy, settings, directory), []
+    calls = trainer.done * settings.accumulate
+    endless = pieces.shuffle(seed=settings.seed).repeat().batch(settings.batch)
+    batches = iter(strategy.experimental_distribute_dataset(endless.skip(calls)))
+    tests = strategy.experimental_distribute_dataset(tests)
+    while (done := trainer.done) < settings.steps:
+        if is_stale(trainer.rows()[:, 2], settings.patience):
+            break
+        calls = min(settings.every, settings.steps - done) * settings.accumulate
+        begin = time.perf_counter()
+        learned = trainer.learn(itertools.islice(batches, calls), progress)
+        seconds = time.perf_counter() - begin
+        rates.append(calls * settings.batch * settings.length / seconds)
+        trainer.save(learned, trainer.judge(tests))
+        progress.say(line(trainer.rows()[-1], settings.steps, rates[-1]))
+    rows = trainer.rows()
+    return TextResult(trainer.best(), rows, statistics.median(rates or [0.0]))
+
+
+def line(row: Any, steps: int, rate: float) -> str:
+    """Return what is printed about one evaluation."""
+    done, learned, held_out = row
+    return (
+        f"update {int(done):{len(str(steps))}} of {steps}   training loss {learned:.4f}   "
+        f"held-out loss {held_out:.4f}   {rate:,.0f} symbols/s"
+    )
+
+
+def _count(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"wanted 1 or more, got {text}")
+    return int(text)
+
+
+def _options(argv: Sequence[str] | None) -> tuple[TextSettings, Path]:
+    parser = argparse.ArgumentParser(
+        prog="python -m mpistrat.examples.text",
+        description="Train a language model on Python's source text, on one rank or on many.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    for name, usual in TextSettings()._asdict().items():
+        kind = KINDS.get(name, _count)
+        parser.add_argument(f"--{name}", type=kind, default=usual, help=MEANINGS[name])
+    parser.add_argument("--output", type=Path, default="text", help="directory of what is written")
+    options = vars(parser.parse_args(argv))
+    output = options.pop("output")
+    return TextSettings(**options), output
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program; return its exit code, the same on every rank."""
+    settings, output = _options(argv)
+    strategy = ms.MirroredStrategy()
+    strategy.run(require)
+    with ProgressBar(settings.steps * settings.accumulate, strategy.rank == 0) as progress:
+        result = train(strategy, settings, output, progress)
+    told = (result, settings, strategy.num_replicas_in_sync, output / "curve.png")
+    strategy.run(lambda: report(*told) if strategy.rank == 0 else None)  # fails on all, if it does
+    return 0
+
+
+def require() -> None:
+    """Raise ImportError unless what the end of the program needs is installed here."""
+    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+        names = " and ".join(missing)
+        raise ImportError(f"This example needs {names}: pip install 'mpistrat[examples]'")
+
+
+def report(result: TextResult, settings: TextSettings, ranks: int, picture: Path) -> None:
+    """Draw the curve, let the model write, and print the summary."""
+    best = result.history[:, 2].min()
+    draw_losses(result.history, f"Python's source text: held-out loss {best:.3f}", picture)
+    text = text_model.generate(result.weights, encoded(BEGIN), 600, settings.seed)
+    print(f"\n{decoded(text)}\n")
+    print(f"held-out loss       {best:.4f} nats per symbol")
+    print(f"symbols per second  {result.rate:,.0f} (median)")
+    print(f"ranks               {ranks}")
+    print(f"picture             {picture}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,161 @@
+"""A language model of symbols in plain NumPy: gated causal convolutions, forward and backward.
+
+Every layer looks at the symbol before it and at one that lies 1, 2, 4, ... symbols further back, so
+`layers` of them see the last ``2**layers`` symbols (van den Oord and others, "WaveNet", 2016;
+Dauphin and others, "Language modeling with gated convolutional networks", 2017). Nothing here knows
+of replicas. Every function takes any number of rows, none included, because a short last batch
+leaves some replicas without rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Parameters", "generate", "gradients", "initial", "losses"]
+
+Array: TypeAlias = NDArray[Any]
+Parameters: TypeAlias = Mapping[str, Any]  # arrays, variables or gradients, by name
+
+
+def initial(
+    symbols: int, channels: int, layers: int, seed: int, dtype: str = "float32"
+) -> dict[str, Array]:
+    """Return random parameters to begin with.
+
+    Weights are normal with variance 1 / inputs, but those of the output are a tenth of that size,
+    so that all symbols are equally likely at first; biases are 0.
+
+    Example:
+      >>> {name: value.shape for name, value in initial(96, 8, 1, seed=0).items()}
+      {'embedding': (96, 8), 'layer_0/weights': (16, 16), 'layer_0/bias': (16,),
+      'output/weights': (8, 96), 'output/bias': (96,)}
+    """
+    rng = np.random.default_rng(seed)
+
+    def normal(inputs: int, outputs: int, scale: float) -> Array:
+        return (scale * rng.standard_normal((inputs, outputs))).astype(dtype)
+
+    made = {"embedding": normal(symbols, channels, 1.0)}
+    for layer in range(layers):
+        made[f"layer_{layer}/weights"] = normal(2 * channels, 2 * channels, (2 * channels) ** -0.5)
+        made[f"layer_{layer}/bias"] = np.zeros(2 * channels, dtype)
+    made["output/weights"] = normal(channels, symbols, 0.1 * channels**-0.5)
+    made["output/bias"] = np.zeros(symbols, dtype)
+    return made
+
+
+def _layers(parameters: Parameters) -> list[tuple[int, str]]:
+    """Return how far back each layer looks, and what the names of its parameters begin with."""
+    return [(2**layer, f"layer_{layer}") for layer in range((len(parameters) - 3) // 2)]
+
+
+def _forward(parameters: Parameters, x: Array) -> tuple[Array, Array, list[Any]]:
+    """Return logarithms of probabilities, the last hidden values, and what each layer worked with.
+
+    All have one row per symbol, those of the first row of `x` first, so that products of matrices
+    are few and large.
+    """
+    (rows, length), channels = x.shape, parameters["embedding"].shape[1]
+    hidden = parameters["embedding"][x.reshape(-1)]
+    kept: list[Any] = []
+    for back, name in _layers(parameters):
+        both = np.zeros((rows, length, 2, channels), hidden.dtype)
+        both[:, :, 0] = hidden.reshape(rows, length, channels)
+        both[:, back:, 1] = both[:, :-back, 0]  # what lies before the first symbol is 0
+        both = both.reshape(rows * length, 2 * channels)
+        mixed = both @ parameters[f"{name}/weights"]
+        mixed += parameters[f"{name}/bias"]
+        value, gate = np.split(mixed, 2, axis=1)
+        gate = 0.5 * np.tanh(0.5 * gate) + 0.5
+        kept.append((both, value, gate))
+        hidden = hidden + value * gate
+    scores = hidden @ parameters["output/weights"] + parameters["output/bias"]
+    scores -= scores.max(axis=1, keepdims=True)
+    scores -= np.log(np.exp(scores).sum(axis=1, keepdims=True))
+    return scores, hidden, kept
+
+
+def losses(parameters: Parameters, x: Array, y: Array) -> Array:
+    """Return the cross-entropy of every row: the mean over its symbols, in nats.
+
+    Args:
+      parameters: Arrays, as of `initial`.
+      x: (rows, length), numbers of symbols.
+      y: (rows, length), the symbols that follow them.
+
+    Returns:
+      (rows,), of the dtype of the parameters.
+    """
+    return _judge(_forward(parameters, x)[0], y)
+
+
+def _judge(logs: Array, y: Array) -> Array:
+    found = np.take_along_axis(logs, y.reshape(-1, 1).astype(np.intp), axis=1)
+    loss: Array = -found.reshape(y.shape).mean(axis=1)
+    return loss
+
+
+def gradients(parameters: Parameters, x: Array, y: Array, out: Parameters) -> Array:
+    """Write the gradient of the mean of `losses` into `out`, and return the losses.
+
+    The gradient of no rows is 0; in a weighted mean over replicas its weight is 0 as well.
+
+    Args:
+      parameters: Arrays, as of `initial`.
+      x: As in `losses`.
+      y: As in `losses`.
+      out: An array like each of the parameters.
+    """
+    (rows, length), channels = x.shape, parameters["embedding"].shape[1]
+    logs, hidden, kept = _forward(parameters, x)
+    loss = _judge(logs, y)
+    by_score = np.exp(logs)
+    by_score[np.arange(y.size), y.reshape(-1)] -= 1.0
+    by_score /= max(y.size, 1)
+    _linear(hidden, by_score, "output", out)
+    by_hidden = by_score @ parameters["output/weights"].T
+    for (back, name), (both, value, gate) in reversed(
+        list(zip(_layers(parameters), kept, strict=True))
+    ):
+        by_mixed = np.empty_like(both)
+        np.multiply(by_hidden, gate, out=by_mixed[:, :channels])
+        np.multiply(by_mixed[:, :channels], value * (1.0 - gate), out=by_mixed[:, channels:])
+        _linear(both, by_mixed, name, out)
+        by_both = (by_mixed @ parameters[f"{name}/weights"].T).reshape(rows, length, 2, channels)
+        by_hidden = by_hidden.reshape(rows, length, channels) + by_both[:, :, 0]
+        by_hidden[:, :-back] += by_both[:, back:, 1]
+        by_hidden = by_hidden.reshape(rows * length, channels)
+    ones = np.eye(len(parameters["embedding"]), dtype=by_hidden.dtype)[x.reshape(-1)]
+    np.matmul(ones.T, by_hidden, out=out["embedding"])
+    return loss
+
+
+def _linear(inputs: Array, by_output: Array, name: str, out: Parameters) -> None:
+    np.matmul(inputs.T, by_output, out=out[f"{name}/weights"])
+    np.sum(by_output, axis=0, out=out[f"{name}/bias"])
+
+
+def generate(
+    parameters: Parameters, begin: Array, length: int, seed: int, temperature: float = 0.7
+) -> Array:
+    """Return `begin` and `length` more symbols, each drawn by what the model expects there.
+
+    Args:
+      parameters: Arrays, as of `initial`.
+      begin: (symbols,), at least one.
+      length: How many more.
+      seed: Of the draws.
+      temperature: Logarithms of probabilities are divided by it: below 1, likely symbols become
+        likelier.
+    """
+    rng, sees = np.random.default_rng(seed), 2 ** len(_layers(parameters))
+    text = list(begin)
+    for _ in range(length):
+        logs = _forward(parameters, np.array([text[-sees:]]))[0][-1].astype(np.float64)
+        chances = np.exp(logs / temperature)
+        text.append(rng.choice(len(chances), p=chances / chances.sum()))
+    return np.array(text)
