@@ -49,11 +49,12 @@ class _Words:
     def __init__(self, addresses: Array):
         first, last = int(addresses.min()), int(addresses.max())
         room = (ctypes.c_uint64 * ((last - first) // _WORD + 1)).from_address(first)
-        self._all = np.frombuffer(room, np.uint64)
+        self._all: Array = np.frombuffer(memoryview(room), np.uint64)
         self._where = (addresses - first) // _WORD
 
     def read(self) -> Array:
-        return self._all.take(self._where)
+        found: Array = self._all.take(self._where)
+        return found
 
 
 def _items(leaves: list[Array]) -> bytes:

@@ -129,7 +129,7 @@ def worth_a_place(nbytes: int, leaves: int) -> bool:
 
 def put(results: list[Array], outs: Sequence[Array] | None) -> list[Array]:
     """Return the results, in `outs` if they are given."""
-    if outs is None:
+    if outs is None or outs is results:
         return results
     for out, result in zip(outs, results, strict=True):
         if out is not result:

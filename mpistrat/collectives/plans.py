@@ -127,7 +127,7 @@ class Sketch(NamedTuple):
 
 
 class InPlace(NamedTuple):
-    """A call whose arrays all lie in the arena, and are value and out both.
+    """A call whose arrays all lie in the arena, or of one rank, and are value and out both.
 
     Attributes:
       generation: The arena's when this was found out; nothing has come or gone while it is that.
@@ -228,28 +228,30 @@ class Plans:
             found = self._last.get((reduce_op, weighted, kind, len(leaves)))
         except TypeError:  # no operation
             return None
-        if found is None or not self._node.possible:
+        if found is None or self._node.arena.refused:
             return None
         known = found.generation == self._node.arena.generation and found.names(leaves)
         return found if known else None
 
     def in_place(self, key: tuple[Any, ...]) -> InPlace | None:
-        """Return what is known of the arrays of the arena that `key` names, by address."""
-        if not self._node.possible:
+        """Return what is known of the arrays that `key` names, by address."""
+        if self._node.arena.refused:
             return None  # as the general path has it, which other ranks may take
         found = self._places.get(key)
         return found if found and found.generation == self._node.arena.generation else None
 
     def learn_in_place(self, key: tuple[Any, ...], what: Folding, asked: Request) -> None:
-        """Remember where the leaves lie, if all of them lie in the arena."""
+        """Remember where the leaves lie, if all of them lie in the arena, or there is one rank."""
         leaves = asked.leaves
-        homes = self._node.homes(what, leaves, leaves)
-        if homes is None:
+        if self._lockstep.comm.size == 1:
+            placed = Placed("", [], [])
+        elif (homes := self._node.homes(what, leaves, leaves)) is not None:
+            placed = self._node.placed(homes)
+        else:
             return
         if len(self._places) >= _MOST:
             self._places.clear()
             self._last.clear()
-        placed = self._node.placed(homes)
         ids = tuple(map(id, leaves))
         known = InPlace(
             self._node.arena.generation, what, placed, _specs(leaves), ids, Headers(leaves)

@@ -122,7 +122,8 @@ def test_a_buffer_that_was_changed_is_noticed(how, quick, monkeypatch):
     run_ranks(rank, 2)
 
 
-def test_hundreds_of_buffers_are_not_asked_one_by_one(monkeypatch):
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_hundreds_of_buffers_are_not_asked_one_by_one(size, monkeypatch):
     asked, real = [], plans._specs
 
     def rank(comm):
@@ -136,12 +137,24 @@ def test_hundreds_of_buffers_are_not_asked_one_by_one(monkeypatch):
             for b in buffers:
                 b[...] = comm.rank + number
             strategy.run(fold)
-            assert all((b == 1 + 2 * number).all() for b in buffers)
+            total = sum(rank + number for rank in range(size))
+            assert all((b == total).all() for b in buffers)
 
     def counted(leaves):
         asked.append(len(leaves))
         return real(leaves)
 
     monkeypatch.setattr(plans, "_specs", counted)
-    run_ranks(rank, 2)
+    run_ranks(rank, size)
     assert not asked
+
+
+def test_one_rank_folds_nothing_but_a_mean_of_no_examples():
+    strategy = ms.MirroredStrategy()
+    buffers = strategy.buffers([np.empty(3, "f4")] * 400)
+    fold = lambda: ms.get_replica_context().all_reduce("MEAN", buffers, weight=weight, out=buffers)  # noqa: E731
+    for weight in (3, 2.5, 3, 0, 3, 1):
+        for b in buffers:
+            b[...] = weight
+        strategy.run(fold)
+        assert all(np.isnan(b).all() if weight == 0 else (b == weight).all() for b in buffers)
