@@ -203,8 +203,9 @@ class Plans:
 
     def aside(self, plan: Plan | SharedPlan, asked: Request, outs: Sequence[Array]) -> bool:
         """Tell whether a plan may put totals into `outs`: not where they are folded in place."""
-        worth = worth_a_place(plan.nbytes, len(outs))
-        return not worth or outs[0] is not asked.leaves[0] or self._node.arena.home(outs[0]) is None
+        if not worth_a_place(plan.nbytes, len(outs)) or outs[0] is not asked.leaves[0]:
+            return True
+        return self._lockstep.comm.size > 1 and self._node.arena.home(outs[0]) is None
 
     def sketch(self, asked: Request | None, weighted: bool) -> Sketch | None:
         """Return what is known of this request, if anything is."""
