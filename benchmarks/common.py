@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 import mpistrat
-from mpistrat.collectives.folding import SMALL
+from mpistrat.collectives.folding import worth_a_place
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -200,10 +200,13 @@ def path_of(call: Callable[[], Any]) -> str:
     return " + ".join(sorted(met)) or "unknown"
 
 
-def expected(strategy: mpistrat.Strategy, nbytes: int, in_place: bool = False) -> str:
-    """Return the path that an all-reduce is said to take, once its kind was made before."""
+def expected(strategy: mpistrat.Strategy, nbytes: int, in_place: int = 0) -> str:
+    """Return the path that an all-reduce is said to take, once its kind was made before.
+
+    `in_place` is the number of leaves in buffers.
+    """
     lockstep, arena = strategy.parts.lockstep, strategy.parts.reducer.node.arena
-    if in_place and lockstep.comm.size > 1 and nbytes > SMALL:
+    if in_place and lockstep.comm.size > 1 and worth_a_place(nbytes, in_place):
         return "in place"
     if lockstep.fits(nbytes):
         return "small"

@@ -176,6 +176,32 @@ def test_gradients(size, tmp_path):
 
 @alone
 @SIZES
+def test_step(size, tmp_path):
+    """The cases that take neither torch nor scikit-learn; where these are, the others too."""
+    code, rows, text = run("step", size, tmp_path)
+    assert code == 0, text
+    cases = {row["case"] for row in rows}
+    wanted = {"writes", "scope", "small-writes", "adam", "tiny", "fresh", "bits16"}
+    assert wanted | ({"alone"} if size == 1 else set()) <= cases
+    assert all(row["ms"] > 0 for row in rows)
+    assert {row["what"] for row in rows if row["case"] == "scope"} == {
+        "assign",
+        "assign_add",
+        "assign_sub",
+    }
+    assert not any(row["wanted"] for row in rows)  # of small arrays nothing is wanted
+
+
+@alone
+def test_step_measures_what_is_named_and_says_what_is_missing(tmp_path):
+    code, rows, text = run("step", 2, tmp_path, "tiny", "alone")
+    assert code == 0, text
+    assert [(row["case"], row["what"]) for row in rows] == [("tiny", "sum"), ("tiny", "mean")]
+    assert "alone        left out: it is for one rank" in text
+
+
+@alone
+@SIZES
 def test_proof_cost(size, tmp_path):
     code, rows, text = run("proof_cost", size, tmp_path)
     assert code == 0, text

@@ -10,15 +10,17 @@ go with the session. Nothing has a name, so nothing can be left behind, whatever
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from mpistrat.arena.layout import LINE, Layout, Matrix, Place, Specs, lay_out
+from mpistrat.arena.layout import LINE, Layout, Matrix, Place, Specs, lay_out, slices_of
 from mpistrat.arena.nodes import Nodes, find_nodes
 from mpistrat.arena.storage import Storages
 from mpistrat.arrays import Array
 from mpistrat.comm.base import Comm
+from mpistrat.sharedmem.shared import touch
 
 __all__ = ["Arena", "ArenaAddress", "Block"]
 
@@ -119,7 +121,7 @@ class Arena:
     def block(self, specs: Specs) -> list[Array] | None:
         """Make a block for leaves of these ``(dtype, shape)``.
 
-        Collective. Cost: the memory is reserved at once, some 0.25 s per GB.
+        Collective. Cost: the memory is taken at once, some 0.25 s per GB, each rank what it folds.
 
         Returns:
           This rank's arrays, zeroed and writable; None on every rank of the job if some node has
@@ -127,8 +129,8 @@ class Arena:
         """
         node = self.nodes().node
         layout = lay_out(specs, node.size)
-        memory = node.shared(layout.nbytes)
-        if not self._everywhere(memory is not None) or memory is None:
+        memory = self._shared(layout.nbytes, slices_of(node.rank, node.size, layout))
+        if memory is None:
             return None
         self._count += 1
         block = Block(self._count, layout, memory, node.size)
@@ -163,6 +165,17 @@ class Arena:
         self._comm.allreduce(np.array([int(good)]), told, "MIN")
         return bool(told[0])
 
+    def _shared(self, nbytes: int, mine: Iterable[tuple[int, int]]) -> memoryview | None:
+        """Return memory of the node, or None on every rank of the job. Collective.
+
+        Args:
+          nbytes: How many bytes.
+          mine: Those that lie near this rank: what it reads and writes most.
+        """
+        memory = self.nodes().node.shared(nbytes)
+        found = memory is not None and touch(memory, mine)
+        return memory if self._everywhere(found) else None
+
     def has_room(self, nbytes: int) -> bool:
         """Tell whether `scratch` for so many bytes per rank needs no communication."""
         return self._scratch is not None and self._row() >= nbytes
@@ -182,15 +195,19 @@ class Arena:
         row = 1 << max(16, (nbytes - 1).bit_length())
         self._rooms.clear()
         self._scratch = None
-        memory = node.shared(row * (node.size + _RESULTS))
-        self.refused = not self._everywhere(memory is not None)
+        self._scratch = self._rows(row, node.size + _RESULTS)
+        self.refused = self._scratch is None
         if self.refused:
             return False
-        self._scratch = memory
         if self._sides_memory is None and self.nodes().nodes == 1:
-            sides = node.shared(2 * node.size * self._side_row)
-            self._sides_memory = sides if self._everywhere(sides is not None) else None
+            self._sides_memory = self._rows(self._side_row, 2 * node.size)
         return True
+
+    def _rows(self, nbytes: int, count: int) -> memoryview | None:
+        # Whose row it is packs values into it; those of results go round.
+        node = self.nodes().node
+        mine = range(node.rank, count, node.size)
+        return self._shared(nbytes * count, [(row * nbytes, (row + 1) * nbytes) for row in mine])
 
     def turn(self) -> int:
         """Return which of the two result rows is next; called alike on all ranks."""

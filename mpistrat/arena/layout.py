@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["LINE", "Layout", "Matrix", "Place", "Specs", "lay_out"]
+__all__ = ["LINE", "Layout", "Matrix", "Place", "Specs", "lay_out", "slice_of", "slices_of"]
 
 LINE = 64  # bytes of a cache line, and the widest vector unit's alignment
 
@@ -100,3 +100,35 @@ def lay_out(specs: Specs, rows: int) -> Layout:
         matrices.append(Matrix(dtype, width, offset))
         offset += -(-width * dtype.itemsize * rows // LINE) * LINE
     return Layout(tuple(matrices), tuple(places), max(offset, LINE))
+
+
+def slice_of(rank: int, size: int, columns: int, dtype: np.dtype[Any]) -> tuple[int, int]:
+    """Return where the columns that one of `size` ranks folds begin and end.
+
+    They begin on cache lines, so that no two ranks write to one.
+
+    Example:
+      >>> [slice_of(rank, 3, 100, np.dtype("f4")) for rank in range(3)]
+      [(0, 32), (32, 64), (64, 100)]
+    """
+    step = _step(dtype)
+    lines = -(-columns // step)
+    low, high = (min(columns, lines * r // size * step) for r in (rank, rank + 1))
+    return low, high
+
+
+def slices_of(rank: int, size: int, layout: Layout) -> list[tuple[int, int]]:
+    """Return the bytes of a block that are in the columns of one rank, of all rows.
+
+    Example:
+      >>> block = lay_out(((np.dtype("f4"), (100,)),), 2)
+      >>> [slices_of(rank, 2, block) for rank in range(2)]
+      [[(0, 192), (448, 640)], [(192, 448), (640, 896)]]
+    """
+    found = []
+    for dtype, columns, offset in layout.matrices:
+        low, high = slice_of(rank, size, columns, dtype)
+        for row in range(size):
+            start, stop = (offset + (row * columns + one) * dtype.itemsize for one in (low, high))
+            found.append((start, stop))
+    return found

@@ -16,7 +16,7 @@ import numpy as np
 from mpistrat.arena.nodes import Nodes
 from mpistrat.arrays import Array, sealed
 from mpistrat.comm.base import Comm
-from mpistrat.sharedmem.shared import Pages
+from mpistrat.sharedmem.shared import Pages, touch
 
 __all__ = ["LEAST", "NodeStorage", "PrivateStorage", "Storage", "Storages"]
 
@@ -135,6 +135,14 @@ class NodeStorage(Storage):
         """The flat array; one for each storage."""
         return self._flat
 
+    def touch(self) -> bool:
+        """Take the pages of this rank's slice, before anybody writes; tell whether there were any.
+
+        Not collective.
+        """
+        low, high = (self._start + one * self._flat.itemsize for one in self.slice())
+        return touch(self._pages.memory, [(low, high)])
+
     def fill(self, values: Array) -> None:
         """Write all of it; for one rank of the node, before the others look."""
         self._shared[:] = values.reshape(-1)
@@ -220,8 +228,9 @@ class Storages:
         if shared and self._comm.size > 1 and value.nbytes >= LEAST:
             nodes = self._nodes()
             room = self._room(value.nbytes) if nodes.nodes < self._comm.size else None
-            if room is not None:
-                return _filled(NodeStorage(nodes.node, *room, value), nodes, value)
+            storage = None if room is None else NodeStorage(nodes.node, *room, value)
+            if storage is not None and self._agreed(storage.touch()):
+                return _filled(storage, nodes, value)
         self._comm.bcast(value, 0)
         return PrivateStorage(value)
 
@@ -241,9 +250,12 @@ class Storages:
 
     def _pages(self, nbytes: int) -> Pages | None:
         pages = self._nodes().node.pages(nbytes)
-        found = self._everywhere(pages is not None)
+        return pages if self._agreed(pages is not None) else None
+
+    def _agreed(self, found: bool) -> bool:
+        found = self._everywhere(found)
         self.refused = self.refused or not found
-        return pages if found else None
+        return found
 
 
 def _filled(storage: NodeStorage, nodes: Nodes, value: Array) -> NodeStorage:

@@ -17,11 +17,13 @@ from mpistrat.kernels.ops import ReduceOp
 from mpistrat.kernels.scaling import divide
 from mpistrat.lockstep.lockstep import digest_of
 
-__all__ = ["SMALL", "Folding", "put"]
+__all__ = ["SMALL", "Folding", "put", "worth_a_place"]
 
 # Up to so many bytes of a rank are copied into shared memory, wherever they lie: a copy is less
 # than the barrier that ends a fold in place.
 SMALL = 16 * 1024
+# But to copy so many leaves takes longer than the barrier.
+_MANY = 32
 
 
 @final
@@ -68,7 +70,7 @@ class Folding:
     @property
     def worth_a_place(self) -> bool:
         """Whether arrays of the arena are folded where they lie."""
-        return self._placeable and self.nbytes > SMALL
+        return self._placeable and worth_a_place(self.nbytes, len(self.forms))
 
     def but(self, more: str) -> Folding:
         """Return the same call, whose text says more."""
@@ -120,9 +122,14 @@ class Folding:
         return [t.astype(f.result, copy=False) for t, f in zip(totals, self.forms, strict=True)]
 
 
+def worth_a_place(nbytes: int, leaves: int) -> bool:
+    """Tell whether so many leaves, of so many bytes together, are folded where they lie."""
+    return nbytes > (SMALL if leaves < _MANY else 0)
+
+
 def put(results: list[Array], outs: Sequence[Array] | None) -> list[Array]:
     """Return the results, in `outs` if they are given."""
-    if outs is None:
+    if outs is None or outs is results:
         return results
     for out, result in zip(outs, results, strict=True):
         if out is not result:

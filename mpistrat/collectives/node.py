@@ -20,14 +20,14 @@ from typing import Any, cast, final
 import numpy as np
 
 from mpistrat.arena.arena import Arena, ArenaAddress, Block
-from mpistrat.arena.layout import Specs
+from mpistrat.arena.layout import Specs, slice_of
 from mpistrat.arena.storage import Storage
 from mpistrat.arrays import Array
 from mpistrat.collectives.folding import Folding
 from mpistrat.collectives.lanes import fold_between
 from mpistrat.collectives.packs import LIMIT, Pack, fill
 from mpistrat.collectives.results import Results
-from mpistrat.collectives.spans import Packed, Placed, Range, Scales, slice_of, spans_of
+from mpistrat.collectives.spans import Packed, Placed, Range, Scales, spans_of
 from mpistrat.kernels.fold import (
     compile_for,
     compiles,

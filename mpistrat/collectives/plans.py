@@ -16,8 +16,9 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from mpistrat import nest
+from mpistrat.arena.headers import Headers
 from mpistrat.arrays import Array
-from mpistrat.collectives.folding import SMALL, Folding
+from mpistrat.collectives.folding import Folding, worth_a_place
 from mpistrat.collectives.forms import Form
 from mpistrat.collectives.node import NodeFolds
 from mpistrat.collectives.part import Part
@@ -39,6 +40,7 @@ _LEAVES = _NUMBERS | _ARRAYS
 _dtype = operator.attrgetter("dtype")
 _shape = operator.attrgetter("shape")
 _writeable = operator.attrgetter("flags.writeable")
+_as_made = operator.attrgetter("flags.carray")  # without gaps, and to be written to
 
 
 class Request(NamedTuple):
@@ -125,7 +127,7 @@ class Sketch(NamedTuple):
 
 
 class InPlace(NamedTuple):
-    """A call whose arrays all lie in the arena, and are value and out both.
+    """A call whose arrays all lie in the arena, or of one rank, and are value and out both.
 
     Attributes:
       generation: The arena's when this was found out; nothing has come or gone while it is that.
@@ -133,6 +135,7 @@ class InPlace(NamedTuple):
       placed: Where they lie.
       specs: Their dtypes, and their shapes, which a program might change where they are.
       ids: Which objects they are: none has come or gone since.
+      headers: The same once more, for a quick look.
     """
 
     generation: int
@@ -140,16 +143,17 @@ class InPlace(NamedTuple):
     placed: Placed
     specs: tuple[Any, Any]
     ids: tuple[int, ...]
+    headers: Headers
 
-    def names(self, leaves: Sequence[Any]) -> bool:
-        """Tell whether these are its arrays, as they were; there are as many."""
-        # Not by tuples, which would be made and compared for hundreds of leaves in each step.
-        dtypes, shapes = self.specs
-        return (
-            all(map(operator.eq, map(id, leaves), self.ids))
-            and all(map(operator.is_, map(_dtype, leaves), dtypes))
-            and all(map(operator.eq, map(_shape, leaves), shapes))
-        )
+    def names(self, leaves: list[Any]) -> bool:
+        """Tell whether these are its arrays, as they were, and can be written to; as many."""
+        if self.headers.known:
+            return self.headers.same(leaves)
+        return tuple(map(id, leaves)) == self.ids and self.has(leaves)
+
+    def has(self, leaves: list[Array]) -> bool:
+        """Tell whether its arrays are as they were, and can be written to."""
+        return self.specs == _specs(leaves) and all(map(_as_made, leaves))
 
 
 def _as_is(leaf: Any, value: Array, form: Form) -> bool:
@@ -199,46 +203,60 @@ class Plans:
 
     def aside(self, plan: Plan | SharedPlan, asked: Request, outs: Sequence[Array]) -> bool:
         """Tell whether a plan may put totals into `outs`: not where they are folded in place."""
-        same = plan.nbytes > SMALL and outs[0] is asked.leaves[0]
-        return not same or self._node.arena.home(outs[0]) is None
+        if not worth_a_place(plan.nbytes, len(outs)) or outs[0] is not asked.leaves[0]:
+            return True
+        return self._lockstep.comm.size > 1 and self._node.arena.home(outs[0]) is None
 
     def sketch(self, asked: Request | None, weighted: bool) -> Sketch | None:
         """Return what is known of this request, if anything is."""
         return None if asked is None else self._sketches.get((weighted, *asked.key))
 
-    def again(self, reduce_op: Any, weighted: bool, value: Any) -> InPlace | None:
-        """Return what is known of a list or tuple of the arena, if its like was folded last."""
+    def again(
+        self, reduce_op: Any, weighted: bool, value: Any, leaves: list[Any]
+    ) -> InPlace | None:
+        """Return what is known of a list or tuple of the arena, if its like was folded last.
+
+        Args:
+          reduce_op: The fold.
+          weighted: There is a weight.
+          value: Any value.
+          leaves: What is in it, if it is a list or a tuple; nobody else has this list.
+        """
         kind = type(value)
-        if not self._last or (kind is not list and kind is not tuple):
+        if not self._last or not leaves:
             return None
         try:
-            found = self._last.get((reduce_op, weighted, kind, len(value)))
+            found = self._last.get((reduce_op, weighted, kind, len(leaves)))
         except TypeError:  # no operation
             return None
-        if found is None or not self._node.possible:
+        if found is None or self._node.arena.refused:
             return None
-        known = found.generation == self._node.arena.generation and found.names(value)
+        known = found.generation == self._node.arena.generation and found.names(leaves)
         return found if known else None
 
     def in_place(self, key: tuple[Any, ...]) -> InPlace | None:
-        """Return what is known of the arrays of the arena that `key` names, by address."""
-        if not self._node.possible:
+        """Return what is known of the arrays that `key` names, by address."""
+        if self._node.arena.refused:
             return None  # as the general path has it, which other ranks may take
         found = self._places.get(key)
         return found if found and found.generation == self._node.arena.generation else None
 
     def learn_in_place(self, key: tuple[Any, ...], what: Folding, asked: Request) -> None:
-        """Remember where the leaves lie, if all of them lie in the arena."""
+        """Remember where the leaves lie, if all of them lie in the arena, or there is one rank."""
         leaves = asked.leaves
-        homes = self._node.homes(what, leaves, leaves)
-        if homes is None:
+        if self._lockstep.comm.size == 1:
+            placed = Placed("", [], [])
+        elif (homes := self._node.homes(what, leaves, leaves)) is not None:
+            placed = self._node.placed(homes)
+        else:
             return
         if len(self._places) >= _MOST:
             self._places.clear()
             self._last.clear()
-        placed = self._node.placed(homes)
         ids = tuple(map(id, leaves))
-        known = InPlace(self._node.arena.generation, what, placed, _specs(leaves), ids)
+        known = InPlace(
+            self._node.arena.generation, what, placed, _specs(leaves), ids, Headers(leaves)
+        )
         self._places[key] = known
         if asked.kind is not None:
             self._last[(*key[:2], asked.kind, len(leaves))] = known

@@ -118,14 +118,17 @@ class Reducer(Reducing):
     def fold_placed(
         self, what: Folding, placed: Placed, weight: float, weigh: bool, leaves: list[Array]
     ) -> None:
-        """Fold arrays of the arena where they lie, if all is known of them; else as `fold`."""
+        """Fold arrays where they lie, if all is known of them; else as `fold`."""
         header = struct.pack("<d", weight) if what.op is ReduceOp.MEAN else b""
         way = _Way(placed.suffix, header, _nothing)
         self.lockstep.session.kept(Pool).turn()
         with np.errstate(all="ignore"):
             scales, _ = self._prove(what, way, 1, weigh, "")
             try:
-                self.node.fold_placed(what.op, placed, scales)
+                if self.comm.size > 1:
+                    self.node.fold_placed(what.op, placed, scales)
+                else:
+                    put(self._alone(what, leaves, [weight], leaves, scales, []), leaves)
             except Exception as error:
                 lost(self.lockstep, what.text, error)
         moved = self.lockstep.hooks.on_moved
@@ -182,7 +185,8 @@ class Reducer(Reducing):
             finish = functools.partial(self._rode, what, wires, len(header))
             return _Way("", riding, finish, small=True, meets=False)
         if self.comm.size == 1:
-            finish = functools.partial(self._alone, what, values, weights, outs)
+            places = None if outs is None else list(outs)
+            finish = functools.partial(self._alone, what, values, weights, places)
             return _Way("", header, finish, meets=False)
         if not self.node.possible:
             wires = what.wires(values, weights, fresh=weigh)
@@ -202,11 +206,13 @@ class Reducer(Reducing):
         what: Folding,
         values: Sequence[Array],
         weights: Sequence[float],
-        outs: Sequence[Array] | None,
+        outs: list[Array] | None,
         scales: Scales,
         _: list[bytes],
     ) -> list[Array]:
         if scales.table is None and (scales.divisors is None or set(scales.divisors) == {1}):
+            if outs is not None and outs is values:
+                return outs
             dtypes = [form.result for form in what.forms]
             return of_one(values, outs, dtypes, self.lockstep.session.kept(Pool))
         # Sums over several examples; or all weights are 0, and there is no mean.

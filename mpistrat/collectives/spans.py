@@ -20,13 +20,10 @@ __all__ = [
     "Scales",
     "scaled",
     "scales_of",
-    "slice_of",
     "spans_of",
     "total_of",
 ]
 
-# Slices begin on cache lines, so that no two ranks write to one.
-_LINE = 64
 # What is left of a weight that is not 0, so that what it belongs to is read.
 _LEAST = 5e-324
 # Whole numbers up to here are exact in float32.
@@ -100,19 +97,6 @@ def spans_of(pack: Pack, scales: Scales) -> list[Range]:
     if scales.uniform:
         return [Range(0, pack.columns, *scales.of(0))]
     return [Range(p.column, p.column + p.stop - p.start, *scales.of(p.leaf)) for p in pack.pieces]
-
-
-def slice_of(rank: int, size: int, columns: int, dtype: np.dtype[Any]) -> tuple[int, int]:
-    """Return where the columns that one of `size` ranks folds begin and end.
-
-    Example:
-      >>> [slice_of(rank, 3, 100, np.dtype("f4")) for rank in range(3)]
-      [(0, 32), (32, 64), (64, 100)]
-    """
-    step = max(1, _LINE // dtype.itemsize)
-    lines = -(-columns // step)
-    low, high = (min(columns, lines * r // size * step) for r in (rank, rank + 1))
-    return low, high
 
 
 def scaled(table: Array, weigh: bool) -> Array:

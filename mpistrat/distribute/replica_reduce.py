@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -30,8 +29,6 @@ from mpistrat.kernels.ops import ReduceOp
 from mpistrat.sharedmem.pool import Pool
 
 __all__ = ["Call", "all_reduce", "fit", "places", "prepared", "reduce_in_replica", "takes"]
-
-_writeable = operator.attrgetter("flags.writeable")
 
 
 class Call(NamedTuple):
@@ -242,9 +239,10 @@ def _planned(
 
 def _once_more(parts: Parts, reduce_op: Any, value: Any, weight: Any) -> bool:
     """Fold arrays of the arena where they lie, if the very same were folded last. Collective."""
-    known = parts.plans.again(reduce_op, weight is not None, value)
+    leaves = list(value) if type(value) is list or type(value) is tuple else []
+    known = parts.plans.again(reduce_op, weight is not None, value, leaves)
     if known is not None:
-        _placed(parts, known, value, weight)
+        _placed(parts, known, leaves, weight)
     return known is not None
 
 
@@ -263,22 +261,20 @@ def _in_place(parts: Parts, asked: Request, weight: Any) -> bool:
             known = parts.plans.in_place(key)
             if known is None:
                 return False
-        if asked.key[2:] != known.specs:
-            return False
+        if not known.has(asked.leaves):
+            return False  # the general path says what is wrong, if anything is
     except Exception as error:
         parts.lockstep.refuse("all_reduce", error)
     _placed(parts, known, asked.leaves, weight)
     return True
 
 
-def _placed(parts: Parts, known: InPlace, leaves: Sequence[Array], weight: Any) -> None:
+def _placed(parts: Parts, known: InPlace, leaves: list[Array], weight: Any) -> None:
     try:
         number = _weight(known.what.op, weight)
-        if not all(map(_writeable, leaves)):
-            raise ValueError("out: a leaf is read-only, so the result cannot go there.")
     except Exception as error:
         parts.lockstep.refuse("all_reduce", error)
-    parts.reducer.fold_placed(known.what, known.placed, number, weight is not None, list(leaves))
+    parts.reducer.fold_placed(known.what, known.placed, number, weight is not None, leaves)
 
 
 def _again(parts: Parts, asked: Request, sketch: Sketch, weight: Any, out: Any) -> Any:

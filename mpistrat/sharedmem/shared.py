@@ -3,38 +3,44 @@
 The first rank makes an anonymous file (``memfd_create``), the others open it through
 ``/proc/<pid>/fd``. Where that is forbidden, it is a file in shared memory with a random name, which
 is taken away as soon as all have opened it. Where that fails too, nothing is shared.
+
+A page lies on the NUMA node of the core that touches it first. So what ranks work on in slices is
+only given its length by the first rank; then each rank takes the pages of its slice (`touch`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import mmap
 import os
 import secrets
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 from mpistrat.sharedmem.overlay import Overlay
 
-__all__ = ["Pages", "Share", "shared_memory", "shared_pages"]
+__all__ = ["Pages", "Share", "shared_memory", "shared_pages", "touch"]
 
 # From here on larger pages are asked for; they save time when memory is first touched.
 _HUGE = 2 * 1024 * 1024
 # Before Python 3.13 a mapping keeps a duplicate of its descriptor open.
 _NO_DESCRIPTOR: dict[str, bool] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of madvise(2), Linux 5.14; Python has no name for it
+# What it may be for, if ranks `touch` it: it is large, and each has a slice of it.
+_SLICED = ("arena", "copies")
 # Gives the bytes of every rank of the node, in order, for those of this one. Collective.
 Share = Callable[[bytes], list[bytes]]
 
 
 def _memfd(size: int, what: str) -> tuple[int, str]:
     fd = os.memfd_create(f"mpistrat-{what}", os.MFD_CLOEXEC)
-    _reserve(fd, size)
+    _reserve(fd, size, what)
     return fd, f"/proc/{os.getpid()}/fd/{fd}"
 
 
@@ -44,20 +50,21 @@ def _named(size: int, what: str) -> tuple[int, str]:
     path = Path(place, f"mpistrat-{what}-{secrets.token_hex(16)}")
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        _reserve(fd, size)
+        _reserve(fd, size, what)
     except OSError:
         path.unlink()
         raise
     return fd, str(path)
 
 
-def _reserve(fd: int, size: int) -> None:
-    # Only to set the length would end the process with SIGBUS when the memory turns out too small.
+def _reserve(fd: int, size: int, what: str) -> None:
+    # Only to set the length would end the process with SIGBUS when the memory turns out too small;
+    # so the pages are taken here, or by `touch`.
     try:
         if size > _available():
             raise OSError(errno.ENOMEM, f"{size} bytes of memory are more than are free")
         os.ftruncate(fd, size)
-        if size < _HUGE or not _populated(fd, size):
+        if what not in _SLICED or not _populates():
             getattr(os, "posix_fallocate", lambda fd, at, size: None)(fd, 0, size)
     except (OSError, OverflowError):
         os.close(fd)
@@ -80,18 +87,41 @@ def _available() -> float:
     return free
 
 
-def _populated(fd: int, size: int) -> bool:
-    """Take the memory in large pages, or tell that this system has no way to."""
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
+@functools.cache
+def _populates() -> bool:
+    """Tell whether this system takes the pages of a mapping when it is told to."""
+    if sys.platform != "linux":
         return False
-    with mmap.mmap(fd, size) as whole:
-        try:
-            whole.madvise(mmap.MADV_HUGEPAGE)
-            whole.madvise(_POPULATE_WRITE)
-        except OSError as error:
-            if error.errno == errno.EINVAL:
+    with mmap.mmap(-1, mmap.PAGESIZE) as page, contextlib.suppress(OSError):
+        page.madvise(_POPULATE_WRITE)
+        return True
+    return False
+
+
+def touch(memory: memoryview, parts: Iterable[tuple[int, int]]) -> bool:
+    """Take the pages of some bytes, so that they lie near this rank, unless others have them.
+
+    Each rank does it with its own slice, and together with all bytes; before anybody writes. A page
+    with bytes of two ranks is whose it first is.
+
+    Args:
+      memory: All of what `shared_memory` has returned, or other memory, to which nothing is done.
+      parts: First bytes, and those after the last.
+
+    Returns:
+      Whether there was memory. Where the system has no call for it (Linux has since 5.14), the
+      first rank has taken all pages already.
+    """
+    whole = memory.obj
+    if isinstance(whole, mmap.mmap) and _populates():
+        for start, stop in parts:
+            if start == stop:
+                continue
+            first = start // mmap.PAGESIZE * mmap.PAGESIZE
+            try:
+                whole.madvise(_POPULATE_WRITE, first, stop - first)
+            except OSError:
                 return False
-            raise
     return True
 
 
@@ -150,7 +180,7 @@ def _overlay(path: str, size: int) -> Overlay | None:
 
 def _advise(found: mmap.mmap, what: str) -> None:
     advices = ["MADV_HUGEPAGE"] if len(found) >= _HUGE else []
-    if what in ("arena", "copies"):
+    if what in _SLICED:
         # What a forked child wrote to it would be seen by all ranks; so it has none.
         advices.append("MADV_DONTFORK")
     for advice in advices:
@@ -165,6 +195,8 @@ def shared_memory(
     """Return `size` zero bytes that all ranks of the node share, or None on all of them.
 
     Collective: over the ranks of the node.
+
+    Of an arena or of copies no memory is taken yet: each rank has to `touch` its slice first.
 
     Args:
       share: All-gathers bytes over the node.

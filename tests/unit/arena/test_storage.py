@@ -148,3 +148,26 @@ def test_without_memory_each_rank_has_its_own(monkeypatch):
         return kinds, arena.copies.refused
 
     assert run_ranks(rank, 2) == [([PrivateStorage] * 3, True)] * 2
+
+
+@pytest.mark.parametrize("count", [LARGE[0], 70 * LARGE[0]])
+def test_pages_that_one_rank_cannot_take_nobody_gets(count, monkeypatch):
+    monkeypatch.setattr(NodeStorage, "touch", lambda self: self.node.rank != 1)
+
+    def rank(comm):
+        arena = Arena(comm)
+        value = start((count, LARGE[1]), seed=comm.rank)
+        copy = arena.copies.make(value, shared=True)
+        wanted = start((count, LARGE[1]), seed=0)
+        return isinstance(copy, PrivateStorage), arena.copies.refused, (copy.array == wanted).all()
+
+    assert run_ranks(rank, 3) == [(True, True, True)] * 3
+
+
+def test_each_rank_takes_the_pages_of_its_slice(monkeypatch):
+    taken = []
+    monkeypatch.setattr(module, "touch", lambda memory, parts: taken.extend(parts) or True)
+    run_ranks(lambda comm: type(made(comm, start())), 4)
+    ends = [low for low, _ in sorted(taken)], [high for _, high in sorted(taken)]
+    assert ends[0][1:] == ends[1][:-1]
+    assert ends[1][-1] - ends[0][0] == start().nbytes

@@ -1,0 +1,575 @@
+"""The cases of `step.py`: who does what, beside whom, and what is wanted.
+
+A case is a function of the job that returns its peers and figures; its docstring is its line in
+``step.py --list``.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import operator
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from common import Peer, everywhere, gloo, holds, take, timed
+from mpi4py import MPI
+from variables import PSS, pss
+
+import mpistrat as ms
+from mpistrat.optim import passes
+
+# Does the work once, given the number of the repetition: this rank's seconds, and whether what came
+# of it was right.
+Clock = Callable[[int], tuple[float, bool]]
+LARGE = 25_000_000
+TINY = 400
+DIGITS = "the same loop in NumPy"
+SHARED = (2, 3, 4, 6, 8)  # numbers of ranks for which figures of several are wanted
+
+
+class Absent(Exception):
+    """Something that a case needs is not here, or it is none for so many ranks."""
+
+
+class Job:
+    """What cases know of the job.
+
+    Args:
+      comm: Its ranks; mpi4py's communicator.
+      quick: Small arrays are enough.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, quick: bool):
+        """Make the strategy."""
+        self.comm, self.rank, self.size, self.quick = comm, comm.rank, comm.size, quick
+        self.strategy = ms.MirroredStrategy()
+        self.large = 100_000 if quick else LARGE
+
+    def say(self, text: str) -> None:
+        """Print on rank 0."""
+        if self.rank == 0:
+            print(text, flush=True)
+
+    @property
+    def threads(self) -> int:
+        """How many threads a rank has."""
+        team = self.strategy.parts.lockstep.session.team
+        return 1 if team is None else int(team.count)
+
+    def torch(self) -> Any:
+        """Return torch with as many threads, or None if some rank has not got it. Collective."""
+        torch = everywhere(self.comm, "torch")
+        if torch is not None:
+            torch.set_num_threads(self.threads)
+        return torch
+
+    def clock(self, peer: Peer) -> Clock:
+        """Return what measures a peer, of all ranks at once."""
+        return functools.partial(timed, self.comm, peer)
+
+    def lead(self, work: Callable[[int], float]) -> Clock:
+        """Return what measures work that the first rank does alone, and that tells its seconds."""
+
+        def clock(number: int) -> tuple[float, bool]:
+            self.comm.Barrier()
+            seconds = work(number) if self.rank == 0 else 0.0
+            self.comm.Barrier()
+            return seconds, True
+
+        return clock
+
+
+class Limit(NamedTuple):
+    """What is wanted at most: a multiple of the other's time, and so many ms."""
+
+    times: float = 0.0
+    plus: float = 0.0
+
+    def of(self, other: float) -> float:
+        return self.times * other + self.plus
+
+    def __str__(self) -> str:
+        parts = [f"{self.times:.4g} x"] if self.times else []
+        return " + ".join([*parts, *([f"{self.plus:g} ms"] if self.plus else [])])
+
+
+class Figure(NamedTuple):
+    """A row: one of ours, what it is beside, and what is wanted for which numbers of ranks."""
+
+    what: str
+    beside: str = ""
+    limit: Limit | None = None
+    at: Sequence[int] | None = None
+
+
+class Case(NamedTuple):
+    """What runs by turns.
+
+    Attributes:
+      peers: By name.
+      figures: The rows; one whose peers are not there is left out.
+      measure: Takes what makes medians of peers, and returns the medians of these.
+      absent: What is left out, for the reader.
+    """
+
+    figures: list[Figure]
+    measure: Callable[[Callable[[Mapping[str, Clock]], dict[str, float]]], dict[str, float]]
+    absent: Sequence[str] = ()
+
+
+def _case(
+    peers: Mapping[str, Clock],
+    figures: list[Figure],
+    inside: ms.Strategy | None = None,
+    absent: Sequence[str] = (),
+) -> Case:
+    """Return a case whose peers run one after the other; `inside` replica code of a strategy."""
+
+    def measure(medians: Callable[[Mapping[str, Clock]], dict[str, float]]) -> dict[str, float]:
+        if inside is None:
+            return medians(peers)
+        found: list[dict[str, float]] = []
+        inside.run(lambda: found.append(medians(peers)))
+        return found[0]
+
+    return Case(figures, measure, absent)
+
+
+# Writes
+
+# What NumPy does in place, and what it makes of two numbers.
+WRITES: dict[str, tuple[Callable[[Any, Any], Any], Callable[[float, float], float]]] = {
+    "assign": (np.copyto, lambda old, given: given),
+    "assign_add": (operator.iadd, operator.add),
+    "assign_sub": (operator.isub, operator.sub),
+}
+
+
+def _written(job: Job, inside: bool) -> Case:
+    with job.strategy.scope():
+        variable = ms.Variable(np.zeros(job.large, np.float32))
+    own, operand = np.zeros(job.large, np.float32), np.zeros(job.large, np.float32)
+    want, numbers = [0.0], itertools.cycle(range(1, 6))
+
+    def peer(call: Callable[[], Any], seen: Callable[[], Any], new: Callable[..., float]) -> Clock:
+        def ready() -> None:  # alike on all ranks, and other numbers each time
+            operand.fill(next(numbers))
+            want[0] = new(float(seen().flat[0]), float(operand[0]))
+
+        return job.clock(Peer([], call, lambda _, number: holds(seen(), want[0], number), ready))
+
+    peers: dict[str, Clock] = {}
+    for name, (plain, new) in WRITES.items():
+        call = functools.partial(getattr(variable, name), operand)
+        peers[name] = peer(call, functools.partial(np.asarray, variable), new)
+        peers[f"NumPy's {name}"] = peer(functools.partial(plain, own, operand), lambda: own, new)
+    limit = Limit(1.2 if job.size == 1 else 1.4)
+    figures = [Figure(name, f"NumPy's {name}", limit) for name in WRITES]
+    return _case(peers, figures, job.strategy if inside else None)
+
+
+def writes(job: Job) -> Case:
+    """25 M float32 written in replica code, beside NumPy in place on all ranks at once."""
+    return _written(job, True)
+
+
+def scope(job: Job) -> Case:
+    """The same in a scope."""
+    return _written(job, False)
+
+
+def small_writes(job: Job) -> Case:
+    """12 variables of 1 KB written in a step, beside the arithmetic and an empty run."""
+    with job.strategy.scope():
+        variables = [ms.Variable(np.zeros(256, np.float32)) for _ in range(12)]
+    own = [np.zeros(256, np.float32) for _ in variables]
+    step = np.ones(256, np.float32)
+    counts = [0, 0]
+
+    def written() -> None:
+        for variable in variables:
+            variable.assign_sub(step)
+
+    def arithmetic() -> None:
+        for array in own:
+            np.subtract(array, step, out=array)
+
+    def peer(which: int, body: Callable[[], None], arrays: Sequence[Any]) -> Clock:
+        def right(_: Any, number: int) -> bool:
+            return all(holds(a, -counts[which], number) for a in map(np.asarray, arrays))
+
+        def call() -> None:
+            job.strategy.run(body)
+            counts[which] += 1
+
+        return job.clock(Peer([], call, right))
+
+    peers = {"12 writes": peer(0, written, variables), "arithmetic": peer(1, arithmetic, own)}
+    return _case(peers, [Figure("12 writes", "arithmetic", Limit(1, 0.03), SHARED)])
+
+
+# Optimizers
+
+
+def adam(job: Job) -> Case:
+    """Reduce + Adam, 25 M parameters in one call, beside torch's fused Adam and own memory."""
+    with job.strategy.scope():
+        weights = ms.Variable(np.ones(job.large, np.float32))
+    (buffer,) = job.strategy.gradient_buffers([weights])
+    optimizer = ms.optim.Adam(1e-3)
+    share = -(-job.large // job.size)
+    rows, state = np.zeros((job.size, share), np.float32), np.ones((3, share), np.float32)
+    state[1:] = 0
+
+    def ours() -> None:
+        optimizer.apply_gradients([(buffer, weights)])
+
+    def loop() -> None:
+        count[0] += 1
+        g = passes.Gradient(rows, divisor=float(job.size))
+        how = optimizer.scalars(count[0] - 1)
+        passes.update(optimizer.rule, g, state[0], (state[1], state[2]), how)
+
+    def is_finite(_: Any, number: int) -> bool:
+        return bool(np.isfinite(np.asarray(weights)[:: max(1, job.large // 4096)]).all())
+
+    count = [0]
+    peers = {
+        "reduce + Adam": job.clock(Peer([buffer], ours, is_finite)),
+        "own memory": job.clock(Peer([rows], loop, lambda _, __: True)),
+    }
+    torch, absent = job.torch(), []
+    if torch is None:
+        absent = ["torch, so without its Adam: pip install torch"]
+    else:
+        peers |= _torch_adam(job, torch, lambda: np.asarray(weights))
+    figures = [
+        Figure("reduce + Adam", "Allreduce + torch's Adam", Limit(0.25), SHARED),
+        Figure("reduce + Adam", "own memory", Limit(1.15), SHARED),
+        Figure("reduce + Adam", "torch's Adam", Limit(1.05), (1,)),
+    ]
+    return _case(peers, figures, job.strategy, absent)
+
+
+def _torch_adam(job: Job, torch: Any, ours: Callable[[], Any]) -> dict[str, Clock]:
+    weights = torch.ones(job.large, requires_grad=True)
+    weights.grad = torch.zeros(job.large)
+    gradient, found = weights.grad.numpy(), weights.detach().numpy()
+    optimizer = torch.optim.Adam([weights], lr=1e-3, fused=True)
+
+    def call() -> None:
+        if job.size > 1:
+            job.comm.Allreduce(MPI.IN_PLACE, gradient)
+        optimizer.step()
+
+    # A sum of gradients is to Adam what their mean is.
+    right = functools.partial(_near, ours, found)
+    name = "torch's Adam" if job.size == 1 else "Allreduce + torch's Adam"
+    return {name: job.clock(Peer([gradient], call, right))}
+
+
+def _near(ours: Callable[[], Any], found: Any, _: Any, number: int) -> bool:
+    """Tell whether both have made about the same steps: whose turn it is, may be one ahead."""
+    step = max(1, found.size // 4096)
+    return bool(np.abs(found[::step] - ours()[::step]).max() < 0.01)
+
+
+# Examples
+
+
+def _alone(job: Job) -> ms.Strategy | None:
+    """Return a strategy over one rank, on the first one; there and nowhere else it is used."""
+    return ms.MirroredStrategy(comm=MPI.COMM_SELF) if job.rank == 0 else None
+
+
+def _needs(job: Job, *names: str) -> list[Any]:
+    found = [everywhere(job.comm, name) for name in names]
+    missing = [name for name, module in zip(names, found, strict=True) if module is None]
+    if missing:
+        raise Absent(f"{', '.join(missing)} cannot be imported on all ranks")
+    return found
+
+
+def _digits(job: Job, batch: int, limits: Mapping[int, float]) -> Case:
+    digits, mlp, _ = _needs(job, "mpistrat.examples.digits", "mpistrat.examples.mlp", "sklearn")
+    settings = digits.Settings(epochs=2, batch=batch)
+    steps = math.ceil(digits.TRAINING / batch)
+    (x, y), _ = digits.load(settings.seed)
+    lone = _alone(job)
+
+    def trained(strategy: ms.Strategy) -> float:
+        # The second epoch: in the first, what is made once is made.
+        return float(digits.train(strategy, settings).history[-1].seconds) / steps
+
+    def all_of_us(number: int) -> tuple[float, bool]:
+        job.comm.Barrier()
+        return trained(job.strategy), True
+
+    peers: dict[str, Clock] = {"all ranks": all_of_us}
+    if job.size > 1:
+        peers["one rank"] = job.lead(lambda _: trained(lone) if lone else 0.0)
+    plain = functools.partial(_plain_epoch, mlp, x, y, settings)
+    peers[DIGITS] = job.lead(lambda number: plain(number) / steps)
+    figures = [Figure("all ranks", DIGITS, Limit(limits[n]), (n,)) for n in limits if n == job.size]
+    figures = figures or [Figure("all ranks", DIGITS)]
+    if batch == 512:
+        figures.append(Figure("all ranks", "one rank", Limit(1 / 1.6), (2,)))
+    return _case(peers, figures)
+
+
+def _plain_epoch(mlp: Any, x: Any, y: Any, settings: Any, number: int) -> float:
+    """Return the seconds of an epoch without any replicas: a loop over shuffled batches."""
+    model = [np.array(value) for value in mlp.initial(64, settings.hidden, 10, settings.seed)]
+    velocity = [np.zeros_like(value) for value in model]
+    begin = time.perf_counter()
+    order = np.random.default_rng(number).permutation(len(x))
+    losses, hits = [], []
+    for first in range(0, len(x), settings.batch):
+        rows = order[first : first + settings.batch]
+        gradient, loss, hit = mlp.gradients(mlp.Parameters(*model), x[rows], y[rows])
+        losses.append(loss)
+        hits.append(hit)
+        for value, speed, slope in zip(model, velocity, gradient, strict=True):
+            speed *= 0.9
+            speed += slope
+            value -= settings.lr * speed
+    np.concatenate(losses).mean(), np.concatenate(hits).mean()
+    return time.perf_counter() - begin
+
+
+def digits_64(job: Job) -> Case:
+    """A step of the digits job, 64 images, beside the same mathematics in NumPy on one core."""
+    return _digits(job, 64, {1: 1.25, 2: 1.6})
+
+
+def digits_512(job: Job) -> Case:
+    """The same with 512 images, and beside one rank."""
+    return _digits(job, 512, {})
+
+
+def text(job: Job) -> Case:
+    """An update of the language model, all ranks beside one."""
+    (example,) = _needs(job, "mpistrat.examples.text")
+    small = {"channels": 16, "layers": 2, "batch": 8} if job.quick else {}
+    settings = example.TextSettings(steps=2 if job.quick else 8, every=2, patience=99, **small)
+    symbols = settings.batch * settings.accumulate * settings.length
+    lone = _alone(job)
+
+    def trained(strategy: ms.Strategy, folder: str) -> float:
+        return symbols / float(example.train(strategy, settings, Path(folder)).rate)
+
+    def all_of_us(number: int) -> tuple[float, bool]:
+        with _folder(job) as folder:
+            return trained(job.strategy, folder), True
+
+    def one(_: int) -> float:
+        with tempfile.TemporaryDirectory() as folder:
+            return trained(lone, folder) if lone else 0.0
+
+    peers: dict[str, Clock] = {"all ranks": all_of_us}
+    if job.size > 1:
+        peers["one rank"] = job.lead(one)
+    beside = "one rank" if job.size > 1 else ""
+    return _case(peers, [Figure("all ranks", beside, Limit(1 / 1.7), (2,))])
+
+
+@contextmanager
+def _folder(job: Job) -> Iterator[str]:
+    """Give all ranks a directory, for a while. Collective."""
+    with tempfile.TemporaryDirectory() as made:  # only the first rank's is used
+        yield job.comm.bcast(made)
+        job.comm.Barrier()
+
+
+# Memory
+
+
+def memory(job: Job) -> Case:
+    """MB (not ms) of variables, gradients and Adam's state on the node, beside torch DDP + Adam."""
+    if not PSS.exists():
+        raise Absent(f"{PSS} is not there: this system does not say who shares what")
+    node = job.comm.Split_type(MPI.COMM_TYPE_SHARED)
+    width = 200 if job.quick else 2500
+    found = {"mpistrat": _ours_takes(job, node, width)}
+    torch, absent = gloo(job.comm), []
+    if torch is None:
+        absent = ["torch, so without DDP: pip install torch"]
+    else:
+        found["torch DDP"] = _torch_takes(torch, node, width)
+    found = {what: max(job.comm.allgather(nbytes)) / 1e6 for what, nbytes in found.items()}
+    beside = "torch DDP" if torch is not None else ""
+    figure = Figure("mpistrat", beside, Limit(0.45) if beside else None, (4,))
+    return Case([figure], lambda _: found, absent)
+
+
+def _ours_takes(job: Job, node: MPI.Intracomm, width: int) -> int:
+    strategy, shapes = job.strategy, [(width, width), (width,)] * 4
+
+    def step() -> None:
+        for buffer in buffers:
+            buffer[...] = 1e-3
+        optimizer.apply_gradients(zip(buffers, variables, strict=True))
+
+    # What is made once, whatever the model is: memory of MPI, compiled loops.
+    with strategy.scope():
+        variables = [ms.Variable(np.ones(70_000, np.float32))]
+    buffers, optimizer = strategy.gradient_buffers(variables), ms.optim.Adam(1e-3)
+    strategy.run(step)
+    before = pss(node)
+    with strategy.scope():
+        variables = [ms.Variable(np.ones(shape, np.float32)) for shape in shapes]
+    buffers, optimizer = strategy.gradient_buffers(variables), ms.optim.Adam(1e-3)
+    for _ in range(2):
+        strategy.run(step)
+    for variable in variables:
+        np.asarray(variable).sum()  # as a forward pass does: every rank reads all
+    return pss(node) - before
+
+
+def _torch_takes(torch: Any, node: MPI.Intracomm, width: int) -> int:
+    def trained(width: int) -> Any:
+        layers = [torch.nn.Linear(width, width) for _ in range(4)]
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers))
+        optimizer = torch.optim.Adam(model.parameters())
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(1, width)).sum().backward()
+            optimizer.step()
+        return model, optimizer
+
+    trained(16)
+    before = pss(node)
+    kept = trained(width)
+    after = pss(node)
+    del kept
+    return after - before
+
+
+# Reductions
+
+
+def tiny(job: Job) -> Case:
+    """400 arrays of a few numbers in buffers, beside one flat Allreduce of as many numbers."""
+    buffers = job.strategy.gradient_buffers([np.zeros(8, np.float32)] * TINY)
+    flat = np.zeros(8 * TINY, np.float32)
+    ctx = ms.get_replica_context
+    total = sum(range(job.size))
+
+    def reduced(op: str) -> Callable[[], Any]:
+        return lambda: ctx().all_reduce(op, buffers, out=buffers)
+
+    def is_sum(arrays: Sequence[Any], divisor: int = 1) -> Callable[[Any, int], bool]:
+        return lambda _, n: all(
+            holds(a, np.float32((total + job.size * n) / divisor), n) for a in arrays
+        )
+
+    def native() -> None:
+        job.comm.Allreduce(MPI.IN_PLACE, flat)
+
+    def checked() -> None:
+        for _ in range(3):
+            reduced("sum")()
+        want = "in place" if job.size > 1 else "alone"
+        take(job.comm, "400 tiny arrays", reduced("sum"), want)
+
+    job.strategy.run(checked)
+    peers = {
+        "sum": job.clock(Peer(buffers, reduced("sum"), is_sum(buffers))),
+        "mean": job.clock(Peer(buffers, reduced("mean"), is_sum(buffers, job.size))),
+        "one flat Allreduce": job.clock(Peer([flat], native, is_sum([flat]))),
+    }
+    figures = [Figure(w, "one flat Allreduce", Limit(plus=0.05), SHARED) for w in ("sum", "mean")]
+    return _case(peers, figures, job.strategy)
+
+
+def alone(job: Job) -> Case:
+    """What an all-reduce of 25 M float32 costs where there is one rank, beside one copy."""
+    if job.size > 1:
+        raise Absent("it is for one rank")
+    (buffer,) = job.strategy.gradient_buffers([np.zeros(job.large, np.float32)])
+    value, out = np.zeros(job.large, np.float32), np.zeros(job.large, np.float32)
+    ctx = ms.get_replica_context
+
+    def is_value(array: Any) -> Callable[[Any, int], bool]:
+        return lambda _, number: holds(array, number, number)
+
+    def in_place() -> Any:
+        return ctx().all_reduce("mean", buffer, out=buffer)
+
+    def into() -> Any:
+        return ctx().all_reduce("mean", value, out=out)
+
+    def weighted() -> Any:
+        return ctx().all_reduce("mean", value, weight=3, out=out)
+
+    peers = {
+        "in place": job.clock(Peer([buffer], in_place, is_value(buffer))),
+        "out=": job.clock(Peer([value], into, is_value(out))),
+        "weighted mean, out=": job.clock(Peer([value], weighted, is_value(out))),
+        "one copy": job.clock(Peer([value], lambda: np.copyto(out, value), is_value(out))),
+    }
+    figures = [
+        Figure("in place", "", Limit(plus=0.1)),
+        Figure("out=", "one copy", Limit(1.1)),
+        Figure("weighted mean, out=", "one copy", Limit(1.1)),
+    ]
+    return _case(peers, figures, job.strategy)
+
+
+def fresh(job: Job) -> Case:
+    """Results in new arrays beside results in given ones, 25 M float32."""
+    value, out = np.zeros(job.large, np.float32), np.zeros(job.large, np.float32)
+    ctx = ms.get_replica_context
+    total = sum(range(job.size))
+
+    def right(found: Any, number: int) -> bool:
+        return holds(found, total + job.size * number, number)
+
+    peers = {
+        "fresh": job.clock(Peer([value], lambda: ctx().all_reduce("sum", value), right)),
+        "out=": job.clock(Peer([value], lambda: ctx().all_reduce("sum", value, out=out), right)),
+    }
+    return _case(peers, [Figure("fresh", "out=", Limit(1.3))], job.strategy)
+
+
+def bits16(job: Job) -> Case:
+    """25 M numbers of 16 bits in buffers, beside as many of float32."""
+    dtypes = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+    total = sum(range(job.size))
+    peers: dict[str, Clock] = {}
+    for name, dtype in dtypes.items():
+        (buffer,) = job.strategy.gradient_buffers([np.zeros(job.large, dtype)])
+
+        def call(buffer: Any = buffer) -> Any:
+            return ms.get_replica_context().all_reduce("sum", buffer, out=buffer)
+
+        def right(_: Any, number: int, buffer: Any = buffer) -> bool:
+            return holds(buffer, total + job.size * number, number)
+
+        peers[name] = job.clock(Peer([buffer], call, right))
+    figures = [Figure(n, "float32", Limit(0.7), SHARED) for n in ("bfloat16", "float16")]
+    return _case(peers, figures, job.strategy)
+
+
+CASES: dict[str, Callable[[Job], Case]] = {
+    "writes": writes,
+    "scope": scope,
+    "small-writes": small_writes,
+    "adam": adam,
+    "digits-64": digits_64,
+    "digits-512": digits_512,
+    "text": text,
+    "memory": memory,
+    "tiny": tiny,
+    "alone": alone,
+    "fresh": fresh,
+    "bits16": bits16,
+}
