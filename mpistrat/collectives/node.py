@@ -2,8 +2,7 @@
 
 Each rank's values stand in a row of a matrix; rank r of a node folds slice r of the columns of all
 rows, in rank order, so every element is read once and every result has the same bits on all ranks.
-Between nodes the slices go on in lanes (`mpistrat.arena.nodes`), by the MPI library's own
-all-reduce.
+Between nodes the slices go on in lanes (`mpistrat.arena.nodes`, `mpistrat.collectives.lanes`).
 
 Two ways to the matrix: arrays of the arena lie in it, and are folded where they are; others are
 packed into scratch memory, and the results copied out.
@@ -23,8 +22,9 @@ from mpistrat.arena.arena import Arena, ArenaAddress, Block
 from mpistrat.arena.layout import Specs
 from mpistrat.arena.storage import Storage
 from mpistrat.arrays import Array
+from mpistrat.collectives.communication import WIRES
 from mpistrat.collectives.folding import Folding
-from mpistrat.collectives.lanes import fold_between
+from mpistrat.collectives.lanes import Lane, compile_wire, fold_between
 from mpistrat.collectives.packs import LIMIT, Pack, fill
 from mpistrat.collectives.results import Results
 from mpistrat.collectives.spans import Packed, Placed, Range, Scales, slice_of, spans_of
@@ -48,13 +48,17 @@ __all__ = ["NodeFolds"]
 class NodeFolds:
     """The shared-memory path of a reducer.
 
+    Args:
+      lockstep: Tells who the ranks are.
+      wire: What float32 travels as between nodes; see `CommunicationOptions`.
+
     Attributes:
       arena: The shared memory.
     """
 
-    def __init__(self, lockstep: Lockstep):
+    def __init__(self, lockstep: Lockstep, wire: str = WIRES[0]):
         """Make nothing yet."""
-        self._lockstep = lockstep
+        self._lockstep, self._wire = lockstep, wire
         self._size = lockstep.comm.size
         # One for all strategies of the session: a call that is equal on all ranks meets in the same
         # memory, even if a program makes it on another strategy on another rank.
@@ -143,6 +147,8 @@ class NodeFolds:
             for pack in what.packs:
                 if not narrow or any(form.result == pack.dtype for form in what.forms):
                     compile_for(pack.dtype, pack.columns)
+                    if self._wire != WIRES[0]:
+                        compile_wire(pack.dtype, pack.columns)
 
     def ready(self, op: ReduceOp, dtype: np.dtype[Any], columns: int) -> bool:
         """Tell whether the loop is compiled, alike on all ranks: from the calls proved so far.
@@ -347,4 +353,5 @@ class NodeFolds:
         nodes = self.arena.nodes()
         assert nodes.lane is not None
         mine = slice_of(nodes.node.rank, nodes.lanes, columns, out.dtype)
-        fold_between(nodes.lane, op, rows, out[0], mine, spans, power_for(self._size))
+        lane = Lane(nodes.lane, power_for(self._size), self._wire)
+        fold_between(lane, op, rows, out[0], mine, spans)

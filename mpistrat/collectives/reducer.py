@@ -19,6 +19,7 @@ from typing import NamedTuple, final
 import numpy as np
 
 from mpistrat.arrays import Array
+from mpistrat.collectives.communication import WIRES
 from mpistrat.collectives.folding import Folding, put
 from mpistrat.collectives.gatherer import Gatherer
 from mpistrat.collectives.messages import (
@@ -67,13 +68,15 @@ class Reducer(Reducing):
 
     Args:
       lockstep: Proves each call, and carries what is small.
+      wire: What float32 travels as between nodes; see `CommunicationOptions`.
     """
 
     in_place = True
 
-    def __init__(self, lockstep: Lockstep):
+    def __init__(self, lockstep: Lockstep, wire: str = WIRES[0]):
         """Reduce over the ranks of `lockstep`."""
-        super().__init__(lockstep, NodeFolds(lockstep))
+        super().__init__(lockstep, NodeFolds(lockstep, wire))
+        self._by = "" if wire == WIRES[0] else f", {wire} between nodes"
         self._gatherer = Gatherer(lockstep)
 
     def all_gather(
@@ -138,7 +141,7 @@ class Reducer(Reducing):
     def _prove(
         self, what: Folding, way: _Way, weights: int, weigh: bool, alarm: str
     ) -> tuple[Scales, list[bytes]]:
-        text, digest = what.said(way.suffix)
+        text, digest = what.said(way.suffix + self._by)
         smalls: list[bytes] = []
         watched = self.lockstep.options.nan != "off"  # any rank may have an alarm to tell
         if way.small or watched or not self.lockstep.fits(len(way.riding)):
