@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import numbers
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, final
 
 __all__ = [
@@ -77,7 +77,7 @@ implementation=CommunicationImplementation.RING)
     bytes_per_pack: int = 0
     timeout_seconds: float | None = None
     implementation: CommunicationImplementation = CommunicationImplementation.AUTO
-    wire: str = WIRES[0]
+    wire: str = field(default=WIRES[0], kw_only=True)
 
     def __post_init__(self) -> None:
         """Check the values; see the class."""
@@ -122,7 +122,7 @@ implementation=CommunicationImplementation.RING)
             options.bytes_per_pack or self.bytes_per_pack,
             self.timeout_seconds if seconds is None else seconds,
             self.implementation if options.implementation is auto else options.implementation,
-            self.wire if options.wire == WIRES[0] else options.wire,
+            wire=self.wire if options.wire == WIRES[0] else options.wire,
         )
 
     def __str__(self) -> str:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,10 +34,10 @@ from mpistrat.kernels.narrow import from_bfloat16, to_bfloat16
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.kernels.scaling import divide, real, rescue
 
-__all__ = ["Lane", "compile_wire", "fold_between"]
+__all__ = ["MOST", "Lane", "compile_wire", "fold_between", "fold_together", "in_pieces"]
 
 # What goes between nodes at once, in elements; bounds what it takes beside the arena.
-_LANE = 1 << 20
+MOST = 1 << 20
 
 
 class Lane(NamedTuple):
@@ -164,9 +164,60 @@ def fold_between(
     for span in spans:
         start, stop = max(low, span.start), min(high, span.stop)
         kept = op is ReduceOp.MEAN and span.scales is None and len(rows) > 1
-        for at in range(start, stop, _LANE):
-            part = row[at : min(at + _LANE, stop)]
-            low_sums = rows[1, at : at + part.size] if kept else None
-            total = lane.fold(op, part, low_sums, span.divisor)
-            if total is not part:
-                part[:] = total
+        for at in range(start, stop, MOST):
+            part = row[at : min(at + MOST, stop)]
+            low_sums = [rows[1, at : at + part.size]] if kept else None
+            fold_together(lane, op, [part], low_sums, span.divisor)
+
+
+def fold_together(
+    lane: Lane, op: ReduceOp, parts: Sequence[Array], kept: Sequence[Array] | None, divisor: float
+) -> None:
+    """Fold several slices in one exchange, in place. Collective over `lane`; unproved.
+
+    Args:
+      lane: One rank of each node.
+      op: How.
+      parts: The slices, of one dtype; together at most `MOST` elements.
+      kept: As in `Lane.fold`, for each of them, or none.
+      divisor: As there.
+    """
+    whole, low = parts[0], kept[0] if kept else None
+    if len(parts) > 1:
+        whole, low = np.concatenate(parts), None
+        if kept and not np.isfinite(whole).all():
+            low = np.concatenate(kept)
+    total, at = lane.fold(op, whole, low, divisor), 0
+    for part in parts:
+        if total is not part:
+            part[:] = total[at : at + part.size]
+        at += part.size
+
+
+def in_pieces(
+    parts: Sequence[tuple[int, Array]], step: int
+) -> Iterator[list[tuple[int, int, int]]]:
+    """Cut numbered arrays, and yield as many pieces of one dtype as may be folded together.
+
+    Args:
+      parts: Flat arrays, and their numbers.
+      step: At multiples of so many elements they may be cut.
+
+    Example:
+      >>> f4, f8 = np.empty(2**20 + 5, "f4"), np.empty(3, "f8")
+      >>> list(in_pieces([(0, f4), (1, f4[:9]), (2, f8)], 4096))
+      [[(0, 0, 1048576)], [(0, 1048576, 1048581), (1, 0, 9)], [(2, 0, 3)]]
+    """
+    some: list[tuple[int, int, int]] = []
+    room, dtype = MOST, None
+    for i, array in parts:
+        low = 0
+        while low < array.size:
+            if some and (array.dtype != dtype or room < min(step, array.size - low)):
+                yield some
+                some, room = [], MOST
+            high = min(array.size, low + max(step, room // step * step))
+            some.append((i, low, high))
+            room, dtype, low = room - high + low, array.dtype, high
+    if some:
+        yield some

@@ -11,7 +11,6 @@ packed into scratch memory, and the results copied out.
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast, final
@@ -24,7 +23,7 @@ from mpistrat.arena.storage import Storage
 from mpistrat.arrays import Array
 from mpistrat.collectives.communication import WIRES
 from mpistrat.collectives.folding import Folding
-from mpistrat.collectives.lanes import Lane, compile_wire, fold_between
+from mpistrat.collectives.lanes import Lane, compile_wire, fold_between, fold_together
 from mpistrat.collectives.packs import LIMIT, Pack, fill
 from mpistrat.collectives.results import Results
 from mpistrat.collectives.spans import Packed, Placed, Range, Scales, slice_of, spans_of
@@ -197,8 +196,7 @@ class NodeFolds:
 
         Collective; between the proof and its return only MPI and loops.
         """
-        self._hook()
-        with self._sharing():
+        with self.moving():
             if packed.side is not None:
                 self._fold_direct(what, packed.side, scales, results)
             else:
@@ -255,28 +253,9 @@ class NodeFolds:
             node.barrier()
             results.take(number, result[0])
 
-    def placed(self, homes: list[ArenaAddress]) -> Placed:
-        """Return where arrays of the arena are folded, as far as it is the same every time."""
-        spans: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
-        for leaf, home in enumerate(homes):
-            place = home.place
-            known = spans.setdefault((home.block.number, place.matrix), [])
-            # Neighbours are folded as one, with the few columns between them that are nobody's.
-            step = home.block.layout.step(place.matrix)
-            if known and place.start == -(-known[-1][1] // step) * step:
-                known[-1] = (known[-1][0], place.stop, known[-1][2])
-            else:
-                known.append((place.start, place.stop, leaf))
-        blocks = {home.block.number: home.block for home in homes}
-        # Weakly: what is remembered of a call must not keep a block that the program has dropped.
-        rows = [(weakref.ref(blocks[number]), matrix) for number, matrix in spans]
-        text = " ".join(f"{home.block.number}/{home.leaf}" for home in homes)
-        return Placed(f", out, in place {text}", rows, list(spans.values()))
-
     def fold_placed(self, op: ReduceOp, placed: Placed, scales: Scales) -> None:
         """Fold arrays where they lie. Collective; the proof was the barrier before it."""
-        self._hook()
-        with self._sharing():
+        with self.moving():
             for (block, matrix), spans in zip(placed.rows, placed.spans, strict=True):
                 rows = cast(Block, block()).matrices[matrix]  # its arrays are in the caller's hands
                 ranges = [Range(start, stop, *scales.of(leaf)) for start, stop, leaf in spans]
@@ -300,14 +279,11 @@ class NodeFolds:
     @contextmanager
     def moving(self) -> Iterator[None]:
         """Run the body, which moves data in shared memory; the proof was the barrier before it."""
-        self._hook()
-        with self._sharing():
-            yield
-
-    def _hook(self) -> None:
         hook = self._lockstep.session.on_moving
         if hook is not None:
             hook()
+        with self._sharing():
+            yield
 
     @contextmanager
     def _sharing(self) -> Iterator[None]:
@@ -324,34 +300,68 @@ class NodeFolds:
         nodes = self.arena.nodes()
         rank, size = nodes.node.rank, nodes.node.size
         low, high = slice_of(rank, size, columns, rows.dtype)
-        one = nodes.nodes == 1
-        mine, team = None if one else nodes.ranks, self._lockstep.session.team
+        one, team = nodes.nodes == 1, self._lockstep.session.team
         whole = sum(span.stop - span.start for span in spans)
         ready = self.ready(op, rows.dtype, whole)
         for span in spans:
-            table = span.scales if mine is None or span.scales is None else span.scales[mine]
             start, stop = max(low, span.start), min(high, span.stop)
-            divisor = span.divisor if one else 1.0
-            into = out if one else out[:1]
-            if not one and op is ReduceOp.MEAN and span.scales is None:
-                sum_between(rows, into, start, stop, power_for(self._size), team)
-                continue
-            fold_rows(FOLDS[op], rows, into, start, stop, table, divisor, whole, team, ready)
+            if one:
+                how = (span.scales, span.divisor, whole, team, ready)
+                fold_rows(FOLDS[op], rows, out, start, stop, *how)
+            else:
+                here = span._replace(start=start, stop=stop)
+                self._fold_here(op, rows, out[:1], here, whole, ready)
         if one:
             return
         nodes.node.barrier()
         if nodes.lane is not None:
-            self._across(op, rows, out, columns, spans)
+            mine = slice_of(nodes.node.rank, nodes.lanes, columns, out.dtype)
+            fold_between(self._lane, op, rows, out[0], mine, spans)
         nodes.node.barrier()
         for span in spans:
             start, stop = max(low, span.start), min(high, span.stop)
             spread_rows(out, 0, start, stop, team)
 
-    def _across(
-        self, op: ReduceOp, rows: Array, out: Array, columns: int, spans: Sequence[Range]
+    def _fold_here(
+        self, op: ReduceOp, rows: Array, out: Array, span: Range, whole: int, ready: bool
     ) -> None:
+        """Fold columns of this node's rows, for a fold of several nodes."""
+        team = self._lockstep.session.team
+        if op is ReduceOp.MEAN and span.scales is None:
+            sum_between(rows, out, span.start, span.stop, power_for(self._size), team)
+            return
+        table = None if span.scales is None else span.scales[self.arena.nodes().ranks]
+        how = (table, 1.0, whole, team, ready)
+        fold_rows(FOLDS[op], rows, out, span.start, span.stop, *how)
+
+    @property
+    def _lane(self) -> Lane:
+        comm = self.arena.nodes().lane
+        assert comm is not None
+        return Lane(comm, power_for(self._size), self._wire)
+
+    @property
+    def twins(self) -> bool:
+        """Whether each rank has a twin on every other node, which has the same part of a node."""
         nodes = self.arena.nodes()
-        assert nodes.lane is not None
-        mine = slice_of(nodes.node.rank, nodes.lanes, columns, out.dtype)
-        lane = Lane(nodes.lane, power_for(self._size), self._wire)
-        fold_between(lane, op, rows, out[0], mine, spans)
+        return nodes.nodes > 1 and nodes.lanes * nodes.nodes == self._size
+
+    def fold_parts(self, parts: Sequence[tuple[Array, Range]]) -> None:
+        """Make means of columns that are this rank's and its twins' alone, in the first rows.
+
+        Collective over the lane, without a barrier: no other rank of the node reads them.
+
+        Args:
+          parts: Matrices of one dtype with a row for each rank of the node, and which columns; the
+            same on all nodes, all scaled alike, and at most `mpistrat.collectives.lanes.MOST`.
+        """
+        op, whole = ReduceOp.MEAN, sum(span.stop - span.start for _, span in parts)
+        _, _, scales, divisor = parts[0][1]
+        with self.moving():
+            ready = self.ready(op, parts[0][0].dtype, whole)
+            for rows, span in parts:
+                if len(rows) > 1 or scales is not None:
+                    self._fold_here(op, rows, rows[:1], span, whole, ready)
+            sums = [rows[0, span.start : span.stop] for rows, span in parts]
+            low = [rows[1, span.start : span.stop] for rows, span in parts if len(rows) > 1]
+            fold_together(self._lane, op, sums, None if scales is not None else low, divisor)

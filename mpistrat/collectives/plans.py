@@ -22,7 +22,7 @@ from mpistrat.collectives.forms import Form
 from mpistrat.collectives.node import NodeFolds
 from mpistrat.collectives.part import Part
 from mpistrat.collectives.planned import ONE, AnyPlan, NumberPlan, Plan, SharedPlan
-from mpistrat.collectives.spans import Placed
+from mpistrat.collectives.spans import Placed, placed
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.lockstep.lockstep import Lockstep
 
@@ -236,9 +236,9 @@ class Plans:
         if len(self._places) >= _MOST:
             self._places.clear()
             self._last.clear()
-        placed = self._node.placed(homes)
+        where = placed(homes)
         ids = tuple(map(id, leaves))
-        known = InPlace(self._node.arena.generation, what, placed, _specs(leaves), ids)
+        known = InPlace(self._node.arena.generation, what, where, _specs(leaves), ids)
         self._places[key] = known
         if asked.kind is not None:
             self._last[(*key[:2], asked.kind, len(leaves))] = known

@@ -35,7 +35,7 @@ from mpistrat.collectives.node import NodeFolds
 from mpistrat.collectives.planned import leaves_of, runs_of
 from mpistrat.collectives.reducing import Reducing
 from mpistrat.collectives.results import Results, of_one, results_for
-from mpistrat.collectives.spans import Packed, Placed, Scales, scales_of
+from mpistrat.collectives.spans import Packed, Placed, Scales, placed, scales_of
 from mpistrat.kernels.ops import FOLDS, ReduceOp
 from mpistrat.kernels.scaling import Overflow, noting
 from mpistrat.lockstep.abort import lost
@@ -175,9 +175,9 @@ class Reducer(Reducing):
         header = struct.pack(f"<{len(weights)}d", *weights) if mean else b""
         if homes is not None:
             self.node.compile(what, inside=True)
-            placed = self.node.placed(homes)
-            finish = functools.partial(self._in_place, what, placed, list(values))
-            return _Way(placed.suffix, header, finish)
+            where = placed(homes)
+            finish = functools.partial(self._in_place, what, where, list(values))
+            return _Way(where.suffix, header, finish)
         if self.lockstep.fits(len(header) + what.nbytes):
             wires = what.wires(values, weights, fresh=False)
             riding = header + b"".join([wire.tobytes() for wire in wires])

@@ -48,7 +48,7 @@ def layout(request, monkeypatch):
 @pytest.mark.parametrize("pieces", [64, 1 << 20])
 @pytest.mark.parametrize("way", ["fresh", "in place"])
 def test_sums_of_nodes_are_rounded_and_added_in_float32(layout, way, pieces, monkeypatch):
-    monkeypatch.setattr(lanes, "_LANE", pieces)
+    monkeypatch.setattr(lanes, "MOST", pieces)
     size, per_node = layout
     weights = [3, 1, 2, 5, 4][:size]
     calls = [("SUM", None), ("MEAN", None), ("MEAN", weights)]
