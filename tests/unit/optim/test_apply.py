@@ -268,6 +268,30 @@ def test_gradients_go_between_nodes_in_bfloat16_and_weights_do_not(
             np.testing.assert_array_equal(value, wanted, strict=True)
 
 
+@pytest.mark.parametrize("wire", ["float32", "bfloat16"])
+@pytest.mark.parametrize("per_node", [1, 2])
+def test_sums_of_nodes_may_overflow_where_means_do_not(per_node, wire, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_RANKS_PER_NODE", str(per_node))
+    large = np.float32(3e38)
+
+    def rank(comm):
+        options = ms.CommunicationOptions(wire=wire)
+        strategy = ms.MultiWorkerMirroredStrategy(communication_options=options)
+        optimizer = optim.SGD(1e-38)
+        with strategy.scope():
+            variables = [ms.Variable(np.ones(LARGE, "f4")) for _ in range(2)]
+        gradients = strategy.gradient_buffers(variables)
+        for g in gradients:
+            g[...], g[0, :9] = large, 1e38
+        pairs = list(zip(gradients, variables, strict=True))
+        strategy.run(lambda: optimizer.apply_gradients(pairs) and None)
+        for v in variables:
+            np.testing.assert_allclose(v.numpy()[0, :9], 0.0, atol=0.01)
+            np.testing.assert_allclose(v.numpy()[1:], -2.0, 0.01)
+
+    run_ranks(rank, 4)
+
+
 def test_norms_have_the_same_bits_on_any_number_of_ranks(memory):
     """Where the gradient of all ranks is one and the same, so that folding rounds nothing."""
 
