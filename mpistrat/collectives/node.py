@@ -273,8 +273,7 @@ class NodeFolds:
                 rows = cast(Block, block()).matrices[matrix]
                 ranges = [Range(start, stop, *scales.of(leaf)) for start, stop, leaf in spans]
                 self._fold(op, rows, rows[:1], rows.shape[1], ranges)
-            if self.arena.nodes().nodes == 1:
-                self.arena.nodes().node.barrier()
+            self.arena.nodes().node.barrier()
 
     @contextmanager
     def moving(self) -> Iterator[None]:
@@ -313,11 +312,15 @@ class NodeFolds:
                 self._fold_here(op, rows, out[:1], here, whole, ready)
         if one:
             return
-        nodes.node.barrier()
+        # Else a rank exchanges and spreads what it has folded itself, and waits for nobody.
+        apart = nodes.lanes < nodes.node.size
+        if apart:
+            nodes.node.barrier()
         if nodes.lane is not None:
             mine = slice_of(nodes.node.rank, nodes.lanes, columns, out.dtype)
             fold_between(self._lane, op, rows, out[0], mine, spans)
-        nodes.node.barrier()
+        if apart:
+            nodes.node.barrier()
         for span in spans:
             start, stop = max(low, span.start), min(high, span.stop)
             spread_rows(out, 0, start, stop, team)

@@ -32,7 +32,7 @@ def modelled(op, values, per_node, weights=None):
         return rounded(total / weights.sum(dtype="f4") if op == "MEAN" else total)
 
 
-def values(rank, size=3000):
+def values(rank, size=5000):
     found = np.random.default_rng(rank).standard_normal(size).astype("f4")
     found[7], found[11 + rank] = np.nan, np.inf
     found[12] = -np.inf  # and rank 1 has another infinity there
@@ -139,6 +139,33 @@ def test_nothing_else_is_rounded(monkeypatch):
         monkeypatch.setenv("MPISTRAT_RANKS_PER_NODE", str(per_node))
         for found in run_ranks(rank, 2, per_node):
             assert all(plain == wired for plain, wired in found)
+
+
+@pytest.mark.parametrize(("size", "barriers"), [(4, [1] * 4), (5, [1, 1, 3, 3, 3])])
+def test_a_rank_with_a_lane_of_its_own_waits_only_at_the_end(size, barriers, monkeypatch):
+    """Nodes of 2 and 2; and of 3 and 2, where slices of the larger node are cut anew."""
+    monkeypatch.setenv("MPISTRAT_RANKS_PER_NODE", "2" if size == 4 else "3")
+    counts = [0] * size
+
+    def rank(comm):
+        strategy = ms.MirroredStrategy(comm=comm)
+        places = strategy.buffers([values(0)])
+        node = strategy.parts.reducer.node.arena.nodes().node
+        waited = node.barrier
+
+        def barrier():
+            counts[comm.rank] += 1
+            waited()
+
+        def fn():
+            node.barrier = barrier
+            ms.get_replica_context().all_reduce("SUM", places, out=places)
+            node.barrier = waited
+
+        strategy.run(fn)
+
+    run_ranks(rank, size)
+    assert sorted(counts) == barriers
 
 
 @pytest.mark.parametrize("dtype", ["f2", ml_dtypes.bfloat16])
