@@ -115,9 +115,8 @@ class Optimizer(OptimizerSettings):
         and more, then one barrier of the node; between nodes one ``MPI_Allreduce`` of each 2^20
         elements of such a part, or half the bytes in bfloat16 (`CommunicationOptions`). Other
         gradients are copied there first, if there are such variables; without, it is an all-reduce.
-        Norms, and ``nonfinite="skip"``, take one more
-        pass over the gradients. `IndexedSlices` take a handshake and a gather more. The first call
-        creates the state.
+        Norms, and ``nonfinite="skip"``, take one more pass over the gradients. `IndexedSlices` take
+        a handshake and a gather more. The first call creates the state.
         As: ``tf.keras.optimizers.Optimizer.apply_gradients`` for what replicas give, with weights.
 
         Example:
