@@ -70,8 +70,11 @@ class Lane(NamedTuple):
         """
         sums = op is ReduceOp.SUM or op is ReduceOp.MEAN
         if self.wire == "bfloat16" and part.dtype == np.float32 and sums:
-            power = self.power if op is ReduceOp.MEAN else 1.0
-            self._fold_narrow(_lowered(part, kept, power), divisor * power, part)
+            power = factor = self.power if op is ReduceOp.MEAN else 1.0
+            given = part
+            if kept is not None and not np.isfinite(part).all():
+                given, factor = _lowered(part, kept, power), 1.0
+            self._fold_narrow(given, factor, divisor * power, part)
             return part
         (total,) = reduce_messages(self.comm, op, [part])
         if divisor != 1.0:
@@ -87,13 +90,13 @@ class Lane(NamedTuple):
         fold_by_mpi(self.comm, send, total, ReduceOp.MEAN)
         return total
 
-    def _fold_narrow(self, given: Array, divisor: float, out: Array) -> None:
-        """Add what the nodes give, by way of bfloat16, and divide; see the module."""
+    def _fold_narrow(self, given: Array, factor: float, divisor: float, out: Array) -> None:
+        """Add what the nodes give times `factor`, by way of bfloat16, and divide."""
         comm, me, size = self.comm, self.comm.rank, self.comm.size
         cuts = [given.size * rank // size for rank in range(size + 1)]
         low, high = cuts[me], cuts[me + 1]
         bits = np.empty(given.size, np.uint16)
-        _narrow(given, bits)
+        _narrow(given, factor, bits)
         came = np.empty((size, high - low), np.uint16)
         came[me] = bits[low:high]
         for step in range(1, size):
@@ -105,7 +108,7 @@ class Lane(NamedTuple):
         if divisor != 1.0:
             divide(wide[0], divisor)
         mine = np.empty(high - low, np.uint16)
-        _narrow(wide[0], mine)
+        _narrow(wide[0], 1.0, mine)
         counts = [2 * (stop - start) for start, stop in itertools.pairwise(cuts)]
         comm.allgatherv(mine.view(np.uint8), bits.view(np.uint8), counts)
         _widen(bits, out)
@@ -113,8 +116,6 @@ class Lane(NamedTuple):
 
 def _lowered(part: Array, kept: Array | None, power: float) -> Array:
     """Return numbers times a power of two; `kept` has them so where they are not finite."""
-    if power == 1.0:
-        return part
     low: Array = part * part.dtype.type(power)
     if kept is not None:
         np.copyto(low, kept, where=~np.isfinite(part))
@@ -125,8 +126,9 @@ def _large(array: Array) -> bool:
     return compiles(np.add, np.dtype(np.float32), array.size)
 
 
-def _narrow(values: Array, bits: Array) -> None:
-    (to_bfloat16 if _large(values) else to_bfloat16.twin)(values, bits)
+def _narrow(values: Array, factor: float, bits: Array) -> None:
+    loop = to_bfloat16 if _large(values) else to_bfloat16.twin
+    loop(values, np.float32(factor), bits)
 
 
 def _widen(bits: Array, values: Array) -> None:
@@ -137,7 +139,7 @@ def compile_wire(dtype: np.dtype[Any], columns: int) -> None:
     """Compile what casting so many columns for the wire needs, if they are to be cast."""
     if dtype == np.float32 and compiles(np.add, dtype, columns):
         one, bits = np.zeros(1, np.float32), np.zeros(1, np.uint16)
-        to_bfloat16(one, bits)
+        to_bfloat16(one, one[0], bits)
         from_bfloat16(bits, one)
 
 

@@ -77,9 +77,9 @@ def _narrow_bfloat16(value: Any) -> Any:
     return np.uint16(missing if value != value else rounded)
 
 
-def _to_bfloat16_twin(values: Array, bits: Array) -> None:
+def _to_bfloat16_twin(values: Array, factor: Any, bits: Array) -> None:
     for low in range(0, values.size, BLOCK):
-        given = values[low : low + BLOCK]
+        given = values[low : low + BLOCK] * factor
         wide = given.view(np.uint32)
         high = wide >> 16
         rounded = (wide + (high & 1) + 0x7FFF) >> 16
@@ -88,10 +88,10 @@ def _to_bfloat16_twin(values: Array, bits: Array) -> None:
 
 
 @jit.kernel(_to_bfloat16_twin)
-def to_bfloat16(values: Array, bits: Array) -> None:
-    """Round float32 to bfloat16, to the nearest, ties to even: as 16 bits in uint16."""
+def to_bfloat16(values: Array, factor: Any, bits: Array) -> None:
+    """Round float32 times a float32 to bfloat16, to nearest, ties to even: 16 bits in uint16."""
     for i in range(values.size):
-        bits[i] = _narrow_bfloat16(values[i])
+        bits[i] = _narrow_bfloat16(values[i] * factor)
 
 
 def _from_bfloat16_twin(bits: Array, values: Array) -> None:

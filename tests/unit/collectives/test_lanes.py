@@ -10,6 +10,7 @@ import pytest
 
 import mpistrat as ms
 from mpistrat.collectives import lanes
+from mpistrat.kernels.narrow import from_bfloat16, to_bfloat16
 from mpistrat.testing import RanksFailed, run_ranks
 
 WIRE = ms.CommunicationOptions(wire="bfloat16")
@@ -236,3 +237,18 @@ def test_other_ways_of_moving_have_no_wire():
 
     with pytest.raises(RanksFailed, match="does not go with NcclAllReduce"):
         run_ranks(rank, 2)
+
+
+@pytest.mark.parametrize("form", ["loop", "twin"])
+def test_casts_are_those_of_ml_dtypes(form):
+    narrow, widen = (k if form == "loop" else k.twin for k in (to_bfloat16, from_bfloat16))
+    given = np.random.default_rng(0).integers(0, 2**32, 1 << 17, np.uint32).view("f4")
+    bits, wide = np.empty(given.size, np.uint16), np.empty(given.size, "f4")
+    with np.errstate(all="ignore"):
+        narrow(given, np.float32(1), bits)
+        want = given.astype(ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(bits, want.view(np.uint16))
+    widen(bits, wide)
+    np.testing.assert_array_equal(wide, want.astype("f4"))
+    narrow(given[:9], np.float32(0.5), bits[:9])
+    np.testing.assert_array_equal(bits[:9], (given[:9] / 2).astype(ml_dtypes.bfloat16).view("u2"))
