@@ -106,7 +106,7 @@ _NAMES: dict[str, str] = {
     "inside MPI cannot raise",
     "experimental.CommunicationImplementation": "RING and NCCL are algorithms of ours and of MPI",
     "experimental.CommunicationOptions": "on a timeout the job ends, because a rank that is "
-    "blocked inside MPI cannot raise",
+    "blocked inside MPI cannot raise; has `wire` too",
     "experimental.MultiWorkerMirroredStrategy": "as `MultiWorkerMirroredStrategy`",
     "experimental.ParameterServerStrategy": "",
     "experimental.PreemptionCheckpointHandler": "ranks save at the step at which they "

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import enum
 import numbers
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, final
 
 __all__ = [
+    "WIRES",
     "CollectiveCommunication",
     "CollectiveHints",
     "CommunicationImplementation",
@@ -33,6 +34,9 @@ class CommunicationImplementation(enum.Enum):
 
 CollectiveCommunication = CommunicationImplementation
 
+# What float32 may travel as between nodes: as it is, which is the default, or at half the size.
+WIRES = ("float32", "bfloat16")
+
 
 @final
 @dataclass(frozen=True)
@@ -48,9 +52,19 @@ class CommunicationOptions:
         blocked inside MPI cannot raise. None: ``MPISTRAT_TIMEOUT`` rules. What takes longer on
         purpose is declared by `Strategy.long_operation`.
       implementation: A `CommunicationImplementation`, or its name in any case.
+      wire: What float32 travels as between nodes, in sums and means, those of gradients in
+        `Optimizer.apply_gradients` too: ``"float32"``, or ``"bfloat16"`` in half the time. Then
+        what a node has added up in float32 is rounded to bfloat16, these sums are added in float32
+        in the order of the nodes, and the result is rounded to bfloat16 once more; 8 bits are
+        exact, numbers beyond 3.39e38 become infinite, and all ranks get the same bits. So travel
+        float16 and bfloat16, which are added in float32. As without it: everything on one node,
+        what rides in the handshake (some 200 bytes), other dtypes (float64, complex, integers),
+        other operations, gathers, `IndexedSlices`, weights of an optimizer, and all values where
+        the ranks of a node cannot share memory. It goes with ``AUTO``, without `bytes_per_pack`.
 
     Raises:
-      ValueError: A number is negative, or the implementation is unknown.
+      ValueError: A number is negative, the implementation or the wire is unknown, or a wire is
+        given with an implementation or `bytes_per_pack`.
 
     As: ``tf.distribute.experimental.CommunicationOptions``.
 
@@ -63,6 +77,7 @@ implementation=CommunicationImplementation.RING)
     bytes_per_pack: int = 0
     timeout_seconds: float | None = None
     implementation: CommunicationImplementation = CommunicationImplementation.AUTO
+    wire: str = field(default=WIRES[0], kw_only=True)
 
     def __post_init__(self) -> None:
         """Check the values; see the class."""
@@ -83,6 +98,14 @@ implementation=CommunicationImplementation.RING)
             whole = isinstance(seconds, numbers.Integral)
             object.__setattr__(self, "timeout_seconds", int(seconds) if whole else float(seconds))
         object.__setattr__(self, "implementation", as_implementation(self.implementation))
+        if self.wire not in WIRES:
+            raise ValueError(f"wire must be one of {', '.join(WIRES)}, got {self.wire!r:.80}.")
+        auto = self.implementation is CommunicationImplementation.AUTO and not nbytes
+        if self.wire != WIRES[0] and not auto:
+            raise ValueError(
+                f"wire={self.wire!r} goes with implementation AUTO and without bytes_per_pack, got "
+                f"{self.implementation} and {nbytes}. These move values as they are."
+            )
 
     def merge(self, options: CommunicationOptions | None) -> CommunicationOptions:
         """Return these options, with those of `options` that are no defaults in their place.
@@ -99,13 +122,15 @@ implementation=CommunicationImplementation.RING)
             options.bytes_per_pack or self.bytes_per_pack,
             self.timeout_seconds if seconds is None else seconds,
             self.implementation if options.implementation is auto else options.implementation,
+            wire=self.wire if options.wire == WIRES[0] else options.wire,
         )
 
     def __str__(self) -> str:
-        """Return all options, as the reference prints them."""
+        """Return all options, as the reference prints them; and the wire, if it is another."""
+        wire = "" if self.wire == WIRES[0] else f", wire={self.wire}"
         return (
             f"Options(bytes_per_pack={self.bytes_per_pack},"
-            f"timeout_seconds={self.timeout_seconds}, implementation={self.implementation})"
+            f"timeout_seconds={self.timeout_seconds}, implementation={self.implementation}{wire})"
         )
 
 

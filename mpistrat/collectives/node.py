@@ -2,8 +2,7 @@
 
 Each rank's values stand in a row of a matrix; rank r of a node folds slice r of the columns of all
 rows, in rank order, so every element is read once and every result has the same bits on all ranks.
-Between nodes the slices go on in lanes (`mpistrat.arena.nodes`), by the MPI library's own
-all-reduce.
+Between nodes the slices go on in lanes (`mpistrat.arena.nodes`, `mpistrat.collectives.lanes`).
 
 Two ways to the matrix: arrays of the arena lie in it, and are folded where they are; others are
 packed into scratch memory, and the results copied out.
@@ -12,7 +11,6 @@ packed into scratch memory, and the results copied out.
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast, final
@@ -23,8 +21,9 @@ from mpistrat.arena.arena import Arena, ArenaAddress, Block
 from mpistrat.arena.layout import Specs, slice_of
 from mpistrat.arena.storage import Storage
 from mpistrat.arrays import Array
+from mpistrat.collectives.communication import WIRES
 from mpistrat.collectives.folding import Folding
-from mpistrat.collectives.lanes import fold_between
+from mpistrat.collectives.lanes import Lane, compile_wire, fold_between, fold_together
 from mpistrat.collectives.packs import LIMIT, Pack, fill
 from mpistrat.collectives.results import Results
 from mpistrat.collectives.spans import Packed, Placed, Range, Scales, spans_of
@@ -52,13 +51,17 @@ class _Compiled(set[np.dtype[Any]]):
 class NodeFolds:
     """The shared-memory path of a reducer.
 
+    Args:
+      lockstep: Tells who the ranks are.
+      wire: What float32 travels as between nodes; see `CommunicationOptions`.
+
     Attributes:
       arena: The shared memory.
     """
 
-    def __init__(self, lockstep: Lockstep):
+    def __init__(self, lockstep: Lockstep, wire: str = WIRES[0]):
         """Make nothing yet."""
-        self._lockstep = lockstep
+        self._lockstep, self._wire = lockstep, wire
         self._size = lockstep.comm.size
         # One for all strategies of the session: a call that is equal on all ranks meets in the same
         # memory, even if a program makes it on another strategy on another rank.
@@ -147,6 +150,8 @@ class NodeFolds:
             for pack in what.packs:
                 if not narrow or any(form.result == pack.dtype for form in what.forms):
                     compile_for(pack.dtype, pack.columns)
+                    if self._wire != WIRES[0]:
+                        compile_wire(pack.dtype, pack.columns)
 
     def ready(self, op: ReduceOp, dtype: np.dtype[Any], columns: int) -> bool:
         """Tell whether the loop is compiled, alike on all ranks: from the calls proved so far.
@@ -195,8 +200,7 @@ class NodeFolds:
 
         Collective; between the proof and its return only MPI and loops.
         """
-        self._hook()
-        with self._sharing():
+        with self.moving():
             if packed.side is not None:
                 self._fold_direct(what, packed.side, scales, results)
             else:
@@ -253,28 +257,9 @@ class NodeFolds:
             node.barrier()
             results.take(number, result[0])
 
-    def placed(self, homes: list[ArenaAddress]) -> Placed:
-        """Return where arrays of the arena are folded, as far as it is the same every time."""
-        spans: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
-        for leaf, home in enumerate(homes):
-            place = home.place
-            known = spans.setdefault((home.block.number, place.matrix), [])
-            # Neighbours are folded as one, with the few columns between them that are nobody's.
-            step = home.block.layout.step(place.matrix)
-            if known and place.start == -(-known[-1][1] // step) * step:
-                known[-1] = (known[-1][0], place.stop, known[-1][2])
-            else:
-                known.append((place.start, place.stop, leaf))
-        blocks = {home.block.number: home.block for home in homes}
-        # Weakly: what is remembered of a call must not keep a block that the program has dropped.
-        rows = [(weakref.ref(blocks[number]), matrix) for number, matrix in spans]
-        text = " ".join(f"{home.block.number}/{home.leaf}" for home in homes)
-        return Placed(f", out, in place {text}", rows, list(spans.values()))
-
     def fold_placed(self, op: ReduceOp, placed: Placed, scales: Scales) -> None:
         """Fold arrays where they lie. Collective; the proof was the barrier before it."""
-        self._hook()
-        with self._sharing():
+        with self.moving():
             for (block, matrix), spans in zip(placed.rows, placed.spans, strict=True):
                 rows = cast(Block, block()).matrices[matrix]  # its arrays are in the caller's hands
                 ranges = [Range(start, stop, *scales.of(leaf)) for start, stop, leaf in spans]
@@ -292,20 +277,16 @@ class NodeFolds:
                 rows = cast(Block, block()).matrices[matrix]
                 ranges = [Range(start, stop, *scales.of(leaf)) for start, stop, leaf in spans]
                 self._fold(op, rows, rows[:1], rows.shape[1], ranges)
-            if self.arena.nodes().nodes == 1:
-                self.arena.nodes().node.barrier()
+            self.arena.nodes().node.barrier()
 
     @contextmanager
     def moving(self) -> Iterator[None]:
         """Run the body, which moves data in shared memory; the proof was the barrier before it."""
-        self._hook()
-        with self._sharing():
-            yield
-
-    def _hook(self) -> None:
         hook = self._lockstep.hooks.on_moving
         if hook is not None:
             hook()
+        with self._sharing():
+            yield
 
     @contextmanager
     def _sharing(self) -> Iterator[None]:
@@ -322,33 +303,72 @@ class NodeFolds:
         nodes = self.arena.nodes()
         rank, size = nodes.node.rank, nodes.node.size
         low, high = slice_of(rank, size, columns, rows.dtype)
-        one = nodes.nodes == 1
-        mine, team = None if one else nodes.ranks, self._lockstep.session.team
+        one, team = nodes.nodes == 1, self._lockstep.session.team
         whole = sum(span.stop - span.start for span in spans)
         ready = self.ready(op, rows.dtype, whole)
         for span in spans:
-            table = span.scales if mine is None or span.scales is None else span.scales[mine]
             start, stop = max(low, span.start), min(high, span.stop)
-            divisor = span.divisor if one else 1.0
-            into = out if one else out[:1]
-            if not one and op is ReduceOp.MEAN and span.scales is None:
-                sum_between(rows, into, start, stop, power_for(self._size), team)
-                continue
-            fold_rows(FOLDS[op], rows, into, start, stop, table, divisor, whole, team, ready)
+            if one:
+                how = (span.scales, span.divisor, whole, team, ready)
+                fold_rows(FOLDS[op], rows, out, start, stop, *how)
+            else:
+                here = span._replace(start=start, stop=stop)
+                self._fold_here(op, rows, out[:1], here, whole, ready)
         if one:
             return
-        nodes.node.barrier()
+        # Else a rank exchanges and spreads what it has folded itself, and waits for nobody.
+        apart = nodes.lanes < nodes.node.size
+        if apart:
+            nodes.node.barrier()
         if nodes.lane is not None:
-            self._across(op, rows, out, columns, spans)
-        nodes.node.barrier()
+            mine = slice_of(nodes.node.rank, nodes.lanes, columns, out.dtype)
+            fold_between(self._lane, op, rows, out[0], mine, spans)
+        if apart:
+            nodes.node.barrier()
         for span in spans:
             start, stop = max(low, span.start), min(high, span.stop)
             spread_rows(out, 0, start, stop, team)
 
-    def _across(
-        self, op: ReduceOp, rows: Array, out: Array, columns: int, spans: Sequence[Range]
+    def _fold_here(
+        self, op: ReduceOp, rows: Array, out: Array, span: Range, whole: int, ready: bool
     ) -> None:
+        """Fold columns of this node's rows, for a fold of several nodes."""
+        team = self._lockstep.session.team
+        if op is ReduceOp.MEAN and span.scales is None:
+            sum_between(rows, out, span.start, span.stop, power_for(self._size), team)
+            return
+        table = None if span.scales is None else span.scales[self.arena.nodes().ranks]
+        how = (table, 1.0, whole, team, ready)
+        fold_rows(FOLDS[op], rows, out, span.start, span.stop, *how)
+
+    @property
+    def _lane(self) -> Lane:
+        comm = self.arena.nodes().lane
+        assert comm is not None
+        return Lane(comm, power_for(self._size), self._wire)
+
+    @property
+    def twins(self) -> bool:
+        """Whether each rank has a twin on every other node, which has the same part of a node."""
         nodes = self.arena.nodes()
-        assert nodes.lane is not None
-        mine = slice_of(nodes.node.rank, nodes.lanes, columns, out.dtype)
-        fold_between(nodes.lane, op, rows, out[0], mine, spans, power_for(self._size))
+        return nodes.nodes > 1 and nodes.lanes * nodes.nodes == self._size
+
+    def fold_parts(self, parts: Sequence[tuple[Array, Range]]) -> None:
+        """Make means of columns that are this rank's and its twins' alone, in the first rows.
+
+        Collective over the lane, without a barrier: no other rank of the node reads them.
+
+        Args:
+          parts: Matrices of one dtype with a row for each rank of the node, and which columns; the
+            same on all nodes, all scaled alike, and at most `mpistrat.collectives.lanes.MOST`.
+        """
+        op, whole = ReduceOp.MEAN, sum(span.stop - span.start for _, span in parts)
+        _, _, scales, divisor = parts[0][1]
+        with self.moving():
+            ready = self.ready(op, parts[0][0].dtype, whole)
+            for rows, span in parts:
+                if len(rows) > 1 or scales is not None:
+                    self._fold_here(op, rows, rows[:1], span, whole, ready)
+            sums = [rows[0, span.start : span.stop] for rows, span in parts]
+            low = [rows[1, span.start : span.stop] for rows, span in parts if len(rows) > 1]
+            fold_together(self._lane, op, sums, None if scales is not None else low, divisor)

@@ -23,7 +23,7 @@ from mpistrat.collectives.forms import Form
 from mpistrat.collectives.node import NodeFolds
 from mpistrat.collectives.part import Part
 from mpistrat.collectives.planned import ONE, AnyPlan, NumberPlan, Plan, SharedPlan
-from mpistrat.collectives.spans import Placed
+from mpistrat.collectives.spans import Placed, placed
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.lockstep.lockstep import Lockstep
 
@@ -245,9 +245,9 @@ class Plans:
         """Remember where the leaves lie, if all of them lie in the arena, or there is one rank."""
         leaves = asked.leaves
         if self._lockstep.comm.size == 1:
-            placed = Placed("", [], [])
+            where = Placed("", [], [])
         elif (homes := self._node.homes(what, leaves, leaves)) is not None:
-            placed = self._node.placed(homes)
+            where = placed(homes)
         else:
             return
         if len(self._places) >= _MOST:
@@ -255,7 +255,7 @@ class Plans:
             self._last.clear()
         ids = tuple(map(id, leaves))
         known = InPlace(
-            self._node.arena.generation, what, placed, _specs(leaves), ids, Headers(leaves)
+            self._node.arena.generation, what, where, _specs(leaves), ids, Headers(leaves)
         )
         self._places[key] = known
         if asked.kind is not None:

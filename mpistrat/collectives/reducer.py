@@ -19,6 +19,7 @@ from typing import NamedTuple, final
 import numpy as np
 
 from mpistrat.arrays import Array
+from mpistrat.collectives.communication import WIRES
 from mpistrat.collectives.folding import Folding, put
 from mpistrat.collectives.gatherer import Gatherer
 from mpistrat.collectives.messages import (
@@ -34,7 +35,7 @@ from mpistrat.collectives.node import NodeFolds
 from mpistrat.collectives.planned import leaves_of, runs_of
 from mpistrat.collectives.reducing import Reducing
 from mpistrat.collectives.results import Results, of_one, results_for
-from mpistrat.collectives.spans import Packed, Placed, Scales, scales_of
+from mpistrat.collectives.spans import Packed, Placed, Scales, placed, scales_of
 from mpistrat.kernels.ops import FOLDS, ReduceOp
 from mpistrat.kernels.scaling import Overflow, noting
 from mpistrat.lockstep.abort import lost
@@ -68,13 +69,15 @@ class Reducer(Reducing):
 
     Args:
       lockstep: Proves each call, and carries what is small.
+      wire: What float32 travels as between nodes; see `CommunicationOptions`.
     """
 
     in_place = True
 
-    def __init__(self, lockstep: Lockstep):
+    def __init__(self, lockstep: Lockstep, wire: str = WIRES[0]):
         """Reduce over the ranks of `lockstep`."""
-        super().__init__(lockstep, NodeFolds(lockstep))
+        super().__init__(lockstep, NodeFolds(lockstep, wire))
+        self._by = "" if wire == WIRES[0] else f", {wire} between nodes"
         self._gatherer = Gatherer(lockstep)
 
     def all_gather(
@@ -142,7 +145,7 @@ class Reducer(Reducing):
     def _prove(
         self, what: Folding, way: _Way, weights: int, weigh: bool, alarm: str
     ) -> tuple[Scales, list[bytes]]:
-        text, digest = what.said(way.suffix)
+        text, digest = what.said(way.suffix + self._by)
         smalls: list[bytes] = []
         watched = self.lockstep.options.nan != "off"  # any rank may have an alarm to tell
         if way.small or watched or not self.lockstep.fits(len(way.riding)):
@@ -176,9 +179,9 @@ class Reducer(Reducing):
         header = struct.pack(f"<{len(weights)}d", *weights) if mean else b""
         if homes is not None:
             self.node.compile(what, inside=True)
-            placed = self.node.placed(homes)
-            finish = functools.partial(self._in_place, what, placed, list(values))
-            return _Way(placed.suffix, header, finish)
+            where = placed(homes)
+            finish = functools.partial(self._in_place, what, where, list(values))
+            return _Way(where.suffix, header, finish)
         if self.lockstep.fits(len(header) + what.nbytes):
             wires = what.wires(values, weights, fresh=False)
             riding = header + b"".join([wire.tobytes() for wire in wires])

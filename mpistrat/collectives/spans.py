@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpistrat.arena.arena import Block
+from mpistrat.arena.arena import ArenaAddress, Block
 from mpistrat.arrays import Array
 from mpistrat.collectives.packs import Pack
 
@@ -18,6 +18,7 @@ __all__ = [
     "Placed",
     "Range",
     "Scales",
+    "placed",
     "scaled",
     "scales_of",
     "spans_of",
@@ -97,6 +98,25 @@ def spans_of(pack: Pack, scales: Scales) -> list[Range]:
     if scales.uniform:
         return [Range(0, pack.columns, *scales.of(0))]
     return [Range(p.column, p.column + p.stop - p.start, *scales.of(p.leaf)) for p in pack.pieces]
+
+
+def placed(homes: Sequence[ArenaAddress]) -> Placed:
+    """Return where arrays of the arena are folded, as far as it is the same every time."""
+    spans: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    for leaf, home in enumerate(homes):
+        place = home.place
+        known = spans.setdefault((home.block.number, place.matrix), [])
+        # Neighbours are folded as one, with the few columns between them that are nobody's.
+        step = home.block.layout.step(place.matrix)
+        if known and place.start == -(-known[-1][1] // step) * step:
+            known[-1] = (known[-1][0], place.stop, known[-1][2])
+        else:
+            known.append((place.start, place.stop, leaf))
+    blocks = {home.block.number: home.block for home in homes}
+    # Weakly: what is remembered of a call must not keep a block that the program has dropped.
+    rows = [(weakref.ref(blocks[number]), matrix) for number, matrix in spans]
+    text = " ".join(f"{home.block.number}/{home.leaf}" for home in homes)
+    return Placed(f", out, in place {text}", rows, list(spans.values()))
 
 
 def scaled(table: Array, weigh: bool) -> Array:

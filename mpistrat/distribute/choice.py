@@ -11,7 +11,11 @@ import numpy as np
 
 from mpistrat import nest
 from mpistrat.arrays import Array, as_array, digest
-from mpistrat.collectives.communication import CommunicationImplementation, CommunicationOptions
+from mpistrat.collectives.communication import (
+    WIRES,
+    CommunicationImplementation,
+    CommunicationOptions,
+)
 from mpistrat.collectives.folding import Folding, put
 from mpistrat.collectives.reducer import Reducer
 from mpistrat.collectives.reducing import Reducing
@@ -103,7 +107,8 @@ class Choice:
         """Return what moves values so.
 
         Raises:
-          ValueError: The root is no replica.
+          ValueError: The root is no replica; or a class that moves values as they are was chosen
+            together with a wire.
         """
         made = self._untimed()
         seconds = self.options.timeout_seconds
@@ -115,10 +120,16 @@ class Choice:
             chosen = self.ops.route(self.labels)
             if chosen is None:
                 return _Delegated(self.base, self.ops, self.options)
+            if self.options.wire != WIRES[0]:
+                raise ValueError(
+                    f"wire={self.options.wire!r} does not go with {type(self.ops).__name__}, which "
+                    "moves values as they are; leave out one of the two."
+                )
             route, packs = chosen
             return Routed(self.base, route, Packing(nbytes, packs))
         if how is _AUTO and not nbytes:
-            return self.base
+            base, wire = self.base, self.options.wire
+            return base if wire == WIRES[0] else Reducer(base.lockstep, wire)
         return Routed(self.base, Ring() if how is _RING else Native(), Packing(nbytes))
 
 

@@ -261,9 +261,9 @@ class ReplicaContext:
 
         Cost: the proof, in which up to some 200 bytes ride. More are folded in memory that the
         ranks of a node share: two barriers of the node, one copy in and one out (neither for arrays
-        of ``Strategy.buffers``), and between nodes one ``MPI_Allreduce`` of each slice. Where it
-        cannot be shared, one ``MPI_Allreduce`` per 4 MiB of small leaves and per leaf of 64 KiB or
-        more.
+        of ``Strategy.buffers``), and between nodes one ``MPI_Allreduce`` of each slice, or half the
+        bytes in bfloat16, if `options` say so. Where it cannot be shared, one ``MPI_Allreduce`` per
+        4 MiB of small leaves and per leaf of 64 KiB or more.
         As: ``tf.distribute.ReplicaContext.all_reduce``.
         """
         self._enter("all_reduce")

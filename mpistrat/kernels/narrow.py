@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     widen_row: Any = None
     narrow_row: Any = None
 
-__all__ = ["fold_narrow", "is_narrow"]
+__all__ = ["fold_narrow", "from_bfloat16", "is_narrow", "to_bfloat16"]
 
 Array: TypeAlias = NDArray[Any]
 
@@ -75,6 +75,34 @@ def _narrow_bfloat16(value: Any) -> Any:
     rounded = np.uint32(np.uint32(bits + np.uint32(0x7FFF)) + even) >> np.uint32(16)
     missing = np.uint32(np.uint32(high & np.uint32(0x8000)) | np.uint32(0x7FC0))
     return np.uint16(missing if value != value else rounded)
+
+
+def _to_bfloat16_twin(values: Array, factor: Any, bits: Array) -> None:
+    for low in range(0, values.size, BLOCK):
+        given = values[low : low + BLOCK] * factor
+        wide = given.view(np.uint32)
+        high = wide >> 16
+        rounded = (wide + (high & 1) + 0x7FFF) >> 16
+        np.copyto(rounded, high & 0x8000 | 0x7FC0, where=np.isnan(given))
+        bits[low : low + BLOCK] = rounded
+
+
+@jit.kernel(_to_bfloat16_twin)
+def to_bfloat16(values: Array, factor: Any, bits: Array) -> None:
+    """Round float32 times a float32 to bfloat16, to nearest, ties to even: 16 bits in uint16."""
+    for i in range(values.size):
+        bits[i] = _narrow_bfloat16(values[i] * factor)
+
+
+def _from_bfloat16_twin(bits: Array, values: Array) -> None:
+    np.left_shift(bits, 16, out=values.view(np.uint32), dtype=np.uint32)
+
+
+@jit.kernel(_from_bfloat16_twin)
+def from_bfloat16(bits: Array, values: Array) -> None:
+    """Put the float32 that bfloat16 are, given as 16 bits in uint16, into `values`."""
+    for i in range(bits.size):
+        values[i] = _widen_bfloat16(bits[i])
 
 
 def _both(one: Array, two: Array, part: Any) -> None:

@@ -100,7 +100,8 @@ def _step(optimizer: OptimizerSettings, state: State, call: GradientCall, what: 
             shared = folded.reads or any(t.shared for t in (*call.known.dense, *call.known.sparse))
             meets = node.arena.nodes().node if shared and lockstep.comm.size > 1 else None
             sparse_ones = _unique(optimizer, progress.scale, call, rows)
-            update = Update(optimizer, progress, works, sparse_ones, meets, lockstep.session.team)
+            team, far = lockstep.session.team, (folded.far, folded.fetch)
+            update = Update(optimizer, progress, works, sparse_ones, meets, team, *far)
             outcome = _outcome(optimizer, state, call, update, folded.weight)
     if outcome is not None:
         outcome()

@@ -13,8 +13,10 @@ in place  gradients lie in the arena, or are  each rank folds and updates its pa
           put there                           variables in one pass; one barrier of the node
 ========  ==================================  ==================================================
 
-On several nodes what lies in the arena is folded into the first row of each node, in lanes between
-them, before it is read.
+On several nodes with as many ranks each, this rank's part of a large variable goes the same way:
+some at a time (`Folded.fetch`), it is folded here, then with the twins on the other nodes, and
+updated while it is in cache. Everything else that lies in the arena, and all of it where nodes
+differ in size, is folded into the first row of each node before it is read.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from mpistrat.arena.arena import ArenaAddress, Block
 from mpistrat.arrays import Array
 from mpistrat.collectives.folding import Folding
 from mpistrat.collectives.part import Part
-from mpistrat.collectives.spans import Scales, scales_of
+from mpistrat.collectives.spans import Range, Scales, placed, scales_of
 from mpistrat.distribute import sparse, writes
 from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.kernels.ops import ReduceOp
@@ -38,6 +40,7 @@ from mpistrat.kernels.scaling import factors_of
 from mpistrat.lockstep.abort import moving
 from mpistrat.optim.given import GradientCall, Known, Places
 from mpistrat.optim.state import State
+from mpistrat.optim.updating import Fetch
 
 __all__ = ["Folded", "fold"]
 
@@ -56,6 +59,8 @@ class Folded(NamedTuple):
       divisor: What the sum is divided by.
       weight: The sum of the weights of all replicas.
       reads: Other ranks read what this one has given, until the call ends.
+      far: Which of them have to be fetched, part by part, before they are read.
+      fetch: Folds parts of them with the twins on other nodes.
     """
 
     rows: list[tuple[Array, int]]
@@ -63,6 +68,8 @@ class Folded(NamedTuple):
     divisor: list[float]
     weight: float
     reads: bool
+    far: Sequence[int] = ()
+    fetch: Fetch | None = None
 
 
 def fold(state: State, call: GradientCall, what: Folding) -> tuple[Folded, list[IndexedSlices]]:
@@ -145,10 +152,13 @@ def _placed(state: State, known: Known, homes: list[ArenaAddress]) -> Places:
     small = [t for t in known.dense if not t.shared]
     # Every rank of the node would read the rows of all.
     much = sum(t.w.nbytes for t in small) * nodes.node.size > _EACH
+    # Parts that no other rank of the node reads.
+    own = [t.shared or (nodes.node.size == 1 and not t.tiny) for t in known.dense]
+    far = [node.twins and is_own for is_own in own]
     first = [nodes.nodes > 1 or (much and not t.shared) for t in known.dense]
-    folded = [home for home, yes in zip(homes, first, strict=True) if yes]
+    folded = [h for h, yes, is_far in zip(homes, first, far, strict=True) if yes and not is_far]
     rows = [(weakref.ref(h.block), h.place.matrix, h.place.start) for h in homes]
-    return Places(node.placed(homes).suffix, rows, first, node.placed(folded) if folded else None)
+    return Places(placed(homes).suffix, rows, first, far, placed(folded) if folded else None)
 
 
 def _in_place(
@@ -168,10 +178,20 @@ def _in_place(
             reducer.node.fold_first(_MEAN, places.placed, scales)
         nodes = reducer.node.arena.nodes()
         mine = column if column is None or nodes.nodes == 1 else column[nodes.ranks]
-        rows, factors, divisors = [], [], []
+        rows, factors, divisors, given = [], [], [], []
         for (block, matrix, start), first in zip(places.rows, places.first, strict=True):
-            given = cast(Block, block()).matrices[matrix]
-            rows.append((given[:1] if first else given, start))
-            factors.append(None if first or mine is None else factors_of(mine, given.dtype))
+            all_rows = cast(Block, block()).matrices[matrix]
+            given.append((all_rows, start))
+            rows.append((all_rows[:1] if first else all_rows, start))
+            factors.append(None if first or mine is None else factors_of(mine, all_rows.dtype))
             divisors.append(1.0 if first else float(divisor))
-        return Folded(rows, factors, divisors, whole, True)
+
+        def fetch(parts: Sequence[tuple[int, int, int]]) -> None:
+            each = [(*given[i], low, high) for i, low, high in parts]
+            spans = [
+                Range(start + low, start + high, column, divisor) for _, start, low, high in each
+            ]
+            reducer.node.fold_parts([(one[0], span) for one, span in zip(each, spans, strict=True)])
+
+        far = [i for i, is_far in enumerate(places.far) if is_far]
+        return Folded(rows, factors, divisors, whole, True, far, fetch)

@@ -23,7 +23,6 @@ from mpistrat.errors import ContextError, LeafTypeError, StructureError
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.optim import passes
 from mpistrat.optim.state import State, Target
-from mpistrat.optim.updating import compile_for
 
 if TYPE_CHECKING:
     from mpistrat.optim.base import OptimizerSettings
@@ -95,7 +94,7 @@ class Known:
         if not self.compiled and passes.compiles(sum(t.variable.size for t in self.dense)):
             kinds = {(t.variable.dtype, t.optimizer.rule.update): t for t in self.dense}
             for target in kinds.values():
-                compile_for(optimizer, target)
+                _compile_for(optimizer, target)
         self.compiled = True
 
 
@@ -106,12 +105,14 @@ class Places(NamedTuple):
       suffix: What the text of the call says of it.
       rows: Of each gradient the block, the matrix in it, and its first column.
       first: Which of them are folded into the first row, before they are read from there.
-      placed: All of these; None if there are none.
+      far: Which of these are so when they are fetched, part by part.
+      placed: All others of these; None if there are none.
     """
 
     suffix: str
     rows: list[tuple[weakref.ref[Block], int, int]]
     first: list[bool]
+    far: list[bool]
     placed: Placed | None
 
 
@@ -287,3 +288,19 @@ def _rows(
         whole_array: Array = np.asarray(made)
         return whole_array
     return made
+
+
+def _compile_for(optimizer: OptimizerSettings, target: Target) -> None:
+    """Have the loops compiled that a variable of this dtype needs; before a proof."""
+    one = np.zeros(1, target.variable.dtype)
+    rule = target.optimizer.rule
+    slots = tuple(one.copy() for _ in rule.slots)
+    pending = None if target.pending is None else one.copy()
+    ema = None if target.ema is None else one.copy()
+    g = passes.Gradient(np.zeros((1, 1), one.dtype), divisor=2.0, pending=pending)
+    if pending is not None:
+        passes.accumulate(g)
+    passes.measure_norm(g, 1, np.zeros(1))
+    if rule.measure is not None:
+        passes.measure(rule, g, one, slots, target.optimizer.scalars(0), np.zeros((2, 1)))
+    passes.update(rule, g, one, slots, target.optimizer.scalars(0), ema, optimizer.ema or 0.0)

@@ -112,10 +112,11 @@ class Optimizer(OptimizerSettings):
 
         Cost: one handshake. Gradients in ``Strategy.gradient_buffers`` are folded and the variables
         updated in one pass over memory, in which each rank does its part of all variables of 64 KiB
-        and more, then one barrier of the node. Other gradients are copied there first, if there are
-        such variables; without, it is an all-reduce. Norms, and ``nonfinite="skip"``, take one more
-        pass over the gradients. `IndexedSlices` take a handshake and a gather more. The first call
-        creates the state.
+        and more, then one barrier of the node; between nodes one ``MPI_Allreduce`` of each 2^20
+        elements of such a part, or half the bytes in bfloat16 (`CommunicationOptions`). Other
+        gradients are copied there first, if there are such variables; without, it is an all-reduce.
+        Norms, and ``nonfinite="skip"``, take one more pass over the gradients. `IndexedSlices` take
+        a handshake and a gather more. The first call creates the state.
         As: ``tf.keras.optimizers.Optimizer.apply_gradients`` for what replicas give, with weights.
 
         Example:

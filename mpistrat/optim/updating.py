@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, final
 
 import numpy as np
 
 from mpistrat.arrays import Array
+from mpistrat.collectives import lanes
 from mpistrat.comm.base import Comm
 from mpistrat.kernels.threads import Team
 from mpistrat.optim import passes
@@ -24,11 +25,15 @@ from mpistrat.optim.state import Target
 if TYPE_CHECKING:
     from mpistrat.optim.base import OptimizerSettings
 
-__all__ = ["Rows", "Update", "Work", "compile_for"]
+__all__ = ["Fetch", "Rows", "Update", "Work"]
 
 _PART = 1 << 19  # elements that are worth a thread
 _KEEP = 3  # from so many rows on a folded gradient that is needed twice is written down
 _NOBODY = np.iinfo(np.int64).max
+
+# Takes which gradients, and which elements of their variables: the first, and after the last; of
+# one dtype, and together at most `lanes.MOST`. Collective over the twins on all nodes.
+Fetch: TypeAlias = Callable[[Sequence[tuple[int, int, int]]], None]
 
 
 class Work(NamedTuple):
@@ -68,6 +73,8 @@ class Update:
       rows: Variables of which some rows are.
       node: The ranks that share memory; None if nobody reads what another one writes.
       team: The threads of this rank; None for this one alone.
+      far: Which of the works have gradients that are fetched, part by part, before they are read.
+      fetch: Fetches.
     """
 
     def __init__(
@@ -78,11 +85,14 @@ class Update:
         rows: Sequence[Rows],
         node: Comm | None,
         team: Team | None,
+        far: Sequence[int] = (),
+        fetch: Fetch | None = None,
     ):
         """Change nothing yet."""
         self._optimizer, self._step = optimizer, progress.step
         self._works, self._rows = list(works), list(rows)
         self._node, self._team = node, team
+        self._far, self._fetch = set(far), fetch
         self._guard = optimizer.nonfinite == "raise"
         self._compiled = passes.compiles(sum(w.target.variable.size for w in works))
         # Sums of squares: shared variables first, so that what the node adds up is one run.
@@ -95,9 +105,7 @@ class Update:
 
     def accumulate(self) -> None:
         """Add the gradients to the slots that wait for the update, and end the call."""
-        for work in self._works:
-            one = work.gradient
-            self._parts(one.pending, lambda g, low, high: passes.accumulate(g, self._compiled), one)
+        self._pass(range(len(self._works)), lambda i, g, *_: passes.accumulate(g, self._compiled))
         self.close()
 
     def forget(self) -> None:
@@ -124,8 +132,7 @@ class Update:
         Collective over the node.
         """
         sums = np.zeros((1, self._width))
-        for i in range(len(self._works)):
-            self._measure_norm(i, self._place(sums, i)[0])
+        self._measure_norms(sums[0])
         found = self._exchange(sums)[0].tolist()
         for one in self._rows:
             flat = one.values.reshape(1, -1)
@@ -139,18 +146,18 @@ class Update:
             self._guard = False  # so are all that are in it
         return norm
 
-    def _measure_norm(self, i: int, sums: Array) -> None:
-        target, gradient = self._works[i]
+    def _measure_norms(self, sums: Array) -> None:
         # No other rank reads this rank's columns of what is shared.
-        keep = target.shared and len(gradient.rows) >= _KEEP
+        keep = [t.shared and len(g.rows) >= _KEEP for t, g in self._works]
 
-        def measure(g: Gradient, low: int, high: int) -> None:
-            into = sums[low // BLOCK : low // BLOCK + blocks(high - low)]
-            passes.measure_norm(g, high - low, into, keep, self._compiled)
+        def measure(i: int, g: Gradient, low: int, high: int) -> None:
+            into = self._place(sums, i)[low // BLOCK : low // BLOCK + blocks(high - low)]
+            passes.measure_norm(g, high - low, into, keep[i], self._compiled)
 
-        self._parts(target.w, measure, gradient)
-        if keep:
-            self._works[i] = Work(target, gradient.kept())
+        self._pass(range(len(self._works)), measure)
+        for i, (target, gradient) in enumerate(self._works):
+            if keep[i]:
+                self._works[i] = Work(target, gradient.kept())
 
     def _scale(self, factor: float) -> None:
         for i, (target, gradient) in enumerate(self._works):
@@ -176,13 +183,13 @@ class Update:
         if first != _NOBODY:  # known to all, before a weight has changed
             self.close()
             return first
+        alone = []
         for some in self._groups():
-            target, gradient = self._works[some[0]]
-            if len(some) > 1:
-                bad = self._updated_together([self._works[i] for i in some])
-            else:
-                bad = self._updated(target, gradient, norms[some[0]])
-            first = min(first, some[0]) if bad else first
+            if len(some) == 1:
+                alone += some
+            elif self._updated_together([self._works[i] for i in some]):
+                first = min(first, some[0])
+        first = min([first, *self._updated(alone, norms)])
         for one in self._rows:
             _update_rows(one, self._step, self._compiled)
         if self._guard and self._node is not None:
@@ -205,26 +212,25 @@ class Update:
         if not measured:
             return norms
         sums = np.zeros((2, self._width))
-        for i in measured:
-            self._measure(self._works[i], self._place(sums, i))
+        self._measure(measured, sums)
         sums = self._exchange(sums)
         for i in measured:
             one, two = (norm_of(row.tolist()) for row in self._whole(sums, i))
             norms[i] = one, two
         return norms
 
-    def _measure(self, work: Work, sums: Array) -> None:
-        target, gradient = work
-        rule, s = target.optimizer.rule, target.optimizer.scalars(self._step)
+    def _measure(self, which: Sequence[int], sums: Array) -> None:
+        numbers = {i: self._works[i].target.optimizer.scalars(self._step) for i in which}
 
-        def measure(g: Gradient, low: int, high: int) -> None:
+        def measure(i: int, g: Gradient, low: int, high: int) -> None:
+            target = self._works[i].target
             found = np.zeros((2, blocks(high - low)))
             slots = tuple(slot[low:high] for slot in target.mine)
-            how = (s, found, self._guard, self._compiled)
-            passes.measure(rule, g, target.w[low:high], slots, *how)
-            sums[:, low // BLOCK : low // BLOCK + found.shape[1]] = found
+            how = (numbers[i], found, self._guard, self._compiled)
+            passes.measure(target.optimizer.rule, g, target.w[low:high], slots, *how)
+            self._place(sums, i)[:, low // BLOCK : low // BLOCK + found.shape[1]] = found
 
-        self._parts(target.w, measure, gradient)
+        self._pass(which, measure)
 
     def _groups(self) -> list[list[int]]:
         """Return which variables are updated together."""
@@ -257,29 +263,52 @@ class Update:
             at += size
         return bad
 
-    def _updated(self, target: Target, gradient: Gradient, norms: tuple[float, float]) -> int:
-        """Update this rank's part of a variable; return how many blocks were left out."""
-        optimizer = target.optimizer
-        s, bad = optimizer.scalars(self._step, norms), []
+    def _updated(self, which: Sequence[int], norms: Sequence[tuple[float, float]]) -> set[int]:
+        """Update this rank's part of these; return those of which blocks were left out."""
+        bad = set()
+        numbers = {i: self._works[i].target.optimizer.scalars(self._step, norms[i]) for i in which}
 
-        def update(g: Gradient, low: int, high: int) -> None:
+        def update(i: int, g: Gradient, low: int, high: int) -> None:
+            target = self._works[i].target
             slots = tuple(slot[low:high] for slot in target.mine)
             ema = None if target.ema is None else target.ema[low:high]
-            how = (ema, optimizer.ema or 0.0, self._guard, self._compiled)
-            bad.append(passes.update(optimizer.rule, g, target.w[low:high], slots, s, *how))
+            how = (numbers[i], ema, target.optimizer.ema or 0.0, self._guard, self._compiled)
+            if passes.update(target.optimizer.rule, g, target.w[low:high], slots, *how):
+                bad.add(i)
 
-        self._parts(target.w, update, gradient)
-        return sum(bad)
+        self._pass(which, update)
+        return bad
+
+    def _pass(self, which: Sequence[int], do: Callable[[int, Gradient, int, int], None]) -> None:
+        """Let `do` have gradients part by part, and where these begin and end in the slots.
+
+        Those that are far are fetched the first time, some at a time: `do` finds them in cache.
+        """
+        far = []
+        for i in which:
+            if i in self._far:
+                far.append((i, self._works[i].target.w))
+            else:
+                self._parts(i, 0, self._works[i].target.w.size, do)
+        for some in lanes.in_pieces(far, BLOCK):
+            assert self._fetch is not None
+            starts = [self._works[i].target.low for i, _, _ in some]
+            whole = zip(some, starts, strict=True)
+            self._fetch([(i, start + low, start + high) for (i, low, high), start in whole])
+            for i, low, high in some:
+                self._parts(i, low, high, do)
+        self._far.difference_update(i for i, _ in far)
 
     def _parts(
-        self, like: Array | None, work: Callable[[Gradient, int, int], None], g: Gradient
+        self, i: int, first: int, last: int, do: Callable[[int, Gradient, int, int], None]
     ) -> None:
-        """Let the threads do a part of `like` each."""
-        size = 0 if like is None else like.size
+        """Let each thread have a part of these elements."""
+        g, size = self._works[i].gradient, last - first
 
         def part(low: int, high: int) -> None:
+            low, high = first + low, first + high
             pending = None if g.pending is None else g.pending[low:high]
-            work(g._replace(start=g.start + low, pending=pending), low, high)
+            do(i, g._replace(start=g.start + low, pending=pending), low, high)
 
         if self._team is None or size < 2 * _PART:
             part(0, size)
@@ -292,7 +321,9 @@ class Update:
 
     def _place(self, sums: Array, i: int) -> Array:
         """Return where the sums of this rank's part of a variable go."""
-        return self._whole(sums, i)[:, self._works[i].target.low // BLOCK :]
+        at = self._at[i]
+        first = at + self._works[i].target.low // BLOCK
+        return sums[..., first : at + blocks(self._works[i].target.variable.size)]
 
     def _exchange(self, sums: Array) -> Array:
         """Return the sums of all ranks of the node: of each block one rank has it, others 0."""
@@ -326,19 +357,3 @@ def _update_rows(one: Rows, step: int, compiled: bool) -> None:
     )
     for place, copy in zip(places, copies, strict=True):
         place[where] = copy.reshape(len(where), *shape[1:])
-
-
-def compile_for(optimizer: OptimizerSettings, target: Target) -> None:
-    """Have the loops compiled that a variable of this dtype needs; before a proof."""
-    one = np.zeros(1, target.variable.dtype)
-    rule = target.optimizer.rule
-    slots = tuple(one.copy() for _ in rule.slots)
-    pending = None if target.pending is None else one.copy()
-    ema = None if target.ema is None else one.copy()
-    g = Gradient(np.zeros((1, 1), one.dtype), divisor=2.0, pending=pending)
-    if pending is not None:
-        passes.accumulate(g)
-    passes.measure_norm(g, 1, np.zeros(1))
-    if rule.measure is not None:
-        passes.measure(rule, g, one, slots, target.optimizer.scalars(0), np.zeros((2, 1)))
-    passes.update(rule, g, one, slots, target.optimizer.scalars(0), ema, optimizer.ema or 0.0)

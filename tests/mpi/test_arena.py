@@ -134,6 +134,39 @@ def test_emulated_nodes(per_node, monkeypatch):
     group.Free()
 
 
+@pytest.mark.parametrize("per_node", [1, 2, 3])
+def test_bfloat16_between_emulated_nodes(per_node, monkeypatch):
+    """As many elements as are worth a compiler: sums of nodes rounded, added, rounded once more."""
+    from mpi4py import MPI
+
+    monkeypatch.setenv("MPISTRAT_RANKS_PER_NODE", str(per_node))
+    group = MPI.COMM_WORLD.Dup()
+    strategy = ms.MultiWorkerMirroredStrategy(
+        communication_options=ms.CommunicationOptions(wire="bfloat16"), comm=group
+    )
+
+    def rounded(value):
+        return value.astype(ml_dtypes.bfloat16).astype("f4")
+
+    given = [
+        np.random.default_rng([r]).standard_normal(600_000).astype("f4") for r in range(group.size)
+    ]
+    nodes = [given[at : at + per_node] for at in range(0, group.size, per_node)]
+    sums = [functools.reduce(np.add, node) for node in nodes]
+    want = sums[0] if len(nodes) == 1 else rounded(functools.reduce(np.add, map(rounded, sums)))
+    buffers = strategy.buffers([given[0]])
+
+    def fn():
+        ctx = ms.get_replica_context()
+        np.testing.assert_array_equal(ctx.all_reduce("SUM", given[group.rank]), want)
+        buffers[0][:] = given[group.rank]
+        ctx.all_reduce("SUM", buffers, out=buffers)
+        np.testing.assert_array_equal(buffers[0], want)
+
+    strategy.run(fn)
+    group.Free()
+
+
 def test_nothing_has_a_name_in_shared_memory(strategy):
     kept = strategy.buffers([np.empty(100_000)])
     room = Path("/dev/shm")

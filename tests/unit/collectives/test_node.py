@@ -695,7 +695,7 @@ def test_a_thread_that_may_not_call_writes_nothing(count):
 
 def test_lanes_in_pieces_lose_no_nan(monkeypatch):
     monkeypatch.setenv("MPISTRAT_RANKS_PER_NODE", "2")
-    monkeypatch.setattr(lanes, "_LANE", 64)
+    monkeypatch.setattr(lanes, "MOST", 64)
 
     def rank(comm):
         strategy = ms.MirroredStrategy(comm=comm)

@@ -17,6 +17,7 @@ import mpistrat as ms
 from mpistrat import optim
 from mpistrat.arena import storage
 from mpistrat.arena.storage import NodeStorage
+from mpistrat.collectives import lanes
 from mpistrat.testing import run_ranks
 from mpistrat.testing.ranks import RanksFailed
 
@@ -194,6 +195,101 @@ def test_clipping_by_global_norm(size, way, memory):
         return job.contents()
 
     everywhere(run_ranks(rank, size))
+
+
+@pytest.mark.parametrize("pieces", [1 << 20, 8192])
+def test_parts_of_several_nodes_are_exchanged_and_updated_without_a_barrier(pieces, monkeypatch):
+    """Two nodes of two: parts go in as few messages as there are pieces; one barrier ends it."""
+    monkeypatch.setenv("MPISTRAT_RANKS_PER_NODE", "2")
+    monkeypatch.setattr(lanes, "MOST", pieces)
+    wanted = plain(optim.Adam(0.05))
+    large = [value for value in first() if value.nbytes >= storage.LEAST]
+
+    def rank(comm):
+        job = Job(optim.Adam(0.05, nonfinite="ignore"), large, "buffers")
+        given = [[g for g in means(step) if g.shape == LARGE] for step in range(3)]
+        job.step(given[0])
+        nodes = job.strategy.parts.reducer.node.arena.nodes()
+        calls = []
+        for comm, name in ((nodes.node, "barrier"), (nodes.lane, "allreduce")):
+            called = getattr(comm, name)
+            count = lambda *args, call=called, name=name: (calls.append(name), call(*args))  # noqa: E731
+            monkeypatch.setattr(comm, name, count)
+        job.step(given[1])
+        mine = sum(v.storage.part(4096)[1].size for v in job.variables)
+        assert sorted(calls) == ["allreduce"] * math.ceil(mine / pieces) + ["barrier"]
+        job.step(given[2])
+        ones = [one for one in wanted if one.w.size == math.prod(LARGE)]
+        for v, one in zip(job.variables, ones, strict=True):
+            np.testing.assert_allclose(v.numpy().reshape(-1), one.w, 2e-4, 2e-5)
+        return job.contents()
+
+    everywhere(run_ranks(rank, 4))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("size, per_node", [(2, 1), (4, 2), (5, 2), (3, 1)])
+def test_gradients_go_between_nodes_in_bfloat16_and_weights_do_not(
+    size, per_node, way, monkeypatch
+):
+    monkeypatch.setenv("MPISTRAT_RANKS_PER_NODE", str(per_node))
+    wire = ms.CommunicationOptions(wire="bfloat16")
+    rows = weights_of(4)[:size] + [2.0] * (size - 4)
+    shapes = [LARGE, (999,), LARGE]
+    given = [
+        [random(shape, "f4", 9 * r + i) for i, shape in enumerate(shapes)] for r in range(size)
+    ]
+
+    def rounded(value):
+        return value.astype(ml_dtypes.bfloat16).astype("f4")
+
+    def mean(i):
+        parts = [np.float32(n) * mine[i] for n, mine in zip(rows, given, strict=True)]
+        nodes = [sum(parts[at + 1 : at + per_node], parts[at]) for at in range(0, size, per_node)]
+        return rounded(sum(map(rounded, nodes[1:]), rounded(nodes[0])) / np.float32(sum(rows)))
+
+    def rank(comm):
+        strategy = ms.MultiWorkerMirroredStrategy(communication_options=wire)
+        optimizer = optim.SGD(1.0)
+        with strategy.scope():
+            variables = [ms.Variable(random(shape, "f4", 99)) for shape in shapes]
+        mine = given[comm.rank]
+        if way == "buffers":
+            mine = strategy.gradient_buffers(variables)
+            for place, value in zip(mine, given[comm.rank], strict=True):
+                place[...] = value
+        pairs = list(zip(mine, variables, strict=True))
+        strategy.run(lambda: optimizer.apply_gradients(pairs, weight=rows[comm.rank]) and None)
+        return [v.numpy() for v in variables]
+
+    for found in run_ranks(rank, size):
+        for i, value in enumerate(found):
+            wanted = random(shapes[i], "f4", 99) - mean(i)
+            np.testing.assert_array_equal(value, wanted, strict=True)
+
+
+@pytest.mark.parametrize("wire", ["float32", "bfloat16"])
+@pytest.mark.parametrize("per_node", [1, 2])
+def test_sums_of_nodes_may_overflow_where_means_do_not(per_node, wire, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_RANKS_PER_NODE", str(per_node))
+    large = np.float32(3e38)
+
+    def rank(comm):
+        options = ms.CommunicationOptions(wire=wire)
+        strategy = ms.MultiWorkerMirroredStrategy(communication_options=options)
+        optimizer = optim.SGD(1e-38)
+        with strategy.scope():
+            variables = [ms.Variable(np.ones(LARGE, "f4")) for _ in range(2)]
+        gradients = strategy.gradient_buffers(variables)
+        for g in gradients:
+            g[...], g[0, :9] = large, 1e38
+        pairs = list(zip(gradients, variables, strict=True))
+        strategy.run(lambda: optimizer.apply_gradients(pairs) and None)
+        for v in variables:
+            np.testing.assert_allclose(v.numpy()[0, :9], 0.0, atol=0.01)
+            np.testing.assert_allclose(v.numpy()[1:], -2.0, 0.01)
+
+    run_ranks(rank, 4)
 
 
 def test_norms_have_the_same_bits_on_any_number_of_ranks(memory):
