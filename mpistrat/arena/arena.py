@@ -10,6 +10,7 @@ go with the session. Nothing has a name, so nothing can be left behind, whatever
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -191,6 +192,26 @@ class Arena:
             sides = node.shared(2 * node.size * self._side_row)
             self._sides_memory = sides if self._everywhere(sides is not None) else None
         return True
+
+    def rows(self, specs: Sequence[tuple[np.dtype[Any], int]]) -> list[Array] | None:
+        """Return a matrix for each ``(dtype, columns)``, with a row for each rank of the node.
+
+        Nobody else has them. Collective.
+
+        Returns:
+          None on every rank of the job if some node has not the memory.
+        """
+        node = self.nodes().node
+        sizes = [-(-dtype.itemsize * columns * node.size // LINE) * LINE for dtype, columns in specs]
+        memory = node.shared(max(LINE, sum(sizes)))
+        if not self._everywhere(memory is not None) or memory is None:
+            return None
+        found, at = [], 0
+        for (dtype, columns), size in zip(specs, sizes, strict=True):
+            flat = np.frombuffer(memory, dtype, columns * node.size, at)
+            found.append(flat.reshape(node.size, columns))
+            at += size
+        return found
 
     def turn(self) -> int:
         """Return which of the two result rows is next; called alike on all ranks."""

@@ -316,6 +316,32 @@ class NodeFolds:
         self, op: ReduceOp, rows: Array, out: Array, columns: int, spans: Sequence[Range]
     ) -> None:
         nodes = self.arena.nodes()
+        low, high = self.fold_inside(op, rows, out, columns, spans)
+        if nodes.nodes == 1:
+            return
+        nodes.node.barrier()
+        if nodes.lane is not None:
+            self._across(op, rows, out, columns, spans)
+        nodes.node.barrier()
+        for span in spans:
+            start, stop = max(low, span.start), min(high, span.stop)
+            spread_rows(out, 0, start, stop, self._lockstep.session.team)
+
+    def fold_inside(
+        self, op: ReduceOp, rows: Array, out: Array, columns: int, spans: Sequence[Range]
+    ) -> tuple[int, int]:
+        """Fold this rank's slice of what the ranks of its node have given, and return which it is.
+
+        Not collective. On several nodes what they have together is in the first row of `out`.
+
+        Args:
+          op: How.
+          rows: What they have given.
+          out: Takes the result; it may be `rows` itself.
+          columns: How many columns are folded by all of them.
+          spans: What becomes of which columns.
+        """
+        nodes = self.arena.nodes()
         rank, size = nodes.node.rank, nodes.node.size
         low, high = slice_of(rank, size, columns, rows.dtype)
         one = nodes.nodes == 1
@@ -331,15 +357,7 @@ class NodeFolds:
                 sum_between(rows, into, start, stop, power_for(self._size), team)
                 continue
             fold_rows(FOLDS[op], rows, into, start, stop, table, divisor, whole, team, ready)
-        if one:
-            return
-        nodes.node.barrier()
-        if nodes.lane is not None:
-            self._across(op, rows, out, columns, spans)
-        nodes.node.barrier()
-        for span in spans:
-            start, stop = max(low, span.start), min(high, span.stop)
-            spread_rows(out, 0, start, stop, team)
+        return low, high
 
     def _across(
         self, op: ReduceOp, rows: Array, out: Array, columns: int, spans: Sequence[Range]

@@ -9,6 +9,7 @@ from typing import Any
 from mpistrat.comm.session import Session
 from mpistrat.distribute.arguments import check_function, given
 from mpistrat.distribute.base import StrategyBase
+from mpistrat.distribute.handles import ended
 from mpistrat.distribute.mode import Mode, Replica, cross_replica, current, entered
 from mpistrat.errors import ContextError
 from mpistrat.lockstep.guards import compare_copies
@@ -49,6 +50,8 @@ def proved(strategy: StrategyBase, call: str, result: Any, failure: BaseExceptio
     """
     lockstep = strategy.parts.lockstep
     session = lockstep.session
+    if session.run.handles:
+        failure = ended(session, failure)
     if session.run.failed is not None:
         raise failure or session.run.failed
     seen = strategy.parts.regroup.gathered(call, result, failure)
