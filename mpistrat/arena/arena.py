@@ -202,7 +202,9 @@ class Arena:
           None on every rank of the job if some node has not the memory.
         """
         node = self.nodes().node
-        sizes = [-(-dtype.itemsize * columns * node.size // LINE) * LINE for dtype, columns in specs]
+        sizes = [
+            -(-dtype.itemsize * columns * node.size // LINE) * LINE for dtype, columns in specs
+        ]
         memory = node.shared(max(LINE, sum(sizes)))
         if not self._everywhere(memory is not None) or memory is None:
             return None

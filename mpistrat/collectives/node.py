@@ -191,8 +191,7 @@ class NodeFolds:
 
         Collective; between the proof and its return only MPI and loops.
         """
-        self._hook()
-        with self._sharing():
+        with self.moving():
             if packed.side is not None:
                 self._fold_direct(what, packed.side, scales, results)
             else:
@@ -269,13 +268,25 @@ class NodeFolds:
 
     def fold_placed(self, op: ReduceOp, placed: Placed, scales: Scales) -> None:
         """Fold arrays where they lie. Collective; the proof was the barrier before it."""
-        self._hook()
-        with self._sharing():
+        with self.moving():
             for (block, matrix), spans in zip(placed.rows, placed.spans, strict=True):
                 rows = cast(Block, block()).matrices[matrix]  # its arrays are in the caller's hands
                 ranges = [Range(start, stop, *scales.of(leaf)) for start, stop, leaf in spans]
                 self._fold(op, rows, rows, rows.shape[1], ranges)
             self.arena.nodes().node.barrier()
+
+    def fold_inside(self, op: ReduceOp, rows: Array, spans: Sequence[Range]) -> None:
+        """Fold this rank's slice of what its node gave into the first row; for several nodes.
+
+        Not collective; the other nodes come afterwards.
+        """
+        node = self.arena.nodes().node
+        low, high = slice_of(node.rank, node.size, rows.shape[1], rows.dtype)
+        whole = sum(span.stop - span.start for span in spans)
+        ready = self.ready(op, rows.dtype, whole)
+        for span in spans:
+            here = span._replace(start=max(low, span.start), stop=min(high, span.stop))
+            self._fold_here(op, rows, rows[:1], here, whole, ready)
 
     def fold_first(self, op: ReduceOp, placed: Placed, scales: Scales) -> None:
         """Fold arrays into those of the first rank of the node, and leave the others as they are.
@@ -294,14 +305,11 @@ class NodeFolds:
     @contextmanager
     def moving(self) -> Iterator[None]:
         """Run the body, which moves data in shared memory; the proof was the barrier before it."""
-        self._hook()
-        with self._sharing():
-            yield
-
-    def _hook(self) -> None:
         hook = self._lockstep.session.on_moving
         if hook is not None:
             hook()
+        with self._sharing():
+            yield
 
     @contextmanager
     def _sharing(self) -> Iterator[None]:
@@ -316,53 +324,38 @@ class NodeFolds:
         self, op: ReduceOp, rows: Array, out: Array, columns: int, spans: Sequence[Range]
     ) -> None:
         nodes = self.arena.nodes()
-        low, high = self.fold_inside(op, rows, out, columns, spans)
-        if nodes.nodes == 1:
-            return
-        nodes.node.barrier()
-        if nodes.lane is not None:
-            self._across(op, rows, out, columns, spans)
-        nodes.node.barrier()
-        for span in spans:
-            start, stop = max(low, span.start), min(high, span.stop)
-            spread_rows(out, 0, start, stop, self._lockstep.session.team)
-
-    def fold_inside(
-        self, op: ReduceOp, rows: Array, out: Array, columns: int, spans: Sequence[Range]
-    ) -> tuple[int, int]:
-        """Fold this rank's slice of what the ranks of its node have given, and return which it is.
-
-        Not collective. On several nodes what they have together is in the first row of `out`.
-
-        Args:
-          op: How.
-          rows: What they have given.
-          out: Takes the result; it may be `rows` itself.
-          columns: How many columns are folded by all of them.
-          spans: What becomes of which columns.
-        """
-        nodes = self.arena.nodes()
         rank, size = nodes.node.rank, nodes.node.size
         low, high = slice_of(rank, size, columns, rows.dtype)
-        one = nodes.nodes == 1
-        mine, team = None if one else nodes.ranks, self._lockstep.session.team
+        one, team = nodes.nodes == 1, self._lockstep.session.team
         whole = sum(span.stop - span.start for span in spans)
         ready = self.ready(op, rows.dtype, whole)
         for span in spans:
-            table = span.scales if mine is None or span.scales is None else span.scales[mine]
             start, stop = max(low, span.start), min(high, span.stop)
-            divisor = span.divisor if one else 1.0
-            into = out if one else out[:1]
-            if not one and op is ReduceOp.MEAN and span.scales is None:
-                sum_between(rows, into, start, stop, power_for(self._size), team)
-                continue
-            fold_rows(FOLDS[op], rows, into, start, stop, table, divisor, whole, team, ready)
-        return low, high
+            if one:
+                how = (span.scales, span.divisor, whole, team, ready)
+                fold_rows(FOLDS[op], rows, out, start, stop, *how)
+            else:
+                here = span._replace(start=start, stop=stop)
+                self._fold_here(op, rows, out[:1], here, whole, ready)
+        if one:
+            return
+        nodes.node.barrier()
+        if nodes.lane is not None:
+            mine = slice_of(nodes.node.rank, nodes.lanes, columns, out.dtype)
+            fold_between(nodes.lane, op, rows, out[0], mine, spans, power_for(self._size))
+        nodes.node.barrier()
+        for span in spans:
+            start, stop = max(low, span.start), min(high, span.stop)
+            spread_rows(out, 0, start, stop, team)
 
-    def _across(
-        self, op: ReduceOp, rows: Array, out: Array, columns: int, spans: Sequence[Range]
+    def _fold_here(
+        self, op: ReduceOp, rows: Array, out: Array, span: Range, whole: int, ready: bool
     ) -> None:
-        nodes = self.arena.nodes()
-        assert nodes.lane is not None
-        mine = slice_of(nodes.node.rank, nodes.lanes, columns, out.dtype)
-        fold_between(nodes.lane, op, rows, out[0], mine, spans, power_for(self._size))
+        """Fold columns of this node's rows, for a fold of several nodes."""
+        team = self._lockstep.session.team
+        if op is ReduceOp.MEAN and span.scales is None:
+            sum_between(rows, out, span.start, span.stop, power_for(self._size), team)
+            return
+        table = None if span.scales is None else span.scales[self.arena.nodes().ranks]
+        how = (table, 1.0, whole, team, ready)
+        fold_rows(FOLDS[op], rows, out, span.start, span.stop, *how)

@@ -10,34 +10,35 @@ from __future__ import annotations
 
 import atexit
 import functools
-import os
-import threading
+import struct
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, final
+from typing import NamedTuple, final
 
 import numpy as np
 
 from mpistrat.arena.nodes import Nodes, find_nodes
 from mpistrat.arrays import Array
-from mpistrat.collectives.folding import Folding
+from mpistrat.collectives.folding import Folding, put
 from mpistrat.collectives.lanes import fold_between
 from mpistrat.collectives.node import NodeFolds
 from mpistrat.collectives.packs import LIMIT, Pack, fill
+from mpistrat.collectives.planned import ONE
 from mpistrat.collectives.results import results_for
 from mpistrat.collectives.spans import Placed, Range, Scales, slice_of, spans_of
+from mpistrat.collectives.transfers import Transfer, Transfers
 from mpistrat.comm.base import Comm
 from mpistrat.comm.mpi import MPIComm, needs_yielding
 from mpistrat.comm.nodes import before_finalize, threads_allowed
+from mpistrat.comm.ordered import Ordered
 from mpistrat.environment import YIELD, yields
 from mpistrat.kernels.fold import spread_rows
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.kernels.scaling import power_for
-from mpistrat.kernels.threads import deaf
 from mpistrat.lockstep.abort import lost
 from mpistrat.lockstep.guards import warn
 from mpistrat.lockstep.lockstep import Lockstep
 
-__all__ = ["Begun", "Overlap"]
+__all__ = ["Overlap"]
 
 # Rooms that nobody uses; a program has few kinds of calls that overlap at once.
 _ROOMS = 8
@@ -48,9 +49,13 @@ _REASONS = {
     f"with {YIELD}=1, as `mpistrat run` does",
 }
 
-# What is left to do after the proof: given scales, and the number of the first transfer that some
-# rank has not waited for; returns what waits and gives the results, or None for lack of memory.
-Begun = Callable[[Scales, int], Callable[[], list[Array]] | None]
+# What waits for a transfer, and gives the results.
+Wait = Callable[[], list[Array]]
+# Given scales, and the number of the first transfer that some rank has not waited for: begins one,
+# or returns None for lack of memory.
+Begin = Callable[[Scales, int], Wait | None]
+# Given what the text of the call says more, and what rides: proves it; see `Reducer`.
+Prove = Callable[[str, bytes], tuple[Scales, list[bytes]]]
 
 
 class _Job(NamedTuple):
@@ -61,52 +66,89 @@ class _Job(NamedTuple):
 
 
 @final
-class _Transfer:
-    """What the thread does for one call."""
-
-    def __init__(self, number: int, work: Callable[[], None]):
-        self.number, self.work = number, work
-        self.ended = threading.Event()
-        self.error: Exception | None = None
-
-
-@final
 class Overlap:
     """The transfers of one session that go on beside the program.
 
-    The thread lives as long as there is one.
-
     Args:
-      lockstep: Whose calls they are.
-      node: The shared memory of the ranks.
+    lockstep: Whose calls they are.
     """
 
-    def __init__(self, lockstep: Lockstep, node: NodeFolds):
+    def __init__(self, lockstep: Lockstep):
         """Begin nothing yet."""
-        self._lockstep, self._node, self._pid = lockstep, node, os.getpid()
-        self._able: bool | None = None
+        self._lockstep = lockstep
+        self._known: bool | None = None
         self._own: Nodes | None = None
         self._inside: Comm | None = None
         self._lane: Comm | None = None
-        self._count = 0
-        self._open: dict[int, _Transfer] = {}
+        self._transfers = Transfers(self._failed)
         self._rooms: dict[tuple[Pack, ...], list[tuple[int, list[Array]]]] = {}
-        self._todo: list[_Transfer] = []
-        self._lock = threading.Lock()
-        self._running = False
         self._closes: Callable[[], None] | None = None
 
-    def able(self, call: str) -> bool:
+    def start(
+        self,
+        lockstep: Lockstep,
+        node: NodeFolds,
+        what: Folding,
+        values: Sequence[Array],
+        weight: float,
+        outs: Sequence[Array] | None,
+        prove: Prove,
+    ) -> Wait | None:
+        """Begin an all-reduce, and return what waits for it. Collective.
+
+        Args:
+          lockstep: What proves it; of this session, and this order.
+          node: The shared memory of the ranks.
+          what: The call; equal on all ranks.
+          values: The leaves, in native byte order.
+          weight: How many examples they stand for.
+          outs: Where the results go.
+          prove: Proves the call.
+
+        Returns:
+          None, on all ranks, if it cannot overlap; then nothing has been done.
+        """
+        rides = lockstep.fits(len(ONE) + what.nbytes)
+        if rides or not node.possible or not self._able(lockstep, node, what.text):
+            return None
+        lockstep.session.pool.turn()
+        with np.errstate(all="ignore"):
+            try:
+                suffix, begin = self._prepared(node, what, values, weight, outs)
+            except Exception as error:
+                lockstep.refuse(what.text, error)
+            mean = what.op is ReduceOp.MEAN
+            riding = (struct.pack("<d", weight) if mean else b"") + struct.pack(
+                "<Q", self._transfers.oldest
+            )
+            scales, smalls = prove(suffix, riding)
+            rows = [np.frombuffer(small, np.uint8) for small in smalls] or lockstep.received
+            told = [int(row[: len(riding)][-8:].copy().view(np.uint64)[0]) for row in rows]
+            try:
+                wait = begin(scales, min(told))
+            except Exception as error:
+                lost(lockstep, what.text, error)
+        return None if wait is None else functools.partial(self._put, wait, outs)
+
+    def _put(self, wait: Wait, outs: Sequence[Array] | None) -> list[Array]:
+        with np.errstate(all="ignore"):
+            results = put(wait(), outs)
+        moved = self._lockstep.session.on_moved
+        if moved is not None:
+            moved(results)
+        return results
+
+    def _able(self, lockstep: Lockstep, node: NodeFolds, call: str) -> bool:
         """Tell whether calls may overlap; if not, it is said why, where something can be done.
 
         Collective the first time; equal on all ranks.
         """
-        if self._able is None:
-            self._lockstep.prove(f"{call}, the first that may overlap")
-            self._able = self._node.arena.nodes().nodes > 1 and self._asked()
-            if self._able:
-                self._start()
-        return self._able
+        if self._known is None:
+            lockstep.prove(f"{call}, the first that may overlap")
+            self._known = node.arena.nodes().nodes > 1 and self._asked()
+            if self._known:
+                self._open_communicators()
+        return self._known
 
     def _asked(self) -> bool:
         on_mpi = isinstance(self._lockstep.session.comm, MPIComm)
@@ -119,58 +161,76 @@ class Overlap:
         self._lockstep.comm.allreduce(np.array([mine]), told, "MIN")
         reason = _REASONS.get(int(told[0]))
         if reason is not None:
-            text = f"all_reduce_start: all is done at once, for {reason}. The results are the same."
+            text = f"all_reduce_start: all is done at once. {reason}. The results are the same."
             warn(self._lockstep, "all_reduce_start", text, RuntimeWarning, stacklevel=3)
         return reason is None
 
-    def _start(self) -> None:
+    def _open_communicators(self) -> None:
         # The board is told of what the program's thread does, not of this one's.
-        comm = self._lockstep.unwatched
+        session, order = self._lockstep.session, self._lockstep.order
+        comm = session.comm if order is None else Ordered(session.comm, order)
         own = self._own = find_nodes(comm, self._lockstep.options.ranks_per_node)
         self._inside, self._lane = _patient(own.node), own.lane and _patient(own.lane)
-        if isinstance(self._lockstep.session.comm, MPIComm):
-            atexit.register(self.drain)
-            self._closes = before_finalize(self.drain)
+        if isinstance(session.comm, MPIComm):
+            atexit.register(self._transfers.drain)
+            self._closes = before_finalize(self._transfers.drain)
 
-    @property
-    def oldest(self) -> int:
-        """The number of the first transfer that this rank has not waited for."""
-        return min(self._open, default=self._count + 1)
+    def _prepared(
+        self,
+        node: NodeFolds,
+        what: Folding,
+        values: Sequence[Array],
+        weight: float,
+        outs: Sequence[Array] | None,
+    ) -> tuple[str, Begin]:
+        """Do what can fail; return what the text says more, and what begins. Not collective."""
+        homes = node.homes(what, values, outs) if what.worth_a_place else None
+        node.compile(what, inside=homes is not None)
+        if homes is not None:
+            placed = node.placed(homes)
+            return placed.suffix, self._placed(node, what.op, placed, list(values))
+        if what.op is ReduceOp.MEAN and weight == 0:  # never read
+            values = what.wires(values, [weight], fresh=False)
+        return "", self._packed(node, what, values, outs)
 
-    def placed(self, op: ReduceOp, placed: Placed, leaves: list[Array]) -> Begun:
-        """Return what begins to fold arrays of the arena where they lie. Not collective."""
+    def _placed(self, node: NodeFolds, op: ReduceOp, placed: Placed, leaves: list[Array]) -> Begin:
+        """Return what begins to fold arrays of the arena where they lie."""
 
-        def begin(scales: Scales, oldest: int) -> Callable[[], list[Array]]:
+        def begin(scales: Scales, oldest: int) -> Wait:
             jobs = []
             for (block, matrix), spans in zip(placed.rows, placed.spans, strict=True):
                 held = block()
                 assert held is not None  # its arrays are in the caller's hands
                 ranges = [Range(start, stop, *scales.of(leaf)) for start, stop, leaf in spans]
                 jobs.append(_Job(held.matrices[matrix], ranges))
-            transfer = self._begin(op, jobs, spread=True)
+            transfer = self._begin(node, op, jobs, spread=True)
             return lambda: self._wait(transfer, lambda: leaves)
 
         return begin
 
-    def packed(
-        self, what: Folding, values: Sequence[Array], outs: Sequence[Array] | None
-    ) -> Begun:
-        """Return what copies values, and begins to fold the copies. Not collective."""
+    def _packed(
+        self,
+        node: NodeFolds,
+        what: Folding,
+        values: Sequence[Array],
+        outs: Sequence[Array] | None,
+    ) -> Begin:
+        """Return what copies values, and begins to fold the copies."""
         if what.most > LIMIT // 2:  # it may be cut into pieces, which are taken from one run
             values = [v if v.flags.c_contiguous else v.copy() for v in values]
         results = results_for(what, values, outs, self._lockstep.session.pool)
 
-        def begin(scales: Scales, oldest: int) -> Callable[[], list[Array]] | None:
-            rooms = self._room(what.packs, oldest)
+        def begin(scales: Scales, oldest: int) -> Wait | None:
+            rooms = self._room(node, what.packs, oldest)
             if rooms is None:
                 return None
-            node = self._node.arena.nodes().node
+            inside = node.arena.nodes().node
             for pack, rows in zip(what.packs, rooms, strict=True):
-                fill(pack, values, rows[node.rank])
-            if node.size > 1:
-                node.barrier()
+                fill(pack, values, rows[inside.rank])
+            if inside.size > 1:
+                inside.barrier()
             jobs = [_Job(r, spans_of(p, scales)) for p, r in zip(what.packs, rooms, strict=True)]
-            transfer = self._begin(what.op, jobs, spread=False)
+            transfer = self._begin(node, what.op, jobs, spread=False)
 
             def take() -> list[Array]:
                 for number, rows in enumerate(rooms):
@@ -181,15 +241,15 @@ class Overlap:
 
         return begin
 
-    def _room(self, packs: tuple[Pack, ...], oldest: int) -> list[Array] | None:
+    def _room(self, node: NodeFolds, packs: tuple[Pack, ...], oldest: int) -> list[Array] | None:
         """Return rows for these packs that no rank reads any more. Collective."""
         rooms = self._rooms.pop(packs, [])
-        number = self._count + 1
+        number = self._transfers.count + 1
         free = next((i for i, (user, _) in enumerate(rooms) if user < oldest), None)
         if free is not None:
             found: list[Array] | None = rooms.pop(free)[1]
         else:
-            found = self._node.arena.rows([(pack.dtype, pack.columns) for pack in packs])
+            found = node.arena.rows([(pack.dtype, pack.columns) for pack in packs])
         if found is not None:
             rooms.append((number, found))
         if rooms:
@@ -199,43 +259,11 @@ class Overlap:
             del self._rooms[key]
         return found
 
-    def _begin(self, op: ReduceOp, jobs: list[_Job], spread: bool) -> _Transfer:
-        with self._node.moving():
+    def _begin(self, node: NodeFolds, op: ReduceOp, jobs: list[_Job], spread: bool) -> Transfer:
+        with node.moving():
             for rows, ranges in jobs:
-                self._node.fold_inside(op, rows, rows, rows.shape[1], ranges)
-        self._count += 1
-        transfer = _Transfer(self._count, functools.partial(self._move, op, jobs, spread))
-        self._open[self._count] = transfer
-        with self._lock:
-            self._todo.append(transfer)
-            begins, self._running = not self._running, True
-        if begins:
-            thread = threading.Thread(target=self._beside, name="mpistrat overlap", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError:  # no thread can be started any more: the results are the same
-                self._run()
-        return transfer
-
-    def _beside(self) -> None:
-        deaf()
-        self._run()
-
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                if not self._todo:
-                    self._running = False
-                    return
-                transfer = self._todo.pop(0)
-            try:
-                with np.errstate(all="ignore"):
-                    transfer.work()
-            except Exception as error:
-                transfer.error = error
-                self._failed(error)
-            finally:
-                transfer.ended.set()
+                node.fold_inside(op, rows, ranges)
+        return self._transfers.begin(functools.partial(self._move, op, jobs, spread))
 
     def _failed(self, error: Exception) -> None:
         try:
@@ -269,24 +297,16 @@ class Overlap:
                 spread_rows(rows, 0, max(low, span.start), min(high, span.stop))
         inside.barrier()
 
-    def _wait(self, transfer: _Transfer, take: Callable[[], list[Array]]) -> list[Array]:
-        transfer.ended.wait()
-        if transfer.error is not None:
-            raise transfer.error
+    def _wait(self, transfer: Transfer, take: Wait) -> list[Array]:
+        transfer.wait()
         found = take()
-        self._open.pop(transfer.number, None)
+        self._transfers.done(transfer)
         return found
-
-    def drain(self) -> None:
-        """Return when nothing moves any more: memory may go then, and MPI be finalized."""
-        if os.getpid() == self._pid:
-            for transfer in list(self._open.values()):
-                transfer.ended.wait()
 
     def free(self) -> None:
         """Give the communicators back, when nothing moves any more. Collective."""
-        self.drain()
-        atexit.unregister(self.drain)
+        self._transfers.drain()
+        atexit.unregister(self._transfers.drain)
         if self._closes is not None:
             self._closes()
         if self._own is not None:

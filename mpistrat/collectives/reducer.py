@@ -31,8 +31,8 @@ from mpistrat.collectives.messages import (
     travel,
 )
 from mpistrat.collectives.node import NodeFolds
-from mpistrat.collectives.overlap import Begun, Overlap
-from mpistrat.collectives.planned import ONE, leaves_of, runs_of
+from mpistrat.collectives.overlap import Overlap
+from mpistrat.collectives.planned import leaves_of, runs_of
 from mpistrat.collectives.reducing import Reducing
 from mpistrat.collectives.results import Results, of_one, results_for
 from mpistrat.collectives.spans import Packed, Placed, Scales, scales_of
@@ -78,7 +78,7 @@ class Reducer(Reducing):
         self._gatherer = Gatherer(lockstep)
         groups, key = lockstep.session.groups, ("overlap", lockstep.order)
         if key not in groups:
-            groups[key] = Overlap(lockstep, self.node)
+            groups[key] = Overlap(lockstep)
         self._overlap: Overlap = groups[key]
 
     def all_gather(
@@ -129,56 +129,12 @@ class Reducer(Reducing):
         alarm: str,
     ) -> Callable[[], list[Array]]:
         """Begin what `fold` does; between nodes it goes on in a thread. Collective."""
-        rides = self.lockstep.fits(len(ONE) + what.nbytes)
-        if rides or not self.node.possible or not self._overlap.able(what.text):
-            return super().start(what, values, weight, weigh, outs, alarm)
-        self.lockstep.session.pool.turn()
-        with np.errstate(all="ignore"):
-            try:
-                way, begin = self._overlapping(what, values, weight, outs)
-            except Exception as error:
-                self.lockstep.refuse(what.text, error)
-            scales, smalls = self._prove(what, way, 1, weigh, alarm)
-            if smalls:
-                ended = [struct.unpack("<Q", small[-8:])[0] for small in smalls]
-            else:
-                at = len(way.riding)
-                ended = self.lockstep.received[:, at - 8 : at].copy().view(np.uint64)[:, 0].tolist()
-            try:
-                wait = begin(scales, min(ended))
-            except Exception as error:
-                lost(self.lockstep, what.text, error)
-        if wait is None:
-            return super().start(what, values, weight, weigh, outs, alarm)
-        return functools.partial(self._waited, wait, outs)
 
-    def _overlapping(
-        self, what: Folding, values: Sequence[Array], weight: float, outs: Sequence[Array] | None
-    ) -> tuple[_Way, Begun]:
-        """Do what can fail of a call that overlaps."""
-        mean = what.op is ReduceOp.MEAN
-        riding = (struct.pack("<d", weight) if mean else b"") + struct.pack(
-            "<Q", self._overlap.oldest
-        )
-        homes = self.node.homes(what, values, outs) if what.worth_a_place else None
-        self.node.compile(what, inside=homes is not None)
-        if homes is not None:
-            placed = self.node.placed(homes)
-            begin = self._overlap.placed(what.op, placed, list(values))
-            return _Way(placed.suffix, riding, _nothing), begin
-        if mean and weight == 0:  # never read
-            values = what.wires(values, [weight], fresh=False)
-        return _Way("", riding, _nothing), self._overlap.packed(what, values, outs)
+        def prove(suffix: str, riding: bytes) -> tuple[Scales, list[bytes]]:
+            return self._prove(what, _Way(suffix, riding, _nothing), 1, weigh, alarm)
 
-    def _waited(
-        self, wait: Callable[[], list[Array]], outs: Sequence[Array] | None
-    ) -> list[Array]:
-        with np.errstate(all="ignore"):
-            results = put(wait(), outs)
-        moved = self.lockstep.session.on_moved
-        if moved is not None:
-            moved(results)
-        return results
+        wait = self._overlap.start(self.lockstep, self.node, what, values, weight, outs, prove)
+        return wait or super().start(what, values, weight, weigh, outs, alarm)
 
     def fold_placed(
         self, what: Folding, placed: Placed, weight: float, weigh: bool, leaves: list[Array]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any, final
 
+from mpistrat import nest
+from mpistrat.arrays import finish
 from mpistrat.comm.callsite import where
 from mpistrat.comm.session import Session
+from mpistrat.distribute import sparse
 from mpistrat.distribute.parts import Parts
-from mpistrat.distribute.replica_reduce import all_reduce, understood
+from mpistrat.distribute.replica_reduce import Call, all_reduce, places, prepared, said
 from mpistrat.distribute.views import ALONE
 from mpistrat.errors import ContextError
 from mpistrat.lockstep.lockstep import Lockstep
@@ -26,7 +30,14 @@ class Handle:
         self._place, run = where(), lockstep.session.run
         self._depth, self._done, self._lost = run.depth, False, False
         self._result: Any = None
-        run.handles.append(self)
+        if run.depth:
+            run.handles.append(self)
+
+    def __del__(self) -> None:
+        """Warn where nobody can wait for it any more; of a run, that was an error at its end."""
+        if not (self._done or self._lost):
+            text = f"{self!r}: nobody has waited for it."
+            warnings.warn(text, ResourceWarning, stacklevel=2, source=self)
 
     def __repr__(self) -> str:
         """Return which call it is, and where it was made."""
@@ -68,8 +79,8 @@ class Handle:
         if self in handles:
             handles.remove(self)
         results, self._results = self._results, _gone
-        self._result = results()
         self._done = True
+        self._result = results()
 
     def abandon(self) -> None:
         """End it without giving the results away, so that the memory is nobody's any more."""
@@ -86,29 +97,36 @@ def _gone() -> Any:
     raise ContextError("this transfer has failed already.")
 
 
-def all_reduce_start(
-    parts: Parts, reduce_op: Any, value: Any, weight: Any, out: Any
-) -> Handle:
-    """Begin to fold `value` over the replicas; see `ReplicaContext.all_reduce_start`. Collective."""
+def all_reduce_start(parts: Parts, reduce_op: Any, value: Any, weight: Any, out: Any) -> Handle:
+    """Begin to fold `value`; as `ReplicaContext.all_reduce_start`. Collective."""
     lockstep, weigh = parts.lockstep, weight is not None
     if parts.view is ALONE:
         result = all_reduce(parts, reduce_op, value, weight, out)
         return Handle(lockstep, "all_reduce_start", lambda: result)
-    found = understood(parts, "all_reduce_start", reduce_op, value, weight, out)
-    if not found.call.leaves:
-        return Handle(lockstep, found.start, lambda: value)
-    if found.sparse:
-        gathered = found.tree(found.gathered(parts, weigh))
-        return Handle(lockstep, found.start, lambda: gathered)
-    values = [part.value for part in found.dense]
-    given = found.what, values, found.call.weight, weigh, found.outs, found.alarm
-    moved = parts.reducer.start(*given)
+    try:
+        call = prepared(reduce_op, value, weight)
+        outs = places(out, call.structure, call.parts)
+        start, dense, what = said("all_reduce_start", call, weigh)
+        alarm = parts.reducer.alarm(start, dense)
+    except Exception as error:
+        lockstep.refuse("all_reduce_start", error)
+    if not call.leaves:
+        return Handle(lockstep, start, lambda: value)
+    if len(dense) < len(call.parts):
+        rows = sparse.all_reduce(parts.reducer, start, call.op, call.parts, weigh=weigh)
+        return Handle(lockstep, start, lambda: _tree(call, rows))
+    values = [part.value for part in dense]
+    moved = parts.reducer.start(what, values, call.weight, weigh, outs, alarm)
 
     def results() -> Any:
         totals = moved()
-        return out if found.outs is not None else found.tree(totals)
+        return out if outs is not None else _tree(call, totals)
 
-    return Handle(lockstep, found.what.text, results)
+    return Handle(lockstep, what.text, results)
+
+
+def _tree(call: Call, totals: list[Any]) -> Any:
+    return nest.unflatten(call.structure, list(map(finish, totals, call.leaves)))
 
 
 def ended(session: Session, failure: BaseException | None) -> BaseException | None:

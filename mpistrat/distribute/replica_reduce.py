@@ -30,14 +30,13 @@ from mpistrat.kernels.ops import ReduceOp
 
 __all__ = [
     "Call",
-    "Understood",
     "all_reduce",
     "fit",
     "places",
     "prepared",
     "reduce_in_replica",
+    "said",
     "takes",
-    "understood",
 ]
 
 _writeable = operator.attrgetter("flags.writeable")
@@ -79,6 +78,15 @@ def prepared(reduce_op: Any, value: Any, weight: Any) -> Call:
         for array, path in zip(arrays, paths, strict=True)
     ]
     return Call(op, leaves, structure, parts, number)
+
+
+def said(name: str, call: Call, weigh: bool) -> tuple[str, list[Part], Folding]:
+    """Return the text of a call without its leaves, those that are arrays, and how they fold."""
+    how = " weighted" if weigh else ""
+    start = f"{name}({call.op.value}{how}, {nest.describe(call.structure)})"
+    dense = [part for part in call.parts if isinstance(part, Part)]
+    forms, shapes = [part.form for part in dense], [part.value.shape for part in dense]
+    return start, dense, Folding(described(start, dense), call.op, forms, shapes)
 
 
 def _weight(op: ReduceOp, weight: float | None) -> float:
@@ -136,68 +144,6 @@ def fit(
             f"out: {label(path)} is {type(place).__name__}; wanted an array to write to, {wanted}."
         )
     raise LeafTypeError(f"out: {label(path)} is {spec_text(place)}; the result is {wanted}.")
-
-
-class Understood(NamedTuple):
-    """One all-reduce of several ranks, ready for its proof.
-
-    Attributes:
-      call: What was given.
-      outs: Where the results go, if the program said so.
-      dense: The leaves that are arrays; all of them, unless some are `IndexedSlices`.
-      start: The text of the call, without the leaves.
-      what: The call.
-      alarm: What is wrong with the values, if anything is looked for.
-    """
-
-    call: Call
-    outs: list[Array] | None
-    dense: list[Part]
-    start: str
-    what: Folding
-    alarm: str
-
-    @property
-    def sparse(self) -> bool:
-        """Whether some leaves are `IndexedSlices`."""
-        return len(self.dense) < len(self.call.parts)
-
-    def gathered(self, parts: Parts, weigh: bool) -> list[Any]:
-        """Return the results where some leaves are `IndexedSlices`. Collective."""
-        call = self.call
-        return sparse.all_reduce(parts.reducer, self.start, call.op, call.parts, weigh=weigh)
-
-    def tree(self, totals: Sequence[Any]) -> Any:
-        """Return results as the tree that was given; numbers as numbers."""
-        return nest.unflatten(self.call.structure, list(map(finish, totals, self.call.leaves)))
-
-
-def understood(
-    parts: Parts, name: str, reduce_op: Any, value: Any, weight: Any, out: Any
-) -> Understood:
-    """Look at what is given; what is wrong with it is raised on every rank.
-
-    Collective only if something is wrong.
-
-    Args:
-      parts: Of the strategy.
-      name: The name of the call.
-      reduce_op: How to fold.
-      value: What.
-      weight: How many examples it stands for, if it has a weight.
-      out: Where the results go, if the program said so.
-    """
-    try:
-        call = prepared(reduce_op, value, weight)
-        outs = places(out, call.structure, call.parts)
-        how = "" if weight is None else " weighted"
-        start = f"{name}({call.op.value}{how}, {nest.describe(call.structure)})"
-        dense = [part for part in call.parts if isinstance(part, Part)]
-        forms, shapes = [part.form for part in dense], [part.value.shape for part in dense]
-        what = Folding(described(start, dense), call.op, forms, shapes)
-        return Understood(call, outs, dense, start, what, parts.reducer.alarm(start, dense))
-    except Exception as error:
-        parts.lockstep.refuse(name, error)
 
 
 def all_reduce(parts: Parts, reduce_op: Any, value: Any, weight: Any, out: Any) -> Any:
@@ -260,17 +206,25 @@ def reduce_in_replica(
     sketch = parts.plans.sketch(asked, weigh)
     if sketch is not None and asked is not None:
         return _again(parts, asked, sketch, weight, out)
-    found = understood(parts, "all_reduce", reduce_op, value, weight, out)
-    if not found.call.leaves:
+    try:
+        call = prepared(reduce_op, value, weight)
+        outs = places(out, call.structure, call.parts)
+        start, dense, what = said("all_reduce", call, weigh)
+        alarm = parts.reducer.alarm(start, dense)
+    except Exception as error:
+        parts.lockstep.refuse("all_reduce", error)
+    if not call.leaves:
         return value
-    if found.sparse:
-        return found.tree(found.gathered(parts, weigh))
-    values = [part.value for part in found.dense]
-    call, what = found.call, found.what
-    totals = parts.reducer.fold(what, values, [call.weight], weigh, found.outs, found.alarm)
-    if asked is not None:
-        parts.plans.learn(asked, what, found.dense, weigh)
-    return out if found.outs is not None else found.tree(totals)
+    if len(dense) < len(call.parts):
+        totals = sparse.all_reduce(parts.reducer, start, call.op, call.parts, weigh=weigh)
+    else:
+        values = [part.value for part in dense]
+        totals = parts.reducer.fold(what, values, [call.weight], weigh, outs, alarm)
+        if asked is not None:
+            parts.plans.learn(asked, what, dense, weigh)
+    if outs is not None:
+        return out
+    return nest.unflatten(call.structure, list(map(finish, totals, call.leaves)))
 
 
 def _room(

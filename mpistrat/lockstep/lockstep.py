@@ -110,11 +110,6 @@ class Lockstep:
         return self.session.options
 
     @property
-    def unwatched(self) -> Comm:
-        """The communicator of the session in this order; the board is not told of its calls."""
-        return self._raw
-
-    @property
     def frames_received(self) -> Array:
         """The frames of the last proof: uint8 of shape (number of ranks, `FRAME`)."""
         return self._recv

@@ -288,6 +288,34 @@ def test_slices_weights_of_nothing_and_cross_replica_code(size):
     run_ranks(rank, size)
 
 
+def test_rank_that_waits_is_shown_in_the_call(apart):
+    def rank(comm):
+        strategy, seen = ms.MultiWorkerMirroredStrategy(comm=comm), []
+        handle = strategy.all_reduce_start("SUM", np.ones(1000))
+        strategy.parts.lockstep.session.board.enter = lambda number, text: seen.append(text)
+        handle.wait()
+        handle.wait()
+        return list(seen)
+
+    for (text,) in run_ranks(rank, 2):
+        assert text.startswith("all_reduce_start(SUM")
+        assert text.endswith(".wait")
+
+
+def test_handle_of_no_run_that_is_dropped_keeps_no_memory(apart):
+    def rank(comm):
+        strategy = ms.MultiWorkerMirroredStrategy(comm=comm)
+        for _ in range(6):
+            strategy.all_reduce_start("SUM", np.ones(1000))
+            strategy.parts.reducer._overlap._transfers.drain()
+        (rooms,) = strategy.parts.reducer._overlap._rooms.values()
+        return len(rooms)
+
+    with pytest.warns(ResourceWarning, match="nobody has waited"):
+        found = run_ranks(rank, 2)
+    assert max(found) <= 2
+
+
 def test_what_fails_in_the_thread_is_raised_where_it_is_waited_for(apart, monkeypatch):
     fold = overlap.fold_between
 
