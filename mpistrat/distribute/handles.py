@@ -37,7 +37,7 @@ class Handle:
         """Warn where nobody can wait for it any more; of a run, that was an error at its end."""
         if not (self._done or self._lost):
             text = f"{self!r}: nobody has waited for it."
-            warnings.warn(text, ResourceWarning, stacklevel=2, source=self)
+            warnings.warn(text, ResourceWarning, stacklevel=2)
 
     def __repr__(self) -> str:
         """Return which call it is, and where it was made."""
