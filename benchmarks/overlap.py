@@ -10,7 +10,8 @@ time is that of the slowest rank; what is shown is the shortest of all rounds, s
 the machine does only makes them longer.
 
 Columns: ``bytes`` of each rank; ``where`` the arrays lie; ``comm``, ``compute``, ``both`` and
-``blocking``, in ms; ``hidden`` is the part of the communication that takes no time of its own,
+``blocking``, in ms; ``cpu`` is the time of a core that the communication alone takes, so where all
+cores are in use no more than 1 - cpu / comm of it can be hidden; ``hidden`` is the part of the communication that takes no time of its own,
 (comm + compute - both) / the shorter of the two; ``step us`` and ``open us`` are the shortest
 ``all_reduce`` of a number, without and with a handle open.
 """
@@ -34,7 +35,7 @@ QUICK = (2**16,)
 ROUNDS = 15
 SIDE = 96  # of a matrix: three of them fit a cache of 128 KiB
 HEADER = (
-    f"{'bytes':>10} {'where':8} {'comm ms':>8} {'compute':>8} {'both':>8} {'blocking':>8} "
+    f"{'bytes':>10} {'where':8} {'comm ms':>8} {'cpu':>6} {'compute':>8} {'both':>8} {'blocking':>8} "
     f"{'hidden':>6} {'step us':>8} {'open us':>8}"
 )
 
@@ -87,14 +88,19 @@ def case(
         work()
         handle.wait()
 
+    def alone() -> None:
+        begin = time.process_time()
+        start().wait()
+        times["cpu"].append(time.process_time() - begin)
+
     ways = {
-        "comm": lambda: start().wait(),
+        "comm": alone,
         "compute": work,
         "both": both,
         "blocking": lambda: ctx.all_reduce("MEAN", values, out=out),
     }
+    times: dict[str, list[float]] = {name: [] for name in (*ways, "cpu")}
     work.lasts(comm, min(clocked(comm, ways["comm"]) for _ in range(3)))
-    times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, call in ways.items():
             times[name].append(clocked(comm, call))
@@ -128,9 +134,10 @@ def rows(comm: MPI.Intracomm, strategy: Any, sizes: Any, rounds: int) -> list[di
 
 
 def line(row: dict[str, Any]) -> str:
-    spent = " ".join(f"{1e3 * row[f'{name}_s']:8.2f}" for name in ("comm", "compute", "both"))
+    spent = " ".join(f"{1e3 * row[f'{name}_s']:8.2f}" for name in ("compute", "both"))
     return (
-        f"{row['bytes']:10d} {row['where']:8} {spent} {1e3 * row['blocking_s']:8.2f} "
+        f"{row['bytes']:10d} {row['where']:8} {1e3 * row['comm_s']:8.2f} "
+        f"{1e3 * row['cpu_s']:6.2f} {spent} {1e3 * row['blocking_s']:8.2f} "
         f"{row['hidden']:6.2f} {1e6 * row['step_s']:8.1f} {1e6 * row['open_s']:8.1f}"
     )
 
