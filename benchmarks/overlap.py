@@ -11,8 +11,8 @@ the machine does only makes them longer.
 
 Columns: ``bytes`` of each rank; ``where`` the arrays lie; ``comm``, ``compute``, ``both`` and
 ``blocking``, in ms; ``cpu`` is the time of a core that the communication alone takes, so where all
-cores are in use no more than 1 - cpu / comm of it can be hidden; ``hidden`` is the part of the communication that takes no time of its own,
-(comm + compute - both) / the shorter of the two; ``step us`` and ``open us`` are the shortest
+cores are in use no more than 1 - cpu / comm of it can be hidden; ``hidden`` is the part of the
+communication that takes no time of its own, (comm + compute - both) / the shorter of the two; ``step us`` and ``open us`` are the shortest
 ``all_reduce`` of a number, without and with a handle open.
 """
 
@@ -35,8 +35,8 @@ QUICK = (2**16,)
 ROUNDS = 15
 SIDE = 96  # of a matrix: three of them fit a cache of 128 KiB
 HEADER = (
-    f"{'bytes':>10} {'where':8} {'comm ms':>8} {'cpu':>6} {'compute':>8} {'both':>8} {'blocking':>8} "
-    f"{'hidden':>6} {'step us':>8} {'open us':>8}"
+    f"{'bytes':>10} {'where':8} {'comm ms':>8} {'cpu':>6} {'compute':>8} {'both':>8} "
+    f"{'blocking':>8} {'hidden':>6} {'step us':>8} {'open us':>8}"
 )
 
 
