@@ -12,8 +12,9 @@ the machine does only makes them longer.
 Columns: ``bytes`` of each rank; ``where`` the arrays lie; ``comm``, ``compute``, ``both`` and
 ``blocking``, in ms; ``cpu`` is the time of a core that the communication alone takes, so where all
 cores are in use no more than 1 - cpu / comm of it can be hidden; ``hidden`` is the part of the
-communication that takes no time of its own, (comm + compute - both) / the shorter of the two; ``step us`` and ``open us`` are the shortest
-``all_reduce`` of a number, without and with a handle open.
+communication that takes no time of its own, (comm + compute - both) / the shorter of the
+two; ``step us`` and ``open us`` are the shortest ``all_reduce`` of a number, without and with a
+handle open.
 """
 
 from __future__ import annotations
