@@ -11,6 +11,7 @@ from typing import NamedTuple
 __all__ = [
     "MASK_BYTES",
     "MOST",
+    "YIELD",
     "cores_of",
     "counted",
     "environment",
@@ -18,6 +19,7 @@ __all__ = [
     "launched_by",
     "mask_of",
     "quota",
+    "yields",
 ]
 
 
@@ -77,6 +79,26 @@ def environment(extra: Mapping[str, str]) -> dict[str, str]:
       '1'
     """
     return {**os.environ, **extra}
+
+
+# What Open MPI is asked to do by it: to give its core away while it waits.
+YIELD = "OMPI_MCA_mpi_yield_when_idle"
+
+
+def yields(env: Mapping[str, str] | None = None) -> bool:
+    """Tell whether Open MPI is asked to give its core away while it waits.
+
+    Its launcher passes on what was given to it as ``--mca mpi_yield_when_idle 1``.
+
+    Args:
+      env: The environment, or None for that of this process.
+
+    Example:
+      >>> yields({YIELD: "1"}), yields({})
+      (True, False)
+    """
+    env = os.environ if env is None else env
+    return env.get(YIELD, "").strip().lower() in ("1", "true", "yes", "enabled", "t", "y")
 
 
 # Variables in which launchers tell a rank the size of its job: Hydra and PMI-1/2, Open MPI, PMIx

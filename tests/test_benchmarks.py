@@ -53,7 +53,8 @@ def run(name, size, folder, *options):
     program = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--quick", *options]
     written, printed = folder / "found.json", folder / "printed"
     program += ["--json", str(written)]
-    if importlib.util.find_spec("matplotlib"):
+    drawn = importlib.util.find_spec("matplotlib") is not None and name != "overlap"  # no picture
+    if drawn:
         program += ["--plot", str(folder / "picture.png")]
     launcher, _ = find()
     command = launcher.command(size, program)
@@ -65,7 +66,7 @@ def run(name, size, folder, *options):
         outcome = run_job(command, LONGEST, file, cwd=folder)
     text = printed.read_text(errors="replace")
     assert written.exists(), text
-    if importlib.util.find_spec("matplotlib"):
+    if drawn:
         assert (folder / "picture.png").read_bytes().startswith(b"\x89PNG")
     found = json.loads(written.read_text())
     assert found["ranks"] == size
@@ -94,6 +95,15 @@ def test_latency(size, tmp_path):
         assert (row["path"] != "") == (row["way"] in ("fresh", "out=", "arena"))
     paths = {row["path"] for row in rows if row["path"]}
     assert paths == ({"small", "direct", "node", "in place"} if size > 1 else {"small", "alone"})
+
+
+@alone
+@pytest.mark.parametrize("size", [2])
+def test_overlap(size, tmp_path):
+    code, rows, text = run("overlap", size, tmp_path, "--nodes", "2")
+    assert code == 0, text
+    assert [row["where"] for row in rows] == ["ordinary", "buffers"]
+    assert all(row[f"{name}_s"] > 0 for row in rows for name in ("comm", "compute", "both", "open"))
 
 
 @alone

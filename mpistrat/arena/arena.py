@@ -10,7 +10,7 @@ go with the session. Nothing has a name, so nothing can be left behind, whatever
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -208,6 +208,33 @@ class Arena:
         node = self.nodes().node
         mine = range(node.rank, count, node.size)
         return self._shared(nbytes * count, [(row * nbytes, (row + 1) * nbytes) for row in mine])
+
+    def rows(self, specs: Sequence[tuple[np.dtype[Any], int]]) -> list[Array] | None:
+        """Return a matrix for each ``(dtype, columns)``, with a row for each rank of the node.
+
+        Nobody else has them. Collective.
+
+        Returns:
+          None on every rank of the job if some node has not the memory.
+        """
+        node = self.nodes().node
+        sizes = [
+            -(-dtype.itemsize * columns * node.size // LINE) * LINE for dtype, columns in specs
+        ]
+        mine, at = [], 0
+        for (dtype, columns), size in zip(specs, sizes, strict=True):
+            row = dtype.itemsize * columns
+            mine.append((at + node.rank * row, at + (node.rank + 1) * row))
+            at += size
+        memory = self._shared(max(LINE, at), mine)
+        if memory is None:
+            return None
+        found, at = [], 0
+        for (dtype, columns), size in zip(specs, sizes, strict=True):
+            flat = np.frombuffer(memory, dtype, columns * node.size, at)
+            found.append(flat.reshape(node.size, columns))
+            at += size
+        return found
 
     def turn(self) -> int:
         """Return which of the two result rows is next; called alike on all ranks."""

@@ -27,6 +27,7 @@ from mpistrat.collectives.lanes import Lane, compile_wire, fold_between, fold_to
 from mpistrat.collectives.packs import LIMIT, Pack, fill
 from mpistrat.collectives.results import Results
 from mpistrat.collectives.spans import Packed, Placed, Range, Scales, spans_of
+from mpistrat.comm.base import Comm
 from mpistrat.kernels.fold import (
     compile_for,
     compiles,
@@ -266,6 +267,19 @@ class NodeFolds:
                 self._fold(op, rows, rows, rows.shape[1], ranges)
             self.arena.nodes().node.barrier()
 
+    def fold_inside(self, op: ReduceOp, rows: Array, spans: Sequence[Range]) -> None:
+        """Fold this rank's slice of what its node gave into the first row; for several nodes.
+
+        Not collective; the other nodes come afterwards.
+        """
+        node = self.arena.nodes().node
+        low, high = slice_of(node.rank, node.size, rows.shape[1], rows.dtype)
+        whole = sum(span.stop - span.start for span in spans)
+        ready = self.ready(op, rows.dtype, whole)
+        for span in spans:
+            here = span._replace(start=max(low, span.start), stop=min(high, span.stop))
+            self._fold_here(op, rows, rows[:1], here, whole, ready)
+
     def fold_first(self, op: ReduceOp, placed: Placed, scales: Scales) -> None:
         """Fold arrays into those of the first rank of the node, and leave the others as they are.
 
@@ -322,7 +336,7 @@ class NodeFolds:
             nodes.node.barrier()
         if nodes.lane is not None:
             mine = slice_of(nodes.node.rank, nodes.lanes, columns, out.dtype)
-            fold_between(self._lane, op, rows, out[0], mine, spans)
+            fold_between(self.over(nodes.lane), op, rows, out[0], mine, spans)
         if apart:
             nodes.node.barrier()
         for span in spans:
@@ -341,10 +355,8 @@ class NodeFolds:
         how = (table, 1.0, whole, team, ready)
         fold_rows(FOLDS[op], rows, out, span.start, span.stop, *how)
 
-    @property
-    def _lane(self) -> Lane:
-        comm = self.arena.nodes().lane
-        assert comm is not None
+    def over(self, comm: Comm) -> Lane:
+        """Return the lane of these folds over ranks of several nodes."""
         return Lane(comm, power_for(self._size), self._wire)
 
     @property
@@ -362,6 +374,8 @@ class NodeFolds:
           parts: Matrices of one dtype with a row for each rank of the node, and which columns; the
             same on all nodes, all scaled alike, and at most `mpistrat.collectives.lanes.MOST`.
         """
+        lane = self.arena.nodes().lane
+        assert lane is not None
         op, whole = ReduceOp.MEAN, sum(span.stop - span.start for _, span in parts)
         _, _, scales, divisor = parts[0][1]
         with self.moving():
@@ -371,4 +385,4 @@ class NodeFolds:
                     self._fold_here(op, rows, rows[:1], span, whole, ready)
             sums = [rows[0, span.start : span.stop] for rows, span in parts]
             low = [rows[1, span.start : span.stop] for rows, span in parts if len(rows) > 1]
-            fold_together(self._lane, op, sums, None if scales is not None else low, divisor)
+            fold_together(self.over(lane), op, sums, None if scales is not None else low, divisor)

@@ -32,6 +32,7 @@ from mpistrat.collectives.messages import (
     travel,
 )
 from mpistrat.collectives.node import NodeFolds
+from mpistrat.collectives.overlap import Overlap
 from mpistrat.collectives.planned import leaves_of, runs_of
 from mpistrat.collectives.reducing import Reducing
 from mpistrat.collectives.results import Results, of_one, results_for
@@ -79,6 +80,10 @@ class Reducer(Reducing):
         super().__init__(lockstep, NodeFolds(lockstep, wire))
         self._by = "" if wire == WIRES[0] else f", {wire} between nodes"
         self._gatherer = Gatherer(lockstep)
+        groups, key = lockstep.session.groups, ("overlap", lockstep.order)
+        if key not in groups:
+            groups[key] = Overlap(lockstep)
+        self._overlap: Overlap = groups[key]
 
     def all_gather(
         self, call: str, axis: Sequence[int], leaves: Sequence[Array], paths: Sequence[str]
@@ -117,6 +122,23 @@ class Reducer(Reducing):
             if moved is not None and not way.small:
                 moved(results)
             return put(results, outs)
+
+    def start(
+        self,
+        what: Folding,
+        values: Sequence[Array],
+        weight: float,
+        weigh: bool,
+        outs: Sequence[Array] | None,
+        alarm: str,
+    ) -> Callable[[], list[Array]]:
+        """Begin what `fold` does; between nodes it goes on in a thread. Collective."""
+
+        def prove(suffix: str, riding: bytes) -> tuple[Scales, list[bytes]]:
+            return self._prove(what, _Way(suffix, riding, _nothing), 1, weigh, alarm)
+
+        wait = self._overlap.start(self.lockstep, self.node, what, values, weight, outs, prove)
+        return wait or super().start(what, values, weight, weigh, outs, alarm)
 
     def fold_placed(
         self, what: Folding, placed: Placed, weight: float, weigh: bool, leaves: list[Array]

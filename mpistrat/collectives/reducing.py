@@ -86,6 +86,22 @@ class Reducing(abc.ABC):
           alarm: What is wrong with the values, if anything is looked for.
         """
 
+    def start(
+        self,
+        what: Folding,
+        values: Sequence[Array],
+        weight: float,
+        weigh: bool,
+        outs: Sequence[Array] | None,
+        alarm: str,
+    ) -> Callable[[], list[Array]]:
+        """Begin what `fold` does, and return what waits for it and gives the results. Collective.
+
+        Here all is done when it returns.
+        """
+        totals = self.fold(what, values, [weight], weigh, outs, alarm)
+        return lambda: totals
+
     @abc.abstractmethod
     def fold_placed(
         self, what: Folding, placed: Placed, weight: float, weigh: bool, leaves: list[Array]

@@ -11,6 +11,7 @@ from typing import Any, final
 from mpistrat.collectives.communication import CommunicationOptions
 from mpistrat.distribute.default import current_strategy, default_strategy
 from mpistrat.distribute.gather import gather
+from mpistrat.distribute.handles import Handle, all_reduce_start
 from mpistrat.distribute.mode import Replica, current, refuse_unchosen, settle
 from mpistrat.distribute.parts import Parts
 from mpistrat.distribute.regroup import select
@@ -269,6 +270,65 @@ class ReplicaContext:
         self._enter("all_reduce")
         parts = self._strategy.parts if options is None else self._parts("all_reduce", options)
         return all_reduce(parts, reduce_op, value, weight, out)
+
+    def all_reduce_start(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        options: CommunicationOptions | None = None,
+        *,
+        weight: float | None = None,
+        out: Any = None,
+    ) -> Handle:
+        """Begin an `all_reduce` that goes on while this replica computes; ``wait()`` ends it.
+
+        What can fail fails here, on all ranks. Between the two, the program may make other calls,
+        also more of these, which end in the order in which they were begun, and must not write to
+        the arrays of `value`, nor use those of `out`. Others than those of ``Strategy.buffers`` are
+        copied, so the memory of a step is needed twice.
+
+        Between nodes the bytes move in a thread. It needs Python's lock each time that it looks, so
+        what computes should leave it free, as NumPy does for large arrays. Everything is done here
+        on one node, whose ranks move the bytes themselves; of up to some 200 bytes, of
+        `IndexedSlices` and with `options` or a class that chooses another way; where MPI has no
+        ``THREAD_MULTIPLE``, and with Open MPI unless ``mpi_yield_when_idle`` is set, as
+        ``mpistrat run`` does. If that is why, there is one warning, on rank 0.
+
+        Collective: every replica calls it, with the same structure, shapes and dtypes. ``wait`` is
+        not, and ranks may wait for several handles in different orders; but each has to be waited
+        for before the run ends, or that is an error on every rank.
+
+        Args:
+          reduce_op: As of `all_reduce`, and so are the others.
+          value: Tree of arrays or numbers.
+          options: How the values are to move.
+          weight: For MEAN, how many examples this replica's values stand for.
+          out: Where the results go.
+
+        Returns:
+          A handle, whose ``wait()`` returns what `all_reduce` returns.
+
+        Raises:
+          ContextError: Called outside the run that this context belongs to, or in another thread;
+            or where no strategy rules, in a job of several ranks.
+          LeafTypeError: A leaf is no array, or its dtype cannot be reduced; or of `out`.
+          ValueError: The operation is unknown, or a weight is given for another one than MEAN.
+          LockstepError: The calls differ between ranks.
+          RemoteError: Another rank failed.
+
+        Cost: the proof, one copy of what does not lie in ``Strategy.buffers``, and the fold of the
+        ranks of the node; the first time also some splits of the communicator.
+
+        Example:
+          >>> import numpy as np
+          >>> handle = get_replica_context().all_reduce_start("sum", np.array([1.0, 2.0]))
+          >>> handle.wait()
+          array([1., 2.])
+        """
+        self._enter("all_reduce_start")
+        name = "all_reduce_start"
+        parts = self._strategy.parts if options is None else self._parts(name, options)
+        return all_reduce_start(parts, reduce_op, value, weight, out)
 
     def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
         """Concatenate the values of all replicas along `axis`, and return the result on each.

@@ -8,6 +8,7 @@ from typing import Any
 
 from mpistrat.distribute.arguments import check_function, given
 from mpistrat.distribute.base import StrategyBase
+from mpistrat.distribute.handles import ended
 from mpistrat.distribute.mode import Mode, Replica, cross_replica, current, entered
 from mpistrat.errors import ContextError
 from mpistrat.lockstep.guards import compare_copies
@@ -49,6 +50,8 @@ def proved(strategy: StrategyBase, call: str, result: Any, failure: BaseExceptio
     """
     lockstep = strategy.parts.lockstep
     state = lockstep.state
+    if state.run.handles:
+        failure = ended(lockstep, failure)
     if state.run.failed is not None:
         raise failure or state.run.failed
     seen = strategy.parts.regroup.gathered(call, result, failure)

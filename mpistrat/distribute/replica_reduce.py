@@ -28,7 +28,16 @@ from mpistrat.errors import LeafTypeError, StructureError
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.sharedmem.pool import Pool
 
-__all__ = ["Call", "all_reduce", "fit", "places", "prepared", "reduce_in_replica", "takes"]
+__all__ = [
+    "Call",
+    "all_reduce",
+    "fit",
+    "places",
+    "prepared",
+    "reduce_in_replica",
+    "said",
+    "takes",
+]
 
 
 class Call(NamedTuple):
@@ -67,6 +76,15 @@ def prepared(reduce_op: Any, value: Any, weight: Any) -> Call:
         for array, path in zip(arrays, paths, strict=True)
     ]
     return Call(op, leaves, structure, parts, number)
+
+
+def said(name: str, call: Call, weigh: bool) -> tuple[str, list[Part], Folding]:
+    """Return the text of a call without its leaves, those that are arrays, and how they fold."""
+    how = " weighted" if weigh else ""
+    start = f"{name}({call.op.value}{how}, {nest.describe(call.structure)})"
+    dense = [part for part in call.parts if isinstance(part, Part)]
+    forms, shapes = [part.form for part in dense], [part.value.shape for part in dense]
+    return start, dense, Folding(described(start, dense), call.op, forms, shapes)
 
 
 def _weight(op: ReduceOp, weight: float | None) -> float:
@@ -189,11 +207,7 @@ def reduce_in_replica(
     try:
         call = prepared(reduce_op, value, weight)
         outs = places(out, call.structure, call.parts)
-        how = "" if weight is None else " weighted"
-        start = f"all_reduce({call.op.value}{how}, {nest.describe(call.structure)})"
-        dense = [part for part in call.parts if isinstance(part, Part)]
-        forms, shapes = [part.form for part in dense], [part.value.shape for part in dense]
-        what = Folding(described(start, dense), call.op, forms, shapes)
+        start, dense, what = said("all_reduce", call, weigh)
         alarm = parts.reducer.alarm(start, dense)
     except Exception as error:
         parts.lockstep.refuse("all_reduce", error)

@@ -16,6 +16,7 @@ from mpistrat.distribute.base import StrategyBase
 from mpistrat.distribute.buffers import make_buffers
 from mpistrat.distribute.extended import StrategyExtended
 from mpistrat.distribute.gather import gather_leaves
+from mpistrat.distribute.handles import Handle, all_reduce_start
 from mpistrat.distribute.inputs import (
     InputContext,
     InputOptions,
@@ -321,6 +322,52 @@ class Strategy(StrategyBase):
                 parts = self.parts.by(options)
             with entered(Mode(self, Replica(self.rank, self.num_replicas_in_sync))):
                 return all_reduce(parts, reduce_op, value, weight, out)
+
+    def all_reduce_start(
+        self,
+        reduce_op: Any,
+        value: Any,
+        options: CommunicationOptions | None = None,
+        *,
+        weight: float | None = None,
+        out: Any = None,
+    ) -> Handle:
+        """Begin an `all_reduce`; see `ReplicaContext.all_reduce_start`.
+
+        Collective: all ranks call it, in cross-replica code.
+
+        Args:
+          reduce_op: As of `all_reduce`, and so are the others.
+          value: Tree of arrays or numbers of this rank.
+          options: How the values are to move.
+          weight: For MEAN, how many examples the values of this rank stand for.
+          out: Where the results go.
+
+        Returns:
+          A handle, whose ``wait()`` returns what `all_reduce` returns.
+
+        Raises:
+          ContextError: Called in replica code; or of the default strategy, where no strategy
+            rules in a job of several ranks.
+          StrategyError: A leaf is a value or variable of another strategy.
+          LeafTypeError: A leaf is no array, or its dtype cannot be reduced.
+          ValueError: The operation is unknown, or a weight is given for another one than MEAN.
+          LockstepError: The calls differ between ranks.
+
+        Cost: as `ReplicaContext.all_reduce_start`.
+
+        Example:
+          >>> import mpistrat as ms
+          >>> ms.OneDeviceStrategy("cpu").all_reduce_start("SUM", 1.5).wait()
+          np.float64(1.5)
+        """
+        name = "all_reduce_start"
+        with self._moving(name, "get_replica_context().all_reduce_start(...)"):
+            with self.parts.lockstep.preparing(name):
+                self.parts.regroup.check(name, nest.flatten(value)[0])
+                parts = self.parts.by(options)
+            with entered(Mode(self, Replica(self.rank, self.num_replicas_in_sync))):
+                return all_reduce_start(parts, reduce_op, value, weight, out)
 
     def broadcast(self, tree: Any, out: Any = None) -> Any:
         """Give replica 0's values to all ranks.

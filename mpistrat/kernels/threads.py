@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, final
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
-__all__ = ["Team", "cuts"]
+__all__ = ["Team", "cuts", "deaf"]
 
 # These tell of what the thread itself does, and cannot be kept for another one.
 _OWN = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
@@ -108,7 +108,7 @@ class Team:
             pool.shutdown()
 
 
-def _deaf() -> None:
+def deaf() -> None:
     """Leave signals to the thread that Python handles them in: it has to wake up from waiting."""
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _OWN)
 
@@ -117,7 +117,7 @@ def _started(count: int) -> Executor | None:
     """Return so many threads, all of them started, so that work cannot fail to find one."""
     from concurrent.futures import ThreadPoolExecutor
 
-    pool = ThreadPoolExecutor(count, "mpistrat kernels", _deaf)
+    pool = ThreadPoolExecutor(count, "mpistrat kernels", deaf)
     go = threading.Event()
     try:
         for _ in range(count):

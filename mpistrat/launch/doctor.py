@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from mpistrat.environment import environment, launched_by
+from mpistrat.environment import YIELD, environment, launched_by, yields
 from mpistrat.errors import LaunchError
 from mpistrat.launch.mpiexec import cores, find, library
 from mpistrat.launch.process import run_job
@@ -98,6 +98,22 @@ def _two_ranks() -> Finding:
     return Finding(name, f"failed, exit code {outcome.code}: {said.strip()[-500:]}", ok=False)
 
 
+def _overlap() -> Finding:
+    """Tell whether `all_reduce_start` goes on beside a computation."""
+    name = "overlap"
+    launcher, loaded = find()
+    if not loaded.flavour.unless_set:
+        return Finding(name, "all_reduce_start goes on while ranks compute, between nodes")
+    env = environment(launcher.command(1, [sys.executable]).env)
+    if not yields(env):
+        return Finding(name, f"all_reduce_start does all at once, since {YIELD} is set to be off")
+    return Finding(
+        name,
+        "all_reduce_start goes on while ranks compute, between nodes: `mpistrat run` sets "
+        f"{YIELD}=1; set it yourself for other launchers",
+    )
+
+
 def _cores() -> Finding:
     mine, there = cores(), os.cpu_count() or 1
     return Finding("cores", f"{mine} for this process, {there} in this machine")
@@ -122,6 +138,7 @@ CHECKS: tuple[tuple[str, Callable[[], Finding]], ...] = (
     ("MPI library", _library),
     ("mpiexec", _launcher),
     ("two ranks", _two_ranks),
+    ("overlap", _overlap),
     ("cores", _cores),
     ("/dev/shm", _shared_memory),
 )

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
+from mpistrat.environment import YIELD
+
 __all__ = ["FLAVOURS", "UNKNOWN", "Flavour", "of_launcher", "of_library", "version"]
 
 _NOTHING: Mapping[str, str] = MappingProxyType({})
@@ -28,6 +30,7 @@ class Flavour(NamedTuple):
       crowded: Further flags when there are more ranks than cores.
       env: Variables of every call, for the launcher and its ranks only.
       root: Further variables when the user is root.
+      unless_set: Further variables, unless the user has set them.
     """
 
     name: str
@@ -38,10 +41,15 @@ class Flavour(NamedTuple):
     crowded: tuple[str, ...] = ()
     env: Mapping[str, str] = _NOTHING
     root: Mapping[str, str] = _NOTHING
+    unless_set: Mapping[str, str] = _NOTHING
 
 
 # Open MPI asks root twice (its prterun(1): --allow-run-as-root and these variables).
 _ROOT = MappingProxyType({"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"})
+
+# A thread that waits beside a computation takes half of its time otherwise, and while it waits, a
+# handshake takes milliseconds.
+_YIELDING = MappingProxyType({YIELD: "1"})
 
 # Without binding to none, two small jobs on one machine are bound to the same first cores.
 FLAVOURS = (
@@ -63,6 +71,7 @@ FLAVOURS = (
         flags=("--bind-to", "none", "--oversubscribe"),
         crowded=("--mca", "mpi_yield_when_idle", "1"),
         root=_ROOT,
+        unless_set=_YIELDING,
     ),
     Flavour(
         "Open MPI",
@@ -73,6 +82,7 @@ FLAVOURS = (
         crowded=("--mca", "mpi_yield_when_idle", "1"),
         env=MappingProxyType({"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}),
         root=_ROOT,
+        unless_set=_YIELDING,
     ),
     Flavour("unknown", library="", launcher=""),
 )

@@ -110,6 +110,8 @@ class Launcher(NamedTuple):
         row = self.flavour
         crowded = row.crowded if ranks > cores() else ()
         env = {**row.env, **(row.root if os.getuid() == 0 else {})}
+        chosen = environment({})
+        env |= {name: value for name, value in row.unless_set.items() if name not in chosen}
         return Command((self.path, *row.flags, *crowded, "-n", str(ranks), *program), env)
 
 

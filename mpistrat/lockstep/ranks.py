@@ -40,10 +40,15 @@ class RunState(threading.local):
     Attributes:
       depth: How many it is inside of.
       failed: The exception that closed them, if one did.
+      handles: All-reduces that were begun, and that nobody has waited for yet.
     """
 
     depth = 0
     failed: BaseException | None = None
+
+    def __init__(self) -> None:
+        """Begin outside of any."""
+        self.handles: list[Any] = []
 
 
 @final

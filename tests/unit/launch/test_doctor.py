@@ -10,6 +10,7 @@ import pytest
 from mpistrat.cli import main
 from mpistrat.errors import LaunchError
 from mpistrat.launch import doctor
+from mpistrat.launch.flavours import FLAVOURS
 
 pytestmark = pytest.mark.job
 
@@ -49,6 +50,25 @@ def test_package_that_cannot_be_loaded_is_bad():
 def test_jobs_are_not_started_from_a_rank(monkeypatch):
     monkeypatch.setattr(doctor, "launched_by", lambda: "srun")
     assert "srun" in doctor._two_ranks().text
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("Open MPI", None, "mpistrat run"),
+        ("Open MPI", "0", "at once"),
+        ("MPICH", None, "goes on"),
+    ],
+)
+def test_whether_calls_overlap_is_told(name, value, says, monkeypatch):
+    row = next(row for row in reversed(FLAVOURS) if row.name == name)
+    launcher, loaded = doctor.find()
+    known = launcher._replace(flavour=row), loaded._replace(flavour=row)
+    monkeypatch.setattr(doctor, "find", lambda: known)
+    monkeypatch.delenv("OMPI_MCA_mpi_yield_when_idle", raising=False)
+    if value is not None:
+        monkeypatch.setenv("OMPI_MCA_mpi_yield_when_idle", value)
+    assert says in doctor._overlap().text
 
 
 @pytest.mark.parametrize("says", ["size 1\nsize 1\n", "size 2\n"])

@@ -116,6 +116,16 @@ def test_open_mpi_yields_only_when_crowded(monkeypatch):
     assert argv[:7] == ("/bin/mpiexec", "--bind-to", "none", *flag, "-n")
 
 
+@pytest.mark.parametrize("text", [TEXTS["Open MPI"], "mpiexec (OpenRTE) 4.1.4"])
+def test_open_mpi_yields_unless_the_user_has_chosen(text, monkeypatch):
+    monkeypatch.delenv("OMPI_MCA_mpi_yield_when_idle", raising=False)
+    got = command(text, 1, monkeypatch=monkeypatch)
+    assert got.env["OMPI_MCA_mpi_yield_when_idle"] == "1"
+    assert "OMPI_MCA_mpi_yield_when_idle=1" in str(got)
+    monkeypatch.setenv("OMPI_MCA_mpi_yield_when_idle", "0")
+    assert "OMPI_MCA_mpi_yield_when_idle" not in command(text, 1, monkeypatch=monkeypatch).env
+
+
 @pytest.mark.parametrize("uid", [0, 1000])
 def test_open_mpi_runs_as_root_only_for_root(uid, monkeypatch):
     got = command(TEXTS["Open MPI"], 1, uid=uid, monkeypatch=monkeypatch)

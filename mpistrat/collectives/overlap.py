@@ -1,0 +1,319 @@
+"""All-reduces that go on between the nodes while the program computes.
+
+The ranks of a node fold what they share when the call begins, in the program's thread. Then a
+thread talks to the other nodes, on communicators of its own, and gives the node the results. It
+does so in the order in which the calls began, whatever the program waits for first, and needs of
+the other ranks no more than that they have begun the same call; so no order of waiting can block.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import struct
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, final
+
+import numpy as np
+
+from mpistrat.arena.layout import slice_of
+from mpistrat.arena.nodes import Nodes, find_nodes
+from mpistrat.arrays import Array
+from mpistrat.collectives.folding import Folding, put
+from mpistrat.collectives.lanes import Lane, fold_between
+from mpistrat.collectives.node import NodeFolds
+from mpistrat.collectives.packs import LIMIT, Pack, fill
+from mpistrat.collectives.planned import ONE
+from mpistrat.collectives.results import results_for
+from mpistrat.collectives.spans import Placed, Range, Scales, placed, spans_of
+from mpistrat.collectives.transfers import Transfer, Transfers
+from mpistrat.comm.base import Comm
+from mpistrat.comm.mpi import MPIComm, needs_yielding
+from mpistrat.comm.nodes import before_finalize, threads_allowed
+from mpistrat.comm.ordered import Ordered
+from mpistrat.environment import YIELD, yields
+from mpistrat.kernels.fold import spread_rows
+from mpistrat.kernels.ops import ReduceOp
+from mpistrat.lockstep.abort import lost
+from mpistrat.lockstep.guards import warn
+from mpistrat.lockstep.lockstep import Lockstep
+from mpistrat.sharedmem.pool import Pool
+
+__all__ = ["Overlap"]
+
+# Rooms that nobody uses; a program has few kinds of calls that overlap at once.
+_ROOMS = 8
+_NO_THREADS, _NO_YIELDING, _ABLE = range(3)
+_REASONS = {
+    _NO_THREADS: "MPI was started without THREAD_MULTIPLE",
+    _NO_YIELDING: "Open MPI takes the time of the computation while it waits, unless it is started "
+    f"with {YIELD}=1, as `mpistrat run` does",
+}
+
+# What waits for a transfer, and gives the results.
+Wait = Callable[[], list[Array]]
+# Given scales, and the number of the first transfer that some rank has not waited for: begins one,
+# or returns None for lack of memory.
+Begin = Callable[[Scales, int], Wait | None]
+# Given what the text of the call says more, and what rides: proves it; see `Reducer`.
+Prove = Callable[[str, bytes], tuple[Scales, list[bytes]]]
+
+
+class _Job(NamedTuple):
+    """A matrix with a row for each rank of the node, and what is done to its columns."""
+
+    rows: Array
+    ranges: list[Range]
+
+
+@final
+class Overlap:
+    """The transfers of one session that go on beside the program.
+
+    Args:
+    lockstep: Whose calls they are.
+    """
+
+    def __init__(self, lockstep: Lockstep):
+        """Begin nothing yet."""
+        self._lockstep = lockstep
+        self._known: bool | None = None
+        self._own: Nodes | None = None
+        self._inside: Comm | None = None
+        self._lane: Comm | None = None
+        self._transfers = Transfers(self._failed)
+        self._rooms: dict[tuple[Pack, ...], list[tuple[int, list[Array]]]] = {}
+        self._closes: Callable[[], None] | None = None
+
+    def start(
+        self,
+        lockstep: Lockstep,
+        node: NodeFolds,
+        what: Folding,
+        values: Sequence[Array],
+        weight: float,
+        outs: Sequence[Array] | None,
+        prove: Prove,
+    ) -> Wait | None:
+        """Begin an all-reduce, and return what waits for it. Collective.
+
+        Args:
+          lockstep: What proves it; of this session, and this order.
+          node: The shared memory of the ranks.
+          what: The call; equal on all ranks.
+          values: The leaves, in native byte order.
+          weight: How many examples they stand for.
+          outs: Where the results go.
+          prove: Proves the call.
+
+        Returns:
+          None, on all ranks, if it cannot overlap; then nothing has been done.
+        """
+        rides = lockstep.fits(len(ONE) + what.nbytes)
+        if rides or not node.possible or not self._able(lockstep, node, what.text):
+            return None
+        lockstep.session.kept(Pool).turn()
+        with np.errstate(all="ignore"):
+            try:
+                suffix, begin = self._prepared(node, what, values, weight, outs)
+            except Exception as error:
+                lockstep.refuse(what.text, error)
+            mean = what.op is ReduceOp.MEAN
+            riding = (struct.pack("<d", weight) if mean else b"") + struct.pack(
+                "<Q", self._transfers.oldest
+            )
+            scales, smalls = prove(suffix, riding)
+            rows = [np.frombuffer(small, np.uint8) for small in smalls] or lockstep.received
+            told = [int(row[: len(riding)][-8:].copy().view(np.uint64)[0]) for row in rows]
+            try:
+                wait = begin(scales, min(told))
+            except Exception as error:
+                lost(lockstep, what.text, error)
+        return None if wait is None else functools.partial(self._put, wait, outs)
+
+    def _put(self, wait: Wait, outs: Sequence[Array] | None) -> list[Array]:
+        with np.errstate(all="ignore"):
+            results = put(wait(), outs)
+        moved = self._lockstep.hooks.on_moved
+        if moved is not None:
+            moved(results)
+        return results
+
+    def _able(self, lockstep: Lockstep, node: NodeFolds, call: str) -> bool:
+        """Tell whether calls may overlap; if not, it is said why, where something can be done.
+
+        Collective the first time; equal on all ranks.
+        """
+        if self._known is None:
+            lockstep.prove(f"{call}, the first that may overlap")
+            self._known = node.arena.nodes().nodes > 1 and self._asked()
+            if self._known:
+                self._open_communicators()
+        return self._known
+
+    def _asked(self) -> bool:
+        on_mpi = isinstance(self._lockstep.session.comm, MPIComm)
+        mine = _ABLE
+        if on_mpi and not threads_allowed():
+            mine = _NO_THREADS
+        elif on_mpi and needs_yielding() and not yields():
+            mine = _NO_YIELDING
+        told = np.empty(1, np.int64)
+        self._lockstep.comm.allreduce(np.array([mine]), told, "MIN")
+        reason = _REASONS.get(int(told[0]))
+        if reason is not None:
+            text = f"all_reduce_start: all is done at once. {reason}. The results are the same."
+            warn(self._lockstep, "all_reduce_start", text, RuntimeWarning, stacklevel=3)
+        return reason is None
+
+    def _open_communicators(self) -> None:
+        # The board is told of what the program's thread does, not of this one's.
+        session, order = self._lockstep.session, self._lockstep.order
+        comm = session.comm if order is None else Ordered(session.comm, order)
+        own = self._own = find_nodes(comm, self._lockstep.options.ranks_per_node)
+        self._inside, self._lane = _patient(own.node), own.lane and _patient(own.lane)
+        if isinstance(session.comm, MPIComm):
+            atexit.register(self._transfers.drain)
+            self._closes = before_finalize(self._transfers.drain)
+
+    def _prepared(
+        self,
+        node: NodeFolds,
+        what: Folding,
+        values: Sequence[Array],
+        weight: float,
+        outs: Sequence[Array] | None,
+    ) -> tuple[str, Begin]:
+        """Do what can fail; return what the text says more, and what begins. Not collective."""
+        homes = node.homes(what, values, outs) if what.worth_a_place else None
+        node.compile(what, inside=homes is not None)
+        if homes is not None:
+            where = placed(homes)
+            return where.suffix, self._placed(node, what.op, where, list(values))
+        if what.op is ReduceOp.MEAN and weight == 0:  # never read
+            values = what.wires(values, [weight], fresh=False)
+        return "", self._packed(node, what, values, outs)
+
+    def _placed(self, node: NodeFolds, op: ReduceOp, placed: Placed, leaves: list[Array]) -> Begin:
+        """Return what begins to fold arrays of the arena where they lie."""
+
+        def begin(scales: Scales, oldest: int) -> Wait:
+            jobs = []
+            for (block, matrix), spans in zip(placed.rows, placed.spans, strict=True):
+                held = block()
+                assert held is not None  # its arrays are in the caller's hands
+                ranges = [Range(start, stop, *scales.of(leaf)) for start, stop, leaf in spans]
+                jobs.append(_Job(held.matrices[matrix], ranges))
+            transfer = self._begin(node, op, jobs, spread=True)
+            return lambda: self._wait(transfer, lambda: leaves)
+
+        return begin
+
+    def _packed(
+        self,
+        node: NodeFolds,
+        what: Folding,
+        values: Sequence[Array],
+        outs: Sequence[Array] | None,
+    ) -> Begin:
+        """Return what copies values, and begins to fold the copies."""
+        if what.most > LIMIT // 2:  # it may be cut into pieces, which are taken from one run
+            values = [v if v.flags.c_contiguous else v.copy() for v in values]
+        results = results_for(what, values, outs, self._lockstep.session.kept(Pool))
+
+        def begin(scales: Scales, oldest: int) -> Wait | None:
+            rooms = self._room(node, what.packs, oldest)
+            if rooms is None:
+                return None
+            inside = node.arena.nodes().node
+            for pack, rows in zip(what.packs, rooms, strict=True):
+                fill(pack, values, rows[inside.rank])
+            if inside.size > 1:
+                inside.barrier()
+            jobs = [_Job(r, spans_of(p, scales)) for p, r in zip(what.packs, rooms, strict=True)]
+            transfer = self._begin(node, what.op, jobs, spread=False)
+
+            def take() -> list[Array]:
+                for number, rows in enumerate(rooms):
+                    results.take(number, rows[0])
+                return results.arrays
+
+            return lambda: self._wait(transfer, take)
+
+        return begin
+
+    def _room(self, node: NodeFolds, packs: tuple[Pack, ...], oldest: int) -> list[Array] | None:
+        """Return rows for these packs that no rank reads any more. Collective."""
+        rooms = self._rooms.pop(packs, [])
+        number = self._transfers.count + 1
+        free = next((i for i, (user, _) in enumerate(rooms) if user < oldest), None)
+        if free is not None:
+            found: list[Array] | None = rooms.pop(free)[1]
+        else:
+            found = node.arena.rows([(pack.dtype, pack.columns) for pack in packs])
+        if found is not None:
+            rooms.append((number, found))
+        if rooms:
+            self._rooms[packs] = rooms  # the last: those of others go first
+        idle = [key for key, known in self._rooms.items() if all(u < oldest for u, _ in known)]
+        for key in idle[:-_ROOMS]:
+            del self._rooms[key]
+        return found
+
+    def _begin(self, node: NodeFolds, op: ReduceOp, jobs: list[_Job], spread: bool) -> Transfer:
+        with node.moving():
+            for rows, ranges in jobs:
+                node.fold_inside(op, rows, ranges)
+        lane = None if self._lane is None else node.over(self._lane)
+        return self._transfers.begin(functools.partial(self._move, op, jobs, spread, lane))
+
+    def _failed(self, error: Exception) -> None:
+        try:
+            lost(self._lockstep, "all_reduce_start, between its start and its wait", error)
+        except Exception:  # threads of one process: those that wait for this one are told
+            for comm in (self._inside, self._lane):
+                if comm is not None:
+                    comm.free()
+
+    def _move(self, op: ReduceOp, jobs: list[_Job], spread: bool, lane: Lane | None) -> None:
+        """Fold what the nodes have between them, and let all of the node see it. In the thread."""
+        own, inside = self._own, self._inside
+        assert own is not None
+        assert inside is not None
+        shared = inside.size > 1
+        if shared:
+            inside.barrier()
+        if lane is not None:
+            for rows, ranges in jobs:
+                mine = slice_of(inside.rank, own.lanes, rows.shape[1], rows.dtype)
+                fold_between(lane, op, rows, rows[0], mine, ranges)
+        if not shared:
+            return
+        inside.barrier()
+        if not spread:
+            return
+        for rows, ranges in jobs:
+            low, high = slice_of(inside.rank, inside.size, rows.shape[1], rows.dtype)
+            for span in ranges:
+                spread_rows(rows, 0, max(low, span.start), min(high, span.stop))
+        inside.barrier()
+
+    def _wait(self, transfer: Transfer, take: Wait) -> list[Array]:
+        transfer.wait()
+        found = take()
+        self._transfers.done(transfer)
+        return found
+
+    def free(self) -> None:
+        """Give the communicators back, when nothing moves any more. Collective."""
+        self._transfers.drain()
+        atexit.unregister(self._transfers.drain)
+        if self._closes is not None:
+            self._closes()
+        if self._own is not None:
+            self._own.free()
+        self._own = self._inside = self._lane = None
+
+
+def _patient(comm: Comm) -> Comm:
+    return comm.patient() if isinstance(comm, MPIComm) else comm

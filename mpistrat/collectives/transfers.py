@@ -1,0 +1,117 @@
+"""A thread that does one thing after the other while the program goes on."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import final
+from weakref import WeakValueDictionary
+
+import numpy as np
+
+from mpistrat.kernels.threads import deaf
+
+__all__ = ["Transfer", "Transfers"]
+
+
+@final
+class Transfer:
+    """What the thread does for one call.
+
+    Attributes:
+      number: How many were begun before, and one.
+      work: What it does.
+      ended: Is set when that is over.
+      error: What it has raised, if it has.
+    """
+
+    def __init__(self, number: int, work: Callable[[], None]):
+        """Do nothing yet."""
+        self.number, self.work = number, work
+        self.ended = threading.Event()
+        self.error: Exception | None = None
+
+    def wait(self) -> None:
+        """Wait until it is over, and raise what it has raised."""
+        self.ended.wait()
+        if self.error is not None:
+            raise self.error
+
+
+@final
+class Transfers:
+    """The queue of a thread that lives as long as there is something in it.
+
+    So none is left at rest: a program that forks between its calls, or ends, has no thread to think
+    of but one that is at work.
+
+    Args:
+      failed: Is called in the thread with what a transfer has raised.
+    """
+
+    name = "mpistrat overlap"
+
+    def __init__(self, failed: Callable[[Exception], None]):
+        """Begin nothing yet."""
+        self._failed, self._pid = failed, os.getpid()
+        self._count = 0
+        # What nobody can wait for any more, and is over, goes by itself.
+        self._open: WeakValueDictionary[int, Transfer] = WeakValueDictionary()
+        self._todo: list[Transfer] = []
+        self._lock = threading.Lock()
+        self._running = False
+
+    @property
+    def count(self) -> int:
+        """How many have been begun."""
+        return self._count
+
+    @property
+    def oldest(self) -> int:
+        """The number of the first that some part of the program may still want; else the next."""
+        return min(self._open.keys(), default=self._count + 1)
+
+    def begin(self, work: Callable[[], None]) -> Transfer:
+        """Let the thread do this when it is through with all that came before."""
+        self._count += 1
+        self._open[self._count] = transfer = Transfer(self._count, work)
+        with self._lock:
+            self._todo.append(transfer)
+            begins, self._running = not self._running, True
+        if begins:
+            try:
+                threading.Thread(target=self._beside, name=self.name, daemon=True).start()
+            except RuntimeError:  # no thread can be started any more: the results are the same
+                self._run()
+        return transfer
+
+    def done(self, transfer: Transfer) -> None:
+        """Note that the program has what it wanted of a transfer."""
+        self._open.pop(transfer.number, None)
+
+    def drain(self) -> None:
+        """Return when nothing moves any more: memory may go then, and MPI be finalized."""
+        if os.getpid() == self._pid:  # a child has none of its parent's threads
+            for transfer in list(self._open.values()):
+                transfer.ended.wait()
+
+    def _beside(self) -> None:
+        deaf()
+        self._run()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._todo:
+                    self._running = False
+                    return
+                transfer = self._todo.pop(0)
+            try:
+                with np.errstate(all="ignore"):
+                    transfer.work()
+            except Exception as error:
+                transfer.error = error
+                self._failed(error)
+            finally:
+                transfer.ended.set()

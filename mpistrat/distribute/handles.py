@@ -1,0 +1,149 @@
+"""All-reduces that were begun, and what waits for them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, final
+
+from mpistrat import nest
+from mpistrat.arrays import finish
+from mpistrat.comm.callsite import where
+from mpistrat.distribute import sparse
+from mpistrat.distribute.parts import Parts
+from mpistrat.distribute.replica_reduce import Call, all_reduce, places, prepared, said
+from mpistrat.distribute.views import ALONE
+from mpistrat.errors import ContextError
+from mpistrat.lockstep.lockstep import Lockstep
+
+__all__ = ["Handle", "all_reduce_start", "ended"]
+
+
+@final
+class Handle:
+    """An all-reduce that was begun by ``all_reduce_start``, and that `wait` ends."""
+
+    def __init__(self, lockstep: Lockstep, call: str, results: Callable[[], Any]):
+        """Wait for `results`, which returns them when they are there."""
+        self._lockstep, self._call, self._results = lockstep, call, results
+        self._place, run = where(), lockstep.state.run
+        self._depth, self._done, self._lost = run.depth, False, False
+        self._result: Any = None
+        if run.depth:
+            run.handles.append(self)
+
+    def __del__(self) -> None:
+        """Warn where nobody can wait for it any more; of a run, that was an error at its end."""
+        if not (self._done or self._lost):
+            text = f"{self!r}: nobody has waited for it."
+            warnings.warn(text, ResourceWarning, stacklevel=2)
+
+    def __repr__(self) -> str:
+        """Return which call it is, and where it was made."""
+        return f"<{self._call:.200} of {self._place}>"
+
+    def wait(self) -> Any:
+        """Wait until the results are there, and return them.
+
+        Not collective, but all ranks have to do it before the ``run`` ends in which the call was
+        made. Ranks may wait for several handles in different orders; again for one gives the same.
+
+        Returns:
+          What ``all_reduce`` returns.
+
+        Raises:
+          StrategyError: Called in another thread or process than the call was made in.
+          ContextError: The run has ended in which it was made, or a call in it has failed.
+          RuntimeError: What has failed meanwhile, between ranks that are threads of one process;
+            on MPI it ends the job.
+
+        Cost: what is left of the transfer, and of results that do not lie in ``Strategy.buffers``
+        one copy.
+        """
+        session = self._lockstep.session
+        self._lockstep.check()
+        state.interrupted.check()
+        if self._lost:
+            raise ContextError(f"{self!r}: the run has ended in which it was made.")
+        if not self._done:
+            session.board.enter(session.calls, f"{self._call}.wait")
+            try:
+                self._end()
+            finally:
+                session.board.leave()
+        return self._result
+
+    def _end(self) -> None:
+        handles = self._lockstep.state.run.handles
+        if self in handles:
+            handles.remove(self)
+        results, self._results = self._results, _gone
+        self._done = True
+        self._result = results()
+
+    def abandon(self) -> None:
+        """End it without giving the results away, so that the memory is nobody's any more."""
+        self._lost = True
+        self._end()
+        self._result = None
+
+    def of_run(self, depth: int) -> bool:
+        """Tell whether it was made in a run of that depth, or in one inside of it."""
+        return self._depth >= depth
+
+
+def _gone() -> Any:
+    raise ContextError("this transfer has failed already.")
+
+
+def all_reduce_start(parts: Parts, reduce_op: Any, value: Any, weight: Any, out: Any) -> Handle:
+    """Begin to fold `value`; as `ReplicaContext.all_reduce_start`. Collective."""
+    lockstep, weigh = parts.lockstep, weight is not None
+    if parts.view is ALONE:
+        result = all_reduce(parts, reduce_op, value, weight, out)
+        return Handle(lockstep, "all_reduce_start", lambda: result)
+    try:
+        call = prepared(reduce_op, value, weight)
+        outs = places(out, call.structure, call.parts)
+        start, dense, what = said("all_reduce_start", call, weigh)
+        alarm = parts.reducer.alarm(start, dense)
+    except Exception as error:
+        lockstep.refuse("all_reduce_start", error)
+    if not call.leaves:
+        return Handle(lockstep, start, lambda: value)
+    if len(dense) < len(call.parts):
+        rows = sparse.all_reduce(parts.reducer, start, call.op, call.parts, weigh=weigh)
+        return Handle(lockstep, start, lambda: _tree(call, rows))
+    values = [part.value for part in dense]
+    moved = parts.reducer.start(what, values, call.weight, weigh, outs, alarm)
+
+    def results() -> Any:
+        totals = moved()
+        return out if outs is not None else _tree(call, totals)
+
+    return Handle(lockstep, what.text, results)
+
+
+def _tree(call: Call, totals: list[Any]) -> Any:
+    return nest.unflatten(call.structure, list(map(finish, totals, call.leaves)))
+
+
+def ended(lockstep: Lockstep, failure: BaseException | None) -> BaseException | None:
+    """End what was begun in a run that ends, and return what the run has failed with, if it has.
+
+    A handle that nobody has waited for is such a failure.
+    """
+    run = lockstep.state.run
+    left = [handle for handle in run.handles if handle.of_run(run.depth)]
+    for handle in left:
+        try:
+            handle.abandon()
+        except Exception as error:
+            failure = failure or error
+    if not left or failure is not None or run.failed is not None:
+        return failure
+    calls = "; ".join(map(repr, left))
+    return ContextError(
+        f"rank {lockstep.comm.rank}: nobody has waited for {calls}. Call wait() of what "
+        "all_reduce_start returns, before the function of run returns."
+    )
