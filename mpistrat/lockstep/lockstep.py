@@ -28,13 +28,12 @@ from contextlib import contextmanager
 from typing import NamedTuple, NoReturn, TypeAlias, final
 
 import numpy as np
-import xxhash
 
 from mpistrat.arrays import Array
 from mpistrat.comm.base import Comm
 from mpistrat.comm.ordered import Ordered
 from mpistrat.comm.session import Session, Unproved
-from mpistrat.errors import ContextError, LockstepError, NonFiniteError
+from mpistrat.errors import LockstepError, NonFiniteError
 from mpistrat.lockstep import mismatch, shutdown
 from mpistrat.lockstep.watched import Watched
 from mpistrat.options import Options
@@ -101,7 +100,11 @@ class Lockstep:
         self.frames = self.comm.size <= frame_ranks
         self._send = np.zeros(FRAME, np.uint8)
         self._frame = self._send.data
-        self._recv = np.zeros((self.comm.size, FRAME), np.uint8)
+        # Of one rank what it sends is what it gets.
+        self._several = self.comm.size > 1
+        alone = self._send.reshape(1, FRAME)
+        self._recv = np.zeros((self.comm.size, FRAME), np.uint8) if self._several else alone
+        self._got = b""
         self._starts = range(0, self._recv.nbytes, FRAME)
 
     @property
@@ -157,12 +160,9 @@ class Lockstep:
           NonFiniteError: Some rank has an alarm, and the options say that it is an error.
           ContextError: This run has failed already.
         """
-        self._check(failure)
+        shutdown.check(self.session, failure)
         self.session.calls += 1
-        digest = digest_of(call)
-        writes, self.session.unproved = self.session.unproved, []
-        if writes:
-            digest = xxhash.xxh3_128_digest(digest + shutdown.digests(writes))
+        writes, digest = shutdown.with_writes(self.session, digest_of(call))
         flags = (_FAILED if failure is not None else 0) | (_MORE if more else 0)
         flags |= _ALARM if alarm else 0
         board = self.session.board
@@ -183,7 +183,9 @@ class Lockstep:
         finally:
             board.leave()
 
-    def ride(self, call: str, digest: bytes, payload: bytes) -> None:
+    def ride(
+        self, call: str, digest: bytes, payload: bytes
+    ) -> tuple[int, list[bytes] | None] | None:
         """Prove a call that was proved before, and have every rank's payload in `received`.
 
         Collective. It is `prove` for what is called most, and does nothing twice that the first
@@ -193,29 +195,36 @@ class Lockstep:
           call: As `prove` takes it.
           digest: `digest_of` it.
           payload: As long on all ranks as `call` says; up to `ROOM` bytes.
+
+        Returns:
+          None, if all frames begin alike; else the flags of all, and the payloads as in `Proof`.
         """
         session = self.session
-        if session.unproved:
-            self.prove(call, payload)
-            return
         session.check()
         if session.gone is not None or session.run.failed is not None:
-            self._check(None)
+            shutdown.check(session, None)
         session.calls = number = session.calls + 1
+        if writes := session.unproved:
+            writes, digest = shutdown.with_writes(session, digest)
         head = _HEAD.pack(digest, number, 0, len(payload))
         board = session.board
         if session.allowed != self.seconds:
             self._allow(self.seconds)
         board.enter(number, call)
         try:
-            self._frame[: len(head) + len(payload)] = head + payload
-            self._raw.allgather(self._send, self._recv)
-            got = self._recv.tobytes()
+            self._frame[: HEAD + len(payload)] = head + payload
+            if self._several:
+                self._raw.allgather(self._send, self._recv)
+            self._got = got = self._recv.tobytes()
             for at in self._starts:
                 if got[at : at + HEAD] != head:
-                    union, same, _ = self._read(digest, payload, 0)
+                    union, same, smalls = self._read(digest, payload, 0)
                     if not same or union & (_LEAVING | _FAILED):
-                        self._explain(call, None, union, [])
+                        self._explain(call, None, union, writes)
+                    if union & _ALARM:
+                        self._sound("")
+                    return union, smalls
+            return None
         finally:
             board.leave()
 
@@ -286,7 +295,7 @@ class Lockstep:
         session = self.session
         session.check()
         if session.gone is not None or session.run.failed is not None:
-            self._check(None)
+            shutdown.check(session, None)
 
     def defer(self, write: Unproved) -> None:
         """Check at the next handshake that all ranks make this write alike; undo it if not.
@@ -295,14 +304,21 @@ class Lockstep:
         """
         session = self.session
         if session.gone is not None or session.run.failed is not None:
-            self._check(None)
+            shutdown.check(session, None)
         session.unproved.append(write)
 
     def share(
         self, call: str, small: bytes, failure: BaseException | None = None, alarm: str = ""
     ) -> list[bytes]:
         """Prove the call and return every rank's `small`, riding in the proof where it fits."""
-        smalls = self.prove(call, small, failure, alarm=alarm).smalls
+        if failure is not None or alarm or not self.fits(len(small)):
+            smalls = self.prove(call, small, failure, alarm=alarm).smalls
+        else:
+            odd = self.ride(call, digest_of(call), small)
+            if odd is None:
+                got, end = self._got, HEAD + len(small)
+                return [got[at + HEAD : at + end] for at in self._starts]
+            smalls = odd[1]
         return self.texts(small) if smalls is None else smalls
 
     @contextmanager
@@ -333,25 +349,6 @@ class Lockstep:
         whole = everything.tobytes()
         return [whole[end - count : end] for end, count in zip(ends, counts.tolist(), strict=True)]
 
-    def _check(self, failure: BaseException | None) -> None:
-        session = self.session
-        session.check()
-        if failure is None and session.gone is None and session.run.failed is None:
-            return
-        if failure is not None and failure is session.raised:
-            raise failure  # every rank has raised already
-        if session.gone is not None:
-            raise LockstepError(
-                f"rank {session.comm.rank}: ranks have left the program; nothing can be called any "
-                f"more. {session.gone}"
-            ) from failure
-        run = session.run
-        if run.failed is not None and run.depth:
-            raise ContextError(
-                f"rank {session.comm.rank}: this run has failed ({run.failed}); nothing can be "
-                "called until it has ended. Let the exception leave fn."
-            ) from (failure or run.failed)
-
     def fail(self, error: BaseException) -> NoReturn:
         """Raise `error`, which every rank raises here, and close the runs that this rank is in."""
         self.session.raised = error
@@ -366,7 +363,8 @@ class Lockstep:
             flags, small = flags | _LARGE, b""
         head = _HEAD.pack(digest, self.session.calls, flags, len(small))
         self._frame[: len(head) + len(small)] = head + small
-        self._raw.allgather(self._send, self._recv)
+        if self._several:
+            self._raw.allgather(self._send, self._recv)
         return self._read(digest, small, flags)
 
     def _read(

@@ -16,10 +16,12 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple, final
 
+import xxhash
+
 from mpistrat.comm import callsite
 from mpistrat.comm.base import Comm
-from mpistrat.comm.session import Unproved
-from mpistrat.errors import LockstepError, RemoteError, remote_error
+from mpistrat.comm.session import Session, Unproved
+from mpistrat.errors import ContextError, LockstepError, RemoteError, remote_error
 from mpistrat.lockstep import mismatch
 
 __all__ = ["LEAVE", "MISMATCH", "Farewell", "UnknownExit", "farewell", "left"]
@@ -123,6 +125,39 @@ def farewell(
 def digests(writes: Sequence[Unproved]) -> bytes:
     """Return the digests of writes, one after the other."""
     return b"".join([write.digest for write in writes])
+
+
+def check(session: Session, failure: BaseException | None) -> None:
+    """Raise what a collective call raises before it communicates.
+
+    Args:
+      session: Of the call.
+      failure: What this rank failed with before it could make the call, if it did.
+    """
+    session.check()
+    if failure is None and session.gone is None and session.run.failed is None:
+        return
+    if failure is not None and failure is session.raised:
+        raise failure  # every rank has raised already
+    if session.gone is not None:
+        raise LockstepError(
+            f"rank {session.comm.rank}: ranks have left the program; nothing can be called any "
+            f"more. {session.gone}"
+        ) from failure
+    run = session.run
+    if run.failed is not None and run.depth:
+        raise ContextError(
+            f"rank {session.comm.rank}: this run has failed ({run.failed}); nothing can be "
+            "called until it has ended. Let the exception leave fn."
+        ) from (failure or run.failed)
+
+
+def with_writes(session: Session, digest: bytes) -> tuple[list[Unproved], bytes]:
+    """Return the writes that a handshake is to show to be alike, and its digest with theirs."""
+    writes, session.unproved = session.unproved, []
+    if writes:
+        digest = xxhash.xxh3_128_digest(digest + digests(writes))
+    return writes, digest
 
 
 def keep_alike(writes: Sequence[Unproved], rows: Sequence[bytes]) -> None:

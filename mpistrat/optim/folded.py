@@ -33,6 +33,7 @@ from mpistrat.collectives.part import Part
 from mpistrat.collectives.spans import Scales, scales_of
 from mpistrat.distribute import sparse, writes
 from mpistrat.distribute.slices import IndexedSlices
+from mpistrat.kernels.blocks import fold_blocks
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.kernels.scaling import factors_of
 from mpistrat.lockstep.abort import moving
@@ -148,7 +149,27 @@ def _placed(state: State, known: Known, homes: list[ArenaAddress]) -> Places:
     first = [nodes.nodes > 1 or (much and not t.shared) for t in known.dense]
     folded = [home for home, yes in zip(homes, first, strict=True) if yes]
     rows = [(weakref.ref(h.block), h.place.matrix, h.place.start) for h in homes]
-    return Places(node.placed(homes).suffix, rows, first, node.placed(folded) if folded else None)
+    placed = node.placed(folded) if folded else None
+    runs = _runs(known, homes, first)
+    return Places(node.placed(homes).suffix, rows, first, placed, runs)
+
+
+def _runs(
+    known: Known, homes: list[ArenaAddress], first: list[bool]
+) -> list[tuple[list[int], int, int]]:
+    """Return which gradients every rank folds as one, and the columns of these."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    for i, (target, home) in enumerate(zip(known.dense, homes, strict=True)):
+        if not target.shared and not first[i]:
+            groups.setdefault((id(home.block), home.place.matrix), []).append(i)
+    runs = []
+    for members in groups.values():
+        starts = [homes[i].place.start for i in members]
+        sizes = [known.dense[i].w.size for i in members]
+        low, high = min(starts), max(map(sum, zip(starts, sizes, strict=True)))
+        if len(members) > 1 and high - low <= 2 * sum(sizes):  # else they lie far from one another
+            runs.append((members, low, high))
+    return runs
 
 
 def _in_place(
@@ -174,4 +195,10 @@ def _in_place(
             rows.append((given[:1] if first else given, start))
             factors.append(None if first or mine is None else factors_of(mine, given.dtype))
             divisors.append(1.0 if first else float(divisor))
+        for members, low, high in places.runs:
+            given = rows[members[0]][0][:, low:high]
+            total = np.empty((1, high - low), given.dtype)
+            fold_blocks(np.add, given, total, 0, high - low, mine, float(divisor))
+            for i in members:
+                rows[i], factors[i], divisors[i] = (total, rows[i][1] - low), None, 1.0
         return Folded(rows, factors, divisors, whole, True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import TYPE_CHECKING, NamedTuple, final
 
 import numpy as np
 
@@ -64,6 +64,8 @@ class Update:
     Args:
       optimizer: The optimizer.
       progress: Its counters before the call.
+      scalars: The numbers of this step, without norms, by the identity of optimizers.
+      compiled: Whether so many elements are worth a compiler.
       works: What is updated.
       rows: Variables of which some rows are.
       node: The ranks that share memory; None if nobody reads what another one writes.
@@ -74,6 +76,8 @@ class Update:
         self,
         optimizer: OptimizerSettings,
         progress: Progress,
+        scalars: dict[int, tuple[float, ...]],
+        compiled: bool,
         works: Sequence[Work],
         rows: Sequence[Rows],
         node: Comm | None,
@@ -84,14 +88,19 @@ class Update:
         self._works, self._rows = list(works), list(rows)
         self._node, self._team = node, team
         self._guard = optimizer.nonfinite == "raise"
-        self._compiled = passes.compiles(sum(w.target.variable.size for w in works))
-        # Sums of squares: shared variables first, so that what the node adds up is one run.
-        order = sorted(range(len(works)), key=lambda i: not works[i].target.shared)
+        self._scalars, self._compiled = scalars, compiled
         self._at, self._width, self._common = [0] * len(works), 0, 0
-        for i in order:
+
+    def _sums(self, rows: int) -> Array:
+        """Return room for sums of squares of each block of all works, and note where each lies."""
+        # Shared variables come first, so that what the node adds up is one run.
+        self._width = self._common = 0
+        for i in sorted(range(len(self._works)), key=lambda i: not self._works[i].target.shared):
+            target = self._works[i].target
             self._at[i] = self._width
-            self._width += blocks(works[i].target.variable.size)
-            self._common += blocks(works[i].target.variable.size) * works[i].target.shared
+            self._width += blocks(target.variable.size)
+            self._common += blocks(target.variable.size) * target.shared
+        return np.zeros((rows, self._width))
 
     def accumulate(self) -> None:
         """Add the gradients to the slots that wait for the update, and end the call."""
@@ -123,7 +132,7 @@ class Update:
 
         Collective over the node.
         """
-        sums = np.zeros((1, self._width))
+        sums = self._sums(1)
         for i in range(len(self._works)):
             self._measure_norm(i, self._place(sums, i)[0])
         found = self._exchange(sums)[0].tolist()
@@ -168,21 +177,20 @@ class Update:
           None; or which of the works has a gradient that is not finite, the first of them, alike on
           all ranks. Works come first, rows after them.
         """
-        first = self._first_bad_rows() if self._guard else _NOBODY
-        norms = self._measured()
-        if self._guard:
-            not_finite = [i for i, pair in enumerate(norms) if not math.isfinite(sum(pair))]
+        first = self._first_bad_rows() if self._guard and self._rows else _NOBODY
+        norms, scalars = self._measured(), self._scalars
+        if self._guard and norms:
+            not_finite = [i for i, pair in norms.items() if not math.isfinite(sum(pair))]
             first = min([first, *not_finite])
         if first != _NOBODY:  # known to all, before a weight has changed
             self.close()
             return first
-        for some in self._groups():
-            target, gradient = self._works[some[0]]
-            if len(some) > 1:
-                bad = self._updated_together([self._works[i] for i in some])
-            else:
-                bad = self._updated(target, gradient, norms[some[0]])
-            first = min(first, some[0]) if bad else first
+        for i, (target, gradient) in enumerate(self._works):
+            optimizer = target.optimizer
+            measures = target.rule.measure is not None
+            s = optimizer.scalars(self._step, norms[i]) if measures else scalars[id(optimizer)]
+            if self._updated(target, gradient, s):
+                first = min(first, i)
         for one in self._rows:
             _update_rows(one, self._step, self._compiled)
         if self._guard and self._node is not None:
@@ -198,13 +206,13 @@ class Update:
         found = next(bad, None)
         return _NOBODY if found is None else len(self._works) + found
 
-    def _measured(self) -> list[tuple[float, float]]:
-        """Return the norms of weights and directions, for rules that want them; else ones."""
-        norms = [(1.0, 1.0)] * len(self._works)
-        measured = [i for i, w in enumerate(self._works) if w.target.optimizer.rule.measure]
+    def _measured(self) -> dict[int, tuple[float, float]]:
+        """Return the norms of weights and directions, for rules that want them."""
+        norms: dict[int, tuple[float, float]] = {}
+        measured = [i for i, w in enumerate(self._works) if w.target.rule.measure]
         if not measured:
             return norms
-        sums = np.zeros((2, self._width))
+        sums = self._sums(2)
         for i in measured:
             self._measure(self._works[i], self._place(sums, i))
         sums = self._exchange(sums)
@@ -215,7 +223,7 @@ class Update:
 
     def _measure(self, work: Work, sums: Array) -> None:
         target, gradient = work
-        rule, s = target.optimizer.rule, target.optimizer.scalars(self._step)
+        rule, s = target.rule, target.optimizer.scalars(self._step)
 
         def measure(g: Gradient, low: int, high: int) -> None:
             found = np.zeros((2, blocks(high - low)))
@@ -226,49 +234,19 @@ class Update:
 
         self._parts(target.w, measure, gradient)
 
-    def _groups(self) -> list[list[int]]:
-        """Return which variables are updated together."""
-        groups: dict[Any, list[int]] = {}
-        for i, (target, gradient) in enumerate(self._works):
-            key: Any = i
-            if target.tiny:
-                key = (target.w.dtype.char, id(target.optimizer), len(gradient.rows))
-            groups.setdefault(key, []).append(i)
-        return list(groups.values())
-
-    def _updated_together(self, works: Sequence[Work]) -> int:
-        """Update tiny variables as one: to copy them costs less than to call for each."""
-        optimizer, gradient = works[0].target.optimizer, works[0].gradient
-        # Of the optimizer's slots those of its rule, and the average, if there is one, as the last.
-        parts = [(t.w, *t.mine, *([] if t.ema is None else [t.ema])) for t, _ in works]
-        joined = [np.concatenate(column) for column in zip(*parts, strict=True)]
-        rows = [g.rows[:, g.start : g.start + t.w.size] for t, g in works]
-        gradient = gradient._replace(rows=np.concatenate(rows, axis=1), start=0)
-        count = len(optimizer.rule.slots) + 1
-        ema = joined[count] if len(joined) > count else None
-        s, slots = optimizer.scalars(self._step), tuple(joined[1:count])
-        how = (ema, optimizer.ema or 0.0, self._guard, self._compiled)
-        bad = passes.update(optimizer.rule, gradient, joined[0], slots, s, *how)
-        at = 0
-        for part in parts:
-            size = part[0].size
-            for place, flat in zip(part, joined, strict=True):
-                place[:] = flat[at : at + size]
-            at += size
-        return bad
-
-    def _updated(self, target: Target, gradient: Gradient, norms: tuple[float, float]) -> int:
+    def _updated(self, target: Target, gradient: Gradient, s: tuple[float, ...]) -> int:
         """Update this rank's part of a variable; return how many blocks were left out."""
-        optimizer = target.optimizer
-        s, bad = optimizer.scalars(self._step, norms), []
+        _, optimizer, _, _, _, w, slots, _, ema, rule = target
+        how, bad = (optimizer.ema or 0.0, self._guard, self._compiled), []
+        if self._team is None or w.size < 2 * _PART:
+            return passes.update(rule, gradient, w, slots, s, ema, *how)
 
         def update(g: Gradient, low: int, high: int) -> None:
-            slots = tuple(slot[low:high] for slot in target.mine)
-            ema = None if target.ema is None else target.ema[low:high]
-            how = (ema, optimizer.ema or 0.0, self._guard, self._compiled)
-            bad.append(passes.update(optimizer.rule, g, target.w[low:high], slots, s, *how))
+            parts = tuple(slot[low:high] for slot in slots)
+            mean = None if ema is None else ema[low:high]
+            bad.append(passes.update(rule, g, w[low:high], parts, s, mean, *how))
 
-        self._parts(target.w, update, gradient)
+        self._parts(w, update, gradient)
         return sum(bad)
 
     def _parts(
@@ -282,7 +260,7 @@ class Update:
             work(g._replace(start=g.start + low, pending=pending), low, high)
 
         if self._team is None or size < 2 * _PART:
-            part(0, size)
+            work(g, 0, size)
         else:
             self._team.run(part, 0, size, size // _PART, BLOCK)
 
@@ -311,7 +289,7 @@ def _update_rows(one: Rows, step: int, compiled: bool) -> None:
     shape = (-1, *target.variable.shape[1:])
     width = max(1, one.values[0].size if len(one.values) else 1)
     low, w = target.variable.storage.part(width)
-    slots = [target.slots[name].storage.part(width)[1] for name in optimizer.rule.slots]
+    slots = [target.slots[name].storage.part(width)[1] for name in target.rule.slots]
     first, count = low // width, w.size // width
     mine = (one.rows >= first) & (one.rows < first + count)
     where = one.rows[mine] - first
@@ -322,7 +300,7 @@ def _update_rows(one: Rows, step: int, compiled: bool) -> None:
     gradient = Gradient(np.ascontiguousarray(one.values[mine]).reshape(1, -1))
     s = optimizer.scalars(step)
     passes.update(
-        optimizer.rule, gradient, copies[0], tuple(copies[1:]), s, guard=False, compiled=compiled
+        target.rule, gradient, copies[0], tuple(copies[1:]), s, guard=False, compiled=compiled
     )
     for place, copy in zip(places, copies, strict=True):
         place[where] = copy.reshape(len(where), *shape[1:])
@@ -331,7 +309,7 @@ def _update_rows(one: Rows, step: int, compiled: bool) -> None:
 def compile_for(optimizer: OptimizerSettings, target: Target) -> None:
     """Have the loops compiled that a variable of this dtype needs; before a proof."""
     one = np.zeros(1, target.variable.dtype)
-    rule = target.optimizer.rule
+    rule = target.rule
     slots = tuple(one.copy() for _ in rule.slots)
     pending = None if target.pending is None else one.copy()
     ema = None if target.ema is None else one.copy()
