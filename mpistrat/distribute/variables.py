@@ -374,7 +374,7 @@ class _Quiet(threading.local):
     """
 
     def __init__(self) -> None:
-        context = contextvars.copy_context()
+        context = contextvars.Context()
         context.run(np.seterr, all="ignore")
         self.run = context.run
 

@@ -88,7 +88,7 @@ def test_a_step_makes_three_handshakes_and_one_barrier_of_the_node(size, buffers
 
 @pytest.mark.parametrize(("size", "most"), ((1, 250), (2, 400)))
 def test_python_calls_of_a_warm_step(size, most):
-    """A step on one rank was 513 calls once, and one on two ranks 580; loops of its own are 11."""
+    """A step of one rank was 513 calls once; the gradients alone are 10, `LoopbackComm` some 60."""
 
     def rank(comm):
         job = Training(ms.MirroredStrategy(comm=comm), buffers=True)
@@ -102,7 +102,7 @@ def test_python_calls_of_a_warm_step(size, most):
         assert calls < most
 
 
-@pytest.mark.parametrize(("size", "most"), ((1, 10), (2, 14)))
+@pytest.mark.parametrize(("size", "most"), ((1, 8), (2, 11)))
 def test_python_calls_of_a_small_write(size, most):
     """It was 13 calls on one rank once, and 17 on two."""
     count = 12
