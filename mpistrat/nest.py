@@ -12,6 +12,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import optree
 
 from mpistrat.errors import StructureError
@@ -33,6 +34,10 @@ __all__ = [
 
 Structure = optree.PyTreeSpec
 _NODES = (dict, list, tuple)
+# What is most often a tree of its own; of these optree need not be asked.
+_LEAVES = frozenset({type(None), bool, int, float, str, np.ndarray, np.float32, np.float64})
+_LEAF: Any = 0
+_LONE: Structure = optree.tree_structure(_LEAF, none_is_leaf=True)
 
 
 def flatten(tree: Any, none_is_leaf: bool = True) -> tuple[list[Any], Structure]:
@@ -46,6 +51,8 @@ def flatten(tree: Any, none_is_leaf: bool = True) -> tuple[list[Any], Structure]
       >>> flatten({"b": 2, "a": [1]})[0]
       [1, 2]
     """
+    if none_is_leaf and type(tree) in _LEAVES:
+        return [tree], _LONE
     return optree.tree_flatten(tree, none_is_leaf=none_is_leaf)
 
 
@@ -62,7 +69,10 @@ def flat(is_list: bool, count: int) -> Structure:
 
 def unflatten(structure: Structure, leaves: list[Any]) -> Any:
     """Return the tree of that structure with these leaves."""
-    return optree.tree_unflatten(structure, leaves)
+    if structure is _LONE:
+        (leaf,) = leaves
+        return leaf
+    return structure.unflatten(leaves)
 
 
 def alike(structure: Structure) -> Structure:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 from typing import final
@@ -74,8 +73,8 @@ class Folding:
 
     def but(self, more: str) -> Folding:
         """Return the same call, whose text says more."""
-        made = copy.copy(self)
-        made.text, made._said = self.text + more, {}
+        made = object.__new__(Folding)
+        made.__dict__.update(self.__dict__, text=self.text + more, _said={})
         return made
 
     def said(self, suffix: str) -> tuple[str, bytes]:

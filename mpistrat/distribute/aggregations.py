@@ -66,7 +66,7 @@ class SmallWrite:
         self._before = array.copy() if rows is None else array[rows]
         self._first = values.item(0) if values.size else "nothing"
         if rows is None and variable.simple and values.flags.c_contiguous:
-            found = xxhash.xxh3_128_digest(values.data)
+            found = xxhash.xxh3_128_digest(values)  # type: ignore[arg-type]  # a buffer
         else:
             found = digest([values] if rows is None else [values, rows])
         self.digest = _key(kind, variable.number) + found
@@ -96,13 +96,15 @@ def write(variable: DistributedVariable, kind: str, value: Any, take: Take) -> N
     if mode is not None and mode.strategy is not strategy:
         same_strategy(strategy, variable.label)
     lockstep = strategy.parts.lockstep
-    replica = mode is not None and mode.replica is not None
-    updating = mode is not None and mode.updating is variable
+    replica = updating = False
+    if mode is None:
+        lockstep.check()
+    else:
+        replica, updating = mode.replica is not None, mode.updating is variable
     own = variable.on_read and (replica or updating)
     if own or lockstep.comm.size == 1 or (updating and not variable.large):
-        if mode is None:
-            lockstep.check()
-        variable.store(kind, *take(variable, mode, kind, value))
+        values, rows = take(variable, mode, kind, value)
+        variable.store(kind, values, rows)
         return
     try:
         values, rows = take(variable, mode, kind, value)
@@ -111,7 +113,14 @@ def write(variable: DistributedVariable, kind: str, value: Any, take: Take) -> N
     except Exception as error:
         lockstep.refuse(f"{kind}({variable.spec()})", error)
     if replica:
-        values, rows = REPLICA[variable.aggregation](variable, kind, values, rows)
+        if variable.aggregation is not VariableAggregation.NONE:
+            values, rows = REPLICA[variable.aggregation](variable, kind, values, rows)
+        elif variable.large:
+            call = f"{kind}({variable.spec()})"
+            _agree(variable, call, None, values, rows, _IN_REPLICA_CODE)
+        else:
+            # A step writes many small variables, and makes a handshake soon anyway.
+            lockstep.defer(SmallWrite(variable, kind, values, rows))
     else:
         # Who has made this write is in the same function of update, and leaves it by its end.
         where = " in update" if updating else ""
@@ -138,16 +147,6 @@ def _agree(
         prove_same(lockstep, call, values, advice)
     else:
         prove_same(lockstep, f"{call} of rows", {"the values": values, "the indices": rows}, advice)
-
-
-def _same(variable: DistributedVariable, kind: str, values: Array, rows: Array | None) -> Pair:
-    if variable.large:
-        call = f"{kind}({variable.spec()})"
-        _agree(variable, call, None, values, rows, _IN_REPLICA_CODE)
-    else:
-        # A step writes many small variables, and makes a handshake soon anyway.
-        variable.strategy.parts.lockstep.defer(SmallWrite(variable, kind, values, rows))
-    return values, rows
 
 
 def _reduced(variable: DistributedVariable, kind: str, values: Array, rows: Array | None) -> Pair:
@@ -180,9 +179,9 @@ def first_of(lockstep: Lockstep, call: str, values: Array) -> Array:
     return buffer
 
 
-# How what replicas write to an ON_WRITE variable becomes the one thing that is written.
+# How what replicas write to an ON_WRITE variable becomes the one thing that is written, if they may
+# write different things.
 REPLICA: dict[VariableAggregation, Callable[[Any, str, Array, Array | None], Pair]] = {
-    VariableAggregation.NONE: _same,
     VariableAggregation.SUM: _reduced,
     VariableAggregation.MEAN: _reduced,
     VariableAggregation.ONLY_FIRST_REPLICA: _first,

@@ -129,7 +129,6 @@ def _door(strategy: StrategyBase) -> Door:
                 "next(iterator) was called in replica code. Call it outside, and pass the element: "
                 "strategy.run(fn, args=(next(iterator),))."
             )
-        with cross_replica(strategy, "next(iterator)", ""):
-            return
+        cross_replica(strategy, "next(iterator)", "")
 
     return Door(parts.lockstep, parts.regroup.wrap_input, check, parts.view is not GLOBAL)

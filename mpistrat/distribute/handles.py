@@ -62,7 +62,7 @@ class Handle:
         """
         session = self._lockstep.session
         self._lockstep.check()
-        state.interrupted.check()
+        self._lockstep.state.interrupted.check()
         if self._lost:
             raise ContextError(f"{self!r}: the run has ended in which it was made.")
         if not self._done:

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, final
+from typing import Any, NamedTuple, Protocol, final
 
 from mpistrat.comm.world import size_of_job
 from mpistrat.distribute.kinds import DistributedVariable
@@ -21,6 +20,7 @@ __all__ = [
     "Mode",
     "Replica",
     "Scope",
+    "again",
     "chosen",
     "cross_replica",
     "current",
@@ -55,8 +55,7 @@ class Replica:
     context: Any = None
 
 
-@dataclass(frozen=True)
-class Mode:
+class Mode(NamedTuple):
     """What the running code may do.
 
     Attributes:
@@ -91,32 +90,48 @@ def current() -> Mode | None:
     return _mode.get()
 
 
-@contextlib.contextmanager
-def entered(mode: Mode) -> Iterator[None]:
-    """Run the body in `mode`.
+@final
+class Entered:
+    """Runs the body of a ``with`` in a mode; see `entered`."""
+
+    __slots__ = ("_mode", "_token")
+
+    def __init__(self, mode: Mode):
+        """Enter nothing yet."""
+        self._mode = mode
+
+    def __enter__(self) -> None:
+        """Enter the mode."""
+        self._token = _mode.set(self._mode)
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: object) -> None:
+        """Leave the mode."""
+        mode = self._mode
+        if isinstance(error, AttributeError) and mode.replica is None:
+            _explain(error)
+        if _mode.get() is mode:
+            _mode.reset(self._token)
+            return
+        _mode.set(None)
+        if error is None:
+            raise ContextError(
+                f"scopes were left out of order: that of {mode.strategy!r} before one that was "
+                "entered in it. All are left now; use `with strategy.scope():`."
+            )
+
+
+def entered(mode: Mode) -> Entered:
+    """Return a context manager that runs its body in `mode`, an object of its own to be known by.
 
     Raises:
-      ContextError: A scope that was entered later has not been left yet.
+      ContextError: On leaving, a scope that was entered later has not been left yet.
     """
-    mode = dataclasses.replace(mode, lasting=False)  # an object of its own, to be known by
-    token = _mode.set(mode)
-    try:
-        yield
-    except AttributeError as error:
-        if mode.replica is None:
-            _explain(error)
-        raise
-    finally:
-        in_order = _mode.get() is mode
-        if in_order:
-            _mode.reset(token)
-        else:
-            _mode.set(None)
-    if not in_order:
-        raise ContextError(
-            f"scopes were left out of order: that of {mode.strategy!r} before one that was "
-            "entered in it. All are left now; use `with strategy.scope():`."
-        )
+    return Entered(mode)
+
+
+def again(mode: Mode | None, strategy: Ruling) -> Mode:
+    """Return a mode, or cross-replica code of `strategy`, as an object to be entered."""
+    return Mode(strategy) if mode is None else Mode(mode.strategy, mode.replica, mode.updating)
 
 
 def _explain(error: AttributeError) -> None:
@@ -179,8 +194,9 @@ def cross_replica(strategy: Ruling, what: str, instead: str) -> Any:
       ContextError: This is replica code.
       StrategyError: This is code of another strategy, or another thread than the strategy's.
     """
-    strategy.parts.lockstep.session.check()
-    strategy.parts.lockstep.state.interrupted.check()
+    lockstep = strategy.parts.lockstep
+    lockstep.session.check()
+    lockstep.state.interrupted.check()
     mode = same_strategy(strategy, what)
     if mode is not None and mode.replica is not None:
         replica = mode.replica
@@ -190,7 +206,7 @@ def cross_replica(strategy: Ruling, what: str, instead: str) -> Any:
             f"  Here, call {instead}, or pass a function to "
             "get_replica_context().merge_call()."
         )
-    return entered(mode or Mode(strategy))
+    return entered(again(mode, strategy))
 
 
 @contextlib.contextmanager

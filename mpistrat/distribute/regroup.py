@@ -30,7 +30,14 @@ _NAME = 8  # bytes that say which variable, or which mirrored value
 
 def select(tree: Any) -> Any:
     """Return `tree` with this replica's component in the place of every distributed value."""
-    return nest.map(lambda leaf: leaf.local if isinstance(leaf, DistributedValues) else leaf, tree)
+    kind = type(tree)
+    if kind is np.ndarray or tree is None:
+        return tree
+    return tree.local if kind is PerReplica else nest.map(_local, tree)
+
+
+def _local(leaf: Any) -> Any:
+    return leaf.local if isinstance(leaf, DistributedValues) else leaf
 
 
 def _mirrored_name(leaf: Mirrored, home: Home) -> bytes:
@@ -107,10 +114,11 @@ class Regroup:
         """
         if failure is not None or not self.view.wraps:
             order = _order(tree)
-            smalls = self.lockstep.prove(call, order, failure).smalls
-            alike = smalls is not None and smalls.count(order) == len(smalls)
-            return select(tree) if alike else self.selected(tree)
+            smalls = self.lockstep.share(call, order, failure)
+            return select(tree) if smalls.count(order) == len(smalls) else self.selected(tree)
         structure, leaves, rows = self._shared(call, tree)
+        if rows is None:
+            return nest.unflatten(structure, leaves)
         wrapped = []
         for i, leaf in enumerate(leaves):
             entries = [row[i] for row in rows]
@@ -142,7 +150,8 @@ class Regroup:
         if failure is not None or not self.view.wraps:
             self.lockstep.prove(call, failure=failure)
             return self.wrap_input(tree)
-        structure, leaves, rows = self._shared(call, tree)
+        structure, leaves, rows = self._shared(call, tree, wraps=True)
+        assert rows is not None
         wrapped = [
             self._wrap(leaf, [row[i] for row in rows], i, structure)
             for i, leaf in enumerate(leaves)
@@ -150,12 +159,15 @@ class Regroup:
         return nest.unflatten(structure, wrapped)
 
     def _shared(
-        self, call: str, tree: Any
-    ) -> tuple[nest.Structure, list[Any], list[list[tuple[bytes, bytes]]]]:
-        """Return structure and leaves of this tree, and what every rank says of its own."""
-        with self.lockstep.preparing(call):
+        self, call: str, tree: Any, wraps: bool = False
+    ) -> tuple[nest.Structure, list[Any], list[list[tuple[bytes, bytes]]] | None]:
+        """Return structure and leaves of this tree, and what every rank says of its own.
+
+        That is None if all say the same, and no leaf has to be wrapped, unless it `wraps` all.
+        """
+        try:
             leaves, structure = nest.flatten(tree)
-            leaves = [leaf.local if isinstance(leaf, PerReplica) else leaf for leaf in leaves]
+            leaves = [leaf.local if type(leaf) is PerReplica else leaf for leaf in leaves]
             entries = [self._entry(leaf) for leaf in leaves]
             order = _order(tree)
             small = b"d" + order + pack(entries)
@@ -163,7 +175,12 @@ class Regroup:
                 noted = [kind if kind in _UNWRAPPED else _ELSEWHERE for kind, _ in entries]
                 names = [data for kind, data in entries if kind[0] in _NAMED]
                 small = b"k" + order + b"".join(noted + names)
+        except Exception as error:
+            self.lockstep.refuse(call, error)
         messages = self.lockstep.share(f"{call} {nest.describe(structure)}", small)
+        bare = not wraps and all(kind in _UNWRAPPED for kind, _ in entries)
+        if bare and messages.count(small) == len(messages):
+            return structure, leaves, None
         at = 1 + len(order)
         if any(message[1:at] != order for message in messages):
             structure = nest.alike(structure)
@@ -172,7 +189,7 @@ class Regroup:
     def _entry(self, leaf: Any) -> tuple[bytes, bytes]:
         if isinstance(leaf, DistributedVariable):
             return _VARIABLE, leaf.number.to_bytes(_NAME, "little")
-        if isinstance(leaf, Mirrored):
+        if type(leaf) is Mirrored:
             return _MIRRORED, _mirrored_name(leaf, self.home)
         return encode(leaf, whole=False)
 

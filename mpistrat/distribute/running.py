@@ -44,7 +44,8 @@ def _call(strategy: StrategyBase, fn: Callable[..., Any], args: Any, kwargs: Any
     check_function("run", "fn", fn)
     positional, by_name = given("run", args, kwargs)
     comm = strategy.parts.lockstep.comm
-    mine, named = select((positional, by_name))
+    mine = [select(value) for value in positional]
+    named = {name: select(value) for name, value in by_name.items()} if by_name else by_name
     with entered(Mode(strategy, Replica(comm.rank, comm.size))):
         on_fn = strategy.parts.lockstep.hooks.on_fn
         if on_fn is not None:

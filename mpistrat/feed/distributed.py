@@ -260,7 +260,6 @@ class DistributedIterator(ElementIterator):
         self._together = together
         self._ended = False
         self._failed = ""
-        self._empty: Any = None
         self._looks = Looks()
         self._steps = 0
         self.spec: Any = None
@@ -306,11 +305,10 @@ class DistributedIterator(ElementIterator):
         try:
             item = next(self._elements, None)
             if item is not None:
-                self._empty = nest.map(self._none_of, item.element)
-                self._looks.see(self._empty)
+                self._looks.see(item.element)
         except Exception as error:
             failure = error
-        lost = item is None and self._empty is None
+        lost = item is None and not self._looks.seen
         rows, contents = (_ENDED, UNSEEN) if item is None else (item.rows, self._contents(item))
         small = _STEP.pack(item is not None, lost, rows, self._looks.digest, contents)
         call = f"next of {self._name}, step {self._steps}"
@@ -329,7 +327,7 @@ class DistributedIterator(ElementIterator):
         self._check_contents(call, [seen for *_, seen in told])
         if any(lost for _, lost, *_ in told):
             self._learn(item is not None)
-        return True, self._empty if item is None else item.element
+        return True, self._looks.empty() if item is None else item.element
 
     def _contents(self, item: StepPart) -> bytes:
         if not self.watched or self._steps:
@@ -337,11 +335,6 @@ class DistributedIterator(ElementIterator):
         leaves = nest.flatten(item.element)[0]
         arrays = [array for array in map(np.asarray, leaves) if array.size]
         return digest(arrays) if arrays else UNSEEN
-
-    def _none_of(self, leaf: Any) -> Any:
-        array = np.asarray(leaf)
-        shape = array.shape[1:] if array.ndim else array.shape
-        return np.empty((0, *shape), array.dtype)
 
     def _check_rows(self, call: str, rows: list[int]) -> None:
         if len(set(rows)) > 1:
@@ -369,11 +362,10 @@ class DistributedIterator(ElementIterator):
         lockstep = self._door.lockstep
         call = f"an element of {self._name}"
         with lockstep.preparing(call):
-            kind, data = encode(self._empty if known else None, whole=True)
+            kind, data = encode(self._looks.empty() if known else None, whole=True)
         texts = lockstep.share(call, kind + data)
         with lockstep.preparing(call):
-            if self._empty is None:
+            if not self._looks.seen:
                 text = next(text for text in texts if text[:1] != b"n")
-                self._empty = decode(text[:1], text[1:])
-                self._looks.see(self._empty)
+                self._looks.see(decode(text[:1], text[1:]))
         lockstep.prove(f"{call}, understood")

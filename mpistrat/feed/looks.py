@@ -6,6 +6,8 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any, NoReturn, final
 
+import numpy as np
+
 from mpistrat import nest
 from mpistrat.comm.callsite import ranks_text
 from mpistrat.errors import LockstepError
@@ -33,16 +35,28 @@ class Looks:
         """Have seen nothing."""
         self.digest = bytes(LOOK)
         self.text = ""
-        self._seen: Any = None
+        self._seen: tuple[nest.Structure, list[Any]] | None = None
+
+    @property
+    def seen(self) -> bool:
+        """Whether there was an element."""
+        return self._seen is not None
+
+    def empty(self) -> Any:
+        """Return an element that looks like the last one, and has no rows; None if none was."""
+        if self._seen is None:
+            return None
+        structure, seen = self._seen
+        return nest.unflatten(structure, [np.empty((0, *shape), dtype) for dtype, shape in seen])
 
     def see(self, element: Any) -> None:
         """Look at a tree of arrays. Cost: a microsecond if it looks like the one before."""
         leaves, structure = nest.flatten(element)
-        seen = (structure, [leaf.dtype for leaf in leaves])
-        if seen == self._seen:
+        seen = [((array := np.asarray(leaf)).dtype, array.shape[1:]) for leaf in leaves]
+        if self._seen is not None and seen == self._seen[1] and structure == self._seen[0]:
             return
-        self._seen = seen
-        names = [t.kind if t.kind in _TEXTS else t.name for t in seen[1]]
+        self._seen = structure, seen
+        names = [dtype.kind if dtype.kind in _TEXTS else dtype.name for dtype, _ in seen]
         paths = nest.path_names(structure)
         told = ", ".join(f"{p} {name}".strip() for p, name in zip(paths, names, strict=True))
         self.text = told if nest.is_lone(structure) else f"{nest.describe(structure)} of {told}"

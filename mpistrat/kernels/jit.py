@@ -55,17 +55,27 @@ class Kernel(Generic[P, R]):
     def __init__(
         self,
         function: Callable[P, R],
-        twin: Callable[P, R],
+        twin: Callable[P, R] | None = None,
         compiler: Callable[[Callable[P, R]], Callable[P, R]] | None = None,
     ):
         """Keep both forms; nothing is compiled, and Numba is not imported."""
         self._compiler = compiler or _compile
         functools.update_wrapper(self, function)
-        self.twin = twin
+        self._driver = twin is None
+        self.twin: Callable[P, R] = twin or (lambda *args, **kwargs: self.plain()(*args, **kwargs))
         self._function = function
         self._run: Callable[P, R] = self._first_run
         self._compiled: Callable[P, R] | None = None
         self._lock = threading.Lock()
+
+    def plain(self) -> Callable[P, R]:
+        """Return the twin; that of a driver is its body with the twins of what this names."""
+        if self._driver:
+            form, self._driver = self._function, False
+            named = {name: form.__globals__.get(name) for name in form.__code__.co_names}
+            kernels = {name: v.plain() for name, v in named.items() if isinstance(v, Kernel)}
+            self.twin = _renamed(form, kernels)
+        return self.twin
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the form that this process uses."""
@@ -73,7 +83,7 @@ class Kernel(Generic[P, R]):
 
     def _first_run(self, *args: P.args, **kwargs: P.kwargs) -> R:
         # From here on a call costs no decision any more.
-        self._run = self.compiled() if compiling() else self.twin
+        self._run = self.compiled() if compiling() else self.plain()
         return self._run(*args, **kwargs)
 
     def compiled(self) -> Callable[P, R]:
@@ -158,16 +168,7 @@ def driver(function: Callable[P, R], **kernels: Kernel[..., Any]) -> Kernel[P, R
       41
     """
     form = _renamed(function, kernels)
-
-    @functools.cache
-    def plain() -> Any:
-        named = {name: form.__globals__.get(name) for name in form.__code__.co_names}
-        return _renamed(form, {k: v.twin for k, v in named.items() if isinstance(v, Kernel)})
-
-    def twin(*args: P.args, **kwargs: P.kwargs) -> R:
-        return plain()(*args, **kwargs)  # type: ignore[no-any-return]  # the same function
-
-    return Kernel(form, twin)
+    return Kernel(form)
 
 
 # What LLVM calls a conversion, of an argument of the one type to the other, as Numba names types.

@@ -12,7 +12,7 @@ from mpistrat.collectives.folding import Folding
 from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.distribute.variables import Variable
 from mpistrat.errors import NonFiniteError
-from mpistrat.lockstep.abort import moving
+from mpistrat.lockstep.abort import lost
 from mpistrat.lockstep.guards import warn
 from mpistrat.optim.clipping import ClipByValue
 from mpistrat.optim.folded import Folded, fold
@@ -24,6 +24,7 @@ from mpistrat.optim.given import (
     refuse_unknown,
 )
 from mpistrat.optim.passes import Gradient
+from mpistrat.optim.progress import Progress
 from mpistrat.optim.state import State, check_variable
 from mpistrat.optim.updating import Rows, Update, Work
 
@@ -65,53 +66,72 @@ def apply(
         pairs = [(gradient, variable) for gradient, variable in grads_and_vars]
     except Exception as error:
         failure = error
-    strategy = owner(name, [variable for _, variable in pairs])
+    variables = [variable for _, variable in pairs]
+    strategy = owner(name, variables)
     lockstep = strategy.parts.lockstep
     lockstep.check()
-    with lockstep.preparing(name):
-        if failure is not None:
-            raise failure
-        for _, variable in pairs:
-            check_variable(strategy, variable, name)
-        refuse_twice(name, [variable for _, variable in pairs])
-        given = [(g, v) for g, v in pairs if g is not None]
-        if not given:
-            raise ValueError(f"{name}: there is no gradient for any variable.")
-    state = states.get(strategy) or build(optimizer, states, [v for _, v in pairs])
-    with lockstep.preparing(name):
-        call = checked(optimizer, state, name, given, weight)
-        progress = state.progress
-        what = call.known.what(progress.step)
+    state = states.get(strategy)
+    targets = None if failure or state is None else state.found(variables)
+    if state is None or targets is None:
+        with lockstep.preparing(name):
+            if failure is not None:
+                raise failure
+            for variable in variables:
+                check_variable(strategy, variable, name)
+            refuse_twice(name, variables)
+            if all(gradient is None for gradient, _ in pairs):
+                raise ValueError(f"{name}: there is no gradient for any variable.")
+        state = state or build(optimizer, states, variables)
+        targets = state.find(variables)
+    progress = state.progress
+    try:
+        call = checked(optimizer, state, name, pairs, targets, weight, progress.step)
+        what = call.known.what(progress.step, lockstep.comm.size > 1)
         call.known.compile(optimizer)
-    _step(optimizer, state, call, what)
+    except Exception as error:
+        lockstep.refuse(name, error)
+    _step(optimizer, state, progress, call, what)
     return state.counters["iterations"]
 
 
-def _step(optimizer: OptimizerSettings, state: State, call: GradientCall, what: Folding) -> None:
+def _step(
+    optimizer: OptimizerSettings,
+    state: State,
+    progress: Progress,
+    call: GradientCall,
+    what: Folding,
+) -> None:
     """Fold the gradients, and update or accumulate. Collective."""
-    parts, progress = state.strategy.parts, state.progress
+    parts, known = state.strategy.parts, call.known
     lockstep, node = parts.lockstep, parts.reducer.node
     with np.errstate(all="ignore"):
         folded, rows = fold(state, call, what)
         if call.values and not folded.weight:
             lockstep.fail(ValueError(f"{call.name}: the weights of all replicas are 0."))
-        with moving(lockstep, what.text):
+        try:
             works = _works(optimizer, progress.scale, progress.weight, call, folded)
-            shared = folded.reads or any(t.shared for t in (*call.known.dense, *call.known.sparse))
+            shared = folded.reads or known.shared
             meets = node.arena.nodes().node if shared and lockstep.comm.size > 1 else None
-            sparse_ones = _unique(optimizer, progress.scale, call, rows)
-            team, far = lockstep.session.team, (folded.far, folded.fetch)
-            update = Update(optimizer, progress, works, sparse_ones, meets, team, *far)
-            outcome = _outcome(optimizer, state, call, update, folded.weight)
+            sparse_ones = _unique(optimizer, progress.scale, call, rows) if rows else []
+            how = (optimizer, progress, call.scalars, known.worth_compiling)
+            far = (folded.far, folded.fetch)
+            update = Update(*how, works, sparse_ones, meets, lockstep.session.team, *far)
+            outcome = _outcome(optimizer, state, progress, call, update, folded.weight)
+        except Exception as error:
+            lost(lockstep, what.text, error)
     if outcome is not None:
         outcome()
 
 
 def _outcome(
-    optimizer: OptimizerSettings, state: State, call: GradientCall, update: Update, weight: float
+    optimizer: OptimizerSettings,
+    state: State,
+    progress: Progress,
+    call: GradientCall,
+    update: Update,
+    weight: float,
 ) -> Callable[[], None] | None:
     """Do what the call does; return what is to be said of it, on all ranks, if anything is."""
-    progress = state.progress
     if not progress.due(optimizer):
         update.accumulate()
         state.keep(progress.added(weight))
@@ -139,28 +159,30 @@ def _works(
     optimizer: OptimizerSettings, scale: float, before: float, call: GradientCall, folded: Folded
 ) -> list[Work]:
     """Return what is updated; of gradients that are added up, the mean is over all calls."""
-    limit = optimizer.clip.limit if isinstance(optimizer.clip, ClipByValue) else math.inf
+    limit, factor = _limit(optimizer), 1.0 / scale
     works = []
     for target, (rows, start), factors, divisor in zip(
         call.known.dense, folded.rows, folded.factors, folded.divisor, strict=True
     ):
-        if optimizer.accumulate > 1:
+        if target.pending is not None:
             divisor = before + folded.weight
             if not folded.reads:  # a mean of this call, which is to count by its weight
                 factors = np.array([folded.weight], rows.dtype)
-        gradient = Gradient(
-            *(rows, start + target.low, factors, divisor, 1.0 / scale, limit, target.pending)
-        )
+        first = start + target.low
+        gradient = Gradient(rows, first, factors, divisor, factor, limit, target.pending)
         works.append(Work(target, gradient))
     return works
+
+
+def _limit(optimizer: OptimizerSettings) -> float:
+    return optimizer.clip.limit if isinstance(optimizer.clip, ClipByValue) else math.inf
 
 
 def _unique(
     optimizer: OptimizerSettings, scale: float, call: GradientCall, rows: list[IndexedSlices]
 ) -> list[Rows]:
     """Return rows once each, with the sum of their gradients."""
-    limit = optimizer.clip.limit if isinstance(optimizer.clip, ClipByValue) else math.inf
-    found = []
+    limit, found = _limit(optimizer), []
     for target, one in zip(call.known.sparse, rows, strict=True):
         which, place = np.unique(one.indices, return_inverse=True)
         values = np.zeros((len(which), *one.values.shape[1:]), target.variable.dtype)

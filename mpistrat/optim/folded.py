@@ -35,6 +35,7 @@ from mpistrat.collectives.part import Part
 from mpistrat.collectives.spans import Range, Scales, placed, scales_of
 from mpistrat.distribute import sparse, writes
 from mpistrat.distribute.slices import IndexedSlices
+from mpistrat.kernels.blocks import fold_blocks
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.kernels.scaling import factors_of
 from mpistrat.lockstep.abort import moving
@@ -153,12 +154,31 @@ def _placed(state: State, known: Known, homes: list[ArenaAddress]) -> Places:
     # Every rank of the node would read the rows of all.
     much = sum(t.w.nbytes for t in small) * nodes.node.size > _EACH
     # Parts that no other rank of the node reads.
-    own = [t.shared or (nodes.node.size == 1 and not t.tiny) for t in known.dense]
+    own = [t.shared or nodes.node.size == 1 for t in known.dense]
     far = [node.twins and is_own for is_own in own]
     first = [nodes.nodes > 1 or (much and not t.shared) for t in known.dense]
     folded = [h for h, yes, is_far in zip(homes, first, far, strict=True) if yes and not is_far]
     rows = [(weakref.ref(h.block), h.place.matrix, h.place.start) for h in homes]
-    return Places(placed(homes).suffix, rows, first, far, placed(folded) if folded else None)
+    where = placed(folded) if folded else None
+    return Places(placed(homes).suffix, rows, first, far, where, _runs(known, homes, first))
+
+
+def _runs(
+    known: Known, homes: list[ArenaAddress], first: list[bool]
+) -> list[tuple[list[int], int, int]]:
+    """Return which gradients every rank folds as one, and the columns of these."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    for i, (target, home) in enumerate(zip(known.dense, homes, strict=True)):
+        if not target.shared and not first[i]:
+            groups.setdefault((id(home.block), home.place.matrix), []).append(i)
+    runs = []
+    for members in groups.values():
+        starts = [homes[i].place.start for i in members]
+        sizes = [known.dense[i].w.size for i in members]
+        low, high = min(starts), max(map(sum, zip(starts, sizes, strict=True)))
+        if len(members) > 1 and high - low <= 2 * sum(sizes):  # else they lie far from one another
+            runs.append((members, low, high))
+    return runs
 
 
 def _in_place(
@@ -185,6 +205,12 @@ def _in_place(
             rows.append((all_rows[:1] if first else all_rows, start))
             factors.append(None if first or mine is None else factors_of(mine, all_rows.dtype))
             divisors.append(1.0 if first else float(divisor))
+        for members, low, high in places.runs:
+            some = rows[members[0]][0][:, low:high]
+            total = np.empty((1, high - low), some.dtype)
+            fold_blocks(np.add, some, total, 0, high - low, mine, float(divisor))
+            for i in members:
+                rows[i], factors[i], divisors[i] = (total, rows[i][1] - low), None, 1.0
 
         def fetch(parts: Sequence[tuple[int, int, int]]) -> None:
             each = [(*given[i], low, high) for i, low, high in parts]

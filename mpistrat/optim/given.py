@@ -15,7 +15,7 @@ from mpistrat.collectives.folding import Folding
 from mpistrat.collectives.forms import form
 from mpistrat.collectives.spans import Placed
 from mpistrat.distribute.default import current_strategy, default_strategy
-from mpistrat.distribute.mode import refuse_unchosen, same_strategy
+from mpistrat.distribute.mode import current, refuse_unchosen, same_strategy
 from mpistrat.distribute.slices import IndexedSlices, arrays_of
 from mpistrat.distribute.values import DistributedValues, Mirrored
 from mpistrat.distribute.variables import Variable
@@ -32,6 +32,7 @@ __all__ = ["GradientCall", "Known", "Places", "checked", "owner", "refuse_twice"
 
 # Ways in which calls of one optimizer differ that are remembered.
 _CALLS = 64
+_MANY = 1 << 62
 
 
 class GradientCall(NamedTuple):
@@ -45,6 +46,7 @@ class GradientCall(NamedTuple):
       values: The gradients that are dense; of shape and dtype of their variables.
       rows: The others, in the dtype of theirs.
       alike: What shows in cross-replica code that gradients are the same, by leaf.
+      scalars: The numbers of this step, without norms, by the identity of optimizers.
     """
 
     name: str
@@ -54,6 +56,7 @@ class GradientCall(NamedTuple):
     values: list[Array]
     rows: list[IndexedSlices]
     alike: dict[str, Array | bytes]
+    scalars: dict[int, tuple[float, ...]]
 
 
 @final
@@ -77,21 +80,25 @@ class Known:
             f"{text} {', '.join([*names, *[f'rows of {t.variable.spec()}' for t in sparse]])}"
         )
         self._what = Folding(self.start, ReduceOp.MEAN, forms, shapes)
+        self.optimizers = list({id(t.optimizer): t.optimizer for t in (*dense, *sparse)}.values())
+        # Some memory that is updated here belongs to other ranks too.
+        self.shared = any(t.shared for t in (*dense, *sparse))
+        self.worth_compiling = passes.compiles(sum(t.variable.size for t in dense))
         # From one large variable on it pays to have all gradients where every rank can read them.
         self.large = any(target.shared for target in dense)
         self.compiled = False
         self.places: dict[tuple[int, ...], tuple[int, Places]] = {}
 
-    def what(self, step: int) -> Folding:
-        """Return the call as it is at a step."""
-        if not self._tells:
+    def what(self, step: int, several: bool) -> Folding:
+        """Return the call as it is at a step, with `several` ranks."""
+        if not (several and self._tells):
             return self._what
-        rates = sorted({t.optimizer.rate(step) for t in (*self.dense, *self.sparse)})
+        rates = sorted({one.rate(step) for one in self.optimizers})
         return self._what.but(f", at step {step} by {', '.join(map(repr, rates))}")
 
     def compile(self, optimizer: OptimizerSettings) -> None:
         """Have the loops compiled that this call needs, before its proof."""
-        if not self.compiled and passes.compiles(sum(t.variable.size for t in self.dense)):
+        if not self.compiled and self.worth_compiling:
             kinds = {(t.variable.dtype, t.optimizer.rule.update): t for t in self.dense}
             for target in kinds.values():
                 _compile_for(optimizer, target)
@@ -107,6 +114,8 @@ class Places(NamedTuple):
       first: Which of them are folded into the first row, before they are read from there.
       far: Which of these are so when they are fetched, part by part.
       placed: All others of these; None if there are none.
+      runs: Which others every rank folds as one, in memory of its own; and from which column to
+        which.
     """
 
     suffix: str
@@ -114,6 +123,7 @@ class Places(NamedTuple):
     first: list[bool]
     far: list[bool]
     placed: Placed | None
+    runs: list[tuple[list[int], int, int]]
 
 
 def owner(name: str, given: Sequence[Any]) -> Any:
@@ -158,50 +168,79 @@ def checked(
     state: State,
     name: str,
     given: Sequence[tuple[Any, Variable]],
+    targets: Sequence[Target | None],
     weight: float | None,
+    step: int,
 ) -> GradientCall:
-    """Return the call, or raise what is wrong with it. Not collective.
+    """Return the call; raise if it cannot be made. Never communicates.
 
     Args:
       optimizer: The optimizer.
       state: Its state.
       name: What messages call the call.
-      given: Gradients, none of them None, and variables of one strategy, each once.
+      given: Gradients, or None, and variables of one strategy, each once.
+      targets: Of each variable; None if the state is not made for it.
       weight: As it was given.
+      step: How many updates were made before.
     """
-    refuse_unknown(name, state, [variable for _, variable in given])
-    if optimizer.accumulate > 1 and len(given) < len(state.targets):
-        raise ValueError(
-            f"{name}: accumulate={optimizer.accumulate} adds up the gradients of all "
-            f"{len(state.targets)} variables, but {len(given)} are given."
-        )
-    mode = same_strategy(state.strategy, name)
+    mode = current()
     replica = mode is not None and mode.replica is not None
     number = None if weight is None else _weight(name, weight)
-    alone = state.strategy.parts.lockstep.comm.size == 1
+    compares = not replica and state.strategy.parts.lockstep.comm.size > 1
     dense, rows, values, slices = [], [], [], []
     alike: dict[str, Array | bytes] = {}
-    for gradient, variable in given:
-        if not (replica or alone):
+    for (gradient, variable), target in zip(given, targets, strict=True):
+        if gradient is None:
+            continue
+        if target is None:
+            refuse_unknown(name, state, [one for g, one in given if g is not None])
+            raise AssertionError
+        if compares:
             alike[variable.spec()] = _shown(name, gradient, variable)
-        found = _found(name, gradient, state.targets[variable.number], optimizer)
-        if isinstance(found, IndexedSlices):
-            rows.append(state.targets[variable.number])
+        like = variable.storage.array
+        found: Any = gradient
+        if type(gradient) is not np.ndarray or not (
+            gradient.dtype == like.dtype and gradient.shape == like.shape
+        ):
+            found = _found(name, gradient, target, optimizer)
+        if type(found) is IndexedSlices:
+            rows.append(target)
             slices.append(found)
         else:
-            dense.append(state.targets[variable.number])
+            dense.append(target)
             values.append(found)
-    how = "" if number is None else " weighted" if replica else f" weight {number!r}"
-    known = _known(optimizer, state, f"{'replicas' if replica else 'all'}{how}", dense, rows)
-    return GradientCall(name, replica, number, known, values, slices, alike)
+    _check_count(optimizer, state, name, len(dense), len(rows))
+    known = _known(optimizer, state, replica, number, dense, rows)
+    scalars = {id(one): one.scalars(step) for one in known.optimizers}
+    return GradientCall(name, replica, number, known, values, slices, alike, scalars)
+
+
+def _check_count(
+    optimizer: OptimizerSettings, state: State, name: str, dense: int, rows: int
+) -> None:
+    if not (dense or rows):
+        raise ValueError(f"{name}: there is no gradient for any variable.")
+    if optimizer.accumulate > 1 and dense < len(state.targets):
+        raise ValueError(
+            f"{name}: accumulate={optimizer.accumulate} adds up the gradients of all "
+            f"{len(state.targets)} variables, but {dense} are given."
+        )
 
 
 def _known(
-    optimizer: OptimizerSettings, state: State, how: str, dense: list[Target], rows: list[Target]
+    optimizer: OptimizerSettings,
+    state: State,
+    replica: bool,
+    weight: float | None,
+    dense: list[Target],
+    rows: list[Target],
 ) -> Known:
-    key = (how, *[t.variable.number for t in dense], None, *[t.variable.number for t in rows])
+    told = weight is not None if replica else weight
+    key = (replica, told, *map(id, dense), None, *map(id, rows))
     known: Known | None = state.calls.get(key)
     if known is None:
+        how = "" if weight is None else " weighted" if replica else f" weight {weight!r}"
+        how = f"{'replicas' if replica else 'all'}{how}"
         text = f"{optimizer.text()}.apply_gradients of {how},"
         if len(state.calls) > _CALLS:
             state.calls.clear()
@@ -226,6 +265,8 @@ def _tells(optimizer: OptimizerSettings) -> bool:
 
 
 def _weight(name: str, weight: Any) -> float:
+    if type(weight) in (int, float) and 0 <= weight < _MANY:
+        return float(weight)
     given = np.asarray(weight)
     number = float(given) if given.ndim == 0 and given.dtype.kind in "iuf" else math.nan
     if not math.isfinite(number) or number < 0:
@@ -252,14 +293,12 @@ def _shown(name: str, gradient: Any, variable: Variable) -> Array | bytes:
 
 
 def _dense(name: str, gradient: Any, variable: Variable) -> Array:
-    array = gradient
-    if type(gradient) is not np.ndarray or gradient.dtype != variable.dtype:
-        array = as_array(gradient, f"the gradient of {variable.label}")
-        if not (is_bfloat16(array.dtype) or np.can_cast(array.dtype, variable.dtype, "same_kind")):
-            raise LeafTypeError(
-                f"{name}: the gradient of {variable.label} is {spec_text(array)}, which does not "
-                f"convert to {variable.dtype}."
-            )
+    array = as_array(gradient, f"the gradient of {variable.label}")
+    if not (is_bfloat16(array.dtype) or np.can_cast(array.dtype, variable.dtype, "same_kind")):
+        raise LeafTypeError(
+            f"{name}: the gradient of {variable.label} is {spec_text(array)}, which does not "
+            f"convert to {variable.dtype}."
+        )
     if array.shape != variable.shape:
         raise StructureError(
             f"{name}: the gradient of {variable.label} has shape {array.shape}; wanted is that of "

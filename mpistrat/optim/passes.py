@@ -30,7 +30,9 @@ ranks and threads there are (the fold of R gradients rounds by R, as every mean 
 
 **Loops and twins** have the same bits, but for what is in a NaN: neither contracts a product and a
 sum into one operation, and both do them in the same order. So each rank may choose by itself;
-`compiles` says from which size on a compiler is worth it.
+`compiles` says from which size on a compiler is worth it. Callers of twins switch NumPy's warnings
+off, once for all variables. A twin does 16 blocks at once; only where a gradient in them is not
+finite it goes block by block, so that the same blocks are left out.
 
 **Rows.** A `Gradient` says what the gradient is made of. One row is a gradient that has been folded
 before, or that of the only rank. 16-bit gradients are folded into a row of the dtype of the weights
@@ -72,7 +74,26 @@ Array: TypeAlias = NDArray[Any]
 
 BLOCK = 4096  # elements; of float32 16 KiB, a third of a first-level cache
 _COMPILE = 1 << 18  # elements of all variables from which on a compiler is worth it
-_NONE = np.empty(0)
+# A twin does so many blocks at once: what a call of NumPy costs, it costs but once.
+_TOGETHER = 16
+
+
+# What loops take is made once for all variables, and nearly all steps: they do not write to it.
+
+
+@functools.lru_cache(maxsize=256)
+def _numbers(numbers: tuple[float, ...], dtype: np.dtype[Any]) -> Array:
+    return np.array(numbers, dtype)
+
+
+@functools.lru_cache(maxsize=256)
+def _ones(count: int, dtype: np.dtype[Any]) -> Array:
+    return np.ones(count, dtype)
+
+
+@functools.lru_cache(maxsize=16)
+def _nothing(dtype: np.dtype[Any]) -> Array:
+    return np.empty(0, dtype)
 
 
 class Gradient(NamedTuple):
@@ -106,13 +127,16 @@ class Gradient(NamedTuple):
         """
         return Gradient(self.rows[:1], self.start, scale=scale, limit=self.limit)
 
-    def _forms(self) -> tuple[Array, int, Array, Array, Array]:
-        """Return what loops take: all numbers in the dtype of the rows."""
-        dtype = self.rows.dtype
-        factors = np.ones(len(self.rows), dtype) if self.factors is None else self.factors
-        numbers = np.array([self.divisor, 1.0, self.scale, self.limit], dtype)
-        pending = _NONE.astype(dtype) if self.pending is None else self.pending
-        return self.rows, self.start, factors, numbers, pending
+    def _forms(self) -> tuple[Array, int, Array, Array, Array, bool]:
+        """Return what loops take: all numbers in the dtype of the rows; the row is all there is."""
+        rows, start, factors, divisor, scale, limit, pending = self
+        dtype = rows.dtype
+        numbers = _numbers((divisor, 1.0, scale, limit), dtype)
+        plain = len(rows) == 1 and divisor == 1.0 and scale == 1.0 and limit == math.inf
+        plain = plain and factors is None and pending is None
+        factors = _ones(len(rows), dtype) if factors is None else factors
+        pending = _nothing(dtype) if pending is None else pending
+        return rows, start, factors, numbers, pending, plain
 
 
 def blocks(elements: int) -> int:
@@ -134,15 +158,15 @@ def _gather(
     factors: Array,
     numbers: Array,
     pending: Array,
+    plain: bool,
     low: int,
     high: int,
     scratch: Array,
 ) -> Array:
-    divisor, factor, limit = numbers[0], numbers[2], numbers[3]
     first, last = start + low, start + high
-    plain = divisor == 1 and factor == 1 and limit == np.inf and pending.size == 0
-    if plain and rows.shape[0] == 1 and factors[0] == 1:
+    if plain:
         return rows[0, first:last]
+    divisor, factor, limit = numbers[0], numbers[2], numbers[3]
     g = scratch[0, : high - low]
     if pending.size == 0:
         sum_rows(rows, scratch, first, last, factors, numbers[0:1], first, False)
@@ -161,7 +185,7 @@ _gradient = jit.driver(_gather)
 
 @jit.driver
 def _accumulate_blocks(
-    rows: Array, start: int, factors: Array, numbers: Array, pending: Array
+    rows: Array, start: int, factors: Array, numbers: Array, pending: Array, plain: bool
 ) -> None:
     scratch = np.empty((1, BLOCK), rows.dtype)
     for low in range(0, pending.size, BLOCK):
@@ -178,6 +202,7 @@ def _norm_blocks(
     factors: Array,
     numbers: Array,
     pending: Array,
+    plain: bool,
     size: int,
     sums: Array,
     keep: bool,
@@ -185,7 +210,7 @@ def _norm_blocks(
     scratch, lanes = np.empty((1, BLOCK), rows.dtype), np.empty(LANES)
     for low in range(0, size, BLOCK):
         high = min(low + BLOCK, size)
-        g = _gradient(rows, start, factors, numbers, pending, low, high, scratch)
+        g = _gradient(rows, start, factors, numbers, pending, plain, low, high, scratch)
         sums[low // BLOCK] = sum_squares(g, lanes)
         if keep:
             rows[0, start + low : start + high] = g
@@ -199,6 +224,7 @@ def _measure_blocks(
     factors: Array,
     numbers: Array,
     pending: Array,
+    plain: bool,
     w: Array,
     slots: Any,
     s: Array,
@@ -210,7 +236,7 @@ def _measure_blocks(
     out, bad = np.empty(BLOCK, w.dtype), 0
     for low in range(0, w.size, BLOCK):
         high = min(low + BLOCK, w.size)
-        g = _gradient(rows, start, factors, numbers, pending, low, high, scratch)
+        g = _gradient(rows, start, factors, numbers, pending, plain, low, high, scratch)
         if last and pending.size:
             pending[low:high] = 0
         if guard and not finite(g):
@@ -230,6 +256,7 @@ def _update_blocks(
     factors: Array,
     numbers: Array,
     pending: Array,
+    plain: bool,
     w: Array,
     slots: Any,
     s: Array,
@@ -237,21 +264,30 @@ def _update_blocks(
     new: Any,
     reads: bool,
     guard: bool,
+    span: int,
 ) -> int:
-    scratch, bad = np.empty((1, BLOCK), w.dtype), 0
-    for low in range(0, w.size, BLOCK):
-        high = min(low + BLOCK, w.size)
+    scratch, bad = np.empty((1, 0 if plain else min(span, w.size)), w.dtype), 0
+    for low in range(0, w.size, span):
+        high, part, clean = min(low + span, w.size), span, True
         g = scratch[0, : high - low]
+        if reads and plain:
+            g = rows[0, start + low : start + high]
+        elif reads:
+            g = _gradient(rows, start, factors, numbers, pending, plain, low, high, scratch)
         if reads:
-            g = _gradient(rows, start, factors, numbers, pending, low, high, scratch)
             if pending.size:
                 pending[low:high] = 0
             if guard and not finite(g):
+                part, clean = BLOCK, False  # blocks that are finite are updated
+        for first in range(low, high, part):
+            last = min(first + part, high)
+            x = g[first - low : last - low]
+            if not clean and not finite(x):
                 bad += 1
                 continue
-        step(w, g, slots, s, low, high)
-        if ema.size:
-            average(w[low:high], ema[low:high], new)
+            step(w, x, slots, s, first, last)
+            if ema.size:
+                average(w[first:last], ema[first:last], new)
     return bad
 
 
@@ -261,10 +297,7 @@ def _bound(blocks: Any, step: jit.Kernel[..., None]) -> jit.Kernel[..., int]:
 
 
 def _run(kernel: jit.Kernel[..., Any], compiled: bool, *arguments: Any) -> Any:
-    if compiled:
-        return kernel(*arguments)
-    with np.errstate(all="ignore"):
-        return kernel.twin(*arguments)
+    return kernel(*arguments) if compiled else kernel.twin(*arguments)
 
 
 def accumulate(gradient: Gradient, compiled: bool = True) -> None:
@@ -328,7 +361,7 @@ def measure(
     """
     assert rule.measure is not None
     kernel = _bound(_measure_blocks, rule.measure)
-    numbers = np.asarray(s, w.dtype)
+    numbers = _numbers(tuple(s), w.dtype)
     arguments = (*gradient._forms(), w, slots, numbers, sums, not rule.reads, guard)
     return int(_run(kernel, compiled, *arguments))
 
@@ -364,7 +397,10 @@ def update(
       disk.
     """
     kernel = _bound(_update_blocks, rule.update)
-    mean = _NONE.astype(w.dtype) if ema is None else ema
-    new, numbers = w.dtype.type(1.0 - decay), np.asarray(s, w.dtype)
-    arguments = (*gradient._forms(), w, slots, numbers, mean, new, rule.reads, guard)
-    return int(_run(kernel, compiled, *arguments))
+    dtype = w.dtype
+    mean = _nothing(dtype) if ema is None else ema
+    new = dtype.type(1.0 - decay)
+    span = BLOCK if compiled and jit.compiling() else _TOGETHER * BLOCK
+    numbers, reads = _numbers(tuple(s), dtype), rule.reads
+    arguments = (*gradient._forms(), w, slots, numbers, mean, new, reads, guard, span)
+    return int(kernel(*arguments) if compiled else kernel.twin(*arguments))

@@ -16,10 +16,9 @@ Pure functions of values that are equal on all ranks, so all ranks decide alike.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Protocol, final
+from typing import NamedTuple, Protocol, final
 
 __all__ = ["LossScale", "Progress"]
 
@@ -76,8 +75,7 @@ class Counted(Protocol):
 
 
 @final
-@dataclass(frozen=True)
-class Progress:
+class Progress(NamedTuple):
     """Counters of an optimizer, equal on all ranks; `Checkpoint` saves them as numbers.
 
     Attributes:
@@ -119,11 +117,11 @@ class Progress:
         Args:
           weight: The sum of the weights of all replicas in this call.
         """
-        return dataclasses.replace(self, calls=self.calls + 1, weight=self.weight + weight)
+        return self._replace(calls=self.calls + 1, weight=self.weight + weight)
 
     def dropped(self) -> Progress:
         """Return the counters after an error that has cost what was accumulated."""
-        return dataclasses.replace(self, calls=0, weight=0.0)
+        return self._replace(calls=0, weight=0.0)
 
     def updated(self, optimizer: Counted) -> Progress:
         """Return the counters after an update.
@@ -135,9 +133,7 @@ class Progress:
         if rule and good >= rule.every:
             # One that would become infinite stays as it is.
             good, scale = 0, scale * rule.growth if math.isfinite(scale * rule.growth) else scale
-        return dataclasses.replace(
-            self, step=self.step + 1, calls=0, weight=0.0, scale=scale, good=good
-        )
+        return Progress(self.step + 1, 0, 0.0, self.skipped, scale, good)
 
     def left_out(self, optimizer: Counted) -> Progress:
         """Return the counters after an update that was left out; it does not count as a step.
@@ -149,4 +145,4 @@ class Progress:
         if rule:
             scale = max(scale * rule.backoff, rule.least)
         skipped = self.skipped + 1
-        return dataclasses.replace(self, calls=0, weight=0.0, skipped=skipped, scale=scale, good=0)
+        return Progress(self.step, 0, 0.0, skipped, scale, 0)

@@ -27,6 +27,23 @@ def _plain(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> None:
         w[i] = w[i] - rate * (g[i] + decay * w[i])
 
 
+def _moving_twin(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> None:
+    rate, _, momentum, _, _ = s
+    w, m = w[low:high], slots[0][low:high]
+    m *= momentum
+    m += g
+    w -= rate * m
+
+
+@jit.kernel(_moving_twin)
+def _moving(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> None:
+    rate, momentum = s[0], s[2]
+    w, m = w[low:high], slots[0][low:high]
+    for i in range(w.size):
+        m[i] = momentum * m[i] + g[i]
+        w[i] = w[i] - rate * m[i]
+
+
 def _heavy_twin(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> None:
     rate, decay, momentum, fresh, kept = s
     w, m = w[low:high], slots[0][low:high]
@@ -89,7 +106,11 @@ class SGD(Optimizer):
     @property
     def rule(self) -> Rule:
         """The state and the loops."""
-        return Rule(("momentum",), _heavy) if self.momentum else Rule((), _plain)
+        if not self.momentum:
+            return Rule((), _plain)
+        # Without decay and looking ahead, which most do without, half of the work is none.
+        simple = not (self.weight_decay or self.nesterov)
+        return Rule(("momentum",), _moving if simple else _heavy)
 
     def scalars(self, step: int, norms: tuple[float, float] = NO_NORMS) -> tuple[float, ...]:
         """Return the numbers of a `step`, as `Optimizer.scalars`."""

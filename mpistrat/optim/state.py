@@ -7,7 +7,6 @@ like any other, at any number of ranks.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
@@ -22,12 +21,11 @@ from mpistrat.optim.passes import BLOCK
 from mpistrat.optim.progress import Progress
 
 if TYPE_CHECKING:
-    from mpistrat.optim.base import OptimizerSettings
+    from mpistrat.optim.base import OptimizerSettings, Rule
 
 __all__ = ["State", "Target", "check_variable"]
 
-_TINY = 8 * 1024  # bytes up to which to copy a variable and its state is quicker than a call
-_FIELDS = [field.name for field in dataclasses.fields(Progress)]
+_LISTS = 64  # lists of variables that are remembered
 _ITERATIONS = "iterations"  # what Keras calls the step
 
 
@@ -44,7 +42,7 @@ class Target(NamedTuple):
       mine: That of each slot of the rule.
       pending: That of the slot of accumulated gradients, if there is one.
       ema: That of the average, if there is one.
-      tiny: It may be updated together with others of its dtype and optimizer.
+      rule: That of its optimizer.
     """
 
     variable: Variable
@@ -56,7 +54,7 @@ class Target(NamedTuple):
     mine: tuple[Array, ...]
     pending: Array | None
     ema: Array | None
-    tiny: bool
+    rule: Rule
 
 
 def check_variable(strategy: Any, variable: Any, call: str) -> None:
@@ -111,7 +109,8 @@ class State:
             # One object for those that are equal, so that who shares one is seen at once.
             optimizers = [each[each.index(one)] for one in each]
         lockstep.prove(f"{optimizer.text()}.build({', '.join(v.spec() for v in variables)})")
-        self.calls: dict[Any, Any] = {}  # what `mpistrat.optim.apply` knows of calls
+        self.calls: dict[Any, Any] = {}  # what `mpistrat.optim.given` knows of calls
+        self._known: dict[tuple[int, ...], tuple[list[Variable], list[Target | None]]] = {}
         self.buffers: dict[int, Array] = {}
         self._refused = False
         self.accumulates = optimizer.accumulate > 1
@@ -123,8 +122,25 @@ class State:
                     slot: _slot(f"{name}/{kind}/{slot}", slot, variable) for slot in own.slots()
                 }
                 self.targets[variable.number] = _target(variable, own, slots)
+        counters = self.counters.values()
+        self._seen = [one.storage.array for one in counters]
+        self._cells = [one.storage.part(1)[1] for one in counters]
         # Where programs or tests have had even the smallest variables shared.
-        self.shares_counters = any(_shared(one) for one in self.counters.values())
+        self._shares_counters = any(_shared(one) for one in counters)
+
+    def found(self, variables: Sequence[Variable]) -> list[Target | None] | None:
+        """Return the targets of a list of variables that has been found good before, or None."""
+        known = self._known.get(tuple(map(id, variables)))
+        return None if known is None else known[1]
+
+    def find(self, variables: Sequence[Variable]) -> list[Target | None]:
+        """Return the targets of variables that are good; None where it was not built for one."""
+        targets = [self.targets.get(variable.number) for variable in variables]
+        if len(self._known) > _LISTS:
+            self._known.clear()
+        # With the variables, so that no other object gets their identity.
+        self._known[tuple(map(id, variables))] = list(variables), targets
+        return targets
 
     def has_buffers(self, call: str) -> bool:
         """Tell whether there is memory for gradients that the ranks of a node can read.
@@ -146,13 +162,13 @@ class State:
     @property
     def progress(self) -> Progress:
         """The counters as they are now. Never communicates."""
-        return Progress(*[one.storage.array.item() for one in self.counters.values()])
+        return Progress(*[array.item() for array in self._seen])
 
     def keep(self, progress: Progress) -> None:
         """Write the counters; alike on all ranks."""
-        for one, name in zip(self.counters.values(), _FIELDS, strict=True):
-            one.storage.part(1)[1][...] = getattr(progress, name)
-        if self.shares_counters:
+        for cell, number in zip(self._cells, progress, strict=True):
+            cell[...] = number
+        if self._shares_counters:
             self.strategy.parts.reducer.node.arena.nodes().node.barrier()
 
     @property
@@ -183,7 +199,7 @@ def _names(variables: Sequence[Variable]) -> list[str]:
 
 def _counters(kind: str, start: Progress) -> dict[str, Variable]:
     found = {}
-    for name, value in dataclasses.asdict(start).items():
+    for name, value in start._asdict().items():
         name = _ITERATIONS if name == "step" else name
         dtype = np.int64 if isinstance(value, int) else np.float64
         found[name] = Variable(dtype(value), trainable=False, name=f"{kind}/{name}")
@@ -209,7 +225,7 @@ def _target(variable: Variable, optimizer: OptimizerSettings, slots: dict[str, V
         )
     low, w = variable.storage.part(BLOCK)
     mine = {name: one.storage.part(BLOCK)[1] for name, one in slots.items()}
-    rule = tuple(mine[name] for name in optimizer.rule.slots)
-    more = (mine.get("pending"), mine.get("ema"))
-    tiny = not shared and w.nbytes <= _TINY and more[0] is None and not optimizer.rule.measure
-    return Target(variable, optimizer, slots, shared, low, w, rule, *more, tiny)
+    rule = optimizer.rule
+    slices = tuple(mine[name] for name in rule.slots)
+    more = (mine.get("pending"), mine.get("ema"), rule)
+    return Target(variable, optimizer, slots, shared, low, w, slices, *more)

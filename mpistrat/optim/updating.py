@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, final
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, final
 
 import numpy as np
 
@@ -69,6 +69,8 @@ class Update:
     Args:
       optimizer: The optimizer.
       progress: Its counters before the call.
+      scalars: The numbers of this step, without norms, by the identity of optimizers.
+      compiled: Whether so many elements are worth a compiler.
       works: What is updated.
       rows: Variables of which some rows are.
       node: The ranks that share memory; None if nobody reads what another one writes.
@@ -81,6 +83,8 @@ class Update:
         self,
         optimizer: OptimizerSettings,
         progress: Progress,
+        scalars: dict[int, tuple[float, ...]],
+        compiled: bool,
         works: Sequence[Work],
         rows: Sequence[Rows],
         node: Comm | None,
@@ -94,14 +98,19 @@ class Update:
         self._node, self._team = node, team
         self._far, self._fetch = set(far), fetch
         self._guard = optimizer.nonfinite == "raise"
-        self._compiled = passes.compiles(sum(w.target.variable.size for w in works))
-        # Sums of squares: shared variables first, so that what the node adds up is one run.
-        order = sorted(range(len(works)), key=lambda i: not works[i].target.shared)
+        self._scalars, self._compiled = scalars, compiled
         self._at, self._width, self._common = [0] * len(works), 0, 0
-        for i in order:
+
+    def _sums(self, rows: int) -> Array:
+        """Return room for sums of squares of each block of all works, and note where each lies."""
+        # Shared variables come first, so that what the node adds up is one run.
+        self._width = self._common = 0
+        for i in sorted(range(len(self._works)), key=lambda i: not self._works[i].target.shared):
+            target = self._works[i].target
             self._at[i] = self._width
-            self._width += blocks(works[i].target.variable.size)
-            self._common += blocks(works[i].target.variable.size) * works[i].target.shared
+            self._width += blocks(target.variable.size)
+            self._common += blocks(target.variable.size) * target.shared
+        return np.zeros((rows, self._width))
 
     def accumulate(self) -> None:
         """Add the gradients to the slots that wait for the update, and end the call."""
@@ -131,7 +140,7 @@ class Update:
 
         Collective over the node.
         """
-        sums = np.zeros((1, self._width))
+        sums = self._sums(1)
         self._measure_norms(sums[0])
         found = self._exchange(sums)[0].tolist()
         for one in self._rows:
@@ -175,21 +184,16 @@ class Update:
           None; or which of the works has a gradient that is not finite, the first of them, alike on
           all ranks. Works come first, rows after them.
         """
-        first = self._first_bad_rows() if self._guard else _NOBODY
+        first = self._first_bad_rows() if self._guard and self._rows else _NOBODY
         norms = self._measured()
-        if self._guard:
-            not_finite = [i for i, pair in enumerate(norms) if not math.isfinite(sum(pair))]
+        if self._guard and norms:
+            not_finite = [i for i, pair in norms.items() if not math.isfinite(sum(pair))]
             first = min([first, *not_finite])
         if first != _NOBODY:  # known to all, before a weight has changed
             self.close()
             return first
-        alone = []
-        for some in self._groups():
-            if len(some) == 1:
-                alone += some
-            elif self._updated_together([self._works[i] for i in some]):
-                first = min(first, some[0])
-        first = min([first, *self._updated(alone, norms)])
+        for i in self._updated({i: self._scalars_of(i, norms) for i in range(len(self._works))}):
+            first = min(first, i)
         for one in self._rows:
             _update_rows(one, self._step, self._compiled)
         if self._guard and self._node is not None:
@@ -205,13 +209,13 @@ class Update:
         found = next(bad, None)
         return _NOBODY if found is None else len(self._works) + found
 
-    def _measured(self) -> list[tuple[float, float]]:
-        """Return the norms of weights and directions, for rules that want them; else ones."""
-        norms = [(1.0, 1.0)] * len(self._works)
-        measured = [i for i, w in enumerate(self._works) if w.target.optimizer.rule.measure]
+    def _measured(self) -> dict[int, tuple[float, float]]:
+        """Return the norms of weights and directions, for rules that want them."""
+        norms: dict[int, tuple[float, float]] = {}
+        measured = [i for i, w in enumerate(self._works) if w.target.rule.measure]
         if not measured:
             return norms
-        sums = np.zeros((2, self._width))
+        sums = self._sums(2)
         self._measure(measured, sums)
         sums = self._exchange(sums)
         for i in measured:
@@ -232,51 +236,26 @@ class Update:
 
         self._pass(which, measure)
 
-    def _groups(self) -> list[list[int]]:
-        """Return which variables are updated together."""
-        groups: dict[Any, list[int]] = {}
-        for i, (target, gradient) in enumerate(self._works):
-            key: Any = i
-            if target.tiny:
-                key = (target.w.dtype.char, id(target.optimizer), len(gradient.rows))
-            groups.setdefault(key, []).append(i)
-        return list(groups.values())
+    def _scalars_of(self, i: int, norms: dict[int, tuple[float, float]]) -> tuple[float, ...]:
+        optimizer = self._works[i].target.optimizer
+        if i in norms:
+            return optimizer.scalars(self._step, norms[i])
+        return self._scalars[id(optimizer)]
 
-    def _updated_together(self, works: Sequence[Work]) -> int:
-        """Update tiny variables as one: to copy them costs less than to call for each."""
-        optimizer, gradient = works[0].target.optimizer, works[0].gradient
-        # Of the optimizer's slots those of its rule, and the average, if there is one, as the last.
-        parts = [(t.w, *t.mine, *([] if t.ema is None else [t.ema])) for t, _ in works]
-        joined = [np.concatenate(column) for column in zip(*parts, strict=True)]
-        rows = [g.rows[:, g.start : g.start + t.w.size] for t, g in works]
-        gradient = gradient._replace(rows=np.concatenate(rows, axis=1), start=0)
-        count = len(optimizer.rule.slots) + 1
-        ema = joined[count] if len(joined) > count else None
-        s, slots = optimizer.scalars(self._step), tuple(joined[1:count])
-        how = (ema, optimizer.ema or 0.0, self._guard, self._compiled)
-        bad = passes.update(optimizer.rule, gradient, joined[0], slots, s, *how)
-        at = 0
-        for part in parts:
-            size = part[0].size
-            for place, flat in zip(part, joined, strict=True):
-                place[:] = flat[at : at + size]
-            at += size
-        return bad
-
-    def _updated(self, which: Sequence[int], norms: Sequence[tuple[float, float]]) -> set[int]:
+    def _updated(self, scalars: dict[int, tuple[float, ...]]) -> list[int]:
         """Update this rank's part of these; return those of which blocks were left out."""
-        bad = set()
-        numbers = {i: self._works[i].target.optimizer.scalars(self._step, norms[i]) for i in which}
+        bad = []
 
         def update(i: int, g: Gradient, low: int, high: int) -> None:
-            target = self._works[i].target
-            slots = tuple(slot[low:high] for slot in target.mine)
-            ema = None if target.ema is None else target.ema[low:high]
-            how = (numbers[i], ema, target.optimizer.ema or 0.0, self._guard, self._compiled)
-            if passes.update(target.optimizer.rule, g, target.w[low:high], slots, *how):
-                bad.add(i)
+            _, optimizer, _, _, _, w, slots, _, ema, rule = self._works[i].target
+            if high - low < w.size:
+                w, slots = w[low:high], tuple(slot[low:high] for slot in slots)
+                ema = None if ema is None else ema[low:high]
+            how = (scalars[i], ema, optimizer.ema or 0.0, self._guard, self._compiled)
+            if passes.update(rule, g, w, slots, *how):
+                bad.append(i)
 
-        self._pass(which, update)
+        self._pass(list(scalars), update)
         return bad
 
     def _pass(self, which: Sequence[int], do: Callable[[int, Gradient, int, int], None]) -> None:
@@ -304,6 +283,14 @@ class Update:
     ) -> None:
         """Let each thread have a part of these elements."""
         g, size = self._works[i].gradient, last - first
+
+        if (
+            not first
+            and size == self._works[i].target.w.size
+            and (self._team is None or size < 2 * _PART)
+        ):
+            do(i, g, 0, size)
+            return
 
         def part(low: int, high: int) -> None:
             low, high = first + low, first + high
@@ -342,7 +329,7 @@ def _update_rows(one: Rows, step: int, compiled: bool) -> None:
     shape = (-1, *target.variable.shape[1:])
     width = max(1, one.values[0].size if len(one.values) else 1)
     low, w = target.variable.storage.part(width)
-    slots = [target.slots[name].storage.part(width)[1] for name in optimizer.rule.slots]
+    slots = [target.slots[name].storage.part(width)[1] for name in target.rule.slots]
     first, count = low // width, w.size // width
     mine = (one.rows >= first) & (one.rows < first + count)
     where = one.rows[mine] - first
@@ -353,7 +340,7 @@ def _update_rows(one: Rows, step: int, compiled: bool) -> None:
     gradient = Gradient(np.ascontiguousarray(one.values[mine]).reshape(1, -1))
     s = optimizer.scalars(step)
     passes.update(
-        optimizer.rule, gradient, copies[0], tuple(copies[1:]), s, guard=False, compiled=compiled
+        target.rule, gradient, copies[0], tuple(copies[1:]), s, guard=False, compiled=compiled
     )
     for place, copy in zip(places, copies, strict=True):
         place[where] = copy.reshape(len(where), *shape[1:])

@@ -15,7 +15,7 @@ from public_names import entries, members, namespaces
 COMMUNICATES = re.compile(
     r"\.prove\(|\.share\(|\.bcast\(|reduce_over_\w+\(|reduce_in_replica\(|\.gathered\(|regroup\.\w+\("
     r"|feeding\.(distribute|from_function|dataset_iterator|input_fn_iterator)\(|updating\.update\w*\("
-    r"|\b_write\(|[^.\w]gather\(|\brun\(self|strategy\.run\(|self\.experimental_local_results\("
+    r"|\b_?write\(|[^.\w]gather\(|\brun\(self|strategy\.run\(|self\.experimental_local_results\("
 )
 TELLS = re.compile(r"collective|communicat", re.IGNORECASE)
 # "as `assign` in all else": what is said there holds here.

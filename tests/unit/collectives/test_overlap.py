@@ -158,7 +158,7 @@ def test_transfer_goes_on_while_the_program_computes(apart, monkeypatch):
 
     def told(lane, *args):
         fold(lane, *args)
-        moved[lane.rank].set()
+        moved[lane.comm.rank].set()
 
     monkeypatch.setattr(overlap, "fold_between", told)
 

