@@ -83,7 +83,7 @@ class NodeFolds:
         """
         if not self.possible:
             return None
-        with self._sharing():
+        with self._lockstep.hooks.shared():
             return self.arena.block(specs)
 
     def storage(self, call: str, value: Array, shared: bool) -> Storage:
@@ -98,7 +98,7 @@ class NodeFolds:
         """
         copies = self.arena.copies
         refused = copies.refused
-        with self._sharing():
+        with self._lockstep.hooks.shared():
             storage = copies.make(value, shared)
         if copies.refused and not refused:
             self.warn(call, "each rank has its own copy of variables")
@@ -176,11 +176,8 @@ class NodeFolds:
 
     def room(self, what: Folding, packed: Packed) -> bool:
         """Have scratch memory for these packs, or tell that there is none. Collective."""
-        if packed.filled or not what.packs:
-            return True
-        with self._sharing():
-            made = self.arena.make_room(what.most)
-        return made
+        with self._lockstep.hooks.shared():
+            return packed.filled or not what.packs or self.arena.make_room(what.most)
 
     def warn(self, name: str, instead: str = "arrays travel by MPI") -> None:
         """Say that memory is not shared, on rank 0; an error of it is one on every rank.
@@ -267,18 +264,20 @@ class NodeFolds:
                 self._fold(op, rows, rows, rows.shape[1], ranges)
             self.arena.nodes().node.barrier()
 
-    def fold_inside(self, op: ReduceOp, rows: Array, spans: Sequence[Range]) -> None:
-        """Fold this rank's slice of what its node gave into the first row; for several nodes.
+    def fold_inside(
+        self, op: ReduceOp, rows: Array, out: Array, columns: int, spans: Sequence[Range]
+    ) -> None:
+        """Fold this rank's slice of what its node gave into `out`; for several nodes.
 
         Not collective; the other nodes come afterwards.
         """
         node = self.arena.nodes().node
-        low, high = slice_of(node.rank, node.size, rows.shape[1], rows.dtype)
+        low, high = slice_of(node.rank, node.size, columns, rows.dtype)
         whole = sum(span.stop - span.start for span in spans)
         ready = self.ready(op, rows.dtype, whole)
         for span in spans:
             here = span._replace(start=max(low, span.start), stop=min(high, span.stop))
-            self._fold_here(op, rows, rows[:1], here, whole, ready)
+            self._fold_here(op, rows, out, here, whole, ready)
 
     def fold_first(self, op: ReduceOp, placed: Placed, scales: Scales) -> None:
         """Fold arrays into those of the first rank of the node, and leave the others as they are.
@@ -296,20 +295,11 @@ class NodeFolds:
     @contextmanager
     def moving(self) -> Iterator[None]:
         """Run the body, which moves data in shared memory; the proof was the barrier before it."""
-        hook = self._lockstep.hooks.on_moving
-        if hook is not None:
-            hook()
-        with self._sharing():
-            yield
-
-    @contextmanager
-    def _sharing(self) -> Iterator[None]:
         hooks = self._lockstep.hooks
-        hooks.sharing = True
-        try:
+        if hooks.on_moving is not None:
+            hooks.on_moving()
+        with hooks.shared():
             yield
-        finally:
-            hooks.sharing = False
 
     def _fold(
         self, op: ReduceOp, rows: Array, out: Array, columns: int, spans: Sequence[Range]
@@ -317,20 +307,17 @@ class NodeFolds:
         nodes = self.arena.nodes()
         rank, size = nodes.node.rank, nodes.node.size
         low, high = slice_of(rank, size, columns, rows.dtype)
-        one, team = nodes.nodes == 1, self._lockstep.session.team
-        whole = sum(span.stop - span.start for span in spans)
-        ready = self.ready(op, rows.dtype, whole)
-        for span in spans:
-            start, stop = max(low, span.start), min(high, span.stop)
-            if one:
+        team = self._lockstep.session.team
+        if nodes.nodes == 1:
+            whole = sum(span.stop - span.start for span in spans)
+            ready = self.ready(op, rows.dtype, whole)
+            for span in spans:
+                start, stop = max(low, span.start), min(high, span.stop)
                 how = (span.scales, span.divisor, whole, team, ready)
                 fold_rows(FOLDS[op], rows, out, start, stop, *how)
-            else:
-                here = span._replace(start=start, stop=stop)
-                self._fold_here(op, rows, out[:1], here, whole, ready)
-        if one:
             return
-        # Else a rank exchanges and spreads what it has folded itself, and waits for nobody.
+        self.fold_inside(op, rows, out[:1], columns, spans)
+        # A rank exchanges and spreads what it has folded itself, and waits for nobody.
         apart = nodes.lanes < nodes.node.size
         if apart:
             nodes.node.barrier()

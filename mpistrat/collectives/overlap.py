@@ -263,7 +263,7 @@ class Overlap:
     def _begin(self, node: NodeFolds, op: ReduceOp, jobs: list[_Job], spread: bool) -> Transfer:
         with node.moving():
             for rows, ranges in jobs:
-                node.fold_inside(op, rows, ranges)
+                node.fold_inside(op, rows, rows[:1], rows.shape[1], ranges)
         lane = None if self._lane is None else node.over(self._lane)
         return self._transfers.begin(functools.partial(self._move, op, jobs, spread, lane))
 

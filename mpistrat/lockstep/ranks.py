@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, final
 
 import numpy as np
@@ -68,6 +69,15 @@ class Hooks:
         self.on_moved: Callable[[list[Any]], None] | None = None
         self.on_moving: Callable[[], None] | None = None
         self.sharing = False
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Let the body be on its way through shared memory."""
+        self.sharing = True
+        try:
+            yield
+        finally:
+            self.sharing = False
 
 
 @final

@@ -320,7 +320,7 @@ def test_what_fails_in_the_thread_is_raised_where_it_is_waited_for(apart, monkey
     fold = overlap.fold_between
 
     def fails(lane, *args):
-        if lane.rank == 1:
+        if lane.comm.rank == 1:
             raise MemoryError("no memory here")
         fold(lane, *args)
 
