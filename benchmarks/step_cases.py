@@ -420,7 +420,7 @@ def _ours_takes(job: Job, node: MPI.Intracomm, width: int) -> int:
 
     # What is made once, whatever the model is: memory of MPI, compiled loops.
     with strategy.scope():
-        variables = [ms.Variable(np.ones(70_000, np.float32))]
+        variables = [ms.Variable(np.ones(300_000, np.float32))]
     buffers, optimizer = strategy.gradient_buffers(variables), ms.optim.Adam(1e-3)
     strategy.run(step)
     before = pss(node)
