@@ -19,7 +19,7 @@ from mpistrat.arrays import Array, as_array, as_dtype, is_bfloat16
 from mpistrat.collectives.forms import form
 from mpistrat.collectives.part import Part
 from mpistrat.distribute.default import current_strategy
-from mpistrat.distribute.mode import Mode, current, entered, same_strategy
+from mpistrat.distribute.mode import again, current, entered, same_strategy
 from mpistrat.distribute.reading import Reading, plain
 from mpistrat.distribute.strategy import Strategy
 from mpistrat.distribute.values import DistributedValues, PerReplica
@@ -109,7 +109,7 @@ class Metric(abc.ABC):
         arrays = [variable.storage.array for variable in self.variables]
         if not own:
             # In its strategy's scope, for the sake of what a program has chosen to fold it.
-            with entered(current() or Mode(strategy)):
+            with entered(again(current(), strategy)):
                 given = [Part(array, form(ReduceOp.SUM, array.dtype)) for array in arrays]
                 call = f"{self._label}.result()"
                 arrays = strategy.parts.reducer.all_reduce(call, ReduceOp.SUM, given)

@@ -18,8 +18,9 @@ import numpy as np
 from mpistrat.arena.layout import LINE, Layout, Matrix, Place, Specs, lay_out, slices_of
 from mpistrat.arena.nodes import Nodes, find_nodes
 from mpistrat.arena.storage import Storages
-from mpistrat.arrays import Array
+from mpistrat.arrays import Array, spec_text
 from mpistrat.comm.base import Comm
+from mpistrat.errors import ContextError
 from mpistrat.sharedmem.shared import touch
 
 __all__ = ["Arena", "ArenaAddress", "Block"]
@@ -67,6 +68,11 @@ class ArenaAddress(NamedTuple):
     leaf: int
 
     @property
+    def key(self) -> tuple[int, int]:
+        """Which it is of all arrays of the arena."""
+        return self.block.number, self.leaf
+
+    @property
     def matrix(self) -> Matrix:
         """The matrix that holds the leaf."""
         return self.block.layout.matrices[self.place.matrix]
@@ -84,6 +90,11 @@ class Arena:
     Args:
       comm: Its ranks.
       per_node: Take so many consecutive ranks as one node; 0 to ask MPI.
+
+    Attributes:
+      generation: Changes whenever an array of a block comes or goes.
+      refused: Some node has not had the memory; equal on all ranks.
+      moving: The arrays that an ``all_reduce_start`` is at work on, by their `ArenaAddress.key`.
     """
 
     def __init__(self, comm: Comm, per_node: int = 0):
@@ -91,7 +102,6 @@ class Arena:
         self._comm, self._per_node = comm, per_node
         self._nodes: Nodes | None = None
         self._count = 0
-        # Changes whenever an array of a block comes or goes.
         self.generation = 0
         # By address, and checked to be the same object: an address is used again after its array.
         self._homes: dict[int, tuple[weakref.ref[Array], ArenaAddress]] = {}
@@ -101,6 +111,7 @@ class Arena:
         self._rooms: dict[np.dtype[Any], Array] = {}
         # There was no memory for scratch, so nothing is shared any more.
         self.refused = False
+        self.moving: set[tuple[int, int]] = set()
         self._turn = 0
         self.copies = Storages(comm, self.nodes, self._everywhere)
 
@@ -175,6 +186,18 @@ class Arena:
         memory = self.nodes().node.shared(nbytes)
         found = memory is not None and touch(memory, mine)
         return memory if self._everywhere(found) else None
+
+    def check_still(self, call: str, arrays: Iterable[Array]) -> None:
+        """Raise ContextError if an ``all_reduce_start`` is still at work on one of these arrays."""
+        if not self.moving:
+            return
+        for number, array in enumerate(arrays):
+            home = self.home(array)
+            if home is not None and home.key in self.moving:
+                raise ContextError(
+                    f"{call}: array {number}, {spec_text(array)}, of Strategy.buffers is still on "
+                    "its way: all_reduce_start was called with it, and its wait() was not."
+                )
 
     def has_room(self, nbytes: int) -> bool:
         """Tell whether `scratch` for so many bytes per rank needs no communication."""

@@ -33,9 +33,10 @@ _LESS = 2**32  # numbers of dimensions and flags take half a word; the other hal
 
 def _usual() -> bool:
     """Tell whether objects of this Python may look like that."""
-    sizes = object.__basicsize__, list.__basicsize__
-    words = struct.calcsize("P") == _WORD and sys.byteorder == "little"
-    return sys.implementation.name == "cpython" and words and sizes == (2 * _WORD, 5 * _WORD)
+    if sys.implementation.name != "cpython" or sys.byteorder != "little":
+        return False
+    sizes = struct.calcsize("P"), object.__basicsize__, list.__basicsize__
+    return sizes == (_WORD, 2 * _WORD, 5 * _WORD)
 
 
 @final
@@ -89,6 +90,8 @@ class Headers:
             return
         leaves = list(leaves)
         ids = np.array([id(leaf) for leaf in leaves])
+        self._types = _Words(ids + _WORD)
+        self._type = self._types.read().tobytes()
         self._heads = _Words(ids[:, None] + np.arange(_FIRST, _LAST + 1) * _WORD)
         heads = self._heads.read()
         read = [(a, b, c % _LESS, f, g % _LESS) for a, b, c, _, _, _, f, g in heads.tolist()]
@@ -112,10 +115,12 @@ class Headers:
         Args:
           leaves: A list that nobody else can change meanwhile, of as many objects.
         """
-        # In this order: who is the same object has a header, and whose header is the same, a shape.
+        # In this order: what is where it was has a type, arrays have a header, and of the same
+        # headers the shapes are where they were.
         return (
             self.known
             and _items(leaves) == self._ids
+            and self._types.read().tobytes() == self._type
             and self._heads.read().tobytes() == self._head
             and self._lines.read()[1:].tobytes() == self._line
         )

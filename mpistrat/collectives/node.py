@@ -62,7 +62,7 @@ class NodeFolds:
 
     def __init__(self, lockstep: Lockstep, wire: str = WIRES[0]):
         """Make nothing yet."""
-        self._lockstep, self._wire = lockstep, wire
+        self._lockstep, self.wire = lockstep, wire
         self._size = lockstep.comm.size
         # One for all strategies of the session: a call that is equal on all ranks meets in the same
         # memory, even if a program makes it on another strategy on another rank.
@@ -151,7 +151,7 @@ class NodeFolds:
             for pack in what.packs:
                 if not narrow or any(form.result == pack.dtype for form in what.forms):
                     compile_for(pack.dtype, pack.columns)
-                    if self._wire != WIRES[0]:
+                    if self.wire != WIRES[0]:
                         compile_wire(pack.dtype, pack.columns)
 
     def ready(self, op: ReduceOp, dtype: np.dtype[Any], columns: int) -> bool:
@@ -344,7 +344,7 @@ class NodeFolds:
 
     def over(self, comm: Comm) -> Lane:
         """Return the lane of these folds over ranks of several nodes."""
-        return Lane(comm, power_for(self._size), self._wire)
+        return Lane(comm, power_for(self._size), self.wire)
 
     @property
     def twins(self) -> bool:
@@ -366,7 +366,9 @@ class NodeFolds:
         op, whole = ReduceOp.MEAN, sum(span.stop - span.start for _, span in parts)
         _, _, scales, divisor = parts[0][1]
         with self.moving():
-            ready = self.ready(op, parts[0][0].dtype, whole)
+            # How much is this rank's own: it says nothing of what others have compiled.
+            dtype = parts[0][0].dtype
+            ready = compiles(FOLDS[op], dtype, whole) or self.ready(op, dtype, 0)
             for rows, span in parts:
                 if len(rows) > 1 or scales is not None:
                     self._fold_here(op, rows, rows[:1], span, whole, ready)

@@ -16,6 +16,7 @@ from typing import NamedTuple, final
 
 import numpy as np
 
+from mpistrat.arena.arena import ArenaAddress
 from mpistrat.arena.layout import slice_of
 from mpistrat.arena.nodes import Nodes, find_nodes
 from mpistrat.arrays import Array
@@ -71,7 +72,7 @@ class Overlap:
     """The transfers of one session that go on beside the program.
 
     Args:
-    lockstep: Whose calls they are.
+      lockstep: Whose calls they are.
     """
 
     def __init__(self, lockstep: Lockstep):
@@ -116,12 +117,11 @@ class Overlap:
         with np.errstate(all="ignore"):
             try:
                 suffix, begin = self._prepared(node, what, values, weight, outs)
+                oldest = self._transfers.oldest
             except Exception as error:
                 lockstep.refuse(what.text, error)
             mean = what.op is ReduceOp.MEAN
-            riding = (struct.pack("<d", weight) if mean else b"") + struct.pack(
-                "<Q", self._transfers.oldest
-            )
+            riding = (struct.pack("<d", weight) if mean else b"") + struct.pack("<Q", oldest)
             scales, smalls = prove(suffix, riding)
             rows = [np.frombuffer(small, np.uint8) for small in smalls] or lockstep.received
             told = [int(row[: len(riding)][-8:].copy().view(np.uint64)[0]) for row in rows]
@@ -129,7 +129,11 @@ class Overlap:
                 wait = begin(scales, min(told))
             except Exception as error:
                 lost(lockstep, what.text, error)
-        return None if wait is None else functools.partial(self._put, wait, outs)
+        if wait is None:  # on all ranks
+            self._known = False
+            node.warn("all_reduce_start", "all is done at once")
+            return None
+        return functools.partial(self._put, wait, outs)
 
     def _put(self, wait: Wait, outs: Sequence[Array] | None) -> list[Array]:
         with np.errstate(all="ignore"):
@@ -185,17 +189,30 @@ class Overlap:
         outs: Sequence[Array] | None,
     ) -> tuple[str, Begin]:
         """Do what can fail; return what the text says more, and what begins. Not collective."""
+        node.arena.check_still(what.text, [*values, *(outs or ())])
         homes = node.homes(what, values, outs) if what.worth_a_place else None
         node.compile(what, inside=homes is not None)
         if homes is not None:
             where = placed(homes)
-            return where.suffix, self._placed(node, what.op, where, list(values))
+            return where.suffix, self._placed(node, what.op, where, homes, list(values))
         if what.op is ReduceOp.MEAN and weight == 0:  # never read
             values = what.wires(values, [weight], fresh=False)
         return "", self._packed(node, what, values, outs)
 
-    def _placed(self, node: NodeFolds, op: ReduceOp, placed: Placed, leaves: list[Array]) -> Begin:
+    def _placed(
+        self,
+        node: NodeFolds,
+        op: ReduceOp,
+        placed: Placed,
+        homes: Sequence[ArenaAddress],
+        leaves: list[Array],
+    ) -> Begin:
         """Return what begins to fold arrays of the arena where they lie."""
+        moving, these = node.arena.moving, {home.key for home in homes}
+
+        def take() -> list[Array]:
+            moving.difference_update(these)
+            return leaves
 
         def begin(scales: Scales, oldest: int) -> Wait:
             jobs = []
@@ -205,7 +222,8 @@ class Overlap:
                 ranges = [Range(start, stop, *scales.of(leaf)) for start, stop, leaf in spans]
                 jobs.append(_Job(held.matrices[matrix], ranges))
             transfer = self._begin(node, op, jobs, spread=True)
-            return lambda: self._wait(transfer, lambda: leaves)
+            moving.update(these)
+            return lambda: self._wait(transfer, take)
 
         return begin
 

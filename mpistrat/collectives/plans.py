@@ -229,14 +229,14 @@ class Plans:
             found = self._last.get((reduce_op, weighted, kind, len(leaves)))
         except TypeError:  # no operation
             return None
-        if found is None or self._node.arena.refused:
+        if found is None or self._node.arena.refused or self._node.arena.moving:
             return None
         known = found.generation == self._node.arena.generation and found.names(leaves)
         return found if known else None
 
     def in_place(self, key: tuple[Any, ...]) -> InPlace | None:
         """Return what is known of the arrays that `key` names, by address."""
-        if self._node.arena.refused:
+        if self._node.arena.refused or self._node.arena.moving:
             return None  # as the general path has it, which other ranks may take
         found = self._places.get(key)
         return found if found and found.generation == self._node.arena.generation else None
@@ -244,6 +244,8 @@ class Plans:
     def learn_in_place(self, key: tuple[Any, ...], what: Folding, asked: Request) -> None:
         """Remember where the leaves lie, if all of them lie in the arena, or there is one rank."""
         leaves = asked.leaves
+        if not all(map(_as_made, leaves)):
+            return  # the general path says what is wrong, if anything is
         if self._lockstep.comm.size == 1:
             where = Placed("", [], [])
         elif (homes := self._node.homes(what, leaves, leaves)) is not None:

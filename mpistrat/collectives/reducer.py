@@ -195,6 +195,7 @@ class Reducer(Reducing):
     ) -> _Way:
         """Choose a path, and do on it what can fail."""
         homes = None
+        self.node.arena.check_still(what.text, [*values, *(outs or ())])
         if outs is not None and self.node.possible and what.worth_a_place:
             homes = self.node.homes(what, values, outs)
         mean = what.op is ReduceOp.MEAN

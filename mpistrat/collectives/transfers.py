@@ -70,7 +70,11 @@ class Transfers:
     @property
     def oldest(self) -> int:
         """The number of the first that some part of the program may still want; else the next."""
-        return min(self._open.keys(), default=self._count + 1)
+        return min((one.number for one in self._living()), default=self._count + 1)
+
+    def _living(self) -> list[Transfer]:
+        # A copy is taken first: in the thread another one may go at any time.
+        return [one for ref in self._open.valuerefs() if (one := ref()) is not None]
 
     def begin(self, work: Callable[[], None]) -> Transfer:
         """Let the thread do this when it is through with all that came before."""
@@ -93,7 +97,7 @@ class Transfers:
     def drain(self) -> None:
         """Return when nothing moves any more: memory may go then, and MPI be finalized."""
         if os.getpid() == self._pid:  # a child has none of its parent's threads
-            for transfer in list(self._open.values()):
+            for transfer in self._living():
                 transfer.ended.wait()
 
     def _beside(self) -> None:

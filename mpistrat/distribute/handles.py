@@ -60,40 +60,46 @@ class Handle:
         Cost: what is left of the transfer, and of results that do not lie in ``Strategy.buffers``
         one copy.
         """
-        session = self._lockstep.session
         self._lockstep.check()
         self._lockstep.state.interrupted.check()
         if self._lost:
             raise ContextError(f"{self!r}: the run has ended in which it was made.")
         if not self._done:
-            session.board.enter(session.calls, f"{self._call}.wait")
-            try:
-                self._end()
-            finally:
-                session.board.leave()
+            self._result = self._taken()
+            self._done = True
+            self._forget()
         return self._result
 
-    def _end(self) -> None:
+    def _taken(self) -> Any:
+        session = self._lockstep.session
+        session.board.enter(session.calls, f"{self._call}.wait")
+        session.board.resume()  # it is no handshake
+        try:
+            return self._results()
+        finally:
+            session.board.leave()
+
+    def _forget(self) -> None:
+        self._results = _nothing
         handles = self._lockstep.state.run.handles
         if self in handles:
             handles.remove(self)
-        results, self._results = self._results, _gone
-        self._done = True
-        self._result = results()
 
     def abandon(self) -> None:
         """End it without giving the results away, so that the memory is nobody's any more."""
         self._lost = True
-        self._end()
-        self._result = None
+        try:
+            self._taken()
+        finally:
+            self._forget()
 
     def of_run(self, depth: int) -> bool:
         """Tell whether it was made in a run of that depth, or in one inside of it."""
         return self._depth >= depth
 
 
-def _gone() -> Any:
-    raise ContextError("this transfer has failed already.")
+def _nothing() -> None:
+    """Stand for results that were taken."""
 
 
 def all_reduce_start(parts: Parts, reduce_op: Any, value: Any, weight: Any, out: Any) -> Handle:

@@ -87,7 +87,9 @@ def apply(
     try:
         call = checked(optimizer, state, name, pairs, targets, weight, progress.step)
         what = call.known.what(progress.step, lockstep.comm.size > 1)
-        call.known.compile(optimizer)
+        node = strategy.parts.reducer.node
+        node.arena.check_still(name, call.values)
+        call.known.compile(optimizer, node.wire)
     except Exception as error:
         lockstep.refuse(name, error)
     _step(optimizer, state, progress, call, what)

@@ -11,8 +11,10 @@ import numpy as np
 
 from mpistrat.arena.arena import Block
 from mpistrat.arrays import Array, as_array, digest, is_bfloat16, spec_text
+from mpistrat.collectives.communication import WIRES
 from mpistrat.collectives.folding import Folding
 from mpistrat.collectives.forms import form
+from mpistrat.collectives.lanes import MOST, compile_wire
 from mpistrat.collectives.spans import Placed
 from mpistrat.distribute.default import current_strategy, default_strategy
 from mpistrat.distribute.mode import current, refuse_unchosen, same_strategy
@@ -96,12 +98,19 @@ class Known:
         rates = sorted({one.rate(step) for one in self.optimizers})
         return self._what.but(f", at step {step} by {', '.join(map(repr, rates))}")
 
-    def compile(self, optimizer: OptimizerSettings) -> None:
-        """Have the loops compiled that this call needs, before its proof."""
+    def compile(self, optimizer: OptimizerSettings, wire: str) -> None:
+        """Have the loops compiled that this call needs, before its proof.
+
+        Args:
+          optimizer: Whose call it is.
+          wire: What float32 travels as between nodes.
+        """
         if not self.compiled and self.worth_compiling:
             kinds = {(t.variable.dtype, t.optimizer.rule.update): t for t in self.dense}
             for target in kinds.values():
                 _compile_for(optimizer, target)
+                if wire != WIRES[0]:
+                    compile_wire(target.variable.dtype, MOST)
         self.compiled = True
 
 

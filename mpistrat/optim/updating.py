@@ -295,7 +295,8 @@ class Update:
         def part(low: int, high: int) -> None:
             low, high = first + low, first + high
             pending = None if g.pending is None else g.pending[low:high]
-            do(i, g._replace(start=g.start + low, pending=pending), low, high)
+            with np.errstate(all="ignore"):  # which is each thread's own
+                do(i, g._replace(start=g.start + low, pending=pending), low, high)
 
         if self._team is None or size < 2 * _PART:
             part(0, size)

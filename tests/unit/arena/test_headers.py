@@ -159,3 +159,26 @@ def test_one_rank_folds_nothing_but_a_mean_of_no_examples():
             b[...] = weight
         strategy.run(fold)
         assert all(np.isnan(b).all() if weight == 0 else (b == weight).all() for b in buffers)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_buffers_that_were_first_seen_read_only_are_refused_each_time(n):
+    def rank(comm):
+        strategy = ms.MirroredStrategy(comm=comm)
+        known, other = (strategy.buffers([np.zeros(10_000, np.float32)]) for _ in range(2))
+
+        def fold(arrays):
+            return strategy.run(
+                lambda: ms.get_replica_context().all_reduce("sum", arrays, out=arrays) is None
+            )
+
+        fold(known), fold(known)
+        other[0].flags.writeable = False
+        for _ in range(3):
+            with pytest.raises(ValueError):
+                fold(other)
+        assert (other[0] == 0).all()
+        other[0].flags.writeable = True
+        fold(other)
+
+    run_ranks(rank, n)

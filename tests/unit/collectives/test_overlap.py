@@ -357,3 +357,60 @@ def test_a_library_that_cannot_says_so_once(apart, monkeypatch, reason):
         run_ranks(rank, 2)
     (text,) = [str(w.message) for w in caught if "at once" in str(w.message)]
     assert {"threads": "THREAD_MULTIPLE", "yielding": "mpi_yield_when_idle"}[reason] in text
+
+
+@pytest.mark.parametrize("again", ["all_reduce", "all_reduce_start", "apply_gradients"])
+def test_buffers_that_are_on_their_way_are_given_to_no_other_call(apart, again):
+    def rank(comm):
+        strategy = ms.MirroredStrategy(comm=comm)
+        with strategy.scope():
+            w = ms.Variable(np.zeros(20_000, np.float32))
+        (buffer,) = strategy.gradient_buffers([w])
+        optimizer = ms.optim.SGD(0.5)
+
+        def fn():
+            ctx = ms.get_replica_context()
+            for _ in range(3):  # so that the quick ways are known
+                buffer.fill(1)
+                optimizer.apply_gradients([(buffer, w)])
+                ctx.all_reduce("SUM", [buffer], out=[buffer])
+            buffer.fill(1)
+            handle = ctx.all_reduce_start("SUM", [buffer], out=[buffer])
+            with pytest.raises(ms.ContextError, match=r"array 0, .*20000.*still on its way"):
+                if again == "apply_gradients":
+                    optimizer.apply_gradients([(buffer, w)])
+                else:
+                    getattr(ctx, again)("SUM", [buffer], out=[buffer])
+            return handle
+
+        with pytest.raises(ms.ContextError):  # a call has failed in it
+            strategy.run(lambda: fn().wait())
+        buffer.fill(1)
+        strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", [buffer], out=[buffer]))
+        assert (buffer == 2).all()
+
+    run_ranks(rank, 2)
+
+
+def test_wait_that_was_interrupted_may_be_called_again(apart, monkeypatch):
+    class Stop(Exception):
+        pass
+
+    def rank(comm):
+        def fn(strategy, ctx):
+            value = tree(comm.rank)
+            handle = ctx.all_reduce_start("SUM", value)
+            ended = handle._results
+
+            def interrupted():
+                handle._results = ended
+                raise Stop
+
+            handle._results = interrupted
+            with pytest.raises(Stop):
+                handle.wait()
+            assert bits(handle.wait()) == bits(ctx.all_reduce("SUM", value))
+
+        in_run(comm, fn)
+
+    run_ranks(rank, 2)
