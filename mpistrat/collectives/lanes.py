@@ -59,8 +59,8 @@ class Lane(NamedTuple):
         Args:
           op: How.
           part: What this node has; flat, contiguous. It may be written over.
-          kept: Of a mean, the same times `power` where `part` is not finite; None if it was not
-            kept.
+          kept: Of a mean, what is used where `part` is not finite: the same times `power`. What it
+            has elsewhere is not read. None if it was not kept.
           divisor: What the sum is divided by.
 
         Returns:

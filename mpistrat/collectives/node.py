@@ -269,7 +269,7 @@ class NodeFolds:
     ) -> None:
         """Fold this rank's slice of what its node gave into `out`; for several nodes.
 
-        Not collective; the other nodes come afterwards.
+        Not collective. Other ranks may read `out` after a barrier of the node.
         """
         node = self.arena.nodes().node
         low, high = slice_of(node.rank, node.size, columns, rows.dtype)

@@ -283,9 +283,10 @@ class ReplicaContext:
         """Begin an `all_reduce` that goes on while this replica computes; ``wait()`` ends it.
 
         What can fail fails here, on all ranks. Between the two, the program may make other calls,
-        also more of these, which end in the order in which they were begun, and must not write to
-        the arrays of `value`, nor use those of `out`. Others than those of ``Strategy.buffers`` are
-        copied, so the memory of a step is needed twice.
+        also more of these, which end in the order in which they were begun. Arrays of
+        ``Strategy.buffers`` are folded where they lie: until ``wait`` the program must neither read
+        nor write them, and another call that is given them raises. Others are copied first, so the
+        memory of a step is needed twice; those of `out` have the results after ``wait``.
 
         Between nodes the bytes move in a thread. It needs Python's lock each time that it looks, so
         what computes should leave it free, as NumPy does for large arrays. Everything is done here

@@ -776,8 +776,8 @@ class Strategy(StrategyBase):
         of two answers tells what went by between them, and the rest of that time was computing.
         Every call begins with a handshake: the shortest so far tells what one takes where nobody is
         late, and what others took more was waiting. Communication is the rest of it, and what
-        follows in a call: moving data by MPI, and meeting on a node. What ranks copy and fold in
-        memory that they share counts as computing.
+        follows in a call: moving data by MPI, meeting on a node, ``wait`` of a handle. What ranks
+        copy and fold in memory that they share counts as computing.
 
         Returns:
           Two numbers; zeros where nobody keeps a board: with one rank, and where ranks are threads.

@@ -32,7 +32,7 @@ __all__ = ["SEEDS", "Result", "Settings", "load", "main", "train"]
 SEEDS = (0, 1, 2, 3, 4)  # the median of their test accuracies is at least 0.97
 TRAINING = 1409  # 22 batches of 64, and one image
 MOMENTUM = 0.9
-ENOUGH = 512  # images in a batch that several ranks may well share
+ENOUGH = 512 * 1024  # images of a batch times hidden units: so much work is worth sharing
 NEEDED = ("matplotlib", "sklearn", "tqdm")
 ADVICE = "This example needs scikit-learn, matplotlib and tqdm: pip install 'mpistrat[examples]'"
 
@@ -208,7 +208,7 @@ def report(result: Result, settings: Settings, ranks: int) -> None:
     # The median, because the first epoch also waits for what is loaded or compiled on first use.
     epoch = sorted(result.history, key=lambda epoch: epoch.seconds)[len(result.history) // 2]
     waiting, communicating = epoch.waiting / epoch.seconds, epoch.communicating / epoch.seconds
-    few = f"{settings.batch} images are too few to share; --batch {ENOUGH} scales"
+    few = "too little work in a step to share; --batch 512 --hidden 1024 has enough"
     many = "make a step quicker, where each has a core"
     print(
         f"test accuracy        {result.accuracy:.4f}",
@@ -217,7 +217,7 @@ def report(result: Result, settings: Settings, ranks: int) -> None:
         f"waiting              {waiting:.0%}, for other ranks",
         f"communicating        {communicating:.0%}",
         f"ranks                {ranks}",
-        f"more ranks           {few if settings.batch < ENOUGH else many}",
+        f"more ranks           {few if settings.batch * settings.hidden < ENOUGH else many}",
         f"picture              {settings.output}",
         sep="\n",
         flush=True,

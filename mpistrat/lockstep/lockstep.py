@@ -169,7 +169,8 @@ class Lockstep(Ranks):
           payload: As long on all ranks as `call` says; up to `ROOM` bytes.
 
         Returns:
-          None, if all frames begin alike; else the flags of all, and the payloads as in `Proof`.
+          None, if all frames begin alike, so that `received` has the payloads; else the flags of
+          all ranks, of which none is an error, and the payloads as in `Proof`.
         """
         session, state = self.session, self.state
         session.check()

@@ -60,7 +60,7 @@ class Hooks:
       on_fn: Called on the way into the function of a ``run``.
       on_moved: Called with the results of an all-reduce that moved more than its proof.
       on_moving: Called after the proof of an all-reduce through shared memory.
-      sharing: An all-reduce is on its way through shared memory.
+      sharing: Shared memory is being made, or an all-reduce is on its way through it.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class Hooks:
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Let the body be on its way through shared memory."""
+        """Run the body, which makes shared memory or moves data through it."""
         self.sharing = True
         try:
             yield

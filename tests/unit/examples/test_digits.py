@@ -210,7 +210,8 @@ def test_one_rank_prints_plain_lines_and_writes_the_picture(ranks, tmp_path):
     assert sum(shares) in range(98, 103)
     assert (shares == [100, 0, 0]) == (ranks is None)
     assert lines[7].split() == ["ranks", str(ranks or 1)]
-    assert lines[8].endswith("64 images are too few to share; --batch 512 scales")
+    few = "too little work in a step to share; --batch 512 --hidden 1024 has enough"
+    assert lines[8].endswith(few)
     assert not CONTROL.search(done.stdout + done.stderr)
     assert "step" not in done.stderr  # the bar's unit
     assert [path.name for path in tmp_path.iterdir()] == ["digits.png"]
