@@ -1,15 +1,18 @@
-"""The memory of an array that is the same on all ranks: one copy for each rank, or for each node.
+"""The memory of an array that is the same on all ranks: one for each rank, each node, or for all.
 
 What a node has in common is written to in slices, by all of its ranks at once, after they have
-agreed on what. Everybody reads it through a mapping of its own that cannot be written to.
+agreed on what. Everybody reads it through a mapping of its own that cannot be written to. Of what
+all nodes have once, each rank has a slice to itself, and reading is collective.
 """
 
 from __future__ import annotations
 
 import abc
+import itertools
+import math
 import mmap
 from collections.abc import Callable
-from typing import cast, final
+from typing import NamedTuple, cast, final
 
 import numpy as np
 
@@ -18,7 +21,16 @@ from mpistrat.arrays import Array, sealed
 from mpistrat.comm.base import Comm
 from mpistrat.sharedmem.shared import Pages, touch
 
-__all__ = ["LEAST", "NodeStorage", "PrivateStorage", "Storage", "Storages"]
+__all__ = [
+    "LEAST",
+    "NodeStorage",
+    "PrivateStorage",
+    "Slices",
+    "SpreadStorage",
+    "Storage",
+    "Storages",
+    "slices_of_ranks",
+]
 
 # Arrays of fewer bytes are cheaper to have on every rank than to meet for at every write.
 LEAST = 64 * 1024
@@ -35,10 +47,12 @@ class Storage(abc.ABC):
     Attributes:
       array: The contents. Only `write` writes to it.
       seen: The same memory, for programs: a view that cannot be made writable.
+      whole: This rank sees all of the contents.
     """
 
     array: Array
     seen: Array
+    whole = True
 
     @property
     @abc.abstractmethod
@@ -170,9 +184,7 @@ class NodeStorage(Storage):
 
     def part(self, step: int) -> tuple[int, Array]:
         """Return this rank's part."""
-        low, high = (
-            min(one * step, self._flat.size) for one in self.slice(-(-self._flat.size // step))
-        )
+        low, high = _cuts(self._flat.size, step, self.node.size)[self.node.rank :][:2]
         return low, self._shared[low:high]
 
     def snapshot(self) -> Callable[[], None]:
@@ -188,6 +200,138 @@ class NodeStorage(Storage):
             if before and self._writes > writes:
                 self._shared[low:high] = before.pop()
                 self.node.barrier()
+
+        return restore
+
+
+def _cuts(size: int, step: int, count: int) -> list[int]:
+    """Return where `count` parts of so many elements begin, at multiples of `step`; and the end."""
+    steps = -(-size // step)
+    return [min(steps * i // count * step, size) for i in range(count + 1)]
+
+
+class Slices(NamedTuple):
+    """Which elements of an array are whose, of all ranks of all nodes.
+
+    The part of a rank of a node, as `Storage.part` cuts it, is cut again between this rank and its
+    twins, the ranks of the other nodes that have the same part.
+
+    Attributes:
+      node: The ranks of this node.
+      lane: This rank and its twins.
+      parts: Where the parts of the ranks of a node begin, and the end.
+      cuts: Where the slices of this part begin, and its end.
+    """
+
+    node: Comm
+    lane: Comm
+    parts: list[int]
+    cuts: list[int]
+
+    @property
+    def low(self) -> int:
+        """The first element of this rank."""
+        return self.cuts[self.lane.rank]
+
+    @property
+    def high(self) -> int:
+        """The one after its last."""
+        return self.cuts[self.lane.rank + 1]
+
+    @property
+    def widest(self) -> int:
+        """How many elements the largest of the twins' slices has."""
+        return max(high - low for low, high in itertools.pairwise(self.cuts))
+
+    def fill_part(self, mine: Array, part: Array) -> None:
+        """Put the slices of all twins into their part. Collective over the lane; unproved.
+
+        Args:
+          mine: This rank's slice; flat, of other memory.
+          part: All elements from ``cuts[0]`` to ``cuts[-1]``.
+        """
+        _gather(self.lane, mine, part, self.cuts)
+
+    def gather(self, mine: Array) -> Array:
+        """Return the slices of all ranks as one flat array. Collective over all; unproved."""
+        part = np.empty(self.cuts[-1] - self.cuts[0], mine.dtype)
+        self.fill_part(mine, part)
+        found = np.empty(self.parts[-1], mine.dtype)
+        _gather(self.node, part, found, self.parts)
+        return found
+
+
+def _gather(comm: Comm, mine: Array, out: Array, cuts: list[int]) -> None:
+    counts = [(high - low) * out.itemsize for low, high in itertools.pairwise(cuts)]
+    comm.allgatherv(mine.view(np.uint8), out.view(np.uint8), counts)
+
+
+def slices_of_ranks(nodes: Nodes, size: int, step: int) -> Slices:
+    """Cut so many elements between all ranks, of nodes with as many ranks each.
+
+    Args:
+      nodes: The nodes, of which there are several.
+      size: How many elements.
+      step: Slices meet at multiples of so many elements.
+    """
+    assert nodes.lane is not None
+    parts = _cuts(size, step, nodes.node.size)
+    low, high = parts[nodes.node.rank :][:2]
+    cuts = [low + cut for cut in _cuts(high - low, step, nodes.lane.size)]
+    return Slices(nodes.node, nodes.lane, parts, cuts)
+
+
+@final
+class SpreadStorage(Storage):
+    """A slice of an array for each rank of all nodes, which nobody else has.
+
+    `array` has the dtype and the shape of the whole, and no contents: it is all NaN, and has no
+    memory. `read` has the contents.
+
+    Args:
+      slices: Which elements are whose.
+      like: An array of the dtype and the shape.
+    """
+
+    whole = False
+
+    def __init__(self, slices: Slices, like: Array):
+        """Take memory, which is zeroed."""
+        self.slices = slices
+        self.array = self.seen = np.broadcast_to(np.array(np.nan, like.dtype), like.shape)
+        self._mine = np.zeros(slices.high - slices.low, like.dtype)
+
+    @property
+    def base(self) -> Array:
+        """The slice; one for each storage."""
+        return self._mine
+
+    def read(self) -> Array:
+        """Return the contents: new memory. Collective over all ranks; unproved."""
+        return self.slices.gather(self._mine).reshape(self.array.shape)
+
+    def write(self, write: Write, values: Array, rows: Array | None = None) -> None:
+        """Write this rank's slice. Never communicates: all ranks write alike."""
+        low, high = self.slices.low, self.slices.high
+        if rows is None:
+            write(self._mine, values.reshape(-1)[low:high], None)
+            return
+        width = math.prod(self.array.shape[1:])
+        places = (rows[:, None] * width + np.arange(width)).reshape(-1)
+        mine = (places >= low) & (places < high)
+        write(self._mine, values.reshape(-1)[mine], places[mine] - low)
+
+    def part(self, step: int) -> tuple[int, Array]:
+        """Return this rank's slice, which is cut as it was made, whatever `step` says."""
+        return self.slices.low, self._mine
+
+    def snapshot(self) -> Callable[[], None]:
+        """Return what puts back the contents of now, once. Cost: a copy of this rank's slice."""
+        before = [self._mine.copy()]
+
+        def restore() -> None:
+            if before:
+                self._mine[:] = before.pop()
 
         return restore
 

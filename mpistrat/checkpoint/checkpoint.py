@@ -117,7 +117,8 @@ class Checkpoint:
           LockstepError: The ranks save different variables, or elsewhere.
 
         Cost: three proofs; one rank writes, and waits for the disk. ON_READ variables are reduced
-        first.
+        first. Slots of an optimizer with ``shard="all"`` are gathered, one after the other; replica
+        0 keeps them until they are written.
         """
         return save(self, file_prefix)[0]
 

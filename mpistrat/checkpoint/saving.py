@@ -129,8 +129,14 @@ def _values(
                 )
         known = _UNKNOWN if prefix is None else _SEEN.get(os.path.realpath(prefix), _UNKNOWN)
     known = max(map(int, lockstep.share(call, str(known).encode())))
-    # What is always equal is not copied: nobody writes to it before this call has ended.
-    return {key: np.asarray(variable) for key, variable in mine.items()}, known
+    # What is always equal is not copied: nobody writes to it before this call has ended. What is
+    # spread is read by all ranks, one variable after the other, and kept by the one that writes.
+    values = {}
+    for key, variable in mine.items():
+        value = np.asarray(variable)
+        if lockstep.comm.rank == 0:
+            values[key] = value
+    return values, known
 
 
 def seen(paths: Iterable[Path]) -> None:

@@ -13,6 +13,10 @@ wire           how
 =============  ===================================================================================
 
 Everyone has the owner's bits, and what an element becomes does not depend on where it lies.
+
+`Lane.fold_own` is the first half: each twin gets the fold of what is its own, from messages of all
+others, added in the order of the nodes. It has the bits that `Lane.fold` gives, but where an MPI
+library adds float32 or float64 of three nodes and more in another order.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ from mpistrat.kernels.narrow import from_bfloat16, to_bfloat16
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.kernels.scaling import divide, real, rescue
 
-__all__ = ["MOST", "Lane", "compile_wire", "fold_between", "fold_together", "in_pieces"]
+__all__ = ["MOST", "Lane", "compile_wire", "fold_between", "fold_far", "fold_together", "in_pieces"]
 
 # What goes between nodes at once, in elements; bounds what it takes beside the arena.
 MOST = 1 << 20
@@ -70,10 +74,9 @@ class Lane(NamedTuple):
         """
         sums = op is ReduceOp.SUM or op is ReduceOp.MEAN
         if self.wire == "bfloat16" and part.dtype == np.float32 and sums:
-            power = factor = self.power if op is ReduceOp.MEAN else 1.0
-            given = part
-            if kept is not None and not np.isfinite(part).all():
-                given, factor = _lowered(part, kept, power), 1.0
+            power = self.power if op is ReduceOp.MEAN else 1.0
+            given, lowered = self._or_lowered(part, kept)
+            factor = 1.0 if lowered else power
             self._fold_narrow(given, factor, divisor * power, part)
             return part
         (total,) = reduce_messages(self.comm, op, [part])
@@ -92,26 +95,89 @@ class Lane(NamedTuple):
 
     def _fold_narrow(self, given: Array, factor: float, divisor: float, out: Array) -> None:
         """Add what the nodes give times `factor`, by way of bfloat16, and divide."""
-        comm, me, size = self.comm, self.comm.rank, self.comm.size
-        cuts = [given.size * rank // size for rank in range(size + 1)]
-        low, high = cuts[me], cuts[me + 1]
+        cuts = [given.size * rank // self.comm.size for rank in range(self.comm.size + 1)]
         bits = np.empty(given.size, np.uint16)
         _narrow(given, factor, bits)
-        came = np.empty((size, high - low), np.uint16)
-        came[me] = bits[low:high]
-        for step in range(1, size):
-            to, source = (me + step) % size, (me - step) % size
-            comm.sendrecv(bits[cuts[to] : cuts[to + 1]], to, came[source], source)
-        wide = np.empty(came.shape, np.float32)
+        mine = self._own_narrow([bits[low:high] for low, high in itertools.pairwise(cuts)], divisor)
+        counts = [2 * (stop - start) for start, stop in itertools.pairwise(cuts)]
+        self.comm.allgatherv(mine.view(np.uint8), bits.view(np.uint8), counts)
+        _widen(bits, out)
+
+    def _own_narrow(self, bits: Sequence[Array], divisor: float) -> Array:
+        """Return the fold of this rank's own, of bfloat16 that are for each of the twins."""
+        came = self._exchange(bits)
+        wide: Array = np.empty(came.shape, np.float32)
         _widen(came.reshape(-1), wide.reshape(-1))
-        fold_rows(np.add, wide, wide[:1], 0, high - low)
+        fold_rows(np.add, wide, wide[:1], 0, wide.shape[1])
         if divisor != 1.0:
             divide(wide[0], divisor)
-        mine = np.empty(high - low, np.uint16)
+        mine = np.empty(wide.shape[1], np.uint16)
         _narrow(wide[0], 1.0, mine)
-        counts = [2 * (stop - start) for start, stop in itertools.pairwise(cuts)]
-        comm.allgatherv(mine.view(np.uint8), bits.view(np.uint8), counts)
-        _widen(bits, out)
+        return mine
+
+    def _or_lowered(self, part: Array, kept: Array | None) -> tuple[Array, bool]:
+        """Return numbers; times `power` if one is not finite and was kept so, and whether that."""
+        if kept is None or np.isfinite(part).all():
+            return part, False
+        return _lowered(part, kept, self.power), True
+
+    def _exchange(self, given: Sequence[Array]) -> Array:
+        """Give each twin what is for it; return what all have given to this one, in rows."""
+        comm, me, size = self.comm, self.comm.rank, self.comm.size
+        came = np.empty((size, given[me].size), given[me].dtype)
+        came[me] = given[me]
+        for step in range(1, size):
+            to, source = (me + step) % size, (me - step) % size
+            comm.sendrecv(given[to], to, came[source], source)
+        return came
+
+    def fold_own(
+        self, parts: Sequence[Array], kept: Sequence[Array] | None, divisor: float
+    ) -> Array:
+        """Return the mean of what the nodes have for this rank. Collective; unproved.
+
+        Args:
+          parts: What this node has for each of the twins, in their order; flat, contiguous, of one
+            dtype, float32 or float64.
+          kept: As in `fold`, for each of them, or None.
+          divisor: As there.
+
+        Cost: one message to each of the others.
+        """
+        lows = kept if kept is not None else [None] * len(parts)
+        given = [self._or_lowered(part, low) for part, low in zip(parts, lows, strict=True)]
+        if self.wire == "bfloat16" and parts[0].dtype == np.float32:
+            wires = [np.empty(part.size, np.uint16) for part in parts]
+            for (values, lowered), bits in zip(given, wires, strict=True):
+                _narrow(values, 1.0 if lowered else self.power, bits)
+            own = np.empty(parts[self.comm.rank].size, np.float32)
+            _widen(self._own_narrow(wires, divisor * self.power), own)
+            return own
+        # The last element tells whether the others are scaled down.
+        wide = [np.append(values, values.dtype.type(lowered)) for values, lowered in given]
+        return _mean_of_rows(self._exchange(wide), divisor, self.power)
+
+
+def _mean_of_rows(came: Array, divisor: float, power: float) -> Array:
+    """Return the mean of rows, of which those that end in 1 are multiplied by `power`."""
+    rows, size = came[:, :-1], len(came)
+    total: Array = np.empty((1, came.shape[1]), came.dtype)
+    lowered = {i: rows[i].copy() for i in np.flatnonzero(came[:, -1]).tolist()}
+    for i in lowered:
+        rows[i] /= rows.dtype.type(power)
+
+    def low(where: NDArray[np.intp]) -> Array:
+        scale = rows.dtype.type(power)
+        some = [lowered[i][where] if i in lowered else rows[i, where] * scale for i in range(size)]
+        found: Array = functools.reduce(np.add, some)
+        return found
+
+    fold_rows(np.add, came, total, 0, rows.shape[1])
+    found: Array = total[0, :-1]
+    if divisor != 1.0:
+        divide(found, divisor)
+        rescue(found, low, divisor, power)
+    return found
 
 
 def _lowered(part: Array, kept: Array | None, power: float) -> Array:
@@ -196,14 +262,45 @@ def fold_together(
         at += part.size
 
 
+def fold_far(lane: Lane, op: ReduceOp, parts: Sequence[Sequence[tuple[Array, Range]]]) -> None:
+    """Make means in the first rows of matrices, of what is there and of their second rows.
+
+    Collective over `lane`; unproved.
+
+    Args:
+      lane: One rank of each node.
+      op: MEAN.
+      parts: One list of what all ranks of the lane are to have, or one for each, of what is its
+        own: matrices, and which columns.
+    """
+    rows, span = parts[0][0]
+    sums, low = _columns(parts, 0), None
+    if span.scales is None and len(rows) > 1:
+        low = _columns(parts, 1)
+    if len(parts) == 1:
+        fold_together(lane, op, sums[0], None if low is None else low[0], span.divisor)
+        return
+    given = [np.concatenate(some) for some in sums]
+    kept = None if low is None else [np.concatenate(some) for some in low]
+    own, at = lane.fold_own(given, kept, span.divisor), 0
+    for mine in sums[lane.comm.rank]:
+        mine[:] = own[at : at + mine.size]
+        at += mine.size
+
+
+def _columns(parts: Sequence[Sequence[tuple[Array, Range]]], row: int) -> list[list[Array]]:
+    return [[rows[row, span.start : span.stop] for rows, span in some] for some in parts]
+
+
 def in_pieces(
-    parts: Sequence[tuple[int, Array]], step: int
+    parts: Sequence[tuple[int, Array]], step: int, twins: int = 1
 ) -> Iterator[list[tuple[int, int, int]]]:
     """Cut numbered arrays, and yield as many pieces of one dtype as may be folded together.
 
     Args:
       parts: Flat arrays, and their numbers.
       step: At multiples of so many elements they may be cut.
+      twins: How many ranks have such pieces in one exchange.
 
     Example:
       >>> f4, f8 = np.empty(2**20 + 5, "f4"), np.empty(3, "f8")
@@ -211,13 +308,14 @@ def in_pieces(
       [[(0, 0, 1048576)], [(0, 1048576, 1048581), (1, 0, 9)], [(2, 0, 3)]]
     """
     some: list[tuple[int, int, int]] = []
-    room, dtype = MOST, None
+    most = MOST // twins
+    room, dtype = most, None
     for i, array in parts:
         low = 0
         while low < array.size:
             if some and (array.dtype != dtype or room < min(step, array.size - low)):
                 yield some
-                some, room = [], MOST
+                some, room = [], most
             high = min(array.size, low + max(step, room // step * step))
             some.append((i, low, high))
             room, dtype, low = room - high + low, array.dtype, high

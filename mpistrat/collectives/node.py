@@ -10,6 +10,7 @@ packed into scratch memory, and the results copied out.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from mpistrat.arena.storage import Storage
 from mpistrat.arrays import Array
 from mpistrat.collectives.communication import WIRES
 from mpistrat.collectives.folding import Folding
-from mpistrat.collectives.lanes import Lane, compile_wire, fold_between, fold_together
+from mpistrat.collectives.lanes import Lane, compile_wire, fold_between, fold_far
 from mpistrat.collectives.packs import LIMIT, Pack, fill
 from mpistrat.collectives.results import Results
 from mpistrat.collectives.spans import Packed, Placed, Range, Scales, spans_of
@@ -352,26 +353,25 @@ class NodeFolds:
         nodes = self.arena.nodes()
         return nodes.nodes > 1 and nodes.lanes * nodes.nodes == self._size
 
-    def fold_parts(self, parts: Sequence[tuple[Array, Range]]) -> None:
+    def fold_parts(self, parts: Sequence[Sequence[tuple[Array, Range]]]) -> None:
         """Make means of columns that are this rank's and its twins' alone, in the first rows.
 
         Collective over the lane, without a barrier: no other rank of the node reads them.
 
         Args:
-          parts: Matrices of one dtype with a row for each rank of the node, and which columns; the
-            same on all nodes, all scaled alike, and at most `mpistrat.collectives.lanes.MOST`.
+          parts: One list of what all twins want to have; or one for each of them, in their order,
+            of what it alone wants, and what becomes of the others' columns is undefined. They have
+            matrices of one dtype with a row for each rank of the node, and which columns; the same
+            on all nodes, all scaled alike, and at most `mpistrat.collectives.lanes.MOST`.
         """
         lane = self.arena.nodes().lane
         assert lane is not None
-        op, whole = ReduceOp.MEAN, sum(span.stop - span.start for _, span in parts)
-        _, _, scales, divisor = parts[0][1]
+        op, whole = ReduceOp.MEAN, sum(s.stop - s.start for some in parts for _, s in some)
         with self.moving():
             # How much is this rank's own: it says nothing of what others have compiled.
-            dtype = parts[0][0].dtype
+            dtype = parts[0][0][0].dtype
             ready = compiles(FOLDS[op], dtype, whole) or self.ready(op, dtype, 0)
-            for rows, span in parts:
-                if len(rows) > 1 or scales is not None:
+            for rows, span in itertools.chain.from_iterable(parts):
+                if len(rows) > 1 or span.scales is not None:
                     self._fold_here(op, rows, rows[:1], span, whole, ready)
-            sums = [rows[0, span.start : span.stop] for rows, span in parts]
-            low = [rows[1, span.start : span.stop] for rows, span in parts if len(rows) > 1]
-            fold_together(self.over(lane), op, sums, None if scales is not None else low, divisor)
+            fold_far(self.over(lane), op, parts)

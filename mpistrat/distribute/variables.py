@@ -10,8 +10,8 @@ from typing import Any, NoReturn, final
 import numpy as np
 
 from mpistrat.arena import storage
-from mpistrat.arena.storage import PrivateStorage, Storage
-from mpistrat.arrays import Array, digest, spec_text
+from mpistrat.arena.storage import PrivateStorage, Slices, SpreadStorage, Storage
+from mpistrat.arrays import Array, digest, sealed, spec_text
 from mpistrat.distribute import writes
 from mpistrat.distribute.aggregations import first_of, write
 from mpistrat.distribute.default import current_strategy
@@ -26,7 +26,7 @@ from mpistrat.distribute.writes import VariableAggregation, VariableSynchronizat
 from mpistrat.errors import ContextError, StructureError
 from mpistrat.lockstep.guards import VariableRegistry
 
-__all__ = ["Variable", "VariableAggregation", "VariableSynchronization"]
+__all__ = ["Variable", "VariableAggregation", "VariableSynchronization", "spread_like"]
 
 
 @final
@@ -114,14 +114,14 @@ class Variable(Reading, ScatterUpdates):
         else:
             lockstep.prove(text)
         registry.created = self.number
-        if given or not self.on_read:
+        if self.storage.whole and (given or not self.on_read):
             node = self.strategy.parts.reducer.node
             self.storage = node.storage(call, self.storage.array, shared=not self.on_read)
         array, size = self.storage.array, lockstep.comm.size
         self.large = not self.on_read and size > 1 and array.nbytes >= storage.LEAST
         self.simple = array.dtype.kind in "biufc" and array.dtype.char not in "gG"
         registry.holders[id(self.storage.base)] = self
-        if not self.on_read:
+        if not self.on_read and self.storage.whole:
             registry.copies[self.number] = self
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -150,7 +150,8 @@ class Variable(Reading, ScatterUpdates):
         same_strategy(self.strategy, f"variable {self.name!r}")
         made = self.__copy__()
         memo[id(self)] = made
-        made.storage = PrivateStorage(self.storage.array.copy())
+        value = self.storage.array if self.storage.whole else self._read()
+        made.storage = PrivateStorage(value.copy())
         made._enrol(f"deepcopy of no. {self.number}", given=False)
         return made
 
@@ -193,7 +194,8 @@ class Variable(Reading, ScatterUpdates):
         """The copies that this rank can name without communicating.
 
         Raises:
-          StructureError: It is ON_READ, and other replicas' copies are on other ranks.
+          StructureError: It is ON_READ, and other replicas' copies are on other ranks; or it is
+            spread over all ranks, so that there is no copy.
         """
         shown = self.strategy.parts.lockstep.comm.size if self.strategy.parts.view.wraps else 1
         if self.on_read and shown > 1:
@@ -234,7 +236,16 @@ class Variable(Reading, ScatterUpdates):
         return True
 
     def component(self) -> Array:
-        """Return this replica's copy: a live, read-only view. Never communicates."""
+        """Return this replica's copy: a live, read-only view. Never communicates.
+
+        Raises:
+          StructureError: It is spread over all ranks, so that there is no copy.
+        """
+        if not self.storage.whole:
+            raise StructureError(
+                f"{self.label} is spread over all ranks (shard='all'), so no rank has a copy to "
+                "look at. Read it, on every rank: v.numpy()."
+            )
         return self.storage.seen.view()
 
     def holds(self, array: Any) -> bool:
@@ -245,6 +256,9 @@ class Variable(Reading, ScatterUpdates):
         mode = current()
         if mode is not None and mode.strategy is not self.strategy:
             same_strategy(self.strategy, self.label)
+        if isinstance(self.storage, SpreadStorage):
+            self.strategy.parts.lockstep.prove(f"read({self.spec()})")
+            return sealed(self.storage.read())
         if not self.on_read or self.strategy.parts.view is ALONE or own_copy(self, mode):
             return self.storage.seen.view()
         call = f"read({self.spec()})"
@@ -350,7 +364,35 @@ class Variable(Reading, ScatterUpdates):
     def __repr__(self) -> str:
         """Return name, kind and this replica's copy. Never communicates."""
         kinds = f"{self.synchronization.name}, {self.aggregation.name}"
-        return f"Variable({self.name!r}, {kinds}, {self.storage.array!r})"
+        shown = repr(self.storage.array)
+        if not self.storage.whole:
+            shown = f"{spec_text(self.storage.array)}, spread over all ranks"
+        return f"Variable({self.name!r}, {kinds}, {shown})"
+
+
+def spread_like(variable: Variable, name: str, slices: Slices) -> Variable:
+    """Return a new variable of zeros, of which each rank of the strategy has a slice alone.
+
+    It is ON_WRITE with aggregation NONE, and not trainable. Whatever reads it is collective: a
+    handshake and two gathers, of which comes a copy. `repr` does not read it.
+
+    Collective.
+
+    Args:
+      variable: One that is ON_WRITE, of the same strategy, dtype and shape.
+      name: As of `Variable`.
+      slices: Which elements are whose.
+    """
+    made = variable.__copy__()
+    made.name = f"{name}:0"
+    made.label = f"variable {made.name!r}"
+    made.synchronization = VariableSynchronization.ON_WRITE
+    made.aggregation = VariableAggregation.NONE
+    made.trainable = False
+    with variable.strategy.parts.lockstep.preparing("Variable"):
+        made.storage = SpreadStorage(slices, variable.storage.array)
+    made._enrol("Variable, spread", given=False)
+    return made
 
 
 def _taken(

@@ -72,7 +72,8 @@ class Adam(_Adam):
       beta_2: How much of the mean of squares stays, below 1.
       epsilon: Keeps the divisor above 0.
       weight_decay: The factor of the weights that is added to gradients (L2).
-      groups: As in `Optimizer`; so are `clip`, `accumulate`, `ema`, `nonfinite` and `loss_scale`.
+      groups: As in `Optimizer`; so are `clip`, `accumulate`, `ema`, `nonfinite`, `loss_scale`
+        and `shard`.
 
     Raises:
       ValueError: A number is out of its range.
@@ -106,7 +107,8 @@ class AdamW(_Adam):
       beta_2: As in `Adam`.
       epsilon: As in `Adam`.
       weight_decay: How much of the weights goes, per unit of the learning rate.
-      groups: As in `Optimizer`; so are `clip`, `accumulate`, `ema`, `nonfinite` and `loss_scale`.
+      groups: As in `Optimizer`; so are `clip`, `accumulate`, `ema`, `nonfinite`, `loss_scale`
+        and `shard`.
 
     Raises:
       ValueError: A number is out of its range.

@@ -25,8 +25,9 @@ from mpistrat.optim.given import (
 )
 from mpistrat.optim.passes import Gradient
 from mpistrat.optim.progress import Progress
+from mpistrat.optim.rows import Rows
 from mpistrat.optim.state import State, check_variable
-from mpistrat.optim.updating import Rows, Update, Work
+from mpistrat.optim.updating import Update, Work
 
 if TYPE_CHECKING:
     from mpistrat.optim.base import OptimizerSettings
@@ -114,6 +115,7 @@ def _step(
             works = _works(optimizer, progress.scale, progress.weight, call, folded)
             shared = folded.reads or known.shared
             meets = node.arena.nodes().node if shared and lockstep.comm.size > 1 else None
+            meets = lockstep.comm if known.spread else meets
             sparse_ones = _unique(optimizer, progress.scale, call, rows) if rows else []
             how = (optimizer, progress, call.scalars, known.worth_compiling)
             far = (folded.far, folded.fetch)

@@ -23,7 +23,7 @@ Self = TypeVar("Self", bound="OptimizerSettings")
 
 NO_NORMS = (1.0, 1.0)
 # Hyper-parameters of a whole step; those of variables may differ between groups.
-_OF_THE_STEP = ("groups", "clip", "accumulate", "ema", "nonfinite", "loss_scale")
+_OF_THE_STEP = ("groups", "clip", "accumulate", "ema", "nonfinite", "loss_scale", "shard")
 _BELOW_ONE = ("beta_1", "beta_2", "momentum", "ema")
 
 
@@ -59,6 +59,7 @@ class OptimizerSettings(abc.ABC):
     ema: float | None = dataclasses.field(default=None, kw_only=True)
     nonfinite: Literal["raise", "skip", "ignore"] = dataclasses.field(default="raise", kw_only=True)
     loss_scale: LossScale | None = dataclasses.field(default=None, kw_only=True)
+    shard: Literal["node", "all"] = dataclasses.field(default="node", kw_only=True)
 
     @property
     @abc.abstractmethod
@@ -98,6 +99,8 @@ class OptimizerSettings(abc.ABC):
             raise TypeError(f"{self._told('clip')}: wanted is ClipByGlobalNorm(1.0), ClipByValue.")
         if self.nonfinite not in ("raise", "skip", "ignore"):
             raise ValueError(f"{self._told('nonfinite')}: wanted is 'raise', 'skip' or 'ignore'.")
+        if self.shard not in ("node", "all"):
+            raise ValueError(f"{self._told('shard')}: wanted is 'node' or 'all'.")
         if self.loss_scale is not None and self.nonfinite != "skip":
             raise ValueError(
                 f"{type(self).__name__}(loss_scale=...) finds its scale by overflows; "

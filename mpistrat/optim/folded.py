@@ -15,7 +15,8 @@ in place  gradients lie in the arena, or are  each rank folds and updates its pa
 
 On several nodes with as many ranks each, this rank's part of a large variable goes the same way:
 some at a time (`Folded.fetch`), it is folded here, then with the twins on the other nodes, and
-updated while it is in cache. Everything else that lies in the arena, and all of it where nodes
+updated while it is in cache; with ``shard="all"`` each twin folds and updates its slice of the part
+alone. Everything else that lies in the arena, and all of it where nodes
 differ in size, is folded into the first row of each node before it is read.
 """
 
@@ -31,6 +32,7 @@ import numpy as np
 from mpistrat.arena.arena import ArenaAddress, Block
 from mpistrat.arrays import Array
 from mpistrat.collectives.folding import Folding
+from mpistrat.collectives.node import NodeFolds
 from mpistrat.collectives.part import Part
 from mpistrat.collectives.spans import Range, Scales, placed, scales_of
 from mpistrat.distribute import sparse, writes
@@ -40,7 +42,7 @@ from mpistrat.kernels.ops import ReduceOp
 from mpistrat.kernels.scaling import factors_of
 from mpistrat.lockstep.abort import moving
 from mpistrat.optim.given import GradientCall, Known, Places
-from mpistrat.optim.state import State
+from mpistrat.optim.state import State, Target
 from mpistrat.optim.updating import Fetch
 
 __all__ = ["Folded", "fold"]
@@ -212,12 +214,40 @@ def _in_place(
             for i in members:
                 rows[i], factors[i], divisors[i] = (total, rows[i][1] - low), None, 1.0
 
-        def fetch(parts: Sequence[tuple[int, int, int]]) -> None:
-            each = [(*given[i], low, high) for i, low, high in parts]
-            spans = [
-                Range(start + low, start + high, column, divisor) for _, start, low, high in each
-            ]
-            reducer.node.fold_parts([(one[0], span) for one, span in zip(each, spans, strict=True)])
-
         far = [i for i, is_far in enumerate(places.far) if is_far]
+        fetch = _fetch_by(reducer.node, call.known.dense, given, column, divisor)
         return Folded(rows, factors, divisors, whole, True, far, fetch)
+
+
+def _fetch_by(
+    node: NodeFolds,
+    targets: Sequence[Target],
+    given: Sequence[tuple[Array, int]],
+    column: Array | None,
+    divisor: float,
+) -> Fetch:
+    """Return what folds parts of gradients with the twins.
+
+    Args:
+      node: Folds.
+      targets: The variables.
+      given: Of each the matrix with all ranks of the node, and its first column.
+      column: What ranks are scaled by.
+      divisor: What sums are divided by.
+    """
+
+    def columns(part: tuple[int, int, int], twin: int) -> tuple[Array, Range]:
+        i, low, high = part
+        (rows, start), slices = given[i], targets[i].slices
+        first, last = targets[i].low, targets[i].variable.size
+        if slices is not None:  # the last piece of a twin that has less may be empty
+            first, last = slices.cuts[twin : twin + 2]
+        low, high = (start + min(first + at, last) for at in (low, high))
+        return rows, Range(low, high, column, divisor)
+
+    def fetch(parts: Sequence[tuple[int, int, int]]) -> None:
+        slices = targets[parts[0][0]].slices
+        twins = 1 if slices is None else slices.lane.size
+        node.fold_parts([[columns(part, twin) for part in parts] for twin in range(twins)])
+
+    return fetch

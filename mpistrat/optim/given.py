@@ -85,6 +85,8 @@ class Known:
         self.optimizers = list({id(t.optimizer): t.optimizer for t in (*dense, *sparse)}.values())
         # Some memory that is updated here belongs to other ranks too.
         self.shared = any(t.shared for t in (*dense, *sparse))
+        # Some of it on other nodes.
+        self.spread = any(t.slices for t in (*dense, *sparse))
         self.worth_compiling = passes.compiles(sum(t.variable.size for t in dense))
         # From one large variable on it pays to have all gradients where every rank can read them.
         self.large = any(target.shared for target in dense)

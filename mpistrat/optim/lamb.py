@@ -67,7 +67,8 @@ class LAMB(Optimizer):
       epsilon: As in `Adam`.
       weight_decay: The factor of the weights in the direction.
       adapt: Whether the ratio of norms counts; a group for biases may switch it off.
-      groups: As in `Optimizer`; so are `clip`, `accumulate`, `ema`, `nonfinite` and `loss_scale`.
+      groups: As in `Optimizer`; so are `clip`, `accumulate`, `ema`, `nonfinite`, `loss_scale`
+        and `shard`.
 
     Raises:
       ValueError: A number is out of its range.

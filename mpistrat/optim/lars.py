@@ -60,7 +60,8 @@ class LARS(Optimizer):
       trust: The factor of the ratio of norms.
       epsilon: Added to the norm of the direction.
       adapt: Whether the ratio counts; a group for biases may switch it off.
-      groups: As in `Optimizer`; so are `clip`, `accumulate`, `ema`, `nonfinite` and `loss_scale`.
+      groups: As in `Optimizer`; so are `clip`, `accumulate`, `ema`, `nonfinite`, `loss_scale`
+        and `shard`.
 
     Raises:
       ValueError: A number is out of its range.

@@ -51,7 +51,8 @@ class Lion(Optimizer):
       beta_1: How much of the momentum is in the direction, below 1.
       beta_2: How much of the momentum stays, below 1.
       weight_decay: How much of the weights goes, per unit of the learning rate.
-      groups: As in `Optimizer`; so are `clip`, `accumulate`, `ema`, `nonfinite` and `loss_scale`.
+      groups: As in `Optimizer`; so are `clip`, `accumulate`, `ema`, `nonfinite`, `loss_scale`
+        and `shard`.
 
     Raises:
       ValueError: A number is out of its range.

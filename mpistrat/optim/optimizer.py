@@ -40,6 +40,13 @@ class Optimizer(OptimizerSettings):
         ``"skip"``: the update is left out on all ranks, at the cost of one more pass over the
         gradients, if `clip` does not need it anyway. ``"ignore"``: nobody looks.
       loss_scale: For gradients in float16; wants `nonfinite` to be ``"skip"``.
+      shard: How the slots of variables of 64 KiB and more are divided. ``"node"``: the ranks of a
+        node have them once, and each updates its part. ``"all"``: all ranks have them once, so a
+        node of n has an n-th; each rank updates its slice, and then gets what its twins on the
+        other nodes have made of the weights. To read such a slot is collective (`slot`). Weights
+        and state are the same either way, but for rounding where an MPI library adds up gradients
+        in another order. ``"all"`` is as ``"node"`` on one node, where nodes have different numbers
+        of ranks or the ranks of a node share no memory, and for smaller variables.
 
     Raises:
       ValueError: A number is not finite, below 0 or too large; or options contradict each other.
@@ -115,8 +122,11 @@ class Optimizer(OptimizerSettings):
         and more, then one barrier of the node; between nodes one ``MPI_Allreduce`` of each 2^20
         elements of such a part, or half the bytes in bfloat16 (`CommunicationOptions`). Other
         gradients are copied there first, if there are such variables; without, it is an all-reduce.
-        Norms, and ``nonfinite="skip"``, take one more pass over the gradients. `IndexedSlices` take
-        a handshake and a gather more. The first call creates the state.
+        With ``shard="all"`` each twin gets the gradients of its slice alone, in one message from
+        each other node, and an ``MPI_Allgatherv`` of each variable between nodes gives it the
+        weights: as many bytes; it ends with a barrier of all ranks. Norms, and
+        ``nonfinite="skip"``, take one more pass over the gradients. `IndexedSlices` take a
+        handshake and a gather more. The first call creates the state.
         As: ``tf.keras.optimizers.Optimizer.apply_gradients`` for what replicas give, with weights.
 
         Example:
@@ -157,6 +167,11 @@ class Optimizer(OptimizerSettings):
     def slot(self, variable: Variable, name: str) -> Variable:
         """Return a slot of a variable; never communicates.
 
+        With ``shard="all"`` no node has all of a large slot. Whatever reads it, such as `numpy`,
+        arithmetic and indexing, is collective then: all ranks do it, at the cost of a handshake and
+        two gathers, and get a copy. Its `repr` does not read it, and shows no values; `handle` and
+        `values` raise StructureError. To assign to it works as ever, and so does `Checkpoint`.
+
         Args:
           variable: One that the optimizer was built for.
           name: One of `slots`.
@@ -175,6 +190,8 @@ class Optimizer(OptimizerSettings):
 
     def average(self, variable: Variable) -> Variable:
         """Return the moving average of a variable's values; see the attribute `ema`.
+
+        It is a slot: with ``shard="all"`` reading it is collective, as `slot` says.
 
         Args:
           variable: One that the optimizer was built for.

@@ -77,7 +77,8 @@ class SGD(Optimizer):
       momentum: How much of the last direction stays, below 1.
       nesterov: Whether to look ahead.
       weight_decay: The factor of the weights that is added to gradients (L2).
-      groups: As in `Optimizer`; so are `clip`, `accumulate`, `ema`, `nonfinite` and `loss_scale`.
+      groups: As in `Optimizer`; so are `clip`, `accumulate`, `ema`, `nonfinite`, `loss_scale`
+        and `shard`.
 
     Raises:
       ValueError: A number is out of its range, or `nesterov` has no momentum.

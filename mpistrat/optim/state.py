@@ -1,8 +1,9 @@
 """What an optimizer remembers of variables: counters, and slots as large as they are.
 
 All of it is variables of the strategy of the weights. A slot of a large variable lies once per
-node, as that does, and each rank updates its own part of both; `Checkpoint` saves and restores it
-like any other, at any number of ranks.
+node, as that does, and each rank updates its own part of both; or once for all nodes, with a slice
+for each rank (``shard="all"``), while the variable stays whole on each node. `Checkpoint` saves and
+restores it like any other, at any number of ranks.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import numpy as np
 
-from mpistrat.arena.storage import NodeStorage
+from mpistrat.arena.storage import NodeStorage, Slices, slices_of_ranks
 from mpistrat.arrays import Array
 from mpistrat.distribute.mode import Mode, entered
-from mpistrat.distribute.variables import Variable
+from mpistrat.distribute.variables import Variable, spread_like
 from mpistrat.errors import LeafTypeError, StrategyError
 from mpistrat.optim.passes import BLOCK
 from mpistrat.optim.progress import Progress
@@ -36,13 +37,15 @@ class Target(NamedTuple):
       variable: The variable.
       optimizer: Its optimizer: with the changes of its groups.
       slots: All its slots, by name.
-      shared: The ranks of the node have variable and slots in common; else the part is all of it.
+      shared: Each rank updates a part, and others update the rest; else the part is all of it.
       low: The first element of the part.
       w: The part of the weights; flat, to be written to.
       mine: That of each slot of the rule.
       pending: That of the slot of accumulated gradients, if there is one.
       ema: That of the average, if there is one.
       rule: That of its optimizer.
+      slices: Which elements each rank of all nodes updates; None if the ranks of a node update all.
+      twins: With these, the weights that this rank and its twins update, in the memory of the node.
     """
 
     variable: Variable
@@ -55,6 +58,8 @@ class Target(NamedTuple):
     pending: Array | None
     ema: Array | None
     rule: Rule
+    slices: Slices | None = None
+    twins: Array | None = None
 
 
 def check_variable(strategy: Any, variable: Any, call: str) -> None:
@@ -118,10 +123,12 @@ class State:
             self.counters = _counters(kind, Progress.start(optimizer))
             self.targets: dict[int, Target] = {}
             for name, variable, own in zip(self.names, variables, optimizers, strict=True):
+                slices = _slices(variable, own)
                 slots = {
-                    slot: _slot(f"{name}/{kind}/{slot}", slot, variable) for slot in own.slots()
+                    slot: _slot(f"{name}/{kind}/{slot}", slot, variable, slices)
+                    for slot in own.slots()
                 }
-                self.targets[variable.number] = _target(variable, own, slots)
+                self.targets[variable.number] = _target(variable, own, slots, slices)
         counters = self.counters.values()
         self._seen = [one.storage.array for one in counters]
         self._cells = [one.storage.part(1)[1] for one in counters]
@@ -206,26 +213,55 @@ def _counters(kind: str, start: Progress) -> dict[str, Variable]:
     return found
 
 
-def _slot(name: str, slot: str, variable: Variable) -> Variable:
-    first = variable.component() if slot == "ema" else np.zeros(variable.shape, variable.dtype)
-    return Variable(first, trainable=False, name=name)
+def _slices(variable: Variable, optimizer: OptimizerSettings) -> Slices | None:
+    """Return who has which elements of the slots, if all ranks have a slice each; alike on all.
+
+    Collective the first time.
+    """
+    if optimizer.shard != "all" or not variable.large or not optimizer.slots():
+        return None
+    node = variable.strategy.parts.reducer.node
+    nodes = node.arena.nodes()
+    if not node.twins or not (_shared(variable) or nodes.node.size == 1):
+        return None
+    return slices_of_ranks(nodes, variable.size, BLOCK)
+
+
+def _slot(name: str, slot: str, variable: Variable, slices: Slices | None) -> Variable:
+    if slices is None:
+        zeros = np.zeros(variable.shape, variable.dtype)
+        first = variable.component() if slot == "ema" else zeros
+        return Variable(first, trainable=False, name=name)
+    made = spread_like(variable, name, slices)
+    if slot == "ema":
+        made.storage.part(BLOCK)[1][:] = variable.component().reshape(-1)[slices.low : slices.high]
+    return made
 
 
 def _shared(variable: Variable) -> bool:
     return isinstance(variable.storage, NodeStorage)
 
 
-def _target(variable: Variable, optimizer: OptimizerSettings, slots: dict[str, Variable]) -> Target:
+def _target(
+    variable: Variable,
+    optimizer: OptimizerSettings,
+    slots: dict[str, Variable],
+    slices: Slices | None,
+) -> Target:
     shared = _shared(variable)
-    if any(_shared(one) != shared for one in slots.values()):
+    if slices is None and any(_shared(one) != shared for one in slots.values()):
         raise MemoryError(
             f"the ranks of a node share memory for {variable.label}, but there is not enough of it "
             f"for the state of {type(optimizer).__name__}. Give them more (/dev/shm, or the limit "
             "of the container), or less state: an optimizer with fewer slots, no ema."
         )
     low, w = variable.storage.part(BLOCK)
+    twins = None
+    if slices is not None:
+        shared, twins = True, w
+        w, low = w[slices.low - low : slices.high - low], slices.low
     mine = {name: one.storage.part(BLOCK)[1] for name, one in slots.items()}
     rule = optimizer.rule
-    slices = tuple(mine[name] for name in rule.slots)
-    more = (mine.get("pending"), mine.get("ema"), rule)
-    return Target(variable, optimizer, slots, shared, low, w, slices, *more)
+    parts = tuple(mine[name] for name in rule.slots)
+    more = (mine.get("pending"), mine.get("ema"), rule, slices, twins)
+    return Target(variable, optimizer, slots, shared, low, w, parts, *more)

@@ -20,19 +20,21 @@ from mpistrat.optim import passes
 from mpistrat.optim.clipping import ClipByGlobalNorm, norm_of
 from mpistrat.optim.passes import BLOCK, Gradient, blocks
 from mpistrat.optim.progress import Progress
+from mpistrat.optim.rows import Rows, update_rows
 from mpistrat.optim.state import Target
 
 if TYPE_CHECKING:
     from mpistrat.optim.base import OptimizerSettings
 
-__all__ = ["Fetch", "Rows", "Update", "Work"]
+__all__ = ["Fetch", "Update", "Work"]
 
 _PART = 1 << 19  # elements that are worth a thread
 _KEEP = 3  # from so many rows on a folded gradient that is needed twice is written down
 _NOBODY = np.iinfo(np.int64).max
 
-# Takes which gradients, and which elements of their variables: the first, and after the last; of
-# one dtype, and together at most `lanes.MOST`. Collective over the twins on all nodes.
+# Takes which gradients, and which elements, counted from the first that the rank updates, up to
+# after the last; of one dtype, and together at most `lanes.MOST`, for all twins if each has a slice
+# of its own. Collective over the twins on all nodes.
 Fetch: TypeAlias = Callable[[Sequence[tuple[int, int, int]]], None]
 
 
@@ -48,20 +50,6 @@ class Work(NamedTuple):
     gradient: Gradient
 
 
-class Rows(NamedTuple):
-    """A variable of which some rows are updated.
-
-    Attributes:
-      target: The variable.
-      rows: Which rows; each once.
-      values: Their gradients; of the dtype of the variable, the same on all ranks.
-    """
-
-    target: Target
-    rows: Array
-    values: Array
-
-
 @final
 class Update:
     """One call that changes variables or accumulates, once its gradients can be read.
@@ -73,7 +61,8 @@ class Update:
       compiled: Whether so many elements are worth a compiler.
       works: What is updated.
       rows: Variables of which some rows are.
-      node: The ranks that share memory; None if nobody reads what another one writes.
+      node: The ranks that divide the update: of the node, or all if each has a slice of its own.
+        None if nobody reads what another one writes.
       team: The threads of this rank; None for this one alone.
       far: Which of the works have gradients that are fetched, part by part, before they are read.
       fetch: Fetches.
@@ -125,7 +114,7 @@ class Update:
         self.close()
 
     def close(self) -> None:
-        """Wait for the node, if its ranks share memory."""
+        """Wait for the ranks that divide the update."""
         if self._node is not None:
             self._node.barrier()
 
@@ -138,7 +127,7 @@ class Update:
     def norm(self) -> float:
         """Return the norm of all gradients; not finite exactly if one of them is not.
 
-        Collective over the node.
+        Collective over the ranks that divide the update.
         """
         sums = self._sums(1)
         self._measure_norms(sums[0])
@@ -178,7 +167,7 @@ class Update:
     def apply(self) -> int | None:
         """Update weights and slots, and end the call.
 
-        Collective over the node.
+        Collective over the ranks that divide the update.
 
         Returns:
           None; or which of the works has a gradient that is not finite, the first of them, alike on
@@ -194,8 +183,11 @@ class Update:
             return first
         for i in self._updated({i: self._scalars_of(i, norms) for i in range(len(self._works))}):
             first = min(first, i)
+        for target, _ in self._works:
+            if target.slices is not None and target.twins is not None:
+                target.slices.fill_part(target.w.copy(), target.twins)
         for one in self._rows:
-            _update_rows(one, self._step, self._compiled)
+            update_rows(one, self._step, self._compiled)
         if self._guard and self._node is not None:
             told = np.empty(1, np.int64)
             self._node.allreduce(np.array([first]), told, "MIN")  # a barrier as well
@@ -247,7 +239,7 @@ class Update:
         bad = []
 
         def update(i: int, g: Gradient, low: int, high: int) -> None:
-            _, optimizer, _, _, _, w, slots, _, ema, rule = self._works[i].target
+            _, optimizer, _, _, _, w, slots, _, ema, rule, *_ = self._works[i].target
             if high - low < w.size:
                 w, slots = w[low:high], tuple(slot[low:high] for slot in slots)
                 ema = None if ema is None else ema[low:high]
@@ -263,20 +255,25 @@ class Update:
 
         Those that are far are fetched the first time, some at a time: `do` finds them in cache.
         """
-        far = []
+        far: dict[int, list[tuple[int, Array]]] = {}
         for i in which:
-            if i in self._far:
-                far.append((i, self._works[i].target.w))
-            else:
-                self._parts(i, 0, self._works[i].target.w.size, do)
-        for some in lanes.in_pieces(far, BLOCK):
-            assert self._fetch is not None
-            starts = [self._works[i].target.low for i, _, _ in some]
-            whole = zip(some, starts, strict=True)
-            self._fetch([(i, start + low, start + high) for (i, low, high), start in whole])
-            for i, low, high in some:
-                self._parts(i, low, high, do)
-        self._far.difference_update(i for i, _ in far)
+            target = self._works[i].target
+            if i not in self._far:
+                self._parts(i, 0, target.w.size, do)
+            elif target.slices is None or target.twins is None:
+                far.setdefault(1, []).append((i, target.w))
+            else:  # as many pieces as the twin has that has most
+                widest = target.twins[: target.slices.widest]
+                far.setdefault(target.slices.lane.size, []).append((i, widest))
+        for twins, arrays in far.items():
+            for some in lanes.in_pieces(arrays, BLOCK, twins):
+                assert self._fetch is not None
+                self._fetch(some)
+                for i, low, high in some:
+                    high = min(high, self._works[i].target.w.size)
+                    if low < high:
+                        self._parts(i, low, high, do)
+            self._far.difference_update(i for i, _ in arrays)
 
     def _parts(
         self, i: int, first: int, last: int, do: Callable[[int, Gradient, int, int], None]
@@ -314,7 +311,7 @@ class Update:
         return sums[..., first : at + blocks(self._works[i].target.variable.size)]
 
     def _exchange(self, sums: Array) -> Array:
-        """Return the sums of all ranks of the node: of each block one rank has it, others 0."""
+        """Return the sums of all ranks: of each block one rank has it, others 0."""
         if self._node is None or not self._common:
             return sums
         mine = np.ascontiguousarray(sums[:, : self._common])
@@ -322,26 +319,3 @@ class Update:
         self._node.allreduce(mine, told, "SUM")
         sums[:, : self._common] = told
         return sums
-
-
-def _update_rows(one: Rows, step: int, compiled: bool) -> None:
-    """Update this rank's part of some rows of a variable; no others change."""
-    target, optimizer = one.target, one.target.optimizer
-    shape = (-1, *target.variable.shape[1:])
-    width = max(1, one.values[0].size if len(one.values) else 1)
-    low, w = target.variable.storage.part(width)
-    slots = [target.slots[name].storage.part(width)[1] for name in target.rule.slots]
-    first, count = low // width, w.size // width
-    mine = (one.rows >= first) & (one.rows < first + count)
-    where = one.rows[mine] - first
-    if not where.size:
-        return
-    places = [part.reshape(shape) for part in (w, *slots)]
-    copies = [place[where].reshape(-1) for place in places]
-    gradient = Gradient(np.ascontiguousarray(one.values[mine]).reshape(1, -1))
-    s = optimizer.scalars(step)
-    passes.update(
-        target.rule, gradient, copies[0], tuple(copies[1:]), s, guard=False, compiled=compiled
-    )
-    for place, copy in zip(places, copies, strict=True):
-        place[where] = copy.reshape(len(where), *shape[1:])

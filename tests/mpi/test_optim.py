@@ -7,7 +7,7 @@ import pytest
 
 import mpistrat as ms
 from mpistrat import optim
-from mpistrat.arena.storage import NodeStorage
+from mpistrat.arena.storage import NodeStorage, SpreadStorage
 
 pytestmark = pytest.mark.mpi
 
@@ -69,6 +69,40 @@ def test_nodes_train_as_one_loop_does(per_node, monkeypatch):
     monkeypatch.setenv("MPISTRAT_RANKS_PER_NODE", str(per_node))
     group = MPI.COMM_WORLD.Dup()
     test_all_ranks_train_as_one_loop_does(ms.MirroredStrategy(comm=group), True, None)
+    group.Free()
+
+
+@pytest.mark.parametrize("per_node", [1, 2])
+def test_state_of_all_nodes_is_as_that_of_each(per_node, monkeypatch, tmp_path_factory):
+    from mpi4py import MPI
+
+    monkeypatch.setenv("MPISTRAT_RANKS_PER_NODE", str(per_node))
+    group = MPI.COMM_WORLD.Dup()
+    strategy, found = ms.MirroredStrategy(comm=group), []
+    size, rank = strategy.num_replicas_in_sync, strategy.rank
+    path = strategy.broadcast(str(tmp_path_factory.mktemp("shard") / "c"))
+    for shard in ("node", "all"):
+        with strategy.scope():
+            variables = [ms.Variable(np.ones(shape), name=f"v{len(shape)}") for shape in SHAPES]
+        optimizer = optim.Adam(0.1, clip=optim.ClipByGlobalNorm(1.0), shard=shard)
+        buffers = strategy.gradient_buffers(variables)
+        for number in range(3):
+            for place, shape in zip(buffers, SHAPES, strict=True):
+                place[...] = gradient(number, shape, rank)
+            pairs = list(zip(buffers, variables, strict=True))
+            strategy.run(lambda o=optimizer, p=pairs: o.apply_gradients(p) and None)
+        found.append([v.numpy() for v in (*variables, *optimizer.variables)])
+        saved = ms.Checkpoint(v=variables, optimizer=optimizer)
+        if shard == "node":
+            saved.write(path)
+    strategy.check_same(found)
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, 1e-12, 1e-14)
+    m = optimizer.slot(variables[0], "m")
+    assert isinstance(m.storage, SpreadStorage) == (size > per_node and size % per_node == 0)
+    m.assign(np.zeros(m.shape))
+    saved.read(path).assert_consumed()
+    np.testing.assert_array_equal(m, found[0][len(SHAPES) + 6])
     group.Free()
 
 

@@ -1,0 +1,92 @@
+"""Some rows of a variable updated, and no others: what `IndexedSlices` come to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from mpistrat.arena.storage import Slices
+from mpistrat.arrays import Array
+from mpistrat.optim import passes
+from mpistrat.optim.passes import Gradient
+from mpistrat.optim.state import Target
+
+__all__ = ["Rows", "update_rows"]
+
+
+class Rows(NamedTuple):
+    """A variable of which some rows are updated.
+
+    Attributes:
+      target: The variable.
+      rows: Which rows; each once.
+      values: Their gradients; of the dtype of the variable, the same on all ranks.
+    """
+
+    target: Target
+    rows: Array
+    values: Array
+
+
+def update_rows(one: Rows, step: int, compiled: bool) -> None:
+    """Update this rank's part of some rows of a variable; no others change.
+
+    Collective over the twins if each has a slice of its own; they get what has changed.
+
+    Args:
+      one: Which rows, and their gradients; the same on all ranks.
+      step: How many updates were made before.
+      compiled: Whether to use compiled loops.
+    """
+    target = one.target
+    if target.slices is not None and target.twins is not None:
+        _update_spread_rows(one, target.slices, target.twins, step, compiled)
+        return
+    shape = (-1, *target.variable.shape[1:])
+    width = max(1, one.values[0].size if len(one.values) else 1)
+    low, w = target.variable.storage.part(width)
+    slots = [target.slots[name].storage.part(width)[1] for name in target.rule.slots]
+    first, count = low // width, w.size // width
+    mine = (one.rows >= first) & (one.rows < first + count)
+    places = [part.reshape(shape) for part in (w, *slots)]
+    _update_some(target, places, one.rows[mine] - first, one.values[mine], step, compiled)
+
+
+def _update_spread_rows(one: Rows, slices: Slices, twins: Array, step: int, compiled: bool) -> None:
+    """Update what of these rows is in this rank's slice, and tell the twins."""
+    target, cuts = one.target, slices.cuts
+    width = math.prod(target.variable.shape[1:])
+    # Rows of which some elements are the twins'; an element becomes what it does on its own.
+    near = (one.rows + 1) * width > cuts[0]
+    near &= one.rows * width < cuts[-1]
+    values = one.values[near].reshape(-1)
+    places = (one.rows[near, None] * width + np.arange(width)).reshape(-1)
+    bounds = np.searchsorted(places, cuts).tolist()
+    low, high = bounds[slices.lane.rank :][:2]
+    mine, slots = places[low:high] - slices.low, list(target.mine)
+    _update_some(target, [target.w, *slots], mine, values[low:high], step, compiled)
+    told = np.empty(bounds[-1] - bounds[0], target.w.dtype)
+    slices._replace(cuts=[bound - bounds[0] for bound in bounds]).fill_part(target.w[mine], told)
+    twins[places[bounds[0] : bounds[-1]] - cuts[0]] = told
+
+
+def _update_some(
+    target: Target,
+    parts: Sequence[Array],
+    where: Array,
+    gradients: Array,
+    step: int,
+    compiled: bool,
+) -> None:
+    """Update some places of the weights and the slots of the rule."""
+    if not where.size:
+        return
+    copies = [part[where].reshape(-1) for part in parts]
+    gradient = Gradient(np.ascontiguousarray(gradients).reshape(1, -1))
+    s, slots = target.optimizer.scalars(step), tuple(copies[1:])
+    passes.update(target.rule, gradient, copies[0], slots, s, guard=False, compiled=compiled)
+    for part, copy in zip(parts, copies, strict=True):
+        part[where] = copy.reshape(gradients.shape)
