@@ -68,6 +68,10 @@ class Metric(abc.ABC):
             for key, zero in zeros.items()
         }
 
+    def __repr__(self) -> str:
+        """Return class and name; never communicates."""
+        return f"{type(self).__name__}({self.name!r})"
+
     @property
     def variables(self) -> tuple[Variable, ...]:
         """The sums: ON_READ variables with aggregation SUM, named as ``"loss/total"``."""
@@ -152,13 +156,12 @@ class Metric(abc.ABC):
             self._add(self._sums(self._arrays(given)))
             return
         lockstep = strategy.parts.lockstep
+        call = f"{self._label}.update_state"
         names = [key for key, value in given.items() if value is not None]
-        call = f"{self._label}.update_state({', '.join(names)})"
         each = strategy.parts.view.plain is not Plain.REFUSED
         each = each or any(isinstance(value, PerReplica) for value in given.values())
         with lockstep.preparing(call):
-            arrays = self._arrays(given)
-            added = self._sums(arrays)
+            added = self._sums(arrays := self._arrays(given))
         if not each:
             values = [array for array in arrays if array is not None]
             prove_same(lockstep, call, dict(zip(names, values, strict=True)), _ADVICE)

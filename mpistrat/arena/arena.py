@@ -196,7 +196,7 @@ class Arena:
             if home is not None and home.key in self.moving:
                 raise ContextError(
                     f"{call}: array {number}, {spec_text(array)}, of Strategy.buffers is still on "
-                    "its way: all_reduce_start was called with it, and its wait() was not."
+                    "its way: all_reduce_start was called with it. Call its wait() before."
                 )
 
     def has_room(self, nbytes: int) -> bool:

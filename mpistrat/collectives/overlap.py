@@ -16,7 +16,6 @@ from typing import NamedTuple, final
 
 import numpy as np
 
-from mpistrat.arena.arena import ArenaAddress
 from mpistrat.arena.layout import slice_of
 from mpistrat.arena.nodes import Nodes, find_nodes
 from mpistrat.arrays import Array
@@ -116,6 +115,7 @@ class Overlap:
         lockstep.session.kept(Pool).turn()
         with np.errstate(all="ignore"):
             try:
+                node.arena.check_still(what.text, [*values, *(outs or ())])
                 suffix, begin = self._prepared(node, what, values, weight, outs)
                 oldest = self._transfers.oldest
             except Exception as error:
@@ -189,30 +189,17 @@ class Overlap:
         outs: Sequence[Array] | None,
     ) -> tuple[str, Begin]:
         """Do what can fail; return what the text says more, and what begins. Not collective."""
-        node.arena.check_still(what.text, [*values, *(outs or ())])
         homes = node.homes(what, values, outs) if what.worth_a_place else None
         node.compile(what, inside=homes is not None)
         if homes is not None:
             where = placed(homes)
-            return where.suffix, self._placed(node, what.op, where, homes, list(values))
+            return where.suffix, self._placed(node, what.op, where, list(values))
         if what.op is ReduceOp.MEAN and weight == 0:  # never read
             values = what.wires(values, [weight], fresh=False)
         return "", self._packed(node, what, values, outs)
 
-    def _placed(
-        self,
-        node: NodeFolds,
-        op: ReduceOp,
-        placed: Placed,
-        homes: Sequence[ArenaAddress],
-        leaves: list[Array],
-    ) -> Begin:
+    def _placed(self, node: NodeFolds, op: ReduceOp, placed: Placed, leaves: list[Array]) -> Begin:
         """Return what begins to fold arrays of the arena where they lie."""
-        moving, these = node.arena.moving, {home.key for home in homes}
-
-        def take() -> list[Array]:
-            moving.difference_update(these)
-            return leaves
 
         def begin(scales: Scales, oldest: int) -> Wait:
             jobs = []
@@ -222,8 +209,7 @@ class Overlap:
                 ranges = [Range(start, stop, *scales.of(leaf)) for start, stop, leaf in spans]
                 jobs.append(_Job(held.matrices[matrix], ranges))
             transfer = self._begin(node, op, jobs, spread=True)
-            moving.update(these)
-            return lambda: self._wait(transfer, take)
+            return lambda: self._wait(transfer, lambda: leaves)
 
         return begin
 

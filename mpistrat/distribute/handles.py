@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 from mpistrat import nest
 from mpistrat.arrays import finish
@@ -37,6 +37,14 @@ class Handle:
         if not (self._done or self._lost):
             text = f"{self!r}: nobody has waited for it."
             warnings.warn(text, ResourceWarning, stacklevel=2)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse: a copy could not be waited for.
+
+        Raises:
+          TypeError: Always, when it is copied as when it is pickled.
+        """
+        raise TypeError(f"{self!r} cannot be copied or pickled; wait for it where it was made.")
 
     def __repr__(self) -> str:
         """Return which call it is, and where it was made."""
@@ -122,9 +130,14 @@ def all_reduce_start(parts: Parts, reduce_op: Any, value: Any, weight: Any, out:
         return Handle(lockstep, start, lambda: _tree(call, rows))
     values = [part.value for part in dense]
     moved = parts.reducer.start(what, values, call.weight, weigh, outs, alarm)
+    arena = parts.reducer.node.arena
+    homes = [home for value in outs or () if (home := arena.home(value)) is not None]
+    these = {home.key for home in homes}
+    arena.moving.update(these)
 
     def results() -> Any:
         totals = moved()
+        arena.moving.difference_update(these)
         return out if outs is not None else _tree(call, totals)
 
     return Handle(lockstep, what.text, results)

@@ -205,7 +205,13 @@ class Trainer:
         saved = ms.Checkpoint(model=self.model, optimizer=self.optimizer, history=self.history)
         # The best one is among these: training stops before it would have to go.
         self.manager = ms.CheckpointManager(saved, directory, max_to_keep=settings.patience + 1)
-        self.manager.restore_or_initialize()
+        try:
+            self.manager.restore_or_initialize()
+        except ms.StructureError as error:
+            raise ms.StructureError(
+                f"{directory} has a run with other settings. Give the same --steps, --every, "
+                f"--channels, --layers and --dtype, or another --output. {error}"
+            ) from error
 
     @property
     def done(self) -> int:
@@ -274,7 +280,10 @@ def train(
     progress = progress or ProgressBar(0, shown=False)
     pieces = ms.Dataset(read(strategy, TRAINING, settings.length))
     tests = ms.Dataset(read(strategy, HELD_OUT, settings.length)).batch(settings.batch)
+    strategy.run(lambda: directory.mkdir(parents=True, exist_ok=True))  # or fail before training
     trainer, rates = Trainer(strategy, settings, directory), []
+    if trainer.done:
+        progress.say(f"goes on after update {trainer.done}, as saved in {directory}")
     calls = trainer.done * settings.accumulate
     endless = pieces.shuffle(seed=settings.seed).repeat().batch(settings.batch)
     batches = iter(strategy.experimental_distribute_dataset(endless.skip(calls)))
@@ -349,7 +358,8 @@ def report(result: TextResult, settings: TextSettings, ranks: int, picture: Path
     text = text_model.generate(result.weights, encoded(BEGIN), 600, settings.seed)
     print(f"\n{decoded(text)}\n")
     print(f"held-out loss       {best:.4f} nats per symbol")
-    print(f"symbols per second  {result.rate:,.0f} (median)")
+    rate = f"{result.rate:,.0f} (median)" if result.rate else "no update was left to do"
+    print(f"symbols per second  {rate}")
     print(f"ranks               {ranks}")
     print(f"picture             {picture}", flush=True)
 

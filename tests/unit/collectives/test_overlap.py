@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import threading
 import warnings
@@ -410,6 +411,43 @@ def test_wait_that_was_interrupted_may_be_called_again(apart, monkeypatch):
             with pytest.raises(Stop):
                 handle.wait()
             assert bits(handle.wait()) == bits(ctx.all_reduce("SUM", value))
+
+        in_run(comm, fn)
+
+    run_ranks(rank, 2)
+
+
+@pytest.mark.parametrize("per_node", [0, 1])
+def test_buffers_are_refused_until_they_are_waited_for_on_one_node_too(monkeypatch, per_node):
+    monkeypatch.setenv("MPISTRAT_RANKS_PER_NODE", str(per_node))
+
+    def rank(comm):
+        strategy = ms.MirroredStrategy(comm=comm)
+        buffers = strategy.buffers([np.ones(20_000, np.float32)])
+
+        def fn(early):
+            ctx = ms.get_replica_context()
+            handle = ctx.all_reduce_start("SUM", buffers, out=buffers)
+            if not early:
+                handle.wait()
+            ctx.all_reduce("SUM", buffers, out=buffers)
+
+        with pytest.raises(ms.ContextError, match="still on its way"):
+            strategy.run(fn, (True,))
+        buffers[0].fill(1)
+        strategy.run(fn, (False,))
+        assert (buffers[0] == 4).all()
+
+    run_ranks(rank, 2)
+
+
+def test_a_handle_cannot_be_copied(apart):
+    def rank(comm):
+        def fn(strategy, ctx):
+            handle = ctx.all_reduce_start("SUM", tree(comm.rank))
+            with pytest.raises(TypeError, match="cannot be copied"):
+                copy.deepcopy(handle)
+            handle.wait()
 
         in_run(comm, fn)
 
