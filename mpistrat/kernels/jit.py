@@ -71,10 +71,13 @@ class Kernel(Generic[P, R]):
     def plain(self) -> Callable[P, R]:
         """Return the twin; that of a driver is its body with the twins of what this names."""
         if self._driver:
-            form, self._driver = self._function, False
-            named = {name: form.__globals__.get(name) for name in form.__code__.co_names}
-            kernels = {name: v.plain() for name, v in named.items() if isinstance(v, Kernel)}
-            self.twin = _renamed(form, kernels)
+            with self._lock:
+                if self._driver:  # and no other thread has made it meanwhile
+                    form = self._function
+                    named = {name: form.__globals__.get(name) for name in form.__code__.co_names}
+                    found = {n: v.plain() for n, v in named.items() if isinstance(v, Kernel)}
+                    self.twin = _renamed(form, found)
+                    self._driver = False
         return self.twin
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -255,3 +256,27 @@ class TestDriver:
         edited = PARTS.replace("return x * y", "return x * y + 0.5")
         (files.cache.parent / "parts_here.py").write_text(edited)
         assert files(self.CALL + self.HITS) == ["7.0", "10.0", "0"]
+
+
+def _ten_times(x):
+    return 10 * x
+
+
+def _one_more(x):
+    return _part(x) + 1  # noqa: F821  # what `driver` is given
+
+
+def test_a_twin_that_two_threads_want_at_once_is_made_once(monkeypatch):
+    made = jit.driver(_one_more, _part=jit.helper(_ten_times))
+    found, renamed = [], jit._renamed
+    other = threading.Thread(target=lambda: found.append(made.twin(4)))
+
+    def slow(*given):
+        other.start()
+        other.join(0.05)  # as long as it is not made, the other one waits
+        return renamed(*given)
+
+    monkeypatch.setattr(jit, "_renamed", slow)
+    assert made.twin(4) == 41
+    other.join()
+    assert found == [41]
