@@ -122,7 +122,7 @@ class Lane(NamedTuple):
         return _lowered(part, kept, self.power), True
 
     def _exchange(self, given: Sequence[Array]) -> Array:
-        """Give each twin what is for it; return what all have given to this one, in rows."""
+        """Send each twin what is for it; return what all have sent to this one, in rows."""
         comm, me, size = self.comm, self.comm.rank, self.comm.size
         came = np.empty((size, given[me].size), given[me].dtype)
         came[me] = given[me]

@@ -309,7 +309,7 @@ class Overlap:
         return found
 
     def free(self) -> None:
-        """Give the communicators back, when nothing moves any more. Collective."""
+        """Free the communicators, when nothing moves any more. Collective."""
         self._transfers.drain()
         atexit.unregister(self._transfers.drain)
         if self._closes is not None:

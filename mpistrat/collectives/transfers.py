@@ -77,7 +77,7 @@ class Transfers:
         return [one for ref in self._open.valuerefs() if (one := ref()) is not None]
 
     def begin(self, work: Callable[[], None]) -> Transfer:
-        """Let the thread do this when it is through with all that came before."""
+        """Queue this for the thread, behind all that came before."""
         self._count += 1
         self._open[self._count] = transfer = Transfer(self._count, work)
         with self._lock:

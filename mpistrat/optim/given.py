@@ -101,7 +101,7 @@ class Known:
         return self._what.but(f", at step {step} by {', '.join(map(repr, rates))}")
 
     def compile(self, optimizer: OptimizerSettings, wire: str) -> None:
-        """Have the loops compiled that this call needs, before its proof.
+        """Compile the loops that this call needs, before its handshake.
 
         Args:
           optimizer: Whose call it is.
@@ -124,7 +124,7 @@ class Places(NamedTuple):
       rows: Of each gradient the block, the matrix in it, and its first column.
       first: Which of them are folded into the first row, before they are read from there.
       far: Which of these are so when they are fetched, part by part.
-      placed: All others of these; None if there are none.
+      placed: All others of these; None without any.
       runs: Which others every rank folds as one, in memory of its own; and from which column to
         which.
     """
@@ -341,7 +341,7 @@ def _rows(
 
 
 def _compile_for(optimizer: OptimizerSettings, target: Target) -> None:
-    """Have the loops compiled that a variable of this dtype needs; before a proof."""
+    """Compile the loops that a variable of this dtype needs; before a handshake."""
     one = np.zeros(1, target.variable.dtype)
     rule = target.optimizer.rule
     slots = tuple(one.copy() for _ in rule.slots)

@@ -109,7 +109,7 @@ class SGD(Optimizer):
         """The state and the loops."""
         if not self.momentum:
             return Rule((), _plain)
-        # Without decay and looking ahead, which most do without, half of the work is none.
+        # Without decay and looking ahead, as most use it, it is half of the work.
         simple = not (self.weight_decay or self.nesterov)
         return Rule(("momentum",), _moving if simple else _heavy)
 

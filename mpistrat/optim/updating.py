@@ -251,7 +251,7 @@ class Update:
         return bad
 
     def _pass(self, which: Sequence[int], do: Callable[[int, Gradient, int, int], None]) -> None:
-        """Let `do` have gradients part by part, and where these begin and end in the slots.
+        """Call `do` with gradients part by part, and where these begin and end in the slots.
 
         Those that are far are fetched the first time, some at a time: `do` finds them in cache.
         """
@@ -278,7 +278,7 @@ class Update:
     def _parts(
         self, i: int, first: int, last: int, do: Callable[[int, Gradient, int, int], None]
     ) -> None:
-        """Let each thread have a part of these elements."""
+        """Divide these elements between the threads."""
         g, size = self._works[i].gradient, last - first
 
         if (
