@@ -9,7 +9,6 @@ printed once.
 from __future__ import annotations
 
 import atexit
-import dis
 import functools
 import os
 import signal
@@ -18,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, NoReturn, final
 
 from mpistrat.board.reporter import say
@@ -31,7 +30,7 @@ from mpistrat.lockstep.abort import end_job
 from mpistrat.lockstep.interrupts import Deferred
 from mpistrat.lockstep.lockstep import Lockstep
 from mpistrat.lockstep.ranks import CallState
-from mpistrat.lockstep.shutdown import LEAVE, MISMATCH, Farewell, UnknownExit, said_by
+from mpistrat.lockstep.shutdown import LEAVE, MISMATCH, Farewell, said_by
 
 __all__ = ["PREFLIGHT", "Exits", "code_of", "exits"]
 
@@ -65,12 +64,35 @@ def code_of(failure: BaseException | None) -> int:
     return 1
 
 
+_CODE: Any = SystemExit.__dict__["code"]
+
+
+class NotedExit(SystemExit):
+    """What ``sys.exit`` raises: it notes whether it is what ends the program."""
+
+    @property
+    def code(self) -> Any:
+        """The code or text; the interpreter asks for it when no Python code is left to run."""
+        if sys._getframe().f_back is None:
+            exits().note(self)
+        return _CODE.__get__(self)
+
+    @code.setter
+    def code(self, value: Any) -> None:
+        _CODE.__set__(self, value)
+
+
+# Messages and tracebacks show the exception that the program knows.
+NotedExit.__name__ = NotedExit.__qualname__ = "SystemExit"
+NotedExit.__module__ = "builtins"
+
+
 @final
 class Exits:
     """The way out of one process."""
 
     def __init__(self) -> None:
-        """Know of no session yet."""
+        """Create it without any session."""
         self.sessions: list[Session] = []
         self.failure: BaseException | None = None
         self.recorder: Callable[[int], None] | None = None
@@ -79,8 +101,6 @@ class Exits:
         self._pid = os.getpid()
         self._printed = threading.Lock()
         self._hook = sys.excepthook  # the program's own, if it has one
-        self._exit: SystemExit | None = None
-        self._bottom: FrameType | None = None
         self._group: tuple[Comm, Farewell] | None = None
 
     def arm(self, session: Session) -> None:
@@ -99,34 +119,19 @@ class Exits:
         if not hasattr(sys, "ps1") and not sys.flags.interactive:
             sys.excepthook = self.uncaught
             sys.exit = self.exit
-            if threading.current_thread() is threading.main_thread():
-                self._bottom = _bottom()
 
     def exit(self, status: Any = None, /) -> NoReturn:
-        """Do what ``sys.exit`` does, and remember it, in case it is what ends the program."""
-        leaving = SystemExit(status)
-        if threading.current_thread() is threading.main_thread():
-            self._exit = leaving
-            self._bottom = self._bottom or _bottom()
-        raise leaving
+        """Do what ``sys.exit`` does, so that it is noted if it ends the program."""
+        raise NotedExit(status)
 
     def _unheard(self) -> BaseException | None:
-        """Return what has ended the program, if it was told nobody.
-
-        A frame that ends well ends with a return; where the one at the bottom of the stack has
-        stopped elsewhere, it was an exception. Python notes it before it calls a hook that the
-        program may have set since; but of SystemExit it says nothing.
-        """
-        bottom = self._bottom
-        if bottom is None or _operation(bottom).startswith("RETURN_"):
-            return None
+        """Return what has ended the program if a hook that the program has set was told it."""
         noted: BaseException | None = getattr(sys, "last_value", None)
         trace = None if noted is None else noted.__traceback__
-        if trace is not None and trace.tb_frame is bottom:
-            self._printed.acquire(blocking=False)  # by that hook
-            return noted
-        leaving = self._exit
-        return leaving if leaving is not None and _went_through(leaving, bottom) else UnknownExit()
+        if trace is None or trace.tb_frame.f_back is not None:  # it was caught further up
+            return None
+        self._printed.acquire(blocking=False)  # by that hook
+        return noted
 
     def uncaught(
         self,
@@ -307,30 +312,6 @@ def _await_others(session: Session) -> bool:
     """Sleep until all ranks have come to leave, or one makes a call; tell if all have."""
     gone = session.kept(CallState).gone
     return gone is None and session.board.await_departure(session.calls + 1, LEAVE)
-
-
-def _bottom() -> FrameType:
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-    return frame
-
-
-def _operation(frame: FrameType) -> str:
-    """Return the name of the operation at which a frame has ended."""
-    return dis.opname[frame.f_code.co_code[frame.f_lasti]]
-
-
-def _went_through(leaving: SystemExit, bottom: FrameType) -> bool:
-    """Tell whether it left the stack, and no frame that had it in its hands went on."""
-    trace = leaving.__traceback__
-    if trace is None:  # nobody had it
-        return True
-    if trace.tb_frame is not bottom:
-        return not _operation(trace.tb_frame).startswith("RETURN_")
-    last = _operation(bottom)
-    bare = last == "RAISE_VARARGS" and not bottom.f_code.co_code[bottom.f_lasti + 1]
-    return bare or last == "RERAISE" or trace.tb_lasti == bottom.f_lasti
 
 
 def _leave_at_once(code: int) -> NoReturn:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple
 
 from mpistrat.comm import callsite
 from mpistrat.comm.base import Comm
@@ -22,15 +22,10 @@ from mpistrat.errors import LockstepError, RemoteError, remote_error
 from mpistrat.lockstep import mismatch
 from mpistrat.lockstep.ranks import Ranks, Unproved
 
-__all__ = ["LEAVE", "MISMATCH", "Farewell", "UnknownExit", "farewell", "left"]
+__all__ = ["LEAVE", "MISMATCH", "Farewell", "farewell", "left"]
 
 LEAVE = "leave the program"
 MISMATCH = 77
-
-
-@final
-class UnknownExit(SystemExit):
-    """Stands for a SystemExit that the program has raised itself: nobody can ask for its code."""
 
 
 class Farewell(NamedTuple):
@@ -74,7 +69,6 @@ def _row(code: int, failure: BaseException | None, of_group: bool) -> dict[str, 
         "group": of_group,
         "echo": isinstance(failure, RemoteError),
         "said": said_by(failure),
-        "known": not isinstance(failure, UnknownExit),
     }
     if failure is not None and not isinstance(failure, SystemExit):
         row |= json.loads(mismatch.report(failure))
@@ -87,8 +81,6 @@ def _kind(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _code(row: dict[str, Any]) -> str:
-    if not row["known"]:
-        return "unknown, of a SystemExit that was raised without sys.exit"
     return f"{row['code']}: {row['said']}" if row["said"] else str(row["code"])
 
 
