@@ -92,13 +92,15 @@ def _numbers(directory: Path) -> dict[str, dict[int, Path]]:
     found: dict[str, dict[int, Path]] = {}
     for path in directory.iterdir() if directory.is_dir() else ():
         parts = parted(path)
-        if parts is not None:
+        if parts is not None and path.exists():  # no link that leads nowhere
             found.setdefault(parts[0], {})[parts[1]] = path
     return found
 
 
 def saved(directory: Path, name: str) -> dict[int, Path]:
     """Return the checkpoints of that name in a directory, by number, the oldest first.
+
+    A symbolic link whose target is gone is not a checkpoint.
 
     Raises:
       OSError: The directory cannot be read.
@@ -110,6 +112,10 @@ def latest_checkpoint(
     checkpoint_dir: str | os.PathLike[str], name: str | None = None
 ) -> str | None:
     """Return the path of the newest checkpoint in a directory: that of the highest number.
+
+    The file is not opened, so it may be damaged; `Checkpoint.restore` checks all of it, and
+    ``CheckpointManager.restore_or_initialize`` passes over what is damaged. Symbolic links whose
+    target is gone are passed over here too.
 
     Never communicates. Ranks that do not all see the directory ask a `CheckpointManager`, whose
     replica 0 looks for all of them.

@@ -159,7 +159,10 @@ def _number(prefix: Path, counter: int, number: int | None, known: int) -> int:
             os.fspath(prefix.parent),
         )
     if number is None:
-        if (number := max(counter, newest) + 1) >= 10**18:
+        number = max(counter, newest) + 1
+        while os.path.lexists(files.numbered(prefix.parent, prefix.name, number)):
+            number += 1  # taken by a link that leads nowhere
+        if number >= 10**18:
             raise ValueError(f"there is no number after {newest} for {prefix}; use another name.")
         return number
     if number < newest:

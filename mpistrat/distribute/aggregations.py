@@ -73,9 +73,10 @@ class SmallWrite:
 
     def text(self) -> str:
         """Return what was written, for messages."""
-        rows = "" if self._rows is None else f" {len(self._rows)} rows"
+        rows = "" if self._rows is None else f"{len(self._rows)} rows, "
         call = f"{self._kind}({self._variable.spec()})"
-        return f"{call} of{rows} {self._first} {self.digest[8:16].hex()}"
+        shown = str(self._first).strip("()")  # without the parentheses of a complex number
+        return f"{call} of {self.digest[8:16].hex()} ({rows}first value {shown})"
 
     def undo(self) -> None:
         """Put back what was there before."""

@@ -14,6 +14,7 @@ from mpistrat.arrays import digest
 from mpistrat.errors import DataError, OutOfRangeError
 from mpistrat.feed.dataset import Dataset
 from mpistrat.feed.pieces import BatchSlice
+from mpistrat.feed.pipeline import Batches
 from mpistrat.feed.policies import AutoShardPolicy
 from mpistrat.feed.prefetch import prefetched
 from mpistrat.feed.reads import Reads
@@ -98,6 +99,11 @@ class Deal(NamedTuple):
     def describe(self) -> str:
         """Return a text that is equal on all ranks if they may go on together."""
         return f"{self.how}: {self.dataset.describe()}" if self.same else self.how
+
+    def sample(self) -> bytes:
+        """Return a digest of some contents, by which datasets of equal descriptions differ."""
+        level = self.dataset._level
+        return level.sample() if self.same and isinstance(level, Batches) else b""
 
     def epoch(self, epoch: int, seeds: Sequence[int]) -> Parts:
         """Iterate over this replica's parts of one epoch."""

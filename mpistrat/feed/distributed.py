@@ -23,7 +23,7 @@ from mpistrat.errors import DataError, LockstepError
 from mpistrat.feed.dataset import Dataset
 from mpistrat.feed.dealing import UNSEEN, Deal, Parts, StepPart
 from mpistrat.feed.iterators import ElementIterator
-from mpistrat.feed.looks import LOOK, Looks, refuse
+from mpistrat.feed.looks import LOOK, Looks, prove_dataset, refuse
 from mpistrat.feed.reads import failed
 from mpistrat.feed.sources import INFINITE, Spec
 from mpistrat.lockstep.guards import warn
@@ -128,8 +128,9 @@ class DistributedDataset:
         known = door.lockstep.session.kept(_Datasets)
         self._name = f"dataset no. {known.distributed + 1}"
         with door.lockstep.preparing(f"distribute {self._name}"):
-            told = deal.describe()
-        door.lockstep.prove(f"distribute {self._name}, {told}")
+            told, sample = deal.describe(), deal.sample()
+        call = f"distribute {self._name}, {told}"
+        prove_dataset(door.lockstep, known.distributed + 1, call, sample)
         known.distributed += 1
         self._iterators = 0
 

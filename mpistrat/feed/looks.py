@@ -13,7 +13,7 @@ from mpistrat.comm.callsite import ranks_text
 from mpistrat.errors import LockstepError
 from mpistrat.lockstep.lockstep import Lockstep
 
-__all__ = ["LOOK", "Looks", "refuse"]
+__all__ = ["LOOK", "Looks", "prove_dataset", "refuse"]
 
 LOOK = 8  # bytes of a digest
 _TEXTS = "SU"  # dtypes whose width is that of the longest text
@@ -72,6 +72,48 @@ class Looks:
             "Give every rank elements of one structure and of the same dtypes, by "
             "dataset.map(...) for example.",
         )
+
+
+class _Samples:
+    """Samples of the datasets of a session that differ between ranks, each with its number."""
+
+    def __init__(self) -> None:
+        self.known: list[tuple[int, list[bytes]]] = []
+
+
+def prove_dataset(lockstep: Lockstep, number: int, call: str, sample: bytes) -> None:
+    """Prove that all ranks distribute this dataset, and none another one in its place. Collective.
+
+    Contents of arrays may differ, as where each rank adds noise; but where a rank now has what
+    replica 0 had in another dataset, the two have been exchanged.
+
+    Args:
+      lockstep: Proves it.
+      number: Which dataset of the session it is, from 1.
+      call: The text of the call.
+      sample: A digest of some of the contents.
+
+    Raises:
+      LockstepError: The calls differ, or two datasets have been exchanged; on every rank.
+    """
+    known = lockstep.session.kept(_Samples).known
+    mine = lockstep.share(call, sample)
+    if len(set(mine)) < 2:
+        return
+    for other, shown in known:
+        rows = zip(mine, shown, lockstep.ranks, strict=True)
+        odd = [rank for new, old, rank in rows if new == shown[0] != old]
+        if odd:
+            lockstep.fail(
+                LockstepError(
+                    f"datasets no. {other} and no. {number} are distributed in another order on "
+                    f"{ranks_text(odd)} (this is rank {lockstep.ranks[lockstep.comm.rank]} of "
+                    f"{lockstep.comm.size}): their descriptions are equal, their contents are "
+                    "exchanged.\n  Distribute datasets in one order on all ranks; a loop over a "
+                    "set has another order in each process: sort it."
+                )
+            )
+    known.append((number, mine))
 
 
 def refuse(lockstep: Lockstep, what: str, texts: Sequence[str], advice: str) -> NoReturn:

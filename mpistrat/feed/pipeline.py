@@ -145,6 +145,11 @@ class Batches:
             source = f"{self.source[0].describe()}, {self.source[1]}"
         return _listed(source, [], self.steps)
 
+    def sample(self) -> bytes:
+        """Return a digest of a few rows of the arrays; of other sources nothing is looked at."""
+        arrays = self.source[0].reader.arrays if isinstance(self.source, tuple) else None
+        return b"" if arrays is None else arrays.sample()
+
     def _begin(self, seeds: Seeds, path: Path) -> Iterator[BatchSlice]:
         if isinstance(self.source, Stream):
             for index, batch in enumerate(self.source()):

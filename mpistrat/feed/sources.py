@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpistrat import nest
+from mpistrat.arrays import digest
 from mpistrat.errors import DataError
 
 __all__ = [
@@ -39,6 +40,7 @@ UNKNOWN = -2
 
 Rows: TypeAlias = npt.NDArray[np.int64]
 
+_SAMPLED, _LETTERS = 8, 4096  # rows of a sample, and elements of each
 # What sources raise for an index array that they cannot use. Anything else is a reading error.
 _NO_FANCY = (TypeError, IndexError, ValueError, NotImplementedError)
 
@@ -222,6 +224,11 @@ class Arrays:
         arrays = (column.array for column in self.columns)
         return (a for a in arrays if isinstance(a, np.ndarray) and not isinstance(a, np.memmap))
 
+    def sample(self) -> bytes:
+        """Return a digest of a few rows of what is in memory; nothing is read of files."""
+        rows = sorted({self.rows * i // _SAMPLED for i in range(_SAMPLED)} if self.rows else ())
+        return digest(a[i].reshape(-1)[:_LETTERS] for a in self.in_memory() for i in rows)
+
     def specs(self, *leading: int | None) -> Any:
         """Return the tree of `Spec` of one row, with `leading` dimensions before it."""
         specs = [Spec((*leading, *column.shape[1:]), column.dtype) for column in self.columns]
@@ -333,8 +340,8 @@ class Files:
     def describe(self) -> str:
         """Return their number and a digest of their names; directories may differ by node."""
         names = "\n".join(PurePath(path).name for path in self.paths)
-        digest = hashlib.blake2b(names.encode(errors="surrogateescape"), digest_size=8).hexdigest()
-        return f"{len(self.paths)} files {digest}"
+        found = hashlib.blake2b(names.encode(errors="surrogateescape"), digest_size=8).hexdigest()
+        return f"{len(self.paths)} files {found}"
 
     def part(self, index: int, count: int) -> Files:
         """Return every count-th file, from number `index`."""

@@ -22,8 +22,10 @@ _LIMIT = 300
 _HEAD = 60
 
 
-# A digest of contents, as texts of calls show it.
-_HASH = re.compile(r"\b[0-9a-f]{16,}\b")
+# A digest of contents, as texts of calls show it, with what is shown of the contents.
+_HASH = re.compile(r"\b[0-9a-f]{16,}\b(?: \([^()]*\))?")
+# Small writes to variables, as the text of the handshake that follows them shows them.
+_WRITES = re.compile(r", after (?:assign|scatter_).*")
 
 
 def cut(text: str) -> str:
@@ -71,7 +73,7 @@ def mismatch(lockstep: Ranks, call: str) -> LockstepError:
         lines.append(
             f"  {ranks_text(those) + ':':{width + 1}} {place}   {no}{_window(what, first)}"
         )
-    if len({what.partition(", after assign")[2] for _, _, what in calls} - {""}) > 1:
+    if len({tuple(_WRITES.findall(what)) for _, _, what in calls} - {()}) > 1:
         lines.append(
             "  If what they wrote to a variable differs: reduce it first (ctx.all_reduce), or "
             "create the variable with an aggregation. What differs is undone."

@@ -9,6 +9,7 @@ import stat
 
 import pytest
 
+import mpistrat as ms
 from mpistrat import CheckpointError, latest_checkpoint
 from mpistrat.checkpoint import files
 
@@ -196,3 +197,26 @@ def test_left_overs_of_other_numbers_go_and_what_is_no_file_stays(tmp_path):
         ".ckpt-8.npz.abc.part",
         ".other-7.npz.abc.part",
     ]
+
+
+def test_a_link_that_leads_nowhere_is_not_a_checkpoint(tmp_path):
+    v = ms.Variable(1.0)
+    path = ms.Checkpoint(v=v).save(tmp_path / "ckpt")
+    (tmp_path / "ckpt-2.npz").symlink_to(tmp_path / "gone")
+    assert latest_checkpoint(tmp_path) == path
+    manager = ms.CheckpointManager(ms.Checkpoint(v=v), tmp_path, max_to_keep=None)
+    assert manager.checkpoints == [path]
+    assert manager.restore_or_initialize() == path
+    assert manager.save() == str(tmp_path / "ckpt-3.npz")
+
+
+def test_the_newest_is_named_without_a_look_into_it(tmp_path):
+    v = ms.Variable(1.0)
+    checkpoint = ms.Checkpoint(v=v)
+    paths = [checkpoint.save(tmp_path / "ckpt") for _ in range(2)]
+    (tmp_path / "ckpt-2.npz").write_bytes(b"torn")
+    assert latest_checkpoint(tmp_path) == paths[1]
+    with pytest.raises(CheckpointError):
+        checkpoint.restore(paths[1])
+    manager = ms.CheckpointManager(checkpoint, tmp_path, max_to_keep=None)
+    assert manager.restore_or_initialize() == paths[0]

@@ -217,6 +217,25 @@ def test_datasets_are_told_apart():
     assert run_ranks(rank, 2) == [2.0, 2.0]
 
 
+@pytest.mark.parametrize("n", [2, 3])
+def test_datasets_of_equal_descriptions_are_not_exchanged(n):
+    """Contents that differ are legal, if they are not those of another dataset."""
+
+    def rank(comm):
+        s = ms.MirroredStrategy()
+        noise = np.random.default_rng(comm.rank).normal(size=(3, 24))
+        for one in noise:
+            s.experimental_distribute_dataset(ms.Dataset(one).batch(8))
+        train, test = (ms.Dataset(np.arange(24.0) + i).batch(8) for i in range(2))
+        order = [test, train] if comm.rank == n - 1 else [train, test]
+        s.experimental_distribute_dataset(order[0])
+        with pytest.raises(ms.LockstepError, match=rf"no\. 4 and no\. 5 .* order on rank {n - 1} "):
+            s.experimental_distribute_dataset(order[1])
+        return float(s.reduce("SUM", ms.PerReplica(1.0), None))
+
+    assert run_ranks(rank, n) == [n] * n
+
+
 def test_what_update_returns_is_mirrored_only_if_it_is():
     def rank(comm):
         s = ms.MirroredStrategy()

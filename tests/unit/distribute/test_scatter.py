@@ -192,6 +192,23 @@ def test_of_writes_without_aggregation_those_stay_that_all_have_made_alike():
     assert run_ranks(rank, 3) == [[1, 54, 3, 4]] * 3
 
 
+@pytest.mark.parametrize("kind", ["assign", "assign_add", "scatter_add", "scatter_update"])
+@pytest.mark.parametrize("at", [0, 1])
+def test_the_advice_is_the_same_whichever_element_differs(kind, at):
+    def rank(comm):
+        v = made(ms.MirroredStrategy(), np.zeros(2))
+        value = np.ones(2)
+        value[at] += comm.rank
+        given = ms.IndexedSlices(value, [0, 1]) if "scatter" in kind else value
+        with pytest.raises(ms.LockstepError) as found:
+            v.strategy.run(lambda: getattr(v, kind)(given))
+        return str(found.value)
+
+    for text in run_ranks(rank, 2):
+        assert "create the variable with an aggregation" in text
+        assert "calls differ" not in text or "it depends on the rank" in text.splitlines()[-1]
+
+
 @pytest.mark.parametrize("differ", ["values", "rows", "number of rows", "order"])
 def test_rows_that_depend_on_the_rank_are_refused(differ):
     def rank(comm):
