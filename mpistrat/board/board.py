@@ -27,9 +27,9 @@ from mpistrat.comm.nodes import (
     arrival,
     before_finalize,
     nodes_of,
-    share,
     threads_allowed,
 )
+from mpistrat.comm.session import StatusBoard
 from mpistrat.sharedmem.shared import shared_memory
 
 __all__ = ["Board"]
@@ -39,13 +39,14 @@ _CLOSE = 5.0  # seconds that leaving waits for other nodes
 
 
 @final
-class Board:
+class Board(StatusBoard):
     """Where this rank is, for the other ranks to see.
 
-    Attributes:
-      enter: ``enter(number, text)``: this rank makes that call. Below a microsecond, as the others.
-      resume: It enters the next part of the same call, such as the payload after the proof.
-      leave: It is done with the call, or the part.
+    `enter`, `resume` and `leave` take less than a microsecond each.
+
+    Args:
+      page: The page of the ranks of this node; None for memory of this process, which nobody reads.
+      index: The number of this rank on the page.
 
     Example:
       >>> board = Board()
@@ -58,7 +59,8 @@ class Board:
     """
 
     def __init__(self, page: Page | None = None, index: int = 0):
-        """Make a board on memory of this process, which nobody watches, unless a page is given."""
+        """Create a board on a page."""
+        super().__init__()
         self.page = page or Page(memoryview(bytearray(page_bytes(1))), 1)
         self.slot: Slot = self.page.slot(index)
         self.enter = self.slot.enter
@@ -96,7 +98,8 @@ class Board:
         size, index = nodes.node.size, nodes.node.rank
 
         def together(data: bytes) -> list[bytes]:
-            return share(nodes.node, data)
+            found: list[bytes] = nodes.node.allgather(data)
+            return found
 
         memory = (
             None if size == 1 else shared_memory(together, index == 0, page_bytes(size), "board")
@@ -132,7 +135,7 @@ class Board:
         home, link = 0, None
         if leaders is not None and leaders.size > 1:
             home = leaders.rank
-            told = share(leaders, json.dumps([host, ranks]).encode())
+            told = leaders.allgather(json.dumps([host, ranks]).encode())
             if threads_allowed():
                 rows = [_unknown(number, *json.loads(text)) for number, text in enumerate(told)]
                 silent = max(3 * limits.interval, limits.stale)
@@ -169,34 +172,18 @@ class Board:
         return waited / _SECOND, communicated / _SECOND
 
     def await_departure(self, number: int, text: str) -> bool:
-        """Sleep until all ranks have come to leave, or one makes a call that this rank must join.
-
-        Args:
-          number: The number of the call by which this rank leaves.
-          text: Its text.
-
-        Returns:
-          Whether all ranks have come to leave; False also where that cannot be seen.
-        """
+        """Sleep until all ranks have come to leave, or one makes a call; see `StatusBoard`."""
         self.slot.arrive(number, text)
         return self._departure is not None and self._departure.wait(key_of(number))
 
     def last_move(self) -> int:
-        """Return when a rank that has not come to leave last did something, monotonic ns.
-
-        0 if all have come, or if it is not known.
-        """
+        """Return when a rank that has not come to leave last did something; see `StatusBoard`."""
         return 0 if self._departure is None else self._departure.last_move()
 
     @contextmanager
     def long_operation(self, name: str, max_seconds: float) -> Iterator[None]:
-        """Declare that the body may keep other ranks waiting for up to `max_seconds`.
-
-        Raises:
-          ValueError: `max_seconds` is not positive.
-        """
-        if not max_seconds > 0:
-            raise ValueError(f"long_operation({name!r}) wants max_seconds > 0, not {max_seconds}.")
+        """Declare that the body may keep other ranks waiting for up to `max_seconds`."""
+        super().long_operation(name, max_seconds)
         before = (self.slot.operation, self.slot.deadline)
         until = time.monotonic_ns() + int(min(max_seconds, 1e9) * _SECOND)
         self.slot.declare(name, until)

@@ -13,7 +13,6 @@ __all__ = [
     "arrival",
     "before_finalize",
     "nodes_of",
-    "share",
     "threads_allowed",
 ]
 
@@ -53,12 +52,6 @@ def nodes_of(comm: Any, node: Any | None = None) -> MPINodes:
         node = comm.Split_type(mpi.COMM_TYPE_SHARED, comm.rank)
     leaders = comm.Split(0 if node.rank == 0 else mpi.UNDEFINED, comm.rank)
     return MPINodes(node, None if leaders == mpi.COMM_NULL else leaders)
-
-
-def share(comm: Any, data: bytes) -> list[bytes]:
-    """Return the bytes of every rank, of any length. Collective."""
-    found: list[bytes] = comm.allgather(data)
-    return found
 
 
 def threads_allowed() -> bool:

@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol, TypeVar, final
+from typing import Any, TypeVar, final
 
 from mpistrat.comm.base import Comm
 from mpistrat.comm.loopback import LoopbackComm
@@ -22,7 +22,7 @@ from mpistrat.errors import StrategyError
 from mpistrat.kernels.threads import Team
 from mpistrat.options import Options
 
-__all__ = ["Session", "StatusBoard", "Unwatched"]
+__all__ = ["Session", "StatusBoard"]
 
 T = TypeVar("T")
 
@@ -33,23 +33,30 @@ _adding = threading.Lock()
 _alive: tuple[weakref.ref[Session], ...] = ()
 
 
-class StatusBoard(Protocol):
-    """Where a rank says what it is doing; see `mpistrat.board.board.Board`."""
+class StatusBoard:
+    """Where a rank says what it is doing. Nobody watches this one; `Board` is one that is watched.
 
-    @property
-    def enter(self) -> Callable[[int, str], None]:
-        """Say that this rank makes the call of that number and text."""
+    Attributes:
+      enter: ``enter(number, text)``: this rank makes that call.
+      resume: It enters the next part of the same call, such as the payload after the proof.
+      leave: It is done with the call, or the part.
+    """
 
-    @property
-    def resume(self) -> Callable[[], None]:
-        """Say that it enters the next part of the same call."""
-
-    @property
-    def leave(self) -> Callable[[], None]:
-        """Say that it is done with the call, or the part."""
+    def __init__(self) -> None:
+        """Create a board that takes no notice of calls."""
+        self.enter: Callable[[int, str], None] = lambda number, text: None
+        self.resume: Callable[[], None] = lambda: None
+        self.leave: Callable[[], None] = lambda: None
 
     def long_operation(self, name: str, max_seconds: float) -> AbstractContextManager[None]:
-        """Declare that the body may keep other ranks waiting."""
+        """Declare that the body may keep other ranks waiting for up to `max_seconds`.
+
+        Raises:
+          ValueError: `max_seconds` is not positive.
+        """
+        if not max_seconds > 0:
+            raise ValueError(f"long_operation({name!r}) wants max_seconds > 0, not {max_seconds}.")
+        return nullcontext()
 
     def allow(self, seconds: float | None) -> None:
         """Let the calls that come take so many seconds; None for what is allowed to every call."""
@@ -57,58 +64,33 @@ class StatusBoard(Protocol):
     @property
     def call(self) -> str:
         """The text of the call that this rank is inside of; empty if it is in none."""
-
-    def await_departure(self, number: int, text: str) -> bool:
-        """Sleep until all ranks have come to leave, or one makes a call; tell whether all have."""
-
-    def last_move(self) -> int:
-        """Return when a rank that has not come to leave last did something, ns; 0 if unknown."""
-
-    def close(self) -> bool:
-        """Stop watching; tell whether MPI may be finalized."""
-
-    def free(self) -> None:
-        """Close, and give back what it holds. Collective."""
-
-
-@final
-class Unwatched:
-    """The board of ranks that nobody watches: one alone, or threads of one process."""
-
-    def __init__(self) -> None:
-        """Take no notice of anything."""
-        self.enter: Callable[[int, str], None] = lambda number, text: None
-        self.resume: Callable[[], None] = lambda: None
-        self.leave: Callable[[], None] = lambda: None
-
-    def long_operation(self, name: str, max_seconds: float) -> AbstractContextManager[None]:
-        """Check the arguments as a watched board does, and do nothing."""
-        if not max_seconds > 0:
-            raise ValueError(f"long_operation({name!r}) wants max_seconds > 0, not {max_seconds}.")
-        return nullcontext()
-
-    def allow(self, seconds: float | None) -> None:
-        """Do nothing: nobody looks how long a call takes."""
-
-    @property
-    def call(self) -> str:
-        """Always empty."""
         return ""
 
     def await_departure(self, number: int, text: str) -> bool:
-        """Return False at once: nothing is known of the others."""
+        """Sleep until all ranks have come to leave, or one makes a call that this rank must join.
+
+        Args:
+          number: The number of the call by which this rank leaves.
+          text: Its text.
+
+        Returns:
+          Whether all ranks have come to leave; False also where that cannot be seen.
+        """
         return False
 
     def last_move(self) -> int:
-        """Return 0: nothing is known of the others."""
+        """Return when a rank that has not come to leave last did something, monotonic ns.
+
+        0 if all have come, or if it is not known.
+        """
         return 0
 
     def close(self) -> bool:
-        """Return True."""
+        """Stop watching; tell whether MPI may be finalized."""
         return True
 
     def free(self) -> None:
-        """Do nothing."""
+        """Close, and give back what it holds. Collective."""
 
 
 @final
@@ -133,7 +115,7 @@ class Session:
         self.begun = False
         self.options = Options()
         self.freed = False
-        self.board: StatusBoard = Unwatched()
+        self.board = StatusBoard()
         self.groups: dict[object, Any] = {}
         self.team: Team | None = None
         self._kept: dict[type[Any], Any] = {}

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import abc
 import enum
+import functools
 from typing import Any
 
 import numpy as np
 
 from mpistrat.arena.storage import Storage
-from mpistrat.arrays import Array
+from mpistrat.arrays import Array, spec_text
+from mpistrat.errors import StructureError
 
 __all__ = ["DistributedVariable", "VariableAggregation", "VariableSynchronization"]
 
@@ -31,7 +34,7 @@ class VariableAggregation(enum.Enum):
     ONLY_FIRST_REPLICA = 3
 
 
-class DistributedVariable:
+class DistributedVariable(abc.ABC):
     """What strategies know of a variable; `Variable` is the class that programs see.
 
     Attributes:
@@ -56,42 +59,56 @@ class DistributedVariable:
     synchronization: VariableSynchronization
     aggregation: VariableAggregation
 
-    @property
+    @functools.cached_property
     def on_read(self) -> bool:
         """Whether each replica owns its copy."""
-        raise NotImplementedError
+        return self.synchronization is VariableSynchronization.ON_READ
 
     @property
     def dtype(self) -> np.dtype[Any]:
         """The dtype."""
-        raise NotImplementedError
+        return self.storage.array.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape."""
-        raise NotImplementedError
+        return self.storage.array.shape
 
     @property
     def ndim(self) -> int:
         """The number of dimensions."""
-        raise NotImplementedError
+        return self.storage.array.ndim
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return self.storage.array.size
 
     def spec(self) -> str:
         """Return name, number, dtype and shape, as messages and proofs show them."""
-        raise NotImplementedError
+        return f"{self.name!r} no. {self.number} {spec_text(self.storage.array)}"
 
     def component(self) -> Array:
-        """Return this replica's copy: a live, read-only view. Never communicates."""
-        raise NotImplementedError
+        """Return this replica's copy: a live, read-only view. Never communicates.
 
-    def read_value(self) -> Any:
-        """Return a copy of the value."""
-        raise NotImplementedError
+        Raises:
+          StructureError: It is spread over all ranks, so that there is no copy.
+        """
+        if not self.storage.whole:
+            raise StructureError(
+                f"{self.label} is spread over all ranks (shard='all'), so no rank has a copy to "
+                "look at. Read it, on every rank: v.numpy()."
+            )
+        return self.storage.seen.view()
 
     def holds(self, array: Any) -> bool:
         """Tell whether `array` is what views of this replica's copy are views of."""
-        raise NotImplementedError
+        return array is self.storage.base
 
+    @abc.abstractmethod
+    def read_value(self) -> Any:
+        """Return a copy of the value."""
+
+    @abc.abstractmethod
     def store(self, kind: str, values: Array, rows: Array | None) -> None:
         """Write, all ranks alike."""
-        raise NotImplementedError

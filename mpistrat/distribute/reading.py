@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import abc
-import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import numpy as np
 
-from mpistrat.arrays import Array
-from mpistrat.distribute.values import DistributedValues, Operators
+from mpistrat.distribute.kinds import DistributedVariable
+from mpistrat.distribute.operators import Operators
+from mpistrat.distribute.values import DistributedValues
 
 __all__ = ["Reading", "plain"]
 
@@ -31,7 +30,7 @@ def _in_place(sign: str) -> Callable[..., Any]:
     return refuse
 
 
-class Reading(Operators, abc.ABC):
+class Reading(Operators, DistributedVariable):
     """A named array that can be read, and written to only by its own methods.
 
     Operators in place, such as ``v += x``, raise TypeError: they would part the name from the
@@ -44,17 +43,6 @@ class Reading(Operators, abc.ABC):
     __itruediv__, __ifloordiv__, __imod__, __ipow__ = map(_in_place, ("/", "//", "%", "**"))
     __ilshift__, __irshift__, __iand__ = map(_in_place, ("<<", ">>", "&"))
     __ixor__, __ior__ = map(_in_place, ("^", "|"))
-
-    name: str
-
-    @property
-    @abc.abstractmethod
-    def shape(self) -> tuple[int, ...]:
-        """The shape."""
-
-    @abc.abstractmethod
-    def _read(self) -> Array:
-        """Return the value, not to be written to."""
 
     def read_value(self) -> Any:
         """Return a copy of the value, a NumPy scalar if it has no dimensions.
@@ -94,10 +82,6 @@ class Reading(Operators, abc.ABC):
             )
         return getattr(ufunc, method)(*map(plain, inputs), **kwargs)
 
-    def __getitem__(self, key: Any) -> Any:
-        """Return a part of the value."""
-        return self._read()[key]
-
     def __setitem__(self, key: Any, value: Any) -> NoReturn:
         """Refuse: all replicas write together, so writing is a call and not an item.
 
@@ -126,38 +110,6 @@ class Reading(Operators, abc.ABC):
         if not self.shape:
             raise TypeError(f"variable {self.name!r} has no dimensions, so it has no length.")
         return self.shape[0]
-
-    def __iter__(self) -> Iterator[Any]:
-        """Iterate over the first axis of the value; reads once."""
-        return iter(self._read())
-
-    def __index__(self) -> int:
-        """Return the value as an index."""
-        return operator.index(self._read())
-
-    def __complex__(self) -> complex:
-        """Return the value as a complex number."""
-        return complex(self._read())
-
-    def __float__(self) -> float:
-        """Return the value as a float."""
-        return float(self._read())
-
-    def __int__(self) -> int:
-        """Return the value as an int."""
-        return int(self._read())
-
-    def __round__(self, digits: int | None = None) -> Any:
-        """Return the value, rounded as NumPy does; without `digits` a number becomes an int."""
-        return round(self.read_value(), digits) if not self.shape else np.round(self, digits or 0)
-
-    def __format__(self, spec: str) -> str:
-        """Return the value as text, in a format; without one, what `repr` says."""
-        return format(self.read_value(), spec) if spec else str(self)
-
-    def __bool__(self) -> bool:
-        """Return the truth of the value, as NumPy does."""
-        return bool(self._read())
 
 
 def plain(value: Any) -> Any:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import abc
 import copy
-import operator
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, NoReturn, final
+from collections.abc import Iterable
+from typing import Any, NamedTuple, final
 
 import numpy as np
 
 from mpistrat import nest
 from mpistrat.arrays import label, sealed
+from mpistrat.distribute.operators import ONE, NotOne, Operators
 from mpistrat.errors import StructureError
 from mpistrat.lockstep.lockstep import Lockstep
 
@@ -25,7 +25,6 @@ __all__ = [
     "Home",
     "Mirrored",
     "OnRank",
-    "Operators",
     "PerReplica",
     "born",
     "show",
@@ -105,40 +104,8 @@ class DistributedValues(abc.ABC):
         """The components that this rank can name without communicating."""
 
 
-_ONE = (
-    "each replica has a value of its own. Make them one, strategy.reduce(op, value, axis=None), or "
-    "in replica code ctx.all_reduce(op, value); or look at value.local, which ranks differ in, or "
-    "at all of them, strategy.experimental_local_results(value)."
-)
-
-
-def _refusal(text: str) -> Callable[..., Any]:
-    def refuse(self: Any, *others: Any) -> NoReturn:
-        raise TypeError(f"a PerReplica {text}: {_ONE}")
-
-    return refuse
-
-
-class _NotOne:
-    """What a single value has. Here each raises a TypeError that says what to use instead."""
-
-    _no_arithmetic, _no_bits = _refusal("has no arithmetic"), _refusal("has no bits")
-
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _no_arithmetic
-    __matmul__ = __rmatmul__ = __truediv__ = __rtruediv__ = __pow__ = __rpow__ = _no_arithmetic
-    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __divmod__ = __rdivmod__ = _no_arithmetic
-    __neg__ = __pos__ = __abs__ = _no_arithmetic
-    __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = __invert__ = _no_bits
-    __and__ = __rand__ = __xor__ = __rxor__ = __or__ = __ror__ = _no_bits
-    __lt__ = __le__ = __gt__ = __ge__ = _refusal("cannot be compared")
-    __int__ = __float__ = __complex__ = __round__ = _refusal("is no number")
-    __len__ = _refusal("has no length")
-    __iter__ = __contains__ = _refusal("cannot be iterated over")
-    __getitem__ = _refusal("has no parts")
-
-
 @final
-class PerReplica(DistributedValues, _NotOne):
+class PerReplica(DistributedValues, NotOne):
     """One value per replica; each rank holds its own.
 
     Args:
@@ -207,7 +174,7 @@ class PerReplica(DistributedValues, _NotOne):
         Raises:
           TypeError: Always; says what to ask instead.
         """
-        raise TypeError(f"a PerReplica is neither true nor false: {_ONE}")
+        raise TypeError(f"a PerReplica is neither true nor false: {ONE}")
 
     def __eq__(self, other: object) -> bool:
         """Return True for this very object, and refuse to compare it with anything else.
@@ -217,7 +184,7 @@ class PerReplica(DistributedValues, _NotOne):
         """
         if other is self:
             return True
-        raise TypeError(f"a PerReplica cannot be compared: {_ONE}")
+        raise TypeError(f"a PerReplica cannot be compared: {ONE}")
 
     __hash__ = object.__hash__
 
@@ -228,7 +195,7 @@ class PerReplica(DistributedValues, _NotOne):
           TypeError: `spec` is not empty; says what to format instead.
         """
         if spec:
-            raise TypeError(f"a PerReplica cannot be formatted as {spec!r}: {_ONE}")
+            raise TypeError(f"a PerReplica cannot be formatted as {spec!r}: {ONE}")
         return str(self)
 
     # NumPy leaves operators to Python, and so to this class, instead of making an object array.
@@ -252,7 +219,7 @@ class PerReplica(DistributedValues, _NotOne):
           TypeError: It is a value of the ranks of a strategy; says what to pickle instead.
         """
         if self.home is not None:
-            raise TypeError(f"a PerReplica of a strategy cannot be pickled: {_ONE}")
+            raise TypeError(f"a PerReplica of a strategy cannot be pickled: {ONE}")
         return super().__reduce_ex__(protocol)
 
     def __copy__(self) -> PerReplica:
@@ -284,16 +251,6 @@ class PerReplica(DistributedValues, _NotOne):
             return f"PerReplica:{{\n  local: {show(self._local)}\n}}"
         lines = [f"  {i}: {show(value)}" for i, value in enumerate(self._values)]
         return "PerReplica:{\n" + ",\n".join(lines) + "\n}"
-
-
-class Operators(np.lib.mixins.NDArrayOperatorsMixin):
-    """Operators of NumPy that make new values: ``x += 1`` makes `x` a name of the sum."""
-
-    def _not_in_place(self, other: Any) -> Any:
-        return NotImplemented  # so Python takes the operator itself
-
-    __iadd__ = __isub__ = __imul__ = __imatmul__ = __itruediv__ = __ifloordiv__ = _not_in_place
-    __imod__ = __ipow__ = __ilshift__ = __irshift__ = __iand__ = __ixor__ = __ior__ = _not_in_place
 
 
 @final
@@ -381,45 +338,8 @@ class Mirrored(DistributedValues, Operators):
         except AttributeError:
             return getattr(np.asarray(self._value), name)
 
-    def __getitem__(self, key: Any) -> Any:
-        """Return a part of the value."""
-        return self._value[key]
-
-    def __len__(self) -> int:
-        """Return the length of the value's first axis."""
-        return len(self._value)
-
-    def __iter__(self) -> Any:
-        """Iterate over the value's first axis."""
-        return iter(self._value)
-
-    def __bool__(self) -> bool:
-        """Return the truth of the value."""
-        return bool(self._value)
-
-    def __index__(self) -> int:
-        """Return the value as an index."""
-        return operator.index(self._value)
-
-    def __float__(self) -> float:
-        """Return the value as a float."""
-        return float(self._value)
-
-    def __int__(self) -> int:
-        """Return the value as an int."""
-        return int(self._value)
-
-    def __complex__(self) -> complex:
-        """Return the value as a complex number."""
-        return complex(self._value)
-
-    def __round__(self, digits: int | None = None) -> Any:
-        """Return the value, rounded as NumPy does; without `digits` a number becomes an int."""
-        return np.round(self, digits or 0) if self.shape else round(self._value, digits)
-
-    def __format__(self, spec: str) -> str:
-        """Return the value as text, in a format; without one, what `repr` says."""
-        return format(self.numpy(), spec) if spec else str(self)
+    def _read(self) -> Any:
+        return self._value
 
     def __repr__(self) -> str:
         """Return ``Mirrored:{...}`` with a line per replica."""

@@ -155,35 +155,6 @@ class Variable(Reading, ScatterUpdates):
         made._enrol(f"deepcopy of no. {self.number}", given=False)
         return made
 
-    def spec(self) -> str:
-        """Return name, number, dtype and shape, as messages and proofs show them."""
-        return f"{self.name!r} no. {self.number} {spec_text(self.storage.array)}"
-
-    @functools.cached_property
-    def on_read(self) -> bool:
-        """Whether each replica owns its copy."""
-        return self.synchronization is VariableSynchronization.ON_READ
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The dtype."""
-        return self.storage.array.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape."""
-        return self.storage.array.shape
-
-    @property
-    def ndim(self) -> int:
-        """The number of dimensions."""
-        return self.storage.array.ndim
-
-    @property
-    def size(self) -> int:
-        """The number of elements."""
-        return self.storage.array.size
-
     @property
     def distribute_strategy(self) -> Any:
         """The strategy that it belongs to."""
@@ -234,23 +205,6 @@ class Variable(Reading, ScatterUpdates):
     def is_initialized(self, name: str | None = None) -> bool:
         """Return True: creation has set the initial value. `name` is ignored."""
         return True
-
-    def component(self) -> Array:
-        """Return this replica's copy: a live, read-only view. Never communicates.
-
-        Raises:
-          StructureError: It is spread over all ranks, so that there is no copy.
-        """
-        if not self.storage.whole:
-            raise StructureError(
-                f"{self.label} is spread over all ranks (shard='all'), so no rank has a copy to "
-                "look at. Read it, on every rank: v.numpy()."
-            )
-        return self.storage.seen.view()
-
-    def holds(self, array: Any) -> bool:
-        """Tell whether `array` is what views of this replica's copy are views of."""
-        return array is self.storage.base
 
     def _read(self) -> Array:
         mode = current()

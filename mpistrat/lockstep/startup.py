@@ -20,7 +20,6 @@ from mpistrat.board.observer import Limits
 from mpistrat.comm.base import Comm
 from mpistrat.comm.callsite import ranks_text
 from mpistrat.comm.mpi import MPIComm, world_size
-from mpistrat.comm.session import Unwatched
 from mpistrat.environment import MASK_BYTES, cores_of, launched_by, mask_of, quota
 from mpistrat.errors import OptionError, PreflightError
 from mpistrat.kernels.threads import Team
@@ -109,7 +108,7 @@ def begin(lockstep: Lockstep) -> None:
         # Not raised yet: the ways out come first, or the other ranks would never hear of it.
         failure = error
     if isinstance(session.comm, MPIComm):
-        if parallel and isinstance(session.board, Unwatched):
+        if parallel and not isinstance(session.board, Board):
             timeout = session.options.timeout
             # Who is named when the job ends has been named before.
             limits = Limits(warn=min(session.options.warn, timeout / 2), timeout=timeout)
