@@ -27,11 +27,9 @@ from mpistrat.feed.steps import (
     Batch,
     Map,
     Repeat,
-    Shard,
     Shuffle,
-    Skip,
     Step,
-    Take,
+    Stride,
     whole_number,
 )
 
@@ -377,7 +375,7 @@ class Dataset:
           >>> [batch.tolist() for batch in Dataset.range(9).batch(2).take(2)]
           [[0, 1], [2, 3]]
         """
-        return self._then(Take(whole_number("take(count)", count, 0)))
+        return self._then(Stride(0, whole_number("take(count)", count, 0)))
 
     def skip(self, count: int) -> Dataset:
         """Return a dataset without the first `count` elements.
@@ -386,7 +384,7 @@ class Dataset:
           >>> [batch.tolist() for batch in Dataset.range(5).skip(2).batch(2)]
           [[2, 3], [4]]
         """
-        return self._then(Skip(whole_number("skip(count)", count, 0)))
+        return self._then(Stride(whole_number("skip(count)", count, 0)))
 
     def shard(self, num_shards: int, index: int) -> Dataset:
         """Return a dataset of every `num_shards`-th element, from number `index`; no other is read.
@@ -405,7 +403,7 @@ class Dataset:
         index = whole_number("shard(index)", index, 0)
         if index >= count:
             raise DataError(f"shard({count}, {index}): shards are numbered 0 to {count - 1}.")
-        return self._then(Shard(count, index))
+        return self._then(Stride(index, step=count))
 
     def with_options(self, options: DatasetOptions) -> Dataset:
         """Return a dataset that is distributed as `options` say.

@@ -10,7 +10,7 @@ import numpy as np
 
 from mpistrat.feed.sources import INFINITE, Rows
 
-__all__ = ["Listed", "Order", "Repeated", "Sharded", "Skipped", "Straight", "Taken"]
+__all__ = ["Listed", "Order", "Repeated", "Straight", "Strided"]
 
 
 class Order(ABC):
@@ -55,55 +55,25 @@ class Listed(Order):
 
 
 @final
-class Taken(Order):
-    """The first `count` of another order."""
+class Strided(Order):
+    """Another order at positions `start`, ``start + step`` and so on, before `stop`."""
 
-    def __init__(self, inner: Order, count: int):
-        """Keep both."""
-        self.length = count if inner.length == INFINITE else min(inner.length, count)
+    def __init__(self, inner: Order, start: int, stop: int | None, step: int):
+        """Keep all four; `stop` is None for the end of the other order."""
+        end = inner.length if stop is None else stop
+        if inner.length != INFINITE:
+            end = min(end, inner.length)
+        self.length = INFINITE if end == INFINITE else len(range(start, end, step))
         self._inner = inner
+        self._start = start
+        self._step = step
 
     def span(self, lo: int, hi: int) -> Rows:
-        """Return the same positions of the other order."""
-        return self._inner.span(lo, hi)
-
-
-@final
-class Skipped(Order):
-    """Another order without its first `count`."""
-
-    def __init__(self, inner: Order, count: int):
-        """Keep both."""
-        endless = inner.length == INFINITE
-        self.length = INFINITE if endless else max(inner.length - count, 0)
-        self._inner = inner
-        self._count = count
-
-    def span(self, lo: int, hi: int) -> Rows:
-        """Return the later positions of the other order."""
+        """Return every step-th position of the other order."""
         if lo >= hi:
             return np.empty(0, np.int64)
-        return self._inner.span(self._count + lo, self._count + hi)
-
-
-@final
-class Sharded(Order):
-    """Every count-th of another order, from number `index`."""
-
-    def __init__(self, inner: Order, index: int, count: int):
-        """Keep all three."""
-        endless = inner.length == INFINITE
-        self.length = INFINITE if endless else len(range(index, inner.length, count))
-        self._inner = inner
-        self._index = index
-        self._count = count
-
-    def span(self, lo: int, hi: int) -> Rows:
-        """Return every count-th position of the other order."""
-        if lo >= hi:
-            return np.empty(0, np.int64)
-        first, last = self._index + lo * self._count, self._index + (hi - 1) * self._count
-        return self._inner.span(first, last + 1)[:: self._count]
+        first, last = self._start + lo * self._step, self._start + (hi - 1) * self._step
+        return self._inner.span(first, last + 1)[:: self._step]
 
 
 @final

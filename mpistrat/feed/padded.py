@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, final
 
@@ -13,9 +12,9 @@ from mpistrat import nest
 from mpistrat.arrays import Array
 from mpistrat.errors import DataError
 from mpistrat.feed.orders import Order
-from mpistrat.feed.pieces import BatchSlice, ExampleReader, stack
-from mpistrat.feed.sources import INFINITE, Arrays, Spec
-from mpistrat.feed.steps import batches_of
+from mpistrat.feed.pieces import BatchSlice, ExampleReader, columns_of, stack
+from mpistrat.feed.sources import Arrays, Spec
+from mpistrat.feed.steps import batches_of, bounds
 
 __all__ = ["PaddedBatch"]
 
@@ -45,12 +44,7 @@ class PaddedBatch:
 
     def examples(self, reader: ExampleReader, order: Order) -> Iterator[BatchSlice]:
         """Iterate over batches of examples."""
-        for lo in itertools.count(0, self.size):
-            hi = lo + self.size
-            if order.length != INFINITE and hi > order.length:
-                if lo < order.length and not self.drop_remainder:
-                    yield _Padded(reader, order, lo, order.length, self)
-                return
+        for lo, hi in bounds(self.size, self.drop_remainder, order.length):
             yield _Padded(reader, order, lo, hi, self)
 
     def spec(self, arrays: Arrays, leading: Sequence[int | None]) -> Any:
@@ -145,17 +139,7 @@ class _Padded(BatchSlice):
         return self._reader.examples(self._order.span(self._lo + lo, self._lo + hi))
 
     def _padded(self, examples: list[Any]) -> Any:
-        structure = nest.flatten(examples[0])[1]
-        rows = []
-        for index, example in enumerate(examples):
-            leaves, other = nest.flatten(example)
-            if other != structure:
-                raise DataError(
-                    "Examples of one batch must have the same structure: example 0 is "
-                    f"{nest.describe(structure)}, example {index} is {nest.describe(other)}."
-                )
-            rows.append([np.asarray(leaf) for leaf in leaves])
-        columns = list(zip(*rows, strict=True))
+        columns, structure = columns_of(examples, "Examples of one batch", "example")
         longest = [_longest(column) for column in columns]
         shapes = self._how.shapes_of(structure, longest)
         values = self._how.padding(structure)
@@ -164,7 +148,7 @@ class _Padded(BatchSlice):
                 structure,
                 [_pad(*each) for each in zip(row, shapes, values, strict=True)],
             )
-            for row in rows
+            for row in zip(*columns, strict=True)
         ]
         return stack(padded)
 

@@ -29,6 +29,7 @@ __all__ = [
     "Mapped",
     "RowMapped",
     "Selected",
+    "columns_of",
     "named",
     "stack",
 ]
@@ -57,6 +58,34 @@ def _apply(fn: MapFn, element: Any) -> Any:
         ) from error
 
 
+def columns_of(
+    trees: Sequence[Any], what: str, one: str
+) -> tuple[list[list[Array]], nest.Structure]:
+    """Return the arrays of each leaf, one for each tree, and the structure of all.
+
+    Args:
+      trees: The trees; at least one.
+      what: What to call them in errors.
+      one: What to call one of them.
+
+    Raises:
+      DataError: They differ in structure.
+    """
+    columns: list[list[Array]] = []
+    for index, tree in enumerate(trees):
+        leaves, other = nest.flatten(tree)
+        if not index:
+            structure, columns = other, [[] for _ in leaves]
+        elif other != structure:
+            raise DataError(
+                f"{what} must have the same structure: {one} 0 is {nest.describe(structure)}, "
+                f"{one} {index} is {nest.describe(other)}."
+            )
+        for column, leaf in zip(columns, leaves, strict=True):
+            column.append(np.asarray(leaf))
+    return columns, structure
+
+
 def stack(elements: Sequence[Any]) -> Any:
     """Return the tree whose leaves have the elements along a new first axis.
 
@@ -66,17 +95,7 @@ def stack(elements: Sequence[Any]) -> Any:
     Raises:
       DataError: They differ.
     """
-    leaves, structure = nest.flatten(elements[0])
-    columns = [[np.asarray(leaf)] for leaf in leaves]
-    for index, element in enumerate(elements[1:], 1):
-        others, other = nest.flatten(element)
-        if other != structure:
-            raise DataError(
-                f"Elements of one batch must have the same structure: element 0 is "
-                f"{nest.describe(structure)}, element {index} is {nest.describe(other)}."
-            )
-        for column, leaf in zip(columns, others, strict=True):
-            column.append(np.asarray(leaf))
+    columns, structure = columns_of(elements, "Elements of one batch", "element")
     for column, path in zip(columns, nest.paths(elements[0]), strict=True):
         shapes = sorted({array.shape for array in column})
         if len(shapes) > 1:

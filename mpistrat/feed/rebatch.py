@@ -12,7 +12,7 @@ import numpy as np
 from mpistrat import nest
 from mpistrat.arrays import Array
 from mpistrat.errors import DataError
-from mpistrat.feed.pieces import BatchSlice
+from mpistrat.feed.pieces import BatchSlice, columns_of
 from mpistrat.feed.sources import UNKNOWN
 from mpistrat.feed.steps import Path, Pieces, Seeds, Step
 
@@ -58,17 +58,7 @@ class Joined(BatchSlice):
 
 
 def _concatenated(batches: Sequence[Any]) -> Any:
-    leaves, structure = nest.flatten(batches[0])
-    columns = [[leaf] for leaf in leaves]
-    for batch in batches[1:]:
-        others, other = nest.flatten(batch)
-        if other != structure:
-            raise DataError(
-                "Batches that are joined must have the same structure, but one is "
-                f"{nest.describe(structure)} and another {nest.describe(other)}."
-            )
-        for column, leaf in zip(columns, others, strict=True):
-            column.append(leaf)
+    columns, structure = columns_of(batches, "Batches that are joined", "batch")
     for column, path in zip(columns, nest.paths(batches[0]), strict=True):
         shapes = sorted({array.shape[1:] for array in column})
         if len(shapes) > 1:

@@ -17,7 +17,7 @@ from typing import TypeAlias, final
 import numpy as np
 
 from mpistrat.errors import DataError
-from mpistrat.feed.orders import Listed, Order, Repeated, Sharded, Skipped, Taken
+from mpistrat.feed.orders import Listed, Order, Repeated, Strided
 from mpistrat.feed.pieces import (
     BatchSlice,
     ExampleReader,
@@ -38,12 +38,11 @@ __all__ = [
     "Pieces",
     "Repeat",
     "Seeds",
-    "Shard",
     "Shuffle",
-    "Skip",
     "Step",
-    "Take",
+    "Stride",
     "batches_of",
+    "bounds",
     "whole_number",
 ]
 
@@ -86,6 +85,20 @@ def batches_of(size: int, drop_remainder: bool, before: int) -> int:
     if before < 0:
         return before
     return before // size if drop_remainder else -(-before // size)
+
+
+def bounds(size: int, drop_remainder: bool, length: int) -> Iterator[tuple[int, int]]:
+    """Iterate over the first and the end of each batch of so many examples.
+
+    Example:
+      >>> list(bounds(4, False, 10))
+      [(0, 4), (4, 8), (8, 10)]
+    """
+    for lo in itertools.count(0, size):
+        hi = lo + size if length == INFINITE else min(lo + size, length)
+        if hi <= lo or (drop_remainder and hi < lo + size):
+            return
+        yield lo, hi
 
 
 class Step(ABC):
@@ -164,78 +177,35 @@ class Shuffle(Arrange):
 
 @final
 @dataclasses.dataclass(frozen=True)
-class Take(Arrange):
-    """The first elements.
+class Stride(Arrange):
+    """Elements at regular distances, as a slice of a list has them; no others are read.
 
     Attributes:
-      count: How many at most.
+      start: The first one.
+      stop: The one after the last; None for the end.
+      step: How far they are apart.
     """
 
-    count: int
+    start: int
+    stop: int | None = None
+    step: int = 1
 
     def cardinality(self, before: int) -> int:
-        """Return the smaller number."""
-        if before == INFINITE or self.count == 0:
-            return self.count
-        return UNKNOWN if before == UNKNOWN else min(before, self.count)
+        """Return how many there are."""
+        if self.stop is not None and (before == INFINITE or self.stop == 0):
+            before = self.stop
+        if before < 0:
+            return before
+        end = before if self.stop is None else min(before, self.stop)
+        return len(range(self.start, end, self.step))
 
     def order(self, before: Callable[[Path], Order], seeds: Seeds, path: Path) -> Order:
-        """Return the first rows."""
-        return Taken(before(path), self.count)
+        """Return their rows."""
+        return Strided(before(path), self.start, self.stop, self.step)
 
     def stream(self, before: Pieces, seeds: Seeds, path: Path) -> Iterator[BatchSlice]:
-        """Iterate over the first batches; no other is asked for."""
-        return itertools.islice(before(path), self.count)
-
-
-@final
-@dataclasses.dataclass(frozen=True)
-class Skip(Arrange):
-    """All but the first elements.
-
-    Attributes:
-      count: How many are left out.
-    """
-
-    count: int
-
-    def cardinality(self, before: int) -> int:
-        """Return the rest."""
-        return before if before < 0 else max(before - self.count, 0)
-
-    def order(self, before: Callable[[Path], Order], seeds: Seeds, path: Path) -> Order:
-        """Return the later rows."""
-        return Skipped(before(path), self.count)
-
-    def stream(self, before: Pieces, seeds: Seeds, path: Path) -> Iterator[BatchSlice]:
-        """Iterate over the later batches; the first are not read."""
-        return itertools.islice(before(path), self.count, None)
-
-
-@final
-@dataclasses.dataclass(frozen=True)
-class Shard(Arrange):
-    """Every count-th element.
-
-    Attributes:
-      count: One of how many shards.
-      index: Which one.
-    """
-
-    count: int
-    index: int
-
-    def cardinality(self, before: int) -> int:
-        """Return the number of elements of the shard."""
-        return before if before < 0 else len(range(self.index, before, self.count))
-
-    def order(self, before: Callable[[Path], Order], seeds: Seeds, path: Path) -> Order:
-        """Return every count-th row."""
-        return Sharded(before(path), self.index, self.count)
-
-    def stream(self, before: Pieces, seeds: Seeds, path: Path) -> Iterator[BatchSlice]:
-        """Iterate over every count-th batch; the others are not read."""
-        return itertools.islice(before(path), self.index, None, self.count)
+        """Iterate over these batches; the others are not read."""
+        return itertools.islice(before(path), self.start, self.stop, self.step)
 
 
 @final
@@ -336,10 +306,5 @@ class Batch(Step):
 
     def examples(self, reader: ExampleReader, order: Order) -> Iterator[BatchSlice]:
         """Iterate over batches of examples."""
-        for lo in itertools.count(0, self.size):
-            hi = lo + self.size
-            if order.length != INFINITE and hi > order.length:
-                if lo < order.length and not self.drop_remainder:
-                    yield Selected(reader, order, lo, order.length)
-                return
+        for lo, hi in bounds(self.size, self.drop_remainder, order.length):
             yield Selected(reader, order, lo, hi)

@@ -7,7 +7,7 @@ import weakref
 import numpy as np
 import pytest
 
-from mpistrat.feed.orders import Listed, Repeated, Straight, Taken
+from mpistrat.feed.orders import Listed, Repeated, Straight, Strided
 from mpistrat.feed.sources import INFINITE
 
 
@@ -43,8 +43,15 @@ def test_walking_makes_each_repetition_once_and_keeps_two():
     assert [index for index, _ in made] == list(range(10))
 
 
-def test_taken_is_as_long_as_both_allow():
-    assert Taken(Straight(5), 3).length == 3
-    assert Taken(Straight(2), 3).length == 2
-    assert Taken(repeated(None)[0], 3).length == 3
-    assert Taken(Straight(5), 3).span(1, 3).tolist() == [1, 2]
+@pytest.mark.parametrize("where", [(0, 3, 1), (2, None, 1), (1, None, 3), (9, None, 1), (0, 0, 1)])
+def test_a_stride_is_that_slice_of_the_order(where):
+    for inner in (Straight(5), Straight(2), repeated(None)[0]):
+        order = Strided(inner, *where)
+        some = 12 if inner.length == INFINITE else inner.length
+        whole = inner.span(0, some).tolist()[slice(*where)]
+        assert order.length == (
+            INFINITE if inner.length == INFINITE and where[1] is None else len(whole)
+        )
+        for lo in range(len(whole) + 1):
+            for hi in range(lo, len(whole) + 1):
+                assert order.span(lo, hi).tolist() == whole[lo:hi]
