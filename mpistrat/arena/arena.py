@@ -43,7 +43,7 @@ class Block:
     """
 
     def __init__(self, number: int, layout: Layout, memory: memoryview, rows: int):
-        """Look at `memory` as a block of `rows` ranks."""
+        """Create a block of `rows` ranks in `memory`."""
         self.number, self.layout = number, layout
         self.matrices = tuple(
             np.frombuffer(memory, m.dtype, m.columns * rows, m.offset).reshape(rows, m.columns)
@@ -98,7 +98,7 @@ class Arena:
     """
 
     def __init__(self, comm: Comm, per_node: int = 0):
-        """Make no block yet, and ask nobody anything."""
+        """Create an arena without blocks. Not collective yet."""
         self._comm, self._per_node = comm, per_node
         self._nodes: Nodes | None = None
         self._count = 0
@@ -123,10 +123,8 @@ class Arena:
 
     def free(self) -> None:
         """Give the communicators back. Collective; memory goes with whoever looks at it last."""
-        if self._nodes is not None and self._nodes.nodes > 1:
-            self._nodes.node.free()
-            if self._nodes.lane is not None:
-                self._nodes.lane.free()
+        if self._nodes is not None:
+            self._nodes.free()
         self._nodes = None
 
     def block(self, specs: Specs) -> list[Array] | None:

@@ -84,7 +84,7 @@ class Headers:
     """
 
     def __init__(self, leaves: Sequence[Array]):
-        """Read them."""
+        """Read the headers."""
         self.known = False
         if not _usual():
             return

@@ -85,6 +85,17 @@ class Storage(abc.ABC):
         """Return what puts back the contents of now, once; all ranks that wrote call it."""
 
 
+def _restorer(array: Array) -> Callable[[], None]:
+    """Return what puts back the contents that an array has now, once."""
+    before = [array.copy()]
+
+    def restore() -> None:
+        if before:
+            array[...] = before.pop()
+
+    return restore
+
+
 @final
 class PrivateStorage(Storage):
     """Memory of this rank alone.
@@ -94,7 +105,7 @@ class PrivateStorage(Storage):
     """
 
     def __init__(self, array: Array):
-        """Take the array."""
+        """Create storage of the array."""
         self.array, self.seen = array, sealed(array)
         self._base = cast(Array, self.seen.view().base)
 
@@ -113,13 +124,7 @@ class PrivateStorage(Storage):
 
     def snapshot(self) -> Callable[[], None]:
         """Return what puts back the contents of now, once. Cost: a copy."""
-        before = [self.array.copy()]
-
-        def restore() -> None:
-            if before:
-                self.array[...] = before.pop()
-
-        return restore
+        return _restorer(self.array)
 
 
 @final
@@ -134,7 +139,7 @@ class NodeStorage(Storage):
     """
 
     def __init__(self, node: Comm, pages: Pages, start: int, like: Array):
-        """Look at the memory; write nothing."""
+        """Create storage in this memory; nothing is written."""
         self.node, self._pages, self._start = node, pages, start
         self.shape = like.shape
         here = slice(start, start + like.nbytes)
@@ -296,7 +301,7 @@ class SpreadStorage(Storage):
     whole = False
 
     def __init__(self, slices: Slices, like: Array):
-        """Take memory, which is zeroed."""
+        """Create storage, which is zeroed."""
         self.slices = slices
         self.array = self.seen = np.broadcast_to(np.array(np.nan, like.dtype), like.shape)
         self._mine = np.zeros(slices.high - slices.low, like.dtype)
@@ -327,13 +332,7 @@ class SpreadStorage(Storage):
 
     def snapshot(self) -> Callable[[], None]:
         """Return what puts back the contents of now, once. Cost: a copy of this rank's slice."""
-        before = [self._mine.copy()]
-
-        def restore() -> None:
-            if before:
-                self._mine[:] = before.pop()
-
-        return restore
+        return _restorer(self._mine)
 
 
 @final

@@ -35,7 +35,7 @@ class Departure:
     def __init__(
         self, page: Page, size: int, others: Callable[[], Callable[[], bool]] | None = None
     ):
-        """Look at `page`."""
+        """Create it for the ranks of `page`."""
         self._page, self._others, self._alone = page, others, page.size == size
         self._have_come: Callable[[], bool] | None = None
 

@@ -59,7 +59,7 @@ class Link:
         silent: float,
         now: float,
     ):
-        """Be ready to hear the others."""
+        """Create it, with a receive posted for each of the others."""
         self._channel = channel
         self._interval, self._silent = interval, silent
         self.leads = channel.rank == 0

@@ -78,7 +78,7 @@ class Observer:
         rouse: Callable[[int, int], None],
         look: Look = look,
     ):
-        """Observe a page on which all ranks have opened their slots."""
+        """Create an observer of a page on which all ranks have opened their slots."""
         self.page = page
         self._size = size
         self.limits = limits

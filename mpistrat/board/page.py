@@ -141,7 +141,7 @@ class Slot:
     )
 
     def __init__(self, words: memoryview, clock: Callable[[], int] = time.monotonic_ns):
-        """Take the slot over as it is."""
+        """Create the writer of a slot; its contents stay as they are."""
         self._words = words
         self._clock = clock
         self._bytes = words.cast("B")
@@ -300,7 +300,7 @@ class Page:
     """
 
     def __init__(self, memory: memoryview, size: int):
-        """Look at memory as a page."""
+        """Create a page in this memory."""
         self.size = size
         self._bytes = memory[: page_bytes(size)]
         self._words = self._bytes.cast("Q")

@@ -57,7 +57,7 @@ def look(pid: int) -> Process | None:
 
 
 def ended(found: Process | None, born: int) -> bool:
-    """Tell whether the process that started at `born` is no more."""
+    """Tell whether the process that started at `born` has ended."""
     return found is None or found.born != born or found.state in _ENDED
 
 
@@ -75,7 +75,7 @@ class Parents:
     """
 
     def __init__(self, pid: int, parent: Callable[[], int], look: Look = look):
-        """Look who started this process."""
+        """Find the launchers of this process."""
         self._look = look
         self._parent = parent
         self._first = parent()

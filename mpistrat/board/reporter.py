@@ -86,7 +86,7 @@ class Reporter:
         dump: Callable[[int], None] = dump_stacks,
         others: Callable[[], tuple[int, str]] = nothing_else,
     ):
-        """Report about `thread`."""
+        """Create a reporter about `thread`."""
         self._slot = slot
         self._rank = rank
         self._thread = thread

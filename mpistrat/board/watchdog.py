@@ -56,7 +56,7 @@ class Watchdog:
         leave: Callable[[int], None] = os._exit,
         kill: Callable[[int, int], None] = os.kill,
     ):
-        """Make a watchdog that does not run yet."""
+        """Create a watchdog that does not run yet."""
         self._index, self._reporter, self._observer = index, reporter, observer
         self._limits, self._link, self._launcher = limits, link, launcher
         self._clock, self._leave, self._kill = clock, leave, kill

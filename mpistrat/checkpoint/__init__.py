@@ -1,6 +1,6 @@
 """Checkpoints: the values of variables in files that are whole or not there.
 
-- `format`: what is in a file, and the reader that believes none of it.
+- `format`: what is in a file, and the reader, which checks all of it.
 - `files`: names and numbers of files; how one comes to be there whole.
 - `tree`: the variables of a program by name.
 - `checkpoint`: `Checkpoint`, which all ranks save and restore together.

@@ -56,7 +56,7 @@ class Checkpoint:
     """
 
     def __init__(self, root: Any = None, **kwargs: Any):
-        """Remember the trees; nothing is read yet."""
+        """Create a checkpoint of these trees; nothing is read yet."""
         self._root = root
         self._counter = 0
         for name, value in kwargs.items():
@@ -113,7 +113,7 @@ class Checkpoint:
           StructureError: A tree holds no variable, or something else.
           StrategyError: The variables belong to several strategies.
           ValueError: `file_prefix` names no file.
-          TypeError: It is no text or path.
+          TypeError: It is not a text or path.
           LockstepError: The ranks save different variables, or elsewhere.
 
         Cost: three proofs; one rank writes, and waits for the disk. ON_READ variables are reduced
@@ -160,11 +160,11 @@ class Checkpoint:
 
         Raises:
           OSError: The file cannot be read; on every rank, as all of these.
-          CheckpointError: It is damaged, or no checkpoint.
+          CheckpointError: It is damaged, or not a checkpoint.
           DataError: It is of another format.
           StructureError: It has other variables, or with other shapes or dtypes: says which.
           ValueError: `save_path` names no file.
-          TypeError: It is no text or path.
+          TypeError: It is not a text or path.
           ContextError: Called in replica code, or in the function of ``extended.update``.
           LockstepError: The ranks restore different variables, or from elsewhere.
 

@@ -50,7 +50,7 @@ def checked_path(call: str, argument: str, given: Any) -> Path:
       given: What was given.
 
     Raises:
-      TypeError: It is no text or path.
+      TypeError: It is not a text or path.
 
     Example:
       >>> checked_path("Checkpoint.read", "save_path", "run/ckpt").name
@@ -129,7 +129,7 @@ def latest_checkpoint(
 
     Raises:
       CheckpointError: No name was given, and there are checkpoints of several.
-      TypeError: `checkpoint_dir` is no text or path.
+      TypeError: `checkpoint_dir` is not a text or path.
       OSError: The directory cannot be read.
 
     As: ``tf.train.latest_checkpoint``.
@@ -157,7 +157,7 @@ class Retention:
     """
 
     def __init__(self, keep: int | None = None):
-        """Remember the number; nothing has been said yet of what cannot be removed."""
+        """Create it; nothing has been printed yet of what cannot be removed."""
         self._keep = keep
         self._told: set[Path] = set()
 

@@ -1,4 +1,4 @@
-"""What is in the file of a checkpoint, and a reader that believes none of it.
+"""What is in the file of a checkpoint, and a reader that checks all of it.
 
 It is a ZIP archive without compression, as ``numpy.savez`` writes it: a member ``name.npy`` for
 each variable, so ``numpy.load(path)[name]`` reads it without this library, and ``manifest.json``,
@@ -9,7 +9,7 @@ its last bytes. The reader looks at all of them before anything is given out.
 Nothing in such a file is ever run: no pickle, and no dtype that the reader did not ask for. Every
 size that a file claims is checked against the others, against the length of the file and against
 the variables before memory is taken for it, and before any data is read: a file of gigabytes that
-does not fit costs no more than its directory. A checksum is no signature: whoever may write the
+does not fit costs no more than its directory. A checksum is not a signature: whoever may write the
 file may change it.
 
 Sources: APPNOTE.TXT of PKWARE, 6.3.10; the .npy format, NumPy Enhancement Proposal 1.
@@ -122,7 +122,7 @@ def write(file: IO[bytes], arrays: Mapping[str, Array], counter: int) -> None:
 
 
 def _frames(file: IO[bytes], infos: Iterable[zipfile.ZipInfo], end: int) -> list[tuple[int, int]]:
-    """Return where everything before `end` is that is no data of a member.
+    """Return where everything before `end` is that is not data of a member.
 
     Raises:
       ValueError: Members overlap, or there is something between them.
@@ -187,13 +187,13 @@ def read(
     Args:
       path: The file.
       wanted: An array like each that is wanted, by name. One that the file does not have, or has
-        with another dtype or shape, is missing from what is returned; it is no error here.
+        with another dtype or shape, is missing from what is returned; that is not an error here.
       check: Called with what is in the file before any data is read; a StructureError of it is
         raised as it is.
 
     Raises:
       OSError: There is no such file, or it cannot be read.
-      CheckpointError: It is no checkpoint, or damaged.
+      CheckpointError: It is damaged, or not a checkpoint.
       DataError: It is of another format.
     """
     # Not blocking: what has the name of a checkpoint may be a pipe.
@@ -201,7 +201,7 @@ def read(
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         os.close(descriptor)
-        raise CheckpointError(f"{path} is no checkpoint: it is not a regular file.")
+        raise CheckpointError(f"{path} is not a checkpoint: it is not a regular file.")
     with os.fdopen(descriptor, "rb") as file:
         try:
             return _checked(file, wanted, status.st_size, check)
@@ -216,7 +216,7 @@ def read(
             if isinstance(reading, OSError) and reading.errno != errno.EINVAL:
                 raise reading from None  # the disk; zipfile calls that a bad archive
             raise CheckpointError(
-                f"{path} is damaged, or no checkpoint: {str(error) or type(error).__name__}"
+                f"{path} is damaged, or not a checkpoint: {str(error) or type(error).__name__}"
             ) from error
 
 

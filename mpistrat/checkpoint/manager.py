@@ -32,8 +32,9 @@ class CheckpointManager:
       init_fn: Called, on every rank, by `restore_or_initialize` if there is nothing to restore.
 
     Raises:
-      TypeError: `checkpoint` is none, `directory` no text or path, or `init_fn` no function.
-      ValueError: `max_to_keep` is no positive number, or `checkpoint_name` cannot name a file.
+      TypeError: `checkpoint` is not a `Checkpoint`, `directory` not a text or path, or `init_fn`
+        not a function.
+      ValueError: `max_to_keep` is not a positive integer, or `checkpoint_name` cannot name a file.
       OSError: The directory cannot be read.
       LockstepError: The ranks name different directories.
 
@@ -66,7 +67,7 @@ class CheckpointManager:
         checkpoint_name: str = "ckpt",
         init_fn: Callable[[], Any] | None = None,
     ):
-        """Look what is there."""
+        """Create a manager, and find the checkpoints that are there."""
         if not isinstance(checkpoint, Checkpoint):
             raise TypeError(f"CheckpointManager wants a Checkpoint, not {checkpoint!r:.60}.")
         self._checkpoint = checkpoint
@@ -127,7 +128,7 @@ class CheckpointManager:
           The path.
 
         Raises:
-          ValueError: There are newer ones than that number, or it is none.
+          ValueError: There are newer ones than that number, or it is not an integer.
         """
         lockstep = owner_of(self._checkpoint)[0].parts.lockstep
         with lockstep.preparing("CheckpointManager.save"):

@@ -27,7 +27,7 @@ class Notice:
     """
 
     def __init__(self) -> None:
-        """Know of nothing."""
+        """Create it; nothing has told this rank anything yet."""
         self.why = ""
         self.at = 0.0
         self.error: BaseException | None = None
@@ -42,7 +42,7 @@ class Notice:
             self.why = why
 
     def forget(self) -> None:
-        """Know of nothing again."""
+        """Take the notice back."""
         self.why = ""
 
     def listen(self, numbers: Sequence[signal.Signals]) -> None:

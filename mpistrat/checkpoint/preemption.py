@@ -29,6 +29,7 @@ from mpistrat.checkpoint.checkpoint import Checkpoint, owner_of, refuse_alone
 from mpistrat.checkpoint.manager import CheckpointManager
 from mpistrat.checkpoint.notice import Notice
 from mpistrat.cluster.resolver import ClusterResolver
+from mpistrat.distribute.arguments import check_kind
 from mpistrat.distribute.mode import cross_replica
 from mpistrat.distribute.variables import Variable
 from mpistrat.lockstep.lockstep import Lockstep
@@ -63,7 +64,7 @@ class TerminationConfig:
         the batch system send SIGUSR1, and name it.
 
     Raises:
-      TypeError: A function is none, or the period no number.
+      TypeError: A function cannot be called, or the period is not a number.
       ValueError: The period is negative; a signal is unknown, or cannot be handled.
 
     Example:
@@ -82,12 +83,14 @@ class TerminationConfig:
         for name in ("termination_watcher_fn", "exit_fn", "save_fn"):
             given = getattr(self, name)
             if given is not None and not callable(given):
-                raise TypeError(f"TerminationConfig: {name} is a function or None, not {given!r}.")
+                raise TypeError(
+                    f"TerminationConfig: {name} must be a function or None, got {given!r:.60}."
+                )
         period = self.grace_period
         if period is not None and (isinstance(period, bool) or not isinstance(period, int | float)):
-            raise TypeError(f"TerminationConfig: grace_period is seconds, not {period!r}.")
+            raise TypeError(f"TerminationConfig: grace_period must be seconds, got {period!r}.")
         if period is not None and not 0 <= period < float("inf"):
-            raise ValueError(f"TerminationConfig: grace_period is seconds, not {period!r}.")
+            raise ValueError(f"TerminationConfig: grace_period must be seconds, got {period!r}.")
         if self.signals is not None:
             object.__setattr__(self, "signals", tuple(self.signals))
         if not self.numbers() and self.termination_watcher_fn is None:
@@ -106,7 +109,7 @@ class TerminationConfig:
                 one = signal.Signals[given] if isinstance(given, str) else signal.Signals(given)
             except (KeyError, ValueError):
                 raise ValueError(
-                    f"TerminationConfig: {given!r} is no signal; give names such as 'SIGTERM'."
+                    f"TerminationConfig: {given!r} is not a signal; give names such as 'SIGTERM'."
                 ) from None
             if one in (signal.SIGKILL, signal.SIGSTOP):
                 raise ValueError(f"TerminationConfig: {one.name} cannot be handled by a process.")
@@ -337,7 +340,7 @@ class PreemptionWatcher:
     """
 
     def __init__(self) -> None:
-        """Warn."""
+        """Create a watcher, with a warning."""
         self.preemption_message: str | None = None
         warnings.warn(
             "PreemptionWatcher watches TPUs, of which there are none, so it does nothing. "
@@ -369,27 +372,21 @@ def _managed(
 
 
 def _check(resolver: Any, given: Any, directory: Any, config: Any) -> None:
-    if resolver is not None and not isinstance(resolver, ClusterResolver):
-        raise TypeError(f"cluster_resolver is a ClusterResolver or None, not {resolver!r:.60}.")
+    check_kind("cluster_resolver", resolver, ClusterResolver)
     if resolver is not None and "ps" in resolver.cluster_spec().jobs:
         raise NotImplementedError(
             "PreemptionCheckpointHandler: the cluster has parameter servers (job 'ps'), whose "
             "variables no rank holds. Use it with ranks that hold copies."
         )
-    if not isinstance(config, TerminationConfig):
-        raise TypeError(f"termination_config is a TerminationConfig or None, not {config!r:.60}.")
+    check_kind("termination_config", config, TerminationConfig)
     if isinstance(given, Checkpoint) and directory is None:
         raise ValueError(
             "PreemptionCheckpointHandler was given a Checkpoint but no checkpoint_dir. Name the "
             "directory, or give a CheckpointManager."
         )
-    if given is None and config.save_fn is None:
+    saves = given is not None or config.save_fn is not None
+    if not saves or not isinstance(given, Checkpoint | CheckpointManager | None):
         raise TypeError(
-            "PreemptionCheckpointHandler wants a Checkpoint or CheckpointManager, or "
-            "TerminationConfig(save_fn=...)."
-        )
-    if given is not None and not isinstance(given, Checkpoint | CheckpointManager):
-        raise TypeError(
-            "PreemptionCheckpointHandler wants a Checkpoint or CheckpointManager, not "
-            f"{given!r:.60}."
+            "PreemptionCheckpointHandler needs a Checkpoint or CheckpointManager, or "
+            f"TerminationConfig(save_fn=...), got {given!r:.60}."
         )

@@ -58,5 +58,5 @@ class Restored(NamedTuple):
         return self
 
     def expect_partial(self) -> Restored:
-        """Return this; what the file has beyond the variables is no warning here anyway."""
+        """Return this; what the file has beyond the variables gives no warning here anyway."""
         return self

@@ -16,8 +16,9 @@ from mpistrat.arrays import Array
 from mpistrat.checkpoint import files, format
 from mpistrat.checkpoint.restored import Restored, listed
 from mpistrat.checkpoint.saving import patient, seen, specs
+from mpistrat.distribute.kinds import VariableAggregation
 from mpistrat.distribute.variables import Variable
-from mpistrat.distribute.writes import VariableAggregation, exact_share
+from mpistrat.distribute.writes import exact_share
 from mpistrat.errors import StructureError
 from mpistrat.lockstep.lockstep import Lockstep
 
@@ -48,7 +49,7 @@ def restore(
 
     Raises:
       OSError: The file cannot be read; on every rank, as all of these.
-      CheckpointError: It is damaged or no checkpoint.
+      CheckpointError: It is damaged, or not a checkpoint.
       DataError: It is of another format.
       StructureError: It does not fit the variables.
     """

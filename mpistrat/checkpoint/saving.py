@@ -14,8 +14,8 @@ import numpy as np
 
 from mpistrat.arrays import Array
 from mpistrat.checkpoint import files, format
+from mpistrat.distribute.kinds import VariableAggregation
 from mpistrat.distribute.variables import Variable
-from mpistrat.distribute.writes import VariableAggregation
 from mpistrat.lockstep.lockstep import Lockstep
 
 __all__ = ["overwrite", "patient", "save", "seen", "specs"]

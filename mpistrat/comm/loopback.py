@@ -133,7 +133,7 @@ class LoopbackWorld:
     """
 
     def __init__(self, size: int, patience: float = 60.0, seed: int | None = None):
-        """Make a world in which no rank has arrived yet."""
+        """Create a world in which no rank has arrived yet."""
         self.size = size
         self.patience = patience
         self._changed = threading.Condition()
@@ -253,7 +253,7 @@ class LoopbackComm(Comm):
     name = "loopback"
 
     def __init__(self, world: LoopbackWorld, rank: int):
-        """Be rank `rank` of `world`."""
+        """Create the communicator of rank `rank` of `world`."""
         self.world = world
         self.rank = rank
         self.size = world.size

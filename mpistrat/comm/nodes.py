@@ -100,7 +100,7 @@ class Mailbox:
     limit = _LIMIT
 
     def __init__(self, comm: Any):
-        """Expect nothing yet."""
+        """Create a mailbox without a posted receive."""
         self.rank: int = comm.rank
         self.size: int = comm.size
         self._comm = comm

@@ -35,7 +35,7 @@ class Ordered(Comm):
     """
 
     def __init__(self, comm: Comm, order: Sequence[int]):
-        """Count the ranks of `comm` in this order."""
+        """Create the communicator of the ranks of `comm` in this order."""
         self._comm = comm
         self._order = list(order)
         self.rank = self._order.index(comm.rank)

@@ -1,4 +1,4 @@
-"""One life of this process in the job.
+"""Sessions: what all strategies on one communicator have in common.
 
 All strategies on one parent communicator share one session: one private duplicate, one sequence of
 calls, one owning thread. So strategies can be made and dropped in any order, and a thousand of them
@@ -109,7 +109,7 @@ class Session:
     """
 
     def __init__(self, comm: Comm, owned: bool = True):
-        """Begin a life on `comm`, owned by the calling thread unless it never communicates."""
+        """Create a session on `comm`, owned by the calling thread unless it never communicates."""
         self.comm = comm
         self.calls = 0
         self.begun = False
@@ -228,8 +228,8 @@ class Session:
                 "thread."
             )
         return (
-            f"rank {self.comm.rank}: this process was forked after MPI had started; it is no rank "
-            "and may not communicate. Let it compute, and its parent call strategies."
+            f"rank {self.comm.rank}: this process was forked after MPI had started; it is "
+            "not a rank and may not communicate. Let it compute, and its parent call strategies."
         )
 
 

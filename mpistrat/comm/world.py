@@ -93,9 +93,9 @@ def _is_child() -> bool:
 def _refusal() -> str:
     name = multiprocessing.current_process().name
     told = (
-        f"this process ({name}) was started by multiprocessing and is no rank, so no strategy can "
-        "be made here. A child imports the main module again: put what makes strategies, and MPI, "
-        'under `if __name__ == "__main__":`, which children do not run.'
+        f"this process ({name}) was started by multiprocessing and is not a rank, so no strategy "
+        "can be made here. A child imports the main module again: put what makes strategies, and "
+        'MPI, under `if __name__ == "__main__":`, which children do not run.'
     )
     if "PoolWorker" not in name or multiprocessing.parent_process() is not None:
         return told

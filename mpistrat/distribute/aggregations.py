@@ -59,7 +59,7 @@ class SmallWrite:
     __slots__ = ("_before", "_first", "_kind", "_rows", "_variable", "digest")
 
     def __init__(self, variable: DistributedVariable, kind: str, values: Array, rows: Array | None):
-        """Keep what is there now."""
+        """Create the record of a write, with a copy of what is there now."""
         self._variable, self._kind = variable, kind
         self._rows = None if rows is None else rows.copy()
         array = variable.storage.array

@@ -8,7 +8,7 @@ from typing import Any
 
 from mpistrat.errors import StructureError
 
-__all__ = ["check_function", "check_long_operation", "given"]
+__all__ = ["check_function", "check_kind", "check_long_operation", "given"]
 
 
 def check_function(call: str, name: str, fn: object) -> None:
@@ -19,6 +19,23 @@ def check_function(call: str, name: str, fn: object) -> None:
     """
     if not callable(fn):
         raise TypeError(f"{call}: {name} must be a function, got {fn!r:.80}.")
+
+
+def check_kind(
+    name: str, given: object, kind: type, error: type[Exception] = TypeError, called: str = ""
+) -> None:
+    """Raise unless an argument is of a class, or None.
+
+    Args:
+      name: The argument.
+      given: What was given.
+      kind: The class.
+      error: What to raise.
+      called: What programs call the class; its name if empty.
+    """
+    if given is not None and not isinstance(given, kind):
+        what = f"must be an instance of {called or kind.__name__}, or None"
+        raise error(f"{name} {what}, got {given!r:.80} ({type(given).__name__}).")
 
 
 def check_long_operation(name: object, max_seconds: object) -> None:
@@ -45,8 +62,8 @@ def given(call: str, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str,
       kwargs: A dict with texts for keys, or None.
 
     Raises:
-      StructureError: `args` are none.
-      TypeError: `kwargs` are none.
+      StructureError: `args` is not a list or tuple.
+      TypeError: `kwargs` is not a dict with texts for keys.
 
     Example:
       >>> given("run", [1], None)

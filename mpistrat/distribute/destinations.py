@@ -57,7 +57,7 @@ def check_destinations(strategy: StrategyBase, name: str, destinations: Any) -> 
         names them, such as ``"/cpu:0"``.
 
     Raises:
-      StructureError: They are none of these.
+      StructureError: They are something else.
       StrategyError: It is the variable or value of another strategy.
     """
     if isinstance(destinations, DistributedValues | DistributedVariable):
@@ -93,7 +93,7 @@ def checked_pairs(
       value_destination_pairs: What was given.
 
     Raises:
-      StructureError: These are no tuples of two, or there are no such destinations.
+      StructureError: These are not tuples of two, or there are no such destinations.
       StrategyError: They are another strategy's.
     """
     try:

@@ -122,10 +122,10 @@ def _likely(value: Array) -> bytes:
 
 
 def _error(variables: str, ranks: str, lockstep: Lockstep) -> LockstepError:
-    me, first = lockstep.ranks[lockstep.comm.rank], lockstep.ranks[0]
+    first = lockstep.ranks[0]
     return LockstepError(
-        f"{variables} seem to be created in another order on {ranks} (this is rank {me} of "
-        f"{lockstep.comm.size}): their initial values are those of rank {first}, the first "
+        f"{variables} seem to be created in another order on {ranks} ({lockstep.here}): "
+        f"their initial values are those of rank {first}, the first "
         "replica, whose values are taken, but exchanged.\n  Create variables in one order on all "
         "ranks (a loop over a set has another one in each process: sort it), or give each a name "
         "of its own: Variable(..., name=...). If the values are random, name the variables."

@@ -136,7 +136,7 @@ class StrategyExtended(Generic[S_co]):
         Raises:
           ContextError: Called in replica code.
           OutOfRangeError: The data end before the steps do.
-          TypeError: `iterations` is no integer.
+          TypeError: `iterations` is not an integer.
           StructureError: The outputs are not those of `initial_loop_values`, or there are no
             steps to make.
 
@@ -169,7 +169,7 @@ class StrategyExtended(Generic[S_co]):
 
         Returns:
           The same tree: `Mirrored` leaves where all replicas are seen (`MirroredStrategy`) and
-          `destinations` is no label; plain arrays elsewhere.
+          `destinations` is not a label; plain arrays elsewhere.
 
         Raises:
           ContextError: Called in replica code.
@@ -205,7 +205,7 @@ class StrategyExtended(Generic[S_co]):
           A list with one result per pair.
 
         Raises:
-          StructureError: A pair is no tuple of two.
+          StructureError: A pair is not a tuple of two.
         """
         with self._cross("batch_reduce_to", "get_replica_context().all_reduce(...)"):
             parts, name = self.strategy.parts, "batch_reduce_to"
@@ -276,7 +276,7 @@ class StrategyExtended(Generic[S_co]):
 
         Raises:
           ValueError: An argument is a value per replica: the copies would drift apart.
-          StrategyError: `var` is no variable of this strategy.
+          StrategyError: `var` is not a variable of this strategy.
           LockstepError: An argument differs between ranks.
 
         Cost: one proof, with a hash of the variable, and a copy of it until then; of an ON_READ
@@ -301,7 +301,7 @@ class StrategyExtended(Generic[S_co]):
         kwargs: dict[str, Any] | None = None,
         group: bool = True,
     ) -> Any:
-        """Call ``fn(*args, **kwargs)`` on every rank, for what is no variable of the strategy.
+        """Call ``fn(*args, **kwargs)`` on every rank, for what is not a variable of the strategy.
 
         Collective: all ranks call it, in cross-replica code.
 
@@ -320,7 +320,7 @@ class StrategyExtended(Generic[S_co]):
 
         Raises:
           ContextError: Called in replica code.
-          StructureError: `colocate_with` is no tuple of devices.
+          StructureError: `colocate_with` is not a tuple of devices.
           LockstepError: An argument, or without values per replica a result, differs between ranks.
 
         Cost: one proof, and another one with values per replica.
@@ -355,7 +355,7 @@ class StrategyExtended(Generic[S_co]):
         Collective if it is ON_READ.
 
         Raises:
-          StrategyError: `v` is no variable of this strategy.
+          StrategyError: `v` is not a variable of this strategy.
           ContextError: It is ON_READ, and this is replica code.
         """
         with self.strategy.parts.lockstep.preparing("read_var"):
@@ -388,7 +388,7 @@ class StrategyExtended(Generic[S_co]):
         Raises:
           ContextError: This is not in the scope of the strategy.
           StrategyError: This is in the scope of another one.
-          ValueError: What is given is no variable of this strategy.
+          ValueError: What is given is not a variable of this strategy.
         """
         name = "StrategyExtended.colocate_vars_with()"
         if same_strategy(self.strategy, name) is None and not self.strategy.is_default:

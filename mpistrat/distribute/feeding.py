@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mpistrat.distribute.arguments import check_function
+from mpistrat.distribute.arguments import check_function, check_kind
 from mpistrat.distribute.base import StrategyBase
 from mpistrat.distribute.inputs import InputContext, InputOptions, InputReplicationMode
 from mpistrat.distribute.iterators import InputIterator
@@ -13,7 +13,7 @@ from mpistrat.distribute.mode import cross_replica, current
 from mpistrat.distribute.views import ALONE, GLOBAL
 from mpistrat.errors import ContextError, DataError
 from mpistrat.feed.dataset import Dataset
-from mpistrat.feed.dealing import ShardSpec, calls, own, policy_deal, turns
+from mpistrat.feed.dealing import Deal, ShardSpec, calls, own, policy_deal, turns
 from mpistrat.feed.distributed import DistributedDataset, Door
 
 __all__ = ["dataset_iterator", "distribute", "from_function", "input_fn_iterator"]
@@ -31,8 +31,7 @@ def distribute(strategy: StrategyBase, dataset: Any, options: Any) -> Any:
             )
         if strategy.parts.view is ALONE:
             return dataset
-        whole = dataset if dataset.batched else dataset.batch(strategy.parts.lockstep.comm.size)
-        deal = policy_deal(whole, _place(strategy))
+        deal = _cut(strategy, dataset)
     return DistributedDataset(deal, _door(strategy), dataset)
 
 
@@ -63,11 +62,7 @@ def dataset_iterator(strategy: StrategyBase, dataset: Any) -> InputIterator:
     """Make an iterator of the older kind; see ``Strategy.make_dataset_iterator``."""
     with strategy.parts.lockstep.preparing("make_dataset_iterator"):
         _check_dataset("make_dataset_iterator", dataset)
-        if strategy.parts.view is ALONE:
-            deal = own(dataset)
-        else:
-            whole = dataset if dataset.batched else dataset.batch(strategy.parts.lockstep.comm.size)
-            deal = policy_deal(whole, _place(strategy))
+        deal = own(dataset) if strategy.parts.view is ALONE else _cut(strategy, dataset)
     return InputIterator(DistributedDataset(deal, _door(strategy), dataset))
 
 
@@ -96,6 +91,11 @@ def input_fn_iterator(
     return InputIterator(DistributedDataset(deal, _door(strategy), together=True))
 
 
+def _cut(strategy: StrategyBase, dataset: Dataset) -> Deal:
+    whole = dataset if dataset.batched else dataset.batch(strategy.parts.lockstep.comm.size)
+    return policy_deal(whole, _place(strategy))
+
+
 def _place(strategy: StrategyBase) -> ShardSpec:
     lockstep = strategy.parts.lockstep
     comm = lockstep.comm
@@ -104,11 +104,8 @@ def _place(strategy: StrategyBase) -> ShardSpec:
 
 
 def _checked(name: str, options: Any) -> InputOptions:
-    if options is None:
-        return InputOptions()
-    if not isinstance(options, InputOptions):
-        raise TypeError(f"{name}: options must be InputOptions or None, got {options!r}.")
-    return options
+    check_kind(f"{name}: options", options, InputOptions)
+    return options or InputOptions()
 
 
 def _check_dataset(name: str, dataset: Any) -> None:

@@ -7,13 +7,16 @@ from typing import Any
 import numpy as np
 
 from mpistrat.arrays import Array, as_array, as_dtype, is_bfloat16
-from mpistrat.distribute.kinds import DistributedVariable
+from mpistrat.distribute.kinds import (
+    DistributedVariable,
+    VariableAggregation,
+    VariableSynchronization,
+)
 from mpistrat.distribute.mode import Mode
 from mpistrat.distribute.reading import plain
 from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.distribute.values import PerReplica
 from mpistrat.distribute.views import ALONE
-from mpistrat.distribute.writes import VariableAggregation, VariableSynchronization
 from mpistrat.errors import LeafTypeError, StructureError
 
 __all__ = ["incoming", "incoming_slices", "initial", "kinds", "own_copy"]
@@ -49,7 +52,7 @@ def kinds(
     if aggregation is VariableAggregation.MEAN and not floats and not alone:
         raise ValueError(
             f"aggregation MEAN of {name!r} needs a floating dtype, got {dtype}; a mean of "
-            "integers is no integer. Use SUM, or another dtype."
+            "integers is not an integer. Use SUM, or another dtype."
         )
     if synchronization is VariableSynchronization.AUTO:
         synchronization = VariableSynchronization.ON_WRITE
@@ -60,7 +63,7 @@ def initial(name: str, value: Any, dtype: Any) -> Array:
     """Return a copy of an initial value, of the dtype that is wanted; None for its own.
 
     Raises:
-      LeafTypeError: It is no array of numbers, or does not convert: floating point to integers,
+      LeafTypeError: It is not an array of numbers, or does not convert: floating point to integers,
         integers to bool, or an integer that the dtype does not hold.
     """
     source, listed = _array(name, value)
@@ -96,7 +99,7 @@ def _fits(given: Array, wanted: np.dtype[Any], listed: bool) -> bool:
 def _keeps_kind(given: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
     if given.kind == "c" and wanted.kind != "c":  # NumPy lets it become bfloat16
         return wanted.kind not in _NUMBERS and not is_bfloat16(wanted)
-    # What is no number at all is refused by the door for arrays, with its own words.
+    # What is not a number at all is refused by `as_array`, with its own words.
     return wanted.kind not in _NUMBERS or np.can_cast(given, wanted, "same_kind")
 
 
@@ -111,7 +114,7 @@ def incoming(variable: DistributedVariable, mode: Mode | None, kind: str, value:
 
     Raises:
       StructureError: A value per replica in cross-replica code, or another shape.
-      LeafTypeError: The dtype does not convert, or an integer is none that the dtype holds.
+      LeafTypeError: The dtype does not convert, or it does not hold an integer.
       ValueError: The write has no meaning there.
     """
     own = own_copy(variable, mode)
@@ -138,8 +141,8 @@ def incoming_slices(
 
     Raises:
       StructureError: A value per replica in cross-replica code, or rows of another shape.
-      LeafTypeError: `value` is no `IndexedSlices`, or the dtype does not convert.
-      IndexError: There is no such row.
+      LeafTypeError: `value` is not `IndexedSlices`, or the dtype does not convert.
+      IndexError: A row index is out of range.
     """
     _refuse_per_replica(variable, own_copy(variable, mode), kind, value)
     value = plain(value)
@@ -156,8 +159,8 @@ def incoming_slices(
     outside = (value.indices < 0) | (value.indices >= variable.shape[0])
     if outside.any():
         raise IndexError(
-            f"{kind} of {variable.name!r}: row {value.indices[outside][0]} is none of its "
-            f"{variable.shape[0]} rows."
+            f"{kind} of {variable.name!r}: row index {value.indices[outside][0]} is out of range "
+            f"for {variable.shape[0]} rows."
         )
     rows = _converted(variable, kind, value.values)
     return IndexedSlices(np.array(rows), value.indices.astype(np.int64), variable.shape)
@@ -187,9 +190,9 @@ def _converted(
         what = f"a value of dtype {array.dtype} does not convert to {variable.dtype}"
         if integers:
             limits = np.iinfo(variable.dtype)
-            what = f"{array.min()} to {array.max()} are not all among the integers of "
-            what = f"{array.item()} is none of the integers of " if array.size == 1 else what
-            what += f"{variable.dtype}, {limits.min} to {limits.max}"
+            what = f"{array.min()} to {array.max()} do not all fit in"
+            what = f"{array.item()} does not fit in" if array.size == 1 else what
+            what += f" {variable.dtype} ({limits.min} to {limits.max})"
         raise LeafTypeError(
             f"{kind} of {variable.name!r}: {what}. Cast it with astype if that is meant."
         )

@@ -10,6 +10,7 @@ from mpistrat.distribute.base import StrategyBase
 from mpistrat.distribute.mode import current
 from mpistrat.distribute.replica_code import merged
 from mpistrat.errors import ContextError, OutOfRangeError, StructureError
+from mpistrat.feed.steps import whole_number
 from mpistrat.kernels.ops import ReduceOp
 
 __all__ = ["MultiStepContext", "run_steps"]
@@ -23,12 +24,12 @@ class MultiStepContext:
 
     Attributes:
       last_step_outputs: By name, what the last step set.
-      non_tensor_outputs: By name, what any step set that is no array.
+      non_tensor_outputs: By name, what any step set that is not an array.
       run_op: None; the steps have been made.
     """
 
     def __init__(self, strategy: StrategyBase, initial: Any = None):
-        """Know nothing yet but the outputs that the program began with."""
+        """Create a context with the outputs that the program began with."""
         self._strategy = strategy
         self._reductions: dict[str, ReduceOp | None] = {}
         self.last_step_outputs: dict[str, Any] = dict(initial or {})
@@ -47,8 +48,8 @@ class MultiStepContext:
             it is kept as it is.
 
         Raises:
-          ContextError: Called in replica code without `reduce_op`: what one replica gives is no
-            output of the step.
+          ContextError: Called in replica code without `reduce_op`: what one replica gives is
+            not an output of the step.
           ValueError: There is no such operation, or an earlier step folded it with another one.
         """
         if not _in_replica():
@@ -78,7 +79,7 @@ class MultiStepContext:
         self.last_step_outputs[name] = output
 
     def set_non_tensor_output(self, name: str, output: Any) -> None:
-        """Set something that is no array under `name`.
+        """Set something that is not an array under `name`.
 
         Collective in replica code: every replica calls it, and what is kept is the tuple of what
         all of them gave, as far as the strategy shows them.
@@ -128,15 +129,12 @@ def run_steps(
 
     Raises:
       OutOfRangeError: The data end before the steps do.
-      TypeError: `iterations` is no integer.
+      TypeError: `iterations` is not an integer.
       StructureError: There are no steps to make, or the outputs are not those of `initial`.
     """
     lockstep = strategy.parts.lockstep
     with lockstep.preparing(_CALL):
-        if isinstance(iterations, bool) or not hasattr(iterations, "__index__"):
-            raise TypeError(f"{_CALL}: iterations must be an integer, got {iterations!r}.")
-        if iterations < 1:
-            raise StructureError(f"{_CALL}: iterations must be 1 or more, got {iterations}.")
+        iterations = whole_number(f"{_CALL}: iterations", iterations, 1, StructureError)
         check_function(_CALL, "fn", fn)
         context = MultiStepContext(strategy, initial)
     with strategy.scope():

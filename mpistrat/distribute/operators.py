@@ -37,7 +37,7 @@ class NotOne:
     __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = __invert__ = _no_bits
     __and__ = __rand__ = __xor__ = __rxor__ = __or__ = __ror__ = _no_bits
     __lt__ = __le__ = __gt__ = __ge__ = _refusal("cannot be compared")
-    __int__ = __float__ = __complex__ = __round__ = _refusal("is no number")
+    __int__ = __float__ = __complex__ = __round__ = _refusal("is not a number")
     __len__ = _refusal("has no length")
     __iter__ = __contains__ = _refusal("cannot be iterated over")
     __getitem__ = _refusal("has no parts")

@@ -56,7 +56,7 @@ class Regroup:
     """Makes one value of what the replicas hold, as far as a view shows it."""
 
     def __init__(self, lockstep: Lockstep, view: View):
-        """Regroup over the ranks of `lockstep`, as `view` shows them."""
+        """Create one for the ranks of `lockstep`, as `view` shows them."""
         self.lockstep = lockstep
         self.view = view
         self.home = Home.of(lockstep)
@@ -211,8 +211,8 @@ class Regroup:
         held = ", ".join(f"no. {number} on rank {rank}" for rank, number in pairs)
         self.lockstep.fail(
             LockstepError(
-                f"{call}: the replicas hold different variables in the same place: {held} (this "
-                f"is rank {ranks[self.rank]} of {self.size})."
+                f"{call}: the replicas hold different variables in the same place: {held} "
+                f"({self.lockstep.here})."
             )
         )
 

@@ -9,10 +9,9 @@ import numpy as np
 from mpistrat.arrays import Array
 from mpistrat.distribute.aggregations import write
 from mpistrat.distribute.incoming import incoming_slices
-from mpistrat.distribute.kinds import DistributedVariable
+from mpistrat.distribute.kinds import DistributedVariable, VariableAggregation
 from mpistrat.distribute.mode import Mode
 from mpistrat.distribute.views import ALONE
-from mpistrat.distribute.writes import VariableAggregation
 from mpistrat.errors import LeafTypeError
 
 __all__ = ["KINDS", "ScatterUpdates", "apply"]
@@ -47,9 +46,9 @@ class ScatterUpdates(DistributedVariable):
 
         Raises:
           NotImplementedError: The variable is ON_READ.
-          LeafTypeError: `sparse_delta` is no `IndexedSlices`, or its dtype does not convert.
+          LeafTypeError: `sparse_delta` is not `IndexedSlices`, or its dtype does not convert.
           StructureError: The rows do not fit, or come per replica in cross-replica code.
-          IndexError: There is no such row.
+          IndexError: A row index is out of range.
           LockstepError: The rows differ between ranks where they may not.
 
         Cost: a hash of the rows, and a handshake where `assign` has one; in replica code with

@@ -1,4 +1,4 @@
-"""State that is no variable, each rank's own: replica 0's given to all, or proved the same."""
+"""State that is not a variable: replica 0's is given to all ranks, or all are compared."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from mpistrat.lockstep.lockstep import Lockstep
 
 __all__ = ["broadcast_state", "check_same"]
 
-# Leaves that are no arrays; they travel as they are.
+# Leaves that are not arrays; they travel as they are.
 _PLAIN = frozenset({type(None), bool, int, float, str})
 _DIGEST = 16
 _CHUNK = 8 * 1024 * 1024  # bytes in which a difference is looked for
@@ -44,7 +44,7 @@ class _State(NamedTuple):
       leaves: The leaves as they were given.
       structure: Of the tree.
       paths: The names of the leaves.
-      values: Arrays; of what is none, its kind and bytes.
+      values: Arrays; of a leaf that is not an array its kind and bytes.
     """
 
     call: str
@@ -218,8 +218,8 @@ def _difference(lockstep: Lockstep, state: _State, digests: bytes) -> Divergence
     return DivergenceError(
         f"check_same: {names[first]} differs between ranks{where}: {theirs} on rank "
         f"{ranks[odd[0]]}, {zero} on rank {ranks[0]}. In it, {ranks_text([ranks[i] for i in odd])} "
-        f"{'differs' if len(odd) == 1 else 'differ'} from rank {ranks[0]} (this is rank "
-        f"{ranks[lockstep.comm.rank]} of {len(ranks)}).{others}\n  To begin alike, give all "
+        f"{'differs' if len(odd) == 1 else 'differ'} from rank {ranks[0]} "
+        f"({lockstep.here}).{others}\n  To begin alike, give all "
         f"replica 0's: {'' if writable else 'tree = '}strategy.broadcast(tree"
         f"{', out=tree' if writable else ''})."
     )

@@ -14,6 +14,7 @@ from mpistrat.collectives.communication import (
     as_implementation,
 )
 from mpistrat.comm.world import size_of_job
+from mpistrat.distribute.arguments import check_kind
 from mpistrat.distribute.choice import Ops
 from mpistrat.distribute.parts import Parts
 from mpistrat.distribute.strategy import Strategy
@@ -44,7 +45,7 @@ class MirroredStrategy(Strategy):
       comm: An mpi4py intracommunicator whose ranks are the replicas; None for all of the job's.
 
     Raises:
-      TypeError: `cross_device_ops` are none, or `devices` is no list of labels.
+      TypeError: `cross_device_ops` is not a `CrossDeviceOps`, or `devices` not a list of labels.
       ValueError: A label comes twice.
 
     As: ``tf.distribute.MirroredStrategy``.
@@ -65,15 +66,11 @@ class MirroredStrategy(Strategy):
         *,
         comm: Any = None,
     ):
-        """Make a strategy over all ranks of `comm`."""
+        """Create a strategy over all ranks of `comm`."""
         # The parts first: what is wrong with the arguments of one rank is told to all of them.
         parts = Parts.over(GLOBAL, comm)
         with parts.lockstep.preparing("MirroredStrategy"):
-            if not isinstance(cross_device_ops, Ops | None):
-                raise TypeError(
-                    "cross_device_ops must be a CrossDeviceOps or None, got "
-                    f"{cross_device_ops!r:.80}."
-                )
+            check_kind("cross_device_ops", cross_device_ops, Ops, called="CrossDeviceOps")
             labels = _labels("devices", devices)
         super().__init__(parts, labels)
         with parts.lockstep.preparing("MirroredStrategy"):
@@ -99,8 +96,8 @@ class MultiWorkerMirroredStrategy(Strategy):
       comm: An mpi4py intracommunicator whose ranks are the workers; None for all of the job's.
 
     Raises:
-      ValueError: `cluster_resolver` or `communication_options` are none; ``TF_CONFIG`` is
-        malformed; or the resolver names no task of a chief, worker or evaluator of its cluster.
+      ValueError: `cluster_resolver` or `communication_options` is of another class; ``TF_CONFIG``
+        is malformed; or the resolver names no task of a chief, worker or evaluator of its cluster.
 
     Warns:
       RuntimeWarning: On rank 0: several ranks have the name of one task, there are more or fewer
@@ -120,7 +117,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         *,
         comm: Any = None,
     ):
-        """Make a strategy over all ranks of `comm`."""
+        """Create a strategy over all ranks of `comm`."""
         self._begin(cluster_resolver, lambda: communication_options, comm)
 
     def _begin(
@@ -134,17 +131,9 @@ class MultiWorkerMirroredStrategy(Strategy):
         lockstep = Parts.over(LOCAL, comm).lockstep
         rank, size = lockstep.comm.rank, lockstep.comm.size
         with lockstep.preparing(name):
-            if not isinstance(resolver, ClusterResolver | None):
-                raise ValueError(
-                    "cluster_resolver must be an instance of ClusterResolver, got "
-                    f"{resolver!r:.80}."
-                )
+            check_kind("cluster_resolver", resolver, ClusterResolver, ValueError)
             chosen = options()
-            if not isinstance(chosen, CommunicationOptions | None):
-                raise ValueError(
-                    "communication_options must be an instance of CommunicationOptions, got "
-                    f"{chosen!r:.80}."
-                )
+            check_kind("communication_options", chosen, CommunicationOptions, ValueError)
             seconds = None if chosen is None else chosen.timeout_seconds
             parts = Parts.over(LOCAL, comm, seconds=seconds).by(chosen)
             found = resolver or default_resolver(rank, size)
@@ -166,7 +155,7 @@ class ExperimentalMultiWorkerMirroredStrategy(MultiWorkerMirroredStrategy):
       comm: As there.
 
     Raises:
-      ValueError: `communication` or `cluster_resolver` is none, or as there.
+      ValueError: `communication` or `cluster_resolver` is of another class, or as there.
 
     As: ``tf.distribute.experimental.MultiWorkerMirroredStrategy``.
     """
@@ -178,7 +167,7 @@ class ExperimentalMultiWorkerMirroredStrategy(MultiWorkerMirroredStrategy):
         *,
         comm: Any = None,
     ):
-        """Make a strategy over all ranks of `comm`."""
+        """Create a strategy over all ranks of `comm`."""
         self._begin(
             cluster_resolver,
             lambda: CommunicationOptions(0, None, as_implementation(communication)),
@@ -203,7 +192,7 @@ class CentralStorageStrategy(Strategy):
       comm: An mpi4py intracommunicator whose ranks are the replicas; None for all of the job's.
 
     Raises:
-      TypeError: `compute_devices` is no list of labels.
+      TypeError: `compute_devices` is not a list of labels.
       ValueError: A label comes twice.
 
     As: ``tf.distribute.experimental.CentralStorageStrategy``.
@@ -225,7 +214,7 @@ class CentralStorageStrategy(Strategy):
         *,
         comm: Any = None,
     ):
-        """Make a strategy over all ranks of `comm`."""
+        """Create a strategy over all ranks of `comm`."""
         parts = Parts.over(GLOBAL, comm)
         with parts.lockstep.preparing("CentralStorageStrategy"):
             labels = _labels("compute_devices", compute_devices)
@@ -249,7 +238,7 @@ class OneDeviceStrategy(Strategy):
     """
 
     def __init__(self, device: str):
-        """Make a strategy of one replica."""
+        """Create a strategy of one replica."""
         super().__init__(Parts.over(ALONE), (device,))
 
 
@@ -260,7 +249,7 @@ class DefaultStrategy(Strategy):
     is_default = True
 
     def __init__(self) -> None:
-        """Make the strategy; programs get it from `get_strategy`."""
+        """Create the strategy; programs get it from `get_strategy`."""
         super().__init__(Parts.over(ALONE))
 
 
@@ -268,10 +257,9 @@ def _labels(name: str, labels: Any) -> tuple[str, ...]:
     """Return the labels of the replicas that a program gave, if they can be labels."""
     if labels is None:
         return ()
-    if not isinstance(labels, Sequence) or not all(isinstance(one, str) for one in labels):
+    listed = isinstance(labels, Sequence) and not isinstance(labels, str)
+    if not listed or not all(isinstance(one, str) for one in labels):
         raise TypeError(f"{name} must be a list of labels, not {labels!r:.80}.")
-    if isinstance(labels, str):
-        raise TypeError(f"{name} must be a list of labels, not {labels!r}.")
     if len(set(labels)) != len(labels):
         raise ValueError(f"{name} must be different labels, got {list(labels)}.")
     return tuple(labels)

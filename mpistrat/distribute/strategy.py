@@ -60,7 +60,7 @@ class Strategy(StrategyBase):
       resolver: What names this process in the job, if anything does.
 
     Raises:
-      TypeError: `parts` are none.
+      TypeError: `parts` is not a `Parts`.
 
     As: ``tf.distribute.Strategy``.
     """
@@ -71,7 +71,7 @@ class Strategy(StrategyBase):
         devices: Sequence[str] = (),
         resolver: ClusterResolver | None = None,
     ):
-        """Be a strategy of these parts."""
+        """Create a strategy of these parts."""
         if not isinstance(parts, Parts):
             raise TypeError(
                 f"Strategy() is made of parts, not of {parts!r:.60}: another strategy is another "
@@ -86,7 +86,7 @@ class Strategy(StrategyBase):
         self._resolver = resolver
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuse: it is ranks that are connected, and another process is none of them.
+        """Refuse: it is ranks that are connected, and another process is not one of them.
 
         Raises:
           TypeError: Always; says what to do instead.
@@ -217,8 +217,8 @@ class Strategy(StrategyBase):
           have their keys in one order on all ranks: that of `fn`, or sorted if it differed.
 
         Raises:
-          TypeError: `fn` is no function, or `kwargs` no dict.
-          ValueError: `args` is no list or tuple.
+          TypeError: `fn` is not a function, or `kwargs` not a dict.
+          ValueError: `args` is not a list or tuple.
           Exception: What `fn` raised, on the rank where it did.
           RemoteError: `fn` raised on another rank.
           LockstepError: The replicas returned different structures, or made different calls.
@@ -255,7 +255,7 @@ class Strategy(StrategyBase):
 
         Raises:
           ContextError: Called in replica code.
-          StructureError: `axis` is None and a leaf is no value per replica (SUM and PROD).
+          StructureError: `axis` is None and a leaf is not a value per replica (SUM and PROD).
           AxisError: A leaf has no such axis.
           LeafTypeError: A leaf's dtype cannot be reduced.
           LockstepError: Shapes that must agree differ between ranks.
@@ -305,7 +305,7 @@ class Strategy(StrategyBase):
           ContextError: Called in replica code; or of the default strategy, where no strategy
             rules in a job of several ranks.
           StrategyError: A leaf is a value or variable of another strategy.
-          LeafTypeError: A leaf is no array, or its dtype cannot be reduced.
+          LeafTypeError: A leaf is not an array, or its dtype cannot be reduced.
           ValueError: The operation is unknown, or a weight is given for another one than MEAN.
           LockstepError: The calls differ between ranks.
 
@@ -350,7 +350,7 @@ class Strategy(StrategyBase):
           ContextError: Called in replica code; or of the default strategy, where no strategy
             rules in a job of several ranks.
           StrategyError: A leaf is a value or variable of another strategy.
-          LeafTypeError: A leaf is no array, or its dtype cannot be reduced.
+          LeafTypeError: A leaf is not an array, or its dtype cannot be reduced.
           ValueError: The operation is unknown, or a weight is given for another one than MEAN.
           LockstepError: The calls differ between ranks.
 
@@ -372,8 +372,8 @@ class Strategy(StrategyBase):
     def broadcast(self, tree: Any, out: Any = None) -> Any:
         """Give replica 0's values to all ranks.
 
-        For state that is no variable and should begin alike: weights of another library, plain
-        arrays, numbers. A variable needs none of it: it begins with replica 0's value.
+        For state that is not a variable and should begin alike: weights of another library, plain
+        arrays, numbers. A variable does not need it: it begins with replica 0's value.
 
         Collective: all ranks call it, in cross-replica code.
 
@@ -413,7 +413,7 @@ class Strategy(StrategyBase):
     def check_same(self, tree: Any) -> None:
         """Raise unless all ranks hold the same values, to the bit.
 
-        For state that is no variable, so that nothing else compares its copies. Bits are what is
+        For state that is not a variable, so that nothing else compares its copies. Bits are what is
         compared: a NaN is equal to one with the same bits, and -0.0 is another number than 0.0.
 
         Collective: all ranks call it, in cross-replica code.
@@ -427,7 +427,7 @@ class Strategy(StrategyBase):
           LockstepError: Structure, shapes, dtypes or types differ between ranks.
           ContextError: Called in replica code; or of the default strategy, where no strategy
             rules in a job of several ranks.
-          LeafTypeError: A leaf is no array, number or text.
+          LeafTypeError: A leaf is not an array, number or text.
           StrategyError: A leaf is a value or variable of another strategy.
 
         Cost: one pass over the values, at the speed of memory, and the proof, in which their digest
@@ -554,7 +554,7 @@ class Strategy(StrategyBase):
           by construction (`OneDeviceStrategy`).
 
         Raises:
-          TypeError: `value_fn` is no function.
+          TypeError: `value_fn` is not a function.
           LockstepError: The replicas returned trees of different structure.
 
         Cost: one proof; small values ride in it.
@@ -588,7 +588,7 @@ class Strategy(StrategyBase):
           strategy, `dataset` itself.
 
         Raises:
-          TypeError: `dataset` is no `Dataset`.
+          TypeError: `dataset` is not a `Dataset`.
           LockstepError: The ranks hold datasets of different descriptions.
           NotImplementedError: The replication mode is PER_REPLICA.
 
@@ -758,7 +758,7 @@ class Strategy(StrategyBase):
           max_seconds: How long it may take.
 
         Raises:
-          TypeError: `name` is no text, or `max_seconds` no number.
+          TypeError: `name` is not a text, or `max_seconds` not a number.
           ValueError: `max_seconds` is not positive.
 
         Example:

@@ -34,7 +34,7 @@ class Topology:
         have as many consecutive ranks, else for one dimension.
 
     Raises:
-      TypeError: `nodes` or `mesh_shape` is no sequence of integers.
+      TypeError: `nodes` or `mesh_shape` is not a sequence of integers.
       ValueError: There are no ranks, the mesh has another size than there are ranks, or nodes are
         not numbered from 0.
 
@@ -85,7 +85,7 @@ class Topology:
             ``MPISTRAT_RANKS_PER_NODE``, and if that is 0 too, to ask.
 
         Raises:
-          TypeError: `ranks_per_node` is no integer, or `mesh_shape` no sequence of them.
+          TypeError: `ranks_per_node` is not an integer, or `mesh_shape` not a sequence of integers.
           ValueError: It is negative, or the mesh does not fit the ranks.
 
         Cost: two proofs, a split by shared memory and a small all-gather.
@@ -189,7 +189,7 @@ class Topology:
         """Return the node of the rank at a place of the mesh.
 
         Args:
-          device_coordinates: The place, as in `rank_at`, which raises if there is none.
+          device_coordinates: The place, as in `rank_at`, which raises if there is no such place.
         """
         return self.nodes[self.rank_at(device_coordinates)]
 
@@ -197,7 +197,7 @@ class Topology:
         """Return which rank of its node is at a place of the mesh, from 0.
 
         Args:
-          device_coordinates: The place, as in `rank_at`, which raises if there is none.
+          device_coordinates: The place, as in `rank_at`, which raises if there is no such place.
         """
         rank = self.rank_at(device_coordinates)
         return self.ranks_of(self.nodes[rank]).index(rank)
@@ -206,7 +206,7 @@ class Topology:
 def _integers(name: str, given: Any, example: str) -> tuple[int, ...]:
     """Return a sequence of integers, a NumPy array too, as a tuple of Python's."""
     try:
-        # Neither a dict nor a set has an order; a bool has an index, but is no number of anything.
+        # Neither a dict nor a set has an order; a bool has an index, but counts nothing.
         if isinstance(given, (Sequence, np.ndarray)) and bool not in map(type, given):
             return tuple(operator.index(one) for one in given)
     except TypeError:
@@ -228,7 +228,7 @@ class DeviceAssignment:
         [replicas, 1, dimensions of the mesh]; or the rank of each replica, one number each.
 
     Raises:
-      TypeError: `topology` is none.
+      TypeError: `topology` is not a `Topology`.
       ValueError: A rank has no replica, or several: every rank runs the program, so each is one.
 
     As: ``tf.tpu.experimental.DeviceAssignment``.

@@ -10,6 +10,7 @@ from typing import Any, NoReturn, final
 
 from mpistrat.cluster.resolver import ClusterResolver
 from mpistrat.cluster.resolvers import default_resolver
+from mpistrat.distribute.arguments import check_kind
 from mpistrat.distribute.extended import StrategyExtended
 from mpistrat.distribute.multi_step import MultiStepContext
 from mpistrat.distribute.parts import Parts
@@ -20,11 +21,6 @@ from mpistrat.errors import StructureError
 from mpistrat.feed.steps import whole_number
 
 __all__ = ["PlacedStrategy", "TPUStrategy", "TPUStrategyExperimental", "TPUStrategyV1"]
-
-
-def _check(name: str, value: Any, kind: type) -> None:
-    if value is not None and not isinstance(value, kind):
-        raise TypeError(f"{name} must be a {kind.__name__}, got {value!r:.80}.")
 
 
 @dataclass(frozen=True)
@@ -99,7 +95,7 @@ class PlacedStrategy(Strategy):
       partitioned: Must be False: a replica has one device.
 
     Raises:
-      TypeError: `resolver` or `assignment` is none, or `steps_per_run` no integer.
+      TypeError: `resolver` or `assignment` is of another class, or `steps_per_run` not an integer.
       ValueError: The assignment is for another number of ranks, there are no steps, or
         partitioning is asked for.
     """
@@ -112,7 +108,7 @@ class PlacedStrategy(Strategy):
         comm: Any,
         partitioned: bool = False,
     ):
-        """Make a strategy over all ranks of `comm`."""
+        """Create a strategy over all ranks of `comm`."""
         # The parts first: what is wrong with the arguments of one rank is told to all of them.
         parts = Parts.over(GLOBAL, comm)
         rank, size = parts.lockstep.comm.rank, parts.lockstep.comm.size
@@ -122,8 +118,8 @@ class PlacedStrategy(Strategy):
                 raise ValueError(
                     "a replica has one device, its rank, so nothing can be partitioned."
                 )
-            _check("tpu_cluster_resolver", resolver, ClusterResolver)
-            _check("device_assignment", assignment, DeviceAssignment)
+            check_kind("tpu_cluster_resolver", resolver, ClusterResolver)
+            check_kind("device_assignment", assignment, DeviceAssignment)
             steps = 1 if steps_per_run is None else whole_number("steps_per_run", steps_per_run, 1)
             if assignment is not None and len(assignment.ranks) != size:
                 raise ValueError(
@@ -218,7 +214,7 @@ class TPUStrategy(PlacedStrategy):
       comm: An mpi4py intracommunicator whose ranks are the replicas; None for all of the job's.
 
     Raises:
-      TypeError: `tpu_cluster_resolver` or the assignment is none.
+      TypeError: `tpu_cluster_resolver` or the assignment is of another class.
       ValueError: The assignment is for another number of ranks; or partitioning is asked for.
 
     As: ``tf.distribute.TPUStrategy``.
@@ -237,7 +233,7 @@ class TPUStrategy(PlacedStrategy):
         *,
         comm: Any = None,
     ):
-        """Make a strategy over all ranks of `comm`."""
+        """Create a strategy over all ranks of `comm`."""
         partitioned = experimental_spmd_xla_partitioning
         super().__init__(tpu_cluster_resolver, experimental_device_assignment, 1, comm, partitioned)
 
@@ -259,7 +255,7 @@ class TPUStrategyExperimental(PlacedStrategy):
         *,
         comm: Any = None,
     ):
-        """Make a strategy over all ranks of `comm`."""
+        """Create a strategy over all ranks of `comm`."""
         super().__init__(tpu_cluster_resolver, device_assignment, 1, comm)
 
 
@@ -283,5 +279,5 @@ class TPUStrategyV1(PlacedStrategy):
         *,
         comm: Any = None,
     ):
-        """Make a strategy over all ranks of `comm`."""
+        """Create a strategy over all ranks of `comm`."""
         super().__init__(tpu_cluster_resolver, device_assignment, steps_per_run, comm)

@@ -71,7 +71,7 @@ class OnRank:
     """Stands for a value that lies on another rank and has not been fetched."""
 
     def __init__(self, rank: int):
-        """Stand for a value of `rank`."""
+        """Create the stand-in for a value of `rank`."""
         self.rank = rank
 
     def __repr__(self) -> str:
@@ -136,7 +136,7 @@ class PerReplica(DistributedValues, NotOne):
         birth: Birth | None = None,
         home: Home | None = None,
     ):
-        """Hold `local`, and what is known of the others."""
+        """Create a value of `local` and what is known of the others."""
         self._local = local
         self._index = index
         self._values = values
@@ -202,7 +202,7 @@ class PerReplica(DistributedValues, NotOne):
     __array_ufunc__ = None
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        """Refuse: a value per replica is no array.
+        """Refuse: a value per replica is not an array.
 
         Raises:
           StructureError: Always.
@@ -277,7 +277,7 @@ class Mirrored(DistributedValues, Operators):
     __hash__ = object.__hash__
 
     def __init__(self, value: Any, count: int = 1, proved: str = "", home: Home | None = None):
-        """Hold `value` for `count` replicas."""
+        """Create a value that is `value` on each of `count` replicas."""
         known = proved and isinstance(value, np.ndarray)
         self._value: Any = sealed(value) if known else value
         self._count = count
@@ -318,7 +318,9 @@ class Mirrored(DistributedValues, Operators):
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         """Return the value as an array: a view, read-only if it is proved or a number."""
-        value = self._value  # a view of it may be reshaped in place; what is no array never changes
+        value = (
+            self._value
+        )  # a view of it may be reshaped in place; what is not an array never changes
         seen = value.view() if isinstance(value, np.ndarray) else sealed(np.asarray(value))
         return np.array(seen, dtype, copy=copy)
 

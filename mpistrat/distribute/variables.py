@@ -17,12 +17,15 @@ from mpistrat.distribute.aggregations import first_of, write
 from mpistrat.distribute.default import current_strategy
 from mpistrat.distribute.exchanged import LOOKED_AT, judge_of
 from mpistrat.distribute.incoming import incoming, initial, kinds, own_copy
-from mpistrat.distribute.kinds import DistributedVariable
+from mpistrat.distribute.kinds import (
+    DistributedVariable,
+    VariableAggregation,
+    VariableSynchronization,
+)
 from mpistrat.distribute.mode import Mode, again, current, entered, same_strategy
 from mpistrat.distribute.reading import Reading
 from mpistrat.distribute.scatter import KINDS, ScatterUpdates, apply
 from mpistrat.distribute.views import ALONE
-from mpistrat.distribute.writes import VariableAggregation, VariableSynchronization
 from mpistrat.errors import ContextError, StructureError
 from mpistrat.lockstep.guards import VariableRegistry
 
@@ -53,7 +56,7 @@ class Variable(Reading, ScatterUpdates):
 
     Raises:
       ValueError: The synchronization or aggregation is unknown, or means integers.
-      LeafTypeError: The initial value does not convert to `dtype`, or is no array.
+      LeafTypeError: The initial value does not convert to `dtype`, or is not an array.
       LockstepError: The ranks create different variables, or variables of one name in another
         order, as their initial values tell.
 

@@ -70,7 +70,7 @@ def prove_same(
         lines = "".join(f"\n  {name}: {groups}" for name, groups in bad.items())
         return LockstepError(
             f"{call}: {' and '.join(bad)} {'differs' if len(bad) == 1 else 'differ'} between ranks "
-            f"(this is rank {ranks[lockstep.comm.rank]} of {len(smalls)}), so the copies would "
+            f"({lockstep.here}), so the copies would "
             f"drift apart.{lines}\n  {advice}"
         )
 

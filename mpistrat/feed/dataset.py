@@ -81,7 +81,7 @@ class Dataset:
     __slots__ = ("_depth", "_epoch", "_level", "_policy", "_seeds")
 
     def __init__(self, source: Any):
-        """Look at the shapes of the source; nothing is read."""
+        """Create a dataset of the source; nothing is read but shapes and dtypes."""
         if isinstance(source, Dataset):
             raise TypeError("This already is a Dataset; use it as it is.")
         _refuse_lists(source)
@@ -287,7 +287,7 @@ class Dataset:
           drop_remainder: Leave out the last batch if it has fewer.
 
         Raises:
-          DataError: The elements are no batches.
+          DataError: The elements are not batches.
 
         Example:
           >>> [batch.tolist() for batch in Dataset.range(5).batch(4).rebatch(3)]
@@ -307,7 +307,7 @@ class Dataset:
           count: How many; None or -1 for no end, as in ``tf.data``.
 
         Raises:
-          TypeError: `count` is no integer.
+          TypeError: `count` is not an integer.
           DataError: It is less than -1.
 
         Example:
@@ -409,7 +409,7 @@ class Dataset:
         """Return a dataset that is distributed as `options` say.
 
         Raises:
-          TypeError: `options` are no `DatasetOptions`.
+          TypeError: `options` is not a `DatasetOptions`.
 
         Example:
           >>> options = DatasetOptions()
@@ -538,7 +538,7 @@ class Dataset:
             for all epochs, which differ in their order anyway.
 
         Raises:
-          DataError: The elements are no batches; there are too many or too few seeds.
+          DataError: The elements are not batches; there are too many or too few seeds.
 
         Example:
           >>> [p.cut(1, 2).tolist() for p in Dataset.range(5).batch(4).pieces(0, [])]

@@ -190,11 +190,20 @@ def _cut(dataset: Dataset, place: ShardSpec) -> Deal:
         element = piece.cut(place.rank, place.size)
         return StepPart(element, piece.count(), contents)  # a map after `batch` is counted by now
 
+    return Deal("cut", dataset, True, True, _stepwise(part), _fixed(dataset, place))
+
+
+def _stepwise(
+    part: Callable[[int, BatchSlice], StepPart],
+    joined: Callable[[Iterator[BatchSlice]], Iterator[BatchSlice]] = iter,
+) -> Callable[[Iterator[BatchSlice]], Parts]:
+    """Return the parts that `part` makes of the number of a step and its batch."""
+
     def parts(pieces: Iterator[BatchSlice]) -> Parts:
         steps = itertools.count()
-        return Reads(pieces, lambda piece: part(next(steps), piece))
+        return Reads(joined(pieces), lambda piece: part(next(steps), piece))
 
-    return Deal("cut", dataset, True, True, parts, _fixed(dataset, place))
+    return parts
 
 
 def _fixed(dataset: Dataset, place: ShardSpec) -> int | None:
@@ -212,10 +221,7 @@ def _even(dataset: Dataset, place: ShardSpec, batch_size: int) -> Deal:
         contents = place.contents(step, [piece])
         return StepPart(piece.span(min(start, rows), min(stop, rows)), rows, contents)
 
-    def parts(pieces: Iterator[BatchSlice]) -> Parts:
-        steps = itertools.count()
-        return Reads(rejoined(pieces, (batch_size,)), lambda piece: part(next(steps), piece))
-
+    parts = _stepwise(part, lambda pieces: rejoined(pieces, (batch_size,)))
     return Deal("dealt out", dataset, True, True, parts, _fixed(dataset, place))
 
 

@@ -13,7 +13,7 @@ __all__ = ["DatasetIterator", "ElementIterator", "Optional"]
 
 @final
 class Optional:
-    """An element, or nothing, if there was none left.
+    """An element, or nothing, if none was left.
 
     As: ``tf.experimental.Optional``.
 
@@ -25,7 +25,7 @@ class Optional:
     __slots__ = ("_held",)
 
     def __init__(self, *held: Any):
-        """Hold one value, or nothing."""
+        """Create one that holds a value, or nothing."""
         self._held = held
 
     @staticmethod
@@ -116,7 +116,7 @@ class DatasetIterator(ElementIterator):
     """An iterator over the whole elements of a dataset that is not distributed."""
 
     def __init__(self, elements: Iterator[Any], spec: Any):
-        """Give `elements`, which look like `spec`."""
+        """Create an iterator over `elements`, which look like `spec`."""
         self._elements = elements
         self._spec = spec
 

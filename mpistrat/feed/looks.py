@@ -32,7 +32,7 @@ class Looks:
     """
 
     def __init__(self) -> None:
-        """Have seen nothing."""
+        """Create it before the first element."""
         self.digest = bytes(LOOK)
         self.text = ""
         self._seen: tuple[nest.Structure, list[Any]] | None = None
@@ -107,10 +107,9 @@ def prove_dataset(lockstep: Lockstep, number: int, call: str, sample: bytes) -> 
             lockstep.fail(
                 LockstepError(
                     f"datasets no. {other} and no. {number} are distributed in another order on "
-                    f"{ranks_text(odd)} (this is rank {lockstep.ranks[lockstep.comm.rank]} of "
-                    f"{lockstep.comm.size}): their descriptions are equal, their contents are "
-                    "exchanged.\n  Distribute datasets in one order on all ranks; a loop over a "
-                    "set has another order in each process: sort it."
+                    f"{ranks_text(odd)} ({lockstep.here}): their descriptions are equal, their "
+                    "contents are exchanged.\n  Distribute datasets in one order on all ranks; a "
+                    "loop over a set has another order in each process: sort it."
                 )
             )
     known.append((number, mine))
@@ -132,9 +131,4 @@ def refuse(lockstep: Lockstep, what: str, texts: Sequence[str], advice: str) -> 
     for rank, text in zip(lockstep.ranks, texts, strict=True):
         groups.setdefault(text, []).append(rank)
     lines = "".join(f"\n  {ranks_text(those)}: {text}" for text, those in groups.items() if text)
-    lockstep.fail(
-        LockstepError(
-            f"{what} (this is rank {lockstep.ranks[lockstep.comm.rank]} of "
-            f"{lockstep.comm.size}).{lines}\n  {advice}"
-        )
-    )
+    lockstep.fail(LockstepError(f"{what} ({lockstep.here}).{lines}\n  {advice}"))

@@ -32,7 +32,7 @@ class Straight(Order):
     """All rows as they lie."""
 
     def __init__(self, length: int):
-        """Keep the number of rows."""
+        """Create the order of so many rows."""
         self.length = length
 
     def span(self, lo: int, hi: int) -> Rows:
@@ -45,7 +45,7 @@ class Listed(Order):
     """Rows in the order of a list."""
 
     def __init__(self, rows: Rows):
-        """Keep the list."""
+        """Create the order of a list."""
         self.length = len(rows)
         self._rows = rows
 
@@ -59,7 +59,7 @@ class Strided(Order):
     """Another order at positions `start`, ``start + step`` and so on, before `stop`."""
 
     def __init__(self, inner: Order, start: int, stop: int | None, step: int):
-        """Keep all four; `stop` is None for the end of the other order."""
+        """Create it; `stop` is None for the end of the other order."""
         end = inner.length if stop is None else stop
         if inner.length != INFINITE:
             end = min(end, inner.length)
@@ -87,7 +87,7 @@ class Repeated(Order):
     """
 
     def __init__(self, first: Order, make: Callable[[int], Order], length: int):
-        """Keep the recipe."""
+        """Create it; no repetition but the first is made yet."""
         self.length = length
         self._make = make
         self._each = first.length

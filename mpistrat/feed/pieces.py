@@ -169,7 +169,7 @@ class ExampleReader:
     """Reads rows of arrays as examples, each sent through the maps that stand before ``batch``."""
 
     def __init__(self, arrays: Arrays, fns: tuple[MapFn, ...] = ()):
-        """Keep both; nothing is read."""
+        """Create it; nothing is read yet."""
         self.arrays = arrays
         self.fns = fns
         self._none: Any = None  # a mapped batch of 0 rows, once a row has shown what that is
@@ -217,7 +217,7 @@ class Selected(BatchSlice):
     """A batch of examples from arrays; a replica reads its own rows and no other."""
 
     def __init__(self, reader: ExampleReader, order: Order, lo: int, hi: int):
-        """Keep where the examples are."""
+        """Create it of the examples at positions `lo` to `hi` (exclusive)."""
         self._reader = reader
         self._order = order
         self._lo = lo
@@ -238,7 +238,7 @@ class Given(BatchSlice):
     """A batch that an iterable gave, whole."""
 
     def __init__(self, batch: Any, index: int):
-        """Check the batch, which is number `index` of its epoch."""
+        """Create it of a batch, which is number `index` of its epoch."""
         self._arrays = Arrays(batch, f"batch {index} of the iterable")
 
     @property
@@ -260,7 +260,7 @@ class FileRead(BatchSlice):
     """What a function reads of one file, once a row of it is asked for."""
 
     def __init__(self, path: str, read: Callable[[str], Any]):
-        """Keep both; nothing is read."""
+        """Create it; nothing is read yet."""
         self._path = path
         self._read = read
         self._arrays: Arrays | None = None
@@ -293,7 +293,7 @@ class Mapped(BatchSlice):
     """What a map makes of a whole batch; every replica makes it and keeps its part."""
 
     def __init__(self, inner: BatchSlice, fn: MapFn):
-        """Keep both."""
+        """Create it; the function has not been called yet."""
         self._inner = inner
         self._fn = fn
         self._result: Arrays | None = None
@@ -341,7 +341,7 @@ class RowMapped(BatchSlice):
     """What a map that treats each row on its own makes of a batch."""
 
     def __init__(self, inner: BatchSlice, fn: MapFn):
-        """Keep both."""
+        """Create it; the function has not been called yet."""
         self._inner = inner
         self._fn = fn
 
@@ -376,7 +376,7 @@ class Grouped(BatchSlice):
     """A batch of batches, stacked along a new first axis."""
 
     def __init__(self, inner: Sequence[BatchSlice]):
-        """Keep the batches, at least one."""
+        """Create it of batches, at least one."""
         self._inner = inner
 
     @property

@@ -171,7 +171,7 @@ def begin(source: Any) -> Examples | Batches:
 
     Raises:
       DataError: The arrays do not fit together.
-      TypeError: It is no source.
+      TypeError: It is not a source.
     """
     if is_array(source) or isinstance(source, (dict, tuple)):
         return Examples(ExampleReader(Arrays(source, "the source of the dataset")))

@@ -41,7 +41,7 @@ class DistributeOptions:
     __slots__ = ("_policy",)
 
     def __init__(self) -> None:
-        """Ask for nothing."""
+        """Create options that ask for nothing."""
         self._policy = AutoShardPolicy.AUTO
 
     @property
@@ -77,5 +77,5 @@ class DatasetOptions:
     __slots__ = ("experimental_distribute",)
 
     def __init__(self) -> None:
-        """Ask for nothing."""
+        """Create options that ask for nothing."""
         self.experimental_distribute = DistributeOptions()

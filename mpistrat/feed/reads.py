@@ -49,7 +49,7 @@ class Reads(Iterator[T], Generic[P, T]):
     """
 
     def __init__(self, things: Iterator[P], read: Callable[[P], T]):
-        """Read of each of `things` by ``read(thing)``."""
+        """Create an iterator of ``read(thing)`` for each of `things`."""
         self._things = things
         self._read = read
         self._broken = ""

@@ -28,7 +28,7 @@ class Joined(BatchSlice):
     """
 
     def __init__(self, parts: Sequence[tuple[BatchSlice, int, int]]):
-        """Keep the parts."""
+        """Create a batch of these parts."""
         self._parts = parts
         self._rows = sum(hi - lo for _, lo, hi in parts)
 

@@ -71,7 +71,7 @@ def _is_frame(value: object) -> bool:
 
 
 def _to_numpy(frame: Any, name: str) -> str:
-    """Return what is said of a table or a column that is no source, and what to pass instead."""
+    """Return what is said of a table or a column that is not a source, and what to pass instead."""
     kind = f"{type(frame).__module__.partition('.')[0]} {type(frame).__name__}"
     names = next((each for each in ("column_names", "columns") if hasattr(frame, each)), "")
     if not names:
@@ -98,7 +98,7 @@ class Column:
     Every array that it gives is a copy that the caller owns, never a view of the source.
 
     Args:
-      array: The array-like; what is no array is converted with `numpy.asarray`.
+      array: The array-like; what is not an array is converted with `numpy.asarray`.
       name: What to call it in errors.
 
     Raises:
@@ -106,7 +106,7 @@ class Column:
     """
 
     def __init__(self, array: Any, name: str):
-        """Check the array; nothing is read."""
+        """Create a column of the array; nothing is read."""
         if hasattr(array, "iloc"):  # slices by label
             raise DataError(_to_numpy(array, name))
         if isinstance(array, np.ma.MaskedArray):
@@ -188,7 +188,7 @@ class Arrays:
     """
 
     def __init__(self, tree: Any, what: str):
-        """Check all leaves; nothing is read."""
+        """Create the columns of all leaves; nothing is read."""
         leaves, self.structure = nest.flatten(tree)
         names = [f"{what}: leaf {path!r}" if path else what for path in nest.paths(tree)]
         if not leaves:
@@ -277,14 +277,14 @@ class Stream:
 
     Raises:
       TypeError: It is neither.
-      DataError: It is text, a mapping or a table, whose items are no batches.
+      DataError: It is text, a mapping or a table, whose items are not batches.
     """
 
     def __init__(self, source: Iterable[Any] | Callable[[], Iterable[Any]]):
-        """Keep the source; nothing is read."""
+        """Create a stream of the source; nothing is read."""
         if isinstance(source, (str, bytes, Mapping)):
             raise DataError(
-                f"A {type(source).__name__} is no source of batches; pass a tree of arrays, "
+                f"A {type(source).__name__} is not a source of batches; pass a tree of arrays, "
                 "an iterable of batches, or a callable that returns one."
             )
         _refuse_frame(source)

@@ -51,27 +51,27 @@ Seeds: TypeAlias = tuple[int, ...]
 Pieces: TypeAlias = Callable[[Path], Iterator[BatchSlice]]
 
 
-def whole_number(call: str, value: object, least: int) -> int:
+def whole_number(call: str, value: object, least: int, error: type[Exception] = DataError) -> int:
     """Return an argument as an int.
 
     Args:
       call: What to call it in errors.
       value: The argument.
       least: The smallest number allowed.
+      error: What to raise if it is too small.
 
     Raises:
-      TypeError: It is no integer; a bool is none.
-      DataError: It is too small.
+      TypeError: It is not an integer; nor is a bool.
 
     Example:
       >>> whole_number("take(count)", 3, 0)
       3
     """
     if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__"):
-        raise TypeError(f"{call} wants an integer, not {value!r} ({type(value).__name__}).")
+        raise TypeError(f"{call} must be an integer, got {value!r} ({type(value).__name__}).")
     number = operator.index(value)
     if number < least:
-        raise DataError(f"{call} wants an integer of at least {least}, not {number}.")
+        raise error(f"{call} must be an integer of at least {least}, got {number}.")
     return number
 
 

@@ -58,7 +58,7 @@ class Kernel(Generic[P, R]):
         twin: Callable[P, R] | None = None,
         compiler: Callable[[Callable[P, R]], Callable[P, R]] | None = None,
     ):
-        """Keep both forms; nothing is compiled, and Numba is not imported."""
+        """Create a kernel; nothing is compiled, and Numba is not imported."""
         self._compiler = compiler or _compile
         functools.update_wrapper(self, function)
         self._driver = twin is None

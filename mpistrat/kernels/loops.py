@@ -165,7 +165,7 @@ def make_anew(rows: Array, low: int, factors: Array, by: Any, total: Array) -> N
 
 @jit.helper
 def average(rows: Array, low: int, high: int, factors: Array, by: Any, total: Array) -> bool:
-    """Make a tile of the mean, which is none of the rows; tell whether any is not finite."""
+    """Make a tile of the mean, which is not one of the rows; tell whether any is not finite."""
     count = rows.shape[0]
     if count > 1 and factors[0] != 0 and factors[1] != 0:
         if count == 2:

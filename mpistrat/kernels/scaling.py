@@ -122,7 +122,7 @@ class Overflow:
     __slots__ = ("seen",)
 
     def __init__(self) -> None:
-        """Note nothing yet."""
+        """Create it; no overflow has been noted yet."""
         self.seen = False
 
     def __call__(self, kind: str, flag: int) -> None:

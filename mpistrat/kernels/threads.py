@@ -49,7 +49,7 @@ class Team:
     """
 
     def __init__(self, count: int):
-        """Start no thread yet."""
+        """Create a team; no thread is started yet."""
         self.count = count
         self._pool: Executor | None = None
         self._pid = 0

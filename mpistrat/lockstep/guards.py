@@ -28,7 +28,7 @@ class VariableRegistry:
     """
 
     def __init__(self) -> None:
-        """Begin without a variable."""
+        """Create an empty registry."""
         self.created = 0
         self.differing: dict[tuple[int, str], dict[bytes, tuple[bytes, int]]] = {}
         self.copies: WeakValueDictionary[int, Any] = WeakValueDictionary()
@@ -64,7 +64,7 @@ def compare_copies(lockstep: Lockstep) -> None:
         DivergenceError(
             f"the copies of {name} are no longer equal at step {steps}: "
             f"{callsite.ranks_text(odd)} differ{'s' if len(odd) == 1 else ''} "
-            f"(this is rank {ranks[lockstep.comm.rank]} of {len(ranks)}).\n  Something wrote to a "
+            f"({lockstep.here}).\n  Something wrote to a "
             "copy behind the library's back, or memory is at fault. Restart from a checkpoint."
         )
     )

@@ -172,7 +172,7 @@ class Injection:
     """
 
     def __init__(self, session: Session, fault: Fault, before: int = 0):
-        """Put `fault` into `session`, if this is the rank.
+        """Create it, and put `fault` into `session` if this is the rank.
 
         Args:
           session: Whose calls are counted.

@@ -73,7 +73,7 @@ class Deferred:
     """
 
     def __init__(self) -> None:
-        """Keep none."""
+        """Create it without a kept signal."""
         self.interrupted = Interrupted()
 
     def arm(self) -> None:

@@ -54,17 +54,13 @@ def _window(text: str, at: int = 0) -> str:
 
 def mismatch(lockstep: Ranks, call: str) -> LockstepError:
     """Return the error of every rank when the calls differ. Collective."""
-    comm = lockstep.comm
     number = lockstep.session.calls
     mine = json.dumps([number, where(), call]).encode()
     calls: dict[tuple[int, str, str], list[int]] = {}
     ranks = lockstep.ranks  # replicas may be counted in another order
     for rank, text in zip(ranks, lockstep.texts(mine), strict=True):
         calls.setdefault(tuple(json.loads(text)), []).append(rank)
-    lines = [
-        f"collective calls differ between ranks (this is rank {ranks[comm.rank]} of {comm.size}, "
-        f"call {number})"
-    ]
+    lines = [f"collective calls differ between ranks ({lockstep.here}, call {number})"]
     width = max(len(ranks_text(ranks)) for ranks in calls.values())
     columns = enumerate(zip(*(what for _, _, what in calls), strict=False))
     first = next((at for at, letters in columns if len(set(letters)) > 1), 0)

@@ -48,7 +48,7 @@ class RunState(threading.local):
     failed: BaseException | None = None
 
     def __init__(self) -> None:
-        """Begin outside of any."""
+        """Create the state outside of any run."""
         self.handles: list[Any] = []
 
 
@@ -64,7 +64,7 @@ class Hooks:
     """
 
     def __init__(self) -> None:
-        """Begin without any."""
+        """Create it without hooks."""
         self.on_fn: Callable[[], None] | None = None
         self.on_moved: Callable[[list[Any]], None] | None = None
         self.on_moving: Callable[[], None] | None = None
@@ -97,7 +97,7 @@ class CallState:
     """
 
     def __init__(self) -> None:
-        """Begin before the first call."""
+        """Create the state before the first call."""
         self.allowed: float | None = None
         self.raised: BaseException | None = None
         # Per thread: a strategy that never communicates may be used by any.
@@ -123,7 +123,7 @@ class Ranks:
     """
 
     def __init__(self, session: Session, order: Sequence[int] | None = None):
-        """Count the ranks of `session` in an order.
+        """Create the ranks of `session` in an order.
 
         Args:
           session: Whose sequence of calls it is, whatever the orders of its strategies.
@@ -135,6 +135,11 @@ class Ranks:
         self.ranks = tuple(order or range(session.comm.size))
         self._raw = session.comm if order is None else Ordered(session.comm, order)
         self.comm: Comm = Watched(session, self._raw)
+
+    @property
+    def here(self) -> str:
+        """Which rank this is, in words, for messages that all ranks raise."""
+        return f"this is rank {self.ranks[self.comm.rank]} of {self.comm.size}"
 
     @property
     def options(self) -> Options:

@@ -154,7 +154,7 @@ def left(lockstep: Ranks, call: str, writes: Sequence[Unproved]) -> BaseExceptio
     gone = [rank for rank, row in enumerate(rows) if row["leaving"]]
     ranks = lockstep.ranks  # of the replicas, by which the rows are counted
     where = f"call {lockstep.session.calls}: {callsite.where()} {call}"
-    here = f"this is rank {ranks[comm.rank]} of {comm.size}, {where}"
+    here = f"{lockstep.here}, {where}"
     culprits = [rank for rank in gone if "kind" in rows[rank] and not rows[rank]["echo"]]
     if culprits:
         row, rank = rows[culprits[0]], culprits[0]

@@ -40,7 +40,7 @@ class Overlay:
     """
 
     def __init__(self, fd: int, size: int, options: dict[str, Any]):
-        """Map the file."""
+        """Create the mapping."""
         if not all(hasattr(mmap, name) for name in _NAMES):
             raise OSError("this system has no private mappings that can be given back")
         flags, prot = mmap.MAP_PRIVATE, mmap.PROT_READ

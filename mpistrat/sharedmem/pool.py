@@ -52,7 +52,7 @@ class Pool:
     """
 
     def __init__(self) -> None:
-        """Keep nothing yet."""
+        """Create an empty pool."""
         self._waiting: list[tuple[int, Array]] = []  # the oldest first, and since which turn
         self._back: deque[Array] = deque()  # what has just come back
         self._turn = self._out = self._most = self.kept = 0

@@ -378,9 +378,13 @@ RESOLVER = SimpleClusterResolver(ClusterSpec({"worker": ["a:1"], "ps": ["b:1"]})
     [
         ((RESOLVER, None, None), NotImplementedError, "parameter servers"),
         ((None, None, None), TypeError, "save_fn="),
-        ((None, 3, None), TypeError, "not 3"),
-        ((3, None, None), TypeError, "cluster_resolver is a ClusterResolver"),
-        ((None, None, None, 30), TypeError, "termination_config is a TerminationConfig"),
+        ((None, 3, None), TypeError, "got 3"),
+        ((3, None, None), TypeError, "cluster_resolver must be an instance of ClusterResolver"),
+        (
+            (None, None, None, 30),
+            TypeError,
+            "termination_config must be an instance of TerminationConfig",
+        ),
     ],
 )
 def test_arguments(arguments, error, text):

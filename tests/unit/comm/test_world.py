@@ -9,7 +9,7 @@ import pytest
 
 from mpistrat.launch.run import run
 
-TOLD = "was started by multiprocessing and is no rank"
+TOLD = "was started by multiprocessing and is not a rank"
 HEAD = """
 import concurrent.futures, multiprocessing, sys
 import mpistrat as ms

@@ -535,7 +535,7 @@ def test_wrong_arguments():
         ms.HierarchicalCopyAllReduce(-1)
     with pytest.raises(ValueError, match="ranks_per_node"):
         ms.HierarchicalCopyAllReduce(ranks_per_node=-2)
-    with pytest.raises(TypeError, match="must be a CrossDeviceOps"):
+    with pytest.raises(TypeError, match="must be an instance of CrossDeviceOps"):
         ms.MirroredStrategy(cross_device_ops="nccl")
     with pytest.raises(ValueError, match="reduce_to_device is 'rank:3'"):
         ms.MirroredStrategy(cross_device_ops=ms.ReductionToOneDevice("rank:3"))

@@ -70,7 +70,7 @@ def test_what_goes_wrong():
             run(step_of(strategy), iter(dataset), 3)
         with pytest.raises(TypeError, match="iterations must be an integer"):
             run(step_of(strategy), iter(dataset), 2.5)
-        with pytest.raises(ms.StructureError, match="iterations must be 1 or more"):
+        with pytest.raises(ms.StructureError, match="iterations must be an integer of at least 1"):
             run(step_of(strategy), iter(dataset), 0)
         with pytest.raises(ms.ContextError):
             strategy.run(lambda: run(step_of(strategy), iter([1])))

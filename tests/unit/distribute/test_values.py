@@ -253,7 +253,7 @@ OTHERS = {
 ALONE = {
     "has no arithmetic": [operator.neg, operator.pos, abs],
     "has no bits": [operator.invert],
-    "is no number": [int, float, complex, round, lambda v: round(v, 2)],
+    "is not a number": [int, float, complex, round, lambda v: round(v, 2)],
     "has no length": [len],
     "cannot be iterated over": [iter, list, sorted, max, lambda v: [*v], lambda v: 1.0 in v],
     "has no parts": [lambda v: v[0], lambda v: v[:, 1]],
