@@ -18,7 +18,7 @@ from mpistrat.board.observer import Limits, Observer
 from mpistrat.board.page import BETWEEN, INSIDE, Page, Slot, key_of, page_bytes
 from mpistrat.board.proc import Parents, look
 from mpistrat.board.reporter import Reporter, dump_signal, nothing_else, say
-from mpistrat.board.rows import Status
+from mpistrat.board.status import Status
 from mpistrat.board.watchdog import Watchdog
 from mpistrat.comm.mpi import abort
 from mpistrat.comm.nodes import (

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol, final
 
-from mpistrat.board.rows import SILENT, Status, decode, encode
+from mpistrat.board.status import SILENT, Status, decode, encode
 
 __all__ = ["Channel", "Link"]
 

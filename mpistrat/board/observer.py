@@ -1,14 +1,14 @@
-"""What the watching process of a node makes of its page: rows, warnings, the end."""
+"""The watching process of a node: it reads the page, warns, and ends the job."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, final
 
+from mpistrat.board.diagnosis import Diagnosis, diagnose, ending, warning
 from mpistrat.board.page import INSIDE, LEAVING, LEFT, Page, SlotEntry
 from mpistrat.board.proc import Look, ended, look
-from mpistrat.board.rows import AWAY, COMPUTING, DEAD, HELD, STOPPED, TROUBLES, Status, grouped
-from mpistrat.board.verdict import Diagnosis, ending, judge, warning
+from mpistrat.board.status import AWAY, COMPUTING, DEAD, HELD, STOPPED, TROUBLES, Status, grouped
 
 __all__ = ["HUNG", "Limits", "Observer"]
 
@@ -154,38 +154,38 @@ class Observer:
           speaks: Nobody else says the same. Otherwise only the ranks of this node are asked for
             their stacks, and the job is ended a little later, should the other fail to.
         """
-        verdict = judge(rows, self._size)
+        found = diagnose(rows, self._size)
         warn, timeout = self.limits
-        if verdict is not None and verdict.patience:
-            timeout = verdict.patience
+        if found is not None and found.patience:
+            timeout = found.patience
             warn = min(warn, timeout / 2)  # who is named when the job ends has been named before
-        if verdict is None or verdict.seconds < min(warn, timeout):
-            if verdict is None:
+        if found is None or found.seconds < min(warn, timeout):
+            if found is None:
                 self._warned = ()
             return
         # Again when another rank is missing or gets into trouble; not for each line it computes in.
         signs = frozenset(
             (rank, row.doing if row.doing in TROUBLES else "")
-            for row in verdict.missing
+            for row in found.missing
             if row.age >= warn
             for rank in row.ranks
         )
-        if self._warned != (verdict.key, signs):
-            self._warned = (verdict.key, signs)
+        if self._warned != (found.key, signs):
+            self._warned = (found.key, signs)
             if speaks:
-                self._say(warning(verdict, warn, timeout))
-            self._ask(verdict)
+                self._say(warning(found, warn, timeout))
+            self._ask(found)
         # A rank of which nothing is known here may have declared why it is late.
-        if verdict.seconds < timeout or (verdict.unknown and not verdict.missing):
+        if found.seconds < timeout or (found.unknown and not found.missing):
             return
-        self._rouse_all(verdict)
-        if verdict.seconds >= timeout + (0.0 if speaks else self.limits.grace):
-            self._say(ending(verdict, timeout, HUNG))
+        self._rouse_all(found)
+        if found.seconds >= timeout + (0.0 if speaks else self.limits.grace):
+            self._say(ending(found, timeout, HUNG))
             self._end(HUNG)
 
-    def _here(self, verdict: Diagnosis) -> list[tuple[int, SlotEntry, Status]]:
+    def _here(self, found: Diagnosis) -> list[tuple[int, SlotEntry, Status]]:
         """Return the missing ranks of this node, or all of it if none is missing anywhere."""
-        rows = verdict.missing or verdict.waiting
+        rows = found.missing or found.waiting
         return [
             (index, entry, row)
             for index, entry in enumerate(self._entries)
@@ -194,15 +194,15 @@ class Observer:
             if entry.rank in row.ranks
         ]
 
-    def _ask(self, verdict: Diagnosis) -> None:
-        for index, entry, _ in self._here(verdict):
-            if (entry.rank, verdict.key) not in self._asked and entry.state != LEFT:
-                self._asked.add((entry.rank, verdict.key))
+    def _ask(self, found: Diagnosis) -> None:
+        for index, entry, _ in self._here(found):
+            if (entry.rank, found.key) not in self._asked and entry.state != LEFT:
+                self._asked.add((entry.rank, found.key))
                 self.page.ask(index)
 
-    def _rouse_all(self, verdict: Diagnosis) -> None:
+    def _rouse_all(self, found: Diagnosis) -> None:
         """Make processes that do not answer print their stacks, now that nothing can be spoilt."""
-        for index, entry, row in self._here(verdict):
+        for index, entry, row in self._here(found):
             known = self._visible[index] and not self._ended(entry)
             if row.doing == HELD and entry.signal and known and index not in self._roused:
                 self._roused.add(index)

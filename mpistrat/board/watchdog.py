@@ -17,7 +17,7 @@ from mpistrat.board.observer import Limits, Observer
 from mpistrat.board.page import INSIDE, LEAVING, LEFT
 from mpistrat.board.proc import Parents
 from mpistrat.board.reporter import Reporter, say
-from mpistrat.board.rows import Status
+from mpistrat.board.status import Status
 
 __all__ = ["ORPHANED", "Watchdog"]
 

@@ -1,9 +1,9 @@
-"""Checkpoints: the values of variables in files that are whole or not there.
+"""Checkpoints: the values of variables in files, each of which is complete or not there.
 
 - `format`: what is in a file, and the reader, which checks all of it.
 - `files`: names and numbers of files; how one comes to be there whole.
 - `tree`: the variables of a program by name.
-- `checkpoint`: `Checkpoint`, which all ranks save and restore together.
+- `checkpoint`: `Checkpoint`, which all ranks save and restore together (`saving`, `restoring`).
 - `manager`: `CheckpointManager`, which keeps the newest few.
 - `preemption`: `PreemptionCheckpointHandler`, which saves when the job is about to be ended;
   `notice`: how it hears of that.

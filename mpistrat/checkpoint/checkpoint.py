@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, final
 
 from mpistrat.checkpoint import files, restoring, saving, tree
-from mpistrat.checkpoint.restored import Restored
+from mpistrat.checkpoint.restoring import Restored
 from mpistrat.comm.world import size_of_job
 from mpistrat.distribute.default import current_strategy
 from mpistrat.distribute.mode import cross_replica, current

@@ -7,14 +7,14 @@ import errno
 import functools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple, final
 
 import numpy as np
 
 from mpistrat.arrays import Array
 from mpistrat.checkpoint import files, format
-from mpistrat.checkpoint.restored import Restored, listed
 from mpistrat.checkpoint.saving import patient, seen, specs
 from mpistrat.distribute.kinds import VariableAggregation
 from mpistrat.distribute.variables import Variable
@@ -22,10 +22,63 @@ from mpistrat.distribute.writes import exact_share
 from mpistrat.errors import StructureError
 from mpistrat.lockstep.lockstep import Lockstep
 
-__all__ = ["restore"]
+__all__ = ["Restored", "restore"]
 
 # Of the library itself: they come and go with how a program runs, not with what it computes.
 _COUNTERS = frozenset({"checkpointed_runs"})
+_SHOWN = 20  # names that one message lists
+
+
+def listed(texts: Sequence[str]) -> str:
+    """Return texts as a message shows them: the first few, and how many more there are.
+
+    Example:
+      >>> listed(["a", "b"])
+      'a, b'
+    """
+    more = len(texts) - _SHOWN
+    return ", ".join(texts[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+@final
+class Restored(NamedTuple):
+    """What `Checkpoint.restore` has done; its methods are those of TensorFlow's status.
+
+    Attributes:
+      path: The file; None if there was nothing to restore.
+      missing: Variables that the file does not have, and that are as they were.
+      unused: Arrays of the file that no variable has taken.
+    """
+
+    path: str | None
+    missing: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+
+    def assert_consumed(self) -> Restored:
+        """Return this if every array of the file went to a variable, and every variable got one.
+
+        Raises:
+          AssertionError: Not so, or nothing was restored.
+        """
+        if self.unused:
+            raise AssertionError(f"{self.path} also has {listed(self.unused)}.")
+        return self.assert_existing_objects_matched()
+
+    def assert_existing_objects_matched(self) -> Restored:
+        """Return this if every variable got a value.
+
+        Raises:
+          AssertionError: Not so, or nothing was restored.
+        """
+        if self.path is None:
+            raise AssertionError("there was no checkpoint, so nothing was restored.")
+        if self.missing:
+            raise AssertionError(f"{self.path} does not have {listed(self.missing)}.")
+        return self
+
+    def expect_partial(self) -> Restored:
+        """Return this; what the file has beyond the variables gives no warning here anyway."""
+        return self
 
 
 def restore(

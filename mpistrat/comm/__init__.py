@@ -1,8 +1,13 @@
 """Groups of ranks, and how bytes move between them.
 
-- `base`: what every communicator can do, five methods.
+- `base`: what every communicator can do.
 - `mpi`: the same over MPI; the only importer of mpi4py.
 - `loopback`: N ranks as threads of one process, for tests and debuggers.
-- `session`: one life of this process in the job: private communicator, sequence of calls, owner.
+- `ordered`: the same ranks, numbered in the order of a strategy's replicas.
+- `session`: what all strategies on one communicator share: a private duplicate of it, the sequence
+  of calls, the thread that makes them.
 - `world`: which communicator a strategy gets when none is named.
+- `codec`: values as bytes. `chunks`: messages that are too large for one call of MPI.
+- `nodes`: the ranks of a node and the first ranks of all nodes, for the board.
+- `callsite`: where a program called, and lists of ranks, in words.
 """

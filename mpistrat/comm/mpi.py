@@ -15,7 +15,7 @@ from typing import Any, final
 import numpy as np
 
 from mpistrat.comm.base import Buffer, Comm
-from mpistrat.comm.pieces import LIMIT, rounds, slices
+from mpistrat.comm.chunks import LIMIT, rounds, slices
 from mpistrat.sharedmem.shared import Pages, shared_memory, shared_pages
 
 __all__ = [
@@ -125,7 +125,7 @@ class MPIComm(Comm):
     of mpistrat never meet (MPI 4.1, section 7.4: contexts of communication).
 
     Attributes:
-      limit: How many bytes MPI is given at once; see `mpistrat.comm.pieces`. Equal on all ranks.
+      limit: How many bytes MPI is given at once; see `mpistrat.comm.chunks`. Equal on all ranks.
     """
 
     name = "MPI"

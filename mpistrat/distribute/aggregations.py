@@ -1,4 +1,4 @@
-"""The way of a write to a variable: what replicas write becomes one, and all ranks write that.
+"""Writes to variables: the values of all replicas become one, and every rank writes that.
 
 Whole arrays and rows go the same way. What may not differ is compared before it is written: of a
 large variable in a handshake of its own, in the line of the write; of a small one in the next

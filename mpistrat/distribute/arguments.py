@@ -1,4 +1,4 @@
-"""What functions are called with, checked so that errors name the argument."""
+"""Checks of arguments, whose errors name the argument."""
 
 from __future__ import annotations
 

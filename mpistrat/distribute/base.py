@@ -1,4 +1,4 @@
-"""What those below the faces know of a strategy."""
+"""The strategy as the modules below `Strategy` know it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where results are wanted: checked, and as the proof of a call names it."""
+"""Destinations of reductions: checked, and as texts of calls name them."""
 
 from __future__ import annotations
 

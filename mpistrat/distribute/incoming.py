@@ -1,4 +1,4 @@
-"""What is written to a variable, as it comes in: checked and converted before any proof."""
+"""Values that are to be written to a variable: checked and converted before any communication."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What functions that make inputs are told, and what may be asked of inputs."""
+"""Options and contexts of inputs: `InputContext`, `InputOptions` and the like."""
 
 from __future__ import annotations
 

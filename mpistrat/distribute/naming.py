@@ -1,4 +1,4 @@
-"""What leaves are called in texts and errors."""
+"""Names of leaves in texts of calls and in errors."""
 
 from __future__ import annotations
 

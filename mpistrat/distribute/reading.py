@@ -1,4 +1,4 @@
-"""What every array can do that is read: conversion, arithmetic, indexing."""
+"""Variables as arrays: conversion, NumPy functions, and what is refused."""
 
 from __future__ import annotations
 

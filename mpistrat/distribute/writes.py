@@ -1,4 +1,4 @@
-"""Kinds of variables, the proof that all ranks have the same contents, and shares of sums."""
+"""The proof that all ranks hold the same contents, and each replica's share of a sum."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which examples each replica sees in each step.
+"""Datasets: which examples each replica gets in each step.
 
 - `dataset`: `Dataset`, a description of examples or batches; it never communicates.
 - `sources`, `orders`, `steps`, `rebatch`, `padded`, `pipeline`, `pieces`: what it is made of.

@@ -1,4 +1,4 @@
-"""Iterators over elements, which also can be asked for the next one in other words."""
+"""Iterators over elements, with the methods that iterators of ``tf.data`` have."""
 
 from __future__ import annotations
 

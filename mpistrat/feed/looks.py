@@ -1,4 +1,4 @@
-"""What the elements of a rank look like, so that ranks whose elements differ are found out."""
+"""Structure and dtypes of the elements of a rank, so that ranks that differ are found out."""
 
 from __future__ import annotations
 

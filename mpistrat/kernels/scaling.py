@@ -1,4 +1,4 @@
-"""Arrays times a number, and through one: as a weighted mean has it."""
+"""Arrays multiplied or divided by a number, as weighted means need it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Leaving the program is a call too.
+"""Leaving the program is a collective call too.
 
 Whatever way a rank leaves, by its end, an exception, ``sys.exit`` or Ctrl-C, it takes part in one
 more proof, whose call is "leave the program". So a rank that leaves while others are in a call is

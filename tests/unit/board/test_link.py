@@ -7,7 +7,7 @@ from every import every
 
 from mpistrat.board.link import Link
 from mpistrat.board.page import BETWEEN
-from mpistrat.board.rows import SILENT, Status
+from mpistrat.board.status import SILENT, Status
 
 
 def rows_of(home, call=0, age=0.0):

@@ -9,7 +9,7 @@ from mpistrat.board.observer import HUNG, Limits, Observer
 from mpistrat.board.page import BETWEEN, Page, key_of, page_bytes
 from mpistrat.board.proc import Parents, Process
 from mpistrat.board.reporter import Reporter
-from mpistrat.board.rows import Status
+from mpistrat.board.status import Status
 from mpistrat.board.watchdog import ORPHANED, Watchdog
 
 SECOND = 10**9

@@ -2,9 +2,9 @@
 
 import pytest
 
+from mpistrat.board.diagnosis import diagnose, ending, warning
 from mpistrat.board.page import BETWEEN, INSIDE, LEAVING, LEFT
-from mpistrat.board.rows import AWAY, DEAD, HELD, SILENT, STOPPED, Status
-from mpistrat.board.verdict import ending, judge, warning
+from mpistrat.board.status import AWAY, DEAD, HELD, SILENT, STOPPED, Status
 
 
 def row(ranks, call, state, age, part=0, **more):
@@ -15,53 +15,53 @@ def row(ranks, call, state, age, part=0, **more):
     return Status(ranks, key=call << 20 | part, state=state, age=age, **more)
 
 
-def missing(verdict):
-    return sorted(rank for r in verdict.missing for rank in r.ranks)
+def missing(found):
+    return sorted(rank for r in found.missing for rank in r.ranks)
 
 
 def test_nobody_waits_while_all_compute():
-    assert judge([row(0, 4, BETWEEN, 9e9), row(1, 5, BETWEEN, 9e9)]) is None
-    assert judge([]) is None
+    assert diagnose([row(0, 4, BETWEEN, 9e9), row(1, 5, BETWEEN, 9e9)]) is None
+    assert diagnose([]) is None
 
 
 def test_who_has_not_come_to_the_call_is_missing():
-    verdict = judge([row(range(3), 5, INSIDE, 70), row(3, 4, BETWEEN, 90)])
-    assert missing(verdict) == [3]
-    assert verdict.seconds == 70
+    found = diagnose([row(range(3), 5, INSIDE, 70), row(3, 4, BETWEEN, 90)])
+    assert missing(found) == [3]
+    assert found.seconds == 70
 
 
 def test_seconds_count_from_the_last_thing_the_missing_rank_did():
-    assert judge([row(0, 5, INSIDE, 70), row(1, 4, BETWEEN, 20)]).seconds == 20
+    assert diagnose([row(0, 5, INSIDE, 70), row(1, 4, BETWEEN, 20)]).seconds == 20
 
 
 def test_the_longest_missing_rank_counts():
-    verdict = judge([row(0, 5, INSIDE, 70), row(1, 4, BETWEEN, 1), row(2, 4, BETWEEN, 60)])
-    assert verdict.seconds == 60
-    assert missing(verdict) == [1, 2]
+    found = diagnose([row(0, 5, INSIDE, 70), row(1, 4, BETWEEN, 1), row(2, 4, BETWEEN, 60)])
+    assert found.seconds == 60
+    assert missing(found) == [1, 2]
 
 
 def test_who_is_done_with_the_call_is_not_missing():
-    verdict = judge([row(0, 5, INSIDE, 70), row(1, 5, BETWEEN, 2)])
-    assert (missing(verdict), verdict.seconds) == ([], 2)
+    found = diagnose([row(0, 5, INSIDE, 70), row(1, 5, BETWEEN, 2)])
+    assert (missing(found), found.seconds) == ([], 2)
 
 
 def test_who_is_still_in_the_call_before_is_missing():
-    verdict = judge([row(0, 5, INSIDE, 70), row(1, 4, INSIDE, 80)])
-    assert missing(verdict) == [1]
-    text = warning(verdict, 60, 1800)
+    found = diagnose([row(0, 5, INSIDE, 70), row(1, 4, INSIDE, 80)])
+    assert missing(found) == [1]
+    text = warning(found, 60, 1800)
     assert "rank 1 (n1) has not reached call 5 for 70 s. It is in train.py:4 of call 4" in text
 
 
 def test_between_two_parts_of_a_call_a_rank_can_be_missing_too():
-    verdict = judge([row(0, 5, INSIDE, 70, part=1), row(1, 5, BETWEEN, 80, part=0)])
-    assert missing(verdict) == [1]
-    assert "rank 1 (n1) has not gone on in call 5 for 70 s." in warning(verdict, 60, 1800)
+    found = diagnose([row(0, 5, INSIDE, 70, part=1), row(1, 5, BETWEEN, 80, part=0)])
+    assert missing(found) == [1]
+    assert "rank 1 (n1) has not gone on in call 5 for 70 s." in warning(found, 60, 1800)
 
 
 @pytest.mark.parametrize("doing", [STOPPED, HELD, DEAD, SILENT])
 def test_a_rank_in_trouble_inside_the_call_is_the_missing_one(doing):
-    verdict = judge([row([0, 2], 5, INSIDE, 70), row(1, 5, INSIDE, 69, doing=doing)])
-    assert missing(verdict) == [1]
+    found = diagnose([row([0, 2], 5, INSIDE, 70), row(1, 5, INSIDE, 69, doing=doing)])
+    assert missing(found) == [1]
 
 
 def test_of_a_silent_node_only_those_count_that_had_not_come():
@@ -70,44 +70,42 @@ def test_of_a_silent_node_only_those_count_that_had_not_come():
         row(1, 5, INSIDE, 70, doing=SILENT),
         row(2, 4, BETWEEN, 70, doing=SILENT),
     ]
-    assert missing(judge(rows)) == [2]
+    assert missing(diagnose(rows)) == [2]
 
 
 def test_if_all_are_inside_and_well_the_last_one_counts():
-    verdict = judge([row(0, 5, INSIDE, 70), row(1, 5, INSIDE, 61, place="b.py:1")])
-    assert (missing(verdict), verdict.seconds) == ([], 61)
-    assert "ranks 0, 1 have come to call 5 and not out of it for 61 s." in warning(
-        verdict, 60, 1800
-    )
+    found = diagnose([row(0, 5, INSIDE, 70), row(1, 5, INSIDE, 61, place="b.py:1")])
+    assert (missing(found), found.seconds) == ([], 61)
+    assert "ranks 0, 1 have come to call 5 and not out of it for 61 s." in warning(found, 60, 1800)
 
 
 def test_what_is_not_known_is_said():
-    verdict = judge([row(0, 5, INSIDE, 70)], size=3)
-    assert verdict.unknown == 2
-    assert "Of the other 2 nothing is known here." in warning(verdict, 60, 1800)
+    found = diagnose([row(0, 5, INSIDE, 70)], size=3)
+    assert found.unknown == 2
+    assert "Of the other 2 nothing is known here." in warning(found, 60, 1800)
 
 
 def test_only_ranks_in_trouble_inside_do_not_wait():
-    assert judge([row([0, 1], 5, INSIDE, 70, doing=STOPPED)]) is None
+    assert diagnose([row([0, 1], 5, INSIDE, 70, doing=STOPPED)]) is None
 
 
 def test_a_declared_operation_excuses_its_rank_only():
     busy = row(1, 4, BETWEEN, 0, busy="evaluate")
-    assert judge([row(0, 5, INSIDE, 70), busy]) is None
-    both = judge([row(0, 5, INSIDE, 70), busy, row(2, 4, BETWEEN, 65)])
+    assert diagnose([row(0, 5, INSIDE, 70), busy]) is None
+    both = diagnose([row(0, 5, INSIDE, 70), busy, row(2, 4, BETWEEN, 65)])
     assert (missing(both), both.seconds) == ([2], 65)
 
 
 def test_a_declared_operation_that_is_over_time_excuses_nothing():
     late = row(1, 4, BETWEEN, 61, busy="evaluate", overdue=True)
-    verdict = judge([row(0, 5, INSIDE, 700), late])
-    assert verdict.seconds == 61
-    assert "over the time declared for 'evaluate'" in warning(verdict, 60, 1800)
+    found = diagnose([row(0, 5, INSIDE, 700), late])
+    assert found.seconds == 61
+    assert "over the time declared for 'evaluate'" in warning(found, 60, 1800)
 
 
 def test_who_has_left_will_never_come():
-    verdict = judge([row([0, 1], 5, INSIDE, 61), row([2, 3], 5, LEFT, 70)])
-    assert "ranks 2, 3 (n1) have left the program before call 5." in warning(verdict, 60, 1800)
+    found = diagnose([row([0, 1], 5, INSIDE, 61), row([2, 3], 5, LEFT, 70)])
+    assert "ranks 2, 3 (n1) have left the program before call 5." in warning(found, 60, 1800)
 
 
 TEXTS = {
@@ -126,7 +124,7 @@ def test_the_text_says_what_the_rank_does(doing):
         row([0, 1, 2, 3, 4, 6, 7], 412, INSIDE, 60, place="train.py:88", text="all_reduce(SUM)"),
         row(5, 411, BETWEEN, 80, place="data.py:31", doing=doing, node="node12"),
     ]
-    lines = warning(judge(rows), 60, 1800).splitlines()
+    lines = warning(diagnose(rows), 60, 1800).splitlines()
     assert lines[0].startswith("mpistrat: rank 5 (node12) has not reached call 412 for 60 s. ")
     assert TEXTS[doing] in lines[0]
     assert lines[1] == (
@@ -140,36 +138,36 @@ def test_many_missing_ranks_are_shown_in_few_lines():
         row(0, 5, INSIDE, 70),
         *(row(r, 4, BETWEEN, 70, place=f"a.py:{r}") for r in range(1, 40)),
     ]
-    text = warning(judge(rows), 60, 1800)
+    text = warning(diagnose(rows), 60, 1800)
     assert len(text.splitlines()) == 10
     assert "(31 more like these)" in text
 
 
 def test_the_end_says_why_with_its_code():
-    text = ending(judge([row(0, 5, INSIDE, 70), row(1, 4, BETWEEN, 80)]), 60, 75)
+    text = ending(diagnose([row(0, 5, INSIDE, 70), row(1, 4, BETWEEN, 80)]), 60, 75)
     assert text.startswith("mpistrat: the job ends with exit code 75: nothing moved for 60 s.\n")
     assert "rank 1 (n1) has not reached call 5" in text
 
 
 def test_a_call_may_say_how_long_it_may_take():
     waiting = [row(0, 5, INSIDE, 70, patience=4.0), row(1, 5, INSIDE, 70, patience=3.0)]
-    verdict = judge([*waiting, row(2, 4, BETWEEN, 90)])
-    assert verdict.patience == 3.0
-    assert "of this; timeout_seconds says so." in warning(verdict, 60, 3)
+    found = diagnose([*waiting, row(2, 4, BETWEEN, 90)])
+    assert found.patience == 3.0
+    assert "of this; timeout_seconds says so." in warning(found, 60, 3)
     # Of who is missing, or in an earlier call, it does not count.
     rows = [row(0, 5, INSIDE, 70), row(1, 4, INSIDE, 90, patience=3.0)]
-    assert judge(rows).patience == 0.0
-    assert judge([row(range(2), 5, INSIDE, 70, patience=2.0)]).patience == 2.0
+    assert diagnose(rows).patience == 0.0
+    assert diagnose([row(range(2), 5, INSIDE, 70, patience=2.0)]).patience == 2.0
 
 
 def test_who_waits_to_leave_waits():
-    verdict = judge([row([0, 1], 5, LEAVING, 70), row(2, 4, BETWEEN, 65)])
-    assert (missing(verdict), verdict.seconds) == ([2], 65)
+    found = diagnose([row([0, 1], 5, LEAVING, 70), row(2, 4, BETWEEN, 65)])
+    assert (missing(found), found.seconds) == ([2], 65)
 
 
 def test_who_is_in_a_call_of_another_communicator_is_said_to_be():
     rows = [row(0, 5, INSIDE, 70), row(1, 4, BETWEEN, 80, doing=AWAY, text="all_reduce of a trial")]
     assert (
         "It is in train.py:4, all_reduce of a trial (waiting in a call on another communicator)."
-        in warning(judge(rows), 60, 1800)
+        in warning(diagnose(rows), 60, 1800)
     )

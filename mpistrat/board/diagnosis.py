@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from mpistrat.board.page import INSIDE, LEAVING, LEFT, number_of
-from mpistrat.board.rows import AWAY, DEAD, SILENT, TROUBLES, Status
+from mpistrat.board.status import AWAY, DEAD, SILENT, TROUBLES, Status
 from mpistrat.comm.callsite import ranks_text
 
-__all__ = ["Diagnosis", "ending", "judge", "warning"]
+__all__ = ["Diagnosis", "diagnose", "ending", "warning"]
 
 _SHOWN = 8  # rows of missing ranks that one report names
 
@@ -46,7 +46,7 @@ class Diagnosis(NamedTuple):
     patience: float = 0.0
 
 
-def judge(rows: Sequence[Status], size: int = 0) -> Diagnosis | None:
+def diagnose(rows: Sequence[Status], size: int = 0) -> Diagnosis | None:
     """Return who keeps whom waiting, or None if nobody waits or the wait has a declared reason.
 
     Seconds count from the later of two moments: the first rank began to wait in that call; the
@@ -127,35 +127,35 @@ def _missing(row: Status, key: int, seconds: float) -> str:
     return f"{who} {said} for {_seconds(seconds)}. {_whereabouts(row, key)}"
 
 
-def _waiting(verdict: Diagnosis) -> str:
+def _waiting(found: Diagnosis) -> str:
     places: dict[tuple[str, str], list[int]] = {}
-    for row in verdict.waiting:
+    for row in found.waiting:
         places.setdefault((row.place, row.text), []).extend(row.ranks)
     parts = []
     for (place, text), ranks in places.items():
         what = " ".join(part for part in (place, text) if part)
         verb = "wait in" if len(ranks) > 1 else "waits in"
-        parts.append(f"{ranks_text(ranks)} {verb} {what or f'call {number_of(verdict.key)}'}")
+        parts.append(f"{ranks_text(ranks)} {verb} {what or f'call {number_of(found.key)}'}")
     return "; ".join(parts)
 
 
-def _body(verdict: Diagnosis, least: float) -> tuple[str, str]:
+def _body(found: Diagnosis, least: float) -> tuple[str, str]:
     """Return who is missing, and who waits."""
-    late = [row for row in verdict.missing if row.age >= least or row.doing == DEAD]
-    if not verdict.missing:
-        ranks = [rank for row in verdict.waiting for rank in row.ranks]
+    late = [row for row in found.missing if row.age >= least or row.doing == DEAD]
+    if not found.missing:
+        ranks = [rank for row in found.waiting for rank in row.ranks]
         come = f"{ranks_text(ranks)} {'have' if len(ranks) > 1 else 'has'} come to call"
-        what = f"{come} {number_of(verdict.key)} and not out of it for {_seconds(verdict.seconds)}."
-        if verdict.unknown:
-            what += f" Of the other {verdict.unknown} nothing is known here."
-        return what, _waiting(verdict)
-    lines = [_missing(row, verdict.key, min(verdict.seconds, row.age)) for row in late[:_SHOWN]]
+        what = f"{come} {number_of(found.key)} and not out of it for {_seconds(found.seconds)}."
+        if found.unknown:
+            what += f" Of the other {found.unknown} nothing is known here."
+        return what, _waiting(found)
+    lines = [_missing(row, found.key, min(found.seconds, row.age)) for row in late[:_SHOWN]]
     if len(late) > _SHOWN:
         lines.append(f"({len(late) - _SHOWN} more like these)")
-    return "\n  ".join(lines), _waiting(verdict)
+    return "\n  ".join(lines), _waiting(found)
 
 
-def warning(verdict: Diagnosis, warn: float, timeout: float) -> str:
+def warning(found: Diagnosis, warn: float, timeout: float) -> str:
     """Return what to say after `warn` seconds.
 
     Example:
@@ -165,22 +165,22 @@ def warning(verdict: Diagnosis, warn: float, timeout: float) -> str:
       ...     Status((0, 1, 2, 3, 4, 6, 7), "node12", 0, 412 << 20, INSIDE, 60.0, "S",
       ...         "train.py:88", "all_reduce(SUM, float32[1024] 'grads')"),
       ... ]
-      >>> print(warning(judge(rows), 60, 1800))
+      >>> print(warning(diagnose(rows), 60, 1800))
       mpistrat: rank 5 (node12) has not reached call 412 for 60 s. It is in data.py:31 (stopped by
         a signal).
         ranks 0-4, 6, 7 wait in train.py:88 all_reduce(SUM, float32[1024] 'grads'). The job ends
         after 1800 s of this; MPISTRAT_TIMEOUT changes that.
     """
-    missing, waiting = _body(verdict, warn)
+    missing, waiting = _body(found, warn)
     return (
         f"mpistrat: {missing}\n  {waiting}. The job ends after {timeout:g} s of this; "
-        f"{'timeout_seconds says so' if verdict.patience else 'MPISTRAT_TIMEOUT changes that'}."
+        f"{'timeout_seconds says so' if found.patience else 'MPISTRAT_TIMEOUT changes that'}."
     )
 
 
-def ending(verdict: Diagnosis, timeout: float, code: int) -> str:
+def ending(found: Diagnosis, timeout: float, code: int) -> str:
     """Return what to say when the job is ended after `timeout` seconds."""
-    missing, waiting = _body(verdict, timeout)
+    missing, waiting = _body(found, timeout)
     return (
         f"mpistrat: the job ends with exit code {code}: nothing moved for {timeout:g} s.\n"
         f"  {missing}\n  {waiting}."

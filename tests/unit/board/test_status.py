@@ -5,7 +5,7 @@ import random
 import pytest
 
 from mpistrat.board.page import BETWEEN, INSIDE
-from mpistrat.board.rows import Status, decode, encode
+from mpistrat.board.status import Status, decode, encode
 
 
 def some(count, places):

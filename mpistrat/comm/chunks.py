@@ -1,4 +1,4 @@
-"""What is too large for one call of MPI, cut.
+"""Messages that are too large for one call of MPI, cut into chunks.
 
 What two libraries did with 2**31 + 5 elements of int8 on 2 ranks, asked by mpi4py 4.1:
 
