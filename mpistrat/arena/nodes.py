@@ -61,6 +61,8 @@ def find_nodes(comm: Comm, per_node: int = 0) -> Nodes:
     comm.allreduce(np.array([int(node.rank == 0)]), count, "SUM")
     leads = node.rank < lanes[0]
     lane = comm.split(node.rank if leads else int(lanes[0]))
+    if not leads:
+        lane.free()
     ranks = np.empty(node.size, np.int64)
     node.allgather(np.array([comm.rank]), ranks)
     return Nodes(node, int(lanes[0]), lane if leads else None, int(count[0]), ranks.tolist())

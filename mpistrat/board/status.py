@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
 from mpistrat.comm.callsite import runs_of
@@ -85,20 +85,13 @@ def grouped(rows: Iterable[Status]) -> list[Status]:
     ]
 
 
-def _whole(row: Status) -> Status:
-    return row
-
-
-def _brief(row: Status) -> Status:
-    return row._replace(text=row.text[:60], place=row.place[-40:])
-
-
-def _placeless(row: Status) -> Status:
-    return row._replace(text="", place="", node="")
-
-
-def _bare(row: Status) -> Status:
-    return _placeless(row)._replace(home=-1, busy=row.busy[:20])
+# From the longest to the shortest.
+_FORMS: tuple[Callable[[Status], Status], ...] = (
+    lambda row: row,
+    lambda row: row._replace(text=row.text[:60], place=row.place[-40:]),
+    lambda row: row._replace(text="", place="", node=""),
+    lambda row: row._replace(text="", place="", node="", home=-1, busy=row.busy[:20]),
+)
 
 
 def _few(row: Status) -> Status:
@@ -114,7 +107,7 @@ def encode(rows: Sequence[Status], limit: int) -> bytes:
     of the sequence of calls: whoever waits is at its end, whoever is missing at its beginning.
     """
     found: list[Status] = []
-    for shorten in (_whole, _brief, _placeless, _bare):
+    for shorten in _FORMS:
         found = grouped(map(shorten, rows))
         data = _dump(found)
         if len(data) <= limit:

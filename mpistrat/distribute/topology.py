@@ -10,6 +10,7 @@ from typing import Any, final
 
 import numpy as np
 
+from mpistrat.arena.nodes import find_nodes
 from mpistrat.arrays import Array
 from mpistrat.comm.session import Session
 from mpistrat.comm.world import default_parent
@@ -88,7 +89,7 @@ class Topology:
           TypeError: `ranks_per_node` is not an integer, or `mesh_shape` not a sequence of integers.
           ValueError: It is negative, or the mesh does not fit the ranks.
 
-        Cost: two proofs, a split by shared memory and a small all-gather.
+        Cost: two proofs, two splits and a few small all-reduces and all-gathers.
 
         Example:
           >>> Topology.read().num_ranks
@@ -101,18 +102,10 @@ class Topology:
             each = whole_number("ranks_per_node", ranks_per_node, 0)
             shape = _integers("mesh_shape", mesh_shape, "(2, 2)")
         lockstep.prove(f"Topology.read({shape}, {each})")
-        each = each or lockstep.options.ranks_per_node
-        if each:
-            first = ranks.rank - ranks.rank % each
-        else:
-            node = ranks.by_node()
-            first_of = np.empty(1, np.int64)
-            node.allreduce(np.array([ranks.rank]), first_of, "MIN")
-            first = int(first_of[0])
-            if node.size < ranks.size:
-                node.free()
+        nodes = find_nodes(ranks, each or lockstep.options.ranks_per_node)
         firsts = np.empty(ranks.size, np.int64)
-        ranks.allgather(np.array([first], np.int64), firsts)
+        ranks.allgather(np.array([min(nodes.ranks)], np.int64), firsts)
+        nodes.free()
         number = {rank: i for i, rank in enumerate(sorted(set(firsts.tolist())))}
         with lockstep.preparing("Topology.read"):
             return Topology(tuple(number[rank] for rank in firsts.tolist()), shape)

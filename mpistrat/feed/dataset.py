@@ -61,7 +61,8 @@ class Dataset:
     Raises:
       DataError: Leaves differ in their first dimension or have none, or there is no leaf. A list of
         numbers: it would be a tree of them, or batches; `from_tensor_slices` makes it an array. A
-        table of pandas, Arrow or Polars: pass its columns as arrays, by ``to_numpy()``.
+        table of pandas, Arrow or Polars: pass its columns as arrays, by ``to_numpy()``, and its
+        index, if it matters, as one more.
 
     Example:
       >>> import numpy as np
@@ -139,7 +140,8 @@ class Dataset:
 
         Args:
           tensors: A tree as `Dataset` takes it. A list in it becomes one array, so ``[a, b]`` has
-            two rows; ``(a, b)`` has as many as `a` and `b` each. A ragged list is a DataError.
+            two rows; ``(a, b)`` has as many as `a` and `b` each. A ragged list is a DataError. A
+            table whose columns are of one type becomes an array of its rows, without its index.
 
         Example:
           >>> Dataset.from_tensor_slices(([1.0, 2.0], [3, 4])).cardinality()

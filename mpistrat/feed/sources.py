@@ -73,14 +73,15 @@ def _is_frame(value: object) -> bool:
 def _to_numpy(frame: Any, name: str) -> str:
     """Return what is said of a table or a column that is not a source, and what to pass instead."""
     kind = f"{type(frame).__module__.partition('.')[0]} {type(frame).__name__}"
+    index = " The index does not come along." if hasattr(frame, "reset_index") else ""
     names = next((each for each in ("column_names", "columns") if hasattr(frame, each)), "")
     if not names:
-        return f"{name} is a {kind}, not an array; pass array.to_numpy()."
+        return f"{name} is a {kind}, not an array; pass array.to_numpy().{index}"
     whole = "table.to_numpy()" if hasattr(frame, "to_numpy") else "np.asarray(table)"
     return (
         f"{name} is a {kind}, which is a table of columns. Pass them as arrays, "
         f"{{name: table[name].to_numpy() for name in table.{names}}}, or, if all are of one type, "
-        f"{whole}."
+        f"{whole}.{index}"
     )
 
 
