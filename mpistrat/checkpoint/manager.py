@@ -69,7 +69,9 @@ class CheckpointManager:
     ):
         """Create a manager, and find the checkpoints that are there."""
         if not isinstance(checkpoint, Checkpoint):
-            raise TypeError(f"CheckpointManager wants a Checkpoint, not {checkpoint!r:.60}.")
+            raise TypeError(
+                f"CheckpointManager: checkpoint must be a Checkpoint, got {checkpoint!r:.60}."
+            )
         self._checkpoint = checkpoint
         strategy, failing = owner_of(checkpoint)
         lockstep = strategy.parts.lockstep
@@ -81,7 +83,7 @@ class CheckpointManager:
             keep = _checked_number(max_to_keep)
             self._keep = files.Retention(keep)
             if init_fn is not None and not callable(init_fn):
-                raise TypeError(f"init_fn is a function or None, not {init_fn!r:.60}.")
+                raise TypeError(f"init_fn must be a function or None, got {init_fn!r:.60}.")
             self._init_fn = init_fn
         there, failure = [], None
         if lockstep.comm.rank == 0:
@@ -190,7 +192,7 @@ class CheckpointManager:
 
 def _checked_name(name: Any) -> str:
     if not isinstance(name, str) or not name or name.startswith(".") or os.sep in name:
-        raise ValueError(f"checkpoint_name is a part of a file's name, not {name!r}.")
+        raise ValueError(f"checkpoint_name must be a part of a file's name, got {name!r:.60}.")
     return name
 
 
@@ -198,12 +200,14 @@ def _checked_number(keep: Any) -> int | None:
     if keep is None:
         return None
     if isinstance(keep, bool) or not hasattr(keep, "__index__") or int(keep) < 1:
-        raise ValueError(f"max_to_keep is a number of at least 1, or None for all, not {keep!r}.")
+        raise ValueError(
+            f"max_to_keep must be an integer of at least 1, or None for all, got {keep!r:.60}."
+        )
     return int(keep)
 
 
 def _number(given: Any) -> int:
     value = given.numpy() if hasattr(given, "numpy") else given
     if isinstance(value, bool) or not hasattr(value, "__index__") or not 0 <= int(value) < 10**18:
-        raise ValueError(f"checkpoint_number is a number of at least 0, not {given!r}.")
+        raise ValueError(f"checkpoint_number must be an integer of at least 0, got {given!r:.60}.")
     return int(value)

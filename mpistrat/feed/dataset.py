@@ -353,7 +353,7 @@ class Dataset:
           [[0, -10], [-20]]
         """
         if not callable(fn):
-            raise TypeError(f"map(fn) wants a function, not {fn!r} ({type(fn).__name__}).")
+            raise TypeError(f"map(fn) must get a function, got {fn!r:.60} ({type(fn).__name__}).")
         if isinstance(self._level, Batches):
             return self._then(Map(fn, bool(rowwise)))
         if rowwise:
@@ -420,7 +420,7 @@ class Dataset:
           'OFF'
         """
         if not isinstance(options, DatasetOptions):
-            raise TypeError(f"with_options wants DatasetOptions, not {options!r}.")
+            raise TypeError(f"with_options must get DatasetOptions, got {options!r:.60}.")
         new = self._with(self._level)
         new._policy = options.experimental_distribute.auto_shard_policy
         return new

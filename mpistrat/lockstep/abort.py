@@ -1,4 +1,4 @@
-"""What fails after the proof of a call, while others wait in the midst of the same call."""
+"""Failures after the proof of a call, while the other ranks wait inside the same call."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def lost(lockstep: Lockstep, call: str, error: Exception) -> NoReturn:
     with contextlib.suppress(Exception):  # there may be no memory for it
         text = "".join(traceback.format_exception(error))
         print(
-            f"mpistrat: rank {lockstep.ranks[comm.rank]} of {comm.size} failed in the midst of "
-            f"{call:.300}, where the others cannot be told; ending the job.\n{text}",
+            f"mpistrat: rank {lockstep.ranks[comm.rank]} of {comm.size} failed inside "
+            f"{call:.300} after the others had entered it; aborting the job.\n{text}",
             file=sys.stderr,
             flush=True,
         )

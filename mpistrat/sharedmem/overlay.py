@@ -96,7 +96,7 @@ class Overlay:
             code = ctypes.get_errno()
             raise OSError(
                 code,
-                f"{os.strerror(code)}: the system has not {stop - start} bytes for what this rank "
+                f"{os.strerror(code)}: there is no memory for {stop - start} bytes that this rank "
                 "writes before the others have agreed to it",
             )
 

@@ -62,7 +62,9 @@ def _reserve(fd: int, size: int, what: str) -> None:
     # so the pages are taken here, or by `touch`.
     try:
         if size > _available():
-            raise OSError(errno.ENOMEM, f"{size} bytes of memory are more than are free")
+            raise OSError(
+                errno.ENOMEM, f"{size} bytes of memory are wanted, which is more than are free"
+            )
         os.ftruncate(fd, size)
         if what not in _SLICED or not _populates():
             getattr(os, "posix_fallocate", lambda fd, at, size: None)(fd, 0, size)

@@ -52,5 +52,5 @@ def test_memory_that_ends_in_the_midst_of_a_call_ends_the_job(how, options, mib,
     text = said.read_text(errors="replace")
     assert not outcome.timed_out, text
     assert outcome.code == 1, text
-    assert "rank 0 of 2 failed in the midst of all_reduce(SUM, *) float64[5000000]" in text
+    assert "rank 0 of 2 failed inside all_reduce(SUM, *) float64[5000000]" in text
     assert "Unable to allocate" in text

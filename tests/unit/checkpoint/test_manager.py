@@ -76,7 +76,7 @@ def test_numbers_of_the_program(tmp_path):
             manager.save(99)
         manager.save(ms.Variable(200))
         for bad in (-1, 1.5, True, "7", 10**18):
-            with pytest.raises(ValueError, match="checkpoint_number is a number"):
+            with pytest.raises(ValueError, match="checkpoint_number must be an integer"):
                 manager.save(bad)
         v.assign(0)
         manager.checkpoint.restore(manager.checkpoints[0])
@@ -233,7 +233,7 @@ def test_a_directory_that_is_none_is_told_with_call_and_argument():
 
 
 def test_a_checkpoint_is_wanted(tmp_path):
-    with pytest.raises(TypeError, match="wants a Checkpoint, not"):
+    with pytest.raises(TypeError, match="checkpoint must be a Checkpoint, got"):
         ms.CheckpointManager(ms.Variable(0), tmp_path, 1)
 
 
