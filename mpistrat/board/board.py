@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import platform
 import threading
@@ -96,14 +95,9 @@ class Board(StatusBoard):
         limits = limits or Limits()
         nodes = nodes_of(comm, node)
         size, index = nodes.node.size, nodes.node.rank
-
-        def together(data: bytes) -> list[bytes]:
-            found: list[bytes] = nodes.node.allgather(data)
-            return found
-
-        memory = (
-            None if size == 1 else shared_memory(together, index == 0, page_bytes(size), "board")
-        )
+        memory = None
+        if size > 1:
+            memory = shared_memory(nodes.node.allgather, index == 0, page_bytes(size), "board")
         shared = size == 1 or memory is not None
         if not shared:
             size, index = 1, 0
@@ -114,8 +108,8 @@ class Board(StatusBoard):
         mine = look(os.getpid())
         board.slot.open(comm.rank, os.getpid(), mine.born if mine else 0, dump_signal())
         # Everybody's slot is open after this, which the observer relies on.
-        everybody = [json.loads(told) for told in together(json.dumps(comm.rank).encode())]
-        own = tuple(everybody) if shared else (comm.rank,)
+        everybody = tuple(nodes.node.allgather(comm.rank))
+        own = everybody if shared else (comm.rank,)
         board._watch(comm, limits, index, own, launched, others)
         if shared:
             board._departure = board._departing(comm.size)
@@ -135,9 +129,12 @@ class Board(StatusBoard):
         home, link = 0, None
         if leaders is not None and leaders.size > 1:
             home = leaders.rank
-            told = leaders.allgather(json.dumps([host, ranks]).encode())
+            told = leaders.allgather((host, ranks))
             if threads_allowed():
-                rows = [_unknown(number, *json.loads(text)) for number, text in enumerate(told)]
+                rows = [
+                    [Status(theirs, name, number, 0, BETWEEN, 0.0)]
+                    for number, (name, theirs) in enumerate(told)
+                ]
                 silent = max(3 * limits.interval, limits.stale)
                 now = time.monotonic_ns() / _SECOND
                 link = Link(Mailbox(leaders), rows, limits.interval, silent, now)
@@ -219,10 +216,6 @@ class Board(StatusBoard):
         if self.close() and self._nodes is not None:
             self._nodes.free()
             self._nodes = None
-
-
-def _unknown(home: int, host: str, ranks: list[int]) -> list[Status]:
-    return [Status(tuple(ranks), host, home, 0, BETWEEN, 0.0)]
 
 
 def _once(comm: Any, text: str) -> None:

@@ -40,7 +40,7 @@ UNKNOWN = -2
 
 Rows: TypeAlias = npt.NDArray[np.int64]
 
-_SAMPLED, _LETTERS = 8, 4096  # rows of a sample, and elements of each
+_SAMPLED, _MOST = 8, 4096  # rows of a sample, and elements of each
 # What sources raise for an index array that they cannot use. Anything else is a reading error.
 _NO_FANCY = (TypeError, IndexError, ValueError, NotImplementedError)
 
@@ -228,7 +228,7 @@ class Arrays:
     def sample(self) -> bytes:
         """Return a digest of a few rows of what is in memory; nothing is read of files."""
         rows = sorted({self.rows * i // _SAMPLED for i in range(_SAMPLED)} if self.rows else ())
-        return digest(a[i].reshape(-1)[:_LETTERS] for a in self.in_memory() for i in rows)
+        return digest(a[i : i + 1].reshape(-1)[:_MOST] for a in self.in_memory() for i in rows)
 
     def specs(self, *leading: int | None) -> Any:
         """Return the tree of `Spec` of one row, with `leading` dimensions before it."""

@@ -81,6 +81,10 @@ class NotedExit(SystemExit):
     def code(self, value: Any) -> None:
         _CODE.__set__(self, value)
 
+    def __reduce__(self) -> Any:
+        """Return how to make a plain one, as in another process."""
+        return SystemExit, self.args
+
 
 # Messages and tracebacks show the exception that the program knows.
 NotedExit.__name__ = NotedExit.__qualname__ = "SystemExit"
@@ -122,7 +126,9 @@ class Exits:
 
     def exit(self, status: Any = None, /) -> NoReturn:
         """Do what ``sys.exit`` does, so that it is noted if it ends the program."""
-        raise NotedExit(status)
+        main = threading.current_thread() is threading.main_thread()
+        # Python passes over the very SystemExit that ends another thread.
+        raise NotedExit(status) if main else SystemExit(status)
 
     def _unheard(self) -> BaseException | None:
         """Return what has ended the program if a hook that the program has set was told it."""

@@ -226,10 +226,11 @@ def test_datasets_of_equal_descriptions_are_not_exchanged(n):
         noise = np.random.default_rng(comm.rank).normal(size=(3, 24))
         for one in noise:
             s.experimental_distribute_dataset(ms.Dataset(one).batch(8))
+            s.experimental_distribute_dataset(ms.Dataset(one.astype(object)).batch(8))
         train, test = (ms.Dataset(np.arange(24.0) + i).batch(8) for i in range(2))
         order = [test, train] if comm.rank == n - 1 else [train, test]
         s.experimental_distribute_dataset(order[0])
-        with pytest.raises(ms.LockstepError, match=rf"no\. 4 and no\. 5 .* order on rank {n - 1} "):
+        with pytest.raises(ms.LockstepError, match=rf"no\. 7 and no\. 8 .* order on rank {n - 1} "):
             s.experimental_distribute_dataset(order[1])
         return float(s.reduce("SUM", ms.PerReplica(1.0), None))
 
