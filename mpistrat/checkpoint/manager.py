@@ -80,7 +80,7 @@ class CheckpointManager:
         with lockstep.preparing("CheckpointManager"):
             self._directory = files.checked_path("CheckpointManager", "directory", directory)
             self._name = _checked_name(checkpoint_name)
-            keep = _checked_number(max_to_keep)
+            keep = _checked_number("max_to_keep", max_to_keep, 1)
             self._keep = files.Retention(keep)
             if init_fn is not None and not callable(init_fn):
                 raise TypeError(f"init_fn must be a function or None, got {init_fn!r:.60}.")
@@ -134,7 +134,7 @@ class CheckpointManager:
         """
         lockstep = owner_of(self._checkpoint)[0].parts.lockstep
         with lockstep.preparing("CheckpointManager.save"):
-            number = None if checkpoint_number is None else _number(checkpoint_number)
+            number = _checked_number("checkpoint_number", checkpoint_number, 0)
         path, self._there = save(self._checkpoint, self._directory / self._name, number, self._keep)
         return path
 
@@ -196,18 +196,13 @@ def _checked_name(name: Any) -> str:
     return name
 
 
-def _checked_number(keep: Any) -> int | None:
-    if keep is None:
-        return None
-    if isinstance(keep, bool) or not hasattr(keep, "__index__") or int(keep) < 1:
-        raise ValueError(
-            f"max_to_keep must be an integer of at least 1, or None for all, got {keep!r:.60}."
-        )
-    return int(keep)
-
-
-def _number(given: Any) -> int:
+def _checked_number(name: str, given: Any, least: int) -> int | None:
     value = given.numpy() if hasattr(given, "numpy") else given
-    if isinstance(value, bool) or not hasattr(value, "__index__") or not 0 <= int(value) < 10**18:
-        raise ValueError(f"checkpoint_number must be an integer of at least 0, got {given!r:.60}.")
+    if value is None:
+        return None
+    integer = not isinstance(value, bool) and hasattr(value, "__index__")
+    if not integer or not least <= int(value) < 10**18:
+        raise ValueError(
+            f"{name} must be an integer of at least {least} or None, got {given!r:.60}."
+        )
     return int(value)

@@ -66,6 +66,10 @@ class StatusBoard:
         """The text of the call that this rank is inside of; empty if it is in none."""
         return ""
 
+    def spent(self) -> tuple[float, float]:
+        """Return seconds that this rank waited for others, and that it communicated, so far."""
+        return 0.0, 0.0
+
     def await_departure(self, number: int, text: str) -> bool:
         """Sleep until all ranks have come to leave, or one makes a call that this rank must join.
 

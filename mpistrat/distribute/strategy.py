@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpistrat import nest
-from mpistrat.board.board import Board
 from mpistrat.collectives.communication import CommunicationOptions
 from mpistrat.distribute import feeding, reductions
 from mpistrat.distribute.arguments import check_function, check_long_operation
@@ -787,5 +786,4 @@ class Strategy(StrategyBase):
           >>> ms.OneDeviceStrategy("cpu").time_spent()
           (0.0, 0.0)
         """
-        board = self.parts.lockstep.session.board
-        return board.spent() if isinstance(board, Board) else (0.0, 0.0)
+        return self.parts.lockstep.session.board.spent()
