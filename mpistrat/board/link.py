@@ -10,33 +10,14 @@ known by the age of what it said last.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, final
+from typing import final
 
 from mpistrat.board.status import SILENT, Status, decode, encode
+from mpistrat.comm.nodes import Mailbox
 
-__all__ = ["Channel", "Link"]
+__all__ = ["Link"]
 
 _MORE, _LAST = b"\0", b"\1"
-
-
-class Channel(Protocol):
-    """Messages between the watching processes of the nodes; nothing here waits."""
-
-    rank: int
-    size: int
-    limit: int
-
-    def expect(self, peer: int) -> None:
-        """Be ready to receive one message of `peer`, of at most `limit` bytes."""
-
-    def arrived(self, peer: int) -> bytes | None:
-        """Return the message that was expected, once, or None."""
-
-    def send(self, peer: int, data: bytes) -> None:
-        """Send a message. The one before has been `sent`."""
-
-    def sent(self, peer: int) -> bool:
-        """Tell whether the last message to `peer` has left."""
 
 
 @final
@@ -53,7 +34,7 @@ class Link:
 
     def __init__(
         self,
-        channel: Channel,
+        channel: Mailbox,
         rows: Sequence[Sequence[Status]],
         interval: float,
         silent: float,

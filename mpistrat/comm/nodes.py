@@ -108,7 +108,7 @@ class Mailbox:
         self._sends: dict[int, tuple[Any, bytes]] = {}
 
     def expect(self, peer: int) -> None:
-        """Post the receive of one message of `peer`."""
+        """Post the receive of one message of `peer`, of at most `limit` bytes."""
         room = bytearray(_LIMIT)
         request = self._comm.Irecv([room, library().BYTE], source=peer, tag=_TAG)
         self._receives[peer] = (request, room)
@@ -123,7 +123,7 @@ class Mailbox:
         return bytes(room[: status.Get_count(library().BYTE)])
 
     def send(self, peer: int, data: bytes) -> None:
-        """Send a message; its bytes are kept until they have left."""
+        """Send a message once the one before was `sent`; its bytes are kept until they have left."""
         request = self._comm.Isend([data, library().BYTE], dest=peer, tag=_TAG)
         self._sends[peer] = (request, data)
 

@@ -27,7 +27,7 @@ from mpistrat.comm.nodes import threads_allowed
 from mpistrat.comm.session import Session
 from mpistrat.errors import LockstepError, PreflightError, RemoteError
 from mpistrat.lockstep.abort import end_job
-from mpistrat.lockstep.interrupts import Deferred
+from mpistrat.lockstep.interrupts import Interrupted
 from mpistrat.lockstep.lockstep import Lockstep
 from mpistrat.lockstep.ranks import CallState
 from mpistrat.lockstep.shutdown import LEAVE, MISMATCH, Farewell, said_by
@@ -100,7 +100,7 @@ class Exits:
         self.sessions: list[Session] = []
         self.failure: BaseException | None = None
         self.recorder: Callable[[int], None] | None = None
-        self._deferred = Deferred()
+        self._interrupted = Interrupted()
         self._armed = False
         self._pid = os.getpid()
         self._printed = threading.Lock()
@@ -114,12 +114,12 @@ class Exits:
         # What was freed meanwhile must not keep its memory for being known here.
         self.sessions = [known for known in self.sessions if not known.freed]
         self.sessions.append(session)
-        session.kept(CallState).interrupted = self._deferred.interrupted
+        session.kept(CallState).interrupted = self._interrupted
         if self._armed:
             return
         self._armed = True
         atexit.register(self.at_exit)
-        self._deferred.arm()
+        self._interrupted.arm()
         if not hasattr(sys, "ps1") and not sys.flags.interactive:
             sys.excepthook = self.uncaught
             sys.exit = self.exit

@@ -17,7 +17,7 @@ from typing import final
 
 from mpistrat.comm import callsite
 
-__all__ = ["Deferred", "Interrupted", "in_library"]
+__all__ = ["Interrupted", "in_library"]
 
 _STANDARD = str(Path(os.__file__).parent)
 _LATER = 0.05  # seconds until the signal is looked at again
@@ -47,7 +47,9 @@ def _third_party(filename: str) -> bool:
 
 @final
 class Interrupted:
-    """A Ctrl-C that came while the library ran.
+    """A Ctrl-C that came while the library ran, kept until it can be raised.
+
+    One that is armed is kept by the handler of the signal; others are never pending.
 
     Attributes:
       pending: It has not been raised yet.
@@ -63,19 +65,6 @@ class Interrupted:
             self.pending = False
             raise KeyboardInterrupt
 
-
-@final
-class Deferred:
-    """Keeps Ctrl-C while the library runs.
-
-    Attributes:
-      interrupted: Whether one is kept; what sessions look at.
-    """
-
-    def __init__(self) -> None:
-        """Create it without a kept signal."""
-        self.interrupted = Interrupted()
-
     def arm(self) -> None:
         """Take the signal over, unless the program handles it itself."""
         if threading.current_thread() is not threading.main_thread():
@@ -84,21 +73,21 @@ class Deferred:
             signal.signal(signal.SIGINT, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        again = self.interrupted.again
-        self.interrupted.again = False
-        if again and not self.interrupted.pending:
+        again = self.again
+        self.again = False
+        if again and not self.pending:
             return  # it has been raised meanwhile
         if not in_library(frame):
-            self.interrupted.pending = False
+            self.pending = False
             raise KeyboardInterrupt
         # It is raised at the next call; or here, if the program computes for long before that.
-        self.interrupted.pending = True
+        self.pending = True
         timer = threading.Timer(_LATER, self._again, (number,))
         timer.daemon = True
         timer.start()
 
     def _again(self, number: int) -> None:
-        if not self.interrupted.pending:
+        if not self.pending:
             return  # it has been raised meanwhile
-        self.interrupted.again = True
+        self.again = True
         os.kill(os.getpid(), number)

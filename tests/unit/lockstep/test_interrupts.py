@@ -14,7 +14,7 @@ import pytest
 
 import mpistrat as ms
 from mpistrat.lockstep import interrupts
-from mpistrat.lockstep.interrupts import Deferred, in_library
+from mpistrat.lockstep.interrupts import Interrupted, in_library
 from mpistrat.testing import run_ranks
 
 Made = collections.namedtuple("Made", "frame")
@@ -23,10 +23,10 @@ Made = collections.namedtuple("Made", "frame")
 @pytest.fixture
 def deferred():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    kept = Deferred()
+    kept = Interrupted()
     kept.arm()
     yield kept
-    kept.interrupted.pending = False
+    kept.pending = False
     time.sleep(0.1)  # nobody looks any more
     signal.signal(signal.SIGINT, before)
 
@@ -39,16 +39,16 @@ def interrupt():
 def test_in_the_code_of_the_program_it_raises_at_once(deferred):
     with pytest.raises(KeyboardInterrupt):
         interrupt()
-    assert not deferred.interrupted.pending
+    assert not deferred.pending
 
 
 def test_in_the_library_it_is_kept_and_raised_at_the_next_call(deferred, monkeypatch):
     monkeypatch.setattr(interrupts, "in_library", lambda frame: True)
     interrupt()
-    assert deferred.interrupted.pending
+    assert deferred.pending
     with pytest.raises(KeyboardInterrupt):
-        deferred.interrupted.check()
-    deferred.interrupted.check()  # once
+        deferred.check()
+    deferred.check()  # once
     time.sleep(0.2)  # and the second look finds nothing
 
 
@@ -66,18 +66,18 @@ def test_a_second_one_is_not_swallowed(deferred, monkeypatch):
     interrupt()
     interrupt()
     with pytest.raises(KeyboardInterrupt):
-        deferred.interrupted.check()
+        deferred.check()
 
 
 def test_a_handler_of_the_program_is_left_alone():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        Deferred().arm()
+        Interrupted().arm()
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
     found = []
-    thread = threading.Thread(target=lambda: found.append(Deferred().arm()))
+    thread = threading.Thread(target=lambda: found.append(Interrupted().arm()))
     thread.start()
     thread.join()
     assert found == [None]
