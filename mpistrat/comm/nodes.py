@@ -123,7 +123,7 @@ class Mailbox:
         return bytes(room[: status.Get_count(library().BYTE)])
 
     def send(self, peer: int, data: bytes) -> None:
-        """Send a message once the one before was `sent`; its bytes are kept until they have left."""
+        """Send a message, once the last one is `sent`; its bytes are kept until they have left."""
         request = self._comm.Isend([data, library().BYTE], dest=peer, tag=_TAG)
         self._sends[peer] = (request, data)
 
