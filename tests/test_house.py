@@ -61,6 +61,7 @@ CIRCLES: set[frozenset[str]] = set()  # modules that import each other
 TWICE: set[str] = set()  # names of two classes
 THIN = {
     # path -> why it is a module of its own
+    "compat/v1/distribute/experimental.py": "tf.compat.v1.distribute has a module of that name",
     "experimental/coordinator.py": "tf.distribute has a module of that name",
     "experimental/rpc.py": "tf.distribute has a module of that name",
     "testing/faults.py": "grows with the faults",

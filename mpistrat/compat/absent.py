@@ -243,7 +243,7 @@ def absent(where: str, name: str) -> AttributeError:
     return AttributeError(f"mpistrat.compat.tf has no {path}. {found}")
 
 
-def absent_from(where: str) -> Callable[[str], NoReturn]:
+def absent_from(where: str) -> Callable[[str], Any]:
     """Return the ``__getattr__`` of a module; its error is that of `absent`.
 
     Args:
@@ -253,7 +253,7 @@ def absent_from(where: str) -> Callable[[str], NoReturn]:
       AttributeError: What is returned is called, as Python does for a name that is not there.
     """
 
-    def __getattr__(name: str) -> NoReturn:
+    def __getattr__(name: str) -> Any:
         raise absent(where, name)
 
     return __getattr__

@@ -10,24 +10,6 @@ import numpy as np
 from mpistrat.compat.tf_arrays import axes, convert_to_tensor
 from mpistrat.distribute.slices import IndexedSlices
 
-__all__ = [
-    "add_n",
-    "clip_by_global_norm",
-    "clip_by_norm",
-    "clip_by_value",
-    "global_norm",
-    "reduce_all",
-    "reduce_any",
-    "reduce_logsumexp",
-    "reduce_max",
-    "reduce_mean",
-    "reduce_min",
-    "reduce_prod",
-    "reduce_std",
-    "reduce_sum",
-    "reduce_variance",
-]
-
 
 def _reduction(function: Callable[..., Any], what: str, kinds: str = "") -> Callable[..., Any]:
     def apply(input_tensor: Any, axis: Any = None, keepdims: bool = False, name: Any = None) -> Any:

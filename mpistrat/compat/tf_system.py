@@ -1,4 +1,4 @@
-"""``tf.errors`` and ``tf.config`` as tables: exceptions of this library, and calls without effect.
+"""``tf.errors`` and ``tf.config`` as tables, and what shapes a graph there and has no effect here.
 
 An ``except tf.errors.X`` catches what happens here where X happens there. What a peer that failed
 raises on the others, `RemoteError`, is Aborted and Unavailable.
@@ -6,6 +6,10 @@ raises on the others, `RemoteError`, is Aborted and Unavailable.
 
 from __future__ import annotations
 
+import builtins
+import contextlib
+import sys
+from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from typing import Any, NamedTuple
 
@@ -18,8 +22,6 @@ from mpistrat.errors import (
     OutOfRangeError,
     RemoteError,
 )
-
-__all__ = ["config", "errors"]
 
 errors = Names(
     "tf.errors",
@@ -95,3 +97,50 @@ config = Names(
         set_intra_op_parallelism_threads=_nothing,
     ),
 )
+
+
+def function(func: Any = None, **_: Any) -> Any:
+    """Return `func` as it is; everything runs eagerly. A decorator, with or without arguments."""
+    return func if func is not None else lambda inner: inner
+
+
+def executing_eagerly() -> Any:
+    """Return True."""
+    return True
+
+
+def group(*inputs: Any, **_: Any) -> None:
+    """Do nothing: values are there as soon as a call has returned them."""
+
+
+def no_op(name: Any = None) -> None:
+    """Do nothing; `name` has no effect."""
+
+
+def print(*inputs: Any, output_stream: Any = None, **kwargs: Any) -> None:
+    """Print `inputs`, as the built-in does, on every rank that comes here.
+
+    Args:
+      inputs: What to print.
+      output_stream: A file; None for stderr.
+      kwargs: ``sep`` and ``end`` as there; others have no effect.
+    """
+    chosen = {key: value for key, value in kwargs.items() if key in ("sep", "end")}
+    file = sys.stderr if output_stream is None else output_stream
+    builtins.print(*inputs, file=file, **chosen)
+
+
+def device(device_name: Any) -> contextlib.AbstractContextManager[None]:
+    """Return a context that changes nothing: `device_name` is a label here."""
+    return contextlib.nullcontext()
+
+
+def control_dependencies(control_inputs: Any) -> contextlib.AbstractContextManager[None]:
+    """Return a context that changes nothing: what stands before runs before; `control_inputs`."""
+    return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def name_scope(name: str) -> Iterator[str]:
+    """Return a context that changes nothing; it gives `name` with a slash after it."""
+    yield f"{name}/"
