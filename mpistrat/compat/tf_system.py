@@ -70,32 +70,29 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     """Do nothing: MPI has connected the ranks, and nothing here has memory or threads to set."""
 
 
-_physical, _logical = _devices("physical_device"), _devices("device")
+def _config(where: str, nothing: str, **names: Any) -> Names:
+    """Return a namespace whose names in `nothing` are calls without effect."""
+    return Names(where, **dict.fromkeys(nothing.split(), _nothing), **names)
 
-config = Names(
+
+_physical, _logical = _devices("physical_device"), _devices("device")
+_lists = {"list_logical_devices": _logical, "list_physical_devices": _physical}
+
+config = _config(
     "tf.config",
-    experimental=Names(
+    "experimental_connect_to_cluster experimental_connect_to_host run_functions_eagerly "
+    "set_soft_device_placement set_visible_devices",
+    experimental=_config(
         "tf.config.experimental",
-        enable_op_determinism=_nothing,
-        list_logical_devices=_logical,
-        list_physical_devices=_physical,
-        set_memory_growth=_nothing,
-        set_visible_devices=_nothing,
+        "enable_op_determinism set_memory_growth set_visible_devices",
+        **_lists,
     ),
-    experimental_connect_to_cluster=_nothing,
-    experimental_connect_to_host=_nothing,
     get_visible_devices=_physical,
-    list_logical_devices=_logical,
-    list_physical_devices=_physical,
-    optimizer=Names("tf.config.optimizer", set_jit=_nothing),
-    run_functions_eagerly=_nothing,
-    set_soft_device_placement=_nothing,
-    set_visible_devices=_nothing,
-    threading=Names(
-        "tf.config.threading",
-        set_inter_op_parallelism_threads=_nothing,
-        set_intra_op_parallelism_threads=_nothing,
+    optimizer=_config("tf.config.optimizer", "set_jit"),
+    threading=_config(
+        "tf.config.threading", "set_inter_op_parallelism_threads set_intra_op_parallelism_threads"
     ),
+    **_lists,
 )
 
 
