@@ -13,22 +13,15 @@ from mpistrat.compat.tf_tensor import named
 from mpistrat.distribute.context import get_strategy, has_strategy, in_cross_replica_context
 from mpistrat.errors import ContextError
 
-__all__ = [
-    "compute_average_loss",
-    "l2_loss",
-    "log_softmax",
-    "relu",
-    "scale_regularization_loss",
-    "sigmoid",
-    "sigmoid_cross_entropy_with_logits",
-    "softmax",
-    "softmax_cross_entropy_with_logits",
-    "softplus",
-    "sparse_softmax_cross_entropy_with_logits",
-    "tanh",
-]
-
 __getattr__ = _absent_from("tf.nn")
+
+_OWN = (
+    "compute_average_loss l2_loss relu scale_regularization_loss sigmoid_cross_entropy_with_logits "
+    "softmax_cross_entropy_with_logits sparse_softmax_cross_entropy_with_logits"
+)
+_OF_MATH = {"log_softmax": log_softmax, "sigmoid": sigmoid, "softmax": softmax}
+_OF_MATH |= {"softplus": softplus, "tanh": tanh}
+__all__ = [*_OWN.split(), *_OF_MATH]
 
 
 def compute_average_loss(
@@ -112,14 +105,8 @@ def softmax_cross_entropy_with_logits(
       >>> softmax_cross_entropy_with_logits([[0.0, 1.0]], [[0.0, 0.0]]).tolist()
       [0.6931471824645996]
     """
-    given = convert_to_tensor(logits)
-    wanted = convert_to_tensor(labels).astype(given.dtype)
-    if wanted.shape != given.shape:
-        raise ValueError(
-            f"softmax_cross_entropy_with_logits: labels of shape {wanted.shape} do not fit logits "
-            f"of shape {given.shape}; for numbers of classes there is "
-            "sparse_softmax_cross_entropy_with_logits."
-        )
+    sparse = "; for numbers of classes there is sparse_softmax_cross_entropy_with_logits"
+    wanted, given = _alike("softmax_cross_entropy_with_logits", labels, logits, sparse)
     return -np.sum(wanted * log_softmax(given, axis), axis, dtype=given.dtype)
 
 
@@ -165,14 +152,20 @@ def sigmoid_cross_entropy_with_logits(labels: Any, logits: Any, name: Any = None
     Raises:
       ValueError: The shapes differ.
     """
+    wanted, given = _alike("sigmoid_cross_entropy_with_logits", labels, logits)
+    return np.maximum(given, 0) - given * wanted + np.log1p(np.exp(-np.abs(given)))
+
+
+def _alike(name: str, labels: Any, logits: Any, hint: str = "") -> tuple[Any, Any]:
+    """Return labels and logits as tensors of one shape and the dtype of the logits."""
     given = convert_to_tensor(logits)
     wanted = convert_to_tensor(labels).astype(given.dtype)
     if wanted.shape != given.shape:
         raise ValueError(
-            f"sigmoid_cross_entropy_with_logits: labels of shape {wanted.shape} do not fit logits "
-            f"of shape {given.shape}."
+            f"{name}: labels of shape {wanted.shape} do not fit logits of shape {given.shape}"
+            f"{hint}."
         )
-    return np.maximum(given, 0) - given * wanted + np.log1p(np.exp(-np.abs(given)))
+    return wanted, given
 
 
 def _replica_code(name: str) -> None:
