@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, final
 
-from mpistrat.cluster.resolver import ClusterResolver, chosen_master
+from mpistrat.cluster.resolver import TaskResolver
 from mpistrat.cluster.spec import ClusterSpec
 
 __all__ = ["GCEClusterResolver", "KubernetesClusterResolver", "KubernetesExecutableLocation"]
@@ -30,7 +30,7 @@ class KubernetesExecutableLocation(enum.Enum):
 
 
 @final
-class KubernetesClusterResolver(ClusterResolver):
+class KubernetesClusterResolver(TaskResolver):
     """A task for every pod that carries a label; asked for at each question.
 
     Args:
@@ -104,18 +104,9 @@ class KubernetesClusterResolver(ClusterResolver):
                 )
             yield f"{pod.status.host_ip}:{self._port}"
 
-    def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-    ) -> str:
-        """Return the address of a task; empty unless one is named, here or by setting it."""
-        return chosen_master(self, task_type, task_id, rpc_layer or self.rpc_layer)
-
 
 @final
-class GCEClusterResolver(ClusterResolver):
+class GCEClusterResolver(TaskResolver):
     """A task for every running instance of an instance group; asked for at each question.
 
     Args:
@@ -177,15 +168,6 @@ class GCEClusterResolver(ClusterResolver):
                 yield f"{instance['networkInterfaces'][0]['networkIP']}:{self._port}"
             request = groups.listInstances_next(previous_request=request, previous_response=page)
 
-    def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-    ) -> str:
-        """Return the address of a task, else of this process."""
-        return chosen_master(self, task_type, task_id, rpc_layer or self.rpc_layer)
-
     @property
     def task_type(self) -> str | None:
         """The job of all instances; setting it is a RuntimeError."""
@@ -200,13 +182,7 @@ class GCEClusterResolver(ClusterResolver):
 
 
 def _kubernetes(location: KubernetesExecutableLocation) -> Any:
-    try:
-        kubernetes = importlib.import_module("kubernetes")
-    except ImportError as error:
-        raise ImportError(
-            "KubernetesClusterResolver wants a client: give one as override_client, or "
-            "pip install kubernetes"
-        ) from error
+    kubernetes = _package("kubernetes", "kubernetes", "KubernetesClusterResolver", "client")
     if KubernetesExecutableLocation(location) is KubernetesExecutableLocation.OFF_CLUSTER:
         kubernetes.config.load_kube_config()
     else:
@@ -215,12 +191,17 @@ def _kubernetes(location: KubernetesExecutableLocation) -> Any:
 
 
 def _compute(credentials: Any) -> Any:
-    try:
-        discovery = importlib.import_module("googleapiclient.discovery")
-    except ImportError as error:
-        raise ImportError(
-            "GCEClusterResolver wants a service: give one as service, or "
-            "pip install google-api-python-client"
-        ) from error
+    name = "google-api-python-client"
+    discovery = _package("googleapiclient.discovery", name, "GCEClusterResolver", "service")
     chosen = None if credentials == "default" else credentials
     return discovery.build("compute", "v1", credentials=chosen)
+
+
+def _package(module: str, package: str, resolver: str, argument: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        given = "override_client" if argument == "client" else argument
+        raise ImportError(
+            f"{resolver} wants a {argument}: give one as {given}, or pip install {package}"
+        ) from error

@@ -7,7 +7,7 @@ from typing import Any
 
 from mpistrat.cluster.spec import ClusterSpec
 
-__all__ = ["ClusterResolver", "chosen_master", "url"]
+__all__ = ["ClusterResolver", "TaskResolver", "url"]
 
 
 class ClusterResolver(abc.ABC):
@@ -91,12 +91,20 @@ def url(address: str, rpc_layer: str | None) -> str:
     return f"{rpc_layer}://{address}" if rpc_layer else address
 
 
-def chosen_master(
-    resolver: ClusterResolver, task_type: str | None, task_id: int | None, rpc_layer: str | None
-) -> str:
-    """Return the address of the named task, else of this process; empty if neither is known."""
-    kind = resolver.task_type if task_type is None else task_type
-    index = resolver.task_id if task_id is None else task_id
-    if kind is None or index is None:
-        return ""
-    return url(resolver.cluster_spec().task_address(kind, index), rpc_layer)
+class TaskResolver(ClusterResolver):
+    """A resolver that answers for this process where no task is named."""
+
+    rpc_layer: str | None = None
+
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        """Return the address of a task, else that of this process; empty if that is not known."""
+        kind = self.task_type if task_type is None else task_type
+        index = self.task_id if task_id is None else task_id
+        if kind is None or index is None:
+            return ""
+        return url(self.cluster_spec().task_address(kind, index), rpc_layer or self.rpc_layer)

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, final
 
+from mpistrat.arrays import whole
 from mpistrat.cluster.resolver import ClusterResolver, url
 from mpistrat.cluster.spec import ClusterSpec
 from mpistrat.comm.world import default_parent
@@ -169,10 +170,8 @@ class TFConfigClusterResolver(ClusterResolver):
         if self._id is not None:
             return int(self._id)
         found = self._task("index")
-        number = counted(found) if isinstance(found, str) else found
-        if found is None:
-            return None
-        if isinstance(number, int) and not isinstance(number, bool) and number >= 0:
+        number = counted(found) if isinstance(found, str) else whole(found)
+        if found is None or (number is not None and number >= 0):
             return number
         raise _wrong(f"has a task whose 'index' is no number from 0: {found!r:.60}")
 

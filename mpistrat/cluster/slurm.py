@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 import os
 from collections.abc import Mapping, MutableMapping
 from typing import Any, final
 
+from mpistrat.arrays import whole
 from mpistrat.cluster.hostlist import expand_hostlist, expand_tasks_per_node
-from mpistrat.cluster.resolver import ClusterResolver, chosen_master
+from mpistrat.cluster.resolver import TaskResolver
 from mpistrat.cluster.spec import MOST_TASKS, ClusterSpec
 from mpistrat.environment import counted
 
@@ -21,7 +21,7 @@ _NO_DEVICES = {"", "-1", "NoDevFiles"}
 
 
 @final
-class SlurmClusterResolver(ClusterResolver):
+class SlurmClusterResolver(TaskResolver):
     """Names from the environment of a process that ``srun`` started; GPUs are not needed.
 
     Tasks are numbered node by node, in the order of Slurm's list of nodes, which is how ``srun``
@@ -145,15 +145,6 @@ class SlurmClusterResolver(ClusterResolver):
         """Return the job of this process and which task of it; None before `cluster_spec`."""
         return self.task_type, self.task_id
 
-    def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-    ) -> str:
-        """Return the address of a task, else of this process; empty before `cluster_spec`."""
-        return chosen_master(self, task_type, task_id, rpc_layer or self.rpc_layer)
-
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
     ) -> dict[str, int]:
@@ -179,9 +170,9 @@ def _counted(env: Mapping[str, str], name: str) -> int:
 
 
 def _whole(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    number = whole(value)
+    if number is None:
         raise TypeError(f"{name} must be an integer, got {value!r:.80}.")
-    number = operator.index(value)
     if number < 0:
         raise ValueError(f"{name} must not be negative, got {number}.")
     return number

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, final
 
+from mpistrat.arrays import whole
 from mpistrat.environment import counted
 
 __all__ = ["MOST_TASKS", "ClusterDef", "ClusterSpec", "JobDef"]
@@ -145,16 +146,14 @@ def _tasks(job: str, tasks: object) -> dict[int, str]:
 
 
 def _index(job: str, index: object) -> int:
-    if isinstance(index, str):
-        number = counted(index)
-        index = index if number is None else number
-    if not isinstance(index, int) or isinstance(index, bool):
+    number = counted(index) if isinstance(index, str) else whole(index)
+    if number is None:
         raise TypeError(f"an index of job {job!r} is an integer, got {index!r:.40}.")
-    if index < 0:
-        raise ValueError(f"indices of job {job!r} begin at 0, got {index}.")
-    if index >= MOST_TASKS:
+    if number < 0:
+        raise ValueError(f"indices of job {job!r} begin at 0, got {number}.")
+    if number >= MOST_TASKS:
         raise ValueError(f"indices of job {job!r} end at {MOST_TASKS - 1}, got a larger one.")
-    return index
+    return number
 
 
 def _text(value: object, what: str) -> str:

@@ -6,6 +6,7 @@ import socket
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
+from mpistrat.arrays import whole
 from mpistrat.cluster.resolver import ClusterResolver
 from mpistrat.cluster.tf_config import config_text, export, placed
 from mpistrat.comm.session import Session
@@ -58,7 +59,7 @@ def tf_config(
     lockstep = Lockstep(Session.on(default_parent() if comm is None else comm))
     begin(lockstep)
     with lockstep.preparing("tf_config"):
-        if isinstance(port_base, bool) or not hasattr(port_base, "__index__"):
+        if whole(port_base) is None:
             kind = type(port_base).__name__
             raise TypeError(f"tf_config: port_base must be an integer, got {port_base!r} ({kind}).")
         shares = None if jobs is None else list(jobs.items())

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from mpistrat.arrays import whole
 from mpistrat.board.frames import current_frames
 from mpistrat.comm.callsite import ranks_text
 from mpistrat.comm.loopback import Event, LoopbackComm, LoopbackWorld
@@ -83,7 +84,7 @@ def run_ranks(
       >>> run_ranks(order, 3, [], seed=7)[0] == run_ranks(order, 3, [], seed=7)[0]
       True
     """
-    if isinstance(size, bool) or not hasattr(size, "__index__"):
+    if whole(size) is None:
         raise TypeError(
             f"run_ranks(fn, size) wants the number of ranks, not {size!r} ({type(size).__name__}); "
             "arguments of fn come after it."
