@@ -1,7 +1,7 @@
 """The command ``mpistrat``: one function per subcommand, whose docstring is its help.
 
-How to add a command: write a function ``(args) -> int`` under ``@_command(...)`` with one
-``_argument`` per option. The work itself belongs into the library, where a test can call it.
+How to add a command: write a function ``(args) -> int``, name it in `COMMANDS`, and declare its
+options in `_parser`. The work itself belongs into the library, where a test can call it.
 """
 
 from __future__ import annotations
@@ -10,38 +10,10 @@ import argparse
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
 
 from mpistrat.errors import MpistratError
 
-__all__ = ["COMMANDS", "Subcommand", "main"]
-
-
-class _Argument(NamedTuple):
-    names: tuple[str, ...]
-    options: dict[str, Any]
-
-
-class Subcommand(NamedTuple):
-    """A subcommand: its function and the options it declares."""
-
-    function: Callable[[argparse.Namespace], int]
-    arguments: tuple[_Argument, ...]
-
-
-COMMANDS: dict[str, Subcommand] = {}  # filled below, while this module is imported, and never after
-
-
-def _argument(*names: str, **options: Any) -> _Argument:
-    return _Argument(names, options)
-
-
-def _command(*arguments: _Argument) -> Callable[[Callable[[Any], int]], Callable[[Any], int]]:
-    def register(function: Callable[[Any], int]) -> Callable[[Any], int]:
-        COMMANDS[function.__name__] = Subcommand(function, arguments)
-        return function
-
-    return register
+__all__ = ["COMMANDS", "doctor", "main", "run"]
 
 
 def _positive(text: str) -> int:
@@ -60,23 +32,6 @@ def _seconds(text: str) -> float:
     return value
 
 
-@_command(
-    _argument("-n", dest="ranks", metavar="N", type=_positive, required=True, help="ranks"),
-    _argument("--timeout", metavar="S", type=_seconds, help="end the job after S seconds"),
-    _argument(
-        "-m",
-        dest="module",
-        metavar="MODULE ...",
-        nargs=argparse.REMAINDER,
-        help="a module and its arguments, as after python -m",
-    ),
-    _argument(
-        "script",
-        metavar="SCRIPT ...",
-        nargs=argparse.REMAINDER,
-        help="a script and its arguments",
-    ),
-)
 def run(args: argparse.Namespace) -> int:
     """Run a Python program on N ranks with the MPI of this environment.
 
@@ -92,7 +47,6 @@ def run(args: argparse.Namespace) -> int:
     return launch(args.ranks, program, module=bool(args.module), timeout=args.timeout)
 
 
-@_command()
 def doctor(args: argparse.Namespace) -> int:
     """Tell whether Python, MPI and the launcher of this environment fit together.
 
@@ -108,19 +62,29 @@ def doctor(args: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
+COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {"run": run, "doctor": doctor}
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mpistrat", description="tf.distribute for NumPy on MPI.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, command in COMMANDS.items():
-        text = inspect.getdoc(command.function) or ""
-        sub = commands.add_parser(
+
+    added = {}
+    for name, function in COMMANDS.items():
+        text = inspect.getdoc(function) or ""
+        added[name] = commands.add_parser(
             name,
             help=text.splitlines()[0],
             description=text,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        for argument in command.arguments:
-            sub.add_argument(*argument.names, **argument.options)
+    rest = argparse.REMAINDER
+    job = added["run"]
+    job.add_argument("-n", dest="ranks", metavar="N", type=_positive, required=True, help="ranks")
+    job.add_argument("--timeout", metavar="S", type=_seconds, help="end the job after S seconds")
+    text = "a module and its arguments, as after python -m"
+    job.add_argument("-m", dest="module", metavar="MODULE ...", nargs=rest, help=text)
+    job.add_argument("script", metavar="SCRIPT ...", nargs=rest, help="a script and its arguments")
     return parser
 
 
@@ -135,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = _parser().parse_args(argv)
     try:
-        return COMMANDS[args.command].function(args)
+        return COMMANDS[args.command](args)
     except MpistratError as error:
         print(f"mpistrat {args.command}: error: {error}", file=sys.stderr)
         return 2

@@ -51,6 +51,11 @@ def _seconds(text: str) -> float:
     return seconds
 
 
+def _knob(default: Any, parse: Callable[[str], Any], wanted: str) -> Any:
+    """Return a field: its default, and how its variable is read."""
+    return dataclasses.field(default=default, metadata={"parse": parse, "wanted": wanted})
+
+
 @dataclasses.dataclass(frozen=True)
 class Options:
     """The knobs of one process.
@@ -83,34 +88,21 @@ class Options:
         that it may run on. Results are the same with any number. ``MPISTRAT_THREADS``.
     """
 
-    numba: bool = True
-    threads: int = 0
-    ranks: int = 0
-    record: str = ""
-    grace: float = 30.0
-    warn: float = 60.0
-    timeout: float = 1800.0
-    nan: str = "off"
-    check_every: int = 100
-    ranks_per_node: int = 0
-    terminal: bool = False
-    fault: str = ""
+    numba: bool = _knob(True, _flag, "0 or 1")
+    threads: int = _knob(0, _count, "a number of threads, or 0 for the cores of the rank")
+    ranks: int = _knob(0, _count, "a number of ranks")
+    record: str = _knob("", str, "a file name")
+    grace: float = _knob(30.0, _seconds, "seconds, more than 0")
+    warn: float = _knob(60.0, _seconds, "seconds, more than 0")
+    timeout: float = _knob(1800.0, _seconds, "seconds, more than 0")
+    nan: str = _knob("off", _alarm, "off, report or raise")
+    check_every: int = _knob(100, _count, "a number of steps, or 0")
+    ranks_per_node: int = _knob(0, _count, "a number of ranks, or 0")
+    terminal: bool = _knob(False, _flag, "0 or 1")
+    fault: str = _knob("", _pairs, "rank=R;call=N;phase=P;do=ACTION")
 
 
-_PARSERS: Mapping[str, tuple[Callable[[str], Any], str]] = {
-    "numba": (_flag, "0 or 1"),
-    "threads": (_count, "a number of threads, or 0 for the cores of the rank"),
-    "ranks": (_count, "a number of ranks"),
-    "record": (str, "a file name"),
-    "nan": (_alarm, "off, report or raise"),
-    "check_every": (_count, "a number of steps, or 0"),
-    "grace": (_seconds, "seconds, more than 0"),
-    "warn": (_seconds, "seconds, more than 0"),
-    "timeout": (_seconds, "seconds, more than 0"),
-    "ranks_per_node": (_count, "a number of ranks, or 0"),
-    "terminal": (_flag, "0 or 1"),
-    "fault": (_pairs, "rank=R;call=N;phase=P;do=ACTION"),
-}
+_KNOBS = {field.name: field.metadata for field in dataclasses.fields(Options)}
 
 
 def read(env: Mapping[str, str] | None = None) -> Options:
@@ -135,14 +127,15 @@ def read(env: Mapping[str, str] | None = None) -> Options:
         if not name.startswith(PREFIX):
             continue
         field = name[len(PREFIX) :].lower()
-        if field not in _PARSERS:
-            near = difflib.get_close_matches(field, _PARSERS, n=1)
-            known = ", ".join(PREFIX + f.upper() for f in sorted(_PARSERS))
+        if field not in _KNOBS:
+            near = difflib.get_close_matches(field, _KNOBS, n=1)
+            known = ", ".join(PREFIX + f.upper() for f in sorted(_KNOBS))
             hint = f" Did you mean {PREFIX}{near[0].upper()}?" if near else ""
             raise OptionError(f"{name} is not an option of mpistrat. Known: {known}.{hint}")
-        parse, wanted = _PARSERS[field]
         try:
-            found[field] = parse(text)
+            found[field] = _KNOBS[field]["parse"](text)
         except (KeyError, ValueError):
-            raise OptionError(f"{name}={text!r} cannot be used; it wants {wanted}.") from None
+            raise OptionError(
+                f"{name}={text!r} cannot be used; it wants {_KNOBS[field]['wanted']}."
+            ) from None
     return Options(**found)

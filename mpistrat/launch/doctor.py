@@ -36,10 +36,6 @@ class Finding(NamedTuple):
     ok: bool = True
 
 
-def _python() -> Finding:
-    return Finding("Python", f"{platform.python_version()} ({sys.executable})")
-
-
 def _package(name: str, module: str) -> Finding:
     """Import a package in a child: that it is installed does not mean that it can be loaded."""
     ask = f"import {module} as m; print(m.__version__)"
@@ -54,22 +50,6 @@ def _package(name: str, module: str) -> Finding:
         why = (got.stderr.strip().splitlines() or [f"exit code {got.returncode}"])[-1]
         return Finding(name, f"cannot be imported: {why}", ok=False)
     return Finding(name, got.stdout.strip())
-
-
-def _numpy() -> Finding:
-    return _package("NumPy", "numpy")
-
-
-def _numba() -> Finding:
-    return _package("Numba", "numba")
-
-
-def _mpi4py() -> Finding:
-    return _package("mpi4py", "mpi4py")
-
-
-def _library() -> Finding:
-    return Finding("MPI library", str(library()))
 
 
 def _launcher() -> Finding:
@@ -131,11 +111,11 @@ def _shared_memory() -> Finding:
 
 
 CHECKS: tuple[tuple[str, Callable[[], Finding]], ...] = (
-    ("Python", _python),
-    ("NumPy", _numpy),
-    ("Numba", _numba),
-    ("mpi4py", _mpi4py),
-    ("MPI library", _library),
+    ("Python", lambda: Finding("Python", f"{platform.python_version()} ({sys.executable})")),
+    ("NumPy", lambda: _package("NumPy", "numpy")),
+    ("Numba", lambda: _package("Numba", "numba")),
+    ("mpi4py", lambda: _package("mpi4py", "mpi4py")),
+    ("MPI library", lambda: Finding("MPI library", str(library()))),
     ("mpiexec", _launcher),
     ("two ranks", _two_ranks),
     ("overlap", _overlap),

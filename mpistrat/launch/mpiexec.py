@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from mpistrat.environment import environment
+from mpistrat.environment import environment, mask_of
 from mpistrat.errors import LaunchError
 from mpistrat.launch.flavours import UNKNOWN, Flavour, of_launcher, of_library, version
 
@@ -68,11 +68,8 @@ class Command(NamedTuple):
 
     def __str__(self) -> str:
         """Return the call as a shell would take it."""
-        return " ".join([*(f"{k}={shlex.quote(v)}" for k, v in self.env.items()), *_quoted(self)])
-
-
-def _quoted(command: Command) -> list[str]:
-    return [shlex.quote(word) for word in command.argv]
+        env = [f"{name}={shlex.quote(value)}" for name, value in self.env.items()]
+        return " ".join([*env, shlex.join(self.argv)])
 
 
 class Launcher(NamedTuple):
@@ -122,9 +119,7 @@ def cores() -> int:
       >>> cores() >= 1
       True
     """
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return bin(mask_of()).count("1")
 
 
 def _ask(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:

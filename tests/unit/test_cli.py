@@ -83,7 +83,7 @@ def test_help_of_a_command_is_its_docstring(name, capsys):
     with pytest.raises(SystemExit) as exit_:
         cli.main([name, "--help"])
     assert exit_.value.code == 0
-    assert cli.COMMANDS[name].function.__doc__.splitlines()[0] in capsys.readouterr().out
+    assert cli.COMMANDS[name].__doc__.splitlines()[0] in capsys.readouterr().out
 
 
 def test_module_is_the_command():
