@@ -1,6 +1,6 @@
 """Resolvers that ask a cloud: Kubernetes, and Google Compute Engine.
 
-The client is an argument, so whatever has these few methods will do.
+The client is an argument: any object with the few methods that are called here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _DEFAULT_JOBS = {"worker": ["job-name=tensorflow"]}
 
 @final
 class KubernetesExecutableLocation(enum.Enum):
-    """Where the program runs, which decides how it finds the cluster's interface.
+    """Where the program runs: inside of the Kubernetes cluster, or outside.
 
     As: ``tf.distribute.cluster_resolver.KubernetesExecutableLocation``.
     """
@@ -31,19 +31,19 @@ class KubernetesExecutableLocation(enum.Enum):
 
 @final
 class KubernetesClusterResolver(TaskResolver):
-    """A task for every pod that carries a label; asked for at each question.
+    """One task for each pod with a given label; Kubernetes is asked at each call.
 
     Args:
       job_to_label_mapping: Labels of the pods of each job; None for one job ``worker`` of the pods
         ``job-name=tensorflow``.
       tf_server_port: The port of every task.
-      rpc_layer: How tasks talk; it comes before every address.
+      rpc_layer: The protocol to put before every address.
       override_client: Has ``list_pod_for_all_namespaces(label_selector=...)``, as
         ``kubernetes.client.CoreV1Api`` has; None to make one from the package ``kubernetes``.
       executable_location: Which configuration a client made here loads.
 
     Raises:
-      TypeError: `job_to_label_mapping` is no dict of lists.
+      TypeError: `job_to_label_mapping` is not a dict of lists.
       ImportError: No client is given, and the package ``kubernetes`` is not installed.
 
     As: ``tf.distribute.cluster_resolver.KubernetesClusterResolver``.
@@ -67,7 +67,7 @@ class KubernetesClusterResolver(TaskResolver):
             KubernetesExecutableLocation.WITHIN_CLUSTER
         ),
     ):
-        """Take the client, or make one."""
+        """Create a resolver, and a client if none is given."""
         self._labels = job_to_label_mapping or _DEFAULT_JOBS
         if not isinstance(self._labels, Mapping) or any(
             isinstance(labels, str) or not isinstance(labels, Sequence)
@@ -82,7 +82,7 @@ class KubernetesClusterResolver(TaskResolver):
         self._client = override_client or _kubernetes(executable_location)
 
     def cluster_spec(self) -> ClusterSpec:
-        """Return the addresses of the pods, by label and name.
+        """Return the addresses of the pods of each job, in the order of labels and names.
 
         Raises:
           RuntimeError: A pod is not running.
@@ -107,16 +107,16 @@ class KubernetesClusterResolver(TaskResolver):
 
 @final
 class GCEClusterResolver(TaskResolver):
-    """A task for every running instance of an instance group; asked for at each question.
+    """One task for each running instance of a group; Compute Engine is asked at each call.
 
     Args:
       project: The project of the group.
       zone: The zone of the group.
       instance_group: The name of the group.
       port: The port of every task.
-      task_type: The job that all instances are in. It cannot be set later.
+      task_type: The job of all instances. It cannot be set later.
       task_id: Which task this process is.
-      rpc_layer: How tasks talk; it comes before every address.
+      rpc_layer: The protocol to put before every address.
       credentials: For a service made here; ``"default"`` for those of the application.
       service: Has ``instanceGroups()`` and ``instances()``, as
         ``googleapiclient.discovery.build("compute", "v1")`` has; None to make one with it.
@@ -139,7 +139,7 @@ class GCEClusterResolver(TaskResolver):
         credentials: Any = "default",
         service: Any = None,
     ):
-        """Take the service, or make one."""
+        """Create a resolver, and a service if none is given."""
         self._place = {"project": project, "zone": zone}
         self._group = instance_group
         self._port = port
@@ -170,14 +170,14 @@ class GCEClusterResolver(TaskResolver):
 
     @property
     def task_type(self) -> str | None:
-        """The job of all instances; setting it is a RuntimeError."""
+        """The job of all instances; setting it raises a RuntimeError."""
         return self._job
 
     @task_type.setter
     def task_type(self, value: str | None) -> None:
         raise RuntimeError(
-            f"the task_type of a GCEClusterResolver is {self._job!r} for ever; make another one "
-            f"for {value!r}."
+            f"the task_type of this GCEClusterResolver is {self._job!r} and cannot be changed; "
+            f"make another one for {value!r}."
         )
 
 
@@ -203,5 +203,5 @@ def _package(module: str, package: str, resolver: str, argument: str) -> Any:
     except ImportError as error:
         given = "override_client" if argument == "client" else argument
         raise ImportError(
-            f"{resolver} wants a {argument}: give one as {given}, or pip install {package}"
+            f"{resolver} needs a {argument}: give one as {given}, or pip install {package}"
         ) from error

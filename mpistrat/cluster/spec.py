@@ -1,4 +1,4 @@
-"""Jobs, their tasks, and the tasks' addresses."""
+"""`ClusterSpec`: the jobs of a cluster, their tasks, and the addresses of these."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ClusterDef(NamedTuple):
 
 @final
 class ClusterSpec:
-    """Which addresses the tasks of each job have.
+    """The addresses of the tasks of each job.
 
     Args:
       cluster: For each job a list of addresses, or a dict from task index to address; or another
@@ -45,7 +45,7 @@ class ClusterSpec:
         digits, as the keys of JSON are.
 
     Raises:
-      TypeError: `cluster` is none of these, or a name, index or address is of another type.
+      TypeError: `cluster`, a name, an index or an address has another type.
       ValueError: An index is negative, comes twice, or is not below `MOST_TASKS`.
 
     As: ``tf.train.ClusterSpec``.
@@ -59,7 +59,7 @@ class ClusterSpec:
         self,
         cluster: Mapping[str, Sequence[str] | Mapping[int, str]] | ClusterDef | ClusterSpec,
     ):
-        """Describe a cluster."""
+        """Create the description of a cluster."""
         if isinstance(cluster, ClusterSpec):
             self._jobs: dict[str, dict[int, str]] = {k: dict(v) for k, v in cluster._jobs.items()}
             return
