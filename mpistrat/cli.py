@@ -18,7 +18,7 @@ __all__ = ["COMMANDS", "doctor", "main", "run"]
 
 def _positive(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"wants a whole number of at least 1, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
     return int(text)
 
 
@@ -28,7 +28,7 @@ def _seconds(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"wants seconds greater than 0, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be seconds greater than 0, got {text!r}")
     return value
 
 
@@ -42,13 +42,13 @@ def run(args: argparse.Namespace) -> int:
 
     program = args.module or args.script
     if not program:
-        print("mpistrat run: error: wants a SCRIPT or -m MODULE to run", file=sys.stderr)
+        print("mpistrat run: error: give a SCRIPT or -m MODULE to run", file=sys.stderr)
         return 2
     return launch(args.ranks, program, module=bool(args.module), timeout=args.timeout)
 
 
 def doctor(args: argparse.Namespace) -> int:
-    """Tell whether Python, MPI and the launcher of this environment fit together.
+    """Check whether Python, MPI and the launcher of this environment fit together.
 
     The exit code is 1 if something does not.
     """
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: The words after ``mpistrat``, or None for those of this process.
 
     Returns:
-      The exit code: the command's own, or 2 for an error of mpistrat, told on stderr.
+      The exit code: the command's own, or 2 for an error of mpistrat, printed on stderr.
     """
     args = _parser().parse_args(argv)
     try:

@@ -1,7 +1,7 @@
-"""Cluster resolvers under the name that tf.distribute has for them.
+"""The names of ``tf.distribute.cluster_resolver``.
 
-They give names to the processes of a job; the rank always comes from MPI. `tf_config` and
-`write_tf_config` are ours: they let a TensorFlow program run under the same launcher.
+Resolvers give names to the processes of a job; the rank always comes from MPI. `tf_config` and
+`write_tf_config` are mpistrat's own: with them a TensorFlow program runs under the same launcher.
 """
 
 from mpistrat.cluster.clouds import (

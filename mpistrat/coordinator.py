@@ -1,4 +1,4 @@
-"""``tf.distribute.coordinator``: names that say why there is no coordinator, and what to use."""
+"""The names of ``tf.distribute.coordinator``, which are refused with a reason."""
 
 from mpistrat.compat.absent import absent_from as _absent_from
 from mpistrat.compat.absent import refused as _refused

@@ -1,7 +1,7 @@
-"""Every knob of mpistrat, its default and its environment variable; the only reader of them.
+"""The options of mpistrat, their defaults and their environment variables.
 
-Each field of `Options` is one knob. ``MPISTRAT_<FIELD>`` sets it for a process; an unknown
-``MPISTRAT_`` name or a value that does not parse is an error, never ignored.
+Each field of `Options` is one option. ``MPISTRAT_<FIELD>`` sets it for a process; an unknown
+``MPISTRAT_`` name or a value that cannot be read is an error, never ignored.
 """
 
 from __future__ import annotations
@@ -58,29 +58,29 @@ def _knob(default: Any, parse: Callable[[str], Any], wanted: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The knobs of one process.
+    """The options of one process.
 
     Attributes:
       ranks: How many ranks the launcher was asked for; a job of another size does not start.
         ``MPISTRAT_RANKS``; `mpistrat run` sets it.
       record: A file for the exit code, written when all ranks have left. ``MPISTRAT_RECORD``;
-        `mpistrat run` sets it, and takes a job without one for failed.
-      grace: Seconds that a rank which leaves with a failure waits for the others to come to a call,
+        `mpistrat run` sets it, and counts a job that has not written it as failed.
+      grace: Seconds that a rank which leaves with a failure waits for the others to make a call,
         before it ends the job. ``MPISTRAT_GRACE``.
       warn: Seconds after which a rank that the others wait for is named. ``MPISTRAT_WARN``.
-      timeout: Seconds after which a job whose ranks wait for one another in vain is ended, with
-        exit code 75. ``MPISTRAT_TIMEOUT``.
+      timeout: Seconds after which a job whose ranks wait for one another is ended, with exit code
+        75. ``MPISTRAT_TIMEOUT``.
       nan: What happens when a rank is about to give a NaN or infinity to a reduction: ``off``,
-        nothing is looked for; ``report``, a line on stderr says which rank, leaf, index and step;
+        values are not checked; ``report``, a line on stderr says which rank, leaf, index and step;
         ``raise``, every rank raises `NonFiniteError`. ``MPISTRAT_NAN``.
       check_every: Every so many steps (calls of ``run``) the copies of one variable are compared,
-        another one each time; and every so many steps of an iterator, from its first, the contents
-        of the batch, if all ranks hold it whole. 0 for never. ``MPISTRAT_CHECK_EVERY``.
-      ranks_per_node: Take so many consecutive ranks as one node, whatever they share; for tests of
-        what happens between nodes. 0 asks MPI. ``MPISTRAT_RANKS_PER_NODE``.
-      terminal: What the job prints goes to a terminal, although a rank sees a pipe.
+        another variable each time; and every so many steps of an iterator, from its first, the
+        contents of the batch, if all ranks hold it whole. 0 for never. ``MPISTRAT_CHECK_EVERY``.
+      ranks_per_node: Treat so many consecutive ranks as one node, to test what happens between
+        nodes. 0 asks MPI which ranks share memory. ``MPISTRAT_RANKS_PER_NODE``.
+      terminal: Whether the output of the job goes to a terminal, although a rank sees a pipe.
         ``MPISTRAT_TERMINAL``: 0 or 1; `mpistrat run` sets it.
-      fault: What one rank is to do wrong, for tests of programs; see `mpistrat.testing.inject`.
+      fault: A fault to inject on one rank, for tests of programs; see `mpistrat.testing.inject`.
         ``MPISTRAT_FAULT``.
       numba: Use the compiled kernels. Off, their NumPy twins do the same work.
         ``MPISTRAT_NUMBA``: 0 or 1.
@@ -136,6 +136,6 @@ def read(env: Mapping[str, str] | None = None) -> Options:
             found[field] = _KNOBS[field]["parse"](text)
         except (KeyError, ValueError):
             raise OptionError(
-                f"{name}={text!r} cannot be used; it wants {_KNOBS[field]['wanted']}."
+                f"{name}={text!r} cannot be used; it must be {_KNOBS[field]['wanted']}."
             ) from None
     return Options(**found)

@@ -1,7 +1,7 @@
-"""``tf.distribute.experimental``: what has that name there.
+"""The names of ``tf.distribute.experimental``.
 
 - Options of collectives, and strategies with the constructors that they have there.
-- `partitioners`: into how many shards a variable would be cut.
+- `partitioners`: how many shards to cut a variable into.
 - `PreemptionCheckpointHandler`: saves when the job is about to be ended.
 - `coordinator`, `rpc`: names that are refused, with a reason.
 """

@@ -1,4 +1,4 @@
-"""``tf.distribute.experimental.coordinator``: the names of `mpistrat.coordinator`, as they were."""
+"""The names of ``tf.distribute.experimental.coordinator``, which are refused with a reason."""
 
 from mpistrat.compat.absent import absent_from as _absent_from
 from mpistrat.compat.absent import refused as _refused

@@ -1,4 +1,4 @@
-"""``tf.distribute.experimental.rpc``: names that say why there is no server, and what to use."""
+"""The names of ``tf.distribute.experimental.rpc``, which are refused with a reason."""
 
 from mpistrat.compat.absent import absent_from as _absent_from
 from mpistrat.compat.absent import refused as _refused

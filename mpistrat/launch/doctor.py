@@ -1,6 +1,6 @@
-"""What `mpistrat doctor` looks at: one function per finding.
+"""The checks of `mpistrat doctor`: one function per check.
 
-How to add a finding: write a function that returns `Finding`, and add it to `CHECKS`.
+How to add a check: write a function that returns a `Finding`, and add it to `CHECKS`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SMALL = 64 * _MIB  # what container engines give by default; MPI's own buffers 
 
 
 class Finding(NamedTuple):
-    """One line of the report: what was looked at, what was found, whether it will do."""
+    """One line of the report: what was checked, what was found, and whether it is good enough."""
 
     name: str
     text: str
@@ -59,7 +59,7 @@ def _launcher() -> Finding:
 
 
 def _two_ranks() -> Finding:
-    """Start two ranks and let each say how many there are: the only proof that all fits."""
+    """Start two ranks, each of which prints how many there are: only that shows that all fits."""
     name = "two ranks"
     inside = launched_by()
     if inside is not None:
@@ -79,17 +79,17 @@ def _two_ranks() -> Finding:
 
 
 def _overlap() -> Finding:
-    """Tell whether `all_reduce_start` goes on beside a computation."""
+    """Tell whether `all_reduce_start` overlaps with computation."""
     name = "overlap"
     launcher, loaded = find()
     if not loaded.flavour.unless_set:
-        return Finding(name, "all_reduce_start goes on while ranks compute, between nodes")
+        return Finding(name, "all_reduce_start overlaps with computation, between nodes")
     env = environment(launcher.command(1, [sys.executable]).env)
     if not yields(env):
-        return Finding(name, f"all_reduce_start does all at once, since {YIELD} is set to be off")
+        return Finding(name, f"all_reduce_start does not overlap with computation: {YIELD} is off")
     return Finding(
         name,
-        "all_reduce_start goes on while ranks compute, between nodes: `mpistrat run` sets "
+        "all_reduce_start overlaps with computation, between nodes: `mpistrat run` sets "
         f"{YIELD}=1; set it yourself for other launchers",
     )
 
@@ -125,7 +125,7 @@ CHECKS: tuple[tuple[str, Callable[[], Finding]], ...] = (
 
 
 def examine() -> Iterator[Finding]:
-    """Yield one finding per row of `CHECKS`; a check that raises `LaunchError` is a bad finding.
+    """Yield one finding per row of `CHECKS`; a check that raises `LaunchError` has failed.
 
     Cost: a few starts of Python and one job of two ranks, 3 s.
     """

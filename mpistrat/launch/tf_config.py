@@ -1,4 +1,4 @@
-"""A ``TF_CONFIG`` for every rank, so that a TensorFlow program runs under the same launcher."""
+"""``TF_CONFIG`` for each rank, so that TensorFlow programs run under the same launcher."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def tf_config(
 ) -> str:
     """Return the text of ``TF_CONFIG`` for this rank.
 
-    Collective: if no resolver is given. Cost: one proof, and the hosts' names.
+    Collective: if no resolver is given. Cost: one handshake, with the names of the hosts.
 
     Args:
       resolver: Answers instead of MPI, without communication; the other arguments are for MPI.
-      port_base: The port of the first rank of a host; the next gets the port after it. Nobody
-        looks whether these ports are free, so jobs that share a host need different ones.
+      port_base: The port of the first rank of a host; the next gets the port after it. Whether
+        these ports are free is not checked, so jobs that share a host need different ones.
       jobs: How many ranks each job takes, in this order, such as ``{"chief": 1, "worker": 3}``;
         None for one job ``worker`` of all ranks.
-      host: What the other ranks call this host; None for its own name.
+      host: The name of this host for the other ranks; None for its own.
       comm: An mpi4py intracommunicator; None for all ranks of the job.
 
     Returns:
@@ -45,9 +45,9 @@ def tf_config(
       `TFConfigClusterResolver` read it.
 
     Raises:
-      ValueError: The resolver does not know its task; or, on every rank, the jobs do not take all
-        ranks or the ports are out of range.
-      TypeError: `port_base` is no integer; on every rank.
+      ValueError: The resolver does not know its task; or, on every rank, the jobs do not add
+        up to all ranks or the ports are out of range.
+      TypeError: `port_base` is not an integer; on every rank.
       LockstepError: Ranks give different ports or jobs.
 
     Example:
