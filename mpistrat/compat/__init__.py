@@ -1,8 +1,8 @@
-"""Names of other libraries, so that programs written for them run.
+"""TensorFlow's names for what is here, so that programs written for tf.distribute run.
 
 - `tf`: the few ``tf.*`` names that code for tf.distribute without models needs.
 - `v1`: ``tf.compat.v1``, whose strategies have older signatures.
-- `absent`: what names that are not here say.
+- `absent`: the errors of names that are not here.
 """
 
 import importlib

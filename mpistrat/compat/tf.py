@@ -1,15 +1,15 @@
 """The few ``tf.*`` names that programs for tf.distribute without models need.
 
 ``from mpistrat.compat import tf`` instead of ``import tensorflow as tf``. A name that is not here
-says what to use instead. What to beware of:
+says what to use instead. Differences to know:
 
-- Tensors are NumPy arrays, so they have no ``.numpy()``, and neither has what strategies return:
+- Tensors are NumPy arrays, and they and what strategies return have no ``.numpy()``:
   write ``np.asarray(tensor)`` or ``float(loss)``, which both kinds understand.
 - Python numbers become int32 and float32, as they do there; an integer that does not fit is a
   ValueError. Between arrays and NumPy's own scalars NumPy's rules hold: a float32 array times
   ``np.float64(2)`` is float64, where TensorFlow keeps float32. Write ``2.0``.
 - Nothing is traced: `function` returns its argument, and there are no gradients.
-- Random numbers are NumPy's; without `random.set_seed` or a seed they are others on each rank.
+- Random numbers are NumPy's; without `random.set_seed` or a seed they differ between ranks.
 - Exceptions under ``errors`` are those of this library and Python's own, so they have no
   ``.message``: write ``str(error)``.
 """
@@ -49,7 +49,7 @@ __all__ += ["VariableSynchronization", "bool", "compat", "config", "data", "debu
 __all__ += ["distribute", "errors", "experimental", "function", "get_replica_context"]
 __all__ += ["is_tensor", "math", "nest", "nn", "random", "tpu", "train", "types", "version"]
 
-__version__ = "2.21.0"  # of which TensorFlow the names are, for programs that compare it
+__version__ = "2.21.0"  # of the TensorFlow whose names these are; programs compare it
 bool = np.bool_
 
 _TABLE: dict[Any, str] = {  # where the other names are from
@@ -79,7 +79,7 @@ __all__ += sorted(f"{_ARRAYS} {' '.join(_TABLE.values())}".split())
 
 
 def __getattr__(name: str) -> Any:
-    if name == "bfloat16":  # of a package that need not be there
+    if name == "bfloat16":  # of a package that may be missing
         with contextlib.suppress(ImportError):
             return importlib.import_module("ml_dtypes").bfloat16
     raise _absent("tf", name)

@@ -17,11 +17,11 @@ def constant(value: Any, dtype: Any = None, shape: Any = None) -> Any:
 
     Args:
       value: Number, nested list or array.
-      dtype: Dtype; of arrays, and of lists of them, their own if None.
+      dtype: Dtype; if None, that of an array, or of the arrays in a list.
       shape: Shape to fill or reshape to; None for that of `value`.
 
     Raises:
-      ValueError: An integer does not fit the dtype; nothing wraps.
+      ValueError: An integer does not fit the dtype; values never wrap around.
       TypeError: A Python float for an integer dtype.
 
     Example:
@@ -43,7 +43,7 @@ def constant(value: Any, dtype: Any = None, shape: Any = None) -> Any:
 
 
 def is_typed(value: Any) -> bool:
-    """Tell whether `value` brings a dtype, or something in a list does."""
+    """Tell whether `value` has a dtype, or an element of a list has one."""
     if isinstance(value, list | tuple):
         return any(map(is_typed, value))
     return hasattr(value, "dtype")
@@ -66,13 +66,14 @@ def _check_range(array: Any, dtype: np.dtype[Any]) -> None:
     limits, least, most = np.iinfo(dtype), array.min(), array.max()
     if least < limits.min or most > limits.max:
         raise ValueError(
-            f"{most if most > limits.max else least} does not fit {dtype}, the dtype that was "
-            "asked for, or that Python integers get; say dtype=tf.int64 (or another) for it."
+            f"{most if most > limits.max else least} does not fit {dtype} ({limits.min} to "
+            f"{limits.max}); Python integers become int32 unless dtype= says otherwise, such as "
+            "dtype=tf.int64."
         )
 
 
 def convert_to_tensor(value: Any, dtype: Any = None) -> Any:
-    """Return `value` as `constant` makes it; an array of that dtype as it is."""
+    """Return `value` as `constant` does; an array that has the dtype is not copied."""
     if isinstance(value, np.ndarray) and dtype in (None, value.dtype):
         return value
     return constant(value, dtype)
@@ -111,7 +112,7 @@ def ones_like(value: Any, dtype: Any = None) -> Any:
 
 
 def fill(dims: Any, value: Any) -> Any:
-    """Return an array of shape `dims` with `value`, as `constant` takes it, everywhere.
+    """Return an array of shape `dims` filled with `value`, converted as by `constant`.
 
     Example:
       >>> fill([2], 7.0)
@@ -133,12 +134,12 @@ def reshape(tensor: Any, shape: Sequence[int]) -> Any:
 
 
 def stack(values: Sequence[Any], axis: int = 0) -> Any:
-    """Return the arrays `values`, which have one shape, joined along a new axis `axis`."""
+    """Return arrays `values` of the same shape, joined along a new axis `axis`."""
     return np.stack([convert_to_tensor(value) for value in values], axis)
 
 
 def concat(values: Sequence[Any], axis: int) -> Any:
-    """Return the arrays `values` joined along `axis`, which they have."""
+    """Return the arrays `values` joined along their axis `axis`."""
     return np.concatenate([convert_to_tensor(value) for value in values], axis)
 
 
@@ -212,12 +213,12 @@ def gather(params: Any, indices: Any, axis: int | None = None, batch_dims: int =
     Args:
       params: Array.
       indices: Integers of any shape, from 0.
-      axis: Along which they count; that after the batch axes if None.
-      batch_dims: How many axes of both go together, one by one.
+      axis: The axis that they index; the one after the batch axes if None.
+      batch_dims: How many leading axes `params` and `indices` have in common.
 
     Raises:
       ValueError: An index is negative, or not below the size of the axis.
-      TypeError: The indices are no integers.
+      TypeError: The indices are not integers.
 
     Example:
       >>> gather([[1, 2], [3, 4]], [1, 0, 1], axis=1).tolist()
@@ -231,7 +232,7 @@ def gather(params: Any, indices: Any, axis: int | None = None, batch_dims: int =
         pairs = zip(tensor, places, strict=True)
         return np.stack([gather(one, at, axis - 1, batch_dims - 1) for one, at in pairs])
     if places.dtype.kind not in "iu":
-        raise TypeError(f"gather: wanted integers as indices, got {places.dtype}.")
+        raise TypeError(f"gather: indices must be integers, got {places.dtype}.")
     bad = places[(places < 0) | (places >= tensor.shape[axis])]
     if bad.size:
         raise ValueError(
@@ -247,13 +248,13 @@ def eye(num_rows: int, num_columns: int | None = None, dtype: Any = np.float32) 
 
 
 def linspace(start: Any, stop: Any, num: int) -> Any:
-    """Return `num` numbers from `start` to `stop`, both included, as far from each other."""
+    """Return `num` evenly spaced numbers from `start` to `stop`, both included."""
     first, last = convert_to_tensor(start), convert_to_tensor(stop)
     return np.linspace(first, last, num, dtype=np.result_type(first, last))
 
 
 def tile(input: Any, multiples: Any) -> Any:
-    """Return `input` as often along each axis as `multiples` says."""
+    """Return `input` repeated along each axis as often as `multiples` says."""
     return np.tile(convert_to_tensor(input), tuple(multiples))
 
 
@@ -276,7 +277,7 @@ def split(value: Any, num_or_size_splits: Any, axis: int = 0) -> list[Any]:
       axis: The axis.
 
     Raises:
-      ValueError: That does not come out even.
+      ValueError: The axis cannot be divided so.
 
     Example:
       >>> [part.tolist() for part in split([1, 2, 3], [1, 2])]
@@ -291,7 +292,7 @@ def split(value: Any, num_or_size_splits: Any, axis: int = 0) -> list[Any]:
 
 
 def unstack(value: Any, num: int | None = None, axis: int = 0) -> list[Any]:
-    """Return the slices of `value` along `axis`, which is not theirs; `num` has no effect."""
+    """Return the slices of `value` along `axis`, without that axis; `num` has no effect."""
     return list(np.moveaxis(convert_to_tensor(value), axis, 0))
 
 

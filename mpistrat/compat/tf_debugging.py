@@ -113,11 +113,11 @@ def assert_near(
 
 
 def assert_rank(x: Any, rank: int, message: Any = None, name: Any = None) -> None:
-    """Raise unless a tensor has so many axes.
+    """Raise unless a tensor has `rank` axes.
 
     Args:
       x: Tensor.
-      rank: How many.
+      rank: The number of axes.
       message: What the error begins with.
       name: No effect.
 

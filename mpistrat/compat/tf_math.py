@@ -1,6 +1,6 @@
 """``tf.math`` as programs that import `mpistrat.compat.tf` see it: NumPy, element by element.
 
-Python numbers alone become int32 and float32; beside an array they take its dtype.
+Python numbers become int32 and float32; together with an array they take its dtype.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """``tf.errors`` and ``tf.config`` as tables, and what shapes a graph there and has no effect here.
 
-An ``except tf.errors.X`` catches what happens here where X happens there. What a peer that failed
-raises on the others, `RemoteError`, is Aborted and Unavailable.
+``except tf.errors.X`` catches the exception that is raised here where TensorFlow raises X. A
+`RemoteError`, which other ranks raise when one fails, is AbortedError and UnavailableError.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ def _devices(prefix: str) -> Any:
     def listed(device_type: str | None = None) -> list[_Device]:
         return [_Device(f"/{prefix}:CPU:0")] if device_type in (None, "CPU") else []
 
-    listed.__doc__ = "Return one CPU, for this rank is one replica, and none of another type."
+    listed.__doc__ = "Return one CPU, because a rank is one replica; empty for other types."
     return listed
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Do nothing: MPI has connected the ranks, and nothing here has memory or threads to set."""
+    """Do nothing: MPI connects the ranks, and there are no devices to configure."""
 
 
 def _config(where: str, nothing: str, **names: Any) -> Names:
@@ -107,7 +107,7 @@ def executing_eagerly() -> Any:
 
 
 def group(*inputs: Any, **_: Any) -> None:
-    """Do nothing: values are there as soon as a call has returned them."""
+    """Do nothing: values are computed when a call returns."""
 
 
 def no_op(name: Any = None) -> None:
@@ -115,12 +115,12 @@ def no_op(name: Any = None) -> None:
 
 
 def print(*inputs: Any, output_stream: Any = None, **kwargs: Any) -> None:
-    """Print `inputs`, as the built-in does, on every rank that comes here.
+    """Print `inputs`, as the built-in does, on every rank that calls it.
 
     Args:
       inputs: What to print.
       output_stream: A file; None for stderr.
-      kwargs: ``sep`` and ``end`` as there; others have no effect.
+      kwargs: ``sep`` and ``end``; others have no effect.
     """
     chosen = {key: value for key, value in kwargs.items() if key in ("sep", "end")}
     file = sys.stderr if output_stream is None else output_stream
@@ -128,16 +128,16 @@ def print(*inputs: Any, output_stream: Any = None, **kwargs: Any) -> None:
 
 
 def device(device_name: Any) -> contextlib.AbstractContextManager[None]:
-    """Return a context that changes nothing: `device_name` is a label here."""
+    """Return a context without effect: `device_name` is a label here."""
     return contextlib.nullcontext()
 
 
 def control_dependencies(control_inputs: Any) -> contextlib.AbstractContextManager[None]:
-    """Return a context that changes nothing: what stands before runs before; `control_inputs`."""
+    """Return a context without effect, as calls run in order; `control_inputs` are ignored."""
     return contextlib.nullcontext()
 
 
 @contextlib.contextmanager
 def name_scope(name: str) -> Iterator[str]:
-    """Return a context that changes nothing; it gives `name` with a slash after it."""
+    """Return a context without effect; it yields `name` with a slash after it."""
     yield f"{name}/"

@@ -209,7 +209,7 @@ def test_what_tf_data_knows_of_cardinality():
     assert of(tf.data.Dataset.range(5).batch(2)) == 3
     assert of(tf.data.Dataset.range(5).repeat()) == tf.data.experimental.INFINITE_CARDINALITY
     assert of(ms.Dataset(lambda: [])) == tf.data.experimental.UNKNOWN_CARDINALITY
-    with pytest.raises(TypeError, match=r"cardinality\(dataset\) wants a dataset, not 3"):
+    with pytest.raises(TypeError, match=r"cardinality\(dataset\) needs a dataset, not 3"):
         of(3)
 
 

@@ -1,4 +1,4 @@
-"""``tf.compat.v1.distribute.experimental``: what has that name there."""
+"""The names of ``tf.compat.v1.distribute.experimental``."""
 
 from mpistrat.collectives.communication import CollectiveCommunication as CollectiveCommunication
 from mpistrat.collectives.communication import CollectiveHints as CollectiveHints
