@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import numbers
+import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -30,6 +31,7 @@ __all__ = [
     "label",
     "sealed",
     "spec_text",
+    "whole",
 ]
 
 Array = npt.NDArray[Any]
@@ -235,3 +237,16 @@ def bits(array: Array) -> Array:
         numbers = rows.reshape(-1, np.dtype(np.longdouble).itemsize)[:, :_LONG]
         rows = numbers.reshape(flat.size, -1)
     return rows
+
+
+def whole(value: Any) -> int | None:
+    """Return an integer of any kind as Python's own; None for what is not one, bools included.
+
+    Example:
+      >>> whole(np.int8(3)), whole(True), whole(3.0), whole("3")
+      (3, None, None, None)
+    """
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None

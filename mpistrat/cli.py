@@ -1,7 +1,7 @@
 """The command ``mpistrat``: one function per subcommand, whose docstring is its help.
 
-How to add a command: write a function ``(args) -> int`` under ``@_command(...)`` with one
-``_argument`` per option. The work itself belongs into the library, where a test can call it.
+How to add a command: write a function ``(args) -> int``, name it in `COMMANDS`, and declare its
+options in `_parser`. The work itself belongs into the library, where a test can call it.
 """
 
 from __future__ import annotations
@@ -10,43 +10,15 @@ import argparse
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
 
 from mpistrat.errors import MpistratError
 
-__all__ = ["COMMANDS", "Subcommand", "main"]
-
-
-class _Argument(NamedTuple):
-    names: tuple[str, ...]
-    options: dict[str, Any]
-
-
-class Subcommand(NamedTuple):
-    """A subcommand: its function and the options it declares."""
-
-    function: Callable[[argparse.Namespace], int]
-    arguments: tuple[_Argument, ...]
-
-
-COMMANDS: dict[str, Subcommand] = {}  # filled below, while this module is imported, and never after
-
-
-def _argument(*names: str, **options: Any) -> _Argument:
-    return _Argument(names, options)
-
-
-def _command(*arguments: _Argument) -> Callable[[Callable[[Any], int]], Callable[[Any], int]]:
-    def register(function: Callable[[Any], int]) -> Callable[[Any], int]:
-        COMMANDS[function.__name__] = Subcommand(function, arguments)
-        return function
-
-    return register
+__all__ = ["COMMANDS", "doctor", "main", "run"]
 
 
 def _positive(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"wants a whole number of at least 1, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
     return int(text)
 
 
@@ -56,27 +28,10 @@ def _seconds(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"wants seconds greater than 0, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be seconds greater than 0, got {text!r}")
     return value
 
 
-@_command(
-    _argument("-n", dest="ranks", metavar="N", type=_positive, required=True, help="ranks"),
-    _argument("--timeout", metavar="S", type=_seconds, help="end the job after S seconds"),
-    _argument(
-        "-m",
-        dest="module",
-        metavar="MODULE ...",
-        nargs=argparse.REMAINDER,
-        help="a module and its arguments, as after python -m",
-    ),
-    _argument(
-        "script",
-        metavar="SCRIPT ...",
-        nargs=argparse.REMAINDER,
-        help="a script and its arguments",
-    ),
-)
 def run(args: argparse.Namespace) -> int:
     """Run a Python program on N ranks with the MPI of this environment.
 
@@ -87,14 +42,13 @@ def run(args: argparse.Namespace) -> int:
 
     program = args.module or args.script
     if not program:
-        print("mpistrat run: error: wants a SCRIPT or -m MODULE to run", file=sys.stderr)
+        print("mpistrat run: error: give a SCRIPT or -m MODULE to run", file=sys.stderr)
         return 2
     return launch(args.ranks, program, module=bool(args.module), timeout=args.timeout)
 
 
-@_command()
 def doctor(args: argparse.Namespace) -> int:
-    """Tell whether Python, MPI and the launcher of this environment fit together.
+    """Check whether Python, MPI and the launcher of this environment fit together.
 
     The exit code is 1 if something does not.
     """
@@ -108,19 +62,29 @@ def doctor(args: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
+COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {"run": run, "doctor": doctor}
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mpistrat", description="tf.distribute for NumPy on MPI.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, command in COMMANDS.items():
-        text = inspect.getdoc(command.function) or ""
-        sub = commands.add_parser(
+
+    added = {}
+    for name, function in COMMANDS.items():
+        text = inspect.getdoc(function) or ""
+        added[name] = commands.add_parser(
             name,
             help=text.splitlines()[0],
             description=text,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        for argument in command.arguments:
-            sub.add_argument(*argument.names, **argument.options)
+    rest = argparse.REMAINDER
+    job = added["run"]
+    job.add_argument("-n", dest="ranks", metavar="N", type=_positive, required=True, help="ranks")
+    job.add_argument("--timeout", metavar="S", type=_seconds, help="end the job after S seconds")
+    text = "a module and its arguments, as after python -m"
+    job.add_argument("-m", dest="module", metavar="MODULE ...", nargs=rest, help=text)
+    job.add_argument("script", metavar="SCRIPT ...", nargs=rest, help="a script and its arguments")
     return parser
 
 
@@ -131,11 +95,11 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: The words after ``mpistrat``, or None for those of this process.
 
     Returns:
-      The exit code: the command's own, or 2 for an error of mpistrat, told on stderr.
+      The exit code: the command's own, or 2 for an error of mpistrat, printed on stderr.
     """
     args = _parser().parse_args(argv)
     try:
-        return COMMANDS[args.command].function(args)
+        return COMMANDS[args.command](args)
     except MpistratError as error:
         print(f"mpistrat {args.command}: error: {error}", file=sys.stderr)
         return 2

@@ -1,7 +1,7 @@
-"""Cluster resolvers under the name that tf.distribute has for them.
+"""The names of ``tf.distribute.cluster_resolver``.
 
-They give names to the processes of a job; the rank always comes from MPI. `tf_config` and
-`write_tf_config` are ours: they let a TensorFlow program run under the same launcher.
+Resolvers give names to the processes of a job; the rank always comes from MPI. `tf_config` and
+`write_tf_config` are mpistrat's own: with them a TensorFlow program runs under the same launcher.
 """
 
 from mpistrat.cluster.clouds import (
@@ -15,8 +15,8 @@ from mpistrat.cluster.simple import SimpleClusterResolver, UnionResolver
 from mpistrat.cluster.slurm import SlurmClusterResolver
 from mpistrat.cluster.spec import ClusterSpec
 from mpistrat.cluster.tpu import TPUClusterResolver
+from mpistrat.compat.absent import absent_from as _absent_from
 from mpistrat.launch.tf_config import tf_config, write_tf_config
-from mpistrat.refused import missing_from as _missing_from
 
 __all__ = [
     "ClusterResolver",
@@ -34,4 +34,4 @@ __all__ = [
     "write_tf_config",
 ]
 
-__getattr__ = _missing_from("mpistrat.cluster_resolver")
+__getattr__ = _absent_from("mpistrat.cluster_resolver")

@@ -1,4 +1,4 @@
-"""What the launcher and the system say of this process, without starting MPI."""
+"""Facts about this process that the launcher and the system tell, without starting MPI."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def launched_by(env: Mapping[str, str] | None = None) -> str | None:
       env: The environment, or None for that of this process.
 
     Returns:
-      Words for a message, such as ``"srun"``; None in a plain process and in a batch script.
+      A name for messages, such as ``"srun"``; None in a plain process and in a batch script.
 
     Example:
       >>> launched_by({"PMI_RANK": "1", "PMI_SIZE": "2"})
@@ -69,7 +69,7 @@ def launched_by(env: Mapping[str, str] | None = None) -> str | None:
 
 
 def environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """Return a copy of this process's environment with `extra` on top, for a child process.
+    """Return a copy of the environment of this process with `extra` added, for a child process.
 
     Args:
       extra: Variables to set in the copy. This process's own environment does not change.
@@ -86,9 +86,9 @@ YIELD = "OMPI_MCA_mpi_yield_when_idle"
 
 
 def yields(env: Mapping[str, str] | None = None) -> bool:
-    """Tell whether Open MPI is asked to give its core away while it waits.
+    """Tell whether Open MPI yields its core while it waits.
 
-    Its launcher passes on what was given to it as ``--mca mpi_yield_when_idle 1``.
+    Its launcher sets the variable when it is given ``--mca mpi_yield_when_idle 1``.
 
     Args:
       env: The environment, or None for that of this process.
@@ -108,7 +108,7 @@ _DIGITS = 18  # what has more counts nothing that there is
 
 
 def counted(text: str) -> int | None:
-    """Return the number that a text writes in digits; None for anything else.
+    """Return the number that a text of digits stands for; None for any other text.
 
     Example:
       >>> counted("12"), counted("-1"), counted("9" * 5000)
@@ -144,7 +144,7 @@ MOST = 16
 def mask_of() -> int:
     """Return the cores that this thread may run on, as the bits of a number.
 
-    Launchers and schedulers (``--bind-to``, ``--cpus-per-task``, ``taskset``, cpusets) say it so.
+    Launchers and schedulers set them (``--bind-to``, ``--cpus-per-task``, ``taskset``, cpusets).
     """
     if hasattr(os, "sched_getaffinity"):
         return sum(1 << core for core in os.sched_getaffinity(0) if core < 8 * MASK_BYTES)
@@ -157,7 +157,7 @@ def cores_of(masks: Sequence[int], rank: int, limit: float = math.inf) -> int:
     Args:
       masks: The cores of each rank of the node, as `mask_of` returns them.
       rank: The rank in the node.
-      limit: How many cores' worth of time it gets; see `quota`.
+      limit: How many cores' worth of time the process gets; see `quota`.
 
     Returns:
       Its cores divided by the number of ranks that may use any of them; 1 to `MOST`.
@@ -177,12 +177,12 @@ def quota(
 ) -> float:
     """Return how many cores' worth of time the control groups of this process allow.
 
-    It is the least of its group and those above it, as containers set it (``cpu.max`` of version 2;
+    The least of its group and those above it, as containers set it (``cpu.max`` of version 2;
     ``cpu.cfs_quota_us`` of version 1); infinity if there is no limit.
 
     Args:
       groups: Where control groups are mounted.
-      process: What tells the group of this process.
+      process: The file that names the group of this process.
     """
     lines = [line.split(":", 2) for line in _text(process).splitlines()]
     path = next((name for _, kind, name in (x for x in lines if len(x) == 3) if not kind), "/")

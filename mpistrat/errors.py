@@ -11,13 +11,13 @@ The tree; each class is also the built-in it refines, so code that knows only th
     ├── RemoteError     (RuntimeError)   another rank failed; also the built-in it raised there
     ├── StructureError  (ValueError)     a tree has the wrong shape
     ├── AxisError       (ValueError)     an axis does not exist, or comes twice
-    ├── CheckpointError (ValueError)     a file is no checkpoint, or damaged
-    ├── DataError       (ValueError)     a data source is ragged, empty-handed or used up
+    ├── CheckpointError (ValueError)     a file is not a checkpoint, or damaged
+    ├── DataError       (ValueError)     a data source is ragged, empty or used up
     ├── OutOfRangeError (IndexError)     the data have ended, and another element was asked for
-    ├── LeafTypeError   (TypeError)      a leaf is no array, or its dtype cannot be reduced
+    ├── LeafTypeError   (TypeError)      a leaf is not an array, or cannot be reduced
     ├── RefusedError    (NotImplementedError)   a name of tf.distribute with no meaning here
     ├── OptionError     (ValueError)     an option or MPISTRAT_* variable cannot be used
-    └── LaunchError     (RuntimeError)   launcher, MPI library and mpi4py are not one MPI
+    └── LaunchError     (RuntimeError)   launcher, MPI library and mpi4py do not fit
         └── PreflightError               the ranks run different versions or options
 """
 
@@ -63,7 +63,7 @@ class StrategyError(MpistratError, RuntimeError):
 
 
 class LockstepError(MpistratError, RuntimeError, ValueError):
-    """The ranks made different collective calls; raised on every rank, before payload moved."""
+    """The ranks made different collective calls; raised on every rank, before data moved."""
 
 
 class RemoteError(MpistratError, RuntimeError):
@@ -79,7 +79,7 @@ class RemoteError(MpistratError, RuntimeError):
     """
 
     def __init__(self, message: str, rank: int = -1, kind: str = "", remote_traceback: str = ""):
-        """Keep the message and where it came from."""
+        """Create the exception."""
         # Not super().__init__: built-ins mixed in (UnicodeDecodeError) want other arguments.
         self.args = (message,)
         self.rank = rank
@@ -87,13 +87,13 @@ class RemoteError(MpistratError, RuntimeError):
         self.remote_traceback = remote_traceback
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return how to make it again: the class that it is of has been made on the fly."""
+        """Return how to pickle it, as its class was made at run time."""
         names = tuple(cls.__name__ for cls in type(self).__bases__[1:])
         told = (str(self.args[0]), self.rank, self.kind, names, self.remote_traceback)
         return remote_error, told, vars(self)
 
     def __str__(self) -> str:
-        """Return the message, whatever the mixed-in built-in would print."""
+        """Return the message, not what the built-in class would print."""
         return str(self.args[0])
 
 
@@ -102,7 +102,7 @@ class DivergenceError(MpistratError, RuntimeError):
 
 
 class NonFiniteError(MpistratError, FloatingPointError):
-    """A rank was about to give a NaN or infinity to all; raised on every rank."""
+    """A rank was about to send a NaN or infinity to all; raised on every rank."""
 
 
 class StructureError(MpistratError, ValueError):
@@ -114,7 +114,7 @@ class AxisError(MpistratError, ValueError):
 
 
 class CheckpointError(MpistratError, ValueError):
-    """A file is no checkpoint, or damaged, or of a newer format; nothing has been restored."""
+    """A file is not a checkpoint, is damaged, or has a newer format; nothing has been restored."""
 
 
 class DataError(MpistratError, ValueError):

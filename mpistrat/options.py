@@ -1,7 +1,7 @@
-"""Every knob of mpistrat, its default and its environment variable; the only reader of them.
+"""The options of mpistrat, their defaults and their environment variables.
 
-Each field of `Options` is one knob. ``MPISTRAT_<FIELD>`` sets it for a process; an unknown
-``MPISTRAT_`` name or a value that does not parse is an error, never ignored.
+Each field of `Options` is one option. ``MPISTRAT_<FIELD>`` sets it for a process; an unknown
+``MPISTRAT_`` name or a value that cannot be read is an error, never ignored.
 """
 
 from __future__ import annotations
@@ -51,31 +51,36 @@ def _seconds(text: str) -> float:
     return seconds
 
 
+def _knob(default: Any, parse: Callable[[str], Any], wanted: str) -> Any:
+    """Return a field: its default, and how its variable is read."""
+    return dataclasses.field(default=default, metadata={"parse": parse, "wanted": wanted})
+
+
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The knobs of one process.
+    """The options of one process.
 
     Attributes:
       ranks: How many ranks the launcher was asked for; a job of another size does not start.
         ``MPISTRAT_RANKS``; `mpistrat run` sets it.
       record: A file for the exit code, written when all ranks have left. ``MPISTRAT_RECORD``;
-        `mpistrat run` sets it, and takes a job without one for failed.
-      grace: Seconds that a rank which leaves with a failure waits for the others to come to a call,
+        `mpistrat run` sets it, and counts a job that has not written it as failed.
+      grace: Seconds that a rank which leaves with a failure waits for the others to make a call,
         before it ends the job. ``MPISTRAT_GRACE``.
       warn: Seconds after which a rank that the others wait for is named. ``MPISTRAT_WARN``.
-      timeout: Seconds after which a job whose ranks wait for one another in vain is ended, with
-        exit code 75. ``MPISTRAT_TIMEOUT``.
+      timeout: Seconds after which a job whose ranks wait for one another is ended, with exit code
+        75. ``MPISTRAT_TIMEOUT``.
       nan: What happens when a rank is about to give a NaN or infinity to a reduction: ``off``,
-        nothing is looked for; ``report``, a line on stderr says which rank, leaf, index and step;
+        values are not checked; ``report``, a line on stderr says which rank, leaf, index and step;
         ``raise``, every rank raises `NonFiniteError`. ``MPISTRAT_NAN``.
       check_every: Every so many steps (calls of ``run``) the copies of one variable are compared,
-        another one each time; and every so many steps of an iterator, from its first, the contents
-        of the batch, if all ranks hold it whole. 0 for never. ``MPISTRAT_CHECK_EVERY``.
-      ranks_per_node: Take so many consecutive ranks as one node, whatever they share; for tests of
-        what happens between nodes. 0 asks MPI. ``MPISTRAT_RANKS_PER_NODE``.
-      terminal: What the job prints goes to a terminal, although a rank sees a pipe.
+        another variable each time; and every so many steps of an iterator, from its first, the
+        contents of the batch, if all ranks hold it whole. 0 for never. ``MPISTRAT_CHECK_EVERY``.
+      ranks_per_node: Treat so many consecutive ranks as one node, to test what happens between
+        nodes. 0 asks MPI which ranks share memory. ``MPISTRAT_RANKS_PER_NODE``.
+      terminal: Whether the output of the job goes to a terminal, although a rank sees a pipe.
         ``MPISTRAT_TERMINAL``: 0 or 1; `mpistrat run` sets it.
-      fault: What one rank is to do wrong, for tests of programs; see `mpistrat.testing.inject`.
+      fault: A fault to inject on one rank, for tests of programs; see `mpistrat.testing.inject`.
         ``MPISTRAT_FAULT``.
       numba: Use the compiled kernels. Off, their NumPy twins do the same work.
         ``MPISTRAT_NUMBA``: 0 or 1.
@@ -83,34 +88,21 @@ class Options:
         that it may run on. Results are the same with any number. ``MPISTRAT_THREADS``.
     """
 
-    numba: bool = True
-    threads: int = 0
-    ranks: int = 0
-    record: str = ""
-    grace: float = 30.0
-    warn: float = 60.0
-    timeout: float = 1800.0
-    nan: str = "off"
-    check_every: int = 100
-    ranks_per_node: int = 0
-    terminal: bool = False
-    fault: str = ""
+    numba: bool = _knob(True, _flag, "0 or 1")
+    threads: int = _knob(0, _count, "a number of threads, or 0 for the cores of the rank")
+    ranks: int = _knob(0, _count, "a number of ranks")
+    record: str = _knob("", str, "a file name")
+    grace: float = _knob(30.0, _seconds, "seconds, more than 0")
+    warn: float = _knob(60.0, _seconds, "seconds, more than 0")
+    timeout: float = _knob(1800.0, _seconds, "seconds, more than 0")
+    nan: str = _knob("off", _alarm, "off, report or raise")
+    check_every: int = _knob(100, _count, "a number of steps, or 0")
+    ranks_per_node: int = _knob(0, _count, "a number of ranks, or 0")
+    terminal: bool = _knob(False, _flag, "0 or 1")
+    fault: str = _knob("", _pairs, "rank=R;call=N;phase=P;do=ACTION")
 
 
-_PARSERS: Mapping[str, tuple[Callable[[str], Any], str]] = {
-    "numba": (_flag, "0 or 1"),
-    "threads": (_count, "a number of threads, or 0 for the cores of the rank"),
-    "ranks": (_count, "a number of ranks"),
-    "record": (str, "a file name"),
-    "nan": (_alarm, "off, report or raise"),
-    "check_every": (_count, "a number of steps, or 0"),
-    "grace": (_seconds, "seconds, more than 0"),
-    "warn": (_seconds, "seconds, more than 0"),
-    "timeout": (_seconds, "seconds, more than 0"),
-    "ranks_per_node": (_count, "a number of ranks, or 0"),
-    "terminal": (_flag, "0 or 1"),
-    "fault": (_pairs, "rank=R;call=N;phase=P;do=ACTION"),
-}
+_KNOBS = {field.name: field.metadata for field in dataclasses.fields(Options)}
 
 
 def read(env: Mapping[str, str] | None = None) -> Options:
@@ -135,14 +127,15 @@ def read(env: Mapping[str, str] | None = None) -> Options:
         if not name.startswith(PREFIX):
             continue
         field = name[len(PREFIX) :].lower()
-        if field not in _PARSERS:
-            near = difflib.get_close_matches(field, _PARSERS, n=1)
-            known = ", ".join(PREFIX + f.upper() for f in sorted(_PARSERS))
+        if field not in _KNOBS:
+            near = difflib.get_close_matches(field, _KNOBS, n=1)
+            known = ", ".join(PREFIX + f.upper() for f in sorted(_KNOBS))
             hint = f" Did you mean {PREFIX}{near[0].upper()}?" if near else ""
             raise OptionError(f"{name} is not an option of mpistrat. Known: {known}.{hint}")
-        parse, wanted = _PARSERS[field]
         try:
-            found[field] = parse(text)
+            found[field] = _KNOBS[field]["parse"](text)
         except (KeyError, ValueError):
-            raise OptionError(f"{name}={text!r} cannot be used; it wants {wanted}.") from None
+            raise OptionError(
+                f"{name}={text!r} cannot be used; it must be {_KNOBS[field]['wanted']}."
+            ) from None
     return Options(**found)

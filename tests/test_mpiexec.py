@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from rank_report import Failure, RankLog, failures, read
 
 from mpistrat.environment import launched_by
 from mpistrat.launch.mpiexec import find
 from mpistrat.launch.process import Outcome, run_job
-from mpistrat.testing.rank_report import Failure, RankLog, failures, read
 
 ROOT = Path(__file__).parent.parent
 RUNG = ROOT / "tests" / "mpi"
@@ -30,6 +30,7 @@ LONGEST = 300  # seconds for one job
 # of their own anyway.
 WITHOUT = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-p", "no:zarr")
 TAIL = 3000  # characters of a job's output that a failure quotes
+OWN = f"[pytest]\npythonpath = {ROOT}/tests/tools\n"  # configuration of a rung of its own
 
 pytestmark = [
     pytest.mark.timeout(LONGEST + 30),
@@ -115,7 +116,7 @@ def broken_rung(tmp_path, size, body, *options, longest=LONGEST):
         "def test_after(world):\n    world.Barrier()\n"
     )
     options = ("--rootdir", str(rung), "-c", str(rung / "pytest.ini"), *options)
-    (rung / "pytest.ini").write_text("[pytest]\n")
+    (rung / "pytest.ini").write_text(OWN)
     return run_rung(size, rung, tmp_path, *options, longest=longest)
 
 
@@ -194,7 +195,7 @@ def test_module_that_one_rank_cannot_import_is_a_failure(tmp_path):
     rung = tmp_path / "rung"
     rung.mkdir()
     shutil.copy(RUNG / "conftest.py", rung)
-    (rung / "pytest.ini").write_text("[pytest]\n")
+    (rung / "pytest.ini").write_text(OWN)
     (rung / "test_half.py").write_text(
         "from mpi4py import MPI\n"
         "assert MPI.COMM_WORLD.rank == 0, 'only rank 0 may'\n\n"

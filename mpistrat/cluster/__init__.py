@@ -1,16 +1,16 @@
-"""Where a process is in the job, and what to call it.
+"""Cluster resolvers: they give the processes of a job the names that tf.distribute knows them by.
 
-The rank always comes from MPI; resolvers only add names.
+The rank always comes from MPI; a resolver only adds names (job, task, address).
 
 - `spec`: `ClusterSpec`, jobs and the addresses of their tasks.
-- `resolver`: `ClusterResolver`, what every resolver answers.
-- `resolvers`: from MPI, which is the default, and from ``TF_CONFIG``. `tpu`: MPI again, under the
-  words of a TPU.
-- `simple`: what the program says, and several resolvers as one. `slurm`, `clouds`: from Slurm's
-  environment, written as `hostlist` reads it; from Kubernetes and Compute Engine.
+- `resolver`: `ClusterResolver`, the questions that every resolver answers.
+- `resolvers`: names from MPI, the default, and from ``TF_CONFIG``. `tpu`: from MPI, with the
+  arguments of a TPU's resolver.
+- `simple`: names that the program gives, and the union of several resolvers. `slurm`: names from
+  Slurm's environment, whose lists `hostlist` reads. `clouds`: from Kubernetes and Compute Engine.
 - `roles`: which task is the chief, and who counts as a worker. `tasks`: whether the names that
   resolvers give to ranks fit the ranks.
 - `tf_config`: the text of ``TF_CONFIG``; `mpistrat.launch.tf_config` asks the ranks for it.
 
-A resolver more is one file here, one line in `mpistrat.cluster_resolver` and one test class.
+To add a resolver: one file here, one line in `mpistrat.cluster_resolver` and one test class.
 """

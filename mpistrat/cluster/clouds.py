@@ -1,6 +1,6 @@
 """Resolvers that ask a cloud: Kubernetes, and Google Compute Engine.
 
-The client is an argument, so whatever has these few methods will do.
+The client is an argument: any object with the few methods that are called here.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, final
 
-from mpistrat.cluster.resolver import ClusterResolver, chosen_master
+from mpistrat.cluster.resolver import TaskResolver
 from mpistrat.cluster.spec import ClusterSpec
 
 __all__ = ["GCEClusterResolver", "KubernetesClusterResolver", "KubernetesExecutableLocation"]
@@ -20,7 +20,7 @@ _DEFAULT_JOBS = {"worker": ["job-name=tensorflow"]}
 
 @final
 class KubernetesExecutableLocation(enum.Enum):
-    """Where the program runs, which decides how it finds the cluster's interface.
+    """Where the program runs: inside of the Kubernetes cluster, or outside.
 
     As: ``tf.distribute.cluster_resolver.KubernetesExecutableLocation``.
     """
@@ -30,20 +30,20 @@ class KubernetesExecutableLocation(enum.Enum):
 
 
 @final
-class KubernetesClusterResolver(ClusterResolver):
-    """A task for every pod that carries a label; asked for at each question.
+class KubernetesClusterResolver(TaskResolver):
+    """One task for each pod with a given label; Kubernetes is asked at each call.
 
     Args:
       job_to_label_mapping: Labels of the pods of each job; None for one job ``worker`` of the pods
         ``job-name=tensorflow``.
       tf_server_port: The port of every task.
-      rpc_layer: How tasks talk; it comes before every address.
+      rpc_layer: The protocol to put before every address.
       override_client: Has ``list_pod_for_all_namespaces(label_selector=...)``, as
         ``kubernetes.client.CoreV1Api`` has; None to make one from the package ``kubernetes``.
       executable_location: Which configuration a client made here loads.
 
     Raises:
-      TypeError: `job_to_label_mapping` is no dict of lists.
+      TypeError: `job_to_label_mapping` is not a dict of lists.
       ImportError: No client is given, and the package ``kubernetes`` is not installed.
 
     As: ``tf.distribute.cluster_resolver.KubernetesClusterResolver``.
@@ -67,7 +67,7 @@ class KubernetesClusterResolver(ClusterResolver):
             KubernetesExecutableLocation.WITHIN_CLUSTER
         ),
     ):
-        """Take the client, or make one."""
+        """Create a resolver, and a client if none is given."""
         self._labels = job_to_label_mapping or _DEFAULT_JOBS
         if not isinstance(self._labels, Mapping) or any(
             isinstance(labels, str) or not isinstance(labels, Sequence)
@@ -82,7 +82,7 @@ class KubernetesClusterResolver(ClusterResolver):
         self._client = override_client or _kubernetes(executable_location)
 
     def cluster_spec(self) -> ClusterSpec:
-        """Return the addresses of the pods, by label and name.
+        """Return the addresses of the pods of each job, in the order of labels and names.
 
         Raises:
           RuntimeError: A pod is not running.
@@ -104,28 +104,19 @@ class KubernetesClusterResolver(ClusterResolver):
                 )
             yield f"{pod.status.host_ip}:{self._port}"
 
-    def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-    ) -> str:
-        """Return the address of a task; empty unless one is named, here or by setting it."""
-        return chosen_master(self, task_type, task_id, rpc_layer or self.rpc_layer)
-
 
 @final
-class GCEClusterResolver(ClusterResolver):
-    """A task for every running instance of an instance group; asked for at each question.
+class GCEClusterResolver(TaskResolver):
+    """One task for each running instance of a group; Compute Engine is asked at each call.
 
     Args:
       project: The project of the group.
       zone: The zone of the group.
       instance_group: The name of the group.
       port: The port of every task.
-      task_type: The job that all instances are in. It cannot be set later.
+      task_type: The job of all instances. It cannot be set later.
       task_id: Which task this process is.
-      rpc_layer: How tasks talk; it comes before every address.
+      rpc_layer: The protocol to put before every address.
       credentials: For a service made here; ``"default"`` for those of the application.
       service: Has ``instanceGroups()`` and ``instances()``, as
         ``googleapiclient.discovery.build("compute", "v1")`` has; None to make one with it.
@@ -148,7 +139,7 @@ class GCEClusterResolver(ClusterResolver):
         credentials: Any = "default",
         service: Any = None,
     ):
-        """Take the service, or make one."""
+        """Create a resolver, and a service if none is given."""
         self._place = {"project": project, "zone": zone}
         self._group = instance_group
         self._port = port
@@ -177,36 +168,21 @@ class GCEClusterResolver(ClusterResolver):
                 yield f"{instance['networkInterfaces'][0]['networkIP']}:{self._port}"
             request = groups.listInstances_next(previous_request=request, previous_response=page)
 
-    def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-    ) -> str:
-        """Return the address of a task, else of this process."""
-        return chosen_master(self, task_type, task_id, rpc_layer or self.rpc_layer)
-
     @property
     def task_type(self) -> str | None:
-        """The job of all instances; setting it is a RuntimeError."""
+        """The job of all instances; setting it raises a RuntimeError."""
         return self._job
 
     @task_type.setter
     def task_type(self, value: str | None) -> None:
         raise RuntimeError(
-            f"the task_type of a GCEClusterResolver is {self._job!r} for ever; make another one "
-            f"for {value!r}."
+            f"the task_type of this GCEClusterResolver is {self._job!r} and cannot be changed; "
+            f"make another one for {value!r}."
         )
 
 
 def _kubernetes(location: KubernetesExecutableLocation) -> Any:
-    try:
-        kubernetes = importlib.import_module("kubernetes")
-    except ImportError as error:
-        raise ImportError(
-            "KubernetesClusterResolver wants a client: give one as override_client, or "
-            "pip install kubernetes"
-        ) from error
+    kubernetes = _package("kubernetes", "kubernetes", "KubernetesClusterResolver", "client")
     if KubernetesExecutableLocation(location) is KubernetesExecutableLocation.OFF_CLUSTER:
         kubernetes.config.load_kube_config()
     else:
@@ -215,12 +191,17 @@ def _kubernetes(location: KubernetesExecutableLocation) -> Any:
 
 
 def _compute(credentials: Any) -> Any:
-    try:
-        discovery = importlib.import_module("googleapiclient.discovery")
-    except ImportError as error:
-        raise ImportError(
-            "GCEClusterResolver wants a service: give one as service, or "
-            "pip install google-api-python-client"
-        ) from error
+    name = "google-api-python-client"
+    discovery = _package("googleapiclient.discovery", name, "GCEClusterResolver", "service")
     chosen = None if credentials == "default" else credentials
     return discovery.build("compute", "v1", credentials=chosen)
+
+
+def _package(module: str, package: str, resolver: str, argument: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        given = "override_client" if argument == "client" else argument
+        raise ImportError(
+            f"{resolver} needs a {argument}: give one as {given}, or pip install {package}"
+        ) from error

@@ -1,4 +1,4 @@
-"""How Slurm writes lists of hosts, and of how many tasks each has."""
+"""Reads Slurm's short forms of a list of hosts, and of the number of tasks on each."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def expand_hostlist(hostlist: str) -> list[str]:
     items = _ITEM.findall(hostlist)
     if ",".join(items) != hostlist:
         raise ValueError(
-            f"{hostlist!r:.200} is no list of hosts as Slurm writes it, like 'n[1-3,7],m5'."
+            f"{hostlist!r:.200} is not a list of hosts as Slurm writes it, like 'n[1-3,7],m5'."
         )
     found: list[str] = []
     for item in items:
@@ -50,7 +50,9 @@ def _hosts(item: str, hostlist: str, most: int) -> list[str]:
     digits = [max(max(width, len(str(n[-1]))) for width, n in ranges) for ranges in brackets]
     letters = len("".join(texts)) + sum(digits)
     if letters > _MOST_LETTERS:
-        raise ValueError(f"{hostlist!r:.200} has a name of {letters} letters, which no host has.")
+        raise ValueError(
+            f"{hostlist!r:.200} has a name of {letters} letters; the most is {_MOST_LETTERS}."
+        )
     choices = [[texts[0]]]
     for ranges, text in zip(brackets, texts[1:], strict=True):
         choices += [[f"{n:0{width}}" for width, numbers in ranges for n in numbers], [text]]
@@ -64,7 +66,7 @@ def _ranges(inside: str, hostlist: str) -> list[tuple[int, range]]:
         match = _RANGE.fullmatch(part)
         if match is None or int(match[2] or match[1]) < int(match[1]):
             raise ValueError(
-                f"{hostlist!r:.200} is no list of hosts: [{inside:.80}] holds no numbers."
+                f"{hostlist!r:.200} is not a list of hosts: [{inside:.80}] does not hold numbers."
             )
         found.append((len(match[1]), range(int(match[1]), int(match[2] or match[1]) + 1)))
     return found
@@ -72,8 +74,8 @@ def _ranges(inside: str, hostlist: str) -> list[tuple[int, range]]:
 
 def _too_many(text: str, what: str) -> str:
     return (
-        f"{text!r:.200} stands for more than {MOST_HOSTS} {what}, which is more than Slurm has. "
-        "Look what has set that variable, or use another resolver."
+        f"{text!r:.200} stands for more than {MOST_HOSTS} {what}, which is more than Slurm allows. "
+        "Look for what has set that variable, or use another resolver."
     )
 
 
@@ -81,7 +83,7 @@ def expand_tasks_per_node(tasks_per_node: str) -> list[int]:
     """Return the number of tasks of each node from a list in Slurm's short form.
 
     Args:
-      tasks_per_node: Counts separated by commas; ``3(x2)`` stands for two nodes of 3.
+      tasks_per_node: Counts separated by commas; ``3(x2)`` stands for two nodes of 3 tasks each.
 
     Raises:
       ValueError: The text has another form, or stands for more than `MOST_HOSTS` nodes.

@@ -1,4 +1,4 @@
-"""What every cluster resolver answers."""
+"""The base class of cluster resolvers."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 from mpistrat.cluster.spec import ClusterSpec
 
-__all__ = ["ClusterResolver", "chosen_master", "url"]
+__all__ = ["ClusterResolver", "TaskResolver", "url"]
 
 
 class ClusterResolver(abc.ABC):
-    """Names this process in the job. It never decides which rank this is; MPI does.
+    """Tells the jobs of a cluster, and which task of them this process is. The rank is MPI's.
 
-    A resolver of one's own defines `cluster_spec` and `master`, and sets ``task_type`` and
+    A subclass defines `cluster_spec` and `master`, and sets ``task_type`` and
     ``task_id`` if it knows them.
 
     As: ``tf.distribute.cluster_resolver.ClusterResolver``.
@@ -33,7 +33,7 @@ class ClusterResolver(abc.ABC):
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """Return the address of a task, or of whoever leads the session.
+        """Return the address of a task, or of the master of the cluster.
 
         Args:
           task_type: The job of the task; None for the default of the resolver.
@@ -49,17 +49,17 @@ class ClusterResolver(abc.ABC):
         Args:
           task_type: The job of the task; None for that of this process.
           task_id: Which task of it; None for this process.
-          config_proto: Not looked at.
+          config_proto: Ignored.
 
         Returns:
-          Kind to count; empty unless the resolver was told, for mpistrat computes on CPUs and
-          looks for no devices.
+          A dict from kind to count; empty unless the resolver was given one, because mpistrat
+          computes on CPUs and does not look for devices.
         """
         return {}
 
     @property
     def task_type(self) -> str | None:
-        """The job that this process is in; None if nothing says. Can be set."""
+        """The job of this process; None if it is not known. Can be set."""
         return self._task_type
 
     @task_type.setter
@@ -68,7 +68,7 @@ class ClusterResolver(abc.ABC):
 
     @property
     def task_id(self) -> int | None:
-        """Which task of that job this process is; None if nothing says. Can be set."""
+        """The number of this process in that job; None if it is not known. Can be set."""
         return self._task_id
 
     @task_id.setter
@@ -77,12 +77,12 @@ class ClusterResolver(abc.ABC):
 
     @property
     def environment(self) -> str:
-        """What kind of place the cluster runs in; empty where nothing says."""
+        """The kind of environment that the cluster runs in; empty if it is not known."""
         return ""
 
 
 def url(address: str, rpc_layer: str | None) -> str:
-    """Return an address with the way of talking to it before it, if there is one.
+    """Return an address with its protocol before it, if there is one.
 
     Example:
       >>> url("a:1", "grpc"), url("a:1", None)
@@ -91,12 +91,20 @@ def url(address: str, rpc_layer: str | None) -> str:
     return f"{rpc_layer}://{address}" if rpc_layer else address
 
 
-def chosen_master(
-    resolver: ClusterResolver, task_type: str | None, task_id: int | None, rpc_layer: str | None
-) -> str:
-    """Return the address of the named task, else of this process; empty if neither is known."""
-    kind = resolver.task_type if task_type is None else task_type
-    index = resolver.task_id if task_id is None else task_id
-    if kind is None or index is None:
-        return ""
-    return url(resolver.cluster_spec().task_address(kind, index), rpc_layer)
+class TaskResolver(ClusterResolver):
+    """A resolver whose `master` is this process's own address unless a task is named."""
+
+    rpc_layer: str | None = None
+
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        """Return the address of a task, else that of this process; empty if that is not known."""
+        kind = self.task_type if task_type is None else task_type
+        index = self.task_id if task_id is None else task_id
+        if kind is None or index is None:
+            return ""
+        return url(self.cluster_spec().task_address(kind, index), rpc_layer or self.rpc_layer)

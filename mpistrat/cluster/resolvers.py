@@ -1,4 +1,4 @@
-"""Resolvers: from MPI, and from ``TF_CONFIG``."""
+"""Resolvers of names from MPI, and from ``TF_CONFIG``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, final
 
+from mpistrat.arrays import whole
 from mpistrat.cluster.resolver import ClusterResolver, url
 from mpistrat.cluster.spec import ClusterSpec
 from mpistrat.comm.world import default_parent
@@ -35,11 +36,11 @@ class MPIClusterResolver(ClusterResolver):
 
     Args:
       rank: This rank; None to ask MPI for rank and size, which starts MPI.
-      size: The number of ranks; not looked at if `rank` is None.
-      job: What to call the job.
+      size: The number of ranks; ignored if `rank` is None.
+      job: The name of the job.
 
     Raises:
-      ValueError: `rank` is none of `size` ranks.
+      ValueError: `rank` is not in 0..`size` - 1.
 
     Example:
       >>> MPIClusterResolver(1, 2).cluster_spec()
@@ -47,7 +48,7 @@ class MPIClusterResolver(ClusterResolver):
     """
 
     def __init__(self, rank: int | None = None, size: int = 1, job: str = "worker"):
-        """Be rank `rank` of `size`."""
+        """Create the resolver of one rank."""
         if rank is None:
             world = default_parent()
             rank, size = world.rank, world.size
@@ -58,7 +59,7 @@ class MPIClusterResolver(ClusterResolver):
         self._task_id = rank
 
     def cluster_spec(self) -> ClusterSpec:
-        """Return one job with a task per rank; the addresses are the ranks' labels."""
+        """Return one job with a task per rank; the addresses are labels such as ``rank:0``."""
         return ClusterSpec({self._job: [f"{LABEL}{rank}" for rank in range(self._size)]})
 
     def master(
@@ -73,7 +74,7 @@ class MPIClusterResolver(ClusterResolver):
 
 @final
 class TFConfigClusterResolver(ClusterResolver):
-    """Names from the JSON text in the environment variable ``TF_CONFIG``, read at each question.
+    """Names from the JSON text in the environment variable ``TF_CONFIG``, read at each call.
 
     Args:
       task_type: Instead of the one in ``TF_CONFIG``.
@@ -83,7 +84,7 @@ class TFConfigClusterResolver(ClusterResolver):
       env: The environment, or None for that of this process.
 
     Raises:
-      ValueError: At the question, if the text is no JSON, or not what ``TF_CONFIG`` has to be.
+      ValueError: When names are asked for, if the text is not JSON, or not a valid ``TF_CONFIG``.
 
     As: ``tf.distribute.cluster_resolver.TFConfigClusterResolver``.
 
@@ -102,7 +103,7 @@ class TFConfigClusterResolver(ClusterResolver):
         *,
         env: Mapping[str, str] | None = None,
     ):
-        """Remember what overrides ``TF_CONFIG``."""
+        """Create a resolver; arguments that are not None override ``TF_CONFIG``."""
         self._type = task_type
         self._id = task_id
         self._rpc = rpc_layer
@@ -116,20 +117,20 @@ class TFConfigClusterResolver(ClusterResolver):
             config = json.loads(text)
         except json.JSONDecodeError as error:
             what = f"the environment variable TF_CONFIG holds {text!r:.60}, which is not JSON"
-            told = f"{what}. {_RIGHT} In words of JSON: {error.msg}"
+            told = f"{what}. {_RIGHT} The JSON parser says: {error.msg}"
             raise json.JSONDecodeError(told, error.doc, error.pos) from None
         except (ValueError, RecursionError) as error:  # thousands of digits, or of brackets
-            raise _wrong(f"holds {text!r:.60}, which is no cluster: {error}") from None
+            raise _wrong(f"holds {text!r:.60}, which is not a cluster: {error}") from None
         if not isinstance(config, dict):
-            raise _wrong(f"holds {text!r:.60}, which is JSON but no object")
+            raise _wrong(f"holds {text!r:.60}, which is JSON but not an object")
         for key in ("cluster", "task"):
             found = config.get(key, {})
             if not isinstance(found, dict):
-                raise _wrong(f"has a {key!r} that is no object: {found!r:.60}")
+                raise _wrong(f"has a {key!r} that is not an object: {found!r:.60}")
         return config
 
     def _task(self, key: str) -> Any:
-        """Return what ``TF_CONFIG`` says of the task; None where there is no choice of tasks."""
+        """Return what ``TF_CONFIG`` says of the task; None if that is missing and not needed."""
         config = self._config()
         found = config.get("task", {}).get(key)
         if found is None and "session_master" not in config:
@@ -141,10 +142,10 @@ class TFConfigClusterResolver(ClusterResolver):
         return found
 
     def check(self) -> None:
-        """Raise what the questions about the task would raise, if ``TF_CONFIG`` is malformed.
+        """Check ``TF_CONFIG``.
 
         Raises:
-          ValueError: It is no JSON, no object, or does not name the task.
+          ValueError: It is not JSON, not an object, or does not name the task.
         """
         self.cluster_spec()
         _ = self.task_type, self.task_id
@@ -156,7 +157,7 @@ class TFConfigClusterResolver(ClusterResolver):
             return str(self._type)
         found = self._task("type")
         if not isinstance(found, str | None):
-            raise _wrong(f"has a task whose 'type' is no string: {found!r:.60}")
+            raise _wrong(f"has a task whose 'type' is not a string: {found!r:.60}")
         return found
 
     @task_type.setter
@@ -169,12 +170,10 @@ class TFConfigClusterResolver(ClusterResolver):
         if self._id is not None:
             return int(self._id)
         found = self._task("index")
-        number = counted(found) if isinstance(found, str) else found
-        if found is None:
-            return None
-        if isinstance(number, int) and not isinstance(number, bool) and number >= 0:
+        number = counted(found) if isinstance(found, str) else whole(found)
+        if found is None or (number is not None and number >= 0):
             return number
-        raise _wrong(f"has a task whose 'index' is no number from 0: {found!r:.60}")
+        raise _wrong(f"has a task whose 'index' is not an integer of at least 0: {found!r:.60}")
 
     @task_id.setter
     def task_id(self, value: int | None) -> None:
@@ -182,7 +181,7 @@ class TFConfigClusterResolver(ClusterResolver):
 
     @property
     def rpc_layer(self) -> str | None:
-        """How ``TF_CONFIG`` says that tasks talk. Can be set."""
+        """The protocol that ``TF_CONFIG`` names. Can be set."""
         return self._config().get("rpc_layer") if self._rpc is None else self._rpc
 
     @rpc_layer.setter
@@ -191,13 +190,13 @@ class TFConfigClusterResolver(ClusterResolver):
 
     @property
     def environment(self) -> str:
-        """What kind of place ``TF_CONFIG`` says that the cluster runs in."""
+        """The kind of environment that ``TF_CONFIG`` names."""
         if self._environment is not None:
             return self._environment
         return str(self._config().get("environment", ""))
 
     def cluster_spec(self) -> ClusterSpec:
-        """Return the jobs of ``TF_CONFIG``; none if it is not set.
+        """Return the jobs of ``TF_CONFIG``; an empty cluster if it is not set.
 
         Raises:
           ValueError: ``TF_CONFIG`` is malformed.
@@ -206,7 +205,7 @@ class TFConfigClusterResolver(ClusterResolver):
         try:
             return ClusterSpec(cluster)
         except (TypeError, ValueError) as error:
-            raise _wrong(f"has a 'cluster' that is none: {error}") from None
+            raise _wrong(f"has a 'cluster' that cannot be used: {error}") from None
 
     def master(
         self,
@@ -216,7 +215,7 @@ class TFConfigClusterResolver(ClusterResolver):
     ) -> str:
         """Return the address of a task, with the rpc layer before it if there is one.
 
-        With nothing named it is this process' own; empty for a cluster of a single task.
+        If no task is named, that of this process; empty for a cluster of a single task.
         """
         config = self._config()
         if "session_master" in config:

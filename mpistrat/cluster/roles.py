@@ -1,7 +1,7 @@
-"""What a task is for, from the name of its job: who is the chief, who counts as a worker.
+"""The role of a task, from the name of its job: which is the chief, which count as workers.
 
-These rules are tf.distribute's, for programs that decide by job and task. In mpistrat itself every
-rank is a worker and rank 0 leads.
+These are tf.distribute's rules, for programs that decide by job and task. In mpistrat itself every
+rank is a worker, and rank 0 is the chief.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ def _count(spec: ClusterSpec, job: str) -> int:
 
 
 def check_task(cluster: Cluster, task_type: str | None, task_id: int | None) -> ClusterSpec:
-    """Return the cluster, if there may be such a task in it.
+    """Return the cluster after checking that it can have such a task.
 
-    The evaluator works on its own, so a cluster need not list it.
+    An evaluator takes part in no collective, so a cluster need not list it.
 
     Args:
       cluster: A `ClusterSpec`, or what one is made from.
-      task_type: The job of the task; None for a process that is in none.
+      task_type: The job of the task; None for a process without a job.
       task_id: Which task of it.
 
     Raises:
@@ -59,7 +59,7 @@ def check_task(cluster: Cluster, task_type: str | None, task_id: int | None) -> 
 def is_chief(cluster: Cluster, task_type: str | None, task_id: int | None) -> bool:
     """Tell whether a task is the one that writes checkpoints and summaries.
 
-    That is the chief, or the first worker where no job is called so, and an evaluator for itself.
+    That is the chief, or the first worker of a cluster without a chief; an evaluator always is.
 
     Example:
       >>> is_chief({"worker": ["a:1", "b:1"]}, "worker", 0)
@@ -72,7 +72,7 @@ def is_chief(cluster: Cluster, task_type: str | None, task_id: int | None) -> bo
 
 
 def leader(cluster: Cluster, task_type: str | None, task_id: int | None) -> str:
-    """Return the name of the task that leads collectives; empty for who takes part in none.
+    """Return the name of the task that leads collectives; empty if the task takes part in none.
 
     Example:
       >>> leader({"worker": ["a:1", "b:1"]}, "worker", 1)
@@ -88,7 +88,7 @@ def id_in_cluster(cluster: Cluster, task_type: str | None, task_id: int) -> int:
     """Return the number of a task among all chiefs and workers, or among the evaluators.
 
     Raises:
-      ValueError: Tasks of this job have no number, or there is no such task.
+      ValueError: Tasks of this job are not numbered, or the cluster has no such task.
 
     Example:
       >>> id_in_cluster({"chief": ["a:1"], "worker": ["b:1", "c:1"]}, "worker", 1)
@@ -99,14 +99,14 @@ def id_in_cluster(cluster: Cluster, task_type: str | None, task_id: int) -> int:
         return task_id + _count(spec, "chief")
     if task_type in _SINGLE:
         return task_id
-    raise ValueError(f"tasks of job {task_type!r} have no id; only of chief, worker, evaluator.")
+    raise ValueError(f"tasks of job {task_type!r} have no id; only chief, worker and evaluator.")
 
 
 def worker_count(cluster: Cluster, task_type: str | None) -> int:
     """Return how many tasks work together with those of a job.
 
     Raises:
-      ValueError: Tasks of this job do not count, or there is no such job.
+      ValueError: The job is not chief, worker or evaluator, or the cluster does not have it.
 
     Example:
       >>> worker_count({"chief": ["a:1"], "worker": ["b:1", "c:1"], "ps": ["d:1"]}, "worker")

@@ -1,4 +1,4 @@
-"""Resolvers of what the program itself says: one cluster, or several put together."""
+"""Resolvers of names that the program gives: one cluster, or the union of several."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ __all__ = ["SimpleClusterResolver", "UnionResolver"]
 
 @final
 class SimpleClusterResolver(ClusterResolver):
-    """Says what it was told.
+    """Answers with what it was given.
 
     Args:
       cluster_spec: The jobs and the addresses of their tasks.
-      master: What `master` answers when no task is named.
-      task_type: The job that this process is in.
-      task_id: Which task of that job this process is.
-      environment: What kind of place the cluster runs in.
-      num_accelerators: Kind of device to how many of them a task has; None for none.
-      rpc_layer: How tasks talk, such as ``"grpc"``; it comes before every address.
+      master: What the method `master` returns when no task is named.
+      task_type: The job of this process.
+      task_id: The number of this process in that job.
+      environment: The kind of environment that the cluster runs in.
+      num_accelerators: How many devices of each kind a task has; None for no devices.
+      rpc_layer: The protocol to put before every address, such as ``"grpc"``.
 
     Raises:
-      TypeError: `cluster_spec` is no `ClusterSpec`, or `master` no text.
+      TypeError: `cluster_spec` is not a `ClusterSpec`, or `master` is not a string.
 
     As: ``tf.distribute.cluster_resolver.SimpleClusterResolver``.
 
@@ -45,7 +45,7 @@ class SimpleClusterResolver(ClusterResolver):
         num_accelerators: Mapping[str, int] | None = None,
         rpc_layer: str | None = None,
     ):
-        """Remember what was told."""
+        """Create a resolver with these answers."""
         if not isinstance(cluster_spec, ClusterSpec):
             raise TypeError(f"cluster_spec must be a ClusterSpec, got {cluster_spec!r}.")
         if not isinstance(master, str):
@@ -68,7 +68,7 @@ class SimpleClusterResolver(ClusterResolver):
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """Return the address of a task; the master that was given, unless type and id are named."""
+        """Return the address of a task, or the given master unless type and id are both named."""
         named = task_type is not None and task_id is not None
         address = self._spec.task_address(str(task_type), task_id or 0) if named else self._master
         return url(address, rpc_layer or self.rpc_layer)
@@ -76,18 +76,18 @@ class SimpleClusterResolver(ClusterResolver):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
     ) -> dict[str, int]:
-        """Return the counts that were given, for whatever task."""
+        """Return the counts that were given; the task does not matter."""
         return dict(self._accelerators)
 
     @property
     def environment(self) -> str:
-        """What was given."""
+        """The environment that was given."""
         return self._environment
 
 
 @final
 class UnionResolver(ClusterResolver):
-    """Several clusters put together; what only one can answer, the first does.
+    """The union of several clusters; the first resolver answers what only one can.
 
     The lists of a job are put one after the other. If any resolver gives a job as a dict, all its
     tasks are put together by their indices.
@@ -98,8 +98,8 @@ class UnionResolver(ClusterResolver):
         resolver. A ``task_id`` of 0 counts.
 
     Raises:
-      ValueError: No resolver, or another keyword.
-      TypeError: An argument is no resolver.
+      ValueError: No resolver is given, or an unknown keyword.
+      TypeError: An argument is not a resolver.
 
     As: ``tf.distribute.cluster_resolver.UnionResolver``.
 
@@ -111,7 +111,7 @@ class UnionResolver(ClusterResolver):
     """
 
     def __init__(self, *args: ClusterResolver, **kwargs: Any):
-        """Remember the resolvers."""
+        """Create the union."""
         self._rpc_layer: str | None = kwargs.pop("rpc_layer", None)
         self._task_type = kwargs.pop("task_type", None)
         self._task_id = kwargs.pop("task_id", None)
@@ -120,7 +120,7 @@ class UnionResolver(ClusterResolver):
                 f"UnionResolver takes rpc_layer, task_type and task_id, not {sorted(kwargs)}."
             )
         if not args:
-            raise ValueError("UnionResolver wants at least one ClusterResolver, got none.")
+            raise ValueError("UnionResolver needs at least one ClusterResolver, got none.")
         for resolver in args:
             if not isinstance(resolver, ClusterResolver):
                 raise TypeError(f"UnionResolver takes ClusterResolvers, got {resolver!r}.")
@@ -144,7 +144,7 @@ class UnionResolver(ClusterResolver):
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """Return the address of a task; the first resolver's, unless type and id are named."""
+        """Return the address of a task; the first resolver's master unless both are named."""
         if task_type is not None and task_id is not None:
             address = self.cluster_spec().task_address(task_type, task_id)
             return url(address, rpc_layer or self._rpc_layer)
@@ -153,7 +153,7 @@ class UnionResolver(ClusterResolver):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
     ) -> dict[str, int]:
-        """Return what the first resolver says."""
+        """Return the answer of the first resolver."""
         return self._resolvers[0].num_accelerators(task_type, task_id, config_proto)
 
     @property
@@ -176,7 +176,7 @@ class UnionResolver(ClusterResolver):
 
     @property
     def rpc_layer(self) -> str | None:
-        """How tasks talk: what was given, else as the first resolver says. Can be set."""
+        """The protocol that was given, else that of the first resolver. Can be set."""
         return self._rpc_layer or getattr(self._resolvers[0], "rpc_layer", None)
 
     @rpc_layer.setter
@@ -185,7 +185,7 @@ class UnionResolver(ClusterResolver):
 
     @property
     def environment(self) -> str:
-        """What the first resolver says."""
+        """The environment of the first resolver."""
         return self._resolvers[0].environment
 
 

@@ -1,14 +1,14 @@
-"""Names from the environment that Slurm gives to the tasks of a step."""
+"""A resolver of names from the environment that Slurm gives to the tasks of a job step."""
 
 from __future__ import annotations
 
-import operator
 import os
 from collections.abc import Mapping, MutableMapping
 from typing import Any, final
 
+from mpistrat.arrays import whole
 from mpistrat.cluster.hostlist import expand_hostlist, expand_tasks_per_node
-from mpistrat.cluster.resolver import ClusterResolver, chosen_master
+from mpistrat.cluster.resolver import TaskResolver
 from mpistrat.cluster.spec import MOST_TASKS, ClusterSpec
 from mpistrat.environment import counted
 
@@ -21,7 +21,7 @@ _NO_DEVICES = {"", "-1", "NoDevFiles"}
 
 
 @final
-class SlurmClusterResolver(ClusterResolver):
+class SlurmClusterResolver(TaskResolver):
     """Names from the environment of a process that ``srun`` started; GPUs are not needed.
 
     Tasks are numbered node by node, in the order of Slurm's list of nodes, which is how ``srun``
@@ -33,22 +33,22 @@ class SlurmClusterResolver(ClusterResolver):
     node and are equal on all its ranks; there `MPIClusterResolver` and `tf_config` know better.
 
     Args:
-      jobs: How many tasks each job has; None for one job ``worker`` with all tasks of the step.
+      jobs: The number of tasks of each job; None for one job ``worker`` with all tasks.
       port_base: The port of the first task of each node.
       gpus_per_node: GPUs of a node; None for as many as ``CUDA_VISIBLE_DEVICES`` or else
-        ``SLURM_GPUS_ON_NODE`` say, which is none where neither is set.
+        ``SLURM_GPUS_ON_NODE`` say; 0 if neither is set.
       gpus_per_task: GPUs of a task; None for an even share.
-      tasks_per_node: Tasks of every node, or a dict from host to tasks; None for what Slurm says.
-      auto_set_gpu: Let `cluster_spec` set ``CUDA_VISIBLE_DEVICES`` to the GPUs of this task. Where
-        tasks have none it is left as it is.
-      rpc_layer: How tasks talk; it comes before every address.
+      tasks_per_node: Tasks on each node, or a dict from host to tasks; None for Slurm's own.
+      auto_set_gpu: Let `cluster_spec` set ``CUDA_VISIBLE_DEVICES`` to the GPUs of this task, if
+        tasks have any.
+      rpc_layer: The protocol to put before every address.
       env: The environment, or None for that of this process.
 
     Raises:
-      RuntimeError: This is no task of a step, or jobs, tasks and GPUs do not fit together.
-      TypeError: `jobs` is no dict, or a number no integer.
-      ValueError: A number is negative, or beyond what any machine has; there are not as many ports;
-        or Slurm's texts have another form.
+      RuntimeError: This process is not a task of a job step, or jobs, tasks and GPUs do not fit.
+      TypeError: `jobs` is not a dict, or a number is not an integer.
+      ValueError: A number is negative or too large, there are too few ports, or Slurm's variables
+        cannot be read.
 
     As: ``tf.distribute.cluster_resolver.SlurmClusterResolver``.
 
@@ -102,32 +102,30 @@ class SlurmClusterResolver(ClusterResolver):
 
     def _check(self, most: int, gpus: int, got: int) -> None:
         if _whole("gpus_per_node", gpus) > _GPUS:
-            raise ValueError(
-                f"no node has {gpus} GPUs; {_GPUS} are the most that are taken for real."
-            )
+            raise ValueError(f"no node has {gpus} GPUs; the limit is {_GPUS}.")
         _whole("gpus_per_task", self._gpus)
         if most * self._gpus > gpus:
             raise RuntimeError(
-                f"{most} tasks of a node with {self._gpus} GPUs each want more than the {gpus} "
+                f"{most} tasks of a node with {self._gpus} GPUs each need more than the {gpus} "
                 "that it has; lower gpus_per_task or tasks_per_node."
             )
         if got > MOST_TASKS:
             raise ValueError(
-                f"Slurm's variables tell of {got} tasks; at most {MOST_TASKS} are taken for real. "
-                "Look what has set them, or use another resolver."
+                f"Slurm's variables describe {got} tasks, more than the limit of {MOST_TASKS}. "
+                "Look for what has set them, or use another resolver."
             )
         wanted = sum(self._jobs.values())
         if wanted != got:
-            raise RuntimeError(f"the jobs {self._jobs} want {wanted} tasks, but there are {got}.")
+            raise RuntimeError(f"the jobs {self._jobs} need {wanted} tasks, but there are {got}.")
         if self._rank >= got:
             raise RuntimeError(
-                f"rank {self._rank} of the step has no task: tasks_per_node makes {got} of them."
+                f"rank {self._rank} of the step has no task: tasks_per_node gives {got} in all."
             )
 
     def cluster_spec(self) -> ClusterSpec:
-        """Return the jobs and addresses, and note which task this process is.
+        """Return the jobs and addresses, and find out which task this process is.
 
-        Sets ``task_type`` and ``task_id``, and ``CUDA_VISIBLE_DEVICES`` if that was wished.
+        Sets ``task_type`` and ``task_id``, and ``CUDA_VISIBLE_DEVICES`` if `auto_set_gpu`.
         """
         cluster: dict[str, list[str]] = {}
         first = 0
@@ -145,15 +143,6 @@ class SlurmClusterResolver(ClusterResolver):
         """Return the job of this process and which task of it; None before `cluster_spec`."""
         return self.task_type, self.task_id
 
-    def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-    ) -> str:
-        """Return the address of a task, else of this process; empty before `cluster_spec`."""
-        return chosen_master(self, task_type, task_id, rpc_layer or self.rpc_layer)
-
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
     ) -> dict[str, int]:
@@ -164,8 +153,8 @@ class SlurmClusterResolver(ClusterResolver):
 def _told(env: Mapping[str, str], name: str) -> str:
     if f"SLURM_{name}" not in env:
         raise RuntimeError(
-            f"SLURM_{name} is not set, so this process is no task of a Slurm step. Start it with "
-            "srun, or use another resolver."
+            f"SLURM_{name} is not set, so this process is not a task of a Slurm step. Start it "
+            "with srun, or use another resolver."
         )
     return env[f"SLURM_{name}"]
 
@@ -179,9 +168,9 @@ def _counted(env: Mapping[str, str], name: str) -> int:
 
 
 def _whole(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    number = whole(value)
+    if number is None:
         raise TypeError(f"{name} must be an integer, got {value!r:.80}.")
-    number = operator.index(value)
     if number < 0:
         raise ValueError(f"{name} must not be negative, got {number}.")
     return number
@@ -201,7 +190,7 @@ def _tasks(
         return dict.fromkeys(hosts, _whole("tasks_per_node", tasks_per_node))
     counts = expand_tasks_per_node(_told(env, "STEP_TASKS_PER_NODE"))
     if len(counts) != len(hosts):
-        raise RuntimeError(f"Slurm tells of {len(hosts)} nodes, but tasks for {len(counts)}.")
+        raise RuntimeError(f"Slurm lists {len(hosts)} nodes, but task counts for {len(counts)}.")
     return dict(zip(hosts, counts, strict=True))
 
 

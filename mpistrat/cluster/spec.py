@@ -1,10 +1,11 @@
-"""Jobs, their tasks, and the tasks' addresses."""
+"""`ClusterSpec`: the jobs of a cluster, their tasks, and the addresses of these."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, final
 
+from mpistrat.arrays import whole
 from mpistrat.environment import counted
 
 __all__ = ["MOST_TASKS", "ClusterDef", "ClusterSpec", "JobDef"]
@@ -36,7 +37,7 @@ class ClusterDef(NamedTuple):
 
 @final
 class ClusterSpec:
-    """Which addresses the tasks of each job have.
+    """The addresses of the tasks of each job.
 
     Args:
       cluster: For each job a list of addresses, or a dict from task index to address; or another
@@ -44,7 +45,7 @@ class ClusterSpec:
         digits, as the keys of JSON are.
 
     Raises:
-      TypeError: `cluster` is none of these, or a name, index or address is of another type.
+      TypeError: `cluster`, a name, an index or an address has another type.
       ValueError: An index is negative, comes twice, or is not below `MOST_TASKS`.
 
     As: ``tf.train.ClusterSpec``.
@@ -58,7 +59,7 @@ class ClusterSpec:
         self,
         cluster: Mapping[str, Sequence[str] | Mapping[int, str]] | ClusterDef | ClusterSpec,
     ):
-        """Describe a cluster."""
+        """Create the description of a cluster."""
         if isinstance(cluster, ClusterSpec):
             self._jobs: dict[str, dict[int, str]] = {k: dict(v) for k, v in cluster._jobs.items()}
             return
@@ -145,16 +146,14 @@ def _tasks(job: str, tasks: object) -> dict[int, str]:
 
 
 def _index(job: str, index: object) -> int:
-    if isinstance(index, str):
-        number = counted(index)
-        index = index if number is None else number
-    if not isinstance(index, int) or isinstance(index, bool):
+    number = counted(index) if isinstance(index, str) else whole(index)
+    if number is None:
         raise TypeError(f"an index of job {job!r} is an integer, got {index!r:.40}.")
-    if index < 0:
-        raise ValueError(f"indices of job {job!r} begin at 0, got {index}.")
-    if index >= MOST_TASKS:
+    if number < 0:
+        raise ValueError(f"indices of job {job!r} begin at 0, got {number}.")
+    if number >= MOST_TASKS:
         raise ValueError(f"indices of job {job!r} end at {MOST_TASKS - 1}, got a larger one.")
-    return index
+    return number
 
 
 def _text(value: object, what: str) -> str:

@@ -1,4 +1,4 @@
-"""Do the names that resolvers give to ranks fit the ranks? They name; the rank comes from MPI."""
+"""Checks that the names that resolvers give to ranks fit the ranks, which come from MPI."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _WORKING = ("chief", "worker", "evaluator")
 
 
 class Task(NamedTuple):
-    """What a resolver calls a rank.
+    """The name that a resolver gives to a rank.
 
     Attributes:
-      kind: The job of the task; empty where the resolver knows of no cluster.
-      number: Which task of it.
-      workers: How many tasks work together with it, itself included.
-      chief: It is the one that the others leave checkpoints to.
+      kind: The job of the task; empty if the resolver knows no cluster.
+      number: The number of the task in the job.
+      workers: How many tasks work together, this one included.
+      chief: Whether it is the task that writes checkpoints.
     """
 
     kind: str = ""
@@ -45,7 +45,7 @@ class Task(NamedTuple):
 
 
 def task_of(resolver: ClusterResolver) -> Task:
-    """Return what a resolver calls this process.
+    """Return the name that a resolver gives to this process.
 
     Args:
       resolver: Asked for its cluster first, for some learn from that which task they are.
@@ -82,7 +82,7 @@ def task_of(resolver: ClusterResolver) -> Task:
 
 
 def misfit(tasks: Sequence[Task], job: int) -> str:
-    """Return what does not fit between the names of the ranks and the ranks, or an empty text.
+    """Return why the names of the ranks do not fit the ranks, or an empty text if they do.
 
     Args:
       tasks: The task of each rank.
@@ -107,8 +107,8 @@ def misfit(tasks: Sequence[Task], job: int) -> str:
     if not wrong:
         return ""
     return (
-        f"{'; '.join(wrong)}. Names (TF_CONFIG, or a cluster_resolver) choose no ranks: MPI does, "
-        "and extended.should_checkpoint is true on rank 0. Unset TF_CONFIG and give no resolver to "
-        "let MPI name the ranks too, or give each rank the name of a task of its own, in rank "
-        "order."
+        f"{'; '.join(wrong)}. Names (TF_CONFIG, or a cluster_resolver) do not choose ranks: MPI "
+        "does, and extended.should_checkpoint is true on rank 0. Unset TF_CONFIG and give no "
+        "resolver to let MPI name the ranks too, or give each rank the name of a task of its own, "
+        "in rank order."
     )

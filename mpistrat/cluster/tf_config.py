@@ -19,13 +19,13 @@ _PORTS = range(1, 65536)
 
 
 def config_text(resolver: ClusterResolver) -> str:
-    """Return a resolver's answers as JSON.
+    """Return the answers of a resolver as the JSON of ``TF_CONFIG``.
 
     Args:
       resolver: Knows its cluster, and which task this process is.
 
     Raises:
-      ValueError: It does not know the task, or its addresses are labels that nobody can call.
+      ValueError: It does not know the task, or its addresses are labels, not addresses of hosts.
 
     Example:
       >>> spec = ClusterSpec({"worker": ["a:1", "b:1"]})
@@ -45,8 +45,8 @@ def config_text(resolver: ClusterResolver) -> str:
     addresses = [address for job in spec.jobs for address in spec.job_tasks(job)]
     if any(address is not None and address.startswith(LABEL) for address in addresses):
         raise ValueError(
-            f"the addresses of {name} are labels of ranks, which TensorFlow cannot call. Give no "
-            "resolver, and the ranks tell one another their hosts."
+            f"the addresses of {name} are labels of ranks, which TensorFlow cannot connect to. "
+            "Give no resolver, and the ranks exchange the names of their hosts."
         )
     config: dict[str, Any] = {"cluster": spec.as_dict(), "task": {"type": kind, "index": index}}
     layer = getattr(resolver, "rpc_layer", None)
@@ -67,7 +67,7 @@ def placed(
       jobs: How many ranks each job takes, in this order; None for one job ``worker`` of all.
 
     Raises:
-      ValueError: The jobs do not take all ranks, or a port is out of range.
+      ValueError: The jobs do not add up to all ranks, or a port is out of range.
 
     Example:
       >>> placed(["a", "b", "a"], 2, 9000).cluster_spec()
@@ -75,7 +75,9 @@ def placed(
     """
     jobs = {"worker": len(hosts)} if jobs is None else jobs
     if sum(jobs.values()) != len(hosts) or min(jobs.values()) < 1:
-        raise ValueError(f"jobs must share out the {len(hosts)} ranks, at least one each: {jobs}.")
+        raise ValueError(
+            f"jobs must share out the {len(hosts)} ranks, at least one each, got {jobs}."
+        )
     ports = [port_base + hosts[:place].count(host) for place, host in enumerate(hosts)]
     if not (min(ports) in _PORTS and max(ports) in _PORTS):
         raise ValueError(f"ports are 1 to 65535; port_base={port_base} leads to {max(ports)}.")
@@ -93,6 +95,6 @@ def export(text: str, env: MutableMapping[str, str] | None = None) -> None:
 
     Args:
       text: What to set it to.
-      env: The environment, or None for that of this process and the children it will have.
+      env: The environment, or None for that of this process and its children.
     """
     (os.environ if env is None else env)[TF_CONFIG] = text

@@ -1,4 +1,4 @@
-"""The resolver of the topology strategy: the ranks of the MPI world under a TPU's words."""
+"""The resolver of `TPUStrategy`: the ranks of MPI, with the arguments of a TPU's resolver."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _NONE = (None, "", "local")
 
 @final
 class TPUClusterResolver(ClusterResolver):
-    """The ranks of the MPI world, for programs that were written for a TPU; there is no TPU.
+    """The ranks of the MPI world, for programs that were written for a TPU; no TPU is used.
 
     Making one starts MPI, and communicates nothing.
 
     Args:
-      tpu: None, ``""`` or ``"local"``. The name of a TPU chooses nothing, and warns.
-      zone: Not looked at.
-      project: Not looked at.
-      job_name: What to call the job of all ranks.
+      tpu: None, ``""`` or ``"local"``. The name of a TPU has no effect, and warns.
+      zone: Ignored.
+      project: Ignored.
+      job_name: The name of the job of all ranks.
       coordinator_name: A further job, if `coordinator_address` is given.
       coordinator_address: The address of its only task.
-      credentials: Not looked at.
-      service: Not looked at.
-      discovery_url: Not looked at.
+      credentials: Ignored.
+      service: Ignored.
+      discovery_url: Ignored.
 
     Warns:
       RuntimeWarning: `tpu` is the name of a TPU.
@@ -53,7 +53,7 @@ class TPUClusterResolver(ClusterResolver):
         service: Any = None,
         discovery_url: str | None = None,
     ):
-        """Ask MPI for this rank and the number of ranks."""
+        """Create a resolver of the ranks of MPI, which it starts."""
         if tpu not in _NONE:
             # On every rank: where warnings are errors, it is one on all of them.
             warnings.warn(
@@ -92,7 +92,7 @@ class TPUClusterResolver(ClusterResolver):
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """Return the label of a task; of rank 0 if none is named."""
+        """Return the label of a task; that of rank 0 if no task is named."""
         job = self._ranks.task_type if task_type is None else task_type
         return self.cluster_spec().task_address(str(job), task_id or 0)
 
@@ -101,5 +101,5 @@ class TPUClusterResolver(ClusterResolver):
         return self.master()
 
     def get_job_name(self) -> str | None:
-        """Return what the job of all ranks is called."""
+        """Return the name of the job of all ranks."""
         return self._ranks.task_type

@@ -1,4 +1,4 @@
-"""Constants and the few functions of tensors; tensors are NumPy arrays."""
+"""Constants and functions of tensors, which are NumPy arrays; `tf` has those that are ``tf.*``."""
 
 from __future__ import annotations
 
@@ -8,58 +8,20 @@ from typing import Any
 import numpy as np
 
 from mpistrat.arrays import as_dtype
-from mpistrat.compat.tf_tensor import named
-
-__all__ = [
-    "axes",
-    "broadcast_to",
-    "cast",
-    "concat",
-    "constant",
-    "convert_to_tensor",
-    "expand_dims",
-    "eye",
-    "fill",
-    "gather",
-    "identity",
-    "is_typed",
-    "linspace",
-    "matmul",
-    "one_hot",
-    "ones",
-    "ones_like",
-    "range",
-    "rank",
-    "repeat",
-    "reshape",
-    "shape",
-    "size",
-    "split",
-    "square",
-    "squeeze",
-    "stack",
-    "tile",
-    "transpose",
-    "unstack",
-    "where",
-    "zeros",
-    "zeros_like",
-]
 
 _NARROW = {"i": np.int32, "f": np.float32}
 
 
-@named
 def constant(value: Any, dtype: Any = None, shape: Any = None) -> Any:
     """Return a fresh array; Python integers become int32 and Python floats float32.
 
     Args:
       value: Number, nested list or array.
-      dtype: Dtype; of arrays, and of lists of them, their own if None.
+      dtype: Dtype; if None, that of an array, or of the arrays in a list.
       shape: Shape to fill or reshape to; None for that of `value`.
 
     Raises:
-      ValueError: An integer does not fit the dtype; nothing wraps.
+      ValueError: An integer does not fit the dtype; values never wrap around.
       TypeError: A Python float for an integer dtype.
 
     Example:
@@ -81,7 +43,7 @@ def constant(value: Any, dtype: Any = None, shape: Any = None) -> Any:
 
 
 def is_typed(value: Any) -> bool:
-    """Tell whether `value` brings a dtype, or something in a list does."""
+    """Tell whether `value` has a dtype, or an element of a list has one."""
     if isinstance(value, list | tuple):
         return any(map(is_typed, value))
     return hasattr(value, "dtype")
@@ -104,60 +66,53 @@ def _check_range(array: Any, dtype: np.dtype[Any]) -> None:
     limits, least, most = np.iinfo(dtype), array.min(), array.max()
     if least < limits.min or most > limits.max:
         raise ValueError(
-            f"{most if most > limits.max else least} does not fit {dtype}, the dtype that was "
-            "asked for, or that Python integers get; say dtype=tf.int64 (or another) for it."
+            f"{most if most > limits.max else least} does not fit {dtype} ({limits.min} to "
+            f"{limits.max}); Python integers become int32 unless dtype= says otherwise, such as "
+            "dtype=tf.int64."
         )
 
 
-@named
 def convert_to_tensor(value: Any, dtype: Any = None) -> Any:
-    """Return `value` as `constant` makes it; an array of that dtype as it is."""
+    """Return `value` as `constant` does; an array that has the dtype is not copied."""
     if isinstance(value, np.ndarray) and dtype in (None, value.dtype):
         return value
     return constant(value, dtype)
 
 
-@named
 def identity(value: Any) -> Any:
     """Return a copy of `value`, as `constant` makes it."""
     return constant(value)
 
 
-@named
 def cast(value: Any, dtype: Any) -> Any:
     """Return `value` as an array of `dtype`."""
     return np.asarray(value).astype(as_dtype(dtype, "cast"))
 
 
-@named
 def zeros(shape: Any, dtype: Any = np.float32) -> Any:
     """Return an array of zeros of `shape` and `dtype`."""
     return np.zeros(shape, as_dtype(dtype, "zeros"))
 
 
-@named
 def ones(shape: Any, dtype: Any = np.float32) -> Any:
     """Return an array of ones of `shape` and `dtype`."""
     return np.ones(shape, as_dtype(dtype, "ones"))
 
 
-@named
 def zeros_like(value: Any, dtype: Any = None) -> Any:
     """Return an array of zeros of the shape of `value`, and of its dtype if `dtype` is None."""
     tensor = convert_to_tensor(value)
     return np.zeros_like(tensor, as_dtype(dtype or tensor.dtype, "zeros_like"))
 
 
-@named
 def ones_like(value: Any, dtype: Any = None) -> Any:
     """Return an array of ones of the shape of `value`, and of its dtype if `dtype` is None."""
     tensor = convert_to_tensor(value)
     return np.ones_like(tensor, as_dtype(dtype or tensor.dtype, "ones_like"))
 
 
-@named
 def fill(dims: Any, value: Any) -> Any:
-    """Return an array of shape `dims` with `value`, as `constant` takes it, everywhere.
+    """Return an array of shape `dims` filled with `value`, converted as by `constant`.
 
     Example:
       >>> fill([2], 7.0)
@@ -166,7 +121,6 @@ def fill(dims: Any, value: Any) -> Any:
     return np.full(tuple(dims), constant(value))
 
 
-@named
 def range(*args: Any, dtype: Any = None) -> Any:
     """Return evenly spaced numbers, int32 or float32 unless `dtype` says otherwise."""
     array = np.arange(*args)
@@ -174,31 +128,26 @@ def range(*args: Any, dtype: Any = None) -> Any:
     return _converted(array, wanted, typed=True)
 
 
-@named
 def reshape(tensor: Any, shape: Sequence[int]) -> Any:
     """Return `tensor` as an array of another `shape`."""
     return convert_to_tensor(tensor).reshape(tuple(shape))
 
 
-@named
 def stack(values: Sequence[Any], axis: int = 0) -> Any:
-    """Return the arrays `values`, which have one shape, joined along a new axis `axis`."""
+    """Return arrays `values` of the same shape, joined along a new axis `axis`."""
     return np.stack([convert_to_tensor(value) for value in values], axis)
 
 
-@named
 def concat(values: Sequence[Any], axis: int) -> Any:
-    """Return the arrays `values` joined along `axis`, which they have."""
+    """Return the arrays `values` joined along their axis `axis`."""
     return np.concatenate([convert_to_tensor(value) for value in values], axis)
 
 
-@named
 def transpose(a: Any, perm: Any = None) -> Any:
     """Return `a` with its axes in the order `perm`, or in reverse order if that is None."""
     return np.transpose(convert_to_tensor(a), perm)
 
 
-@named
 def shape(input: Any, out_type: Any = np.int32) -> Any:
     """Return the shape of `input` as an array of dtype `out_type`.
 
@@ -209,25 +158,21 @@ def shape(input: Any, out_type: Any = np.int32) -> Any:
     return np.array(np.shape(input), as_dtype(out_type, "shape"))
 
 
-@named
 def expand_dims(input: Any, axis: int) -> Any:
     """Return `input` with a new axis of size 1 at `axis`."""
     return np.expand_dims(convert_to_tensor(input), axis)
 
 
-@named
 def squeeze(input: Any, axis: Any = None) -> Any:
     """Return `input` without its axes of size 1, or without `axis` only."""
     return np.squeeze(convert_to_tensor(input), axes(axis))
 
 
-@named
 def where(condition: Any, x: Any, y: Any) -> Any:
     """Return elements of `x` where `condition` holds, and of `y` elsewhere."""
     return np.where(condition, convert_to_tensor(x), convert_to_tensor(y))
 
 
-@named
 def one_hot(indices: Any, depth: int, dtype: Any = np.float32) -> Any:
     """Return rows of `depth` elements of `dtype`: 1 at each of `indices`, else 0.
 
@@ -243,7 +188,6 @@ def axes(axis: Any) -> Any:
     return tuple(axis) if isinstance(axis, list) else axis
 
 
-@named
 def matmul(a: Any, b: Any, transpose_a: bool = False, transpose_b: bool = False) -> Any:
     """Return the product of the matrices `a` and `b`, or of stacks of them.
 
@@ -263,25 +207,18 @@ def matmul(a: Any, b: Any, transpose_a: bool = False, transpose_b: bool = False)
     return left @ right
 
 
-@named
-def square(x: Any) -> Any:
-    """Return each element of `x` times itself."""
-    return np.square(convert_to_tensor(x))
-
-
-@named
 def gather(params: Any, indices: Any, axis: int | None = None, batch_dims: int = 0) -> Any:
     """Return the slices of `params` at `indices`. Never communicates.
 
     Args:
       params: Array.
       indices: Integers of any shape, from 0.
-      axis: Along which they count; that after the batch axes if None.
-      batch_dims: How many axes of both go together, one by one.
+      axis: The axis that they index; the one after the batch axes if None.
+      batch_dims: How many leading axes `params` and `indices` have in common.
 
     Raises:
       ValueError: An index is negative, or not below the size of the axis.
-      TypeError: The indices are no integers.
+      TypeError: The indices are not integers.
 
     Example:
       >>> gather([[1, 2], [3, 4]], [1, 0, 1], axis=1).tolist()
@@ -295,7 +232,7 @@ def gather(params: Any, indices: Any, axis: int | None = None, batch_dims: int =
         pairs = zip(tensor, places, strict=True)
         return np.stack([gather(one, at, axis - 1, batch_dims - 1) for one, at in pairs])
     if places.dtype.kind not in "iu":
-        raise TypeError(f"gather: wanted integers as indices, got {places.dtype}.")
+        raise TypeError(f"gather: indices must be integers, got {places.dtype}.")
     bad = places[(places < 0) | (places >= tensor.shape[axis])]
     if bad.size:
         raise ValueError(
@@ -305,38 +242,32 @@ def gather(params: Any, indices: Any, axis: int | None = None, batch_dims: int =
     return np.take(tensor, places, axis)
 
 
-@named
 def eye(num_rows: int, num_columns: int | None = None, dtype: Any = np.float32) -> Any:
     """Return a matrix of `num_rows` and `num_columns`, ones on the diagonal, of `dtype`."""
     return np.eye(num_rows, num_columns, dtype=as_dtype(dtype, "eye"))
 
 
-@named
 def linspace(start: Any, stop: Any, num: int) -> Any:
-    """Return `num` numbers from `start` to `stop`, both included, as far from each other."""
+    """Return `num` evenly spaced numbers from `start` to `stop`, both included."""
     first, last = convert_to_tensor(start), convert_to_tensor(stop)
     return np.linspace(first, last, num, dtype=np.result_type(first, last))
 
 
-@named
 def tile(input: Any, multiples: Any) -> Any:
-    """Return `input` as often along each axis as `multiples` says."""
+    """Return `input` repeated along each axis as often as `multiples` says."""
     return np.tile(convert_to_tensor(input), tuple(multiples))
 
 
-@named
 def repeat(input: Any, repeats: Any, axis: int | None = None) -> Any:
     """Return `input` with each element `repeats` times along `axis`, or flat if that is None."""
     return np.repeat(convert_to_tensor(input), repeats, axis)
 
 
-@named
 def broadcast_to(input: Any, shape: Any) -> Any:
     """Return `input` in a larger `shape`."""
     return np.broadcast_to(convert_to_tensor(input), tuple(shape)).copy()
 
 
-@named
 def split(value: Any, num_or_size_splits: Any, axis: int = 0) -> list[Any]:
     """Return the parts of `value` along `axis`.
 
@@ -346,7 +277,7 @@ def split(value: Any, num_or_size_splits: Any, axis: int = 0) -> list[Any]:
       axis: The axis.
 
     Raises:
-      ValueError: That does not come out even.
+      ValueError: The axis cannot be divided so.
 
     Example:
       >>> [part.tolist() for part in split([1, 2, 3], [1, 2])]
@@ -360,19 +291,16 @@ def split(value: Any, num_or_size_splits: Any, axis: int = 0) -> list[Any]:
     return list(np.split(tensor, sizes, axis))
 
 
-@named
 def unstack(value: Any, num: int | None = None, axis: int = 0) -> list[Any]:
-    """Return the slices of `value` along `axis`, which is not theirs; `num` has no effect."""
+    """Return the slices of `value` along `axis`, without that axis; `num` has no effect."""
     return list(np.moveaxis(convert_to_tensor(value), axis, 0))
 
 
-@named
 def size(input: Any, out_type: Any = np.int32) -> Any:
     """Return the number of elements of `input` as `out_type`."""
     return as_dtype(out_type, "size").type(np.size(input))
 
 
-@named
 def rank(input: Any) -> Any:
     """Return the number of axes of `input`."""
     return np.int32(np.ndim(input))

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any, final
 
 from mpistrat import nest
-from mpistrat.compat.tf_absent import Names as _Names
-from mpistrat.compat.tf_absent import absent as _absent
-from mpistrat.compat.tf_absent import absent_from as _absent_from
-from mpistrat.compat.tf_absent import refusing as _refusing
+from mpistrat.compat.absent import Names as _Names
+from mpistrat.compat.absent import absent as _absent
+from mpistrat.compat.absent import absent_from as _absent_from
+from mpistrat.compat.absent import refusing as _refusing
 from mpistrat.compat.tf_arrays import constant
 from mpistrat.errors import RefusedError
 from mpistrat.feed import dataset
@@ -33,10 +33,10 @@ Options = DatasetOptions
 
 
 def _cardinality(dataset: Any) -> int:
-    """Return ``dataset.cardinality()``: how many elements an epoch has, or one of the two above."""
+    """Return ``dataset.cardinality()``: the elements of an epoch, or INFINITE or UNKNOWN."""
     if not hasattr(dataset, "cardinality"):
         kind = type(dataset).__name__
-        raise TypeError(f"cardinality(dataset) wants a dataset, not {dataset!r:.60} ({kind}).")
+        raise TypeError(f"cardinality(dataset) needs a dataset, not {dataset!r:.60} ({kind}).")
     found: int = dataset.cardinality()
     return found
 
@@ -54,7 +54,7 @@ experimental = _Names(
 
 @final
 class Dataset(dataset.Dataset):
-    """An `mpistrat.Dataset` whose methods take what those of ``tf.data.Dataset`` take.
+    """An `mpistrat.Dataset` whose methods have the parameters of those of ``tf.data.Dataset``.
 
     Hints for its runtime (``num_parallel_calls``, ``deterministic``, ``name``) change nothing.
     What it does not have (``from_generator``, ``zip``, ``filter``, ``list_files``, ...) says what
@@ -80,12 +80,12 @@ class Dataset(dataset.Dataset):
         raise _absent("tf.data.Dataset", name)
 
     def as_numpy_iterator(self) -> Any:
-        """Return an iterator over the elements of the next epoch, which are arrays anyway."""
+        """Return an iterator over the elements of the next epoch, which are arrays."""
         return iter(self)
 
     @staticmethod
     def from_tensor_slices(tensors: Any, name: Any = None) -> Dataset:
-        """Return a dataset of the rows of `tensors`; lists are taken as `constant` takes them.
+        """Return a dataset of the rows of `tensors`; lists are converted as by `constant`.
 
         Args:
           tensors: See `mpistrat.Dataset.from_tensor_slices`.
@@ -128,7 +128,7 @@ class Dataset(dataset.Dataset):
           name: No effect.
 
         Raises:
-          RefusedError: The order is to be the same in every epoch.
+          RefusedError: `reshuffle_each_iteration` is False.
         """
         if reshuffle_each_iteration is False:
             raise RefusedError(

@@ -7,27 +7,38 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.compat.tf_absent import absent_from as _absent_from
+from mpistrat.compat.absent import absent_from as _absent_from
 from mpistrat.compat.tf_arrays import convert_to_tensor
 
-__all__ = [
-    "assert_all_finite",
-    "assert_equal",
-    "assert_greater",
-    "assert_greater_equal",
-    "assert_less",
-    "assert_less_equal",
-    "assert_near",
-    "assert_negative",
-    "assert_non_negative",
-    "assert_non_positive",
-    "assert_none_equal",
-    "assert_positive",
-    "assert_rank",
-    "check_numerics",
-]
-
 __getattr__ = _absent_from("tf.debugging")
+
+# What has to hold for every element, and what to call it.
+_TWO: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "assert_equal": (np.equal, "x == y"),
+    "assert_greater": (np.greater, "x > y"),
+    "assert_greater_equal": (np.greater_equal, "x >= y"),
+    "assert_less": (np.less, "x < y"),
+    "assert_less_equal": (np.less_equal, "x <= y"),
+    "assert_none_equal": (np.not_equal, "x != y"),
+}
+_ONE: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "assert_all_finite": (np.isfinite, "finite"),
+    "assert_negative": (lambda x: x < 0, "negative"),
+    "assert_non_negative": (lambda x: x >= 0, "at least 0"),
+    "assert_non_positive": (lambda x: x <= 0, "at most 0"),
+    "assert_positive": (lambda x: x > 0, "positive"),
+}
+_TOLD = """Raise unless {}.
+
+Args:
+  {}: Tensor.
+  message: What the error begins with.
+  summarize: No effect.
+  name: No effect.
+
+Raises:
+  ValueError: An element is not.
+"""
 
 
 def _wrong(message: Any, what: str, *tensors: Any) -> ValueError:
@@ -42,18 +53,7 @@ def _two(holds: Callable[[Any, Any], Any], what: str) -> Callable[..., None]:
         if not np.all(holds(one, other)):
             raise _wrong(message, what, one, other)
 
-    check.__doc__ = f"""Raise unless {what}, element by element.
-
-    Args:
-      x: Tensor.
-      y: Tensor.
-      message: What the error begins with.
-      summarize: No effect.
-      name: No effect.
-
-    Raises:
-      ValueError: Not so.
-    """
+    check.__doc__ = _TOLD.format(f"{what}, element by element", "x: Tensor.\n  y")
     return check
 
 
@@ -63,31 +63,16 @@ def _one(holds: Callable[[Any], Any], what: str) -> Callable[..., None]:
         if not np.all(holds(tensor)):
             raise _wrong(message, what, tensor)
 
-    check.__doc__ = f"""Raise unless all elements are {what}.
-
-    Args:
-      x: Tensor.
-      message: What the error begins with.
-      summarize: No effect.
-      name: No effect.
-
-    Raises:
-      ValueError: Not so.
-    """
+    check.__doc__ = _TOLD.format(f"all elements are {what}", "x")
     return check
 
 
-assert_equal = _two(np.equal, "x == y")
-assert_none_equal = _two(np.not_equal, "x != y")
-assert_greater = _two(np.greater, "x > y")
-assert_greater_equal = _two(np.greater_equal, "x >= y")
-assert_less = _two(np.less, "x < y")
-assert_less_equal = _two(np.less_equal, "x <= y")
-assert_negative = _one(lambda x: x < 0, "negative")
-assert_non_negative = _one(lambda x: x >= 0, "at least 0")
-assert_non_positive = _one(lambda x: x <= 0, "at most 0")
-assert_positive = _one(lambda x: x > 0, "positive")
-assert_all_finite = _one(np.isfinite, "finite")
+_FOUND = {
+    **{name: _two(*row) for name, row in _TWO.items()},
+    **{name: _one(*row) for name, row in _ONE.items()},
+}
+globals().update(_FOUND)
+__all__ = [*_FOUND, "assert_near", "assert_rank", "check_numerics"]
 
 
 def check_numerics(tensor: Any, message: Any, name: Any = None) -> Any:
@@ -99,9 +84,9 @@ def check_numerics(tensor: Any, message: Any, name: Any = None) -> Any:
       name: No effect.
 
     Raises:
-      ValueError: One is.
+      ValueError: An element is.
     """
-    assert_all_finite(tensor, message)
+    _FOUND["assert_all_finite"](tensor, message)
     return convert_to_tensor(tensor)
 
 
@@ -118,7 +103,7 @@ def assert_near(
       message: What the error begins with.
 
     Raises:
-      ValueError: Not so.
+      ValueError: An element differs by more.
     """
     one, other = convert_to_tensor(x), convert_to_tensor(y)
     least = 10 * np.finfo(np.result_type(one, other)).eps
@@ -128,16 +113,16 @@ def assert_near(
 
 
 def assert_rank(x: Any, rank: int, message: Any = None, name: Any = None) -> None:
-    """Raise unless a tensor has so many axes.
+    """Raise unless a tensor has `rank` axes.
 
     Args:
       x: Tensor.
-      rank: How many.
+      rank: The number of axes.
       message: What the error begins with.
       name: No effect.
 
     Raises:
-      ValueError: It has others.
+      ValueError: It has more or fewer.
     """
     if np.ndim(x) != rank:
         raise _wrong(message, f"{rank} axes", np.array(np.shape(x)))

@@ -1,73 +1,35 @@
 """``tf.distribute`` as programs that import `mpistrat.compat.tf` see it."""
 
-from mpistrat import cluster_resolver, coordinator, experimental
-from mpistrat.compat.tf_absent import absent_from as _absent_from
-from mpistrat.distribute.context import (
-    ReplicaContext,
-    experimental_set_strategy,
-    get_replica_context,
-    get_strategy,
-    has_strategy,
-    in_cross_replica_context,
-)
-from mpistrat.distribute.cross_device import (
-    CrossDeviceOps,
-    HierarchicalCopyAllReduce,
-    NcclAllReduce,
-    ReductionToOneDevice,
-)
-from mpistrat.distribute.extended import StrategyExtended
-from mpistrat.distribute.inputs import (
-    InputContext,
-    InputOptions,
-    InputReplicationMode,
-    RunOptions,
-)
-from mpistrat.distribute.strategies import (
-    MirroredStrategy,
-    MultiWorkerMirroredStrategy,
-    OneDeviceStrategy,
-)
-from mpistrat.distribute.strategy import Strategy
-from mpistrat.distribute.topology_strategy import TPUStrategy
-from mpistrat.distribute.values import DistributedValues
-from mpistrat.feed.distributed import DistributedDataset, DistributedIterator
-from mpistrat.kernels.ops import ReduceOp
-from mpistrat.refused import refused as _refused
+from mpistrat import CrossDeviceOps as CrossDeviceOps
+from mpistrat import DistributedDataset as DistributedDataset
+from mpistrat import DistributedIterator as DistributedIterator
+from mpistrat import DistributedValues as DistributedValues
+from mpistrat import HierarchicalCopyAllReduce as HierarchicalCopyAllReduce
+from mpistrat import InputContext as InputContext
+from mpistrat import InputOptions as InputOptions
+from mpistrat import InputReplicationMode as InputReplicationMode
+from mpistrat import MirroredStrategy as MirroredStrategy
+from mpistrat import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
+from mpistrat import NcclAllReduce as NcclAllReduce
+from mpistrat import OneDeviceStrategy as OneDeviceStrategy
+from mpistrat import ParameterServerStrategy as ParameterServerStrategy
+from mpistrat import ReduceOp as ReduceOp
+from mpistrat import ReductionToOneDevice as ReductionToOneDevice
+from mpistrat import ReplicaContext as ReplicaContext
+from mpistrat import RunOptions as RunOptions
+from mpistrat import Server as Server
+from mpistrat import Strategy as Strategy
+from mpistrat import StrategyExtended as StrategyExtended
+from mpistrat import TPUStrategy as TPUStrategy
+from mpistrat import cluster_resolver as cluster_resolver
+from mpistrat import coordinator as coordinator
+from mpistrat import experimental as experimental
+from mpistrat import experimental_set_strategy as experimental_set_strategy
+from mpistrat import get_replica_context as get_replica_context
+from mpistrat import get_strategy as get_strategy
+from mpistrat import has_strategy as has_strategy
+from mpistrat import in_cross_replica_context as in_cross_replica_context
+from mpistrat.compat.absent import absent_from as _absent_from
 
-__all__ = [
-    "CrossDeviceOps",
-    "DistributedDataset",
-    "DistributedIterator",
-    "DistributedValues",
-    "HierarchicalCopyAllReduce",
-    "InputContext",
-    "InputOptions",
-    "InputReplicationMode",
-    "MirroredStrategy",
-    "MultiWorkerMirroredStrategy",
-    "NcclAllReduce",
-    "OneDeviceStrategy",
-    "ParameterServerStrategy",
-    "ReduceOp",
-    "ReductionToOneDevice",
-    "ReplicaContext",
-    "RunOptions",
-    "Server",
-    "Strategy",
-    "StrategyExtended",
-    "TPUStrategy",
-    "cluster_resolver",
-    "coordinator",
-    "experimental",
-    "experimental_set_strategy",
-    "get_replica_context",
-    "get_strategy",
-    "has_strategy",
-    "in_cross_replica_context",
-]
-
+__all__ = [name for name in dir() if not name.startswith("_")]
 __getattr__ = _absent_from("tf.distribute")
-
-ParameterServerStrategy = _refused("ParameterServerStrategy")
-Server = _refused("Server")

@@ -1,6 +1,6 @@
 """``tf.nest`` as programs that import `mpistrat.compat.tf` see it.
 
-Nodes are what `mpistrat.nest` says. A `PerReplica` is a leaf.
+Containers are those of `mpistrat.nest`. A `PerReplica` is a leaf.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mpistrat import nest
-from mpistrat.compat.tf_absent import absent_from as _absent_from
+from mpistrat.compat.absent import absent_from as _absent_from
 from mpistrat.errors import StructureError
 
 __all__ = ["assert_same_structure", "flatten", "is_nested", "map_structure", "pack_sequence_as"]
@@ -18,7 +18,7 @@ __getattr__ = _absent_from("tf.nest")
 
 
 def is_nested(structure: Any) -> bool:
-    """Tell whether `structure` is a node, and no leaf.
+    """Tell whether `structure` is a container, not a leaf.
 
     Example:
       >>> is_nested([]), is_nested("text")
@@ -55,10 +55,10 @@ def pack_sequence_as(structure: Any, flat_sequence: Any) -> Any:
 
 
 def assert_same_structure(nest1: Any, nest2: Any) -> None:
-    """Raise unless `nest1` and `nest2` have the same nodes.
+    """Raise unless `nest1` and `nest2` have the same structure.
 
     Raises:
-      StructureError: They have not.
+      StructureError: They differ.
     """
     one, other = nest.flatten(nest1)[1], nest.flatten(nest2)[1]
     if one != other:
@@ -68,10 +68,10 @@ def assert_same_structure(nest1: Any, nest2: Any) -> None:
 
 
 def map_structure(func: Callable[..., Any], *structure: Any) -> Any:
-    """Return the tree of what `func` makes of the leaves of one or several trees.
+    """Return a tree of the results of `func` for the leaves of one or several trees.
 
     Raises:
-      StructureError: The trees have different nodes.
+      StructureError: The trees have different structures.
 
     Example:
       >>> map_structure(lambda a, b: a + b, {"x": 1}, {"x": 2})

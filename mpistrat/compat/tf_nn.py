@@ -6,29 +6,22 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.compat.tf_absent import absent_from as _absent_from
+from mpistrat.compat.absent import absent_from as _absent_from
 from mpistrat.compat.tf_arrays import convert_to_tensor
 from mpistrat.compat.tf_math import log_softmax, sigmoid, softmax, softplus, tanh
 from mpistrat.compat.tf_tensor import named
 from mpistrat.distribute.context import get_strategy, has_strategy, in_cross_replica_context
 from mpistrat.errors import ContextError
 
-__all__ = [
-    "compute_average_loss",
-    "l2_loss",
-    "log_softmax",
-    "relu",
-    "scale_regularization_loss",
-    "sigmoid",
-    "sigmoid_cross_entropy_with_logits",
-    "softmax",
-    "softmax_cross_entropy_with_logits",
-    "softplus",
-    "sparse_softmax_cross_entropy_with_logits",
-    "tanh",
-]
-
 __getattr__ = _absent_from("tf.nn")
+
+_OWN = (
+    "compute_average_loss l2_loss relu scale_regularization_loss sigmoid_cross_entropy_with_logits "
+    "softmax_cross_entropy_with_logits sparse_softmax_cross_entropy_with_logits"
+)
+_OF_MATH = {"log_softmax": log_softmax, "sigmoid": sigmoid, "softmax": softmax}
+_OF_MATH |= {"softplus": softplus, "tanh": tanh}
+__all__ = [*_OWN.split(), *_OF_MATH]
 
 
 def compute_average_loss(
@@ -36,18 +29,18 @@ def compute_average_loss(
 ) -> Any:
     """Return this replica's share of the mean loss: its sum over the size of the *global* batch.
 
-    The sum over all replicas is the mean over all examples, so add up what comes of it, losses or
-    gradients, with SUM. Never communicates.
+    The sum over all replicas is the mean over all examples, so reduce the loss, or gradients of it,
+    with SUM. Never communicates.
 
     Args:
       per_example_loss: Losses of this replica's examples, with at least one axis.
       sample_weight: Weights to multiply them with, broadcast to them; None for none.
       global_batch_size: The number of examples of all replicas. None for this replica's rows times
-        the number of replicas, which is wrong for a batch that is not divided evenly: then say it.
+        the number of replicas, which is wrong for a batch that is not divided evenly: give it then.
 
     Raises:
       ValueError: `per_example_loss` has no axis.
-      ContextError: Cross-replica code, where there is no replica's share.
+      ContextError: Called in cross-replica code, where no replica has a share.
 
     Example:
       >>> float(compute_average_loss([1.0, 2.0], global_batch_size=4))
@@ -63,7 +56,7 @@ def compute_average_loss(
         losses = (losses * np.asarray(sample_weight)).astype(losses.dtype)
     if global_batch_size is None:
         global_batch_size = len(losses) * get_strategy().num_replicas_in_sync
-    # A replica without examples adds nothing, where the quotient would be no number.
+    # A replica without examples adds nothing, where the quotient would be NaN.
     size = np.asarray(global_batch_size, losses.dtype)
     total = np.sum(losses, dtype=losses.dtype)
     return total / size if size else total
@@ -72,10 +65,10 @@ def compute_average_loss(
 def scale_regularization_loss(regularization_loss: Any) -> Any:
     """Return the sum of `regularization_loss` over the number of replicas.
 
-    What every replica computes alike is then counted once in a SUM over them.
+    So a loss that every replica computes alike counts once in a SUM over replicas.
 
     Raises:
-      ContextError: Cross-replica code.
+      ContextError: Called in cross-replica code.
     """
     _replica_code("scale_regularization_loss")
     loss = np.sum(convert_to_tensor(regularization_loss))
@@ -112,14 +105,8 @@ def softmax_cross_entropy_with_logits(
       >>> softmax_cross_entropy_with_logits([[0.0, 1.0]], [[0.0, 0.0]]).tolist()
       [0.6931471824645996]
     """
-    given = convert_to_tensor(logits)
-    wanted = convert_to_tensor(labels).astype(given.dtype)
-    if wanted.shape != given.shape:
-        raise ValueError(
-            f"softmax_cross_entropy_with_logits: labels of shape {wanted.shape} do not fit logits "
-            f"of shape {given.shape}; for numbers of classes there is "
-            "sparse_softmax_cross_entropy_with_logits."
-        )
+    sparse = "; for numbers of classes there is sparse_softmax_cross_entropy_with_logits"
+    wanted, given = _alike("softmax_cross_entropy_with_logits", labels, logits, sparse)
     return -np.sum(wanted * log_softmax(given, axis), axis, dtype=given.dtype)
 
 
@@ -127,13 +114,13 @@ def sparse_softmax_cross_entropy_with_logits(labels: Any, logits: Any, name: Any
     """Return the cross entropy of the classes `labels` and the `softmax` of `logits`.
 
     Args:
-      labels: The number of the class of each example, from 0.
-      logits: Logarithms of weights of the classes, along one axis more.
+      labels: The class of each example, counted from 0.
+      logits: Logarithms of weights of the classes, with one more axis.
       name: No effect.
 
     Raises:
-      ValueError: The shapes do not fit, or there is no such class.
-      TypeError: The labels are no integers.
+      ValueError: The shapes do not fit, or a label is out of range.
+      TypeError: The labels are not integers.
 
     Example:
       >>> sparse_softmax_cross_entropy_with_logits([1], [[0.0, 0.0]]).tolist()
@@ -141,7 +128,7 @@ def sparse_softmax_cross_entropy_with_logits(labels: Any, logits: Any, name: Any
     """
     given, classes = convert_to_tensor(logits), convert_to_tensor(labels)
     if classes.dtype.kind not in "iu":
-        raise TypeError(f"wanted integers as labels, got {classes.dtype}.")
+        raise TypeError(f"labels must be integers, got {classes.dtype}.")
     if not given.ndim or classes.shape != given.shape[:-1]:
         raise ValueError(
             f"sparse_softmax_cross_entropy_with_logits: labels of shape {classes.shape} do not fit "
@@ -165,14 +152,20 @@ def sigmoid_cross_entropy_with_logits(labels: Any, logits: Any, name: Any = None
     Raises:
       ValueError: The shapes differ.
     """
+    wanted, given = _alike("sigmoid_cross_entropy_with_logits", labels, logits)
+    return np.maximum(given, 0) - given * wanted + np.log1p(np.exp(-np.abs(given)))
+
+
+def _alike(name: str, labels: Any, logits: Any, hint: str = "") -> tuple[Any, Any]:
+    """Return labels and logits as tensors of one shape and the dtype of the logits."""
     given = convert_to_tensor(logits)
     wanted = convert_to_tensor(labels).astype(given.dtype)
     if wanted.shape != given.shape:
         raise ValueError(
-            f"sigmoid_cross_entropy_with_logits: labels of shape {wanted.shape} do not fit logits "
-            f"of shape {given.shape}."
+            f"{name}: labels of shape {wanted.shape} do not fit logits of shape {given.shape}"
+            f"{hint}."
         )
-    return np.maximum(given, 0) - given * wanted + np.log1p(np.exp(-np.abs(given)))
+    return wanted, given
 
 
 def _replica_code(name: str) -> None:

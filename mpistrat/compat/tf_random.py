@@ -1,8 +1,8 @@
 """``tf.random`` as programs that import `mpistrat.compat.tf` see it: draws of NumPy's generators.
 
-The numbers are not those of the other library. A draw with a seed is the same each time and on
-every rank. One without is another on each, unless `set_seed` was called: then draws follow each
-other from that seed, in each thread of its own, and are alike on ranks that draw alike.
+The numbers are not TensorFlow's. A draw with a seed is the same each time and on every rank. A draw
+without a seed differs between ranks, unless `set_seed` was called: then each thread continues one
+sequence from that seed, which is the same on ranks that make the same draws.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, final
 import numpy as np
 
 from mpistrat.arrays import as_dtype
-from mpistrat.compat.tf_absent import absent_from as _absent_from
+from mpistrat.compat.absent import absent_from as _absent_from
 
 __all__ = ["Generator", "normal", "set_seed", "uniform"]
 
@@ -21,9 +21,9 @@ __getattr__ = _absent_from("tf.random")
 
 
 class _Sequences(threading.local):
-    """The sequence that draws without a seed of their own take from, in each thread."""
+    """The sequence, one in each thread, that draws without a seed continue."""
 
-    seed: int | None = None  # of this process, for threads that have set none
+    seed: int | None = None  # of this process, for threads that have not set one
     own: Generator | None = None
 
     def current(self) -> Generator:
@@ -33,12 +33,12 @@ class _Sequences(threading.local):
 
 
 def set_seed(seed: int | None) -> None:
-    """Begin the sequence of draws without a seed of their own.
+    """Set the seed of all draws that have no seed of their own.
 
-    Shuffling of datasets has seeds of its own: `Dataset.shuffle`.
+    Shuffling of datasets has its own seed: `Dataset.shuffle`.
 
     Args:
-      seed: A number of at least 0; None for other draws each time.
+      seed: A number of at least 0; None for different draws each time.
 
     Example:
       >>> set_seed(7)
@@ -54,10 +54,10 @@ def set_seed(seed: int | None) -> None:
 
 @final
 class Generator:
-    """Draws one after the other from one seed.
+    """A generator of random numbers.
 
     Args:
-      seed: A number of at least 0, or None for another sequence each time.
+      seed: A number of at least 0, or None for a different sequence each time.
 
     Example:
       >>> Generator.from_seed(1).normal([2]).dtype
@@ -65,12 +65,12 @@ class Generator:
     """
 
     def __init__(self, seed: int | None = None):
-        """Begin the sequence."""
+        """Create a generator."""
         self._generator = np.random.default_rng(seed)
 
     @staticmethod
     def from_seed(seed: int) -> Generator:
-        """Return the generator of a `seed`."""
+        """Return a generator with this `seed`."""
         return Generator(seed)
 
     def normal(
@@ -91,12 +91,12 @@ class Generator:
     def uniform(
         self, shape: Any, minval: Any = 0, maxval: Any = None, dtype: Any = np.float32
     ) -> Any:
-        """Return draws from ``[minval, maxval)``, each as likely.
+        """Return draws of the uniform distribution on ``[minval, maxval)``.
 
         Args:
           shape: Their shape.
-          minval: The least.
-          maxval: The end; 1 if None, which integers may not leave out.
+          minval: The lower bound.
+          maxval: The upper bound, excluded; 1 if None. Integers need it.
           dtype: Dtype of the result; for an integer one, integers are drawn.
 
         Raises:
@@ -134,7 +134,7 @@ def normal(
       mean: See there.
       stddev: See there.
       dtype: See there.
-      seed: A number of at least 0; None for the next ones after `set_seed`.
+      seed: A number of at least 0; None to continue the sequence of `set_seed`.
       name: No effect.
 
     Example:
@@ -159,7 +159,7 @@ def uniform(
       minval: See there.
       maxval: See there.
       dtype: See there.
-      seed: A number of at least 0; None for the next ones after `set_seed`.
+      seed: A number of at least 0; None to continue the sequence of `set_seed`.
       name: No effect.
     """
     return _sequence(seed).uniform(shape, minval, maxval, dtype)

@@ -10,24 +10,6 @@ import numpy as np
 from mpistrat.compat.tf_arrays import axes, convert_to_tensor
 from mpistrat.distribute.slices import IndexedSlices
 
-__all__ = [
-    "add_n",
-    "clip_by_global_norm",
-    "clip_by_norm",
-    "clip_by_value",
-    "global_norm",
-    "reduce_all",
-    "reduce_any",
-    "reduce_logsumexp",
-    "reduce_max",
-    "reduce_mean",
-    "reduce_min",
-    "reduce_prod",
-    "reduce_std",
-    "reduce_sum",
-    "reduce_variance",
-]
-
 
 def _reduction(function: Callable[..., Any], what: str, kinds: str = "") -> Callable[..., Any]:
     def apply(input_tensor: Any, axis: Any = None, keepdims: bool = False, name: Any = None) -> Any:
@@ -41,11 +23,11 @@ def _reduction(function: Callable[..., Any], what: str, kinds: str = "") -> Call
     Args:
       input_tensor: Array, number or nested list.
       axis: One axis, a list of them, or None for all.
-      keepdims: Keep them, with one element each.
+      keepdims: Keep the reduced axes, with size 1.
       name: No effect.
 
     Raises:
-      TypeError: The dtype is not bool where that is wanted.
+      TypeError: `reduce_all` or `reduce_any` is given a dtype other than bool.
     """
     return apply
 
@@ -102,7 +84,7 @@ def _dense(value: Any) -> Any:
 
 
 def _like(given: Any, values: Any) -> Any:
-    """Return new values as what was given: slices of the same rows, or an array."""
+    """Return new values in the form of the given ones: slices of the same rows, or an array."""
     if isinstance(given, IndexedSlices):
         return IndexedSlices(values, given.indices, given.dense_shape)
     return values
@@ -113,12 +95,12 @@ def _values(given: Any) -> Any:
 
 
 def clip_by_value(t: Any, clip_value_min: Any, clip_value_max: Any, name: Any = None) -> Any:
-    """Return `t` with what is beyond two limits set to them; the dtype is kept.
+    """Return `t` with its values limited to a range; the dtype is kept.
 
     Args:
       t: Tensor, or `IndexedSlices`.
-      clip_value_min: The least.
-      clip_value_max: The most.
+      clip_value_min: The smallest value.
+      clip_value_max: The largest value.
       name: No effect.
     """
     values = _values(t)
@@ -127,12 +109,12 @@ def clip_by_value(t: Any, clip_value_min: Any, clip_value_max: Any, name: Any = 
 
 
 def clip_by_norm(t: Any, clip_norm: Any, axes: Any = None, name: Any = None) -> Any:
-    """Return `t`, scaled down to a norm of `clip_norm` where its own is larger.
+    """Return `t`, scaled down to a norm of `clip_norm` if its norm is larger.
 
     Args:
       t: Tensor, or `IndexedSlices`.
       clip_norm: The largest norm.
-      axes: The norm is over these; over all if None.
+      axes: The axes that the norm is taken over; all if None.
       name: No effect.
 
     Example:
@@ -149,11 +131,11 @@ def global_norm(t_list: Sequence[Any], name: Any = None) -> Any:
     """Return the square root of the sum of the squares of all elements of all tensors.
 
     Args:
-      t_list: Tensors, `IndexedSlices`, or None, which is passed over.
+      t_list: Tensors, `IndexedSlices`, or None, which is ignored.
       name: No effect.
 
     Raises:
-      TypeError: It is no list or tuple.
+      TypeError: `t_list` is not a list or tuple.
 
     Example:
       >>> float(global_norm([[3.0], None, [[4.0]]]))
@@ -169,9 +151,9 @@ def global_norm(t_list: Sequence[Any], name: Any = None) -> Any:
 def clip_by_global_norm(
     t_list: Sequence[Any], clip_norm: Any, use_norm: Any = None, name: Any = None
 ) -> tuple[list[Any], Any]:
-    """Scale all tensors down together to a `global_norm`, and return them and the norm they had.
+    """Return tensors scaled down together to a `global_norm`, and the norm that they had.
 
-    Where the norm is infinite or NaN, all of them are NaN.
+    If the norm is infinite or NaN, all of them become NaN.
 
     Args:
       t_list: See `global_norm`; None stays None.
@@ -180,7 +162,7 @@ def clip_by_global_norm(
       name: No effect.
 
     Raises:
-      TypeError: `t_list` is no list or tuple.
+      TypeError: `t_list` is not a list or tuple.
 
     Example:
       >>> clipped, norm = clip_by_global_norm([[3.0], [4.0]], 10.0)

@@ -1,15 +1,19 @@
-"""``tf.errors`` and ``tf.config`` as tables: exceptions of this library, and calls without effect.
+"""``tf.errors`` and ``tf.config`` as tables, and what shapes a graph there and has no effect here.
 
-An ``except tf.errors.X`` catches what happens here where X happens there. What a peer that failed
-raises on the others, `RemoteError`, is Aborted and Unavailable.
+``except tf.errors.X`` catches the exception that is raised here where TensorFlow raises X. A
+`RemoteError`, which other ranks raise when one fails, is AbortedError and UnavailableError.
 """
 
 from __future__ import annotations
 
+import builtins
+import contextlib
+import sys
+from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from typing import Any, NamedTuple
 
-from mpistrat.compat.tf_absent import Names
+from mpistrat.compat.absent import Names
 from mpistrat.errors import (
     CheckpointError,
     ContextError,
@@ -18,8 +22,6 @@ from mpistrat.errors import (
     OutOfRangeError,
     RemoteError,
 )
-
-__all__ = ["config", "errors"]
 
 errors = Names(
     "tf.errors",
@@ -60,38 +62,82 @@ def _devices(prefix: str) -> Any:
     def listed(device_type: str | None = None) -> list[_Device]:
         return [_Device(f"/{prefix}:CPU:0")] if device_type in (None, "CPU") else []
 
-    listed.__doc__ = "Return one CPU, for this rank is one replica, and none of another type."
+    listed.__doc__ = "Return one CPU, because a rank is one replica; empty for other types."
     return listed
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Do nothing: MPI has connected the ranks, and nothing here has memory or threads to set."""
+    """Do nothing: MPI connects the ranks, and there are no devices to configure."""
+
+
+def _config(where: str, nothing: str, **names: Any) -> Names:
+    """Return a namespace whose names in `nothing` are calls without effect."""
+    return Names(where, **dict.fromkeys(nothing.split(), _nothing), **names)
 
 
 _physical, _logical = _devices("physical_device"), _devices("device")
+_lists = {"list_logical_devices": _logical, "list_physical_devices": _physical}
 
-config = Names(
+config = _config(
     "tf.config",
-    experimental=Names(
+    "experimental_connect_to_cluster experimental_connect_to_host run_functions_eagerly "
+    "set_soft_device_placement set_visible_devices",
+    experimental=_config(
         "tf.config.experimental",
-        enable_op_determinism=_nothing,
-        list_logical_devices=_logical,
-        list_physical_devices=_physical,
-        set_memory_growth=_nothing,
-        set_visible_devices=_nothing,
+        "enable_op_determinism set_memory_growth set_visible_devices",
+        **_lists,
     ),
-    experimental_connect_to_cluster=_nothing,
-    experimental_connect_to_host=_nothing,
     get_visible_devices=_physical,
-    list_logical_devices=_logical,
-    list_physical_devices=_physical,
-    optimizer=Names("tf.config.optimizer", set_jit=_nothing),
-    run_functions_eagerly=_nothing,
-    set_soft_device_placement=_nothing,
-    set_visible_devices=_nothing,
-    threading=Names(
-        "tf.config.threading",
-        set_inter_op_parallelism_threads=_nothing,
-        set_intra_op_parallelism_threads=_nothing,
+    optimizer=_config("tf.config.optimizer", "set_jit"),
+    threading=_config(
+        "tf.config.threading", "set_inter_op_parallelism_threads set_intra_op_parallelism_threads"
     ),
+    **_lists,
 )
+
+
+def function(func: Any = None, **_: Any) -> Any:
+    """Return `func` as it is; everything runs eagerly. A decorator, with or without arguments."""
+    return func if func is not None else lambda inner: inner
+
+
+def executing_eagerly() -> Any:
+    """Return True."""
+    return True
+
+
+def group(*inputs: Any, **_: Any) -> None:
+    """Do nothing: values are computed when a call returns."""
+
+
+def no_op(name: Any = None) -> None:
+    """Do nothing; `name` has no effect."""
+
+
+def print(*inputs: Any, output_stream: Any = None, **kwargs: Any) -> None:
+    """Print `inputs`, as the built-in does, on every rank that calls it.
+
+    Args:
+      inputs: What to print.
+      output_stream: A file; None for stderr.
+      kwargs: ``sep`` and ``end``; others have no effect.
+    """
+    chosen = {key: value for key, value in kwargs.items() if key in ("sep", "end")}
+    file = sys.stderr if output_stream is None else output_stream
+    builtins.print(*inputs, file=file, **chosen)
+
+
+def device(device_name: Any) -> contextlib.AbstractContextManager[None]:
+    """Return a context without effect: `device_name` is a label here."""
+    return contextlib.nullcontext()
+
+
+def control_dependencies(control_inputs: Any) -> contextlib.AbstractContextManager[None]:
+    """Return a context without effect, as calls run in order; `control_inputs` are ignored."""
+    return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def name_scope(name: str) -> Iterator[str]:
+    """Return a context without effect; it yields `name` with a slash after it."""
+    yield f"{name}/"

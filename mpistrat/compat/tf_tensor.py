@@ -1,4 +1,4 @@
-"""What a tensor is here, and what all functions of tensors take."""
+"""The types of tensors, and the argument that all functions of tensors have."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def named(function: _Function) -> _Function:
-    """Return `function`, which then takes ``name=`` too; it has no effect."""
+    """Return `function` with a further argument ``name=``, which has no effect."""
 
     @functools.wraps(function)
     def apply(*args: Any, name: Any = None, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
-    return apply  # type: ignore[return-value]  # the same signature, and one name more
+    return apply  # type: ignore[return-value]  # the same signature, and one argument more
 
 
 class Kind(type):
-    """What makes instances of other classes instances of a class of this kind: its `kinds`."""
+    """A metaclass: instances of the classes in `kinds` count as instances of the class."""
 
     kinds: tuple[type, ...]
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        """Tell whether `instance` is of one of the classes."""
+        """Tell whether `instance` belongs to one of the classes."""
         return isinstance(instance, cls.kinds)
 
     def __subclasscheck__(cls, subclass: type) -> bool:
@@ -38,10 +38,10 @@ class Kind(type):
 
 
 class Tensor(metaclass=Kind):
-    """What functions return: NumPy arrays and NumPy's scalars. Variables are not, as in TensorFlow.
+    """The type of tensors: NumPy arrays and scalars. As in TensorFlow, variables are not tensors.
 
     Raises:
-      TypeError: It is called; `constant` makes tensors.
+      TypeError: It is called; use `constant` to make tensors.
 
     Example:
       >>> isinstance(np.ones(1), Tensor), isinstance(np.float32(1), Tensor), isinstance(1, Tensor)
@@ -51,8 +51,8 @@ class Tensor(metaclass=Kind):
     kinds = (np.ndarray, np.generic)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse."""
-        raise TypeError("tf.Tensor is there for isinstance; tf.constant(value) makes a tensor.")
+        """Raise a TypeError."""
+        raise TypeError("tf.Tensor is for isinstance only; tf.constant(value) makes a tensor.")
 
 
 class TensorSpec(NamedTuple):
@@ -74,5 +74,5 @@ class TensorSpec(NamedTuple):
 
 
 def is_tensor(x: Any) -> bool:
-    """Tell whether `x` brings a dtype: an array, a NumPy scalar or a variable."""
+    """Tell whether `x` has a dtype: an array, a NumPy scalar or a variable."""
     return hasattr(x, "dtype")

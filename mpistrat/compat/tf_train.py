@@ -1,4 +1,4 @@
-"""``tf.train`` as programs that import `mpistrat.compat.tf` see it: what is in a checkpoint."""
+"""``tf.train`` as programs that import `mpistrat.compat.tf` see it: checkpoints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpistrat.checkpoint.checkpoint import Checkpoint
 from mpistrat.checkpoint.files import SUFFIX, latest_checkpoint
 from mpistrat.checkpoint.manager import CheckpointManager
 from mpistrat.cluster.spec import ClusterSpec
-from mpistrat.compat.tf_absent import absent_from as _absent_from
+from mpistrat.compat.absent import absent_from as _absent_from
 
 __all__ = [
     "Checkpoint",
@@ -39,7 +39,7 @@ class CheckpointReader:
 
     Raises:
       OSError: It cannot be read.
-      CheckpointError: It is damaged, or no checkpoint.
+      CheckpointError: It is damaged, or not a checkpoint.
       DataError: It is of another format.
 
     Cost: memory for the whole file.
@@ -60,7 +60,7 @@ class CheckpointReader:
           ValueError: There is no such name; the message lists those that exist.
         """
         if not self.has_tensor(name):
-            raise ValueError(f"the checkpoint has no {name!r}, but {sorted(self._arrays)}.")
+            raise ValueError(f"the checkpoint has no {name!r}; it has {sorted(self._arrays)}.")
         return self._arrays[name.removesuffix(_THERE)]
 
     def get_variable_to_shape_map(self) -> dict[str, list[int]]:
@@ -73,7 +73,7 @@ class CheckpointReader:
 
 
 def load_checkpoint(ckpt_dir_or_file: str | os.PathLike[str]) -> CheckpointReader:
-    """Return what is in a checkpoint. Never communicates.
+    """Return a reader of a checkpoint. Never communicates.
 
     Args:
       ckpt_dir_or_file: A path that `Checkpoint.save` returned, with or without ``.npz``, or a
@@ -81,7 +81,7 @@ def load_checkpoint(ckpt_dir_or_file: str | os.PathLike[str]) -> CheckpointReade
 
     Raises:
       OSError: It cannot be read, or the directory has none.
-      CheckpointError: It is damaged, or no checkpoint; or the directory has several names.
+      CheckpointError: It is damaged, or not a checkpoint; or the directory has several names.
       DataError: It is of another format.
 
     Cost: reads the whole file into memory.

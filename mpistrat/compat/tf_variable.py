@@ -35,7 +35,7 @@ def _make(
 
     def value() -> Any:
         given = initial_value() if callable(initial_value) else initial_value
-        # What brings a dtype is for the variable to convert, or to refuse.
+        # The variable itself converts or refuses a value that has a dtype.
         found = given if is_typed(given) else constant(given, dtype)
         if wanted is not None and np.shape(found) != wanted:
             raise StructureError(
@@ -56,7 +56,7 @@ def _make(
 def _shape(
     validate_shape: bool, constraint: Any, shape: Sequence[int] | None
 ) -> tuple[int, ...] | None:
-    """Return the shape that is wanted, or raise for what is refused."""
+    """Return the requested shape, or raise if an argument is refused."""
     if not validate_shape:
         raise RefusedError(
             "Variable(validate_shape=False) is refused: the shape of a variable does not change."
@@ -76,7 +76,7 @@ def _shape(
 
 
 class Variable(metaclass=Kind):
-    """An `mpistrat.Variable` whose initial value is taken as `constant` takes it.
+    """An `mpistrat.Variable` whose initial value is converted as by `constant`.
 
     Args:
       initial_value: Number, nested list, array, or a function that returns one.
@@ -90,10 +90,10 @@ class Variable(metaclass=Kind):
       constraint: Anything but None is refused.
       synchronization: As in `mpistrat.Variable`.
       aggregation: As in `mpistrat.Variable`.
-      shape: The shape that the initial value has; one with unknown sizes is refused.
+      shape: The shape of the initial value; unknown sizes are refused.
 
     Raises:
-      RefusedError: A shape that may change, or a constraint.
+      RefusedError: A shape that may change, or a constraint, is asked for.
       StructureError: The initial value has another shape.
       ValueError: An integer does not fit the dtype.
 

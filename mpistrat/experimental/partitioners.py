@@ -1,7 +1,7 @@
-"""Into how many shards a variable is to be cut along one axis: pure functions of shape and dtype.
+"""Partitioners: how many shards to cut a variable into along one axis, from its shape and dtype.
 
-A partitioner answers with a list of shards per axis, 1 on all axes but the one it cuts. mpistrat
-cuts no variables by itself; programs that do can ask these.
+A partitioner returns the number of shards on each axis, 1 on all axes but the one it cuts. mpistrat
+itself does not cut variables; these are for programs that do.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from collections.abc import Sequence
 from typing import Any, final
 
 from mpistrat.arrays import as_dtype
+from mpistrat.compat.absent import absent_from as _absent_from
 from mpistrat.errors import AxisError
-from mpistrat.refused import missing_from as _missing_from
 
 __all__ = ["FixedShardsPartitioner", "MaxSizePartitioner", "MinSizePartitioner", "Partitioner"]
 
-__getattr__ = _missing_from("mpistrat.experimental.partitioners")
+__getattr__ = _absent_from("mpistrat.experimental.partitioners")
 
 _TEXT = "SUOT"  # kinds of dtypes whose elements have no size of their own
 
 
 class Partitioner(abc.ABC):
-    """Says into how many shards a variable is to be cut.
+    """Decides how many shards a variable is cut into.
 
     As: ``tf.distribute.experimental.partitioners.Partitioner``.
     """
@@ -34,7 +34,7 @@ class Partitioner(abc.ABC):
 
         Args:
           shape: The shape of the variable.
-          dtype: Its dtype, or what NumPy makes one from.
+          dtype: Its dtype, or anything that NumPy converts to one.
           axis: The axis to cut.
 
         Returns:
@@ -47,7 +47,7 @@ class Partitioner(abc.ABC):
 
 @final
 class FixedShardsPartitioner(Partitioner):
-    """As many shards as it was told, but none without rows.
+    """A fixed number of shards, but at most one per row.
 
     Args:
       num_shards: The number of shards, at least 1.
@@ -64,7 +64,7 @@ class FixedShardsPartitioner(Partitioner):
     """
 
     def __init__(self, num_shards: int):
-        """Remember the number."""
+        """Create a partitioner."""
         self._shards = _positive(num_shards=num_shards)
 
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
@@ -74,12 +74,12 @@ class FixedShardsPartitioner(Partitioner):
 
 @final
 class MinSizePartitioner(Partitioner):
-    """As many shards as it takes to have about a given number of bytes in each.
+    """As many shards as give each of them about a number of bytes.
 
     Args:
-      min_shard_bytes: Bytes; the variable's bytes over this, rounded up, are the shards.
-      max_shards: No more shards than this.
-      bytes_per_string: What an element of text or of objects counts.
+      min_shard_bytes: The number of shards is the variable's bytes over this, rounded up.
+      max_shards: The largest number of shards.
+      bytes_per_string: The size to assume for an element of text or of objects.
 
     Raises:
       ValueError: One of them is less than 1.
@@ -95,7 +95,7 @@ class MinSizePartitioner(Partitioner):
     def __init__(
         self, min_shard_bytes: int = 256 << 10, max_shards: int = 1, bytes_per_string: int = 16
     ):
-        """Remember the sizes."""
+        """Create a partitioner."""
         self._bytes = _positive(min_shard_bytes=min_shard_bytes)
         self._most = _positive(max_shards=max_shards)
         self._text = _positive(bytes_per_string=bytes_per_string)
@@ -108,14 +108,14 @@ class MinSizePartitioner(Partitioner):
 
 @final
 class MaxSizePartitioner(Partitioner):
-    """As few shards as it takes for none to have more than a given number of bytes.
+    """As few shards as keep each of them below a number of bytes.
 
-    A row is never cut, so a shard of one row may be larger; `max_shards` counts more.
+    A row is never cut, so a shard of one row may be larger; `max_shards` has precedence.
 
     Args:
-      max_shard_bytes: Bytes.
-      max_shards: No more shards than this; None for no limit.
-      bytes_per_string: What an element of text or of objects counts.
+      max_shard_bytes: The largest number of bytes in a shard.
+      max_shards: The largest number of shards; None for no limit.
+      bytes_per_string: The size to assume for an element of text or of objects.
 
     Raises:
       ValueError: One of them is less than 1.
@@ -131,7 +131,7 @@ class MaxSizePartitioner(Partitioner):
     def __init__(
         self, max_shard_bytes: int, max_shards: int | None = None, bytes_per_string: int = 16
     ):
-        """Remember the sizes."""
+        """Create a partitioner."""
         self._bytes = _positive(max_shard_bytes=max_shard_bytes)
         self._most = None if max_shards is None else _positive(max_shards=max_shards)
         self._text = _positive(bytes_per_string=bytes_per_string)

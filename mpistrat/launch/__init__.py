@@ -1,7 +1,10 @@
-"""Starting jobs: which launcher belongs to this environment, and how to call it.
+"""Starts jobs: `mpistrat run` and `mpistrat doctor`, with the launcher of this environment.
 
-- `flavours`: one row per MPI: how it is recognised and which flags and variables it needs.
+- `flavours`: one row per MPI implementation: how it is recognised, which flags it needs.
 - `mpiexec`: finds the MPI library and the launcher of this environment and checks that they fit.
-- `process`: runs a launcher to its end, with signals, a time limit and no orphans.
-- `doctor`: what `mpistrat doctor` looks at.
+- `process`: runs a launcher to its end: forwards signals, keeps a time limit, leaves no orphans.
+- `run`, `rank`: what `mpistrat run` does, and what it starts on each rank.
+- `roster`: the ranks on this host, and which of them a signal has ended.
+- `doctor`: the checks of `mpistrat doctor`.
+- `tf_config`: a ``TF_CONFIG`` for TensorFlow programs under the same launcher.
 """

@@ -1,6 +1,6 @@
-"""What `mpistrat doctor` looks at: one function per finding.
+"""The checks of `mpistrat doctor`: one function per check.
 
-How to add a finding: write a function that returns `Finding`, and add it to `CHECKS`.
+How to add a check: write a function that returns a `Finding`, and add it to `CHECKS`.
 """
 
 from __future__ import annotations
@@ -29,15 +29,11 @@ _SMALL = 64 * _MIB  # what container engines give by default; MPI's own buffers 
 
 
 class Finding(NamedTuple):
-    """One line of the report: what was looked at, what was found, whether it will do."""
+    """One line of the report: what was checked, what was found, and whether it is good enough."""
 
     name: str
     text: str
     ok: bool = True
-
-
-def _python() -> Finding:
-    return Finding("Python", f"{platform.python_version()} ({sys.executable})")
 
 
 def _package(name: str, module: str) -> Finding:
@@ -56,22 +52,6 @@ def _package(name: str, module: str) -> Finding:
     return Finding(name, got.stdout.strip())
 
 
-def _numpy() -> Finding:
-    return _package("NumPy", "numpy")
-
-
-def _numba() -> Finding:
-    return _package("Numba", "numba")
-
-
-def _mpi4py() -> Finding:
-    return _package("mpi4py", "mpi4py")
-
-
-def _library() -> Finding:
-    return Finding("MPI library", str(library()))
-
-
 def _launcher() -> Finding:
     launcher, loaded = find()
     note = plan_note(launcher, loaded)
@@ -79,7 +59,7 @@ def _launcher() -> Finding:
 
 
 def _two_ranks() -> Finding:
-    """Start two ranks and let each say how many there are: the only proof that all fits."""
+    """Start two ranks, each of which prints how many there are: only that shows that all fits."""
     name = "two ranks"
     inside = launched_by()
     if inside is not None:
@@ -99,17 +79,17 @@ def _two_ranks() -> Finding:
 
 
 def _overlap() -> Finding:
-    """Tell whether `all_reduce_start` goes on beside a computation."""
+    """Tell whether `all_reduce_start` overlaps with computation."""
     name = "overlap"
     launcher, loaded = find()
     if not loaded.flavour.unless_set:
-        return Finding(name, "all_reduce_start goes on while ranks compute, between nodes")
+        return Finding(name, "all_reduce_start overlaps with computation, between nodes")
     env = environment(launcher.command(1, [sys.executable]).env)
     if not yields(env):
-        return Finding(name, f"all_reduce_start does all at once, since {YIELD} is set to be off")
+        return Finding(name, f"all_reduce_start does not overlap with computation: {YIELD} is off")
     return Finding(
         name,
-        "all_reduce_start goes on while ranks compute, between nodes: `mpistrat run` sets "
+        "all_reduce_start overlaps with computation, between nodes: `mpistrat run` sets "
         f"{YIELD}=1; set it yourself for other launchers",
     )
 
@@ -131,11 +111,11 @@ def _shared_memory() -> Finding:
 
 
 CHECKS: tuple[tuple[str, Callable[[], Finding]], ...] = (
-    ("Python", _python),
-    ("NumPy", _numpy),
-    ("Numba", _numba),
-    ("mpi4py", _mpi4py),
-    ("MPI library", _library),
+    ("Python", lambda: Finding("Python", f"{platform.python_version()} ({sys.executable})")),
+    ("NumPy", lambda: _package("NumPy", "numpy")),
+    ("Numba", lambda: _package("Numba", "numba")),
+    ("mpi4py", lambda: _package("mpi4py", "mpi4py")),
+    ("MPI library", lambda: Finding("MPI library", str(library()))),
     ("mpiexec", _launcher),
     ("two ranks", _two_ranks),
     ("overlap", _overlap),
@@ -145,7 +125,7 @@ CHECKS: tuple[tuple[str, Callable[[], Finding]], ...] = (
 
 
 def examine() -> Iterator[Finding]:
-    """Yield one finding per row of `CHECKS`; a check that raises `LaunchError` is a bad finding.
+    """Yield one finding per row of `CHECKS`; a check that raises `LaunchError` has failed.
 
     Cost: a few starts of Python and one job of two ranks, 3 s.
     """

@@ -1,7 +1,7 @@
-"""One row per MPI: how its library and launcher are recognised, and what the launcher needs.
+"""One row per MPI implementation: how library and launcher are recognised, what flags they need.
 
 How to add an MPI: add a row to `FLAVOURS`. The first row whose pattern is found in the text wins;
-the last row takes whatever no other row knows.
+the last row matches everything.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class Flavour(NamedTuple):
     """One MPI implementation.
 
     Attributes:
-      name: What to call it. Rows of one name are one MPI (its generations differ in their flags).
+      name: Its name. Rows of one name are versions of one MPI, with different flags.
       library: Pattern in ``MPI_Get_library_version``.
       launcher: Pattern in the output of ``mpiexec --version``.
-      extra: Name of the extra of this package that installs it, or an empty string.
+      extra: The extra of this package that installs it, or an empty string.
       flags: Flags of every call.
       crowded: Further flags when there are more ranks than cores.
       env: Variables of every call, for the launcher and its ranks only.

@@ -1,7 +1,7 @@
-"""The MPI library and the launcher of this environment, and whether they are one MPI.
+"""Finds the MPI library and the launcher of this environment, and checks that they fit.
 
-A launcher of another MPI does not fail: it starts N jobs of one rank each, and every one of them
-believes to be the whole job. So the two are compared before anything is started.
+A launcher of another MPI does not fail: it starts N jobs of one rank each, each of which takes
+itself for the whole job. So the two are compared before anything is started.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from mpistrat.environment import environment
+from mpistrat.environment import environment, mask_of
 from mpistrat.errors import LaunchError
 from mpistrat.launch.flavours import UNKNOWN, Flavour, of_launcher, of_library, version
 
@@ -48,7 +48,7 @@ _PATIENCE = 60.0  # seconds for a child that only prints; a cold file system nee
 
 
 class Library(NamedTuple):
-    """The MPI library that mpi4py loads: its row, its own words, its file (empty if not known)."""
+    """The MPI library that mpi4py loads: its row, its version text, its file (empty if unknown)."""
 
     flavour: Flavour
     text: str
@@ -61,18 +61,15 @@ class Library(NamedTuple):
 
 
 class Command(NamedTuple):
-    """A call of a launcher: its words, and the variables set for it and its ranks."""
+    """A call of a launcher: its arguments, and the variables set for it and its ranks."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
 
     def __str__(self) -> str:
-        """Return the call as a shell would take it."""
-        return " ".join([*(f"{k}={shlex.quote(v)}" for k, v in self.env.items()), *_quoted(self)])
-
-
-def _quoted(command: Command) -> list[str]:
-    return [shlex.quote(word) for word in command.argv]
+        """Return the call as one would type it into a shell."""
+        env = [f"{name}={shlex.quote(value)}" for name, value in self.env.items()]
+        return " ".join([*env, shlex.join(self.argv)])
 
 
 class Launcher(NamedTuple):
@@ -92,7 +89,7 @@ class Launcher(NamedTuple):
 
         Args:
           ranks: Number of ranks, at least 1.
-          program: Words of the program, as for a shell.
+          program: The program and its arguments.
 
         Raises:
           LaunchError: `ranks` is less than 1.
@@ -122,9 +119,7 @@ def cores() -> int:
       >>> cores() >= 1
       True
     """
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return bin(mask_of()).count("1")
 
 
 def _ask(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
@@ -141,7 +136,7 @@ def _ask(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 @functools.cache
 def library(python: str = sys.executable) -> Library:
-    """Return the MPI library that mpi4py is bound to, asked of a child process.
+    """Return the MPI library that mpi4py loads, found by a child process.
 
     Args:
       python: The interpreter to ask.
@@ -160,7 +155,7 @@ def library(python: str = sys.executable) -> Library:
 
 
 def _unloaded(python: str, why: str) -> str:
-    """Return what to say of an mpi4py that gives no library, for the reason `why`."""
+    """Return the error text for an mpi4py without a working library, for the reason `why`."""
     shadows = [name for name in ("mpi4py", "numpy", *sys.stdlib_module_names) if _shadowed(name)]
     if "Error" in why.partition(":")[0] and shadows:
         files = ", ".join(f"{name}.py" for name in shadows)
@@ -207,7 +202,7 @@ def _mend(loaded: Library) -> str:
     extra = loaded.flavour.extra
     here = f"pip install 'mpistrat[{extra}]' into a fresh environment, or " if extra else ""
     return (
-        f"Mend it: {here}put the mpiexec that came with this library first on PATH,\n"
+        f"To fix it: {here}put the mpiexec that came with this library first on PATH,\n"
         "  or set MPI4PY_LIBMPI to the libmpi.so of the mpiexec above. `mpistrat doctor` checks."
     )
 
@@ -222,7 +217,7 @@ def find(paths: Sequence[str] | None = None) -> tuple[Launcher, Library]:
       The launcher and the library.
 
     Raises:
-      LaunchError: There is no launcher, or none is of the library's MPI; the message names both.
+      LaunchError: There is no launcher, or all are of another MPI; the message names both.
 
     Cost: one start of Python and one of each launcher, 0.3 s.
     """
@@ -239,7 +234,7 @@ def find(paths: Sequence[str] | None = None) -> tuple[Launcher, Library]:
         if rows_fit(known[-1].flavour, loaded.flavour):
             return known[-1], loaded
     raise LaunchError(
-        "launcher and library are not one MPI, so every rank would believe to be alone:\n"
+        "launcher and library belong to different MPIs, so each rank would be a job of its own:\n"
         f"  mpiexec: {'; '.join(map(str, known))}\n  library of mpi4py: {loaded}\n  "
         + _mend(loaded)
     )

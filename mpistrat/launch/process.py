@@ -1,4 +1,4 @@
-"""A launcher run to its end: signals handed on, a time limit kept, nothing left behind."""
+"""Runs a launcher to its end: forwards signals, keeps a time limit, leaves no process behind."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Outcome(NamedTuple):
       code: Its exit code.
       seconds: Its wall time.
       timed_out: It ran out of time.
-      interrupted: SIGINT was handed on to it.
+      interrupted: SIGINT was forwarded to it.
       killed: The number of the signal that ended the launcher itself, if it came from elsewhere:
-        was not handed on, nor sent because the time ran out; else 0.
+        neither forwarded nor sent because the time ran out; else 0.
     """
 
     code: int
@@ -46,7 +46,7 @@ class Outcome(NamedTuple):
 
 
 def _stat(pid: int) -> tuple[int, int] | None:
-    """Return a process's parent and start time, or None if there is none (or no /proc)."""
+    """Return parent and start time of a process, or None if it does not exist (or /proc)."""
     try:
         # The second field is a name in parentheses that may hold anything, so count from its end.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -56,7 +56,7 @@ def _stat(pid: int) -> tuple[int, int] | None:
 
 
 def descendants(pid: int) -> dict[int, int]:
-    """Return the processes below `pid` with their start times, as far as the system tells.
+    """Return all descendants of the process `pid`, with their start times.
 
     A launcher puts its ranks into process groups of their own, so a group is not enough.
     On systems without /proc the answer is empty.
@@ -93,7 +93,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _end_with(parent: int) -> Callable[[], None] | None:
-    """Return what has the process that it runs in ended when `parent` is; None if not on Linux."""
+    """Return a function that makes its process end when `parent` does; None if not on Linux."""
     if not sys.platform.startswith("linux"):
         return None
     control = ctypes.CDLL(None).prctl  # looked up here: between fork and exec little is allowed
@@ -108,7 +108,7 @@ def _end_with(parent: int) -> Callable[[], None] | None:
 
 @contextlib.contextmanager
 def _signals_go_to(process: subprocess.Popen[bytes]) -> Iterator[set[int]]:
-    """Hand signals on to the launcher, which hands them to its ranks; gives those handed on."""
+    """Forward signals to the launcher, which forwards them to its ranks; yields those so far."""
     handed: set[int] = set()
 
     def hand_on(number: int, frame: FrameType | None) -> None:

@@ -1,8 +1,8 @@
 """What `mpistrat run` starts on each rank: ``python -m mpistrat.launch.rank [-m] PROGRAM ...``.
 
-MPI and the session start before the program is even imported, so a program that cannot be imported
-on one rank ends the job on all of them, and ranks that the launcher started each for itself find
-out before they compute anything. A batch script may start it with ``srun`` in the same way.
+MPI and the session start before the program is imported. So a program that cannot be imported on
+one rank ends the job on all, and ranks that were started as jobs of their own find out before they
+compute anything. A batch script may start it with ``srun`` in the same way.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def _check_size(wanted: int, got: int) -> None:
     if wanted and wanted != got:
         raise PreflightError(
             f"{wanted} ranks were started, but MPI says that this job has {got}: the launcher is "
-            "not of the MPI that mpi4py uses, so every rank is alone. `mpistrat doctor` shows both."
+            "not of the MPI that mpi4py uses, so each rank is a job of its own. `mpistrat doctor` "
+            "shows both."
         )
 
 

@@ -1,10 +1,10 @@
-"""The ranks of a job on this host: who they are, which one a signal has ended, what they leave.
+"""The ranks of a job on this host: which of them a signal has ended, and what files they leave.
 
 A rank that `mpistrat run` has started signs in when MPI has started: a file in the job's own
-directory, with its process and the shared files that MPI has mapped meanwhile. So the launcher can
-wait for the end of each process (a pidfd, see pidfd_open(2)), although they are not its children.
-MPI's own launchers end all ranks as soon as one is killed, so only the first end tells who it was.
-Ranks of other hosts have no such directory, and stay unknown here.
+directory, with its process and the shared files that MPI has mapped meanwhile. So `mpistrat run`
+can wait for the end of each process (a pidfd, see pidfd_open(2)), although ranks are not its
+children. MPI's launchers end all ranks as soon as one is killed, so only the first one to end tells
+which. Ranks on other hosts do not see this directory, so nothing is known of them here.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _SIGNS = "rank-*[0-9]"
 
 
 class Ended(NamedTuple):
-    """A rank that has ended without leaving in order.
+    """A rank that has ended without leaving the program in order.
 
     Attributes:
       rank: Its number in the job.
       pid: Its process.
       number: The signal that ended it; 0 for none.
       code: The exit code that it ended with by itself.
-      sure: The system itself says so; else it follows from the launcher's exit code.
+      sure: Whether the system says so; if not, it follows from the launcher's exit code.
     """
 
     rank: int
@@ -52,7 +52,7 @@ class Ended(NamedTuple):
 
 
 def shared_files() -> set[str]:
-    """Return the files in shared memory that this process has mapped."""
+    """Return the files of shared memory that this process has mapped."""
     with contextlib.suppress(OSError):
         rows = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
         names = {row[5] for row in rows if len(row) == 6}
@@ -61,12 +61,12 @@ def shared_files() -> set[str]:
 
 
 def sign_in(directory: Path, rank: int, files: Iterable[str]) -> None:
-    """Tell the launcher who this rank is, if it runs on this host.
+    """Register this rank with `mpistrat run`, if that runs on this host.
 
     Args:
       directory: That of the job.
       rank: The number of this rank in the job.
-      files: Shared files that the launcher has to remove if the job fails to.
+      files: Shared files to remove after the job, if it does not do so itself.
     """
     told = directory / f"rank-{rank}"
     with contextlib.suppress(OSError):
@@ -86,7 +86,7 @@ class Roster:
     """
 
     def __init__(self, directory: Path, ranks: int):
-        """Wait for ranks that sign in."""
+        """Start the thread that waits."""
         self._directory, self._ranks = directory, ranks
         self._files: set[Path] = set()
         self._known: set[str] = set()
@@ -99,7 +99,7 @@ class Roster:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop waiting, and remove what the ranks have left; all of them have ended."""
+        """Stop waiting, and remove files that the ranks have left; all ranks have ended."""
         self._stop.set()
         self._thread.join()
         self._arrived()
@@ -110,8 +110,8 @@ class Roster:
     def first(self, code: int) -> Sequence[Ended]:
         """Return the ranks that ended before any other rank did, if that is known.
 
-        Empty if a rank had not signed in by then, as one of another host never does: it may have
-        been that one. Several if this process was too slow to tell which was the first.
+        Empty if a rank had not signed in by then (one on another host never does), because it may
+        have been the first. Several if this process was too slow to tell which was first.
 
         Args:
           code: The exit code of the launcher. It tells how a rank ended where the system does not
@@ -130,7 +130,7 @@ class Roster:
 
     @property
     def out_of_memory(self) -> bool:
-        """Whether the kernel has ended a process for lack of memory meanwhile."""
+        """Whether the kernel has killed a process for lack of memory since the roster was made."""
         return _oom_kills() > self._oom
 
     def _run(self) -> None:
@@ -162,7 +162,7 @@ class Roster:
                 os.close(descriptor)
 
     def _arrived(self) -> list[tuple[int, int]]:
-        """Return rank and process of who has signed in since the last look."""
+        """Return rank and process of each rank that has signed in since the last call."""
         found = []
         for file in self._directory.glob(_SIGNS):
             if file.name not in self._known:
@@ -174,7 +174,7 @@ class Roster:
 
 
 def _status(descriptor: int, pid: int) -> int | None:
-    """Return the wait status of a process that has ended, or None if nobody can tell any more."""
+    """Return the wait status of a process that has ended, or None if it is lost."""
     with contextlib.suppress(OSError):  # Linux 6.15 keeps it with the descriptor
         info = bytearray(struct.pack("=Q", _INFO_EXIT).ljust(_INFO, b"\0"))
         fcntl.ioctl(descriptor, _GET_INFO, info)
@@ -187,7 +187,7 @@ def _status(descriptor: int, pid: int) -> int | None:
 
 
 def _oom_kills() -> int:
-    """Return how many processes of this host the kernel has ended for lack of memory."""
+    """Return how many processes of this host the kernel has killed for lack of memory."""
     with contextlib.suppress(OSError):
         rows = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
         return int(rows.get("oom_kill", 0))

@@ -1,4 +1,4 @@
-"""What `mpistrat run` does: one job, from its program to its exit code."""
+"""`mpistrat run`: runs one job, from its program to its exit code."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 
 def python_program(program: Sequence[str], module: bool) -> list[str]:
-    """Return the words that run a Python program so that its failure on one rank ends the job.
+    """Return the command that runs a Python program so that a failure on one rank ends the job.
 
     Args:
       program: A module or a script, then its arguments.
@@ -52,9 +52,9 @@ def refuse_inside(env: Mapping[str, str] | None = None) -> None:
 
 
 def plan_note(launcher: Launcher, loaded: Library) -> str:
-    """Return a remark on a pair that was accepted but may still not fit, or an empty string."""
+    """Return a warning about launcher and library that may not fit, or an empty string."""
     if launcher.flavour.name != loaded.flavour.name or launcher.flavour.name == "unknown":
-        return f"{launcher} and {loaded} may not be one MPI; `mpistrat doctor` tries it"
+        return f"{launcher} and {loaded} may belong to different MPIs; `mpistrat doctor` tries it"
     theirs, ours = version(launcher.text), version(loaded.text)
     if theirs != ours:
         return f"mpiexec is {theirs} but the library is {ours}; use one if ranks stay alone"
@@ -118,7 +118,7 @@ def run(
 
 
 def _threads(ranks: int) -> dict[str, str]:
-    """Return a share of the cores for each rank's BLAS, unless the user has chosen."""
+    """Return the number of BLAS threads of each rank: its share of the cores, unless it is set."""
     chosen = {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"}
     if chosen & environment({}).keys():
         return {}
@@ -126,7 +126,7 @@ def _threads(ranks: int) -> dict[str, str]:
 
 
 def _say_who(ended: Sequence[Ended], roster: Roster) -> None:
-    """Say which ranks ended first, where none has left in order nor ended the job by itself."""
+    """Print which ranks ended first, if the ranks have not agreed on an exit code."""
     others = " (others too, at the same time)" if len(ended) > 1 else ""
     for one in ended:
         who = f"rank {one.rank} (process {one.pid}){'' if one.sure else ', by its exit code,'}"
@@ -140,7 +140,7 @@ def _say_who(ended: Sequence[Ended], roster: Roster) -> None:
 
 
 def _killed(number: int, roster: Roster, launcher: bool = False) -> str:
-    """Return that a signal which nobody handed on has ended a process, and where to look."""
+    """Return the text about a process that a signal has ended, and where to look for the cause."""
     try:
         name = f" ({signal.Signals(number).name})"
     except ValueError:  # one without a name, such as a real-time signal
@@ -149,7 +149,7 @@ def _killed(number: int, roster: Roster, launcher: bool = False) -> str:
     if number in CRASHES and not launcher:
         return f"{what}: a crash in compiled code; PYTHONFAULTHANDLER=1 shows where"
     if number == signal.SIGKILL and roster.out_of_memory:
-        return f"{what}: the kernel has ended a process of this host for lack of memory"
+        return f"{what}: the kernel has killed a process of this host for lack of memory"
     memory = "a lack of memory (dmesg | grep -i 'out of memory'), "
     return (
         f"{what}, from outside of the job; look for {memory if number != signal.SIGTERM else ''}a "
@@ -162,7 +162,7 @@ def _verdict(code: int, recorded: int | None) -> int:
 
     Args:
       code: The launcher's exit code.
-      recorded: What the ranks agreed on in their last proof; None if there was none.
+      recorded: The code that the ranks agreed on when they left; None if they did not.
     """
     if recorded is None and code == 0:
         _say(

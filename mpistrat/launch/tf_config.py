@@ -1,4 +1,4 @@
-"""A ``TF_CONFIG`` for every rank, so that a TensorFlow program runs under the same launcher."""
+"""``TF_CONFIG`` for each rank, so that TensorFlow programs run under the same launcher."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import socket
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
+from mpistrat.arrays import whole
 from mpistrat.cluster.resolver import ClusterResolver
 from mpistrat.cluster.tf_config import config_text, export, placed
 from mpistrat.comm.session import Session
@@ -28,15 +29,15 @@ def tf_config(
 ) -> str:
     """Return the text of ``TF_CONFIG`` for this rank.
 
-    Collective: if no resolver is given. Cost: one proof, and the hosts' names.
+    Collective: if no resolver is given. Cost: one handshake, with the names of the hosts.
 
     Args:
       resolver: Answers instead of MPI, without communication; the other arguments are for MPI.
-      port_base: The port of the first rank of a host; the next gets the port after it. Nobody
-        looks whether these ports are free, so jobs that share a host need different ones.
+      port_base: The port of the first rank of a host; the next gets the port after it. Whether
+        these ports are free is not checked, so jobs that share a host need different ones.
       jobs: How many ranks each job takes, in this order, such as ``{"chief": 1, "worker": 3}``;
         None for one job ``worker`` of all ranks.
-      host: What the other ranks call this host; None for its own name.
+      host: The name of this host for the other ranks; None for its own.
       comm: An mpi4py intracommunicator; None for all ranks of the job.
 
     Returns:
@@ -44,9 +45,9 @@ def tf_config(
       `TFConfigClusterResolver` read it.
 
     Raises:
-      ValueError: The resolver does not know its task; or, on every rank, the jobs do not take all
-        ranks or the ports are out of range.
-      TypeError: `port_base` is no integer; on every rank.
+      ValueError: The resolver does not know its task; or, on every rank, the jobs do not add
+        up to all ranks or the ports are out of range.
+      TypeError: `port_base` is not an integer; on every rank.
       LockstepError: Ranks give different ports or jobs.
 
     Example:
@@ -58,7 +59,7 @@ def tf_config(
     lockstep = Lockstep(Session.on(default_parent() if comm is None else comm))
     begin(lockstep)
     with lockstep.preparing("tf_config"):
-        if isinstance(port_base, bool) or not hasattr(port_base, "__index__"):
+        if whole(port_base) is None:
             kind = type(port_base).__name__
             raise TypeError(f"tf_config: port_base must be an integer, got {port_base!r} ({kind}).")
         shares = None if jobs is None else list(jobs.items())

@@ -1,8 +1,8 @@
-"""For tests of mpistrat and of programs that use it.
+"""Tools for tests of programs that use mpistrat.
 
 - `run_ranks`: N ranks as threads of one process; plain pytest and a debugger work.
-- `inject`: let one rank fail in a call of your choice.
-- `same`: fail on every rank if a value differs between ranks, so that nobody waits for ever.
+- `inject`: make one rank fail in a call of your choice.
+- `same`: check that all ranks have the same value; fails on every rank, so that no rank hangs.
 """
 
 from mpistrat.testing.faults import InjectedError, inject

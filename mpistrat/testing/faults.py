@@ -1,4 +1,4 @@
-"""Faults on purpose, to see what a program does when a rank fails."""
+"""Injects faults, to test what a program does when a rank fails."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["InjectedError", "inject"]
 
 @contextmanager
 def inject(fault: str, comm: Any = None) -> Iterator[Injection]:
-    """Let one rank fail in the calls of the body.
+    """Make one rank fail in the calls of the body.
 
-    All ranks call this alike; it does not communicate, but for the first use of a communicator.
+    All ranks make this call. It communicates only when a communicator is first used.
     For a whole job, without a change of its program, set ``MPISTRAT_FAULT`` to the same text; calls
     are then numbered as in the messages of mpistrat, from the start of the program.
 
@@ -28,11 +28,11 @@ def inject(fault: str, comm: Any = None) -> Iterator[Injection]:
         - ``rank``: the rank that fails.
         - ``call``: in which call of mpistrat, counted from 1 in the body. The end of ``run`` is one
           too.
-        - ``phase``: ``before`` the call, of which the others hear nothing (the default); in its
-          ``proof``, the first message; on the way into its ``payload``; ``after`` the first message
-          of the payload has arrived, before anything is done with it; in ``fn``, the function of
-          ``run``, of which `call` then is the number; ``exit``, in the last proof. What is small
-          rides in the proof, and has no ``payload`` and no ``after``.
+        - ``phase``: ``before`` the call, which the other ranks do not notice (the default); in its
+          ``proof``, the handshake; on the way into its ``payload``; ``after`` the first message
+          of the payload has arrived, before it is used; in ``fn``, the function of
+          ``run``, of which `call` then is the number; ``exit``, in the last handshake. Small
+          values travel in the handshake, and have no ``payload`` and no ``after``.
         - ``do``: ``raise`` an `InjectedError` or ``exit:K`` by ``sys.exit``, where the code of a
           program runs (``fn``, ``before``, ``after``); ``sleep:S`` seconds; ``bitflip``, in what
           has arrived (``after``); ``kill``, ``stop`` or ``os_exit:K`` the process, which ranks that
@@ -40,11 +40,11 @@ def inject(fault: str, comm: Any = None) -> Iterator[Injection]:
       comm: The ranks; None for the default ones.
 
     Yields:
-      What tells by its attribute ``happened`` whether the fault has been made on this rank.
+      An object whose attribute ``happened`` tells whether this rank has failed so.
 
     Raises:
       OptionError: The fault cannot be read, or cannot happen on these ranks.
-      AssertionError: The body ended well on the rank, but the fault has not happened.
+      AssertionError: The body ended without the fault having happened.
 
     Example:
       >>> import mpistrat as ms
@@ -62,7 +62,7 @@ def inject(fault: str, comm: Any = None) -> Iterator[Injection]:
     session = Session.on(default_parent() if comm is None else comm)
     found = parse(fault, session.comm)
     if found is None:
-        raise ValueError("inject wants a fault, not an empty text.")
+        raise ValueError("inject needs a fault, got an empty text.")
     injection = Injection(session, found, before=session.calls)
     try:
         yield injection

@@ -1,4 +1,4 @@
-"""N ranks as threads of one process."""
+"""Runs N ranks as threads of one process."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from mpistrat.arrays import whole
 from mpistrat.board.frames import current_frames
 from mpistrat.comm.callsite import ranks_text
 from mpistrat.comm.loopback import Event, LoopbackComm, LoopbackWorld
@@ -25,12 +26,12 @@ class RanksFailed(AssertionError):
     """Some ranks raised, or did not end.
 
     Attributes:
-      errors: What each rank raised; ranks that ended well are missing.
-      trace: What happened in which order, if the ranks ran by a seed.
+      errors: The exception of each rank that raised one.
+      trace: The events in their order, if the ranks ran with a seed.
     """
 
     def __init__(self, message: str, errors: dict[int, BaseException], trace: Sequence[Event] = ()):
-        """Keep what each rank raised, and what happened."""
+        """Create the exception."""
         super().__init__(message)
         self.errors = errors
         self.trace = tuple(trace)
@@ -53,18 +54,18 @@ def run_ranks(
       size: The number of ranks.
       args: Further arguments.
       timeout: Seconds after which ranks that have not ended are a failure.
-      seed: Let one rank run at a time; at every call of the communicator this number decides who
-        goes on. The same seed plays the same schedule again, to be read in ``comm.world.trace``;
-        another one tries another order. A deadlock is found at once, and told with the seed and
-        what each rank waits in. None: all ranks run at once.
+      seed: Run one rank at a time; at every call of the communicator the next one is drawn from
+        this seed. The same seed repeats the same schedule, recorded in ``comm.world.trace``. A
+        deadlock is reported at once, with the seed and the calls that the ranks wait in. None:
+        all ranks run at once.
 
     Returns:
       The results in rank order.
 
     Raises:
-      TypeError: `size` is no integer.
-      ValueError: It is less than 1.
-      RanksFailed: A rank raised, or did not end in time; says which, and where they are.
+      TypeError: `size` is not an integer.
+      ValueError: `size` is less than 1.
+      RanksFailed: A rank raised, or did not end in time; says which ranks, and where they are.
 
     Example:
       >>> import mpistrat as ms
@@ -83,13 +84,13 @@ def run_ranks(
       >>> run_ranks(order, 3, [], seed=7)[0] == run_ranks(order, 3, [], seed=7)[0]
       True
     """
-    if isinstance(size, bool) or not hasattr(size, "__index__"):
+    if whole(size) is None:
         raise TypeError(
-            f"run_ranks(fn, size) wants the number of ranks, not {size!r} ({type(size).__name__}); "
+            f"run_ranks(fn, size) needs the number of ranks, not {size!r} ({type(size).__name__}); "
             "arguments of fn come after it."
         )
     if size < 1:
-        raise ValueError(f"run_ranks(fn, size) wants at least one rank, not {size}.")
+        raise ValueError(f"run_ranks(fn, size) needs at least one rank, not {size}.")
     world = LoopbackWorld(size, patience=timeout, seed=seed)
     results: list[Any] = [None] * size
     errors: dict[int, BaseException] = {}

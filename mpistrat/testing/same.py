@@ -1,4 +1,4 @@
-"""Checks that fail on every rank or on none."""
+"""A check that fails on every rank or on no rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["same"]
 def same(comm: Any, value: Any, wanted: Any = None) -> None:
     """Fail on every rank unless all ranks hold the same bits, and these equal `wanted`.
 
-    Collective over `comm`. Cost: the proof, with a digest per leaf.
+    Collective over `comm`. Cost: one handshake, with a digest of each leaf.
 
     Args:
       comm: An mpi4py intracommunicator or a `Comm`.
@@ -27,7 +27,7 @@ def same(comm: Any, value: Any, wanted: Any = None) -> None:
       wanted: A tree of the same structure with the right values, or None to compare ranks only.
 
     Raises:
-      AssertionError: Somewhere they differ; says on which ranks and in which leaf.
+      AssertionError: They differ; says on which ranks and in which leaf.
     """
     lockstep = Lockstep(Session.on(comm))
     with lockstep.preparing("same"):

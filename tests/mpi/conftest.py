@@ -12,8 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-
-from mpistrat.testing.rank_report import RankReporter
+from rank_report import RankReporter
 
 
 def pytest_addoption(parser):

@@ -65,7 +65,7 @@ def test_words_that_cannot_be_used_are_refused(words, message, calls, capsys):
 @pytest.mark.parametrize("words", ["-n 2", "-n 2 -m"])
 def test_no_program_is_refused(words, calls, capsys):
     assert cli.main(["run", *words.split()]) == 2
-    assert "wants a SCRIPT or -m MODULE" in capsys.readouterr().err
+    assert "give a SCRIPT or -m MODULE" in capsys.readouterr().err
     assert not calls
 
 
@@ -83,7 +83,7 @@ def test_help_of_a_command_is_its_docstring(name, capsys):
     with pytest.raises(SystemExit) as exit_:
         cli.main([name, "--help"])
     assert exit_.value.code == 0
-    assert cli.COMMANDS[name].function.__doc__.splitlines()[0] in capsys.readouterr().out
+    assert cli.COMMANDS[name].__doc__.splitlines()[0] in capsys.readouterr().out
 
 
 def test_module_is_the_command():

@@ -1,4 +1,4 @@
-"""Strategies with the older signatures; what they do is what the newer ones do."""
+"""Strategies with the signatures of ``tf.compat.v1``; they do what the newer ones do."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Strategy(strategy.Strategy):
       newer: That strategy.
 
     Raises:
-      TypeError: `newer` is no strategy.
+      TypeError: `newer` is not a strategy.
 
     As: ``tf.compat.v1.distribute.Strategy``.
 
@@ -59,21 +59,21 @@ class Strategy(strategy.Strategy):
     experimental_distribute_values_from_function: Any = _Newer()
 
     def __init__(self, newer: strategy.Strategy):
-        """Be what `newer` is."""
+        """Create a strategy over the same ranks as `newer`."""
         if not isinstance(newer, strategy.Strategy):
             raise TypeError(
-                f"Strategy() of tf.compat.v1 is made of a strategy, not of {newer!r:.60}. Make a "
+                f"Strategy() of tf.compat.v1 needs a strategy, not {newer!r:.60}. Make a "
                 "MirroredStrategy(), or one of the others."
             )
         vars(self).update(vars(newer))
 
     def __dir__(self) -> list[str]:
-        """Return the names that can be read: what walks them takes each for an attribute."""
+        """Return the names of attributes, without those that only the newer strategies have."""
         newer = {name for name, value in vars(Strategy).items() if isinstance(value, _Newer)}
         return [name for name in super().__dir__() if name not in newer]
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
-        """Make values per replica one, elementwise if no axis is given; as `Strategy.reduce`."""
+        """Reduce the values of the replicas, elementwise without an axis; as `Strategy.reduce`."""
         return super().reduce(reduce_op, value, axis)
 
     def experimental_run_v2(
@@ -96,7 +96,7 @@ class Strategy(strategy.Strategy):
 
 
 def _as(newer: type[strategy.Strategy]) -> Callable[..., None]:
-    """Return the constructor of `newer`, for a strategy that is to be what `newer` makes."""
+    """Return the constructor of `newer`, for a strategy that does what `newer` does."""
 
     @functools.wraps(newer.__init__)
     def __init__(self: Strategy, *args: Any, **kwargs: Any) -> None:
@@ -115,7 +115,7 @@ class MirroredStrategy(Strategy):
       comm: As there.
 
     Raises:
-      TypeError: `cross_device_ops` are none, or `devices` is no list of labels.
+      TypeError: `cross_device_ops` is not a `CrossDeviceOps`, or `devices` is not a list of labels.
       ValueError: A label comes twice.
 
     As: ``tf.compat.v1.distribute.MirroredStrategy``.
@@ -152,7 +152,7 @@ class MultiWorkerMirroredStrategy(Strategy):
       comm: As there.
 
     Raises:
-      ValueError: `communication` or `cluster_resolver` is none, or as there.
+      ValueError: `communication` or `cluster_resolver` cannot be used; see there.
 
     As: ``tf.compat.v1.distribute.experimental.MultiWorkerMirroredStrategy``.
     """
@@ -170,7 +170,7 @@ class CentralStorageStrategy(Strategy):
       comm: As there.
 
     Raises:
-      TypeError: `compute_devices` is no list of labels.
+      TypeError: `compute_devices` is not a list of labels.
       ValueError: A label comes twice.
 
     As: ``tf.compat.v1.distribute.experimental.CentralStorageStrategy``.
@@ -191,9 +191,8 @@ class TPUStrategy(Strategy, topology_strategy.PlacedStrategy):
       comm: As there.
 
     Raises:
-      TypeError: `tpu_cluster_resolver` or `device_assignment` is none, or `steps_per_run` no
-        integer.
-      ValueError: The assignment is for another number of ranks, or there are no steps.
+      TypeError: `tpu_cluster_resolver`, `device_assignment` or `steps_per_run` has another type.
+      ValueError: The assignment is for another number of ranks, or `steps_per_run` is less than 1.
 
     As: ``tf.compat.v1.distribute.experimental.TPUStrategy``.
 

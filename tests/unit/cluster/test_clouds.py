@@ -146,7 +146,7 @@ def test_the_job_of_instances_is_fixed():
     resolver.rpc_layer = None
     assert resolver.master() == "10.0.0.1:1"
     assert resolver.master("ps", 1, "http") == "http://10.0.0.2:1"
-    with pytest.raises(RuntimeError, match="'ps' for ever"):
+    with pytest.raises(RuntimeError, match="'ps' and cannot be changed"):
         resolver.task_type = "worker"
 
 

@@ -29,7 +29,7 @@ def test_hosts(text, hosts):
     "text", ["n[1-2", "n1]", "n[]", "n[a]", "n[2-1]", "n[1-]", "n1,,n2", ",n1", "n1,", "n[[1]]"]
 )
 def test_what_is_no_list_of_hosts(text):
-    with pytest.raises(ValueError, match="is no list of hosts"):
+    with pytest.raises(ValueError, match="is not a list of hosts"):
         expand_hostlist(text)
 
 
@@ -79,7 +79,7 @@ def test_a_name_that_no_host_has(text):
 
 @pytest.mark.parametrize("text", [f"n[{'9' * 5000}]", f"n[1-{'9' * 5000}]", f"n[{'0' * 5000}1]"])
 def test_a_number_that_no_host_has(text):
-    with pytest.raises(ValueError, match="is no list of hosts") as error:
+    with pytest.raises(ValueError, match="is not a list of hosts") as error:
         expand_hostlist(text)
     assert len(str(error.value)) < 400
 

@@ -126,21 +126,21 @@ MALFORMED = {
     "no json": "which is not JSON",
     "{": "which is not JSON",
     "{'cluster': {}}": "which is not JSON",
-    "[1]": "no object",
-    "5": "no object",
-    "null": "no object",
-    text(cluster=["a:1", "b:1"]): "'cluster' that is no object",
-    text(cluster={"worker": 3}): "'cluster' that is none",
-    text(cluster=None): "'cluster' that is no object",
+    "[1]": "not an object",
+    "5": "not an object",
+    "null": "not an object",
+    text(cluster=["a:1", "b:1"]): "'cluster' that is not an object",
+    text(cluster={"worker": 3}): "'cluster' that cannot be used",
+    text(cluster=None): "'cluster' that is not an object",
     text(): "names 3 tasks, but has no 'type' in 'task'",
     text(task={}): "has no 'type' in 'task'",
-    text(task="worker"): "'task' that is no object: 'worker'",
-    text(task=["worker", 0]): "'task' that is no object",
+    text(task="worker"): "'task' that is not an object: 'worker'",
+    text(task=["worker", 0]): "'task' that is not an object",
     text(task={"index": 0}): "no 'type' in 'task'",
     text(task={"type": "worker"}): "no 'index' in 'task'",
-    text(task={"type": 3, "index": 0}): "'type' is no string: 3",
+    text(task={"type": 3, "index": 0}): "'type' is not a string: 3",
     **{
-        text(task={"type": "worker", "index": index}): "'index' is no number from 0"
+        text(task={"type": "worker", "index": index}): "'index' is not an integer of at least 0"
         for index in ("first", "", 1.0, 1.5, -1, "-1", True, [0], {})
     },
 }

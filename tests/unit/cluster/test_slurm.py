@@ -100,15 +100,15 @@ def test_outside_of_a_step(missing):
 @pytest.mark.parametrize(
     ("more", "given", "error", "text"),
     [
-        ({}, {"jobs": {"w": 3}}, RuntimeError, "want 3 tasks, but there are 6"),
+        ({}, {"jobs": {"w": 3}}, RuntimeError, "need 3 tasks, but there are 6"),
         ({}, {"gpus_per_node": 4, "gpus_per_task": 2}, RuntimeError, "more than the 4"),
         ({}, {"gpus_per_task": 1}, RuntimeError, "more than the 0"),
         ({}, {"jobs": {"w": 2}, "tasks_per_node": 1}, RuntimeError, "rank 4 of the step"),
-        ({"STEP_TASKS_PER_NODE": "6"}, {}, RuntimeError, "2 nodes, but tasks for 1"),
+        ({"STEP_TASKS_PER_NODE": "6"}, {}, RuntimeError, "2 nodes, but task counts for 1"),
         ({}, {"jobs": {"a": -1, "w": 7}}, ValueError, r"jobs\['a'\] must not be negative"),
         ({}, {"gpus_per_task": -1}, ValueError, "gpus_per_task must not be negative"),
         ({}, {"gpus_per_node": -1}, ValueError, "must not be negative"),
-        ({"STEP_NODELIST": "n[1-"}, {}, ValueError, "no list of hosts"),
+        ({"STEP_NODELIST": "n[1-"}, {}, ValueError, "not a list of hosts"),
     ],
 )
 def test_what_does_not_fit(more, given, error, text):
@@ -168,7 +168,7 @@ def test_what_is_no_number_is_named(more, given, error, name):
                 "STEP_NUM_TASKS": "3276800000",
             },
             {},
-            "tell of 3276800000 tasks; at most",
+            "describe 3276800000 tasks, more than",
         ),
         ({"STEP_NUM_TASKS": "9" * 5000}, {}, "SLURM_STEP_NUM_TASKS must be a number"),
         ({"PROCID": "9" * 5000}, {}, "SLURM_PROCID must be a number"),

@@ -95,7 +95,7 @@ def test_tf_config(n, monkeypatch):
         return "something else"
 
     # Written for one process; every rank inherits the same name.
-    with pytest.warns(RuntimeWarning, match="Names .* choose no ranks"):
+    with pytest.warns(RuntimeWarning, match="Names .* do not choose ranks"):
         assert run_ranks(program, n) == ["worker"] * n
 
 

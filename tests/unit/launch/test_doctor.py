@@ -56,8 +56,8 @@ def test_jobs_are_not_started_from_a_rank(monkeypatch):
     ("name", "value", "says"),
     [
         ("Open MPI", None, "mpistrat run"),
-        ("Open MPI", "0", "at once"),
-        ("MPICH", None, "goes on"),
+        ("Open MPI", "0", "does not overlap"),
+        ("MPICH", None, "overlaps with computation"),
     ],
 )
 def test_whether_calls_overlap_is_told(name, value, says, monkeypatch):

@@ -72,7 +72,7 @@ def test_only_launchers_of_another_mpi_is_an_error_that_names_both(tmp_path):
     assert wrong in text
     assert str(library()) in text
     assert of_launcher(other_text()).name in text
-    assert "Mend it" in text
+    assert "To fix it" in text
 
 
 def test_no_launcher_is_an_error_that_says_what_to_install():

@@ -68,7 +68,7 @@ def test_a_thread_leaves_nothing_behind():
 
 @pytest.mark.parametrize("size", ["2", 2.0, None, True])
 def test_what_is_no_number_of_ranks_is_told(size):
-    with pytest.raises(TypeError, match=r"wants the number of ranks, not .*come after it"):
+    with pytest.raises(TypeError, match=r"needs the number of ranks, not .*come after it"):
         run_ranks(lambda comm: 1, size)
 
 
