@@ -9,7 +9,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from mpistrat.environment import check_system as _check_system
+
+__version__ = "0.1.0"  # nowhere else
+
+_check_system()
 
 # Public name -> module that holds it, grouped as in tf.distribute.
 _NAMES = {
