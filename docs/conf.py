@@ -1,7 +1,7 @@
 """How Sphinx builds these pages: ``python -m sphinx -W docs build/docs``.
 
-The pages of the reference are written into ``reference/`` when a build begins, and the table of
-parity into ``parity.md``, from the public names of the package (`public_names`).
+The pages of the reference are written into ``reference/`` when a build begins, from the public
+names of the package (`public_names`).
 """
 
 import sys
@@ -40,7 +40,6 @@ def generate(app):
     """Write the pages that are made from the package."""
     public_names.name_classes()
     public_names.write(Path(app.srcdir, "reference"))
-    public_names.write_parity(Path(app.srcdir, "parity.md"))
 
 
 def setup(app):

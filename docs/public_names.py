@@ -2,8 +2,7 @@
 
 Nothing is listed by hand: a name in ``__all__`` of the package, or of a namespace that can be
 reached from it, gets an entry. Groups only sort the names of the package itself into pages; a name
-that fits no group stands on the page of other names. The page of parity is the table of
-`mpistrat.parity` under a heading.
+that fits no group stands on the page of other names.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from typing import Any, NamedTuple
 
 import mpistrat
 import mpistrat.compat
-from mpistrat import parity
 
 
 class Group(NamedTuple):
@@ -188,22 +186,6 @@ def name_classes() -> None:
         ours = str(getattr(entry.value, "__module__", "")).startswith("mpistrat")
         if ours and inspect.isclass(entry.value) and entry.home == entry.path:
             entry.value.__name__ = entry.name
-
-
-def parity_page() -> str:
-    """Return the page with a row for every name of tf.distribute."""
-    return (
-        "# Parity\n\n"
-        "Every name that TensorFlow 2.21 exports of `tf.distribute`, with what became of it here: "
-        "the same, different in what the row says, or refused with a reason. The tests hold every "
-        "row against the library. `python -m mpistrat.parity` prints this table.\n\n"
-        f"{parity.markdown()}\n"
-    )
-
-
-def write_parity(path: Path) -> None:
-    """Write the page of parity, unless it is there already."""
-    _write(path, parity_page())
 
 
 def write(folder: Path) -> None:

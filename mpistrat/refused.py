@@ -131,7 +131,7 @@ def missing_from(where: str) -> Callable[[str], NoReturn]:
         if name.startswith("__"):  # Python itself looks for these
             raise AttributeError(f"module {where!r} has no attribute {name!r}")
         raise AttributeError(
-            f"{where} has no {name}. `python -m mpistrat.parity` lists every name of tf.distribute."
+            f"{where} has no {name}. docs/parity.md lists every name of tf.distribute."
         )
 
     return __getattr__

@@ -1,4 +1,4 @@
-"""Parity with tf.distribute: every exported name has its row, and every row says what is true."""
+"""Parity with tf.distribute: every exported name has a row in docs/parity.md, and each is true."""
 
 from __future__ import annotations
 
@@ -7,17 +7,15 @@ import functools
 import importlib
 import inspect
 import re
-import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from every import every
 
 import mpistrat as ms
-from mpistrat import parity
 from mpistrat.compat import tf
-from mpistrat.parity import Verdict
 from mpistrat.refused import REFUSED, refused
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -28,7 +26,8 @@ from golden.judge import judge
 from golden.patterns import matches
 from golden.record import cases
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "parity.md").read_text(encoding="utf-8")
 
 # What TensorFlow 2.21.0 exports.
 _RESOLVERS = """
@@ -74,8 +73,29 @@ EXPORTED = {
     """,
 }
 NAMES = [f"{module}.{name}" for module, names in EXPORTED.items() for name in names.split()]
-ROWS = {row.name: row for row in parity.rows()}
-MEMBERS = {row.name: row for row in parity.members()}
+
+
+class Row(NamedTuple):
+    """A row of the page: the name in TensorFlow, its path below mpistrat, whether it is the same."""
+
+    name: str
+    here: str
+    verdict: str
+    why: str
+
+
+SAME, DIFFERS, REFUSAL = "same", "differs", "refused"
+
+
+def rows(text):
+    found = re.findall(r"^\| `(tf\.\S+)` \| `(\S+)` \| \*\*(\w+)\*\*(?:: (.+))? \|$", text, re.M)
+    assert len(found) == text.count("\n| `"), "a row has another form"
+    return [Row(*row) for row in found]
+
+
+NAMES_OF_PAGE, MEMBERS_OF_PAGE = map(rows, PAGE.split("Their members:"))
+ROWS = {row.name: row for row in NAMES_OF_PAGE}
+MEMBERS = {row.name: row for row in MEMBERS_OF_PAGE}
 
 
 def at(path, start=ms):
@@ -92,9 +112,9 @@ def exists(path):
 
 
 def test_every_exported_name_has_one_row():
-    names = [row.name for row in parity.rows()]
-    assert sorted(names) == sorted(NAMES)
-    assert len(set(names)) == len(names)
+    assert sorted(row.name for row in NAMES_OF_PAGE) == sorted(NAMES)
+    assert len(ROWS) == len(NAMES)
+    assert len(MEMBERS) == len(MEMBERS_OF_PAGE)
 
 
 def test_members_are_of_classes_that_have_rows():
@@ -106,34 +126,20 @@ EVERY = [*ROWS.values(), *MEMBERS.values()]
 
 @every("row", EVERY)
 def test_what_a_row_says_is_true(row):
-    if row.verdict is Verdict.PENDING:
-        return  # see below
     found = at(row.here)
     is_refused = found in [refused(path) for path in REFUSED]
-    assert is_refused == (row.verdict is Verdict.REFUSED)
+    assert is_refused == (row.verdict == REFUSAL)
     if is_refused:
         with pytest.raises(ms.RefusedError) as error:
             found()
         assert str(error.value).endswith(row.why)
-    assert bool(row.why) == (row.verdict is not Verdict.SAME)
-    assert "|" not in row.why
+    assert row.verdict in (SAME, DIFFERS, REFUSAL)
+    assert bool(row.why) == (row.verdict != SAME)
 
 
 @every("row", ROWS.values())
 def test_compat_tf_has_it_by_its_own_name(row):
-    path = row.name.removeprefix("tf.")
-    if row.verdict is Verdict.PENDING:
-        with pytest.raises(AttributeError):
-            at(path, tf)
-    else:
-        assert at(path, tf) is at(row.here)
-
-
-@pytest.mark.parametrize("name", sorted(parity.PENDING))
-def test_what_is_to_come_is_not_there(name):
-    assert f"tf.distribute.{name}" in {*ROWS, *MEMBERS}
-    come = [path for path in (name, f"compat.v1.distribute.{name}") if exists(path)]
-    assert not come, f"{come} came: take {name!r} out of PENDING; both namespaces must have it"
+    assert at(row.name.removeprefix("tf."), tf) is at(row.here)
 
 
 # All parameters that they have in TensorFlow 2.21.0, in their order. Ours may have further ones, by
@@ -285,13 +291,12 @@ WITHOUT = {
 
 def test_every_name_that_is_called_has_a_signature_to_show():
     """The rest are classes that programs do not make, and enumerations."""
-    named = {row.here for row in ROWS.values() if row.verdict is not Verdict.REFUSED}
+    named = {row.here for row in ROWS.values() if row.verdict != REFUSAL}
     own = {name for name in named if not name.startswith("compat.")}
     called = {
         row.here
         for row in MEMBERS.values()
-        if row.verdict is not Verdict.PENDING and callable(at(row.here))
-        if not row.here.startswith("compat.")
+        if callable(at(row.here)) and not row.here.startswith("compat.")
     }
     assert own - set(SIGNATURES) == WITHOUT
     assert called - set(SIGNATURES) == set()
@@ -364,10 +369,10 @@ def vars_of(here):
     return inspect.getattr_static(at(owner) if owner else ms, name)
 
 
-SAME = [row for row in EVERY if row.verdict is Verdict.SAME]
+ALIKE = [row for row in EVERY if row.verdict == SAME]
 
 
-@every("row", SAME)
+@every("row", ALIKE)
 def test_what_is_the_same_has_been_compared(row):
     place = shown(row.here)
     assert place, f"{row.name}: name a recorded case, or a test, in SHOWN"
@@ -397,40 +402,15 @@ def uses(place, name):
 
 
 def test_nothing_is_shown_that_is_not_said():
-    assert set(SHOWN) <= {row.here for row in SAME}
+    assert set(SHOWN) <= {row.here for row in ALIKE}
 
 
-def test_python_m_prints_the_table():
-    ask = [sys.executable, "-m", "mpistrat.parity"]
-    text = subprocess.run(ask, capture_output=True, text=True, check=True).stdout
-    assert text.strip() == parity.markdown()
-    lines = text.splitlines()
-    for row in EVERY:
-        (line,) = (line for line in lines if line.startswith(f"| `{row.name}` |"))
-        assert row.why in line
-        assert f"**{row.verdict.value}**" in line
-    assert {line.count("|") for line in lines if line.startswith("|")} == {4}
-
-
-def test_counts_are_those_of_the_rows():
-    verdicts = [row.verdict for row in ROWS.values()]
-    text = parity.counts()
-    assert text.startswith(f"{len(NAMES)} names: ")
-    kinds = ((Verdict.SAME, "same"), (Verdict.DIFFERS, "differ"), (Verdict.REFUSED, "refused"))
-    for kind, word in kinds:
-        assert f" {verdicts.count(kind)} {word}" in text
-    assert ("to come" in text) == (Verdict.PENDING in verdicts)
-
-
-def test_readme_has_the_table_of_the_names():
-    """Renew it with what ``python -m mpistrat.parity`` prints."""
-    text = README.read_text(encoding="utf-8")
-    assert parity.counts() in text
-    _, begun, rest = text.partition("<!-- the table of names -->\n")
-    assert begun
-    table = rest.partition("\n<!-- its end -->")[0].strip()
-    assert table in parity.markdown()
-    assert len(table.splitlines()) == 2 + len(NAMES)
+def test_page_and_readme_count_the_rows():
+    counts = [sum(row.verdict == kind for row in ROWS.values()) for kind in (SAME, DIFFERS, REFUSAL)]
+    told = "101 names: {} same, {} differ, {} refused".format(*counts)
+    assert sum(counts) == len(NAMES) == 101
+    assert told in PAGE
+    assert told in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_every_public_name_of_the_package_is_there():

@@ -35,7 +35,7 @@ _STREAM = (
     "mpistrat.Dataset.from_batches(function) takes a function that returns an iterable of batches, "
     "and `rebatch` makes batches of another size of them."
 )
-_PARITY = "`python -m mpistrat.parity` lists every name of tf.distribute."
+_PARITY = "docs/parity.md lists every name of tf.distribute."
 _FILES = (
     "mpistrat.Dataset.from_files(sorted(paths), read) takes a list of files and a function that "
     "reads one, and `rebatch` makes batches of their rows."

@@ -146,7 +146,7 @@ def test_operations_by_aggregation():
         (lambda: tf.cumsum, r"numpy\.cumsum"),
         (lambda: tf.math.cumsum, r"numpy\.cumsum"),
         (lambda: tf.nonsense, "coming-from"),
-        (lambda: tf.distribute.nonsense, r"mpistrat\.parity"),
+        (lambda: tf.distribute.nonsense, r"docs/parity"),
         (lambda: tf.data.TFRecordDataset, "from_files"),
         (lambda: tf.data.Dataset.range(2).filter, r"x\[keep\]"),
         (lambda: tf.data.Dataset.range(2).unbatch, "rebatch"),
@@ -155,7 +155,7 @@ def test_operations_by_aggregation():
         (lambda: tf.compat.v1.get_variable, r"tf\.Variable"),
         (lambda: tf.compat.v1.disable_v2_behavior, "without graphs"),
         (lambda: tf.compat.v1.Session, "without graphs"),
-        (lambda: tf.compat.v1.distribute.nonsense, r"mpistrat\.parity"),
+        (lambda: tf.compat.v1.distribute.nonsense, r"docs/parity"),
         (lambda: tf.tpu.experimental.embedding, "coming-from"),
     ],
 )
@@ -183,7 +183,7 @@ def test_namespaces_are_found():
 
 @every("path", SPACES)
 def test_every_namespace_says_what_to_use_instead_of_a_missing_name(path):
-    advice = r" has no .*\bnonsense\. .*(docs/|python -m|numpy|mpistrat\.|[Uu]se|tf\.\w|Devices)"
+    advice = r" has no .*\bnonsense\. .*(docs/|numpy|mpistrat\.|[Uu]se|tf\.\w|Devices)"
     with pytest.raises(AttributeError, match=advice):
         SPACES[path].nonsense  # noqa: B018
     assert not hasattr(SPACES[path], "__nonsense__")
