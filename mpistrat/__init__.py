@@ -23,13 +23,13 @@ _NAMES = {
     "MirroredStrategy": "mpistrat.distribute.strategies",
     "MultiWorkerMirroredStrategy": "mpistrat.distribute.strategies",
     "OneDeviceStrategy": "mpistrat.distribute.strategies",
-    "ParameterServerStrategy": "mpistrat.refused",
+    "ParameterServerStrategy": "mpistrat.compat.absent",
     "Strategy": "mpistrat.distribute.strategy",
     "StrategyExtended": "mpistrat.distribute.extended",
     "TPUStrategy": "mpistrat.distribute.topology_strategy",
     "Topology": "mpistrat.distribute.topology",
     # started by the launcher
-    "Server": "mpistrat.refused",
+    "Server": "mpistrat.compat.absent",
     # contexts
     "ReplicaContext": "mpistrat.distribute.context",
     "experimental_set_strategy": "mpistrat.distribute.context",
@@ -183,6 +183,7 @@ if TYPE_CHECKING:
         CommunicationImplementation,
         CommunicationOptions,
     )
+    from mpistrat.compat.absent import ParameterServerStrategy, Server
     from mpistrat.distribute.context import (
         ReplicaContext,
         experimental_set_strategy,
@@ -241,7 +242,6 @@ if TYPE_CHECKING:
     from mpistrat.feed.distributed import DistributedDataset, DistributedIterator
     from mpistrat.feed.policies import AutoShardPolicy, DatasetOptions
     from mpistrat.kernels.ops import ReduceOp
-    from mpistrat.refused import ParameterServerStrategy, Server
 
 
 def __getattr__(name: str) -> Any:

@@ -15,8 +15,8 @@ from mpistrat.cluster.simple import SimpleClusterResolver, UnionResolver
 from mpistrat.cluster.slurm import SlurmClusterResolver
 from mpistrat.cluster.spec import ClusterSpec
 from mpistrat.cluster.tpu import TPUClusterResolver
+from mpistrat.compat.absent import absent_from as _absent_from
 from mpistrat.launch.tf_config import tf_config, write_tf_config
-from mpistrat.refused import missing_from as _missing_from
 
 __all__ = [
     "ClusterResolver",
@@ -34,4 +34,4 @@ __all__ = [
     "write_tf_config",
 ]
 
-__getattr__ = _missing_from("mpistrat.cluster_resolver")
+__getattr__ = _absent_from("mpistrat.cluster_resolver")

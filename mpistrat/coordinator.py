@@ -1,7 +1,7 @@
 """``tf.distribute.coordinator``: names that say why there is no coordinator, and what to use."""
 
-from mpistrat.refused import missing_from as _missing_from
-from mpistrat.refused import refused as _refused
+from mpistrat.compat.absent import absent_from as _absent_from
+from mpistrat.compat.absent import refused as _refused
 
 __all__ = [
     "ClusterCoordinator",
@@ -10,7 +10,7 @@ __all__ = [
     "experimental_get_current_worker_index",
 ]
 
-__getattr__ = _missing_from("mpistrat.coordinator")
+__getattr__ = _absent_from("mpistrat.coordinator")
 
 ClusterCoordinator = _refused("coordinator.ClusterCoordinator")
 PerWorkerValue = _refused("coordinator.PerWorkerValue")

@@ -28,8 +28,8 @@ ROWS = (
     ("optim", "metrics", "checkpoint"),
     (
         *("launch", "compat", "testing", "examples", "cli", "__main__"),
-        # Public names, bound here and made elsewhere; and those that are refused.
-        *("__init__", "cluster_resolver", "coordinator", "experimental", "refused"),
+        # Public names, bound here and made elsewhere.
+        *("__init__", "cluster_resolver", "coordinator", "experimental"),
         "vjp",
     ),
 )

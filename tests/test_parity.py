@@ -16,7 +16,7 @@ from every import every
 
 import mpistrat as ms
 from mpistrat.compat import tf
-from mpistrat.refused import REFUSED, refused
+from mpistrat.compat.absent import REFUSED, refused
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -76,7 +76,7 @@ NAMES = [f"{module}.{name}" for module, names in EXPORTED.items() for name in na
 
 
 class Row(NamedTuple):
-    """A row of the page: the name in TensorFlow, its path below mpistrat, whether it is the same."""
+    """A row of the page: the name there, its path below mpistrat, and whether it is the same."""
 
     name: str
     here: str
@@ -406,7 +406,9 @@ def test_nothing_is_shown_that_is_not_said():
 
 
 def test_page_and_readme_count_the_rows():
-    counts = [sum(row.verdict == kind for row in ROWS.values()) for kind in (SAME, DIFFERS, REFUSAL)]
+    counts = [
+        sum(row.verdict == kind for row in ROWS.values()) for kind in (SAME, DIFFERS, REFUSAL)
+    ]
     told = "101 names: {} same, {} differ, {} refused".format(*counts)
     assert sum(counts) == len(NAMES) == 101
     assert told in PAGE

@@ -31,8 +31,8 @@ from mpistrat.compat import tf_nn as nn
 from mpistrat.compat import tf_random as random
 from mpistrat.compat import tf_train as train
 from mpistrat.compat import v1
-from mpistrat.compat.tf_absent import Names as _Names
-from mpistrat.compat.tf_absent import absent_from as _absent_from
+from mpistrat.compat.absent import Names as _Names
+from mpistrat.compat.absent import absent_from as _absent_from
 from mpistrat.compat.tf_arrays import (
     broadcast_to,
     cast,

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any, final
 
 from mpistrat import nest
-from mpistrat.compat.tf_absent import Names as _Names
-from mpistrat.compat.tf_absent import absent as _absent
-from mpistrat.compat.tf_absent import absent_from as _absent_from
-from mpistrat.compat.tf_absent import refusing as _refusing
+from mpistrat.compat.absent import Names as _Names
+from mpistrat.compat.absent import absent as _absent
+from mpistrat.compat.absent import absent_from as _absent_from
+from mpistrat.compat.absent import refusing as _refusing
 from mpistrat.compat.tf_arrays import constant
 from mpistrat.errors import RefusedError
 from mpistrat.feed import dataset

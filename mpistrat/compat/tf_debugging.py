@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.compat.tf_absent import absent_from as _absent_from
+from mpistrat.compat.absent import absent_from as _absent_from
 from mpistrat.compat.tf_arrays import convert_to_tensor
 
 __all__ = [

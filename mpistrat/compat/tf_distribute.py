@@ -1,7 +1,8 @@
 """``tf.distribute`` as programs that import `mpistrat.compat.tf` see it."""
 
 from mpistrat import cluster_resolver, coordinator, experimental
-from mpistrat.compat.tf_absent import absent_from as _absent_from
+from mpistrat.compat.absent import absent_from as _absent_from
+from mpistrat.compat.absent import refused as _refused
 from mpistrat.distribute.context import (
     ReplicaContext,
     experimental_set_strategy,
@@ -33,7 +34,6 @@ from mpistrat.distribute.topology_strategy import TPUStrategy
 from mpistrat.distribute.values import DistributedValues
 from mpistrat.feed.distributed import DistributedDataset, DistributedIterator
 from mpistrat.kernels.ops import ReduceOp
-from mpistrat.refused import refused as _refused
 
 __all__ = [
     "CrossDeviceOps",

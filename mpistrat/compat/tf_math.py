@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat.arrays import as_dtype
-from mpistrat.compat.tf_absent import absent_from as _absent_from
+from mpistrat.compat.absent import absent_from as _absent_from
 from mpistrat.compat.tf_arrays import convert_to_tensor, is_typed, square
 from mpistrat.compat.tf_reductions import (
     add_n,

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mpistrat import nest
-from mpistrat.compat.tf_absent import absent_from as _absent_from
+from mpistrat.compat.absent import absent_from as _absent_from
 from mpistrat.errors import StructureError
 
 __all__ = ["assert_same_structure", "flatten", "is_nested", "map_structure", "pack_sequence_as"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.compat.tf_absent import absent_from as _absent_from
+from mpistrat.compat.absent import absent_from as _absent_from
 from mpistrat.compat.tf_arrays import convert_to_tensor
 from mpistrat.compat.tf_math import log_softmax, sigmoid, softmax, softplus, tanh
 from mpistrat.compat.tf_tensor import named

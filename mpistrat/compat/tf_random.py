@@ -13,7 +13,7 @@ from typing import Any, final
 import numpy as np
 
 from mpistrat.arrays import as_dtype
-from mpistrat.compat.tf_absent import absent_from as _absent_from
+from mpistrat.compat.absent import absent_from as _absent_from
 
 __all__ = ["Generator", "normal", "set_seed", "uniform"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from concurrent.futures import CancelledError
 from typing import Any, NamedTuple
 
-from mpistrat.compat.tf_absent import Names
+from mpistrat.compat.absent import Names
 from mpistrat.errors import (
     CheckpointError,
     ContextError,

@@ -12,7 +12,7 @@ from mpistrat.checkpoint.checkpoint import Checkpoint
 from mpistrat.checkpoint.files import SUFFIX, latest_checkpoint
 from mpistrat.checkpoint.manager import CheckpointManager
 from mpistrat.cluster.spec import ClusterSpec
-from mpistrat.compat.tf_absent import absent_from as _absent_from
+from mpistrat.compat.absent import absent_from as _absent_from
 
 __all__ = [
     "Checkpoint",

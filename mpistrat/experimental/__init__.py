@@ -17,6 +17,8 @@ from mpistrat.collectives.communication import (
     CommunicationImplementation,
     CommunicationOptions,
 )
+from mpistrat.compat.absent import absent_from as _absent_from
+from mpistrat.compat.absent import refused as _refused
 from mpistrat.distribute.inputs import ValueContext
 from mpistrat.distribute.strategies import CentralStorageStrategy
 from mpistrat.distribute.strategies import (
@@ -24,8 +26,6 @@ from mpistrat.distribute.strategies import (
 )
 from mpistrat.distribute.topology_strategy import TPUStrategyExperimental as TPUStrategy
 from mpistrat.experimental import coordinator, partitioners, rpc
-from mpistrat.refused import missing_from as _missing_from
-from mpistrat.refused import refused as _refused
 
 __all__ = [
     "CentralStorageStrategy",
@@ -45,6 +45,6 @@ __all__ = [
     "rpc",
 ]
 
-__getattr__ = _missing_from("mpistrat.experimental")
+__getattr__ = _absent_from("mpistrat.experimental")
 
 ParameterServerStrategy = _refused("ParameterServerStrategy")

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from typing import Any, final
 
 from mpistrat.arrays import as_dtype
+from mpistrat.compat.absent import absent_from as _absent_from
 from mpistrat.errors import AxisError
-from mpistrat.refused import missing_from as _missing_from
 
 __all__ = ["FixedShardsPartitioner", "MaxSizePartitioner", "MinSizePartitioner", "Partitioner"]
 
-__getattr__ = _missing_from("mpistrat.experimental.partitioners")
+__getattr__ = _absent_from("mpistrat.experimental.partitioners")
 
 _TEXT = "SUOT"  # kinds of dtypes whose elements have no size of their own
 

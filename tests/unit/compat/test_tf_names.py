@@ -191,7 +191,7 @@ def test_every_namespace_says_what_to_use_instead_of_a_missing_name(path):
 
 @every("path", SPACES)
 def test_namespaces_do_not_show_what_makes_their_errors(path):
-    makers = ("mpistrat.compat.tf_absent", "mpistrat.refused")
+    makers = ("mpistrat.compat.absent", "mpistrat.compat.absent")
     shown = [
         name
         for name, value in vars(SPACES[path]).items()

@@ -4,7 +4,8 @@ Contexts, ``extended`` and everything else are the same objects as the newer nam
 """
 
 from mpistrat import cluster_resolver
-from mpistrat.compat.tf_absent import absent_from as _absent_from
+from mpistrat.compat.absent import absent_from as _absent_from
+from mpistrat.compat.absent import refused as _refused
 from mpistrat.compat.v1.distribute import experimental
 from mpistrat.compat.v1.strategies import MirroredStrategy, OneDeviceStrategy, Strategy
 from mpistrat.distribute.context import (
@@ -24,7 +25,6 @@ from mpistrat.distribute.cross_device import (
 from mpistrat.distribute.extended import StrategyExtended
 from mpistrat.distribute.inputs import InputContext, InputReplicationMode, RunOptions
 from mpistrat.kernels.ops import ReduceOp
-from mpistrat.refused import refused as _refused
 
 __all__ = [
     "CrossDeviceOps",

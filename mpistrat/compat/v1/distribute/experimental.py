@@ -6,13 +6,13 @@ from mpistrat.collectives.communication import (
     CommunicationImplementation,
     CommunicationOptions,
 )
-from mpistrat.compat.tf_absent import absent_from as _absent_from
+from mpistrat.compat.absent import absent_from as _absent_from
+from mpistrat.compat.absent import refused as _refused
 from mpistrat.compat.v1.strategies import (
     CentralStorageStrategy,
     MultiWorkerMirroredStrategy,
     TPUStrategy,
 )
-from mpistrat.refused import refused as _refused
 
 __all__ = [
     "CentralStorageStrategy",
