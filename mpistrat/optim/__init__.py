@@ -27,12 +27,9 @@ from mpistrat.optim.sgd import SGD as SGD
 
 __all__ = sorted(["OPTIMIZERS", *(name for name in globals() if name[0].isupper())])
 
-# Every optimizer, by the name that programs choose it by; a new one is a file and a row.
+# Every optimizer, by the name that programs choose it by.
 OPTIMIZERS: dict[str, type[Optimizer]] = {
-    "sgd": SGD,
-    "adam": Adam,
-    "adamw": AdamW,
-    "lamb": LAMB,
-    "lars": LARS,
-    "lion": Lion,
+    name.lower(): found
+    for name, found in list(globals().items())
+    if isinstance(found, type) and issubclass(found, Optimizer) and found is not Optimizer
 }
