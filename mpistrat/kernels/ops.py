@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -69,8 +69,12 @@ class ReduceOp(enum.Enum):
       <ReduceOp.MEAN: 'MEAN'>
     """
 
-    _value_: str
     how: Fold
+    if TYPE_CHECKING:  # which take the value of members that are made of more for anything
+
+        @property
+        def value(self) -> str:
+            """The name."""
 
     SUM = "SUM", Fold(np.add, "SUM", _zero)
     MEAN = "MEAN", Fold(np.add, "SUM", _zero, repeats=True)  # divided afterwards
@@ -78,8 +82,8 @@ class ReduceOp(enum.Enum):
     MAX = "MAX", Fold(np.maximum, "MAX", _lowest, "iufV", repeats=True, loses_nan=True)
     PROD = "PROD", Fold(np.multiply, "PROD", _one)
 
-    def __new__(cls, name: str, how: Fold) -> ReduceOp:
-        """Create a member, whose value is its name."""
+    def __new__(cls, name: str, how: Any = None) -> ReduceOp:
+        """Create a member, whose value is its name; ``ReduceOp("SUM")`` finds one."""
         member = object.__new__(cls)
         member._value_, member.how = name, how
         return member
