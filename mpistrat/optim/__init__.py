@@ -31,5 +31,5 @@ __all__ = sorted(["OPTIMIZERS", *(name for name in globals() if name[0].isupper(
 OPTIMIZERS: dict[str, type[Optimizer]] = {
     name.lower(): found
     for name, found in list(globals().items())
-    if isinstance(found, type) and issubclass(found, Optimizer) and found is not Optimizer
+    if Optimizer in getattr(found, "__mro__", ())[1:]
 }
