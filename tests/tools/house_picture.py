@@ -170,7 +170,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT / "tests"))
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # this tree, whatever is installed
     # Compiled loops are called or not by what this machine has in its cache.
     if os.environ.get("MPISTRAT_NUMBA") != "0":
         os.execve(
