@@ -1,14 +1,20 @@
 """What is installed, and what with it."""
 
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
+# The one place of the version.
+PACKAGE = (HERE / "mpistrat" / "__init__.py").read_text(encoding="utf-8")
+[VERSION] = re.findall(r'^__version__ = "(.+?)"', PACKAGE, re.MULTILINE)
 
 DOCS = ["sphinx", "myst-parser", "furo"]
 EXAMPLES = ["scikit-learn", "matplotlib", "tqdm"]
 TEST = [
+    "build",
+    "coverage",
     "pytest>=8",
     "pytest-mpi",
     "pytest-timeout",
@@ -25,7 +31,7 @@ TEST = [
 
 setup(
     name="mpistrat",
-    version="0.1.0",
+    version=VERSION,
     description="The programming model of tf.distribute for NumPy on MPI",
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",

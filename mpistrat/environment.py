@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import platform
+import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -12,6 +15,7 @@ __all__ = [
     "MASK_BYTES",
     "MOST",
     "YIELD",
+    "check_system",
     "cores_of",
     "counted",
     "environment",
@@ -19,8 +23,60 @@ __all__ = [
     "launched_by",
     "mask_of",
     "quota",
+    "unsupported",
     "yields",
 ]
+
+_MACHINES = ("x86_64", "aarch64")
+
+
+def unsupported(system: str = sys.platform, machine: str | None = None) -> str | None:
+    """Return what a program has to know of a system on which the tests do not run; else None.
+
+    Args:
+      system: The operating system, as `sys.platform` names it.
+      machine: The processor, as `platform.machine` names it; None for this one.
+
+    Example:
+      >>> unsupported("linux", "aarch64") is None
+      True
+      >>> unsupported("linux", "riscv64")
+      'mpistrat is not tested on riscv64, only on x86_64 and aarch64: results may be wrong.'
+    """
+    machine = platform.machine() if machine is None else machine
+    if system == "win32":
+        return "mpistrat does not run on Windows. Use Linux: WSL 2, a container or a cluster."
+    if system != "linux":
+        return (
+            f"mpistrat is tested on Linux only, and this is {system}. Memory may not be shared "
+            "between ranks, and ranks that hang or are killed are told of less. Try programs here; "
+            "run jobs on Linux."
+        )
+    if machine not in _MACHINES:
+        return (
+            f"mpistrat is not tested on {machine}, only on {' and '.join(_MACHINES)}: results may "
+            "be wrong."
+        )
+    return None
+
+
+def check_system(system: str = sys.platform) -> None:
+    """Refuse a system on which mpistrat cannot run, and warn of one where it is not tested.
+
+    Args:
+      system: The operating system, as `sys.platform` names it.
+
+    Raises:
+      ImportError: This is Windows.
+
+    Warns:
+      RuntimeWarning: It is another system than Linux, or another processor than the tests run on.
+    """
+    text = unsupported(system)
+    if text is not None and system == "win32":
+        raise ImportError(text)
+    if text is not None:
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 
 class _Mark(NamedTuple):

@@ -26,7 +26,7 @@ from mpistrat.arrays import Array, is_bfloat16, label
 from mpistrat.errors import LeafTypeError
 from mpistrat.kernels.ops import ReduceOp
 
-__all__ = ["Form", "decode_order", "encode_order", "form", "identity", "ordered"]
+__all__ = ["Form", "decode_order", "encode_order", "form", "ordered"]
 
 DType = np.dtype[Any]
 
@@ -47,15 +47,16 @@ class Form(NamedTuple):
 def _form(op: ReduceOp, dtype: DType) -> Form | str:
     if dtype.kind == "b":
         return "is bool; reductions of bool are ambiguous. Cast it, for example to int32."
-    if dtype.kind == "c" and op in (ReduceOp.MIN, ReduceOp.MAX):
-        return f"is {dtype.name}; complex numbers have no {op.value}."
+    if dtype.kind not in op.how.kinds:
+        what = "complex numbers have" if dtype.kind == "c" else "numbers of this kind have"
+        return f"is {dtype.name}; {what} no {op.value}."
     if is_bfloat16(dtype) or dtype == np.float16:
         return Form(np.dtype(np.float32), dtype)
     if dtype.kind in "iu" and op is ReduceOp.MEAN:
         return Form(
             np.dtype(np.float64), np.dtype(np.float64 if dtype.itemsize >= 4 else np.float32)
         )
-    if dtype.kind in "iu" and dtype.itemsize < 4 and op in (ReduceOp.SUM, ReduceOp.PROD):
+    if dtype.kind in "iu" and dtype.itemsize < 4 and not op.how.repeats:
         # Open MPI's vector units saturate small integers (open-mpi/ompi#8045) where others wrap.
         return Form(np.dtype(f"{dtype.kind}4"), dtype)
     return Form(dtype, dtype)
@@ -75,19 +76,6 @@ def form(op: ReduceOp, dtype: DType, path: str = "") -> Form:
     if isinstance(found, str):
         raise LeafTypeError(f"{op.value}: {label(path)} {found}")
     return found
-
-
-def identity(op: ReduceOp, dtype: DType) -> Any:
-    """Return the value that changes nothing under `op`, in `dtype`."""
-    if op in (ReduceOp.SUM, ReduceOp.MEAN):
-        return dtype.type(0)
-    if op is ReduceOp.PROD:
-        return dtype.type(1)
-    lowest = op is ReduceOp.MAX
-    if dtype.kind == "f":
-        return dtype.type(-np.inf if lowest else np.inf)
-    info = np.iinfo(dtype)
-    return dtype.type(info.min if lowest else info.max)
 
 
 def ordered(op: ReduceOp, dtype: DType) -> bool:

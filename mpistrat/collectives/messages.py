@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 # What MPI calls a fold; MEAN divides afterwards.
-MPI_NAMES = {op: op.value for op in ReduceOp} | {ReduceOp.MEAN: "SUM"}
+MPI_NAMES = {op: op.how.mpi for op in ReduceOp}
 
 
 class Message(NamedTuple):
@@ -41,7 +41,7 @@ class Message(NamedTuple):
       send: Their values, in one piece: a leaf where it lies, or several packed.
       recv: Where the fold goes; with a leading axis of ranks if all values are gathered instead.
       outs: Where each leaf's part goes; empty if `recv` is the result.
-      gathered: MPI's own fold may lose a NaN, so every rank folds everybody's values.
+      gathered: MPI's own fold may lose a NaN, or MPI has none: every rank folds all values.
     """
 
     leaves: tuple[int, ...]
@@ -58,7 +58,7 @@ def messages(op: ReduceOp, wires: Sequence[Array], size: int) -> list[Message]:
     for b in bucket.plan(tuple((key.dtype, key.size) for key in keys)):
         parts = [keys[i] for i in b.leaves]
         send = parts[0] if len(parts) == 1 else np.concatenate([p.reshape(-1) for p in parts])
-        gathered = op in (ReduceOp.MIN, ReduceOp.MAX) and b.dtype.kind == "f"
+        gathered = not op.how.left_to_mpi(b.dtype)
         recv = np.empty((size, *send.shape) if gathered else send.shape, send.dtype)
         outs = tuple(np.empty_like(part) for part in parts) if len(parts) > 1 else ()
         found.append(Message(b.leaves, send, recv, outs, gathered))

@@ -54,8 +54,11 @@ class Route(abc.ABC):
 
 
 def _lossy(op: ReduceOp, dtype: np.dtype[Any]) -> bool:
-    """Tell whether MPI's own operation may lose a NaN; float32 and float64 travel as integers."""
-    return op in (ReduceOp.MIN, ReduceOp.MAX) and dtype.kind == "f"
+    """Tell whether MPI has no such operation, or one that may lose a NaN.
+
+    Of MIN and MAX, float32 and float64 travel as integers.
+    """
+    return not op.how.left_to_mpi(dtype)
 
 
 def _all(comm: Comm, send: Array, recv: Array, op: ReduceOp) -> None:

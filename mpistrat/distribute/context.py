@@ -175,7 +175,7 @@ class ReplicaContext:
         return self._strategy
 
     @property
-    def replica_id_in_sync_group(self) -> Any:
+    def replica_id_in_sync_group(self) -> int | Any:
         """Which replica this is, from 0 to ``num_replicas_in_sync - 1``; None if nobody said."""
         return self._id
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from mpistrat import nest
 from mpistrat.arrays import Array, as_array, digest, dtype_name, finish, label
-from mpistrat.collectives.forms import form, identity
+from mpistrat.collectives.forms import form
 from mpistrat.collectives.part import Part
 from mpistrat.distribute.kinds import DistributedVariable
 from mpistrat.distribute.naming import named
@@ -28,10 +28,6 @@ from mpistrat.kernels.threads import Team
 
 __all__ = ["reduce_over_axis", "reduce_over_replicas"]
 
-_ORDER = {ReduceOp.PROD: np.multiply, ReduceOp.MIN: np.minimum, ReduceOp.MAX: np.maximum}
-# Folding k equal values with these gives the value itself.
-_IDEMPOTENT = frozenset({ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX})
-
 
 def _moves(name: str, op: ReduceOp, leaf: Any, plain: Plain, path: str) -> bool:
     """Tell whether the replicas' values of this leaf must meet; raise if the question is wrong."""
@@ -43,11 +39,11 @@ def _moves(name: str, op: ReduceOp, leaf: Any, plain: Plain, path: str) -> bool:
     if isinstance(leaf, PerReplica) or (isinstance(leaf, DistributedVariable) and leaf.on_read):
         return True
     mirrored = isinstance(leaf, Mirrored | DistributedVariable)
-    if plain is Plain.SAME or (mirrored and op in _IDEMPOTENT):
+    if plain is Plain.SAME or (mirrored and op.how.repeats):
         return False
     if plain is Plain.EACH and not mirrored:
         return True
-    if op in _IDEMPOTENT:
+    if op.how.repeats:
         return False
     kind = "the same on all replicas" if mirrored else "not a value per replica"
     raise StructureError(
@@ -153,7 +149,7 @@ def reduce_over_axis(parts: Parts, reduce_op: Any, value: Any, axis: Any) -> Any
         ]
         over = tuple(map(operator.index, axis if isinstance(axis, tuple | list) else (axis,)))
     call = f"reduce({op.value}, axis={over}, {nest.describe(structure)}){born(leaves)}"
-    if op in (ReduceOp.MIN, ReduceOp.MAX):
+    if op.how.repeats and op is not ReduceOp.MEAN:
         _refuse_nothing(parts, call, contributions, paths)
     totals = parts.reducer.all_reduce(call, op, contributions)
     if op is ReduceOp.MEAN:
@@ -211,9 +207,9 @@ def _over_axis(op: ReduceOp, array: Array, axis: Any, path: str, team: Team | No
         total, count = local_sum(array, axes, how.wire, team)
         return Part(total, how, count, spec)
     count = int(np.prod([array.shape[a] for a in axes], dtype=np.int64))
-    start = identity(op, how.wire)
+    start = op.how.start(how.wire)
     with np.errstate(all="ignore"):
-        total = _ORDER[op].reduce(array, axis=axes, dtype=how.wire, initial=start)
+        total = op.how.fold.reduce(array, axis=axes, dtype=how.wire, initial=start)
     return Part(np.asarray(total), how, count, spec)
 
 

@@ -43,6 +43,7 @@ from mpistrat.feed.dataset import Dataset
 if TYPE_CHECKING:
     from mpistrat.cluster.resolver import ClusterResolver
     from mpistrat.distribute.iterators import InputIterator
+    from mpistrat.feed.distributed import DistributedDataset
 
 __all__ = ["Strategy"]
 
@@ -152,7 +153,7 @@ class Strategy(StrategyBase):
         """What names this process in the job; None if nothing was asked to."""
         return self._resolver
 
-    def scope(self) -> Scope:
+    def scope(self) -> AbstractContextManager[Strategy]:
         """Return a context manager whose body is cross-replica code of this strategy.
 
         Variables created in it belong to the strategy. It may be nested in itself, not in another
@@ -570,7 +571,7 @@ class Strategy(StrategyBase):
 
     def experimental_distribute_dataset(
         self, dataset: Dataset, options: InputOptions | None = None
-    ) -> Any:
+    ) -> DistributedDataset | Any:
         """Divide every global batch of `dataset` over the replicas.
 
         Collective: all ranks call it; iterating is collective too.
@@ -597,7 +598,7 @@ class Strategy(StrategyBase):
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Dataset], options: InputOptions | None = None
-    ) -> Any:
+    ) -> DistributedDataset | Any:
         """Let every replica bring its own dataset, batched for one replica.
 
         Collective: all ranks call it; iterating is collective too. Replicas whose data end early

@@ -279,7 +279,7 @@ def train(
     """
     progress = progress or ProgressBar(0, shown=False)
     pieces = ms.Dataset(read(strategy, TRAINING, settings.length))
-    tests = ms.Dataset(read(strategy, HELD_OUT, settings.length)).batch(settings.batch)
+    held_out = ms.Dataset(read(strategy, HELD_OUT, settings.length)).batch(settings.batch)
     strategy.run(lambda: directory.mkdir(parents=True, exist_ok=True))  # or fail before training
     trainer, rates = Trainer(strategy, settings, directory), []
     if trainer.done:
@@ -287,7 +287,7 @@ def train(
     calls = trainer.done * settings.accumulate
     endless = pieces.shuffle(seed=settings.seed).repeat().batch(settings.batch)
     batches = iter(strategy.experimental_distribute_dataset(endless.skip(calls)))
-    tests = strategy.experimental_distribute_dataset(tests)
+    tests = strategy.experimental_distribute_dataset(held_out)
     while (done := trainer.done) < settings.steps:
         if is_stale(trainer.rows()[:, 2], settings.patience):
             break

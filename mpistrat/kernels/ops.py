@@ -1,17 +1,58 @@
-"""Reduce operations by name.
+"""Reduce operations: what folds the values of two ranks into one, and what MPI has of it.
 
-The names SUM and MEAN are those of ``tf.distribute.ReduceOp``; MIN, MAX and PROD are additions.
+The names SUM and MEAN are those of ``tf.distribute.ReduceOp``; MIN, MAX and PROD are additions. How
+to add an operation: one row in `ReduceOp`; CONTRIBUTING.md has an example.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["FOLDS", "ReduceOp"]
+__all__ = ["FOLDS", "Fold", "ReduceOp"]
+
+
+class Fold(NamedTuple):
+    """What is known of a reduce operation.
+
+    Attributes:
+      fold: A ufunc of two arguments, associative; bits are the same on all ranks in any case.
+      mpi: What MPI calls it; empty if MPI has no such operation, and values have to be gathered.
+      start: Gives, for a dtype, the value that changes nothing.
+      kinds: The kinds of dtypes that it takes, as `numpy.dtype.kind` names them.
+      repeats: Folding equal values gives the value itself; of no values at all there is no result.
+      loses_nan: MPI's own operation may lose a NaN.
+    """
+
+    fold: np.ufunc
+    mpi: str
+    start: Callable[[np.dtype[Any]], Any]
+    kinds: str = "iufcV"  # V: what ml_dtypes adds
+    repeats: bool = False
+    loses_nan: bool = False
+
+    def left_to_mpi(self, dtype: np.dtype[Any]) -> bool:
+        """Tell whether MPI's own operation gives the right result for a dtype."""
+        return bool(self.mpi) and not (self.loses_nan and dtype.kind == "f")
+
+
+def _zero(dtype: np.dtype[Any]) -> Any:
+    return dtype.type(0)
+
+
+def _one(dtype: np.dtype[Any]) -> Any:
+    return dtype.type(1)
+
+
+def _lowest(dtype: np.dtype[Any]) -> Any:
+    return dtype.type(-np.inf if dtype.kind == "f" else np.iinfo(dtype).min)
+
+
+def _highest(dtype: np.dtype[Any]) -> Any:
+    return dtype.type(np.inf if dtype.kind == "f" else np.iinfo(dtype).max)
 
 
 class ReduceOp(enum.Enum):
@@ -20,16 +61,32 @@ class ReduceOp(enum.Enum):
     ``MEAN`` is weighted wherever a count or a weight is known. ``MIN`` and ``MAX`` propagate NaN,
     as `numpy.minimum` and `numpy.maximum` do.
 
+    Attributes:
+      how: What is known of it, as a `Fold`.
+
     Example:
       >>> ReduceOp.parse("mean")
       <ReduceOp.MEAN: 'MEAN'>
     """
 
-    SUM = "SUM"
-    MEAN = "MEAN"
-    MIN = "MIN"
-    MAX = "MAX"
-    PROD = "PROD"
+    how: Fold
+    if TYPE_CHECKING:  # which take the value of members that are made of more for anything
+
+        @property
+        def value(self) -> str:
+            """The name."""
+
+    SUM = "SUM", Fold(np.add, "SUM", _zero)
+    MEAN = "MEAN", Fold(np.add, "SUM", _zero, repeats=True)  # divided afterwards
+    MIN = "MIN", Fold(np.minimum, "MIN", _highest, "iufV", repeats=True, loses_nan=True)
+    MAX = "MAX", Fold(np.maximum, "MAX", _lowest, "iufV", repeats=True, loses_nan=True)
+    PROD = "PROD", Fold(np.multiply, "PROD", _one)
+
+    def __new__(cls, name: str, how: Any = None) -> ReduceOp:
+        """Create a member, whose value is its name; ``ReduceOp("SUM")`` finds one."""
+        member = object.__new__(cls)
+        member._value_, member.how = name, how
+        return member
 
     @staticmethod
     def from_variable_aggregation(aggregation: Any) -> ReduceOp:
@@ -74,10 +131,4 @@ class ReduceOp(enum.Enum):
 
 
 # What folds two values into one; MEAN divides afterwards.
-FOLDS: dict[ReduceOp, Callable[..., Any]] = {
-    ReduceOp.SUM: np.add,
-    ReduceOp.MEAN: np.add,
-    ReduceOp.PROD: np.multiply,
-    ReduceOp.MIN: np.minimum,
-    ReduceOp.MAX: np.maximum,
-}
+FOLDS: dict[ReduceOp, Callable[..., Any]] = {op: op.how.fold for op in ReduceOp}

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from mpistrat.environment import YIELD, environment, launched_by, yields
+from mpistrat.environment import YIELD, environment, launched_by, unsupported, yields
 from mpistrat.errors import LaunchError
 from mpistrat.launch.mpiexec import cores, find, library
 from mpistrat.launch.process import run_job
@@ -34,6 +34,12 @@ class Finding(NamedTuple):
     name: str
     text: str
     ok: bool = True
+
+
+def _system() -> Finding:
+    text = f"{platform.system()} on {platform.machine()}"
+    wrong = unsupported()
+    return Finding("system", f"{text}. {wrong}" if wrong else text, ok=wrong is None)
 
 
 def _package(name: str, module: str) -> Finding:
@@ -111,6 +117,7 @@ def _shared_memory() -> Finding:
 
 
 CHECKS: tuple[tuple[str, Callable[[], Finding]], ...] = (
+    ("system", _system),
     ("Python", lambda: Finding("Python", f"{platform.python_version()} ({sys.executable})")),
     ("NumPy", lambda: _package("NumPy", "numpy")),
     ("Numba", lambda: _package("Numba", "numba")),

@@ -7,44 +7,29 @@ pass through the loops; `folded` how they come there, `state` what is remembered
 
 from __future__ import annotations
 
-from mpistrat.optim.adam import Adam, AdamW
-from mpistrat.optim.clipping import ClipByGlobalNorm, ClipByValue
-from mpistrat.optim.groups import Group
-from mpistrat.optim.lamb import LAMB
-from mpistrat.optim.lars import LARS
-from mpistrat.optim.lion import Lion
-from mpistrat.optim.optimizer import Optimizer
-from mpistrat.optim.progress import LossScale
-from mpistrat.optim.schedules import Constant, Cosine, Linear, Schedule, Steps, WarmUp
-from mpistrat.optim.sgd import SGD
+from mpistrat.optim.adam import Adam as Adam
+from mpistrat.optim.adam import AdamW as AdamW
+from mpistrat.optim.clipping import ClipByGlobalNorm as ClipByGlobalNorm
+from mpistrat.optim.clipping import ClipByValue as ClipByValue
+from mpistrat.optim.groups import Group as Group
+from mpistrat.optim.lamb import LAMB as LAMB
+from mpistrat.optim.lars import LARS as LARS
+from mpistrat.optim.lion import Lion as Lion
+from mpistrat.optim.optimizer import Optimizer as Optimizer
+from mpistrat.optim.progress import LossScale as LossScale
+from mpistrat.optim.schedules import Constant as Constant
+from mpistrat.optim.schedules import Cosine as Cosine
+from mpistrat.optim.schedules import Linear as Linear
+from mpistrat.optim.schedules import Schedule as Schedule
+from mpistrat.optim.schedules import Steps as Steps
+from mpistrat.optim.schedules import WarmUp as WarmUp
+from mpistrat.optim.sgd import SGD as SGD
 
-__all__ = [
-    "LAMB",
-    "LARS",
-    "OPTIMIZERS",
-    "SGD",
-    "Adam",
-    "AdamW",
-    "ClipByGlobalNorm",
-    "ClipByValue",
-    "Constant",
-    "Cosine",
-    "Group",
-    "Linear",
-    "Lion",
-    "LossScale",
-    "Optimizer",
-    "Schedule",
-    "Steps",
-    "WarmUp",
-]
+__all__ = sorted(["OPTIMIZERS", *(name for name in globals() if name[0].isupper())])
 
-# Every optimizer, by the name that programs choose it by; a new one is a file and a row.
+# Every optimizer, by the name that programs choose it by.
 OPTIMIZERS: dict[str, type[Optimizer]] = {
-    "sgd": SGD,
-    "adam": Adam,
-    "adamw": AdamW,
-    "lamb": LAMB,
-    "lars": LARS,
-    "lion": Lion,
+    name.lower(): found
+    for name, found in list(globals().items())
+    if Optimizer in getattr(found, "__mro__", ())[1:]
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpistrat.collectives.forms import decode_order, encode_order, form, identity, ordered
+from mpistrat.collectives.forms import decode_order, encode_order, form, ordered
 from mpistrat.errors import LeafTypeError
 from mpistrat.kernels.ops import ReduceOp
 
@@ -56,7 +56,7 @@ def test_identities_change_nothing(code):
     values = np.array([0, 1, 3], code)
     folds = {"SUM": np.add, "PROD": np.multiply, "MIN": np.minimum, "MAX": np.maximum}
     for name, fold in folds.items():
-        assert np.array_equal(fold(values, identity(ReduceOp(name), np.dtype(code))), values)
+        assert np.array_equal(fold(values, ReduceOp(name).how.start(np.dtype(code))), values)
 
 
 def test_refusals_name_operation_leaf_and_advice():
