@@ -14,7 +14,6 @@ from mpistrat.arrays import as_dtype
 from mpistrat.compat import tf_reductions as _reductions
 from mpistrat.compat.absent import absent_from as _absent_from
 from mpistrat.compat.tf_arrays import convert_to_tensor, is_typed
-from mpistrat.compat.tf_reductions import reduce_logsumexp
 from mpistrat.compat.tf_tensor import named
 
 __getattr__ = _absent_from("tf.math")
@@ -117,7 +116,7 @@ def log_softmax(logits: Any, axis: int = -1) -> Any:
       [[-0.6931471824645996, -0.6931471824645996]]
     """
     tensor = convert_to_tensor(logits)
-    return tensor - reduce_logsumexp(tensor, axis, keepdims=True)
+    return tensor - _reductions.reduce_logsumexp(tensor, axis, keepdims=True)
 
 
 _FOUND = {

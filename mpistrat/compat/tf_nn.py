@@ -8,7 +8,11 @@ import numpy as np
 
 from mpistrat.compat.absent import absent_from as _absent_from
 from mpistrat.compat.tf_arrays import convert_to_tensor
-from mpistrat.compat.tf_math import log_softmax, sigmoid, softmax, softplus, tanh
+from mpistrat.compat.tf_math import log_softmax as log_softmax
+from mpistrat.compat.tf_math import sigmoid as sigmoid
+from mpistrat.compat.tf_math import softmax as softmax
+from mpistrat.compat.tf_math import softplus as softplus
+from mpistrat.compat.tf_math import tanh as tanh
 from mpistrat.compat.tf_tensor import named
 from mpistrat.distribute.context import get_strategy, has_strategy, in_cross_replica_context
 from mpistrat.errors import ContextError
@@ -19,9 +23,7 @@ _OWN = (
     "compute_average_loss l2_loss relu scale_regularization_loss sigmoid_cross_entropy_with_logits "
     "softmax_cross_entropy_with_logits sparse_softmax_cross_entropy_with_logits"
 )
-_OF_MATH = {"log_softmax": log_softmax, "sigmoid": sigmoid, "softmax": softmax}
-_OF_MATH |= {"softplus": softplus, "tanh": tanh}
-__all__ = [*_OWN.split(), *_OF_MATH]
+__all__ = [*_OWN.split(), "log_softmax", "sigmoid", "softmax", "softplus", "tanh"]
 
 
 def compute_average_loss(
