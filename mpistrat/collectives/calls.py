@@ -9,7 +9,7 @@ import numpy as np
 
 from mpistrat import nest
 from mpistrat.arrays import Array
-from mpistrat.collectives.call import Call
+from mpistrat.collectives.call import Call, specs_of
 from mpistrat.collectives.paths.frame import Frame, Number
 from mpistrat.collectives.paths.in_place import InPlace
 from mpistrat.collectives.paths.path import Path
@@ -28,8 +28,6 @@ _TREES = frozenset({dict, list, tuple})
 _OF_ARRAYS = 4  # parts that the key of a tree of arrays has
 _ARRAYS = frozenset({np.ndarray})
 _LEAVES = _NUMBERS | _ARRAYS
-_dtype = operator.attrgetter("dtype")
-_shape = operator.attrgetter("shape")
 _writeable = operator.attrgetter("flags.writeable")
 
 
@@ -65,14 +63,9 @@ class Request(NamedTuple):
         else:
             places, structure = nest.flatten(out)
             same = structure == self.structure and set(map(type, places)) == _ARRAYS
-        if same and self.key[2:] == _specs(places) and all(map(_writeable, places)):
+        if same and self.key[2:] == specs_of(places) and all(map(_writeable, places)):
             return places
         return None
-
-
-def _specs(leaves: list[Array]) -> tuple[Any, Any]:
-    # Not by a loop of Python's, which takes as long as to fold what has hundreds of leaves.
-    return tuple(map(_dtype, leaves)), tuple(map(_shape, leaves))
 
 
 def request(reduce_op: Any, value: Any) -> Request | None:
@@ -86,7 +79,7 @@ def request(reduce_op: Any, value: Any) -> Request | None:
         # What has hundreds of leaves is mostly this, and to walk it costs as much as to reduce it.
         structure = nest.flat(kind is list, len(value))
         leaves = list(value)
-        return Request((reduce_op, structure, *_specs(leaves)), leaves, structure, kind)
+        return Request((reduce_op, structure, *specs_of(leaves)), leaves, structure, kind)
     leaves, structure = nest.flatten(value)
     try:
         hash(structure)
@@ -94,7 +87,7 @@ def request(reduce_op: Any, value: Any) -> Request | None:
         return None
     kinds = set(map(type, leaves))
     if kinds == _ARRAYS:
-        return Request((reduce_op, structure, *_specs(leaves)), leaves, structure)
+        return Request((reduce_op, structure, *specs_of(leaves)), leaves, structure)
     if not kinds <= _LEAVES:
         return None
     specs = [(x.dtype, x.shape) if type(x) is np.ndarray else type(x) for x in leaves]
@@ -141,7 +134,7 @@ class Calls:
         """Return the call of this request, if it was compiled before."""
         return None if asked is None else self._known.get((weighed, *asked.key))
 
-    def again(self, reduce_op: Any, weighed: bool, value: Any) -> tuple[InPlace, list[Any]] | None:
+    def again(self, reduce_op: Any, weighed: bool, value: Any) -> tuple[InPlace | None, list[Any]]:
         """Return how arrays in a list or tuple were reduced in place, if these very ones were last.
 
         Args:
@@ -151,15 +144,13 @@ class Calls:
         """
         kind = type(value)
         if not self._last or not (kind is list or kind is tuple):
-            return None
+            return None, []
         try:
             path = self._last.get((reduce_op, weighed, kind, len(value)))
         except TypeError:  # no operation
-            return None
-        if path is None:
-            return None
+            return None, []
         leaves = list(value)
-        return (path, leaves) if path.has(leaves) else None
+        return (path, leaves) if path is not None and path.has(leaves) else (None, [])
 
     def learn(self, asked: Request, call: Call, weighed: bool) -> None:
         """Remember a call that was made."""

@@ -182,19 +182,17 @@ def in_replica(parts: Parts, reduce_op: Any, value: Any, weight: Any, out: Any) 
     if parts.view is ALONE:
         return _of_one(parts, reduce_op, value, weight, out)
     if out is value:
-        placed = calls.again(reduce_op, weighed, value)
-        if placed is not None:
-            placed[0].run(placed[1], _weights(parts, placed[0].call.op, weight), placed[1])
+        known, leaves = calls.again(reduce_op, weighed, value)
+        if known is not None:
+            weights = _weights(parts, known.call.op, weight) if weighed else ONES
+            known.run(leaves, weights, leaves)
             return out
     asked = request(reduce_op, value)
     call = calls.get(asked, weighed)
     if asked is None or call is None:
         return _first(parts, asked, reduce_op, value, weight, out)
-    weights, outs = ONES, None
-    if weighed:
-        weights = _weights(parts, call.op, weight)
-    if out is not None:
-        outs = _outs(parts, call, asked, value, out)
+    weights = _weights(parts, call.op, weight) if weighed else ONES
+    outs = None if out is None else _outs(parts, call, asked, value, out)
     went = call.went
     totals = allreduce.all_reduce(parts.reducer, call, asked.leaves, weights, outs)
     if call.went is not went:

@@ -15,7 +15,7 @@ import numpy as np
 from mpistrat.arena.arena import ArenaAddress, Block
 from mpistrat.arena.headers import Headers
 from mpistrat.arrays import Array
-from mpistrat.collectives.call import ONES, Call
+from mpistrat.collectives.call import ONES, Call, specs_of
 from mpistrat.collectives.dtypes import WireType
 from mpistrat.collectives.paths.path import Path, StagedPath
 from mpistrat.collectives.paths.shared import Direct
@@ -29,6 +29,8 @@ __all__ = ["InPlace"]
 _RUNS = 8
 # Where arrays have been that were reduced so; programs have few.
 _MOST = 16
+# From so many arrays on they are looked at by their headers.
+_MANY = 16
 _as_made = operator.attrgetter("flags.carray")  # without gaps, and to be written to
 
 
@@ -60,7 +62,7 @@ class InPlace(StagedPath):
         self._few = 0 if self._alone else self._copied()
         self._arena, self._lockstep = reducer.node.arena, reducer.lockstep
         self.generation = self._arena.generation
-        self._specs = [(leaf.dtype, leaf.shape) for leaf in leaves]
+        self._specs = specs_of(leaves)
         self._ids = list(map(id, leaves))
         self._headers: Headers | None = None
         self._direct: Direct | None = None
@@ -104,8 +106,8 @@ class InPlace(StagedPath):
         if headers is not None and headers.known:
             return headers.same(leaves if type(leaves) is list else list(leaves))
         same = self._ids == list(map(id, leaves)) and all(map(_as_made, leaves))
-        same = same and self._specs == [(leaf.dtype, leaf.shape) for leaf in leaves]
-        if same and headers is None:  # they are what will be asked for again
+        same = same and self._specs == specs_of(leaves)
+        if same and headers is None and len(leaves) >= _MANY:  # they will be asked for again
             self._headers = Headers(leaves)
         return same
 

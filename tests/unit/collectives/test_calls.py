@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -425,3 +426,28 @@ def test_a_weight_that_is_none_is_refused_after_a_plan_too():
         return float(strategy.run(lambda: fold(comm.rank + 1.0))[8].local[0])
 
     assert run_ranks(rank, 2) == [5 / 3] * 2
+
+
+def test_arrays_in_place_cost_one_rank_a_handshake_and_a_look_at_them():
+    """However large they are: nothing moves. Counted, as times depend on what else there is."""
+
+    def rank(comm):
+        strategy = ms.MirroredStrategy(comm=comm)
+        buffers, counts = strategy.buffers([np.empty(30_000)] * 3), []
+
+        def count(_, event, __):
+            counts[-1] += event == "call"
+
+        def fn():
+            ctx = ms.get_replica_context()
+            for _ in range(4):
+                counts.append(0)
+                sys.setprofile(count)
+                ctx.all_reduce("SUM", buffers, out=buffers)
+                sys.setprofile(None)
+
+        strategy.run(fn)
+        return counts
+
+    ((*_, last),) = run_ranks(rank, 1)
+    assert last <= 30
