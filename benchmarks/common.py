@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 import mpistrat
-from mpistrat.collectives.folding import worth_a_place
+from mpistrat.collectives.call import worth_a_place
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -34,15 +34,15 @@ SAMPLE = 4096  # of so many elements of a large array is its value checked
 # What moves the bytes of a call, by file and function, and the word for that path. A function that
 # gets another name makes the benchmarks fail, not lie.
 MOVERS = {
-    ("collectives/planned.py", "_totals"): "small",
-    ("collectives/reducer.py", "_rode"): "small",
+    ("collectives/paths/frame.py", "totals"): "small",
     ("collectives/gatherer.py", "_cut"): "small",
-    ("collectives/planned.py", "_total"): "direct",
-    ("collectives/node.py", "_fold_direct"): "direct",
-    ("collectives/node.py", "_fold_packs"): "node",
-    ("collectives/node.py", "fold_placed"): "in place",
-    ("collectives/reducer.py", "_native"): "native",
-    ("collectives/reducer.py", "_alone"): "alone",
+    ("collectives/paths/shared.py", "_total"): "direct",
+    ("collectives/paths/shared.py", "_reduce_pairs"): "node",
+    ("collectives/paths/shared.py", "_reduce_slices"): "node",
+    ("collectives/node.py", "reduce_placed"): "in place",
+    ("collectives/paths/mpi.py", "finish"): "native",
+    ("collectives/paths/alone.py", "finish"): "alone",
+    ("collectives/paths/in_place.py", "_of_one"): "alone",
     ("collectives/gatherer.py", "_allgatherv"): "native",
 }
 
@@ -207,7 +207,7 @@ def expected(strategy: mpistrat.Strategy, nbytes: int, in_place: int = 0) -> str
     """
     lockstep, arena = strategy.parts.lockstep, strategy.parts.reducer.node.arena
     if in_place and lockstep.comm.size > 1 and worth_a_place(nbytes, in_place):
-        return "in place"
+        return "direct" if nbytes <= arena.direct else "in place"
     if lockstep.fits(nbytes):
         return "small"
     if lockstep.comm.size == 1:

@@ -28,7 +28,7 @@ from mpi4py import MPI
 from pictures import Panel, bars
 
 import mpistrat
-from mpistrat.collectives.plans import Plans
+from mpistrat.collectives.calls import Calls
 from mpistrat.collectives.reducer import Reducer
 from mpistrat.comm.mpi import MPIComm
 from mpistrat.distribute.parts import Parts
@@ -54,7 +54,8 @@ class Bare:
 
     def __init__(self, lockstep: Lockstep, comm: MPIComm):
         self.session, self.options, self.comm = lockstep.session, lockstep.options, comm
-        self.frames, self.order = True, lockstep.order
+        self.frames, self.order, self.received = True, lockstep.order, lockstep.received
+        self.hooks, self.state = lockstep.hooks, lockstep.state
 
     def fits(self, nbytes: int) -> bool:
         """Nothing rides where there is no frame."""
@@ -84,8 +85,7 @@ def bare_strategy(comm: MPI.Intracomm) -> Strategy:
     """Return a strategy that proves nothing once its replicas have begun to run."""
     own = mpistrat.MirroredStrategy(comm=comm).parts
     reducer = Reducer(Bare(own.lockstep, MPIComm(comm)))  # type: ignore[arg-type]  # stands in for it
-    plans = Plans(reducer.lockstep, reducer.node)
-    return Strategy(Parts(own.view, own.lockstep, plans, reducer, own.regroup))
+    return Strategy(Parts(own.view, own.lockstep, Calls(reducer), reducer, own.regroup))
 
 
 def watchful_strategy(comm: MPI.Intracomm) -> Strategy:
@@ -107,7 +107,7 @@ def contestants(comm: MPI.Intracomm, bare: Strategy) -> dict[str, Any]:
     def unproved(value: Any) -> Callable[[], Any]:
         key = ("SUM", value.dtype, value.shape) if value.ndim else ("SUM", type(value))
         if value.nbytes <= 200:
-            bare.parts.plans._lone[key] = BarePlan(inner, value)
+            bare.parts.calls._lone[key] = BarePlan(inner, value)
         return ours(value)
 
     def raw(value: Any) -> Callable[[], Any]:

@@ -16,8 +16,8 @@ from typing import Any, final
 import numpy as np
 
 from mpistrat.arrays import Array, as_array, as_dtype, is_bfloat16
-from mpistrat.collectives.forms import form
-from mpistrat.collectives.part import Part
+from mpistrat.collectives.call import Contribution
+from mpistrat.collectives.dtypes import wire_type
 from mpistrat.distribute.default import current_strategy
 from mpistrat.distribute.mode import again, current, entered, same_strategy
 from mpistrat.distribute.reading import Reading, plain
@@ -114,9 +114,9 @@ class Metric(abc.ABC):
         if not own:
             # In its strategy's scope, for the sake of what a program has chosen to fold it.
             with entered(again(current(), strategy)):
-                given = [Part(array, form(ReduceOp.SUM, array.dtype)) for array in arrays]
+                given = [Contribution(a, wire_type(ReduceOp.SUM, a.dtype)) for a in arrays]
                 call = f"{self._label}.result()"
-                arrays = strategy.parts.reducer.all_reduce(call, ReduceOp.SUM, given)
+                arrays = strategy.parts.all_reduce_given(call, ReduceOp.SUM, given)
         return self._told(*arrays)
 
     @abc.abstractmethod

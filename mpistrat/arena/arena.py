@@ -107,6 +107,7 @@ class Arena:
         self._homes: dict[int, tuple[weakref.ref[Array], ArenaAddress]] = {}
         self._scratch: memoryview | None = None
         self._sides_memory: memoryview | None = None
+        self._has_sides = False  # or was refused the memory
         self._sides: dict[np.dtype[Any], Array] = {}
         self._rooms: dict[np.dtype[Any], Array] = {}
         # There was no memory for scratch, so nothing is shared any more.
@@ -220,9 +221,14 @@ class Arena:
         self.refused = self._scratch is None
         if self.refused:
             return False
-        if self._sides_memory is None and self.nodes().nodes == 1:
-            self._sides_memory = self._rows(self._side_row, 2 * node.size)
+        self.make_sides()
         return True
+
+    def make_sides(self) -> None:
+        """Have `sides` from now on, if there is memory for them and one node. Collective."""
+        if not self._has_sides and self.nodes().nodes == 1:
+            self._has_sides = True
+            self._sides_memory = self._rows(self._side_row, 2 * self.nodes().node.size)
 
     def _rows(self, nbytes: int, count: int) -> memoryview | None:
         # Whose row it is packs values into it; those of results go round.

@@ -1,6 +1,7 @@
-"""How the values of all ranks meet.
+"""How the values of all ranks meet: moving data, once the ranks have agreed to.
 
-- `reducer`: all-reduce and all-gather of lists of arrays.
-- `bucket`: which leaves travel together.
-- `forms`: in which dtype a value travels and in which it comes back.
+- `allreduce`: all-reduce of lists of arrays; `calls` remembers what was found out about them.
+- `paths`: the ways that bytes can go, and when each is taken.
+- `gatherer`: all-gather.
+- `dtypes`: in which dtype a value travels and in which it comes back.
 """

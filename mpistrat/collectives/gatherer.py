@@ -9,7 +9,7 @@ from typing import final
 import numpy as np
 
 from mpistrat.arrays import Array, dtype_name
-from mpistrat.collectives.texts import spec_of
+from mpistrat.collectives.call import spec_of
 from mpistrat.comm.base import Buffer
 from mpistrat.lockstep.abort import moving
 from mpistrat.lockstep.lockstep import Lockstep

@@ -30,8 +30,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpistrat.arrays import Array
-from mpistrat.collectives.messages import fold_by_mpi, reduce_messages
-from mpistrat.collectives.spans import Range
+from mpistrat.collectives.by_mpi import reduce_array, reduce_by_mpi
+from mpistrat.collectives.segments import Segment
 from mpistrat.comm.base import Comm
 from mpistrat.kernels.fold import compiles, fold_rows
 from mpistrat.kernels.narrow import from_bfloat16, to_bfloat16
@@ -79,7 +79,7 @@ class Lane(NamedTuple):
             factor = 1.0 if lowered else power
             self._fold_narrow(given, factor, divisor * power, part)
             return part
-        (total,) = reduce_messages(self.comm, op, [part])
+        total = reduce_array(self.comm, part, op)
         if divisor != 1.0:
             divide(total, divisor)
             low_total = functools.partial(self._low_total, part, kept)
@@ -90,7 +90,7 @@ class Lane(NamedTuple):
         """Add what the nodes have at some places, times `power`."""
         send = _lowered(real(part)[where], None if kept is None else real(kept)[where], self.power)
         total: Array = np.empty_like(send)
-        fold_by_mpi(self.comm, send, total, ReduceOp.MEAN)
+        reduce_by_mpi(self.comm, send, total, ReduceOp.MEAN)
         return total
 
     def _fold_narrow(self, given: Array, factor: float, divisor: float, out: Array) -> None:
@@ -215,7 +215,7 @@ def fold_between(
     rows: Array,
     row: Array,
     mine: tuple[int, int],
-    spans: Sequence[Range],
+    segments: Sequence[Segment],
 ) -> None:
     """Fold this rank's slice of what the nodes have folded. Collective over `lane`; unproved.
 
@@ -226,16 +226,16 @@ def fold_between(
         sum times the power of the lane.
       row: What they have together; takes the result.
       mine: The slice: its first column, and the one after its last.
-      spans: What becomes of which columns.
+      segments: What becomes of which columns.
     """
     low, high = mine
-    for span in spans:
-        start, stop = max(low, span.start), min(high, span.stop)
-        kept = op is ReduceOp.MEAN and span.scales is None and len(rows) > 1
+    for segment in segments:
+        start, stop = max(low, segment.start), min(high, segment.stop)
+        kept = op is ReduceOp.MEAN and segment.scales is None and len(rows) > 1
         for at in range(start, stop, MOST):
             part = row[at : min(at + MOST, stop)]
             low_sums = [rows[1, at : at + part.size]] if kept else None
-            fold_together(lane, op, [part], low_sums, span.divisor)
+            fold_together(lane, op, [part], low_sums, segment.divisor)
 
 
 def fold_together(
@@ -262,7 +262,7 @@ def fold_together(
         at += part.size
 
 
-def fold_far(lane: Lane, op: ReduceOp, parts: Sequence[Sequence[tuple[Array, Range]]]) -> None:
+def fold_far(lane: Lane, op: ReduceOp, parts: Sequence[Sequence[tuple[Array, Segment]]]) -> None:
     """Make means in the first rows of matrices, of what is there and of their second rows.
 
     Collective over `lane`; unproved.
@@ -273,23 +273,23 @@ def fold_far(lane: Lane, op: ReduceOp, parts: Sequence[Sequence[tuple[Array, Ran
       parts: One list of what all ranks of the lane are to have, or one for each, of what is its
         own: matrices, and which columns.
     """
-    rows, span = parts[0][0]
+    rows, segment = parts[0][0]
     sums, low = _columns(parts, 0), None
-    if span.scales is None and len(rows) > 1:
+    if segment.scales is None and len(rows) > 1:
         low = _columns(parts, 1)
     if len(parts) == 1:
-        fold_together(lane, op, sums[0], None if low is None else low[0], span.divisor)
+        fold_together(lane, op, sums[0], None if low is None else low[0], segment.divisor)
         return
     given = [np.concatenate(some) for some in sums]
     kept = None if low is None else [np.concatenate(some) for some in low]
-    own, at = lane.fold_own(given, kept, span.divisor), 0
+    own, at = lane.fold_own(given, kept, segment.divisor), 0
     for mine in sums[lane.comm.rank]:
         mine[:] = own[at : at + mine.size]
         at += mine.size
 
 
-def _columns(parts: Sequence[Sequence[tuple[Array, Range]]], row: int) -> list[list[Array]]:
-    return [[rows[row, span.start : span.stop] for rows, span in some] for some in parts]
+def _columns(parts: Sequence[Sequence[tuple[Array, Segment]]], row: int) -> list[list[Array]]:
+    return [[rows[row, segment.start : segment.stop] for rows, segment in some] for some in parts]
 
 
 def in_pieces(

@@ -22,17 +22,15 @@ from mpistrat.arena.arena import Arena, ArenaAddress, Block
 from mpistrat.arena.layout import Specs, slice_of
 from mpistrat.arena.storage import Storage
 from mpistrat.arrays import Array
+from mpistrat.collectives.call import Call
 from mpistrat.collectives.communication import WIRES
-from mpistrat.collectives.folding import Folding
 from mpistrat.collectives.lanes import Lane, compile_wire, fold_between, fold_far
-from mpistrat.collectives.packs import LIMIT, Pack, fill
-from mpistrat.collectives.results import Results
-from mpistrat.collectives.spans import Packed, Placed, Range, Scales, spans_of
+from mpistrat.collectives.segments import Placed, Segment
+from mpistrat.collectives.weights import Scales
 from mpistrat.comm.base import Comm
 from mpistrat.kernels.fold import (
     compile_for,
     compiles,
-    fold_pair,
     fold_rows,
     spread_rows,
     sum_between,
@@ -105,55 +103,31 @@ class NodeFolds:
             self.warn(call, "each rank has its own copy of variables")
         return storage
 
-    def homes(
-        self, what: Folding, values: Sequence[Array], outs: Sequence[Array] | None
-    ) -> list[ArenaAddress] | None:
-        """Return where all values lie, if every one is to be folded in place."""
-        if outs is None or len(set(map(id, outs))) < len(outs):
-            return None  # what is given twice must not be folded twice
+    def homes(self, call: Call, arrays: Sequence[Array]) -> list[ArenaAddress] | None:
+        """Return where arrays lie, if every one can be reduced in place."""
         found = []
-        for value, out in zip(values, outs, strict=True):
-            home = self.arena.home(value) if value is out else None
+        for array in arrays:
+            home = self.arena.home(array)
             if home is None:
                 return None
             found.append(home)
+        if len(set(map(id, arrays))) < len(arrays):
+            return None  # what is given twice must not be reduced twice
         # Between nodes what is added in float32 travels in float32.
-        return None if what.narrow and self.arena.nodes().nodes > 1 else found
+        return None if call.narrow and self.arena.nodes().nodes > 1 else found
 
-    def prepare(self, what: Folding, values: Sequence[Array]) -> Packed:
-        """Fill the first pack if there is room for it already.
-
-        Not collective: it writes to this rank's own row, which nobody reads outside a reduction.
-        """
-        # A thread or a child that may not call must not write to the row first.
-        self._lockstep.session.check()
-        filled = direct = False
-        if what.most > LIMIT // 2:  # it may be cut into pieces, which are taken from one run
-            values = [v if v.flags.c_contiguous else v.copy() for v in values]
-        arena = self.arena
-        if what.packs:
-            direct = len(what.packs) == 1 and what.most <= arena.direct
-            filled = direct or arena.has_room(what.most)
-        # By the number of the call to come, which is equal on all ranks whatever has failed before.
-        side = (self._lockstep.session.calls + 1) & 1
-        if filled:
-            pack = what.packs[0]
-            row = arena.sides(pack.dtype)[side][self.rank] if direct else self._row(pack)
-            fill(pack, values, row)
-        return Packed(values, filled, side if direct else None)
-
-    def compile(self, what: Folding, inside: bool = False) -> None:
+    def compile(self, call: Call, inside: bool = False) -> None:
         """Compile the loops that this call needs, before its proof; `inside` for in place."""
-        if what.op in (ReduceOp.SUM, ReduceOp.MEAN):
-            narrow = what.narrow if inside else ()
-            columns = sum(math.prod(shape) for shape in what.shapes) if narrow else 0
+        if call.op in (ReduceOp.SUM, ReduceOp.MEAN):
+            narrow = call.narrow if inside else ()
+            columns = sum(math.prod(shape) for shape in call.shapes) if narrow else 0
             for dtype in narrow:
                 compile_for(dtype, columns)
-            for pack in what.packs:
-                if not narrow or any(form.result == pack.dtype for form in what.forms):
-                    compile_for(pack.dtype, pack.columns)
+            for bucket in call.buckets:
+                if not narrow or any(d.result == bucket.dtype for d in call.dtypes):
+                    compile_for(bucket.dtype, bucket.columns)
                     if self.wire != WIRES[0]:
-                        compile_wire(pack.dtype, pack.columns)
+                        compile_wire(bucket.dtype, bucket.columns)
 
     def ready(self, op: ReduceOp, dtype: np.dtype[Any], columns: int) -> bool:
         """Tell whether the loop is compiled, alike on all ranks: from the calls proved so far.
@@ -171,15 +145,6 @@ class NodeFolds:
         """The rank in the node."""
         return self.arena.nodes().node.rank
 
-    def _row(self, pack: Pack) -> Array:
-        row: Array = self.arena.scratch(pack.dtype)[self.rank]
-        return row
-
-    def room(self, what: Folding, packed: Packed) -> bool:
-        """Have scratch memory for these packs, or tell that there is none. Collective."""
-        with self._lockstep.hooks.shared():
-            return packed.filled or not what.packs or self.arena.make_room(what.most)
-
     def warn(self, name: str, instead: str = "arrays travel by MPI") -> None:
         """Say that memory is not shared, on rank 0; an error of it is one on every rank.
 
@@ -194,79 +159,17 @@ class NodeFolds:
             stacklevel=3,
         )
 
-    def fold_packed(self, what: Folding, packed: Packed, scales: Scales, results: Results) -> None:
-        """Fold all packs, and give the results away.
-
-        Collective; between the proof and its return only MPI and loops.
-        """
-        with self.moving():
-            if packed.side is not None:
-                self._fold_direct(what, packed.side, scales, results)
-            else:
-                self._fold_packs(what, packed, scales, results)
-
-    def _fold_direct(self, what: Folding, side: int, scales: Scales, results: Results) -> None:
-        # Every rank folds everything: for so little, cheaper than to wait for who has folded what.
-        # A side is written to again in the next call but one, and to come to the proof of the call
-        # between, each rank has to be through with this.
-        pack = what.packs[0]
-        rows = self.arena.sides(pack.dtype)[side]
-        total = np.empty((1, pack.columns), pack.dtype)
-        # What has no weights may go by a plan on another rank, so by NumPy.
-        ready = scales.table is not None and self.ready(what.op, pack.dtype, pack.columns)
-        for start, stop, table, divisor in spans_of(pack, scales):
-            fold_rows(FOLDS[what.op], rows, total, start, stop, table, divisor, ready=ready)
-        results.take(0, total[0])
-
-    def _fold_pairs(self, what: Folding, packed: Packed, scales: Scales, results: Results) -> None:
-        # Of two ranks each folds everything, into where it goes: that moves fewer bytes than to
-        # fold one half and copy both. Packs take turns in two pairs of rows.
-        node, team = self.arena.nodes().node, self._lockstep.session.team
-        for number, pack in enumerate(what.packs):
-            side = 2 * (number & 1)
-            rows = self.arena.scratch(pack.dtype)[side : side + 2]
-            if number or not packed.filled:
-                fill(pack, packed.values, rows[node.rank])
-                node.barrier()
-            spans, ready = spans_of(pack, scales), self.ready(what.op, pack.dtype, pack.columns)
-            for start, stop, to in results.places(pack):
-                for low, high, table, divisor in spans:
-                    begin, end = max(start, low), min(stop, high)
-                    if begin < end:
-                        into = to[begin - start : end - start]
-                        how = (table, divisor, pack.columns, team, ready)
-                        fold_pair(FOLDS[what.op], rows, begin, end, into, *how)
-        node.barrier()
-
-    def _fold_packs(self, what: Folding, packed: Packed, scales: Scales, results: Results) -> None:
-        node = self.arena.nodes().node
-        if node.size == 2 and self.arena.nodes().nodes == 1 and what.as_it_is:
-            self._fold_pairs(what, packed, scales, results)
-            return
-        for number, pack in enumerate(what.packs):
-            # The proof was the barrier after the first pack, if that was filled before it.
-            if number or not packed.filled:
-                fill(pack, packed.values, self._row(pack))
-                node.barrier()
-            rows = self.arena.scratch(pack.dtype)
-            at = node.size + self.arena.turn()
-            result = rows[at : at + 1]
-            spans = spans_of(pack, scales)
-            self._fold(what.op, rows[: node.size], result, pack.columns, spans)
-            node.barrier()
-            results.take(number, result[0])
-
-    def fold_placed(self, op: ReduceOp, placed: Placed, scales: Scales) -> None:
+    def reduce_placed(self, op: ReduceOp, placed: Placed, scales: Scales) -> None:
         """Fold arrays where they lie. Collective; the proof was the barrier before it."""
         with self.moving():
-            for (block, matrix), spans in zip(placed.rows, placed.spans, strict=True):
+            for (block, matrix), segments in zip(placed.rows, placed.segments, strict=True):
                 rows = cast(Block, block()).matrices[matrix]  # its arrays are in the caller's hands
-                ranges = [Range(start, stop, *scales.of(leaf)) for start, stop, leaf in spans]
-                self._fold(op, rows, rows, rows.shape[1], ranges)
+                ranges = [Segment(start, stop, *scales.of(leaf)) for start, stop, leaf in segments]
+                self.reduce(op, rows, rows, rows.shape[1], ranges)
             self.arena.nodes().node.barrier()
 
     def fold_inside(
-        self, op: ReduceOp, rows: Array, out: Array, columns: int, spans: Sequence[Range]
+        self, op: ReduceOp, rows: Array, out: Array, columns: int, segments: Sequence[Segment]
     ) -> None:
         """Fold this rank's slice of what its node gave into `out`; for several nodes.
 
@@ -274,10 +177,10 @@ class NodeFolds:
         """
         node = self.arena.nodes().node
         low, high = slice_of(node.rank, node.size, columns, rows.dtype)
-        whole = sum(span.stop - span.start for span in spans)
+        whole = sum(segment.stop - segment.start for segment in segments)
         ready = self.ready(op, rows.dtype, whole)
-        for span in spans:
-            here = span._replace(start=max(low, span.start), stop=min(high, span.stop))
+        for segment in segments:
+            here = segment._replace(start=max(low, segment.start), stop=min(high, segment.stop))
             self._fold_here(op, rows, out, here, whole, ready)
 
     def fold_first(self, op: ReduceOp, placed: Placed, scales: Scales) -> None:
@@ -287,10 +190,10 @@ class NodeFolds:
         the first rows.
         """
         with self.moving():
-            for (block, matrix), spans in zip(placed.rows, placed.spans, strict=True):
+            for (block, matrix), segments in zip(placed.rows, placed.segments, strict=True):
                 rows = cast(Block, block()).matrices[matrix]
-                ranges = [Range(start, stop, *scales.of(leaf)) for start, stop, leaf in spans]
-                self._fold(op, rows, rows[:1], rows.shape[1], ranges)
+                ranges = [Segment(start, stop, *scales.of(leaf)) for start, stop, leaf in segments]
+                self.reduce(op, rows, rows[:1], rows.shape[1], ranges)
             self.arena.nodes().node.barrier()
 
     @contextmanager
@@ -302,46 +205,55 @@ class NodeFolds:
         with hooks.shared():
             yield
 
-    def _fold(
-        self, op: ReduceOp, rows: Array, out: Array, columns: int, spans: Sequence[Range]
+    def reduce(
+        self, op: ReduceOp, rows: Array, out: Array, columns: int, segments: Sequence[Segment]
     ) -> None:
+        """Reduce this rank's slice of `rows` into the rows of `out`, between nodes too. Collective.
+
+        Args:
+          op: The operation.
+          rows: A matrix with a row for each rank of the node.
+          out: Rows that take the result; perhaps the same.
+          columns: How many columns there are.
+          segments: Which of them, and how they are scaled.
+        """
         nodes = self.arena.nodes()
         rank, size = nodes.node.rank, nodes.node.size
         low, high = slice_of(rank, size, columns, rows.dtype)
         team = self._lockstep.session.team
         if nodes.nodes == 1:
-            whole = sum(span.stop - span.start for span in spans)
+            whole = sum(segment.stop - segment.start for segment in segments)
             ready = self.ready(op, rows.dtype, whole)
-            for span in spans:
-                start, stop = max(low, span.start), min(high, span.stop)
-                how = (span.scales, span.divisor, whole, team, ready)
+            for segment in segments:
+                start, stop = max(low, segment.start), min(high, segment.stop)
+                how = (segment.scales, segment.divisor, whole, team, ready)
                 fold_rows(FOLDS[op], rows, out, start, stop, *how)
             return
-        self.fold_inside(op, rows, out[:1], columns, spans)
+        self.fold_inside(op, rows, out[:1], columns, segments)
         # A rank exchanges and spreads what it has folded itself, and waits for nobody.
         apart = nodes.lanes < nodes.node.size
         if apart:
             nodes.node.barrier()
         if nodes.lane is not None:
             mine = slice_of(nodes.node.rank, nodes.lanes, columns, out.dtype)
-            fold_between(self.over(nodes.lane), op, rows, out[0], mine, spans)
+            fold_between(self.over(nodes.lane), op, rows, out[0], mine, segments)
         if apart:
             nodes.node.barrier()
-        for span in spans:
-            start, stop = max(low, span.start), min(high, span.stop)
+        for segment in segments:
+            start, stop = max(low, segment.start), min(high, segment.stop)
             spread_rows(out, 0, start, stop, team)
 
     def _fold_here(
-        self, op: ReduceOp, rows: Array, out: Array, span: Range, whole: int, ready: bool
+        self, op: ReduceOp, rows: Array, out: Array, segment: Segment, whole: int, ready: bool
     ) -> None:
         """Fold columns of this node's rows, for a fold of several nodes."""
         team = self._lockstep.session.team
-        if op is ReduceOp.MEAN and span.scales is None:
-            sum_between(rows, out, span.start, span.stop, power_for(self._size), team)
+        if op is ReduceOp.MEAN and segment.scales is None:
+            sum_between(rows, out, segment.start, segment.stop, power_for(self._size), team)
             return
-        table = None if span.scales is None else span.scales[self.arena.nodes().ranks]
+        table = None if segment.scales is None else segment.scales[self.arena.nodes().ranks]
         how = (table, 1.0, whole, team, ready)
-        fold_rows(FOLDS[op], rows, out, span.start, span.stop, *how)
+        fold_rows(FOLDS[op], rows, out, segment.start, segment.stop, *how)
 
     def over(self, comm: Comm) -> Lane:
         """Return the lane of these folds over ranks of several nodes."""
@@ -353,7 +265,7 @@ class NodeFolds:
         nodes = self.arena.nodes()
         return nodes.nodes > 1 and nodes.lanes * nodes.nodes == self._size
 
-    def fold_parts(self, parts: Sequence[Sequence[tuple[Array, Range]]]) -> None:
+    def fold_parts(self, parts: Sequence[Sequence[tuple[Array, Segment]]]) -> None:
         """Make means of columns that are this rank's and its twins' alone, in the first rows.
 
         Collective over the lane, without a barrier: no other rank of the node reads them.
@@ -371,7 +283,7 @@ class NodeFolds:
             # How much is this rank's own: it says nothing of what others have compiled.
             dtype = parts[0][0][0].dtype
             ready = compiles(FOLDS[op], dtype, whole) or self.ready(op, dtype, 0)
-            for rows, span in itertools.chain.from_iterable(parts):
-                if len(rows) > 1 or span.scales is not None:
-                    self._fold_here(op, rows, rows[:1], span, whole, ready)
+            for rows, segment in itertools.chain.from_iterable(parts):
+                if len(rows) > 1 or segment.scales is not None:
+                    self._fold_here(op, rows, rows[:1], segment, whole, ready)
             fold_far(self.over(lane), op, parts)

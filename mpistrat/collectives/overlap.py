@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import operator
 import struct
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, final
@@ -19,14 +20,15 @@ import numpy as np
 from mpistrat.arena.layout import slice_of
 from mpistrat.arena.nodes import Nodes, find_nodes
 from mpistrat.arrays import Array
-from mpistrat.collectives.folding import Folding, put
+from mpistrat.collectives.buckets import LIMIT, Bucket, fill
+from mpistrat.collectives.call import Call
 from mpistrat.collectives.lanes import Lane, fold_between
 from mpistrat.collectives.node import NodeFolds
-from mpistrat.collectives.packs import LIMIT, Pack, fill
-from mpistrat.collectives.planned import ONE
-from mpistrat.collectives.results import results_for
-from mpistrat.collectives.spans import Placed, Range, Scales, placed, spans_of
+from mpistrat.collectives.reducer import Reducer
+from mpistrat.collectives.results import put, results_for
+from mpistrat.collectives.segments import Placed, Segment, placed, segments_of
 from mpistrat.collectives.transfers import Transfer, Transfers
+from mpistrat.collectives.weights import Scales
 from mpistrat.comm.base import Comm
 from mpistrat.comm.mpi import MPIComm, needs_yielding
 from mpistrat.comm.nodes import before_finalize, threads_allowed
@@ -55,15 +57,13 @@ Wait = Callable[[], list[Array]]
 # Given scales, and the number of the first transfer that some rank has not waited for: begins one,
 # or returns None for lack of memory.
 Begin = Callable[[Scales, int], Wait | None]
-# Given what the text of the call says more, and what rides: proves it; see `Reducer`.
-Prove = Callable[[str, bytes], tuple[Scales, list[bytes]]]
 
 
 class _Job(NamedTuple):
     """A matrix with a row for each rank of the node, and what is done to its columns."""
 
     rows: Array
-    ranges: list[Range]
+    ranges: list[Segment]
 
 
 @final
@@ -82,53 +82,60 @@ class Overlap:
         self._inside: Comm | None = None
         self._lane: Comm | None = None
         self._transfers = Transfers(self._failed)
-        self._rooms: dict[tuple[Pack, ...], list[tuple[int, list[Array]]]] = {}
+        self._rooms: dict[tuple[Bucket, ...], list[tuple[int, list[Array]]]] = {}
         self._closes: Callable[[], None] | None = None
+
+    @staticmethod
+    def of(reducer: Reducer) -> Overlap:
+        """Return the transfers of the session, in the order of these ranks."""
+        lockstep = reducer.lockstep
+        groups, key = lockstep.session.groups, ("overlap", lockstep.order)
+        if key not in groups:
+            groups[key] = Overlap(lockstep)
+        found: Overlap = groups[key]
+        return found
 
     def start(
         self,
-        lockstep: Lockstep,
-        node: NodeFolds,
-        what: Folding,
+        reducer: Reducer,
+        call: Call,
         values: Sequence[Array],
-        weight: float,
+        weights: Sequence[float],
         outs: Sequence[Array] | None,
-        prove: Prove,
+        alarm: str,
     ) -> Wait | None:
         """Begin an all-reduce, and return what waits for it. Collective.
 
         Args:
-          lockstep: What proves it; of this session, and this order.
-          node: The shared memory of the ranks.
-          what: The call; equal on all ranks.
+          reducer: The ranks; of this session, and this order.
+          call: The call; equal on all ranks.
           values: The leaves, in native byte order.
-          weight: How many examples they stand for.
+          weights: How many examples they stand for.
           outs: Where the results go.
-          prove: Proves the call.
+          alarm: What is wrong with the values, if anything is looked for.
 
         Returns:
           None, on all ranks, if it cannot overlap; then nothing has been done.
         """
-        rides = lockstep.fits(len(ONE) + what.nbytes)
-        if rides or not node.possible or not self._able(lockstep, node, what.text):
+        lockstep, node = reducer.lockstep, reducer.node
+        rides = lockstep.fits(8 + call.nbytes)
+        if rides or not node.possible or not self._able(lockstep, node, call.text):
             return None
         lockstep.session.kept(Pool).turn()
         with np.errstate(all="ignore"):
             try:
-                node.arena.check_still(what.text, [*values, *(outs or ())])
-                suffix, begin = self._prepared(node, what, values, weight, outs)
+                node.arena.check_still(call.text, [*values, *(outs or ())])
+                suffix, begin = self._prepared(node, call, values, weights, outs)
                 oldest = self._transfers.oldest
             except Exception as error:
-                lockstep.refuse(what.text, error)
-            mean = what.op is ReduceOp.MEAN
-            riding = (struct.pack("<d", weight) if mean else b"") + struct.pack("<Q", oldest)
-            scales, smalls = prove(suffix, riding)
-            rows = [np.frombuffer(small, np.uint8) for small in smalls] or lockstep.received
-            told = [int(row[: len(riding)][-8:].copy().view(np.uint64)[0]) for row in rows]
+                lockstep.refuse(call.text, error)
+            riding = call.header(weights) + struct.pack("<Q", oldest)
+            scales, rows = reducer.prove(call, suffix, riding, alarm)
+            told = rows[:, len(riding) - 8 : len(riding)].copy().view(np.uint64)
             try:
-                wait = begin(scales, min(told))
+                wait = begin(scales, int(told.min()))
             except Exception as error:
-                lost(lockstep, what.text, error)
+                lost(lockstep, call.text, error)
         if wait is None:  # on all ranks
             self._known = False
             node.warn("all_reduce_start", "all is done at once")
@@ -183,30 +190,31 @@ class Overlap:
     def _prepared(
         self,
         node: NodeFolds,
-        what: Folding,
+        call: Call,
         values: Sequence[Array],
-        weight: float,
+        weights: Sequence[float],
         outs: Sequence[Array] | None,
     ) -> tuple[str, Begin]:
         """Do what can fail; return what the text says more, and what begins. Not collective."""
-        homes = node.homes(what, values, outs) if what.worth_a_place else None
-        node.compile(what, inside=homes is not None)
+        same = outs is not None and all(map(operator.is_, values, outs))
+        homes = node.homes(call, values) if same and call.worth_a_place else None
+        node.compile(call, inside=homes is not None)
         if homes is not None:
             where = placed(homes)
-            return where.suffix, self._placed(node, what.op, where, list(values))
-        if what.op is ReduceOp.MEAN and weight == 0:  # never read
-            values = what.wires(values, [weight], fresh=False)
-        return "", self._packed(node, what, values, outs)
+            return where.suffix, self._placed(node, call.op, where, list(values))
+        if call.mean and 0 in weights:  # never read
+            values = call.wires(values, weights, fresh=False)
+        return "", self._packed(node, call, values, outs)
 
     def _placed(self, node: NodeFolds, op: ReduceOp, placed: Placed, leaves: list[Array]) -> Begin:
         """Return what begins to fold arrays of the arena where they lie."""
 
         def begin(scales: Scales, oldest: int) -> Wait:
             jobs = []
-            for (block, matrix), spans in zip(placed.rows, placed.spans, strict=True):
+            for (block, matrix), segments in zip(placed.rows, placed.segments, strict=True):
                 held = block()
                 assert held is not None  # its arrays are in the caller's hands
-                ranges = [Range(start, stop, *scales.of(leaf)) for start, stop, leaf in spans]
+                ranges = [Segment(start, stop, *scales.of(leaf)) for start, stop, leaf in segments]
                 jobs.append(_Job(held.matrices[matrix], ranges))
             transfer = self._begin(node, op, jobs, spread=True)
             return lambda: self._wait(transfer, lambda: leaves)
@@ -216,26 +224,28 @@ class Overlap:
     def _packed(
         self,
         node: NodeFolds,
-        what: Folding,
+        call: Call,
         values: Sequence[Array],
         outs: Sequence[Array] | None,
     ) -> Begin:
         """Return what copies values, and begins to fold the copies."""
-        if what.most > LIMIT // 2:  # it may be cut into pieces, which are taken from one run
+        if call.most > LIMIT // 2:  # it may be cut into pieces, which are taken from one run
             values = [v if v.flags.c_contiguous else v.copy() for v in values]
-        results = results_for(what, values, outs, self._lockstep.session.kept(Pool))
+        results = results_for(call, values, outs, self._lockstep.session.kept(Pool))
 
         def begin(scales: Scales, oldest: int) -> Wait | None:
-            rooms = self._room(node, what.packs, oldest)
+            rooms = self._room(node, call.buckets, oldest)
             if rooms is None:
                 return None
             inside = node.arena.nodes().node
-            for pack, rows in zip(what.packs, rooms, strict=True):
-                fill(pack, values, rows[inside.rank])
+            for bucket, rows in zip(call.buckets, rooms, strict=True):
+                fill(bucket, values, rows[inside.rank])
             if inside.size > 1:
                 inside.barrier()
-            jobs = [_Job(r, spans_of(p, scales)) for p, r in zip(what.packs, rooms, strict=True)]
-            transfer = self._begin(node, what.op, jobs, spread=False)
+            jobs = [
+                _Job(r, segments_of(p, scales)) for p, r in zip(call.buckets, rooms, strict=True)
+            ]
+            transfer = self._begin(node, call.op, jobs, spread=False)
 
             def take() -> list[Array]:
                 for number, rows in enumerate(rooms):
@@ -246,19 +256,21 @@ class Overlap:
 
         return begin
 
-    def _room(self, node: NodeFolds, packs: tuple[Pack, ...], oldest: int) -> list[Array] | None:
+    def _room(
+        self, node: NodeFolds, buckets: tuple[Bucket, ...], oldest: int
+    ) -> list[Array] | None:
         """Return rows for these packs that no rank reads any more. Collective."""
-        rooms = self._rooms.pop(packs, [])
+        rooms = self._rooms.pop(buckets, [])
         number = self._transfers.count + 1
         free = next((i for i, (user, _) in enumerate(rooms) if user < oldest), None)
         if free is not None:
             found: list[Array] | None = rooms.pop(free)[1]
         else:
-            found = node.arena.rows([(pack.dtype, pack.columns) for pack in packs])
+            found = node.arena.rows([(bucket.dtype, bucket.columns) for bucket in buckets])
         if found is not None:
             rooms.append((number, found))
         if rooms:
-            self._rooms[packs] = rooms  # the last: those of others go first
+            self._rooms[buckets] = rooms  # the last: those of others go first
         idle = [key for key, known in self._rooms.items() if all(u < oldest for u, _ in known)]
         for key in idle[:-_ROOMS]:
             del self._rooms[key]
@@ -298,8 +310,8 @@ class Overlap:
             return
         for rows, ranges in jobs:
             low, high = slice_of(inside.rank, inside.size, rows.shape[1], rows.dtype)
-            for span in ranges:
-                spread_rows(rows, 0, max(low, span.start), min(high, span.stop))
+            for segment in ranges:
+                spread_rows(rows, 0, max(low, segment.start), min(high, segment.stop))
         inside.barrier()
 
     def _wait(self, transfer: Transfer, take: Wait) -> list[Array]:

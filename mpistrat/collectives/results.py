@@ -10,19 +10,19 @@ import numpy as np
 from numpy.lib import array_utils
 
 from mpistrat.arrays import Array
-from mpistrat.collectives.folding import Folding
-from mpistrat.collectives.packs import Pack
+from mpistrat.collectives.buckets import Bucket
+from mpistrat.collectives.call import Call
 from mpistrat.sharedmem.pool import Pool
 
-__all__ = ["Results", "of_one", "results_for"]
+__all__ = ["Results", "of_one", "put", "results_for"]
 
-# Smaller leaves of a pack come back in one piece of memory, since to allocate each costs as much
+# Smaller leaves of a bucket come back in one piece of memory, since to allocate each costs as much
 # as to copy it. A larger one has its own, so that keeping one keeps nothing else.
 _OWN = 64 * 1024
 
 
 class _Copy(NamedTuple):
-    """Columns of a pack, and where they go."""
+    """Columns of a bucket, and where they go."""
 
     start: int
     stop: int
@@ -35,26 +35,26 @@ class Results:
 
     Args:
       arrays: Where each leaf goes.
-      copies: What is copied from each pack.
+      copies: What is copied from each bucket.
     """
 
     def __init__(self, arrays: list[Array], copies: list[list[_Copy]]):
-        """Wait for what is folded."""
+        """Wait for what is reduced."""
         self.arrays, self._copies = arrays, copies
 
-    def places(self, pack: Pack) -> Sequence[tuple[int, int, Array]]:
-        """Return where results of a pack go: columns, and a flat array for them.
+    def places(self, bucket: Bucket) -> Sequence[tuple[int, int, Array]]:
+        """Return where results of a bucket go: columns, and a flat array for them.
 
         Leaf by leaf, also where they lie side by side: a loop treats its last elements in another
         way, and other ranks may put theirs elsewhere.
         """
         return [
             (column, column + stop - start, self.arrays[leaf].reshape(-1)[start:stop])
-            for leaf, start, stop, column, _ in pack.pieces
+            for leaf, start, stop, column, _ in bucket.pieces
         ]
 
     def take(self, number: int, row: Array) -> None:
-        """Copy the results of that pack out of `row`."""
+        """Copy the results of that bucket out of `row`."""
         for start, stop, to in self._copies[number]:
             np.copyto(to, row[start:stop], casting="unsafe")
 
@@ -77,27 +77,27 @@ def _tangled(values: Sequence[Array], outs: Sequence[Array]) -> bool:
     return any(low < end for (_, end), (low, _) in itertools.pairwise(spans) if end)
 
 
-def _small(what: Folding, pack: Pack) -> set[int]:
-    """Return the leaves that come back in one piece of memory with others of their pack."""
+def _small(call: Call, bucket: Bucket) -> set[int]:
+    """Return the leaves that come back in one piece of memory with others of their bucket."""
     return {
         piece.leaf
-        for piece in pack.pieces
+        for piece in bucket.pieces
         if piece.whole
-        and piece.stop * pack.dtype.itemsize < _OWN
-        and what.forms[piece.leaf].result == pack.dtype
+        and piece.stop * bucket.dtype.itemsize < _OWN
+        and call.dtypes[piece.leaf].result == bucket.dtype
     }
 
 
-def _together(what: Folding, pack: Pack, arrays: list[Array | None]) -> list[_Copy]:
-    """Give small leaves their places in one array, and return how the pack is copied there."""
-    leaves = _small(what, pack)
-    pieces = [piece for piece in pack.pieces if piece.leaf in leaves]
-    flat = np.empty(sum(piece.stop for piece in pieces), pack.dtype)
+def _together(call: Call, bucket: Bucket, arrays: list[Array | None]) -> list[_Copy]:
+    """Give small leaves their places in one array, and return how the bucket is copied there."""
+    leaves = _small(call, bucket)
+    pieces = [piece for piece in bucket.pieces if piece.leaf in leaves]
+    flat = np.empty(sum(piece.stop for piece in pieces), bucket.dtype)
     copies: list[_Copy] = []
     at = begin = 0
     for i, piece in enumerate(pieces):
         end = at + piece.stop
-        arrays[piece.leaf] = flat[at:end].reshape(what.shapes[piece.leaf])
+        arrays[piece.leaf] = flat[at:end].reshape(call.shapes[piece.leaf])
         column = piece.column + piece.stop
         if i + 1 == len(pieces) or pieces[i + 1].column != column:  # neighbours are copied at once
             copies.append(_Copy(column - (end - begin), column, flat[begin:end]))
@@ -107,25 +107,25 @@ def _together(what: Folding, pack: Pack, arrays: list[Array | None]) -> list[_Co
 
 
 def results_for(
-    what: Folding, values: Sequence[Array], outs: Sequence[Array] | None, pool: Pool
+    call: Call, values: Sequence[Array], outs: Sequence[Array] | None, pool: Pool
 ) -> Results:
     """Return where results go: to `outs` where they are, else to memory of the pool."""
-    if outs is not None and len(what.packs) > 1 and _tangled(values, outs):
+    if outs is not None and len(call.buckets) > 1 and _tangled(values, outs):
         outs = None  # the caller copies them, when all values have been read
-    arrays: list[Array | None] = [None] * len(what.forms)
+    arrays: list[Array | None] = [None] * len(call.dtypes)
     if outs is not None:
         # A matrix stays one, whatever it is reshaped to. What is not aligned is filled by a copy.
         arrays = [np.asarray(out) if out.flags.carray else None for out in outs]
-        copies: list[list[_Copy]] = [[] for _ in what.packs]
+        copies: list[list[_Copy]] = [[] for _ in call.buckets]
     else:
-        copies = [_together(what, pack, arrays) for pack in what.packs]
+        copies = [_together(call, bucket, arrays) for bucket in call.buckets]
     done = {leaf for leaf, array in enumerate(arrays) if array is not None and outs is None}
     whole = [
-        pool.empty(what.shapes[leaf], form.result) if array is None else array
-        for leaf, (array, form) in enumerate(zip(arrays, what.forms, strict=True))
+        pool.empty(call.shapes[leaf], dtypes.result) if array is None else array
+        for leaf, (array, dtypes) in enumerate(zip(arrays, call.dtypes, strict=True))
     ]
-    for pack, found in zip(what.packs, copies, strict=True):
-        for leaf, start, stop, column, _ in pack.pieces:
+    for bucket, found in zip(call.buckets, copies, strict=True):
+        for leaf, start, stop, column, _ in bucket.pieces:
             if leaf not in done:
                 to = whole[leaf].reshape(-1)[start:stop]
                 found.append(_Copy(column, column + stop - start, to))
@@ -158,4 +158,14 @@ def of_one(
     for out, value in zip(outs, values, strict=True):
         if out is not value:
             out[...] = value
+    return list(outs)
+
+
+def put(results: list[Any], outs: Sequence[Array] | None) -> list[Any]:
+    """Return the results, in `outs` if they are given."""
+    if outs is None or outs is results:
+        return results
+    for out, result in zip(outs, results, strict=True):
+        if out is not result:
+            out[...] = result
     return list(outs)

@@ -1,28 +1,61 @@
 """The ways that one message can take, chosen by name.
 
 Each folds flat arrays of equal dtype and size, after the proof, and leaves the same bits on every
-rank. What they are for is choice; `mpistrat.collectives.reducer` chooses by itself.
+rank. What they are for is choice; `mpistrat.collectives.allreduce` chooses by itself.
 """
 
 from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 
 from mpistrat.arena.nodes import Nodes, find_nodes
 from mpistrat.arrays import Array, as_array
-from mpistrat.collectives.messages import MPI_NAMES, fold_by_mpi
+from mpistrat.collectives.buckets import Bucket, buckets
+from mpistrat.collectives.by_mpi import reduce_by_mpi
 from mpistrat.comm.base import Buffer, Comm
 from mpistrat.errors import StructureError
 from mpistrat.kernels.ops import FOLDS, ReduceOp
 from mpistrat.lockstep.lockstep import Lockstep
 
-__all__ = ["Hierarchical", "Native", "OneRoot", "Ring", "Route"]
+__all__ = ["Hierarchical", "Native", "OneRoot", "Packing", "Ring", "Route"]
 
 _ADDS = (ReduceOp.SUM, ReduceOp.MEAN)
+
+
+class Packing(NamedTuple):
+    """How leaves are made into messages.
+
+    Attributes:
+      nbytes: A message is closed once it is larger than so many bytes; 0 for no limit.
+      parts: Without a limit: all leaves of one dtype are cut into so many messages; 0 for a
+        message per leaf.
+      alone: A leaf of so many bytes is a message of its own, sent from where it lies.
+    """
+
+    nbytes: int = 0
+    parts: int = 1
+    alone: int | None = None
+
+    def __str__(self) -> str:
+        """Return what the proof says of it."""
+        return f"{self.nbytes} bytes per pack" if self.nbytes else f"{self.parts} packs"
+
+    def buckets(self, specs: Sequence[tuple[np.dtype[Any], int]]) -> tuple[Bucket, ...]:
+        """Return which leaves of these ``(dtype, number of elements)`` travel as one message.
+
+        Example:
+          >>> f4 = np.dtype(np.float32)
+          >>> [b.columns for b in Packing(nbytes=8).buckets([(f4, 2), (f4, 2), (f4, 1)])]
+          [3, 2]
+          >>> [b.columns for b in Packing(parts=2).buckets([(f4, 2), (f4, 2), (f4, 1)])]
+          [5]
+        """
+        each = not (self.nbytes or self.parts)
+        return buckets(tuple(specs), self.nbytes, False, 0 if each else self.alone)
 
 
 class Route(abc.ABC):
@@ -53,25 +86,6 @@ class Route(abc.ABC):
         comm.allgatherv(send, recv, counts)
 
 
-def _lossy(op: ReduceOp, dtype: np.dtype[Any]) -> bool:
-    """Tell whether MPI has no such operation, or one that may lose a NaN.
-
-    Of MIN and MAX, float32 and float64 travel as integers.
-    """
-    return not op.how.left_to_mpi(dtype)
-
-
-def _all(comm: Comm, send: Array, recv: Array, op: ReduceOp) -> None:
-    """Fold by the MPI library's own all-reduce; by a gather where that would lose a NaN."""
-    if not _lossy(op, send.dtype):
-        fold_by_mpi(comm, send, recv, op)
-        return
-    rows = np.empty((comm.size, *send.shape), send.dtype)
-    comm.allgather(send, rows)
-    fold: Any = FOLDS[op]
-    fold.reduce(rows, axis=0, out=recv)
-
-
 def _at_root(comm: Comm, send: Array, root: int) -> list[Array]:
     """Return every rank's `send` in rank order, on the root; nothing on the others."""
     here = comm.rank == root
@@ -97,7 +111,7 @@ class Native(Route):
 
     def fold(self, call: str, lockstep: Lockstep, send: Array, recv: Array, op: ReduceOp) -> None:
         """Fold by one MPI_Allreduce."""
-        _all(lockstep.comm, send, recv, op)
+        reduce_by_mpi(lockstep.comm, send, recv, op)
 
 
 @final
@@ -175,17 +189,17 @@ class Hierarchical(Route):
         nodes = self._nodes(lockstep)
         first = nodes.node.rank == 0
         mine = np.empty_like(send) if first else None
-        if _lossy(op, send.dtype):
+        if not op.how.left_to_mpi(send.dtype):
             values = _at_root(nodes.node, send, 0)
             if mine is not None:
                 _folded(values, mine, op)
         else:
-            nodes.node.reduce(send, mine, MPI_NAMES[op], 0)
+            nodes.node.reduce(send, mine, op.how.mpi, 0)
         if mine is not None:
             if nodes.lane is None:
                 recv[...] = mine
             else:
-                _all(nodes.lane, mine, recv, op)
+                reduce_by_mpi(nodes.lane, mine, recv, op)
         nodes.node.bcast(recv, 0)
 
 

@@ -21,7 +21,7 @@ from mpistrat.distribute.kinds import DistributedVariable, VariableAggregation
 from mpistrat.distribute.mode import Mode, current, same_strategy
 from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.distribute.values import Mirrored
-from mpistrat.distribute.writes import OPS, prove_same, reduced, share
+from mpistrat.distribute.writes import OPS, prove_same, share
 from mpistrat.lockstep.lockstep import Lockstep
 
 __all__ = ["SmallWrite", "Take", "first_of", "write"]
@@ -151,12 +151,12 @@ def _agree(
 
 
 def _reduced(variable: DistributedVariable, kind: str, values: Array, rows: Array | None) -> Pair:
-    reducer, op = variable.strategy.parts.reducer, OPS[variable.aggregation]
+    parts, op = variable.strategy.parts, OPS[variable.aggregation]
     call = f"{kind}({variable.spec()})"
     if rows is None:
-        return reduced(reducer, call, op, values), None
+        return sparse.reduced(parts, call, op, values), None
     part = sparse.contribution(op, IndexedSlices(values, rows, variable.shape))
-    (total,) = sparse.all_reduce(reducer, call, op, [part])
+    (total,) = sparse.all_reduce(parts, call, op, [part])
     return total.values, total.indices
 
 

@@ -38,10 +38,10 @@ def broadcast_as_chosen(strategy: StrategyBase, tensor: Any, destinations: Any) 
 
     Collective. Cost: then two proofs, and what the class does.
     """
-    choice = strategy.parts.choice
-    ops = None if choice is None else choice.delegate
-    if ops is None or not strategy.parts.view.mirrors:
+    delegate = strategy.parts.delegate
+    if delegate is None or not strategy.parts.view.mirrors:
         return broadcast(strategy, tensor, destinations)
+    ops = delegate.ops
     lockstep = strategy.parts.lockstep
     array = _checked(strategy, tensor, destinations)
     by = f"{type(ops).__module__}.{type(ops).__qualname__}"

@@ -11,22 +11,15 @@ import numpy as np
 
 from mpistrat import nest
 from mpistrat.arrays import Array, as_array, digest
+from mpistrat.collectives.call import Call
 from mpistrat.collectives.communication import (
     WIRES,
     CommunicationImplementation,
     CommunicationOptions,
 )
-from mpistrat.collectives.folding import Folding, put
 from mpistrat.collectives.reducer import Reducer
-from mpistrat.collectives.reducing import Reducing
-from mpistrat.collectives.routed import (
-    Chosen,
-    Packing,
-    Routed,
-    Timed,
-    divisors_of,
-)
-from mpistrat.collectives.routes import Native, Ring, Route
+from mpistrat.collectives.results import put
+from mpistrat.collectives.routes import Native, Packing, Ring, Route
 from mpistrat.distribute.mode import Mode, current, entered
 from mpistrat.distribute.regroup import select
 from mpistrat.distribute.slices import arrays_of
@@ -35,8 +28,9 @@ from mpistrat.distribute.writes import prove_same
 from mpistrat.errors import StructureError
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.kernels.scaling import multiply
+from mpistrat.lockstep.lockstep import Lockstep
 
-__all__ = ["Choice", "Ops", "like"]
+__all__ = ["Choice", "Delegate", "Ops", "like"]
 
 _AUTO, _RING, _NCCL = CommunicationImplementation
 
@@ -63,13 +57,11 @@ class Choice:
     """What a program has chosen; equal on all ranks, which each call proves.
 
     Attributes:
-      base: What moves values where nothing is chosen.
       ops: The class of the algorithm, if one was given.
       options: Sizes, time and algorithm.
       labels: The labels of the replicas' devices.
     """
 
-    base: Reducer
     ops: Ops | None = None
     options: CommunicationOptions = field(default_factory=CommunicationOptions)
     labels: tuple[str, ...] = ()
@@ -101,104 +93,100 @@ class Choice:
         merged = self.options.merge(options)
         named = options is not None and options.implementation is not _AUTO
         kept = None if named else self.ops
-        return Choice(self.base, kept if ops is None else ops, merged, self.labels)
+        return Choice(kept if ops is None else ops, merged, self.labels)
 
-    def reducer(self) -> Reducing:
-        """Return what moves values so.
+    def reducer(self, lockstep: Lockstep) -> Reducer:
+        """Return what moves values so; or gathers them, where a class of the program reduces.
 
         Raises:
           ValueError: The root is no replica; or a class that moves values as they are was chosen
             together with a wire.
         """
-        made = self._untimed()
-        seconds = self.options.timeout_seconds
-        return made if seconds is None else Timed(self.base, made, seconds)
-
-    def _untimed(self) -> Reducing:
         nbytes, how = self.options.bytes_per_pack, self.options.implementation
+        seconds, wire = self.options.timeout_seconds, self.options.wire
         if self.ops is not None:
-            chosen = self.ops.route(self.labels)
+            chosen, kind = self.ops.route(self.labels), type(self.ops)
             if chosen is None:
-                return _Delegated(self.base, self.ops, self.options)
-            if self.options.wire != WIRES[0]:
+                by = f" by {kind.__module__}.{kind.__qualname__}, {self.options}"
+                return Reducer(lockstep, seconds=seconds, by=by)
+            if wire != WIRES[0]:
                 raise ValueError(
-                    f"wire={self.options.wire!r} does not go with {type(self.ops).__name__}, which "
-                    "moves values as they are; leave out one of the two."
+                    f"wire={wire!r} does not go with {kind.__name__}, which moves values as they "
+                    "are; leave out one of the two."
                 )
             route, packs = chosen
-            return Routed(self.base, route, Packing(nbytes, packs))
+            return Reducer(lockstep, WIRES[0], route, Packing(nbytes, packs), seconds)
         if how is _AUTO and not nbytes:
-            base, wire = self.base, self.options.wire
-            return base if wire == WIRES[0] else Reducer(base.lockstep, wire)
-        return Routed(self.base, Ring() if how is _RING else Native(), Packing(nbytes))
+            return Reducer(lockstep, wire, seconds=seconds)
+        route = Ring() if how is _RING else Native()
+        return Reducer(lockstep, WIRES[0], route, Packing(nbytes), seconds)
 
 
 @final
-class _Delegated(Chosen):
+class Delegate:
     """Lets a class of the program move values.
 
     Before that it is shown that all ranks call it, and after that, that all got the same.
 
     Args:
-      base: What gathers.
+      reducer: Proves calls.
       ops: The class's instance.
       options: What it is given as options.
     """
 
-    def __init__(self, base: Reducer, ops: Ops, options: CommunicationOptions):
+    def __init__(self, reducer: Reducer, ops: Ops, options: CommunicationOptions):
         """Reduce by `ops`."""
-        super().__init__(base)
-        self._base, self._ops, self._options = base, ops, options
-        kind = type(ops)
-        self._by = f" by {kind.__module__}.{kind.__qualname__}, {options}"
+        self.ops, self._reducer, self._options = ops, reducer, options
+        self._lockstep, self._comm = reducer.lockstep, reducer.comm
 
-    def all_gather(
-        self, call: str, axis: Sequence[int], leaves: Sequence[Array], paths: Sequence[str]
-    ) -> list[Array]:
-        """Concatenate every leaf as without a choice; these classes only reduce. Collective."""
-        return self._base.all_gather(f"{call}{self._by}", axis, leaves, paths)
-
-    def fold(
+    def all_reduce(
         self,
-        what: Folding,
-        values: Sequence[Array],
+        call: Call,
+        values: Sequence[Any],
         weights: Sequence[float],
-        weigh: bool = False,
-        outs: Sequence[Array] | None = None,
-        alarm: str = "",
-    ) -> list[Array]:
-        """Fold leaves over all ranks. Collective. Cost: two proofs, and what the class does."""
-        with self.lockstep.preparing(what.text):
-            text = f"{what.text}{'' if outs is None else ', out'}{self._by}"
-            wires = what.wires(values, weights, fresh=True)
-        scales = self._weighed(what, weights, weigh, text, alarm)
-        # A mean of values that count alike is theirs to make; of others, it is a sum, divided here.
-        if scales is not None and bool((scales == 1).all()):
-            scales = None
-        op = what.op if scales is None else ReduceOp.SUM
-        if weigh and scales is not None:
-            for wire, scale in zip(wires, scales[self.comm.rank], strict=True):
-                multiply(wire, scale)
-        totals = self._folded(text, op, wires, self._like)
-        return put(what.results(totals, divisors_of(scales)), outs)
+        outs: Sequence[Array] | None,
+        alarm: str,
+    ) -> list[Any]:
+        """Reduce leaves over all ranks; see `mpistrat.collectives.allreduce.all_reduce`.
 
-    @property
-    def delegates(self) -> bool:
-        """True: the class moves values."""
-        return True
+        Collective. Cost: two proofs, and what the class does.
+        """
+        with self._lockstep.preparing(call.text):
+            wires = call.wires(values, weights, fresh=True)
+        suffix = "" if outs is None else ", out"
+        with self._reducer.timed(), np.errstate(all="ignore"):
+            scales, _ = self._reducer.prove(call, suffix, call.header(weights), alarm)
+            # A mean of values that count alike is theirs to make; of others, it is a sum.
+            op, divisors = call.op, scales.divisors
+            if scales.table is None and (call.weigh or (self._reducer.weights == 1).all()):
+                divisors = None
+            if divisors is not None:
+                op = ReduceOp.SUM
+            for i, wire in enumerate(wires):
+                factors, _ = scales.of(i)
+                if factors is not None:
+                    multiply(wire, factors[self._comm.rank])
+            text = call.text + suffix + self._reducer.said
+            totals = self._reduced(text, op, wires, lambda made, wire: like(self.ops, made, wire))
+            return put(call.as_given(call.results(totals, divisors)), outs)
 
     def by_class(
         self, call: str, op: ReduceOp, values: Sequence[Any], check: Callable[[Any, Any], Any]
     ) -> list[Any]:
-        """Fold values of any kind. Collective. Cost: two proofs, and what the class does."""
-        text = f"{call}{self._by}"
-        self.lockstep.prove(text)
-        return self._folded(text, op, values, check)
+        """Reduce values of any kind. Collective. Cost: two proofs, and what the class does.
 
-    def _like(self, made: Any, wire: Array) -> Array:
-        return like(self._ops, made, wire)
+        Args:
+          call: The text of the call; the name of the class is added to it.
+          op: The operation.
+          values: One per leaf.
+          check: Makes the result of what the class returned, and the value; or raises.
+        """
+        text = f"{call}{self._reducer.said}"
+        with self._reducer.timed():
+            self._lockstep.prove(text)
+            return self._reduced(text, op, values, check)
 
-    def _folded(
+    def _reduced(
         self, text: str, op: ReduceOp, given: Sequence[Any], check: Callable[[Any, Any], Any]
     ) -> list[Any]:
         if not given:
@@ -210,24 +198,24 @@ class _Delegated(Chosen):
             ruling = current()
             with nullcontext() if ruling is None else entered(Mode(ruling.strategy)):
                 if len(values) == 1:
-                    made = [self._ops.reduce(op, values[0], values[0], self._options)]
+                    made = [self.ops.reduce(op, values[0], values[0], self._options)]
                 else:
                     pairs = [(value, value) for value in values]
-                    made = list(self._ops.batch_reduce(op, pairs, self._options))
+                    made = list(self.ops.batch_reduce(op, pairs, self._options))
             totals = [check(one, value) for one, value in zip(made, given, strict=True)]
             contents = b"".join([digest(arrays_of(total)) for total in totals])
         except Exception as error:
             failure = error
         advice = "A CrossDeviceOps must return the same on every rank."
         told = {"what the class returned": contents}
-        prove_same(self.lockstep, f"{text}, folded", told, advice, failure)
+        prove_same(self._lockstep, f"{text}, folded", told, advice, failure)
         return totals
 
     def _per_replica(self, value: Any, place: int, structure: nest.Structure) -> PerReplica:
-        comm, home = self.comm, Home.of(self.lockstep)
+        comm, home = self._comm, Home.of(self._lockstep)
         values: list[Any] = [OnRank(rank) for rank in home.ranks]
         values[comm.rank] = value
-        birth = Birth(self.lockstep.session.calls, place, structure)
+        birth = Birth(self._lockstep.session.calls, place, structure)
         return PerReplica(value, comm.rank, tuple(values), comm.size == 1, birth, home)
 
 

@@ -14,9 +14,9 @@ from mpistrat.distribute.gather import gather
 from mpistrat.distribute.handles import Handle, all_reduce_start
 from mpistrat.distribute.mode import Replica, current, refuse_unchosen, settle
 from mpistrat.distribute.parts import Parts
+from mpistrat.distribute.reduce import in_replica
 from mpistrat.distribute.regroup import select
 from mpistrat.distribute.replica_code import body, merged
-from mpistrat.distribute.replica_reduce import all_reduce
 from mpistrat.distribute.strategy import Strategy
 from mpistrat.errors import ContextError
 from mpistrat.kernels.ops import ReduceOp
@@ -269,7 +269,7 @@ class ReplicaContext:
         """
         self._enter("all_reduce")
         parts = self._strategy.parts if options is None else self._parts("all_reduce", options)
-        return all_reduce(parts, reduce_op, value, weight, out)
+        return in_replica(parts, reduce_op, value, weight, out)
 
     def all_reduce_start(
         self,

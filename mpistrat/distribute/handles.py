@@ -8,10 +8,11 @@ from typing import Any, NoReturn, final
 
 from mpistrat import nest
 from mpistrat.arrays import finish
+from mpistrat.collectives.allreduce import all_reduce_start as begin
 from mpistrat.comm.callsite import where
 from mpistrat.distribute import sparse
 from mpistrat.distribute.parts import Parts
-from mpistrat.distribute.replica_reduce import Call, all_reduce, places, prepared, said
+from mpistrat.distribute.reduce import Prepared, compiled, in_replica, places, prepared
 from mpistrat.distribute.views import ALONE
 from mpistrat.errors import ContextError
 from mpistrat.lockstep.lockstep import Lockstep
@@ -112,24 +113,28 @@ def _nothing() -> None:
 
 def all_reduce_start(parts: Parts, reduce_op: Any, value: Any, weight: Any, out: Any) -> Handle:
     """Begin to fold `value`; as `ReplicaContext.all_reduce_start`. Collective."""
-    lockstep, weigh = parts.lockstep, weight is not None
+    lockstep = parts.lockstep
     if parts.view is ALONE:
-        result = all_reduce(parts, reduce_op, value, weight, out)
+        result = in_replica(parts, reduce_op, value, weight, out)
         return Handle(lockstep, "all_reduce_start", lambda: result)
     try:
-        call = prepared(reduce_op, value, weight)
-        outs = places(out, call.structure, call.parts)
-        start, dense, what = said("all_reduce_start", call, weigh)
-        alarm = parts.reducer.alarm(start, dense)
+        given = prepared(reduce_op, value, weight)
+        outs = places(out, given.structure, given.contributions)
+        start, call = compiled("all_reduce_start", given)
+        alarm = parts.reducer.alarm(start, given.dense)
     except Exception as error:
         lockstep.refuse("all_reduce_start", error)
-    if not call.leaves:
+    if not given.leaves:
         return Handle(lockstep, start, lambda: value)
-    if len(dense) < len(call.parts):
-        rows = sparse.all_reduce(parts.reducer, start, call.op, call.parts, weigh=weigh)
-        return Handle(lockstep, start, lambda: _tree(call, rows))
-    values = [part.value for part in dense]
-    moved = parts.reducer.start(what, values, call.weight, weigh, outs, alarm)
+    if len(call.dtypes) < len(given.leaves):
+        rows = sparse.all_reduce(parts, start, given.op, given.contributions, weigh=given.weighed)
+        return Handle(lockstep, start, lambda: _tree(given, rows))
+    how = (call, [one.value for one in given.dense], (given.weight,), outs, alarm)
+    if parts.delegate is None:
+        moved = begin(parts.reducer, *how)
+    else:
+        totals = parts.all_reduce(*how)
+        moved = lambda: totals  # noqa: E731
     arena = parts.reducer.node.arena
     homes = [home for value in outs or () if (home := arena.home(value)) is not None]
     these = {home.key for home in homes}
@@ -138,13 +143,13 @@ def all_reduce_start(parts: Parts, reduce_op: Any, value: Any, weight: Any, out:
     def results() -> Any:
         totals = moved()
         arena.moving.difference_update(these)
-        return out if outs is not None else _tree(call, totals)
+        return out if outs is not None else _tree(given, totals)
 
-    return Handle(lockstep, what.text, results)
+    return Handle(lockstep, call.text, results)
 
 
-def _tree(call: Call, totals: list[Any]) -> Any:
-    return nest.unflatten(call.structure, list(map(finish, totals, call.leaves)))
+def _tree(given: Prepared, totals: list[Any]) -> Any:
+    return nest.unflatten(given.structure, list(map(finish, totals, given.leaves)))
 
 
 def ended(lockstep: Lockstep, failure: BaseException | None) -> BaseException | None:

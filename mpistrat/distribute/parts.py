@@ -6,15 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
+from mpistrat.arrays import Array
+from mpistrat.collectives.allreduce import all_reduce
+from mpistrat.collectives.call import ONES, Call, Contribution, call_of
+from mpistrat.collectives.calls import Calls
 from mpistrat.collectives.communication import CommunicationOptions
-from mpistrat.collectives.plans import Plans
 from mpistrat.collectives.reducer import Reducer
-from mpistrat.collectives.reducing import Reducing
 from mpistrat.comm.session import Session
 from mpistrat.comm.world import alone, default_parent
-from mpistrat.distribute.choice import Choice, Ops
+from mpistrat.distribute.choice import Choice, Delegate, Ops
 from mpistrat.distribute.regroup import Regroup
 from mpistrat.distribute.views import ALONE, View
+from mpistrat.kernels.ops import ReduceOp
 from mpistrat.lockstep.lockstep import Lockstep
 from mpistrat.lockstep.startup import begin
 
@@ -29,18 +32,20 @@ class Parts:
     Attributes:
       view: How much of the other replicas' values cross-replica code sees.
       lockstep: Proves that all ranks make the same call.
-      plans: All-reduces that were made before.
+      calls: All-reduces that were compiled before.
       reducer: Makes the values of the replicas one.
       regroup: Makes one value of the replicas' trees, as the view shows them.
       choice: How a program wants values to move, if it said so.
+      delegate: The class of the program that makes them one instead, if it gave one.
     """
 
     view: View
     lockstep: Lockstep
-    plans: Plans
-    reducer: Reducing
+    calls: Calls
+    reducer: Reducer
     regroup: Regroup
     choice: Choice | None = None
+    delegate: Delegate | None = None
 
     @staticmethod
     def over(
@@ -67,8 +72,7 @@ class Parts:
         begin(Lockstep(session))
         lockstep = Lockstep(session, order=order, seconds=seconds)
         reducer, regroup = Reducer(lockstep), Regroup(lockstep, view)
-        plans = Plans(lockstep, reducer.node)
-        return Parts(view, lockstep, plans, reducer, regroup, Choice(reducer))
+        return Parts(view, lockstep, Calls(reducer), reducer, regroup, Choice())
 
     def by(
         self,
@@ -96,6 +100,48 @@ class Parts:
         choice = replace(choice, labels=tuple(labels) or choice.labels)
         if not choice.made:
             return self
-        # What is remembered of calls rides in the proof or in shared memory, which is no choice.
-        plans = Plans(self.lockstep, choice.base.node, learns=False)
-        return replace(self, reducer=choice.reducer(), plans=plans, choice=choice)
+        reducer, delegate = choice.reducer(self.lockstep), None
+        if choice.delegate is not None:
+            delegate = Delegate(reducer, choice.delegate, choice.options)
+        calls = Calls(reducer)
+        return replace(self, reducer=reducer, calls=calls, choice=choice, delegate=delegate)
+
+    @property
+    def in_place(self) -> bool:
+        """Whether values may be reduced where they lie: no other way was chosen."""
+        return self.reducer.route is None and self.delegate is None
+
+    def all_reduce(
+        self,
+        call: Call,
+        values: Sequence[Any],
+        weights: Sequence[float] = ONES,
+        outs: Sequence[Array] | None = None,
+        alarm: str = "",
+    ) -> list[Any]:
+        """Reduce leaves over all ranks, or let the class of the program do it. Collective.
+
+        See `mpistrat.collectives.allreduce.all_reduce`.
+        """
+        if self.delegate is not None:
+            return self.delegate.all_reduce(call, values, weights, outs, alarm)
+        return all_reduce(self.reducer, call, values, weights, outs, alarm)
+
+    def all_reduce_given(
+        self, name: str, op: ReduceOp, given: Sequence[Contribution], weigh: bool = False
+    ) -> list[Array]:
+        """Reduce what each rank contributes, each leaf by a weight of its own; as `all_reduce`.
+
+        Collective.
+
+        Args:
+          name: The text of the call; shapes and dtypes are added to it.
+          op: The operation. MEAN divides by the sum of the weights.
+          given: One per leaf; equal shapes and dtypes on all ranks.
+          weigh: Multiply the values by their weights first; otherwise they are sums over their
+            examples already.
+        """
+        with self.lockstep.preparing(name):
+            call, alarm = call_of(name, op, given, weigh), self.reducer.alarm(name, given)
+        values, weights = [one.value for one in given], [one.weight for one in given]
+        return self.all_reduce(call, values, weights, None, alarm)

@@ -10,8 +10,8 @@ import numpy as np
 
 from mpistrat import nest
 from mpistrat.arrays import Array, as_array, digest, dtype_name, finish, label
-from mpistrat.collectives.forms import form
-from mpistrat.collectives.part import Part
+from mpistrat.collectives.call import Contribution
+from mpistrat.collectives.dtypes import wire_type
 from mpistrat.distribute.kinds import DistributedVariable
 from mpistrat.distribute.naming import named
 from mpistrat.distribute.parts import Parts
@@ -85,7 +85,7 @@ def reduce_over_replicas(
                 )
     which = "".join("*" if moves else "." for moves in moving)
     call = f"{name}({op.value}, {nest.describe(structure)} {which}{plain_values}){born(leaves)}{to}"
-    totals = iter(all_reduce(parts.reducer, call, op, contributions))
+    totals = iter(all_reduce(parts, call, op, contributions))
     found = [
         finish(next(totals), source) if moves else source
         for source, moves in zip(sources, moving, strict=True)
@@ -151,7 +151,7 @@ def reduce_over_axis(parts: Parts, reduce_op: Any, value: Any, axis: Any) -> Any
     call = f"reduce({op.value}, axis={over}, {nest.describe(structure)}){born(leaves)}"
     if op.how.repeats and op is not ReduceOp.MEAN:
         _refuse_nothing(parts, call, contributions, paths)
-    totals = parts.reducer.all_reduce(call, op, contributions)
+    totals = parts.all_reduce_given(call, op, contributions)
     if op is ReduceOp.MEAN:
         _rescue(parts, call, [_component(leaf) for leaf in leaves], over, contributions, totals)
     return nest.unflatten(structure, [total[()] for total in totals])
@@ -166,7 +166,7 @@ def _rescue(
     call: str,
     leaves: Sequence[Any],
     axes: tuple[int, ...],
-    given: Sequence[Part],
+    given: Sequence[Contribution],
     totals: list[Array],
 ) -> None:
     """Make means anew that are infinite, from values scaled down: a sum may have overflowed.
@@ -178,7 +178,7 @@ def _rescue(
     which = [
         i
         for i, (part, total) in enumerate(zip(given, totals, strict=True))
-        if part.form.result != np.float16 and np.isinf(total).any()
+        if part.dtypes.result != np.float16 and np.isinf(total).any()
     ]
     if not which:
         return
@@ -186,34 +186,36 @@ def _rescue(
         again = []
         for i in which:
             array, part = as_array(leaves[i], given[i].path), given[i]
-            little = np.array(array, part.form.wire, order="C")
+            little = np.array(array, part.dtypes.wire, order="C")
             with np.errstate(all="ignore"):
                 multiply(little, _LITTLE)
             over = tuple(axis % array.ndim for axis in axes)
-            total, count = local_sum(little, over, part.form.wire, parts.lockstep.session.team)
+            total, count = local_sum(little, over, part.dtypes.wire, parts.lockstep.session.team)
             again.append(part._replace(value=total, weight=count))
-    means = parts.reducer.all_reduce(f"{call}, scaled", ReduceOp.MEAN, again)
+    means = parts.all_reduce_given(f"{call}, scaled", ReduceOp.MEAN, again)
     for i, mean in zip(which, means, strict=True):
         with np.errstate(all="ignore"):
             rescue(totals[i], real(mean).reshape(-1).__getitem__, 1.0, _LITTLE)
 
 
-def _over_axis(op: ReduceOp, array: Array, axis: Any, path: str, team: Team | None) -> Part:
-    how = form(op, array.dtype, path)
+def _over_axis(op: ReduceOp, array: Array, axis: Any, path: str, team: Team | None) -> Contribution:
+    how = wire_type(op, array.dtype, path)
     # What travels is the local total, perhaps in a wider dtype: the leaf's own goes into the text.
     spec = f"{path} of {dtype_name(array.dtype)}"
     axes = _axes(axis, array, path)
     if op in (ReduceOp.SUM, ReduceOp.MEAN):
         total, count = local_sum(array, axes, how.wire, team)
-        return Part(total, how, count, spec)
+        return Contribution(total, how, count, spec)
     count = int(np.prod([array.shape[a] for a in axes], dtype=np.int64))
     start = op.how.start(how.wire)
     with np.errstate(all="ignore"):
         total = op.how.fold.reduce(array, axis=axes, dtype=how.wire, initial=start)
-    return Part(np.asarray(total), how, count, spec)
+    return Contribution(np.asarray(total), how, count, spec)
 
 
-def _refuse_nothing(parts: Parts, call: str, all_: Sequence[Part], paths: Sequence[str]) -> None:
+def _refuse_nothing(
+    parts: Parts, call: str, all_: Sequence[Contribution], paths: Sequence[str]
+) -> None:
     counts = np.array([part.weight for part in all_], np.int64)
     rows = parts.lockstep.share(f"{call} counts", counts.tobytes())
     totals = sum(np.frombuffer(row, np.int64) for row in rows)

@@ -9,36 +9,38 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpistrat.arrays import Array, as_array, dtype_name, label, spec_text
-from mpistrat.collectives.forms import Form, form
-from mpistrat.collectives.part import Part, first_nonfinite
-from mpistrat.collectives.reducing import Reducing
-from mpistrat.collectives.spans import scaled, total_of
+from mpistrat.collectives.call import Contribution
+from mpistrat.collectives.dtypes import WireType, wire_type
+from mpistrat.collectives.weights import scaled, total_of
+from mpistrat.distribute.parts import Parts
 from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.distribute.values import DistributedValues
 from mpistrat.errors import StructureError
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.kernels.scaling import divide, factors_of, multiply, real
 
-__all__ = ["SlicesPart", "all_reduce", "alone", "contribution"]
+__all__ = ["SlicesContribution", "all_reduce", "alone", "contribution", "reduced"]
 
 
-class SlicesPart(NamedTuple):
+class SlicesContribution(NamedTuple):
     """What one rank gives to the reduction of a leaf that is `IndexedSlices`.
 
     Attributes:
       slices: The rows.
-      form: As what dtype a mean is made, and comes back.
+      dtypes: As what dtype a mean is made, and comes back.
       weight: How many examples they stand for; 0 means that the values are never read.
       path: The name of the leaf.
     """
 
     slices: IndexedSlices
-    form: Form
+    dtypes: WireType
     weight: float = 1
     path: str = ""
 
 
-def contribution(op: ReduceOp, leaf: Any, path: str = "", weight: float = 1) -> Part | SlicesPart:
+def contribution(
+    op: ReduceOp, leaf: Any, path: str = "", weight: float = 1
+) -> Contribution | SlicesContribution:
     """Return what this rank gives to the reduction of `leaf`.
 
     Raises:
@@ -47,67 +49,66 @@ def contribution(op: ReduceOp, leaf: Any, path: str = "", weight: float = 1) -> 
     """
     if not isinstance(leaf, IndexedSlices):
         array = as_array(leaf, path)
-        return Part(array, form(op, array.dtype, path), weight, path)
+        return Contribution(array, wire_type(op, array.dtype, path), weight, path)
     if op not in (ReduceOp.SUM, ReduceOp.MEAN):
         raise ValueError(
             f"{op.value}: {label(path)} is IndexedSlices, and {op.value} has no meaning for rows "
             "that are not there. Make it dense: np.asarray(slices)."
         )
-    return SlicesPart(leaf, form(op, leaf.dtype, path), weight, path)
+    return SlicesContribution(leaf, wire_type(op, leaf.dtype, path), weight, path)
 
 
-def alone(op: ReduceOp, part: SlicesPart) -> IndexedSlices:
+def alone(op: ReduceOp, part: SlicesContribution) -> IndexedSlices:
     """Return the result where there is one replica by construction: the rows, with their dtype."""
     values = np.array(part.slices.values)
     if op is ReduceOp.MEAN and part.weight == 0:
-        values = np.full(values.shape, np.nan, part.form.result)
+        values = np.full(values.shape, np.nan, part.dtypes.result)
     return IndexedSlices(values, part.slices.indices.copy(), part.slices.dense_shape)
 
 
 def all_reduce(
-    reducer: Reducing,
+    group: Parts,
     call: str,
     op: ReduceOp,
-    parts: Sequence[Part | SlicesPart],
+    parts: Sequence[Contribution | SlicesContribution],
     weigh: bool = False,
 ) -> list[Any]:
-    """Fold every leaf over all ranks, as `Reducer.all_reduce` does; rows are concatenated.
+    """Fold every leaf over all ranks, as `Parts.all_reduce_given` does; rows are concatenated.
 
     Collective. Cost: as that, and for all slices together one proof and two MPI_Allgatherv per
     leaf. Rows come in rank order; the same row of several ranks comes several times.
     """
-    dense = [part for part in parts if isinstance(part, Part)]
-    sparse = [part for part in parts if isinstance(part, SlicesPart)]
+    dense = [part for part in parts if isinstance(part, Contribution)]
+    sparse = [part for part in parts if isinstance(part, SlicesContribution)]
     if not sparse:
-        return list(reducer.all_reduce(call, op, dense, weigh=weigh))
-    lockstep = reducer.lockstep
+        return list(group.all_reduce_given(call, op, dense, weigh))
+    lockstep = group.lockstep
     with lockstep.preparing(call):
-        where = ["s" if isinstance(part, SlicesPart) else "d" for part in parts]
+        where = ["s" if isinstance(part, SlicesContribution) else "d" for part in parts]
         shapes = [part.slices.dense_shape for part in sparse]
         call = f"{call} with slices {''.join(where)} of {shapes}"
         given = [_values(op, part, weigh) for part in sparse]
-        alarm = ""
-        if lockstep.options.nan != "off":
-            kept = [Part(v, p.form, p.weight, p.path) for v, p in zip(given, sparse, strict=True)]
-            alarm = first_nonfinite(call, lockstep.state.steps, kept)
-    if lockstep.options.nan != "off":
+        pairs = zip(given, sparse, strict=True)
+        kept = [Contribution(v, p.dtypes, p.weight, p.path) for v, p in pairs]
+        alarm = group.reducer.alarm(call, kept)
+    if group.reducer.watches:
         lockstep.prove(f"{call}, their numbers", alarm=alarm)
-    totals = iter(reducer.all_reduce(call, op, dense, weigh=weigh) if dense else [])
-    meet = _by_class if reducer.delegates else _gathered
-    gathered = iter(meet(reducer, call, op, sparse, given, weigh))
+    totals = iter(group.all_reduce_given(call, op, dense, weigh) if dense else [])
+    meet = _gathered if group.delegate is None else _by_class
+    gathered = iter(meet(group, call, op, sparse, given, weigh))
     return [next(gathered if kind == "s" else totals) for kind in where]
 
 
-def _values(op: ReduceOp, part: SlicesPart, weigh: bool) -> Array:
+def _values(op: ReduceOp, part: SlicesContribution, weigh: bool) -> Array:
     unread = weigh and op is ReduceOp.MEAN and part.weight == 0
     return np.zeros_like(part.slices.values) if unread else part.slices.values
 
 
 def _gathered(
-    reducer: Reducing,
+    group: Parts,
     call: str,
     op: ReduceOp,
-    sparse: Sequence[SlicesPart],
+    sparse: Sequence[SlicesContribution],
     given: Sequence[Array],
     weigh: bool,
 ) -> list[IndexedSlices]:
@@ -119,39 +120,39 @@ def _gathered(
         if weigh:  # and how many rows it is for, because they are known only once all have met
             leaves.append(np.array([[part.weight, len(values)]], np.float64))
             paths.append(f"{part.path} weight".strip())
-    found = iter(reducer.all_gather(call, [0] * len(leaves), leaves, paths))
+    found = iter(group.reducer.all_gather(call, [0] * len(leaves), leaves, paths))
     results = []
     for part in sparse:
         values, indices = next(found), next(found)
         if op is ReduceOp.MEAN:
             shares = _shares(next(found)) if weigh else None
-            values = _mean(values, shares, reducer.comm.size, part.form)
+            values = _mean(values, shares, group.lockstep.comm.size, part.dtypes)
         results.append(IndexedSlices(values, indices, part.slices.dense_shape))
     return results
 
 
 def _by_class(
-    reducer: Reducing,
+    group: Parts,
     call: str,
     op: ReduceOp,
-    sparse: Sequence[SlicesPart],
+    sparse: Sequence[SlicesContribution],
     given: Sequence[Array],
     weigh: bool,
 ) -> list[IndexedSlices]:
     """Return what a class of the program's own makes of the rows."""
     pairs = list(zip(sparse, given, strict=True))
-    wires = [values.astype(part.form.wire, copy=False) for part, values in pairs]
+    wires = [values.astype(part.dtypes.wire, copy=False) for part, values in pairs]
     shapes = [f"{dtype_name(wire.dtype)} rows of {wire.shape[1:]}" for wire in wires]
     text = f"{call}, {', '.join(shapes)}"
     with np.errstate(all="ignore"):
         if weigh and op is ReduceOp.MEAN:
             # A weighted mean comes as a sum, as that of dense leaves does.
             header = struct.pack(f"<{len(sparse)}d", *[part.weight for part in sparse])
-            smalls = reducer.lockstep.share(f"{text}, weights", header)
+            smalls = group.lockstep.share(f"{text}, weights", header)
             table = np.array([np.frombuffer(small, np.float64) for small in smalls])
             scales = scaled(table, True)
             whole = [np.longdouble(total_of(column)) for column in scales.T.tolist()]
-            mine = scales[reducer.comm.rank] / whole
+            mine = scales[group.lockstep.comm.rank] / whole
             wires = [np.array(wire, order="C") for wire in wires]
             for wire, share in zip(wires, mine, strict=True):
                 multiply(wire, share)
@@ -160,9 +161,10 @@ def _by_class(
             IndexedSlices(wire, part.slices.indices, part.slices.dense_shape)
             for part, wire in zip(sparse, wires, strict=True)
         ]
-        found = zip(sparse, reducer.by_class(text, op, rows, _checked), strict=True)
+        assert group.delegate is not None
+        found = zip(sparse, group.delegate.by_class(text, op, rows, _checked), strict=True)
         return [
-            IndexedSlices(one.values.astype(part.form.result), one.indices, one.dense_shape)
+            IndexedSlices(one.values.astype(part.dtypes.result), one.indices, one.dense_shape)
             for part, one in found
         ]
 
@@ -195,7 +197,7 @@ def _shares(weights: Array) -> Array:
     return rows
 
 
-def _mean(values: Array, shares: Array | None, size: int, how: Form) -> Array:
+def _mean(values: Array, shares: Array | None, size: int, how: WireType) -> Array:
     wide = np.array(values, how.wire, order="C")
     with np.errstate(all="ignore"):
         if shares is None:
@@ -205,3 +207,10 @@ def _mean(values: Array, shares: Array | None, size: int, how: Form) -> Array:
             rows *= factors_of(shares, wide.dtype)[:, None]
         result: Array = wide.astype(how.result, copy=False)
     return result
+
+
+def reduced(group: Parts, call: str, op: ReduceOp, value: Array) -> Array:
+    """Return one array reduced over all replicas, in its own dtype. Collective."""
+    given = [Contribution(value, wire_type(op, value.dtype))]
+    total: Array = group.all_reduce_given(call, op, given)[0]
+    return total

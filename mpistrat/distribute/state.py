@@ -10,16 +10,16 @@ import xxhash
 
 from mpistrat import nest
 from mpistrat.arrays import Array, as_array, bits, digest, finish, is_scalar, label, spec_text
-from mpistrat.collectives.bucket import ALONE
-from mpistrat.collectives.texts import spec_of
+from mpistrat.collectives.buckets import ALONE
+from mpistrat.collectives.call import spec_of
 from mpistrat.comm.base import Comm
 from mpistrat.comm.callsite import ranks_text
 from mpistrat.comm.codec import decode, encode, pack, unpack
 from mpistrat.distribute.kinds import DistributedVariable
 from mpistrat.distribute.naming import named
 from mpistrat.distribute.parts import Parts
+from mpistrat.distribute.reduce import fit
 from mpistrat.distribute.regroup import select
-from mpistrat.distribute.replica_reduce import fit
 from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.distribute.values import DistributedValues
 from mpistrat.errors import DivergenceError, LeafTypeError, StructureError

@@ -33,7 +33,7 @@ from mpistrat.distribute.mode import (
     same_strategy,
 )
 from mpistrat.distribute.parts import Parts
-from mpistrat.distribute.replica_reduce import all_reduce
+from mpistrat.distribute.reduce import in_replica
 from mpistrat.distribute.running import run
 from mpistrat.distribute.state import broadcast_state, check_same
 from mpistrat.distribute.views import LOCAL
@@ -321,7 +321,7 @@ class Strategy(StrategyBase):
                 self.parts.regroup.check("all_reduce", nest.flatten(value)[0])
                 parts = self.parts.by(options)
             with entered(Mode(self, Replica(self.rank, self.num_replicas_in_sync))):
-                return all_reduce(parts, reduce_op, value, weight, out)
+                return in_replica(parts, reduce_op, value, weight, out)
 
     def all_reduce_start(
         self,

@@ -12,7 +12,7 @@ import numpy as np
 from mpistrat.arena import storage
 from mpistrat.arena.storage import PrivateStorage, Slices, SpreadStorage, Storage
 from mpistrat.arrays import Array, digest, sealed, spec_text
-from mpistrat.distribute import writes
+from mpistrat.distribute import sparse, writes
 from mpistrat.distribute.aggregations import first_of, write
 from mpistrat.distribute.default import current_strategy
 from mpistrat.distribute.exchanged import LOOKED_AT, judge_of
@@ -242,7 +242,7 @@ class Variable(Reading, ScatterUpdates):
         # In its strategy's scope, for the sake of what a program has chosen to fold it.
         with entered(again(current(), self.strategy)):
             op = writes.OPS[self.aggregation]
-            return writes.reduced(self.strategy.parts.reducer, call, op, array)
+            return sparse.reduced(self.strategy.parts, call, op, array)
 
     def assign(
         self,

@@ -8,9 +8,6 @@ import numpy as np
 import xxhash
 
 from mpistrat.arrays import Array, digest
-from mpistrat.collectives.forms import form
-from mpistrat.collectives.part import Part
-from mpistrat.collectives.reducing import Reducing
 from mpistrat.comm.callsite import ranks_text
 from mpistrat.distribute.kinds import VariableAggregation, VariableSynchronization
 from mpistrat.errors import LockstepError
@@ -23,7 +20,6 @@ __all__ = [
     "VariableSynchronization",
     "exact_share",
     "prove_same",
-    "reduced",
     "share",
 ]
 
@@ -159,9 +155,3 @@ def exact_share(fold: Callable[[Array], Array], rank: int, size: int, saved: Arr
         total = fold(np.where(finite, part, np.zeros_like(part)))
         result = np.where(~finite | (total == saved), part, first)
     return result
-
-
-def reduced(reducer: Reducing, call: str, op: ReduceOp, value: Array) -> Array:
-    """Return `value` folded over all replicas, in its own dtype."""
-    (total,) = reducer.all_reduce(call, op, [Part(value, form(op, value.dtype))])
-    return total

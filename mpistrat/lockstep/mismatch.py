@@ -27,6 +27,13 @@ _HASH = re.compile(r"\b[0-9a-f]{16,}\b(?: \([^()]*\))?")
 # Small writes to variables, as the text of the handshake that follows them shows them.
 _WRITES = re.compile(r", after (?:assign|scatter_).*")
 
+_ADVICE = (
+    "  Every rank must make the same calls in the same order, with the same structure, shapes and "
+    "dtypes. Look for a collective under `if rank == ...`, or an early `break`."
+)
+# What texts of calls say of arrays that are reduced where they lie in shared memory.
+_PLACED = re.compile(r", out, in place [0-9/ ]+")
+
 
 def cut(text: str) -> str:
     """Return a text that may travel: of a very long one beginning and end, and how much is cut.
@@ -80,11 +87,22 @@ def mismatch(lockstep: Ranks, call: str) -> LockstepError:
             "on the rank. Make it the same on all, or reduce it first."
         )
         return LockstepError("\n".join(lines))
-    lines.append(
-        "  Every rank must make the same calls in the same order, with the same structure, shapes "
-        "and dtypes. Look for a collective under `if rank == ...`, or an early `break`."
-    )
+    lines.append(_of_buffers(calls) or _ADVICE)
     return LockstepError("\n".join(lines))
+
+
+def _of_buffers(calls: dict[tuple[int, str, str], list[int]]) -> str:
+    """Return who gave arrays of `gradient_buffers`, if that is all that calls differ in."""
+    placed: dict[bool, list[int]] = {}
+    for (_, _, what), those in calls.items():
+        placed.setdefault(_PLACED.search(what) is not None, []).extend(those)
+    if len(placed) < 2 or len({_PLACED.sub("", what) for _, _, what in calls}) > 1:
+        return ""
+    return (
+        f"  {ranks_text(sorted(placed[True]))} gave arrays of gradient_buffers, "
+        f"{ranks_text(sorted(placed[False]))} ordinary arrays. Give the one or the other on all "
+        "ranks."
+    )
 
 
 def _place(error: BaseException) -> str:

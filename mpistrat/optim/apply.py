@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpistrat.collectives.folding import Folding
+from mpistrat.collectives.call import Call
 from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.distribute.variables import Variable
 from mpistrat.errors import NonFiniteError
@@ -102,7 +102,7 @@ def _step(
     state: State,
     progress: Progress,
     call: GradientCall,
-    what: Folding,
+    what: Call,
 ) -> None:
     """Fold the gradients, and update or accumulate. Collective."""
     parts, known = state.strategy.parts, call.known

@@ -31,10 +31,10 @@ import numpy as np
 
 from mpistrat.arena.arena import ArenaAddress, Block
 from mpistrat.arrays import Array
-from mpistrat.collectives.folding import Folding
+from mpistrat.collectives.call import Call, Contribution
 from mpistrat.collectives.node import NodeFolds
-from mpistrat.collectives.part import Part
-from mpistrat.collectives.spans import Range, Scales, placed, scales_of
+from mpistrat.collectives.segments import Segment, placed
+from mpistrat.collectives.weights import Scales, scales_of
 from mpistrat.distribute import sparse, writes
 from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.kernels.blocks import fold_blocks
@@ -75,7 +75,7 @@ class Folded(NamedTuple):
     fetch: Fetch | None = None
 
 
-def fold(state: State, call: GradientCall, what: Folding) -> tuple[Folded, list[IndexedSlices]]:
+def fold(state: State, call: GradientCall, what: Call) -> tuple[Folded, list[IndexedSlices]]:
     """Prove the call, and return the gradients of all replicas as this rank can read them."""
     parts, known = state.strategy.parts, call.known
     weight = 1.0 if call.weight is None else call.weight
@@ -92,7 +92,7 @@ def fold(state: State, call: GradientCall, what: Folding) -> tuple[Folded, list[
             for one, target in zip(call.rows, known.sparse, strict=True)
         ]
         weigh = call.weight is not None
-        rows = sparse.all_reduce(parts.reducer, f"{what.text}, rows", _MEAN, given, weigh=weigh)
+        rows = sparse.all_reduce(parts, f"{what.text}, rows", _MEAN, given, weigh=weigh)
     if not call.values:
         return Folded([], [], [], weight, False), rows
     places = _places(state, call, what, weight)
@@ -101,10 +101,11 @@ def fold(state: State, call: GradientCall, what: Folding) -> tuple[Folded, list[
     alarm = ""
     if parts.lockstep.options.nan != "off":
         names = [t.variable.spec() for t in known.dense]
-        pairs = zip(call.values, what.forms, names, strict=True)
-        alarm = parts.reducer.alarm(call.name, [Part(v, f, weight, n) for v, f, n in pairs])
-    weigh = call.weight is not None
-    totals = parts.reducer.fold(what, call.values, [weight], weigh, None, alarm)
+        several = zip(call.values, what.dtypes, names, strict=True)
+        alarm = parts.reducer.alarm(
+            call.name, [Contribution(v, d, weight, n) for v, d, n in several]
+        )
+    totals = parts.all_reduce(what, call.values, (weight,), None, alarm)
     return _alone(totals, math.fsum(parts.reducer.weights[:, 0].tolist())), rows
 
 
@@ -115,20 +116,20 @@ def _alone(values: Sequence[Array], weight: float) -> Folded:
     return Folded(rows, [None] * len(rows), [1.0] * len(rows), weight, False)
 
 
-def _places(state: State, call: GradientCall, what: Folding, weight: float) -> Places | None:
+def _places(state: State, call: GradientCall, what: Call, weight: float) -> Places | None:
     """Return where the gradients lie in the arena, if they are folded there.
 
     Collective, the first time that memory for gradients is wanted.
     """
     parts, known, values = state.strategy.parts, call.known, call.values
     node, lockstep = parts.reducer.node, parts.lockstep
-    if not (parts.reducer.in_place and node.possible and lockstep.options.nan == "off"):
+    if not (parts.in_place and node.possible and lockstep.options.nan == "off"):
         return None
     key = tuple(map(id, values))
     found = known.places.get(key)
     if found is not None and found[0] == node.arena.generation:
         return found[1]
-    homes = node.homes(what, values, values) if what.worth_a_place else None
+    homes = node.homes(what, values) if what.worth_a_place else None
     if homes is None:
         if not known.large or not state.has_buffers(what.text):
             return None
@@ -140,7 +141,7 @@ def _places(state: State, call: GradientCall, what: Folding, weight: float) -> P
         found = known.places.get(key)
         if found is not None and found[0] == node.arena.generation:
             return found[1]
-        homes = node.homes(what, buffers, buffers)
+        homes = node.homes(what, buffers)
         assert homes is not None
     made = _placed(state, known, homes)
     if len(known.places) > 16:
@@ -184,12 +185,11 @@ def _runs(
 
 
 def _in_place(
-    state: State, call: GradientCall, what: Folding, places: Places, weight: float
+    state: State, call: GradientCall, what: Call, places: Places, weight: float
 ) -> Folded:
     """Prove the call, and fold into the first row what every rank would have to fold."""
     reducer = state.strategy.parts.reducer
-    reducer.meet(what, places.suffix, weight)
-    table = reducer.weights
+    table = reducer.meet(what, places.suffix, weight)
     whole = math.fsum(table[:, 0].tolist())
     # In calls that accumulate, each is to count by its weight, and not by its part of the mean.
     raw = state.accumulates
@@ -236,14 +236,14 @@ def _fetch_by(
       divisor: What sums are divided by.
     """
 
-    def columns(part: tuple[int, int, int], twin: int) -> tuple[Array, Range]:
+    def columns(part: tuple[int, int, int], twin: int) -> tuple[Array, Segment]:
         i, low, high = part
         (rows, start), slices = given[i], targets[i].slices
         first, last = targets[i].low, targets[i].variable.size
         if slices is not None:  # the last piece of a twin that has less may be empty
             first, last = slices.cuts[twin : twin + 2]
         low, high = (start + min(first + at, last) for at in (low, high))
-        return rows, Range(low, high, column, divisor)
+        return rows, Segment(low, high, column, divisor)
 
     def fetch(parts: Sequence[tuple[int, int, int]]) -> None:
         slices = targets[parts[0][0]].slices

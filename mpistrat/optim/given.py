@@ -11,11 +11,11 @@ import numpy as np
 
 from mpistrat.arena.arena import Block
 from mpistrat.arrays import Array, as_array, digest, is_bfloat16, spec_text
+from mpistrat.collectives.call import Call
 from mpistrat.collectives.communication import WIRES
-from mpistrat.collectives.folding import Folding
-from mpistrat.collectives.forms import form
+from mpistrat.collectives.dtypes import wire_type
 from mpistrat.collectives.lanes import MOST, compile_wire
-from mpistrat.collectives.spans import Placed
+from mpistrat.collectives.segments import Placed
 from mpistrat.distribute.default import current_strategy, default_strategy
 from mpistrat.distribute.mode import current, refuse_unchosen, same_strategy
 from mpistrat.distribute.slices import IndexedSlices, arrays_of
@@ -75,13 +75,13 @@ class Known:
     def __init__(self, text: str, dense: list[Target], sparse: list[Target], step: bool):
         """Find out what follows from the variables."""
         self.dense, self.sparse, self._tells = dense, sparse, step
-        forms = [form(ReduceOp.MEAN, t.variable.dtype) for t in dense]
+        dtypes = [wire_type(ReduceOp.MEAN, t.variable.dtype) for t in dense]
         shapes = [t.variable.shape for t in dense]
         names = [t.variable.spec() for t in dense]
         self.start = (
             f"{text} {', '.join([*names, *[f'rows of {t.variable.spec()}' for t in sparse]])}"
         )
-        self._what = Folding(self.start, ReduceOp.MEAN, forms, shapes)
+        self._what = Call(self.start, ReduceOp.MEAN, dtypes, shapes, weigh=True)
         self.optimizers = list({id(t.optimizer): t.optimizer for t in (*dense, *sparse)}.values())
         # Some memory that is updated here belongs to other ranks too.
         self.shared = any(t.shared for t in (*dense, *sparse))
@@ -93,7 +93,7 @@ class Known:
         self.compiled = False
         self.places: dict[tuple[int, ...], tuple[int, Places]] = {}
 
-    def what(self, step: int, several: bool) -> Folding:
+    def what(self, step: int, several: bool) -> Call:
         """Return the call as it is at a step, with `several` ranks."""
         if not (several and self._tells):
             return self._what

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.collectives import folding, planned
+from mpistrat.collectives import call as call_module
 from mpistrat.environment import launched_by
 from mpistrat.launch.mpiexec import find
 from mpistrat.launch.process import run_job
@@ -112,7 +112,7 @@ def test_every_field_can_be_left_out():
 def test_a_field_left_out_of_the_proof_is_missed(field, monkeypatch):
     assert play_one_field(field, monkeypatch) == [60, 60]
     whole, (pattern, instead) = lockstep.digest_of, FORGET[field]
-    for module in (lockstep, folding, planned):
+    for module in (lockstep, call_module):
         monkeypatch.setattr(module, "digest_of", lambda text: whole(re.sub(pattern, instead, text)))
     with pytest.raises(RanksFailed, match=f"missed: pair \\d+, {field}"):
         play_one_field(field, monkeypatch)

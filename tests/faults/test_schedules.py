@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.collectives import folding, planned
+from mpistrat.collectives import call as call_module
 from mpistrat.distribute.variables import Variable
 from mpistrat.lockstep import lockstep
 from mpistrat.testing import ranks
@@ -85,7 +85,7 @@ def _show_no_failure(monkeypatch):
 
 
 def _prove_all_calls_alike(monkeypatch):
-    for module in (lockstep, folding, planned):
+    for module in (lockstep, call_module):
         monkeypatch.setattr(module, "digest_of", lambda text: bytes(16))
 
 

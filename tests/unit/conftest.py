@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import mpistrat as ms
-from mpistrat.collectives.plans import Plans
+from mpistrat.collectives.calls import Calls
 from mpistrat.collectives.reducer import Reducer
 from mpistrat.comm.session import Session
 from mpistrat.distribute.parts import Parts
@@ -19,8 +19,7 @@ def _words(comm):
     """Return a strategy that believes its job to be larger than frames are for."""
     lockstep = Lockstep(Session.on(comm), frame_ranks=1)
     reducer = Reducer(lockstep)
-    plans = Plans(lockstep, reducer.node)
-    return Strategy(Parts(GLOBAL, lockstep, plans, reducer, Regroup(lockstep, GLOBAL)))
+    return Strategy(Parts(GLOBAL, lockstep, Calls(reducer), reducer, Regroup(lockstep, GLOBAL)))
 
 
 @pytest.fixture(params=["frames", "words"])

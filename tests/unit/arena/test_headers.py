@@ -15,7 +15,8 @@ import pytest
 import mpistrat as ms
 from mpistrat.arena import headers as module
 from mpistrat.arena.headers import Headers
-from mpistrat.collectives import plans
+from mpistrat.collectives import calls
+from mpistrat.collectives.paths import in_place
 from mpistrat.testing import run_ranks
 
 pytestmark = pytest.mark.skipif(
@@ -125,7 +126,7 @@ def test_a_buffer_that_was_changed_is_noticed(how, quick, monkeypatch):
 @pytest.mark.parametrize("count", [40, 400])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_hundreds_of_buffers_are_not_asked_one_by_one(size, count, monkeypatch):
-    asked, real = [], plans._specs
+    asked, real = [], calls.specs_of
 
     def rank(comm):
         strategy = ms.MirroredStrategy(comm=comm)
@@ -145,7 +146,8 @@ def test_hundreds_of_buffers_are_not_asked_one_by_one(size, count, monkeypatch):
         asked.append(len(leaves))
         return real(leaves)
 
-    monkeypatch.setattr(plans, "_specs", counted)
+    for one in (calls, in_place):
+        monkeypatch.setattr(one, "specs_of", counted)
     run_ranks(rank, size)
     assert not asked
 

@@ -16,8 +16,9 @@ import pytest
 from every import every
 
 import mpistrat as ms
-from mpistrat.collectives import folding, lanes
-from mpistrat.collectives.packs import packs
+from mpistrat.collectives import call as call_module
+from mpistrat.collectives import lanes
+from mpistrat.collectives.buckets import buckets
 from mpistrat.comm.loopback import LoopbackComm
 from mpistrat.kernels import fold as fold_module
 from mpistrat.kernels.fold import fold_pair, fold_rows
@@ -224,7 +225,7 @@ def test_narrow_dtypes_are_folded_wide(dtype):
 
 def test_trees_larger_than_packs(monkeypatch):
     """Packs of 4 KiB: leaves are cut, several packs follow one another, and rows are used again."""
-    monkeypatch.setattr(folding, "packs", functools.partial(packs, limit=4096))
+    monkeypatch.setattr(call_module, "buckets", functools.partial(buckets, limit=4096))
 
     def rank(comm):
         strategy = ms.MirroredStrategy(comm=comm)
@@ -252,7 +253,7 @@ def test_packs_hold_every_element_once_and_are_bounded(limit):
         kinds = [np.dtype(rng.choice(["f4", "f8", "i8"])) for _ in range(rng.integers(0, 12))]
         specs = tuple((kind, int(rng.integers(0, 60))) for kind in kinds)
         seen = [[] for _ in specs]
-        for pack in packs(specs, limit):
+        for pack in buckets(specs, limit):
             assert 0 < pack.nbytes <= max(limit, 8)
             at = 0
             for piece in pack.pieces:
@@ -727,3 +728,80 @@ def test_a_small_result_keeps_no_large_one():
         return small is found[2].base and small.nbytes == (3 + 4 + 5) * 8
 
     assert run_ranks(rank, 2) == [True, True]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_buffers_on_one_rank_and_ordinary_arrays_on_another_are_told(size):
+    """Many small arrays or a few large ones, whether they were reduced before or not."""
+    specs = [[np.empty(64)] * 40, [np.empty(30_000)]]
+
+    def rank(comm):
+        strategy = ms.MirroredStrategy(comm=comm)
+        told = []
+        fold = lambda b: ms.get_replica_context().all_reduce("SUM", b, out=b)  # noqa: E731
+        for some in specs:
+            buffers, plain = strategy.buffers(some), [np.zeros_like(one) for one in some]
+            for before in (False, True):
+                if before:
+                    strategy.run(lambda b=buffers: fold(b) and None)
+                    strategy.run(lambda b=plain: fold(b) and None)
+                mine = buffers if comm.rank == 1 else plain
+                with pytest.raises(ms.LockstepError) as caught:
+                    strategy.run(lambda b=mine: fold(b))
+                told.append(str(caught.value))
+        return told
+
+    others = "rank 0" if size == 2 else "ranks 0, 2"
+    for told in run_ranks(rank, size):
+        for text in told:
+            assert f"rank 1 gave arrays of gradient_buffers, {others} ordinary arrays" in text
+
+
+@every("op", ["SUM", "MEAN", "MIN", "PROD"])
+@every("weights", [None, (3.0, 5.0, 0.25), (2, 0, 7)])
+@every("forgetful", [False, True])  # the first rank compiles each call anew
+@every("size", [2, 3])
+def test_many_small_buffers_have_the_bits_of_a_fold_in_rank_order(size, forgetful, weights, op):
+    """They are copied as one run, and no rank waits after the handshake."""
+    if weights is not None and op != "MEAN":
+        return
+
+    def rank(comm):
+        strategy = ms.MirroredStrategy(comm=comm)
+        given = [random(comm.rank, (n,), "f8", n) for n in range(1, 60)]
+        buffers, results, barriers = strategy.buffers(given), [], Counter()
+        node = strategy.parts.reducer.node.arena.nodes().node
+        wait = node.barrier
+        node.barrier = lambda: (barriers.update("b"), wait())
+
+        def fn():
+            how = {} if weights is None else {"weight": weights[comm.rank]}
+            for place, value in zip(buffers, given, strict=True):
+                place[:] = value
+            ms.get_replica_context().all_reduce(op, buffers, out=buffers, **how)
+            results.append([np.array(one) for one in buffers])
+            ms.get_replica_context().all_reduce(op, given, **how)
+            results.append(ms.get_replica_context().all_reduce(op, given, **how))
+
+        strategy.run(fn)
+        barriers.clear()
+        for _ in range(3):
+            if forgetful and comm.rank == 0:
+                strategy.parts.calls.clear()
+            strategy.run(fn)
+        return results, sum(barriers.values())
+
+    ranks = run_ranks(rank, size)
+    assert [count for _, count in ranks] == [0] * size
+    values = [[random(r, (n,), "f8", n) for n in range(1, 60)] for r in range(size)]
+    for results, _ in ranks:
+        for result in results:
+            for i, leaf in enumerate(result):
+                assert leaf.tobytes() == results[0][i].tobytes()
+                if weights is None:
+                    want = in_order(op, [v[i] for v in values])
+                    np.testing.assert_array_equal(leaf, want, strict=True)
+                else:
+                    shares = np.array(weights[:size]) / sum(weights[:size])
+                    want = sum(w * v[i] for w, v in zip(shares, values, strict=True))
+                    np.testing.assert_allclose(leaf, want, rtol=1e-12)

@@ -145,7 +145,7 @@ def test_memory_is_used_again_once_all_ranks_have_waited(apart):
                     kept.pop(0).wait()
             for handle in kept:
                 handle.wait()
-            (rooms,) = strategy.parts.reducer._overlap._rooms.values()
+            (rooms,) = overlap.Overlap.of(strategy.parts.reducer)._rooms.values()
             return len(rooms)
 
         return in_run(comm, fn)
@@ -308,8 +308,8 @@ def test_handle_of_no_run_that_is_dropped_keeps_no_memory(apart):
         strategy = ms.MultiWorkerMirroredStrategy(comm=comm)
         for _ in range(6):
             strategy.all_reduce_start("SUM", np.ones(1000))
-            strategy.parts.reducer._overlap._transfers.drain()
-        (rooms,) = strategy.parts.reducer._overlap._rooms.values()
+            overlap.Overlap.of(strategy.parts.reducer)._transfers.drain()
+        (rooms,) = overlap.Overlap.of(strategy.parts.reducer)._rooms.values()
         return len(rooms)
 
     with pytest.warns(ResourceWarning, match="nobody has waited"):

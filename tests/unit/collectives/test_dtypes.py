@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpistrat.collectives.forms import decode_order, encode_order, form, ordered
+from mpistrat.collectives.dtypes import decode_order, encode_order, ordered, wire_type
 from mpistrat.errors import LeafTypeError
 from mpistrat.kernels.ops import ReduceOp
 
@@ -61,6 +61,6 @@ def test_identities_change_nothing(code):
 
 def test_refusals_name_operation_leaf_and_advice():
     with pytest.raises(LeafTypeError, match=r"SUM: leaf 'a/b' is bool.*Cast"):
-        form(ReduceOp.SUM, np.dtype(bool), "a/b")
+        wire_type(ReduceOp.SUM, np.dtype(bool), "a/b")
     with pytest.raises(LeafTypeError, match=r"MAX: the value is complex64"):
-        form(ReduceOp.MAX, np.dtype("c8"))
+        wire_type(ReduceOp.MAX, np.dtype("c8"))

@@ -26,12 +26,12 @@ from mpistrat.arrays import Array, is_bfloat16, label
 from mpistrat.errors import LeafTypeError
 from mpistrat.kernels.ops import ReduceOp
 
-__all__ = ["Form", "decode_order", "encode_order", "form", "ordered"]
+__all__ = ["WireType", "decode_order", "encode_order", "ordered", "wire_type"]
 
 DType = np.dtype[Any]
 
 
-class Form(NamedTuple):
+class WireType(NamedTuple):
     """How one leaf travels.
 
     Attributes:
@@ -44,35 +44,35 @@ class Form(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def _form(op: ReduceOp, dtype: DType) -> Form | str:
+def _wire_type(op: ReduceOp, dtype: DType) -> WireType | str:
     if dtype.kind == "b":
         return "is bool; reductions of bool are ambiguous. Cast it, for example to int32."
     if dtype.kind not in op.how.kinds:
         what = "complex numbers have" if dtype.kind == "c" else "numbers of this kind have"
         return f"is {dtype.name}; {what} no {op.value}."
     if is_bfloat16(dtype) or dtype == np.float16:
-        return Form(np.dtype(np.float32), dtype)
+        return WireType(np.dtype(np.float32), dtype)
     if dtype.kind in "iu" and op is ReduceOp.MEAN:
-        return Form(
+        return WireType(
             np.dtype(np.float64), np.dtype(np.float64 if dtype.itemsize >= 4 else np.float32)
         )
     if dtype.kind in "iu" and dtype.itemsize < 4 and not op.how.repeats:
         # Open MPI's vector units saturate small integers (open-mpi/ompi#8045) where others wrap.
-        return Form(np.dtype(f"{dtype.kind}4"), dtype)
-    return Form(dtype, dtype)
+        return WireType(np.dtype(f"{dtype.kind}4"), dtype)
+    return WireType(dtype, dtype)
 
 
-def form(op: ReduceOp, dtype: DType, path: str = "") -> Form:
+def wire_type(op: ReduceOp, dtype: DType, path: str = "") -> WireType:
     """Return how a leaf of `dtype` travels under `op`.
 
     Raises:
       LeafTypeError: It cannot be reduced with `op`; names the leaf at `path`.
 
     Example:
-      >>> form(ReduceOp.MEAN, np.dtype(np.int32)).result
+      >>> wire_type(ReduceOp.MEAN, np.dtype(np.int32)).result
       dtype('float64')
     """
-    found = _form(op, dtype)
+    found = _wire_type(op, dtype)
     if isinstance(found, str):
         raise LeafTypeError(f"{op.value}: {label(path)} {found}")
     return found

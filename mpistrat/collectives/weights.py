@@ -1,29 +1,16 @@
-"""Which columns of a matrix are folded, by whom, and how they are scaled."""
+"""What the values of each rank are multiplied by in a MEAN, and what its sums are divided by."""
 
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpistrat.arena.arena import ArenaAddress, Block
 from mpistrat.arrays import Array
-from mpistrat.collectives.packs import Pack
 
-__all__ = [
-    "Packed",
-    "Placed",
-    "Range",
-    "Scales",
-    "placed",
-    "scaled",
-    "scales_of",
-    "spans_of",
-    "total_of",
-]
+__all__ = ["Scales", "scaled", "scales_of", "total_of"]
 
 # What is left of a weight that is not 0, so that what it belongs to is read.
 _LEAST = 5e-324
@@ -54,69 +41,6 @@ class Scales(NamedTuple):
         """Whether all leaves are treated alike."""
         one = self.table is None or self.table.shape[1] == 1
         return one and (self.divisors is None or len(self.divisors) == 1)
-
-
-class Range(NamedTuple):
-    """Columns of a matrix that are treated alike."""
-
-    start: int
-    stop: int
-    scales: Array | None
-    divisor: float
-
-
-class Placed(NamedTuple):
-    """Arrays of the arena that are folded where they lie.
-
-    Attributes:
-      suffix: What the text of the call says of it.
-      rows: The matrices: the block of each, and its number there.
-      spans: For each of them the columns: where they begin and end, and which leaf begins there.
-    """
-
-    suffix: str
-    rows: list[tuple[weakref.ref[Block], int]]
-    spans: list[list[tuple[int, int, int]]]
-
-
-class Packed(NamedTuple):
-    """Leaves on their way to shared memory.
-
-    Attributes:
-      values: The leaves.
-      filled: The first pack is in place already.
-      side: And every rank folds all of it, from this side.
-    """
-
-    values: Sequence[Array]
-    filled: bool
-    side: int | None
-
-
-def spans_of(pack: Pack, scales: Scales) -> list[Range]:
-    """Return the columns of a pack, cut where leaves are scaled differently."""
-    if scales.uniform:
-        return [Range(0, pack.columns, *scales.of(0))]
-    return [Range(p.column, p.column + p.stop - p.start, *scales.of(p.leaf)) for p in pack.pieces]
-
-
-def placed(homes: Sequence[ArenaAddress]) -> Placed:
-    """Return where arrays of the arena are folded, as far as it is the same every time."""
-    spans: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
-    for leaf, home in enumerate(homes):
-        place = home.place
-        known = spans.setdefault((home.block.number, place.matrix), [])
-        # Neighbours are folded as one, with the few columns between them that are nobody's.
-        step = home.block.layout.step(place.matrix)
-        if known and place.start == -(-known[-1][1] // step) * step:
-            known[-1] = (known[-1][0], place.stop, known[-1][2])
-        else:
-            known.append((place.start, place.stop, leaf))
-    blocks = {home.block.number: home.block for home in homes}
-    # Weakly: what is remembered of a call must not keep a block that the program has dropped.
-    rows = [(weakref.ref(blocks[number]), matrix) for number, matrix in spans]
-    text = " ".join(f"{home.block.number}/{home.leaf}" for home in homes)
-    return Placed(f", out, in place {text}", rows, list(spans.values()))
 
 
 def scaled(table: Array, weigh: bool) -> Array:

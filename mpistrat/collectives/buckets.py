@@ -1,0 +1,127 @@
+"""Which leaves travel together, and where each lies in what travels.
+
+Made from dtypes and sizes alone, so equal on all ranks once the handshake has passed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpistrat.arrays import Array
+
+__all__ = ["ALONE", "LIMIT", "Bucket", "Piece", "buckets", "fill"]
+
+# Scratch memory of a rank is bounded by this, whatever the tree. What was packed is still in the
+# outer caches when it is folded: 102 MB took 1.3 times as long in packs of 64 MiB (2 cores).
+LIMIT = 8 * 1024 * 1024
+# A large leaf goes to MPI alone, from where it lies: packing it would only add two copies.
+ALONE = 64 * 1024
+
+
+class Piece(NamedTuple):
+    """A leaf in a bucket, or a part of one that is larger than buckets are.
+
+    Attributes:
+      leaf: Which leaf.
+      start: The first element of the leaf that is in here.
+      stop: The element after the last.
+      column: Where the first one lies in the bucket.
+      whole: All of the leaf is in here.
+    """
+
+    leaf: int
+    start: int
+    stop: int
+    column: int
+    whole: bool
+
+
+class Bucket(NamedTuple):
+    """Leaves of one dtype that travel, and are reduced, at once.
+
+    Attributes:
+      dtype: In which dtype.
+      pieces: What is in it.
+      columns: The number of elements.
+    """
+
+    dtype: np.dtype[Any]
+    pieces: tuple[Piece, ...]
+    columns: int
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes."""
+        return self.columns * self.dtype.itemsize
+
+
+@functools.lru_cache(maxsize=256)
+def buckets(
+    specs: tuple[tuple[np.dtype[Any], int], ...],
+    limit: int = LIMIT,
+    cut: bool = True,
+    alone: int | None = None,
+) -> tuple[Bucket, ...]:
+    """Return the buckets for leaves with these ``(dtype, number of elements)``; empty ones in none.
+
+    Args:
+      specs: Of the leaves.
+      limit: A bucket is no larger than so many bytes; of whole leaves it is closed once it is
+        larger. 0: there is no limit.
+      cut: Leaves may be cut. Else they are whole; with a limit, in reverse order.
+      alone: A leaf of so many bytes has a bucket of its own.
+
+    Example:
+      >>> f8 = np.dtype(np.float64)
+      >>> [bucket.columns for bucket in buckets(((f8, 3), (f8, 0), (f8, 6)), limit=64)]
+      [8, 1]
+      >>> [bucket.columns for bucket in buckets(((f8, 3), (f8, 0), (f8, 6)), limit=64, cut=False)]
+      [9]
+    """
+    done: list[Bucket] = []
+    pieces: dict[np.dtype[Any], list[Piece]] = {}
+    columns: dict[np.dtype[Any], int] = {}
+
+    def close(dtype: np.dtype[Any]) -> None:
+        done.append(Bucket(dtype, tuple(pieces.pop(dtype)), columns.pop(dtype)))
+
+    numbered = list(enumerate(specs))
+    for leaf, (dtype, size) in reversed(numbered) if limit and not cut else numbered:
+        if size and alone is not None and size * dtype.itemsize >= alone:
+            done.append(Bucket(dtype, (Piece(leaf, 0, size, 0, True),), size))
+            continue
+        most, at = max(1, limit // dtype.itemsize), 0
+        while at < size:
+            column = columns.get(dtype, 0)
+            stop = min(size, at + most - column) if cut else size
+            piece = Piece(leaf, at, stop, column, stop - at == size)
+            pieces.setdefault(dtype, []).append(piece)
+            columns[dtype] = column + stop - at
+            at = stop
+            full = columns[dtype] == most if cut else columns[dtype] * dtype.itemsize > limit
+            if limit and full:
+                close(dtype)
+    for dtype in list(pieces):
+        close(dtype)
+    return tuple(done)
+
+
+def fill(bucket: Bucket, values: Sequence[Array], room: Array) -> None:
+    """Copy what is in `bucket` into the first columns of `room`, converted to its dtype.
+
+    One call of NumPy for the whole bucket, whose loop over the leaves is compiled.
+    """
+    first = bucket.pieces[0]
+    if first.whole and len(bucket.pieces) == 1:
+        value = values[first.leaf]
+        np.copyto(room[: bucket.columns].reshape(value.shape), value, casting="unsafe")
+        return
+    parts = [
+        values[p.leaf] if p.whole else values[p.leaf].reshape(-1)[p.start : p.stop]
+        for p in bucket.pieces
+    ]
+    np.concatenate(parts, axis=None, out=room[: bucket.columns], casting="unsafe")

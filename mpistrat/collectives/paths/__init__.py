@@ -1,0 +1,24 @@
+"""The ways that the bytes of an all-reduce can go, and when each is taken.
+
+A new way is one file with one `Path`, and one row here.
+"""
+
+from mpistrat.collectives.paths.alone import Alone
+from mpistrat.collectives.paths.frame import Frame
+from mpistrat.collectives.paths.in_place import InPlace
+from mpistrat.collectives.paths.mpi import Chosen, Messages
+from mpistrat.collectives.paths.path import Path
+from mpistrat.collectives.paths.shared import Direct, Packs
+
+__all__ = ["PATHS"]
+
+# The first one that fits is taken; what that asks for is alike on all ranks.
+PATHS: tuple[type[Path], ...] = (
+    Chosen,  # a program has chosen how values move
+    InPlace,  # value and out are the same arrays of the arena, and worth it
+    Frame,  # weights and values fit the handshake
+    Alone,  # there is one rank
+    Messages,  # the ranks of a node cannot share memory
+    Direct,  # one dtype, one node, and all ranks' values together are up to 256 KiB
+    Packs,  # everything else
+)

@@ -1,0 +1,45 @@
+"""All-reduces over one rank: its values are the results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+from mpistrat.arrays import Array
+from mpistrat.collectives.call import Call
+from mpistrat.collectives.paths.path import StagedPath
+from mpistrat.collectives.reducer import Reducer
+from mpistrat.collectives.results import of_one
+from mpistrat.collectives.weights import Scales
+from mpistrat.sharedmem.pool import Pool
+
+__all__ = ["Alone"]
+
+
+@final
+class Alone(StagedPath):
+    """Nothing moves: one copy, and none in place."""
+
+    meets = False
+
+    @staticmethod
+    def fits(reducer: Reducer, call: Call) -> bool:
+        """Tell whether there is one rank."""
+        return reducer.comm.size == 1
+
+    def stage(
+        self, values: Sequence[Array], weights: Sequence[float], outs: Sequence[Array] | None
+    ) -> tuple[Any, ...]:
+        """Keep what was given."""
+        return values, weights, outs
+
+    def finish(self, staged: tuple[Any, ...], scales: Scales) -> list[Any]:
+        """Return the values, in `outs` or as fresh arrays."""
+        call, (values, weights, outs) = self.call, staged
+        if scales.table is None and (scales.divisors is None or set(scales.divisors) == {1}):
+            if outs is not None and values is outs:
+                return outs if isinstance(outs, list) else list(outs)
+            pool = self.reducer.lockstep.session.kept(Pool)
+            return of_one(values, outs, [d.result for d in call.dtypes], pool)
+        # Sums over several examples; or all weights are 0, and there is no mean.
+        return call.results(call.wires(values, weights, fresh=True), scales.divisors)

@@ -1,0 +1,193 @@
+"""All-reduces that ride in the handshake: every rank reduces all values, in rank order."""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, final
+
+import numpy as np
+
+from mpistrat.arrays import Array
+from mpistrat.collectives.call import ONES, Call
+from mpistrat.collectives.paths.path import Path
+from mpistrat.collectives.reducer import Reducer
+from mpistrat.collectives.results import put
+from mpistrat.collectives.weights import Scales
+from mpistrat.kernels.ops import FOLDS
+from mpistrat.kernels.scaling import Overflow, divide, multiply, noting, rescue_rows
+from mpistrat.lockstep.frame import FRAME, HEAD
+
+__all__ = ["Frame", "Number"]
+
+
+class _Run(NamedTuple):
+    """Adjacent leaves of one dtype, reduced at once: everybody's values, and how to cut the sum."""
+
+    values: tuple[Array, ...]
+    cuts: tuple[tuple[int, int, tuple[int, ...] | None], ...]
+
+
+@final
+class Frame(Path):
+    """Everything rides in the handshake, after the weights of a mean."""
+
+    meets = False
+
+    @staticmethod
+    def fits(reducer: Reducer, call: Call) -> bool:
+        """Tell whether weights and values are no more than rides."""
+        return reducer.lockstep.fits(8 * call.weights + call.nbytes)
+
+    def __init__(self, reducer: Reducer, call: Call):
+        """Find each rank's values in what is received."""
+        super().__init__(reducer, call)
+        lockstep = reducer.lockstep
+        self._text, self._digest = call.said(reducer.said)
+        self._ride, self._received = lockstep.ride, lockstep.received
+        self._fold: Callable[..., Any] = FOLDS[call.op]
+        self._quiet = all(dtype.kind in "iu" for dtype, _ in call.specs)
+        # Without weights every rank gives 1.
+        self.same = Scales(None, (float(lockstep.comm.size),)) if call.mean else Scales()
+        self._header = call.header(ONES * call.weights)
+        self._one = call.weights == 1 or not call.mean  # weight for all leaves
+        self._even, self._watched = call.same or not call.mean, reducer.watches
+        self._runs = self._runs_of(0, len(call.specs))
+        self._each: list[tuple[_Run, ...]] = []
+
+    def run(
+        self,
+        values: Sequence[Any],
+        weights: Sequence[float] = ONES,
+        outs: Sequence[Array] | None = None,
+        alarm: str = "",
+    ) -> list[Any]:
+        """Reduce these values; see `Path.run`. Collective."""
+        call = self.call
+        if not call.raw or (call.weigh and 0 in weights):  # what weighs nothing is never read
+            with np.errstate(all="ignore"):
+                values = call.wires(values, weights, fresh=False)
+        data = [leaf.tobytes() if type(leaf) is np.ndarray else _bytes(leaf) for leaf in values]
+        header = self._header if self._even else call.header(weights)
+        riding = header + b"".join(data)
+        if self._watched:
+            totals = self.totals(self.reducer.prove(call, "", riding, alarm)[0])
+        else:
+            self._ride(self._text, self._digest, riding)
+            same = self._even
+            totals = self.totals(self.same if same else self.reducer.scales(call, self._received))
+        return totals if outs is None else put(totals, outs)
+
+    def totals(self, scales: Scales) -> list[Any]:
+        """Return the totals of what came with the last handshake. Not collective."""
+        call = self.call
+        if self._quiet:
+            found = self._reduced(scales, None)
+        else:
+            with noting(overflow := Overflow() if call.mean else None):
+                found = self._reduced(scales, overflow)
+        if call.as_it_is:
+            return found
+        with np.errstate(all="ignore"):
+            return call.results(found)
+
+    def one(self, leaf: Any) -> Any:
+        """Return the total of the only leaf. Collective."""
+        return self.run((leaf,))[0]
+
+    def _reduced(self, scales: Scales, overflow: Overflow | None) -> list[Any]:
+        runs = self._runs
+        if self._one or scales.uniform:
+            how = (self._fold, *scales.of(0), overflow)
+            if len(runs) == 1:
+                return _leaves_of(runs[0], *how)
+            return list(itertools.chain.from_iterable(_leaves_of(run, *how) for run in runs))
+        if not self._each:
+            self._each = [self._runs_of(leaf, leaf + 1) for leaf in range(len(self.call.specs))]
+        found: list[Any] = []
+        for leaf, (run,) in enumerate(self._each):
+            found += _leaves_of(run, self._fold, *scales.of(leaf), overflow)
+        return found
+
+    def _runs_of(self, first: int, last: int) -> tuple[_Run, ...]:
+        """Return the values of some leaves that rode: views of what is received."""
+        call, runs = self.call, []
+        at = 8 * call.weights + sum(size * d.itemsize for d, size in call.specs[:first])
+        for dtype, some in itertools.groupby(range(first, last), lambda i: call.specs[i][0]):
+            cuts, count = [], 0
+            for leaf in some:
+                size = call.specs[leaf][1]
+                shape = None if call.numbers and call.numbers[leaf] else call.shapes[leaf]
+                cuts.append((count, count + size, shape))
+                count += size
+            stop = at + count * dtype.itemsize
+            values = tuple(row[at:stop].view(dtype) for row in self._received)
+            runs.append(_Run(values, tuple(cuts)))
+            at = stop
+        return tuple(runs)
+
+
+@final
+class Number:
+    """How one float64 number is added up: Python's own additions, which are those of IEEE 754.
+
+    The bytes of `Frame`, without NumPy's price for arrays of one number.
+
+    Args:
+      frame: How the same call rides; it decides what is left of several NaNs.
+    """
+
+    def __init__(self, frame: Frame):
+        """Find the number of each rank in the frames."""
+        reducer, call = frame.reducer, frame.call
+        self._frame, self._mean, self._size = frame, call.mean, reducer.comm.size
+        self._ride, (self._text, self._digest) = reducer.lockstep.ride, call.said(reducer.said)
+        self._frames = reducer.lockstep.frames_received.data
+        skip = 8 * call.weights
+        self._pack = struct.Struct("<dd" if call.mean else "<d").pack
+        gaps = "".join(f"{HEAD + skip}xd{FRAME - HEAD - skip - 8}x" for _ in range(self._size))
+        self._unpack = struct.Struct(f"={gaps}").unpack_from
+
+    def one(self, number: float) -> Any:
+        """Return the total. Collective."""
+        payload = self._pack(1.0, number) if self._mean else self._pack(number)
+        self._ride(self._text, self._digest, payload)
+        numbers = self._unpack(self._frames)
+        total = numbers[0]
+        for value in numbers[1:]:
+            total += value
+        if total - total != 0:  # infinite, or not a number
+            return self._frame.totals(self._frame.same)[0]
+        return np.float64(total / self._size if self._mean else total)
+
+
+def _bytes(number: Any) -> bytes:
+    return np.asarray(number).tobytes()
+
+
+def _leaves_of(
+    run: _Run,
+    fold: Callable[..., Any],
+    factors: Array | None,
+    divisor: float,
+    overflow: Overflow | None,
+) -> list[Any]:
+    """Return the leaves of a run: everybody's values reduced, divided, and cut.
+
+    Where `overflow` has been seen, which NumPy notes in it meanwhile, means are made another way.
+    """
+    values = run.values
+    if factors is not None:
+        values = tuple(value.copy() for value in values)
+        for value, factor in zip(values, factors, strict=True):
+            multiply(value, factor)
+    total: Array = fold(values[0], values[1]) if len(values) > 1 else values[0].copy()
+    for value in values[2:]:
+        fold(total, value, out=total)
+    if divisor != 1.0:
+        divide(total, divisor)
+    if overflow is not None and overflow.seen:
+        overflow.seen = False
+        rescue_rows(total, run.values, factors, divisor)
+    return [total[a] if shape is None else total[a:b].reshape(shape) for a, b, shape in run.cuts]

@@ -1,0 +1,65 @@
+"""Which columns of a matrix are reduced, and how they are scaled."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from mpistrat.arena.arena import ArenaAddress, Block
+from mpistrat.arrays import Array
+from mpistrat.collectives.buckets import Bucket
+from mpistrat.collectives.weights import Scales
+
+__all__ = ["Placed", "Segment", "placed", "segments_of"]
+
+
+class Segment(NamedTuple):
+    """Columns of a matrix that are treated alike."""
+
+    start: int
+    stop: int
+    scales: Array | None
+    divisor: float
+
+
+class Placed(NamedTuple):
+    """Arrays of the arena that are reduced where they lie.
+
+    Attributes:
+      suffix: What the text of the call says of it.
+      rows: The matrices: the block of each, and its number there.
+      segments: For each of them the columns: where they begin and end, and which leaf begins there.
+    """
+
+    suffix: str
+    rows: list[tuple[weakref.ref[Block], int]]
+    segments: list[list[tuple[int, int, int]]]
+
+
+def segments_of(bucket: Bucket, scales: Scales) -> list[Segment]:
+    """Return the columns of a bucket, cut where leaves are scaled differently."""
+    if scales.uniform:
+        return [Segment(0, bucket.columns, *scales.of(0))]
+    return [
+        Segment(p.column, p.column + p.stop - p.start, *scales.of(p.leaf)) for p in bucket.pieces
+    ]
+
+
+def placed(homes: Sequence[ArenaAddress]) -> Placed:
+    """Return where arrays of the arena are reduced, as far as it is the same every time."""
+    segments: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    for leaf, home in enumerate(homes):
+        place = home.place
+        known = segments.setdefault((home.block.number, place.matrix), [])
+        # Neighbours are reduced as one, with the few columns between them that are nobody's.
+        step = home.block.layout.step(place.matrix)
+        if known and place.start == -(-known[-1][1] // step) * step:
+            known[-1] = (known[-1][0], place.stop, known[-1][2])
+        else:
+            known.append((place.start, place.stop, leaf))
+    blocks = {home.block.number: home.block for home in homes}
+    # Weakly: what is remembered of a call must not keep a block that the program has dropped.
+    rows = [(weakref.ref(blocks[number]), matrix) for number, matrix in segments]
+    text = " ".join(f"{home.block.number}/{home.leaf}" for home in homes)
+    return Placed(f", out, in place {text}", rows, list(segments.values()))

@@ -1,0 +1,285 @@
+"""``ReplicaContext.all_reduce`` behind its door: what is given made ready, reduced, given back.
+
+A value goes down once, and back once: leaves and a key here, a `Call` from the cache or compiled
+now, then arrays through `mpistrat.collectives.allreduce`. A class of the program's own that moves
+values is asked instead of that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpistrat import nest
+from mpistrat.arrays import Array, as_array, dtype_name, finish, is_scalar, label, spec_text
+from mpistrat.collectives import allreduce
+from mpistrat.collectives.call import ONES, SMALL, Call, Contribution, described
+from mpistrat.collectives.calls import Request, request
+from mpistrat.collectives.dtypes import wire_type
+from mpistrat.collectives.results import of_one
+from mpistrat.distribute import sparse
+from mpistrat.distribute.naming import named
+from mpistrat.distribute.parts import Parts
+from mpistrat.distribute.slices import IndexedSlices
+from mpistrat.distribute.sparse import SlicesContribution
+from mpistrat.distribute.values import DistributedValues
+from mpistrat.distribute.views import ALONE
+from mpistrat.errors import LeafTypeError, StructureError
+from mpistrat.kernels.ops import ReduceOp
+from mpistrat.sharedmem.pool import Pool
+
+__all__ = ["Prepared", "compiled", "fit", "in_replica", "places", "prepared"]
+
+
+class Prepared(NamedTuple):
+    """What a program has given to one all-reduce, found good.
+
+    Attributes:
+      op: The operation.
+      leaves: The leaves as they were given.
+      structure: Of the tree.
+      contributions: What this rank gives, leaf by leaf.
+      weight: How many examples it stands for.
+      weighed: That was said.
+    """
+
+    op: ReduceOp
+    leaves: list[Any]
+    structure: nest.Structure
+    contributions: list[Contribution | SlicesContribution]
+    weight: float
+    weighed: bool
+
+    @property
+    def dense(self) -> list[Contribution]:
+        """The leaves that are arrays."""
+        return [one for one in self.contributions if isinstance(one, Contribution)]
+
+
+def prepared(reduce_op: Any, value: Any, weight: Any) -> Prepared:
+    """Return what is given, or raise what is wrong with it. Not collective."""
+    op = ReduceOp.parse(reduce_op)
+    number = _weight(op, weight)
+    leaves, structure = nest.flatten(value)
+    leaves = [x.local if isinstance(x, DistributedValues) else x for x in leaves]
+    paths = named(leaves, structure)
+    found: list[Contribution | SlicesContribution]
+    if IndexedSlices in map(type, leaves):
+        pairs = zip(leaves, paths, strict=True)
+        found = [sparse.contribution(op, leaf, path, number) for leaf, path in pairs]
+    else:
+        arrays = [as_array(leaf, path) for leaf, path in zip(leaves, paths, strict=True)]
+        found = [
+            Contribution(array, wire_type(op, array.dtype, path), number, path)
+            for array, path in zip(arrays, paths, strict=True)
+        ]
+    return Prepared(op, leaves, structure, found, number, weight is not None)
+
+
+def compiled(name: str, given: Prepared) -> tuple[str, Call]:
+    """Return the text of a call without its leaves, and the call of those that are arrays."""
+    how = " weighted" if given.weighed else ""
+    start = f"{name}({given.op.value}{how}, {nest.describe(given.structure)})"
+    dense = given.dense
+    shapes = [one.value.shape for one in dense]
+    numbers: list[bool] = []
+    raw = False
+    if len(dense) == len(given.leaves):
+        numbers = [
+            is_scalar(leaf) and not shape for leaf, shape in zip(given.leaves, shapes, strict=True)
+        ]
+        raw = all(map(_as_it_is, given.leaves, dense))
+    return start, Call(
+        described(start, dense),
+        given.op,
+        [one.dtypes for one in dense],
+        shapes,
+        weigh=given.weighed,
+        same=not given.weighed,
+        numbers=numbers,
+        raw=raw,
+    )
+
+
+def _as_it_is(leaf: Any, one: Contribution) -> bool:
+    """Tell whether the bytes of a leaf travel and come back as they are."""
+    same = one.dtypes.wire == one.dtypes.result == one.value.dtype
+    return same and (type(leaf) is not np.ndarray or leaf.dtype == one.value.dtype)
+
+
+def places(
+    out: Any, structure: nest.Structure, given: Sequence[Contribution | SlicesContribution]
+) -> list[Array] | None:
+    """Return the leaves of `out`, or raise what makes them unfit for the results."""
+    for one in given if out is not None else ():
+        if isinstance(one, SlicesContribution):
+            raise LeafTypeError(f"out: {label(one.path)} is IndexedSlices, which have no out.")
+    dense = [one for one in given if isinstance(one, Contribution)]
+    shapes, dtypes = [one.value.shape for one in dense], [one.dtypes.result for one in dense]
+    return None if out is None else _fitting(out, structure, shapes, dtypes)
+
+
+def _fitting(
+    out: Any,
+    structure: nest.Structure,
+    shapes: Sequence[tuple[int, ...]],
+    dtypes: Sequence[np.dtype[Any]],
+) -> list[Array]:
+    outs, found = nest.flatten(out)
+    if found != structure:
+        raise StructureError(
+            f"out must have the structure of value, {nest.describe(structure)}, not "
+            f"{nest.describe(found)}."
+        )
+    for i, (place, shape, dtype) in enumerate(zip(outs, shapes, dtypes, strict=True)):
+        fit(place, shape, dtype, structure, i)
+    return outs
+
+
+def _weight(op: ReduceOp, weight: float | None) -> float:
+    if weight is None:
+        return 1.0
+    if op is not ReduceOp.MEAN:
+        raise ValueError(f"weight is for MEAN; {op.value} has none.")
+    given = np.asarray(weight)
+    number = float(given) if given.ndim == 0 and given.dtype.kind in "iuf" else math.nan
+    if not math.isfinite(number) or number < 0:
+        raise ValueError(f"weight must be a number of examples, 0 or more, not {weight!r}.")
+    return number
+
+
+def fit(
+    place: Any, shape: tuple[int, ...], dtype: np.dtype[Any], tree: nest.Structure, leaf: int
+) -> None:
+    """Raise unless a result of that shape and dtype can be put there; it is that leaf of `out`."""
+    if isinstance(place, np.ndarray) and place.shape == shape and place.dtype == dtype:
+        if place.flags.writeable:
+            return
+        path = nest.path_names(tree)[leaf]
+        raise ValueError(f"out: {label(path)} is read-only, so the result cannot go there.")
+    path = nest.path_names(tree)[leaf]
+    wanted = f"{dtype_name(dtype)}[{','.join(map(str, shape))}]"
+    if not isinstance(place, np.ndarray):
+        raise LeafTypeError(
+            f"out: {label(path)} is {type(place).__name__}; wanted an array to write to, {wanted}."
+        )
+    raise LeafTypeError(f"out: {label(path)} is {spec_text(place)}; the result is {wanted}.")
+
+
+def in_replica(parts: Parts, reduce_op: Any, value: Any, weight: Any, out: Any) -> Any:
+    """Reduce `value` over the replicas; see `ReplicaContext.all_reduce`. Collective."""
+    calls, weighed = parts.calls, weight is not None
+    if not weighed:
+        path = calls.lone(reduce_op, value)
+        if path is not None and out is None:
+            return path.one(value)
+        if path is not None and _takes(out, value):
+            out[...] = path.one(value)
+            return out
+    if parts.view is ALONE:
+        return _of_one(parts, reduce_op, value, weight, out)
+    if out is value:
+        known, leaves = calls.again(reduce_op, weighed, value)
+        if known is not None:
+            weights = _weights(parts, known.call.op, weight) if weighed else ONES
+            known.run(leaves, weights, leaves)
+            return out
+    asked = request(reduce_op, value)
+    call = calls.get(asked, weighed)
+    if asked is None or call is None:
+        return _first(parts, asked, reduce_op, value, weight, out)
+    weights = _weights(parts, call.op, weight) if weighed else ONES
+    outs = None if out is None else _outs(parts, call, asked, value, out)
+    went = call.went
+    totals = allreduce.all_reduce(parts.reducer, call, asked.leaves, weights, outs)
+    if call.went is not went:
+        calls.learn(asked, call, weighed)
+    return asked.tree(totals) if out is None else out
+
+
+def _first(
+    parts: Parts, asked: Request | None, reduce_op: Any, value: Any, weight: Any, out: Any
+) -> Any:
+    """Reduce what was not compiled before. Collective."""
+    try:
+        given = prepared(reduce_op, value, weight)
+        outs = places(out, given.structure, given.contributions)
+        start, call = compiled("all_reduce", given)
+        alarm = parts.reducer.alarm(start, given.dense)
+    except Exception as error:
+        parts.lockstep.refuse("all_reduce", error)
+    if not given.leaves:
+        return value
+    if len(call.dtypes) < len(given.leaves):
+        rows = sparse.all_reduce(parts, start, given.op, given.contributions, weigh=given.weighed)
+        totals = list(map(finish, rows, given.leaves))
+    else:
+        values = [one.value for one in given.dense]
+        totals = parts.all_reduce(call, values, (given.weight,), outs, alarm)
+        # A leaf of foreign byte order is converted here each time.
+        if (
+            asked is not None
+            and not parts.delegate
+            and all(map(_native, given.leaves, given.dense))
+        ):
+            parts.calls.learn(asked, call, given.weighed)
+    return nest.unflatten(given.structure, totals) if outs is None else out
+
+
+def _native(leaf: Any, one: Contribution) -> bool:
+    return type(leaf) is not np.ndarray or leaf.dtype == one.value.dtype
+
+
+def _weights(parts: Parts, op: ReduceOp, weight: Any) -> tuple[float]:
+    try:
+        return (_weight(op, weight),)
+    except Exception as error:
+        parts.lockstep.refuse("all_reduce", error)
+
+
+def _outs(parts: Parts, call: Call, asked: Request, value: Any, out: Any) -> list[Array]:
+    """Return the leaves of `out` for a call that was compiled before, or raise on all ranks."""
+    outs = asked.places(value, out) if call.raw else None
+    if outs is not None:
+        return outs
+    try:
+        results = [dtypes.result for dtypes in call.dtypes]
+        return _fitting(out, asked.structure, call.shapes, results)
+    except Exception as error:
+        parts.lockstep.refuse("all_reduce", error)
+
+
+def _takes(out: Any, value: Any) -> bool:
+    """Tell whether a small sum of `value` can be put into `out` as it is."""
+    if not (type(out) is np.ndarray and type(value) is np.ndarray and value.nbytes <= SMALL):
+        return False
+    same = out.dtype == value.dtype and out.shape == value.shape
+    return same and out.flags.writeable
+
+
+def _of_one(parts: Parts, reduce_op: Any, value: Any, weight: Any, out: Any) -> Any:
+    given = prepared(reduce_op, value, weight)
+    outs = places(out, given.structure, given.contributions)
+    if outs is None:
+        alone = [_alone(given.op, one) for one in given.contributions]
+        return nest.unflatten(given.structure, list(map(finish, alone, given.leaves)))
+    dense = given.dense  # all: the rest has no out
+    if given.op is ReduceOp.MEAN and given.weight == 0:
+        for place in outs:
+            place[...] = np.nan
+    else:
+        dtypes = [one.dtypes.result for one in dense]
+        of_one([one.value for one in dense], outs, dtypes, parts.lockstep.session.kept(Pool))
+    return out
+
+
+def _alone(op: ReduceOp, one: Contribution | SlicesContribution) -> Any:
+    if isinstance(one, SlicesContribution):
+        return sparse.alone(op, one)
+    # One replica by construction: its value, with its dtype, even for a mean of integers.
+    if op is ReduceOp.MEAN and one.weight == 0:
+        return np.full(one.value.shape, np.nan, one.dtypes.result)
+    return np.array(one.value)
