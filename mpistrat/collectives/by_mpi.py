@@ -14,6 +14,7 @@ from mpistrat.kernels.scaling import real
 
 __all__ = ["reduce_array", "reduce_by_mpi"]
 
+
 def reduce_by_mpi(comm: Comm, send: Array, recv: Array, op: ReduceOp) -> None:
     """Reduce by the MPI library's own all-reduce; a NaN has the same bits on all ranks.
 
