@@ -179,14 +179,16 @@ def policy_deal(dataset: Dataset, place: ShardSpec) -> Deal:
 
 
 def _cut(dataset: Dataset, place: ShardSpec) -> Deal:
-    def part(step: int, piece: BatchSlice) -> StepPart:
-        contents = place.contents(step, [piece])
-        element = piece.cut(place.rank, place.size)
-        return StepPart(element, piece.count(), contents)  # a map after `batch` is counted by now
-
     def parts(pieces: Iterator[BatchSlice]) -> Parts:
         steps = itertools.count()
-        return Reads(pieces, lambda piece: part(next(steps), piece))
+
+        def part(piece: BatchSlice) -> StepPart:
+            contents = place.contents(next(steps), [piece])
+            element = piece.cut(place.rank, place.size)
+            # A map after `batch` is counted by now.
+            return StepPart(element, piece.count(), contents)
+
+        return Reads(pieces, part)
 
     return Deal("cut", dataset, True, True, parts, _fixed(dataset, place))
 
