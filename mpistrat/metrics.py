@@ -15,7 +15,7 @@ from typing import Any, final
 
 import numpy as np
 
-from mpistrat.arrays import Array, as_array, as_dtype, is_bfloat16
+from mpistrat.arrays import Array, as_array, as_dtype, is_bfloat16, quiet
 from mpistrat.collectives.call import Contribution
 from mpistrat.collectives.dtypes import wire_type
 from mpistrat.distribute.default import current_strategy
@@ -31,6 +31,7 @@ from mpistrat.kernels.ops import ReduceOp
 
 __all__ = ["Accuracy", "Confusion", "Mean", "Metric"]
 
+_DOUBLE = np.dtype(np.float64)
 _ADVICE = (
     "In cross-replica code plain values are those of the whole batch, and are counted once. Give "
     "what each replica has as a PerReplica, as strategy.run returns it, or update in replica code."
@@ -67,6 +68,7 @@ class Metric(abc.ABC):
             )
             for key, zero in zeros.items()
         }
+        self._strategy: Strategy = self.variables[0].strategy
 
     def __repr__(self) -> str:
         """Return class and name; never communicates."""
@@ -132,18 +134,13 @@ class Metric(abc.ABC):
         return f"{type(self).__name__} {self.name!r}"
 
     @property
-    def _strategy(self) -> Strategy:
-        found: Strategy = next(iter(self._tree.values())).strategy
-        return found
-
-    @property
     def _who(self) -> str:
         return f"rank {self._strategy.parts.lockstep.session.comm.rank}: {self._label}"
 
     def _place(self) -> tuple[Strategy, bool]:
         """Return the strategy, and whether code here sees the sums of one replica only."""
         strategy, mode = self._strategy, current()
-        if mode is not None and mode.replica is not None and mode.strategy is strategy:
+        if mode is not None and mode.strategy is strategy and mode.replica is not None:
             return strategy, True
         same_strategy(strategy, self._label)
         strategy.parts.lockstep.check()
@@ -151,9 +148,10 @@ class Metric(abc.ABC):
 
     def _update(self, **given: Any) -> None:
         """Add what some examples come to, once."""
-        strategy, own = self._place()
-        if own:
-            self._add(self._sums(self._arrays(given)))
+        strategy, mode = self._strategy, current()
+        own = mode is not None and mode.strategy is strategy and mode.replica is not None
+        if own or self._place()[1]:
+            self._add(quiet.run(self._added, *self._arrays(given)))
             return
         lockstep = strategy.parts.lockstep
         call = f"{self._label}.update_state"
@@ -161,16 +159,12 @@ class Metric(abc.ABC):
         each = strategy.parts.view.plain is not Plain.REFUSED
         each = each or any(isinstance(value, PerReplica) for value in given.values())
         with lockstep.preparing(call):
-            added = self._sums(arrays := self._arrays(given))
+            added = quiet.run(self._added, *(arrays := self._arrays(given)))
         if not each:
             values = [array for array in arrays if array is not None]
             prove_same(lockstep, call, dict(zip(names, values, strict=True)), _ADVICE)
         if each or lockstep.comm.rank == 0:
             self._add(added)
-
-    def _sums(self, arrays: list[Array | None]) -> tuple[Any, ...]:
-        with np.errstate(all="ignore"):
-            return self._added(*arrays)
 
     def _add(self, added: tuple[Any, ...]) -> None:
         for variable, value in zip(self._tree.values(), added, strict=True):
@@ -180,14 +174,17 @@ class Metric(abc.ABC):
     def _arrays(self, given: Mapping[str, Any]) -> list[Array | None]:
         found: list[Array | None] = []
         for key, value in given.items():
-            if type(value) is not np.ndarray and value is not None:
+            if value is None or (type(value) is np.ndarray and value.dtype is _DOUBLE):
+                found.append(value)  # as losses most often are
+                continue
+            if type(value) is not np.ndarray:
                 if isinstance(value, DistributedValues | Reading):
                     regroup = self._strategy.parts.regroup
                     regroup.check(f"{self._label}.update_state", [value])
                     value = plain(value)
                 if isinstance(value, list | tuple):
                     value = np.asarray(value)
-            found.append(None if value is None else as_array(value, key))
+            found.append(as_array(value, key))
         return found
 
     def _weights(self, given: Array, shape: tuple[int, ...]) -> Array:
@@ -235,8 +232,11 @@ class Metric(abc.ABC):
 
 def _real(array: Array, name: str) -> Array:
     """Return real numbers as float64."""
-    if array.dtype.kind not in "biuf" and not is_bfloat16(array.dtype):
-        raise LeafTypeError(f"{name} has dtype {array.dtype}; wanted are real numbers.")
+    dtype = array.dtype
+    if dtype is _DOUBLE:
+        return array
+    if dtype.kind not in "biuf" and not is_bfloat16(dtype):
+        raise LeafTypeError(f"{name} has dtype {dtype}; wanted are real numbers.")
     return array.astype(np.float64, copy=False)
 
 
@@ -275,12 +275,12 @@ class _Fraction(Metric):
 
     def _fraction(self, values: Array, weights: Array | None) -> tuple[Any, Any]:
         if weights is None:
-            return values.sum(dtype=np.float64), values.size
+            return np.add.reduce(values, None, np.float64), values.size
         weights = self._weights(weights, values.shape)
         if np.count_nonzero(weights) < weights.size:
             used = weights != 0
             values, weights = values[used], weights[used]
-        return (values * weights).sum(), weights.sum()
+        return np.add.reduce(values * weights, None), np.add.reduce(weights, None)
 
 
 @final

@@ -51,8 +51,12 @@ def flatten(tree: Any, none_is_leaf: bool = True) -> tuple[list[Any], Structure]
       >>> flatten({"b": 2, "a": [1]})[0]
       [1, 2]
     """
-    if none_is_leaf and type(tree) in _LEAVES:
-        return [tree], _LONE
+    if none_is_leaf:
+        kind = type(tree)
+        if kind in _LEAVES:
+            return [tree], _LONE
+        if (kind is tuple or kind is list) and _LEAVES.issuperset([type(part) for part in tree]):
+            return [*tree], flat(kind is list, len(tree))
     return optree.tree_flatten(tree, none_is_leaf=none_is_leaf)
 
 
@@ -64,7 +68,8 @@ def flat(is_list: bool, count: int) -> Structure:
       >>> flat(True, 2) == flatten([1, 2])[1]
       True
     """
-    return flatten([0] * count if is_list else (0,) * count)[1]
+    leaves: Any = [0] * count if is_list else (0,) * count
+    return optree.tree_structure(leaves, none_is_leaf=True)
 
 
 def unflatten(structure: Structure, leaves: list[Any]) -> Any:
@@ -174,7 +179,19 @@ def map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
       >>> map(lambda a, b: a + b, {"x": 1}, {"x": 2})
       {'x': 3}
     """
-    return optree.tree_map(fn, tree, *rest, none_is_leaf=True)
+    if rest:
+        return optree.tree_map(fn, tree, *rest, none_is_leaf=True)
+    # What optree comes to as well, at a multiple of the price.
+    kind = type(tree)
+    if kind in _LEAVES:
+        return fn(tree)
+    if kind is list:
+        return [map(fn, part) for part in tree]
+    if kind is tuple:
+        return tuple([map(fn, part) for part in tree])
+    if optree.tree_is_leaf(tree, none_is_leaf=True):
+        return fn(tree)
+    return optree.tree_map(fn, tree, none_is_leaf=True)
 
 
 def paths(tree: Any) -> list[str]:

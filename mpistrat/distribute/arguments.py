@@ -69,7 +69,7 @@ def given(call: str, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str,
       >>> given("run", [1], None)
       ((1,), {})
     """
-    if not isinstance(args, list | tuple):
+    if type(args) is not tuple and not isinstance(args, list | tuple):
         raise StructureError(
             f"{call}: args must be a list or tuple of arguments, got {type(args).__name__}. "
             "For one argument write args=(value,)."

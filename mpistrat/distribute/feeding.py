@@ -9,7 +9,7 @@ from mpistrat.distribute.arguments import check_function, check_kind
 from mpistrat.distribute.base import StrategyBase
 from mpistrat.distribute.inputs import InputContext, InputOptions, InputReplicationMode
 from mpistrat.distribute.iterators import InputIterator
-from mpistrat.distribute.mode import cross_replica, current
+from mpistrat.distribute.mode import check_cross_replica, current
 from mpistrat.distribute.views import ALONE, GLOBAL
 from mpistrat.errors import ContextError, DataError
 from mpistrat.feed.dataset import Dataset
@@ -126,6 +126,6 @@ def _door(strategy: StrategyBase) -> Door:
                 "next(iterator) was called in replica code. Call it outside, and pass the element: "
                 "strategy.run(fn, args=(next(iterator),))."
             )
-        cross_replica(strategy, "next(iterator)", "")
+        check_cross_replica(strategy, "next(iterator)", "")
 
     return Door(parts.lockstep, parts.regroup.wrap_input, check, parts.view is not GLOBAL)

@@ -21,6 +21,7 @@ __all__ = [
     "Replica",
     "Scope",
     "again",
+    "check_cross_replica",
     "chosen",
     "cross_replica",
     "current",
@@ -182,8 +183,8 @@ def same_strategy(strategy: Ruling, what: str) -> Mode | None:
     return mode
 
 
-def cross_replica(strategy: Ruling, what: str, instead: str) -> Any:
-    """Return a context manager that enters cross-replica code of `strategy`.
+def check_cross_replica(strategy: Ruling, what: str, instead: str) -> Mode | None:
+    """Return the current mode, provided that cross-replica code of `strategy` may begin here.
 
     Args:
       strategy: The strategy whose call this is.
@@ -196,8 +197,11 @@ def cross_replica(strategy: Ruling, what: str, instead: str) -> Any:
     """
     lockstep = strategy.parts.lockstep
     lockstep.session.check()
-    lockstep.state.interrupted.check()
-    mode = same_strategy(strategy, what)
+    if lockstep.state.interrupted.pending:
+        lockstep.state.interrupted.check()
+    mode = _mode.get()
+    if mode is not None and mode.strategy is not strategy:
+        same_strategy(strategy, what)
     if mode is not None and mode.replica is not None:
         replica = mode.replica
         raise ContextError(
@@ -206,7 +210,15 @@ def cross_replica(strategy: Ruling, what: str, instead: str) -> Any:
             f"  Here, call {instead}, or pass a function to "
             "get_replica_context().merge_call()."
         )
-    return entered(again(mode, strategy))
+    return mode
+
+
+def cross_replica(strategy: Ruling, what: str, instead: str) -> Any:
+    """Return a context manager that enters cross-replica code of `strategy`.
+
+    Arguments and errors are those of `check_cross_replica`.
+    """
+    return entered(again(check_cross_replica(strategy, what, instead), strategy))
 
 
 @contextlib.contextmanager

@@ -32,7 +32,8 @@ def run(strategy: StrategyBase, fn: Callable[..., Any], args: Any, kwargs: Any) 
     try:
         try:
             result = _call(strategy, fn, args, kwargs)
-            state.interrupted.check()
+            if state.interrupted.pending:
+                state.interrupted.check()
         except BaseException as error:
             failure = error
         return proved(strategy, "run, whose function returned", result, failure)
@@ -43,11 +44,11 @@ def run(strategy: StrategyBase, fn: Callable[..., Any], args: Any, kwargs: Any) 
 def _call(strategy: StrategyBase, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     check_function("run", "fn", fn)
     positional, by_name = given("run", args, kwargs)
-    comm = strategy.parts.lockstep.comm
+    regroup = strategy.parts.regroup
     mine = [select(value) for value in positional]
     named = {name: select(value) for name, value in by_name.items()} if by_name else by_name
-    with entered(Mode(strategy, Replica(comm.rank, comm.size))):
-        on_fn = strategy.parts.lockstep.hooks.on_fn
+    with entered(Mode(strategy, Replica(regroup.rank, regroup.size))):
+        on_fn = regroup.lockstep.hooks.on_fn
         if on_fn is not None:
             on_fn()
         result = fn(*mine, **named)

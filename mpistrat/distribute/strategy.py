@@ -26,6 +26,7 @@ from mpistrat.distribute.mode import (
     Mode,
     Replica,
     Scope,
+    check_cross_replica,
     chosen,
     cross_replica,
     entered,
@@ -232,8 +233,8 @@ class Strategy(StrategyBase):
           >>> ms.OneDeviceStrategy("cpu").run(lambda x: x + 1, args=(2,))
           3
         """
-        with self._cross("run", "the function itself"):
-            return run(self, fn, args, kwargs)
+        check_cross_replica(self, "Strategy.run()", "the function itself")
+        return run(self, fn, args, kwargs)
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any) -> Any:
         """Make values per replica one, on every rank.

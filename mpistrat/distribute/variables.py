@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextvars
 import functools
-import threading
 from typing import Any, NoReturn, final
 
 import numpy as np
 
 from mpistrat.arena import storage
 from mpistrat.arena.storage import PrivateStorage, Slices, SpreadStorage, Storage
-from mpistrat.arrays import Array, digest, sealed, spec_text
+from mpistrat.arrays import Array, digest, quiet, sealed, spec_text
 from mpistrat.distribute import sparse, writes
 from mpistrat.distribute.aggregations import first_of, write
 from mpistrat.distribute.default import current_strategy
@@ -29,7 +27,7 @@ from mpistrat.distribute.views import ALONE
 from mpistrat.errors import ContextError, StructureError
 from mpistrat.lockstep.guards import VariableRegistry
 
-__all__ = ["Variable", "VariableAggregation", "VariableSynchronization", "spread_like"]
+__all__ = ["Variable", "VariableAggregation", "VariableSynchronization", "move_to", "spread_like"]
 
 
 @final
@@ -213,10 +211,13 @@ class Variable(Reading, ScatterUpdates):
         mode = current()
         if mode is not None and mode.strategy is not self.strategy:
             same_strategy(self.strategy, self.label)
-        if isinstance(self.storage, SpreadStorage):
+        storage = self.storage
+        if not self.on_read and storage.whole:
+            return storage.seen.view()
+        if isinstance(storage, SpreadStorage):
             self.strategy.parts.lockstep.prove(f"read({self.spec()})")
-            return sealed(self.storage.read())
-        if not self.on_read or self.strategy.parts.view is ALONE or own_copy(self, mode):
+            return sealed(storage.read())
+        if self.strategy.parts.view is ALONE or own_copy(self, mode):
             return self.storage.seen.view()
         call = f"read({self.spec()})"
         if self.aggregation is VariableAggregation.NONE:
@@ -352,6 +353,19 @@ def spread_like(variable: Variable, name: str, slices: Slices) -> Variable:
     return made
 
 
+def move_to(variable: Variable, memory: Array) -> None:
+    """Let a variable lie in other memory of this rank; nobody has looked at it yet.
+
+    Args:
+      variable: Each rank has its own memory for it.
+      memory: Flat, and of its size; the variable's from now on.
+    """
+    memory[:] = variable.storage.array.reshape(-1)
+    variable.storage = PrivateStorage(memory.reshape(variable.shape))
+    registry = variable.strategy.parts.lockstep.session.kept(VariableRegistry)
+    registry.holders[id(variable.storage.base)] = variable
+
+
 def _taken(
     variable: DistributedVariable, mode: Mode | None, kind: str, value: Any
 ) -> tuple[Array, Array | None]:
@@ -366,28 +380,12 @@ def _assign(array: Array, values: Array, rows: Array | None) -> None:
     array[...] = values
 
 
-class _Quiet(threading.local):
-    """Runs functions of NumPy without warnings; for this thread.
-
-    Whatever the program has set: a warning turned exception must not stop one rank's write. A
-    context in which that is set once takes a sixth of the time of entering ``np.errstate``.
-    """
-
-    def __init__(self) -> None:
-        context = contextvars.Context()
-        context.run(np.seterr, all="ignore")
-        self.run = context.run
-
-
-_quiet = _Quiet()
-
-
 def _add(array: Array, values: Array, rows: Array | None) -> None:
-    _quiet.run(np.add, array, values, array)
+    quiet.run(np.add, array, values, array)
 
 
 def _subtract(array: Array, values: Array, rows: Array | None) -> None:
-    _quiet.run(np.subtract, array, values, array)
+    quiet.run(np.subtract, array, values, array)
 
 
 def _apply(kind: str, array: Array, values: Array, rows: Array | None) -> None:

@@ -310,7 +310,9 @@ class DistributedIterator(ElementIterator):
         except Exception as error:
             failure = error
         lost = item is None and not self._looks.seen
-        rows, contents = (_ENDED, UNSEEN) if item is None else (item.rows, self._contents(item))
+        rows, contents = (_ENDED, UNSEEN) if item is None else (item.rows, item.contents)
+        if item is not None and self.watched and not self._steps:
+            contents = self._contents(item)
         small = _STEP.pack(item is not None, lost, rows, self._looks.digest, contents)
         call = f"next of {self._name}, step {self._steps}"
         self._steps += 1
@@ -330,9 +332,8 @@ class DistributedIterator(ElementIterator):
             self._learn(item is not None)
         return True, self._looks.empty() if item is None else item.element
 
-    def _contents(self, item: StepPart) -> bytes:
-        if not self.watched or self._steps:
-            return item.contents
+    @staticmethod
+    def _contents(item: StepPart) -> bytes:
         leaves = nest.flatten(item.element)[0]
         arrays = [array for array in map(np.asarray, leaves) if array.size]
         return digest(arrays) if arrays else UNSEEN

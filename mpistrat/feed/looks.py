@@ -52,9 +52,14 @@ class Looks:
     def see(self, element: Any) -> None:
         """Look at a tree of arrays. Cost: a microsecond if it looks like the one before."""
         leaves, structure = nest.flatten(element)
-        seen = [((array := np.asarray(leaf)).dtype, array.shape[1:]) for leaf in leaves]
-        if self._seen is not None and seen == self._seen[1] and structure == self._seen[0]:
-            return
+        seen = [
+            ((a := leaf if type(leaf) is np.ndarray else np.asarray(leaf)).dtype, a.shape[1:])
+            for leaf in leaves
+        ]
+        if self._seen is not None and seen == self._seen[1]:
+            before = self._seen[0]
+            if structure is before or structure == before:
+                return
         self._seen = structure, seen
         names = [dtype.kind if dtype.kind in _TEXTS else dtype.name for dtype, _ in seen]
         paths = nest.path_names(structure)

@@ -228,9 +228,16 @@ class Selected(BatchSlice):
         """The number of examples."""
         return self._hi - self._lo
 
+    def count(self) -> int:
+        """The same."""
+        return self._hi - self._lo
+
     def span(self, lo: int, hi: int) -> Any:
         """Read these rows."""
-        return self._reader.read(self._order, self._lo + lo, self._lo + hi, self._lo)
+        reader, first = self._reader, self._lo
+        if not reader.fns:
+            return reader.arrays.read(self._order.span(first + lo, first + hi))
+        return reader.read(self._order, first + lo, first + hi, first)
 
 
 @final

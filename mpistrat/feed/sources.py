@@ -123,6 +123,8 @@ class Column:
                 f"{type(array).__name__} of shape (). Give it a leading axis."
             )
         self._takes_index_arrays = True
+        inside = isinstance(self.array, np.ndarray)
+        self._memory: npt.NDArray[Any] | None = np.asarray(self.array) if inside else None
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -140,8 +142,9 @@ class Column:
         # What is in another order seldom has the ends of a run.
         if last - first == len(rows) - 1 and (rows[1:] - rows[:-1] == 1).all():
             return self.span(first, last + 1)
-        if isinstance(self.array, np.ndarray):
-            return np.asarray(self.array)[rows]
+        if self._memory is not None:
+            # For rows of one number `take` is the slower one.
+            return self._memory[rows] if len(self.shape) == 1 else self._memory.take(rows, 0)
         # HDF5 takes increasing indices only; reading forward suits every file format.
         unique, place = np.unique(rows, return_inverse=True)
         data = self._increasing(unique)

@@ -8,13 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpistrat.arrays import Array, quiet
 from mpistrat.collectives.call import Call
+from mpistrat.comm.base import Comm
+from mpistrat.distribute.mode import current
 from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.distribute.variables import Variable
 from mpistrat.errors import NonFiniteError
 from mpistrat.lockstep.abort import lost
 from mpistrat.lockstep.guards import warn
-from mpistrat.optim.clipping import ClipByValue
+from mpistrat.optim import passes
+from mpistrat.optim.clipping import limit_of
 from mpistrat.optim.folded import Folded, fold
 from mpistrat.optim.given import (
     GradientCall,
@@ -26,8 +30,8 @@ from mpistrat.optim.given import (
 from mpistrat.optim.passes import Gradient
 from mpistrat.optim.progress import Progress
 from mpistrat.optim.rows import Rows
-from mpistrat.optim.state import State, check_variable
-from mpistrat.optim.updating import Update, Work
+from mpistrat.optim.state import State, Target, check_variable
+from mpistrat.optim.updating import NOBODY, Update, Work, meet
 
 if TYPE_CHECKING:
     from mpistrat.optim.base import OptimizerSettings
@@ -68,11 +72,9 @@ def apply(
     except Exception as error:
         failure = error
     variables = [variable for _, variable in pairs]
-    strategy = owner(name, variables)
+    strategy, state, targets = _met(name, states, [] if failure else variables)
     lockstep = strategy.parts.lockstep
     lockstep.check()
-    state = states.get(strategy)
-    targets = None if failure or state is None else state.found(variables)
     if state is None or targets is None:
         with lockstep.preparing(name):
             if failure is not None:
@@ -97,6 +99,21 @@ def apply(
     return state.counters["iterations"]
 
 
+def _met(
+    name: str, states: dict[Any, State], variables: list[Variable]
+) -> tuple[Any, State | None, list[Target | None] | None]:
+    """Return the strategy of variables; its state, and theirs, if this list has been found good."""
+    mode = current()
+    strategy = None if mode is None or mode.updating is not None else mode.strategy
+    state = None if strategy is None else states.get(strategy)
+    targets = None if state is None else state.found(variables)
+    if targets is None:
+        strategy = owner(name, variables)
+        state = states.get(strategy)
+        targets = None if state is None else state.found(variables)
+    return strategy, state, targets
+
+
 def _step(
     optimizer: OptimizerSettings,
     state: State,
@@ -107,24 +124,58 @@ def _step(
     """Fold the gradients, and update or accumulate. Collective."""
     parts, known = state.strategy.parts, call.known
     lockstep, node = parts.lockstep, parts.reducer.node
-    with np.errstate(all="ignore"):
-        folded, rows = fold(state, call, what)
-        if call.values and not folded.weight:
-            lockstep.fail(ValueError(f"{call.name}: the weights of all replicas are 0."))
-        try:
-            works = _works(optimizer, progress.scale, progress.weight, call, folded)
-            shared = folded.reads or known.shared
-            meets = node.arena.nodes().node if shared and lockstep.comm.size > 1 else None
-            meets = lockstep.comm if known.spread else meets
+    folded, rows = fold(state, call, what)
+    if call.values and not folded.weight:
+        lockstep.fail(ValueError(f"{call.name}: the weights of all replicas are 0."))
+    try:
+        meets = None
+        if lockstep.comm.size > 1 and (folded.reads or known.shared):
+            meets = lockstep.comm if known.spread else node.arena.nodes().node
+        if known.plain and not folded.far and progress.scale == 1.0:
+            bad = quiet.run(_plainly, optimizer, call, folded, meets)
+            outcome = _ended(optimizer, state, progress, call, bad)
+        else:
+            works = _works(optimizer, progress, call, folded)
             sparse_ones = _unique(optimizer, progress.scale, call, rows) if rows else []
             how = (optimizer, progress, call.scalars, known.worth_compiling)
             far = (folded.far, folded.fetch)
             update = Update(*how, works, sparse_ones, meets, lockstep.session.team, *far)
-            outcome = _outcome(optimizer, state, progress, call, update, folded.weight)
-        except Exception as error:
-            lost(lockstep, what.text, error)
+            with np.errstate(all="ignore"):
+                outcome = _outcome(optimizer, state, progress, call, update, folded.weight)
+    except Exception as error:
+        lost(lockstep, what.text, error)
     if outcome is not None:
         outcome()
+
+
+def _plainly(
+    optimizer: OptimizerSettings, call: GradientCall, folded: Folded, meets: Comm | None
+) -> int | None:
+    """Do what `Update.apply` does, where there is nothing to know before, and nothing is fetched.
+
+    Returns:
+      As `Update.apply`.
+    """
+    known, scalars, bad = call.known, call.scalars, []
+    guard, limit = optimizer.nonfinite == "raise", limit_of(optimizer.clip)
+    compiled, decay = known.worth_compiling, optimizer.ema or 0.0
+    means, apart = folded.means, known.apart
+    for one, places in known.together:
+        gradients = [mean for i in places if (mean := means[i]) is not None]
+        if len(gradients) < len(places):
+            apart = [*apart, *places]
+            continue
+        found = one.update(gradients, limit, scalars[id(one.optimizer)], guard, compiled)
+        if found is not None:
+            bad.append(places[found])
+    for i in apart:
+        target, mean = known.dense[i], means[i]
+        ((rows, start), factors, divisor) = folded.rows[i] if mean is None else _whole(mean)
+        gradient = Gradient(rows, start + target.low, factors, divisor, 1.0, limit)
+        how = (scalars[id(target.optimizer)], target.ema, decay, guard, compiled)
+        if passes.update(target.rule, gradient, target.w, target.mine, *how):
+            bad.append(i)
+    return meet(meets, min(bad, default=NOBODY), guard)
 
 
 def _outcome(
@@ -140,7 +191,7 @@ def _outcome(
         update.accumulate()
         state.keep(progress.added(weight))
         return None
-    norm = update.norm() if update.looks else 0.0
+    norm = update.norm() if optimizer.looks else 0.0
     if not math.isfinite(norm) and optimizer.nonfinite == "skip":
         update.forget()
         state.keep(progress.left_out(optimizer))
@@ -150,43 +201,56 @@ def _outcome(
         update.close()
     else:
         bad = update.apply()
+    return _ended(optimizer, state, progress, call, bad, update)
+
+
+def _ended(
+    optimizer: OptimizerSettings,
+    state: State,
+    progress: Progress,
+    call: GradientCall,
+    bad: int | None,
+    update: Update | None = None,
+) -> Callable[[], None] | None:
+    """Count the update; or return what is to be said of the gradient that was not finite."""
     if bad is None:
         state.keep(progress.updated(optimizer))
         return None
-    if optimizer.accumulate > 1:  # what has come so far is gone, on all ranks
+    if update is not None and optimizer.accumulate > 1:  # what has come is gone, on all ranks
         update.forget()
         state.keep(progress.dropped())
     return lambda: _nonfinite(state, call, bad)
 
 
 def _works(
-    optimizer: OptimizerSettings, scale: float, before: float, call: GradientCall, folded: Folded
+    optimizer: OptimizerSettings, progress: Progress, call: GradientCall, folded: Folded
 ) -> list[Work]:
-    """Return what is updated; of gradients that are added up, the mean is over all calls."""
-    limit, factor = _limit(optimizer), 1.0 / scale
+    """Return what is updated."""
+    limit, factor = limit_of(optimizer.clip), 1.0 / progress.scale
     works = []
-    for target, (rows, start), factors, divisor in zip(
-        call.known.dense, folded.rows, folded.factors, folded.divisor, strict=True
-    ):
-        if target.pending is not None:
-            divisor = before + folded.weight
+    for i, (target, mean) in enumerate(zip(call.known.dense, folded.means, strict=True)):
+        (rows, start), factors, divisor = folded.rows[i] if mean is None else _whole(mean)
+        if target.pending is not None:  # the mean is over all calls
+            divisor = progress.weight + folded.weight
             if not folded.reads:  # a mean of this call, which is to count by its weight
                 factors = np.array([folded.weight], rows.dtype)
-        first = start + target.low
-        gradient = Gradient(rows, first, factors, divisor, factor, limit, target.pending)
+        start += target.low
+        gradient = Gradient(rows, start, factors, divisor, factor, limit, target.pending)
         works.append(Work(target, gradient))
     return works
 
 
-def _limit(optimizer: OptimizerSettings) -> float:
-    return optimizer.clip.limit if isinstance(optimizer.clip, ClipByValue) else math.inf
+def _whole(mean: Array) -> tuple[tuple[Array, int], Array | None, float]:
+    """Return a gradient as `Folded.rows` has them: a matrix of one row that loops can take."""
+    ready = mean if mean.flags.carray else np.require(mean, requirements=("C", "A", "W"))
+    return (ready.reshape(1, -1), 0), None, 1.0
 
 
 def _unique(
     optimizer: OptimizerSettings, scale: float, call: GradientCall, rows: list[IndexedSlices]
 ) -> list[Rows]:
     """Return rows once each, with the sum of their gradients."""
-    limit, found = _limit(optimizer), []
+    limit, found = limit_of(optimizer.clip), []
     for target, one in zip(call.known.sparse, rows, strict=True):
         which, place = np.unique(one.indices, return_inverse=True)
         values = np.zeros((len(which), *one.values.shape[1:]), target.variable.dtype)

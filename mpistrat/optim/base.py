@@ -107,6 +107,11 @@ class OptimizerSettings(abc.ABC):
                 "give nonfinite='skip' with it."
             )
 
+    @property
+    def looks(self) -> bool:
+        """Whether the norm of all gradients has to be known before an update."""
+        return isinstance(self.clip, ClipByGlobalNorm) or self.nonfinite == "skip"
+
     def _told(self, name: str) -> str:
         return f"{type(self).__name__}({name}={getattr(self, name)!r})"
 
@@ -180,7 +185,24 @@ class OptimizerSettings(abc.ABC):
 
         It is the `repr`, in which functions of the program have no addresses.
         """
-        return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(self))
+        return _without_addresses(repr(self))
+
+    def chosen(self) -> str:
+        """Return `text` without what is as it is by default, so that it is seen what differs.
+
+        Example:
+          >>> import mpistrat as ms
+          >>> ms.optim.SGD(0.1, momentum=0.9).chosen()
+          'SGD(learning_rate=0.1, momentum=0.9)'
+        """
+        fields = {field.name: field.default for field in dataclasses.fields(self)}
+        values = {name: getattr(self, name) for name in fields}
+        shown = [
+            f"{name}={value!r}"
+            for name, value in values.items()
+            if name == "learning_rate" or value != fields[name]
+        ]
+        return _without_addresses(f"{type(self).__name__}({', '.join(shown)})")
 
     def rate(self, step: int) -> float:
         """Return the learning rate of a step.
@@ -192,3 +214,7 @@ class OptimizerSettings(abc.ABC):
           ValueError: The schedule gives something below 0, NaN or infinite.
         """
         return value_at(self.learning_rate, step)
+
+
+def _without_addresses(text: str) -> str:
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", text)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import final
 
-__all__ = ["ClipByGlobalNorm", "ClipByValue", "norm_of"]
+__all__ = ["ClipByGlobalNorm", "ClipByValue", "limit_of", "norm_of"]
 
 
 def norm_of(sums: Iterable[float]) -> float:
@@ -92,3 +92,13 @@ class ClipByValue:
     def __post_init__(self) -> None:
         """Check the limit."""
         _limited(self, self.limit)
+
+
+def limit_of(clip: object) -> float:
+    """Return the largest absolute value that stays of an element.
+
+    Example:
+      >>> limit_of(ClipByValue(0.5)), limit_of(None)
+      (0.5, inf)
+    """
+    return clip.limit if isinstance(clip, ClipByValue) else math.inf

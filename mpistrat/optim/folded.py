@@ -41,7 +41,8 @@ from mpistrat.kernels.blocks import fold_blocks
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.kernels.scaling import factors_of
 from mpistrat.lockstep.abort import moving
-from mpistrat.optim.given import GradientCall, Known, Places
+from mpistrat.optim.given import GradientCall
+from mpistrat.optim.known import Known, Places
 from mpistrat.optim.state import State, Target
 from mpistrat.optim.updating import Fetch
 
@@ -57,18 +58,17 @@ class Folded(NamedTuple):
     """Gradients as this rank can read them.
 
     Attributes:
-      rows: Of each gradient the matrix, and the column where it begins.
-      factors: What each row is multiplied by; None for ones.
-      divisor: What the sum is divided by.
+      means: Of each gradient the mean over all replicas; None where it is still to be made.
+      rows: Of what: the matrix with the column where it begins; what each row is multiplied by,
+        None for ones; and what the sum is divided by.
       weight: The sum of the weights of all replicas.
       reads: Other ranks read what this one has given, until the call ends.
       far: Which of them have to be fetched, part by part, before they are read.
       fetch: Folds parts of them with the twins on other nodes.
     """
 
-    rows: list[tuple[Array, int]]
-    factors: list[Array | None]
-    divisor: list[float]
+    means: Sequence[Array | None]
+    rows: Sequence[tuple[tuple[Array, int], Array | None, float]]
     weight: float
     reads: bool
     far: Sequence[int] = ()
@@ -94,7 +94,7 @@ def fold(state: State, call: GradientCall, what: Call) -> tuple[Folded, list[Ind
         weigh = call.weight is not None
         rows = sparse.all_reduce(parts, f"{what.text}, rows", _MEAN, given, weigh=weigh)
     if not call.values:
-        return Folded([], [], [], weight, False), rows
+        return _alone([], weight), rows
     places = _places(state, call, what, weight)
     if places is not None:
         return _in_place(state, call, what, places, weight), rows
@@ -111,9 +111,7 @@ def fold(state: State, call: GradientCall, what: Call) -> tuple[Folded, list[Ind
 
 def _alone(values: Sequence[Array], weight: float) -> Folded:
     """Return gradients that are means already."""
-    ready = [v if v.flags.carray else np.require(v, requirements=("C", "A", "W")) for v in values]
-    rows = [(v.reshape(1, -1), 0) for v in ready]
-    return Folded(rows, [None] * len(rows), [1.0] * len(rows), weight, False)
+    return Folded(values, [], weight, False)
 
 
 def _places(state: State, call: GradientCall, what: Call, weight: float) -> Places | None:
@@ -200,23 +198,25 @@ def _in_place(
             reducer.node.fold_first(_MEAN, places.placed, scales)
         nodes = reducer.node.arena.nodes()
         mine = column if column is None or nodes.nodes == 1 else column[nodes.ranks]
-        rows, factors, divisors, given = [], [], [], []
+        rows, given = [], []
+        means: list[Array | None] = [None] * len(places.rows)
         for (block, matrix, start), first in zip(places.rows, places.first, strict=True):
             all_rows = cast(Block, block()).matrices[matrix]
             given.append((all_rows, start))
-            rows.append((all_rows[:1] if first else all_rows, start))
-            factors.append(None if first or mine is None else factors_of(mine, all_rows.dtype))
-            divisors.append(1.0 if first else float(divisor))
+            factors = None if first or mine is None else factors_of(mine, all_rows.dtype)
+            by = 1.0 if first else float(divisor)
+            rows.append(((all_rows[:1] if first else all_rows, start), factors, by))
         for members, low, high in places.runs:
-            some = rows[members[0]][0][:, low:high]
+            some = given[members[0]][0][:, low:high]
             total = np.empty((1, high - low), some.dtype)
             fold_blocks(np.add, some, total, 0, high - low, mine, float(divisor))
             for i in members:
-                rows[i], factors[i], divisors[i] = (total, rows[i][1] - low), None, 1.0
+                start = given[i][1] - low
+                means[i] = total[0, start : start + call.known.dense[i].w.size]
 
         far = [i for i, is_far in enumerate(places.far) if is_far]
-        fetch = _fetch_by(reducer.node, call.known.dense, given, column, divisor)
-        return Folded(rows, factors, divisors, whole, True, far, fetch)
+        fetch = _fetch_by(reducer.node, call.known.dense, given, column, divisor) if far else None
+        return Folded(means, rows, whole, True, far, fetch)
 
 
 def _fetch_by(

@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from mpistrat.arena.arena import Block
 from mpistrat.arrays import Array, as_array, digest, is_bfloat16, spec_text
-from mpistrat.collectives.call import Call
-from mpistrat.collectives.communication import WIRES
-from mpistrat.collectives.dtypes import wire_type
-from mpistrat.collectives.lanes import MOST, compile_wire
-from mpistrat.collectives.segments import Placed
 from mpistrat.distribute.default import current_strategy, default_strategy
 from mpistrat.distribute.mode import current, refuse_unchosen, same_strategy
 from mpistrat.distribute.slices import IndexedSlices, arrays_of
 from mpistrat.distribute.values import DistributedValues, Mirrored
 from mpistrat.distribute.variables import Variable
 from mpistrat.errors import ContextError, LeafTypeError, StructureError
-from mpistrat.kernels.ops import ReduceOp
-from mpistrat.optim import passes
+from mpistrat.optim.known import Known
 from mpistrat.optim.state import State, Target
 
 if TYPE_CHECKING:
     from mpistrat.optim.base import OptimizerSettings
 
-__all__ = ["GradientCall", "Known", "Places", "checked", "owner", "refuse_twice", "refuse_unknown"]
+__all__ = ["GradientCall", "checked", "owner", "refuse_twice", "refuse_unknown"]
 
 
 # Ways in which calls of one optimizer differ that are remembered.
@@ -59,82 +51,6 @@ class GradientCall(NamedTuple):
     rows: list[IndexedSlices]
     alike: dict[str, Array | bytes]
     scalars: dict[int, tuple[float, ...]]
-
-
-@final
-class Known:
-    """What is the same in all calls that update these variables in this way.
-
-    Args:
-      text: Of the call.
-      dense: The variables with gradients of all elements.
-      sparse: The variables with gradients of some rows.
-      step: Whether the text has to tell the learning rates of each step.
-    """
-
-    def __init__(self, text: str, dense: list[Target], sparse: list[Target], step: bool):
-        """Find out what follows from the variables."""
-        self.dense, self.sparse, self._tells = dense, sparse, step
-        dtypes = [wire_type(ReduceOp.MEAN, t.variable.dtype) for t in dense]
-        shapes = [t.variable.shape for t in dense]
-        names = [t.variable.spec() for t in dense]
-        self.start = (
-            f"{text} {', '.join([*names, *[f'rows of {t.variable.spec()}' for t in sparse]])}"
-        )
-        self._what = Call(self.start, ReduceOp.MEAN, dtypes, shapes, weigh=True)
-        self.optimizers = list({id(t.optimizer): t.optimizer for t in (*dense, *sparse)}.values())
-        # Some memory that is updated here belongs to other ranks too.
-        self.shared = any(t.shared for t in (*dense, *sparse))
-        # Some of it on other nodes.
-        self.spread = any(t.slices for t in (*dense, *sparse))
-        self.worth_compiling = passes.compiles(sum(t.variable.size for t in dense))
-        # From one large variable on it pays to have all gradients where every rank can read them.
-        self.large = any(target.shared for target in dense)
-        self.compiled = False
-        self.places: dict[tuple[int, ...], tuple[int, Places]] = {}
-
-    def what(self, step: int, several: bool) -> Call:
-        """Return the call as it is at a step, with `several` ranks."""
-        if not (several and self._tells):
-            return self._what
-        rates = sorted({one.rate(step) for one in self.optimizers})
-        return self._what.but(f", at step {step} by {', '.join(map(repr, rates))}")
-
-    def compile(self, optimizer: OptimizerSettings, wire: str) -> None:
-        """Compile the loops that this call needs, before its handshake.
-
-        Args:
-          optimizer: Whose call it is.
-          wire: What float32 travels as between nodes.
-        """
-        if not self.compiled and self.worth_compiling:
-            kinds = {(t.variable.dtype, t.optimizer.rule.update): t for t in self.dense}
-            for target in kinds.values():
-                _compile_for(optimizer, target)
-                if wire != WIRES[0]:
-                    compile_wire(target.variable.dtype, MOST)
-        self.compiled = True
-
-
-class Places(NamedTuple):
-    """Where gradients lie that are folded in place.
-
-    Attributes:
-      suffix: What the text of the call says of it.
-      rows: Of each gradient the block, the matrix in it, and its first column.
-      first: Which of them are folded into the first row, before they are read from there.
-      far: Which of these are so when they are fetched, part by part.
-      placed: All others of these; None without any.
-      runs: Which others every rank folds as one, in memory of its own; and from which column to
-        which.
-    """
-
-    suffix: str
-    rows: list[tuple[weakref.ref[Block], int, int]]
-    first: list[bool]
-    far: list[bool]
-    placed: Placed | None
-    runs: list[tuple[list[int], int, int]]
 
 
 def owner(name: str, given: Sequence[Any]) -> Any:
@@ -208,11 +124,8 @@ def checked(
             raise AssertionError
         if compares:
             alike[variable.spec()] = _shown(name, gradient, variable)
-        like = variable.storage.array
         found: Any = gradient
-        if type(gradient) is not np.ndarray or not (
-            gradient.dtype == like.dtype and gradient.shape == like.shape
-        ):
+        if type(gradient) is not np.ndarray or (gradient.dtype, gradient.shape) != target.like:
             found = _found(name, gradient, target, optimizer)
         if type(found) is IndexedSlices:
             rows.append(target)
@@ -252,10 +165,13 @@ def _known(
     if known is None:
         how = "" if weight is None else " weighted" if replica else f" weight {weight!r}"
         how = f"{'replicas' if replica else 'all'}{how}"
-        text = f"{optimizer.text()}.apply_gradients of {how},"
+        text = f"{optimizer.chosen()}.apply_gradients of {how},"
         if len(state.calls) > _CALLS:
             state.calls.clear()
-        known = state.calls[key] = Known(text, dense, rows, _tells(optimizer))
+        # Norms are made before, of blocks of each variable, and calls that accumulate are others.
+        plain = not (rows or optimizer.looks or optimizer.accumulate > 1)
+        some = state.together if plain else None
+        known = state.calls[key] = Known(text, dense, rows, _tells(optimizer), some)
     return known
 
 
@@ -338,19 +254,3 @@ def _rows(
         whole_array: Array = np.asarray(made)
         return whole_array
     return made
-
-
-def _compile_for(optimizer: OptimizerSettings, target: Target) -> None:
-    """Compile the loops that a variable of this dtype needs; before a handshake."""
-    one = np.zeros(1, target.variable.dtype)
-    rule = target.optimizer.rule
-    slots = tuple(one.copy() for _ in rule.slots)
-    pending = None if target.pending is None else one.copy()
-    ema = None if target.ema is None else one.copy()
-    g = passes.Gradient(np.zeros((1, 1), one.dtype), divisor=2.0, pending=pending)
-    if pending is not None:
-        passes.accumulate(g)
-    passes.measure_norm(g, 1, np.zeros(1))
-    if rule.measure is not None:
-        passes.measure(rule, g, one, slots, target.optimizer.scalars(0), np.zeros((2, 1)))
-    passes.update(rule, g, one, slots, target.optimizer.scalars(0), ema, optimizer.ema or 0.0)

@@ -127,13 +127,19 @@ class Gradient(NamedTuple):
         """
         return Gradient(self.rows[:1], self.start, scale=scale, limit=self.limit)
 
+    @property
+    def plain(self) -> bool:
+        """Whether the row is all there is."""
+        rows, _, factors, divisor, scale, limit, pending = self
+        plain = factors is None and pending is None and divisor == 1.0 and scale == 1.0
+        return plain and limit == math.inf and len(rows) == 1
+
     def _forms(self) -> tuple[Array, int, Array, Array, Array, bool]:
         """Return what loops take: all numbers in the dtype of the rows; the row is all there is."""
         rows, start, factors, divisor, scale, limit, pending = self
         dtype = rows.dtype
         numbers = _numbers((divisor, 1.0, scale, limit), dtype)
-        plain = len(rows) == 1 and divisor == 1.0 and scale == 1.0 and limit == math.inf
-        plain = plain and factors is None and pending is None
+        plain = self.plain
         factors = _ones(len(rows), dtype) if factors is None else factors
         pending = _nothing(dtype) if pending is None else pending
         return rows, start, factors, numbers, pending, plain
@@ -396,11 +402,19 @@ def update(
     Cost: One pass over all that is given. New dtypes compile for some seconds, once per cache on
       disk.
     """
-    kernel = _bound(_update_blocks, rule.update)
-    dtype = w.dtype
-    mean = _nothing(dtype) if ema is None else ema
-    new = dtype.type(1.0 - decay)
-    span = BLOCK if compiled and jit.compiling() else _TOGETHER * BLOCK
+    dtype, size = w.dtype, w.size
     numbers, reads = _numbers(tuple(s), dtype), rule.reads
+    new = dtype.type(1.0 - decay)
+    if not compiled and size <= _TOGETHER * BLOCK and reads and gradient.plain:
+        # What the twin of the loop comes to, for what is small without the price of that.
+        g = gradient.rows[0, gradient.start : gradient.start + size]
+        if not guard or finite.twin(g):
+            rule.update.twin(w, g, slots, numbers, 0, size)
+            if ema is not None:
+                average.twin(w, ema, new)
+            return 0
+    kernel = _bound(_update_blocks, rule.update)
+    mean = _nothing(dtype) if ema is None else ema
+    span = BLOCK if compiled and jit.compiling() else _TOGETHER * BLOCK
     arguments = (*gradient._forms(), w, slots, numbers, mean, new, reads, guard, span)
     return int(kernel(*arguments) if compiled else kernel.twin(*arguments))

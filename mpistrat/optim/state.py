@@ -20,6 +20,7 @@ from mpistrat.distribute.variables import Variable, spread_like
 from mpistrat.errors import LeafTypeError, StrategyError
 from mpistrat.optim.passes import BLOCK
 from mpistrat.optim.progress import Progress
+from mpistrat.optim.together import together
 
 if TYPE_CHECKING:
     from mpistrat.optim.base import OptimizerSettings, Rule
@@ -44,6 +45,7 @@ class Target(NamedTuple):
       pending: That of the slot of accumulated gradients, if there is one.
       ema: That of the average, if there is one.
       rule: That of its optimizer.
+      like: The dtype and the shape of the variable.
       slices: Which elements each rank of all nodes updates; None if the ranks of a node update all.
       twins: With these, the weights that this rank and its twins update, in the memory of the node.
     """
@@ -58,6 +60,7 @@ class Target(NamedTuple):
     pending: Array | None
     ema: Array | None
     rule: Rule
+    like: tuple[np.dtype[Any], tuple[int, ...]]
     slices: Slices | None = None
     twins: Array | None = None
 
@@ -96,6 +99,7 @@ class State:
     Attributes:
       counters: Its counters, as variables.
       targets: Its variables, by number.
+      together: Those of them that are updated as one.
       buffers: Memory that gradients pass through, by the number of the variable.
       accumulates: Several calls make one update.
 
@@ -113,7 +117,7 @@ class State:
             each = optimizer.of_all(list(zip(self.names, shapes, strict=True)))
             # One object for those that are equal, so that who shares one is seen at once.
             optimizers = [each[each.index(one)] for one in each]
-        lockstep.prove(f"{optimizer.text()}.build({', '.join(v.spec() for v in variables)})")
+        lockstep.prove(f"{optimizer.chosen()}.build({', '.join(v.spec() for v in variables)})")
         self.calls: dict[Any, Any] = {}  # what `mpistrat.optim.given` knows of calls
         self._known: dict[tuple[int, ...], tuple[list[Variable], list[Target | None]]] = {}
         self.buffers: dict[int, Array] = {}
@@ -129,6 +133,9 @@ class State:
                     for slot in own.slots()
                 }
                 self.targets[variable.number] = _target(variable, own, slots, slices)
+        self.together = together(self.targets.values())
+        for target in [target for one in self.together for target in one.targets]:
+            self.targets[target.variable.number] = target
         counters = self.counters.values()
         self._seen = [one.storage.array for one in counters]
         self._cells = [one.storage.part(1)[1] for one in counters]
@@ -263,5 +270,6 @@ def _target(
     mine = {name: one.storage.part(BLOCK)[1] for name, one in slots.items()}
     rule = optimizer.rule
     parts = tuple(mine[name] for name in rule.slots)
-    more = (mine.get("pending"), mine.get("ema"), rule, slices, twins)
+    like = (variable.dtype, variable.shape)
+    more = (mine.get("pending"), mine.get("ema"), rule, like, slices, twins)
     return Target(variable, optimizer, slots, shared, low, w, parts, *more)

@@ -26,11 +26,12 @@ from mpistrat.optim.state import Target
 if TYPE_CHECKING:
     from mpistrat.optim.base import OptimizerSettings
 
-__all__ = ["Fetch", "Update", "Work"]
+__all__ = ["NOBODY", "THREADS", "Fetch", "Update", "Work", "meet"]
 
 _PART = 1 << 19  # elements that are worth a thread
+THREADS = 2 * _PART  # elements that are worth more than one
 _KEEP = 3  # from so many rows on a folded gradient that is needed twice is written down
-_NOBODY = np.iinfo(np.int64).max
+NOBODY = np.iinfo(np.int64).max
 
 # Takes which gradients, and which elements, counted from the first that the rank updates, up to
 # after the last; of one dtype, and together at most `lanes.MOST`, for all twins if each has a slice
@@ -48,6 +49,23 @@ class Work(NamedTuple):
 
     target: Target
     gradient: Gradient
+
+
+def meet(node: Comm | None, first: int, guard: bool) -> int | None:
+    """Wait for the ranks that divide an update; return which gradient is not finite, or None.
+
+    Args:
+      node: The ranks; None if nobody reads what another one writes.
+      first: Which one is not, of those that this rank has seen; `NOBODY` if all are.
+      guard: Whether anybody has looked.
+    """
+    if node is not None and guard:
+        told = np.empty(1, np.int64)
+        node.allreduce(np.array([first]), told, "MIN")  # a barrier as well
+        first = int(told[0])
+    elif node is not None:
+        node.barrier()
+    return None if first == NOBODY else first
 
 
 @final
@@ -118,12 +136,6 @@ class Update:
         if self._node is not None:
             self._node.barrier()
 
-    @property
-    def looks(self) -> bool:
-        """Whether `norm` has to come before `apply`."""
-        clips = isinstance(self._optimizer.clip, ClipByGlobalNorm)
-        return clips or self._optimizer.nonfinite == "skip"
-
     def norm(self) -> float:
         """Return the norm of all gradients; not finite exactly if one of them is not.
 
@@ -173,12 +185,12 @@ class Update:
           None; or which of the works has a gradient that is not finite, the first of them, alike on
           all ranks. Works come first, rows after them.
         """
-        first = self._first_bad_rows() if self._guard and self._rows else _NOBODY
+        first = self._first_bad_rows() if self._guard and self._rows else NOBODY
         norms = self._measured()
         if self._guard and norms:
             not_finite = [i for i, pair in norms.items() if not math.isfinite(sum(pair))]
             first = min([first, *not_finite])
-        if first != _NOBODY:  # known to all, before a weight has changed
+        if first != NOBODY:  # known to all, before a weight has changed
             self.close()
             return first
         for i in self._updated({i: self._scalars_of(i, norms) for i in range(len(self._works))}):
@@ -188,18 +200,12 @@ class Update:
                 target.slices.fill_part(target.w.copy(), target.twins)
         for one in self._rows:
             update_rows(one, self._step, self._compiled)
-        if self._guard and self._node is not None:
-            told = np.empty(1, np.int64)
-            self._node.allreduce(np.array([first]), told, "MIN")  # a barrier as well
-            first = int(told[0])
-        else:
-            self.close()
-        return None if first == _NOBODY else first
+        return meet(self._node, first, self._guard)
 
     def _first_bad_rows(self) -> int:
         bad = (i for i, one in enumerate(self._rows) if not np.isfinite(one.values).all())
         found = next(bad, None)
-        return _NOBODY if found is None else len(self._works) + found
+        return NOBODY if found is None else len(self._works) + found
 
     def _measured(self) -> dict[int, tuple[float, float]]:
         """Return the norms of weights and directions, for rules that want them."""
@@ -284,7 +290,7 @@ class Update:
         if (
             not first
             and size == self._works[i].target.w.size
-            and (self._team is None or size < 2 * _PART)
+            and (self._team is None or size < THREADS)
         ):
             do(i, g, 0, size)
             return
@@ -295,7 +301,7 @@ class Update:
             with np.errstate(all="ignore"):  # which is each thread's own
                 do(i, g._replace(start=g.start + low, pending=pending), low, high)
 
-        if self._team is None or size < 2 * _PART:
+        if self._team is None or size < THREADS:
             part(0, size)
         else:
             self._team.run(part, 0, size, size // _PART, BLOCK)

@@ -51,6 +51,8 @@ class TestEvery:
         assert hash(made) == hash(dataclasses.replace(made))
         assert made != kind(0.1)
         assert made.text() == repr(made)
+        assert made.chosen().endswith("clip=ClipByGlobalNorm(limit=1.0))")
+        assert kind(0.1).chosen() == f"{kind.__name__}(learning_rate=0.1)"
         assert "WarmUp(then=0.1, steps=5" in made.text() and "Group('*bias*'" in made.text()
         with pytest.raises(dataclasses.FrozenInstanceError):
             made.learning_rate = 1.0

@@ -1,0 +1,142 @@
+"""What follows from the variables of a call of `Optimizer.apply_gradients`, found out once."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, final
+
+import numpy as np
+
+from mpistrat.arena.arena import Block
+from mpistrat.collectives.call import Call
+from mpistrat.collectives.communication import WIRES
+from mpistrat.collectives.dtypes import wire_type
+from mpistrat.collectives.lanes import MOST, compile_wire
+from mpistrat.collectives.segments import Placed
+from mpistrat.kernels.ops import ReduceOp
+from mpistrat.optim import passes
+from mpistrat.optim.state import Target
+from mpistrat.optim.together import Together
+from mpistrat.optim.updating import THREADS
+
+if TYPE_CHECKING:
+    from mpistrat.optim.base import OptimizerSettings
+
+__all__ = ["Known", "Places"]
+
+
+@final
+class Known:
+    """What is the same in all calls that update these variables in this way.
+
+    Args:
+      text: Of the call.
+      dense: The variables with gradients of all elements.
+      sparse: The variables with gradients of some rows.
+      step: Whether the text has to tell the learning rates of each step.
+      together: Which variables are updated as one, where all of these are given; None if there is
+        more to do than to update.
+
+    Attributes:
+      plain: Gradients are updated one after the other, by this thread alone.
+      together: Which variables are updated as one then, and which of the gradients are theirs.
+      apart: Which others there are.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        dense: list[Target],
+        sparse: list[Target],
+        step: bool,
+        together: Sequence[Together] | None,
+    ):
+        """Find out what follows from the variables."""
+        alone = [t.slices is None and t.rule.measure is None and t.w.size < THREADS for t in dense]
+        self.plain = together is not None and all(alone)
+        place = {id(target): i for i, target in enumerate(dense)}
+        self.together: list[tuple[Together, list[int]]] = []
+        for one in together or ():
+            places = [place.get(id(target), -1) for target in one.targets]
+            if min(places) >= 0:
+                self.together.append((one, places))
+        some = {i for _, places in self.together for i in places}
+        self.apart = [i for i in range(len(dense)) if i not in some]
+        self.dense, self.sparse, self._tells = dense, sparse, step
+        dtypes = [wire_type(ReduceOp.MEAN, t.variable.dtype) for t in dense]
+        shapes = [t.variable.shape for t in dense]
+        names = [t.variable.spec() for t in dense]
+        self.start = (
+            f"{text} {', '.join([*names, *[f'rows of {t.variable.spec()}' for t in sparse]])}"
+        )
+        self._what = Call(self.start, ReduceOp.MEAN, dtypes, shapes, weigh=True)
+        self.optimizers = list({id(t.optimizer): t.optimizer for t in (*dense, *sparse)}.values())
+        # Some memory that is updated here belongs to other ranks too.
+        self.shared = any(t.shared for t in (*dense, *sparse))
+        # Some of it on other nodes.
+        self.spread = any(t.slices for t in (*dense, *sparse))
+        self.worth_compiling = passes.compiles(sum(t.variable.size for t in dense))
+        # From one large variable on it pays to have all gradients where every rank can read them.
+        self.large = any(target.shared for target in dense)
+        self.compiled = False
+        self.places: dict[tuple[int, ...], tuple[int, Places]] = {}
+
+    def what(self, step: int, several: bool) -> Call:
+        """Return the call as it is at a step, with `several` ranks."""
+        if not (several and self._tells):
+            return self._what
+        rates = sorted({one.rate(step) for one in self.optimizers})
+        return self._what.but(f", at step {step} by {', '.join(map(repr, rates))}")
+
+    def compile(self, optimizer: OptimizerSettings, wire: str) -> None:
+        """Compile the loops that this call needs, before its handshake.
+
+        Args:
+          optimizer: Whose call it is.
+          wire: What float32 travels as between nodes.
+        """
+        if not self.compiled and self.worth_compiling:
+            kinds = {(t.variable.dtype, t.optimizer.rule.update): t for t in self.dense}
+            for target in kinds.values():
+                _compile_for(optimizer, target)
+                if wire != WIRES[0]:
+                    compile_wire(target.variable.dtype, MOST)
+        self.compiled = True
+
+
+class Places(NamedTuple):
+    """Where gradients lie that are folded in place.
+
+    Attributes:
+      suffix: What the text of the call says of it.
+      rows: Of each gradient the block, the matrix in it, and its first column.
+      first: Which of them are folded into the first row, before they are read from there.
+      far: Which of these are so when they are fetched, part by part.
+      placed: All others of these; None without any.
+      runs: Which others every rank folds as one, in memory of its own; and from which column to
+        which.
+    """
+
+    suffix: str
+    rows: list[tuple[weakref.ref[Block], int, int]]
+    first: list[bool]
+    far: list[bool]
+    placed: Placed | None
+    runs: list[tuple[list[int], int, int]]
+
+
+def _compile_for(optimizer: OptimizerSettings, target: Target) -> None:
+    """Compile the loops that a variable of this dtype needs; before a handshake."""
+    one = np.zeros(1, target.variable.dtype)
+    rule = target.optimizer.rule
+    slots = tuple(one.copy() for _ in rule.slots)
+    pending = None if target.pending is None else one.copy()
+    ema = None if target.ema is None else one.copy()
+    g = passes.Gradient(np.zeros((1, 1), one.dtype), divisor=2.0, pending=pending)
+    if pending is not None:
+        passes.accumulate(g)
+    passes.measure_norm(g, 1, np.zeros(1))
+    if rule.measure is not None:
+        passes.measure(rule, g, one, slots, target.optimizer.scalars(0), np.zeros((2, 1)))
+    passes.update(rule, g, one, slots, target.optimizer.scalars(0), ema, optimizer.ema or 0.0)
