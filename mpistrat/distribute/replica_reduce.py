@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpistrat import nest
-from mpistrat.arrays import Array, as_array, dtype_name, finish, label, spec_text
+from mpistrat.arrays import Array, as_array, dtype_name, finish, kind_of, label, spec_text
 from mpistrat.collectives.folding import SMALL, Folding, put
 from mpistrat.collectives.forms import form
 from mpistrat.collectives.part import Part
@@ -111,11 +111,12 @@ def places(
             f"out must have the structure of value, {nest.describe(structure)}, not "
             f"{nest.describe(given)}."
         )
+    found = []
     for i, (place, part) in enumerate(zip(outs, parts, strict=True)):
         if isinstance(part, SlicesPart):
             raise LeafTypeError(f"out: {label(part.path)} is IndexedSlices, which have no out.")
-        fit(place, part.value.shape, part.form.result, structure, i)
-    return outs
+        found.append(fit(place, part.value.shape, part.form.result, structure, i))
+    return found
 
 
 def takes(out: Any, value: Any) -> bool:
@@ -128,11 +129,19 @@ def takes(out: Any, value: Any) -> bool:
 
 def fit(
     place: Any, shape: tuple[int, ...], dtype: np.dtype[Any], tree: nest.Structure, leaf: int
-) -> None:
-    """Raise unless a result of that shape and dtype can be put there; it is that leaf of `out`."""
+) -> Array:
+    """Return an array where a result of that shape and dtype can be put: that leaf of `out`.
+
+    Raises:
+      LeafTypeError: It is none, or of another shape or dtype.
+      ValueError: It is read-only.
+    """
+    kind = kind_of(place)
+    if kind is not None:
+        place = kind.as_array(place, nest.path_names(tree)[leaf])
     if isinstance(place, np.ndarray) and place.shape == shape and place.dtype == dtype:
         if place.flags.writeable:
-            return
+            return place
         path = nest.path_names(tree)[leaf]
         raise ValueError(f"out: {label(path)} is read-only, so the result cannot go there.")
     path = nest.path_names(tree)[leaf]
@@ -301,8 +310,10 @@ def _again(parts: Parts, asked: Request, sketch: Sketch, weight: Any, out: Any) 
             outs, given = nest.flatten(out)
             if given != asked.structure:
                 places(out, asked.structure, [])  # says so
-            for i, (place, value) in enumerate(zip(outs, values, strict=True)):
+            outs = [
                 fit(place, value.shape, what.forms[i].result, asked.structure, i)
+                for i, (place, value) in enumerate(zip(outs, values, strict=True))
+            ]
     except Exception as error:
         parts.lockstep.refuse("all_reduce", error)
     totals = parts.reducer.fold(what, values, [number], weight is not None, outs)
