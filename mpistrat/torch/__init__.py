@@ -1,10 +1,12 @@
-"""Models of PyTorch on many ranks."""
+"""Models of PyTorch on many ranks: ``import mpistrat.torch as mt``."""
 
 from __future__ import annotations
 
 try:
     import torch  # noqa: F401
-except ImportError as error:  # pragma: no cover
+except ImportError as error:
     raise ImportError("mpistrat.torch needs PyTorch: pip install 'mpistrat[torch]'.") from error
 
-__all__: list[str] = []
+from mpistrat.torch.replicate import no_sync, replicate, take_part
+
+__all__ = ["no_sync", "replicate", "take_part"]

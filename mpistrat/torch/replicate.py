@@ -1,0 +1,149 @@
+"""A model on every rank: alike at the start, and one gradient for all after each backward pass."""
+
+from __future__ import annotations
+
+import contextlib
+import copyreg
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+
+from mpistrat.distribute.default import current_strategy, default_strategy
+from mpistrat.distribute.mode import refuse_unchosen
+from mpistrat.torch.gradients import Gradients, first_rows
+
+__all__ = ["Replicated", "gradients_of", "no_sync", "replicate", "take_part"]
+
+Model = TypeVar("Model", bound=torch.nn.Module)
+
+_KEY = "_mpistrat_gradients"  # in the attributes of a replicated model; a copy has none
+_classes: dict[type, type] = {}
+
+
+class Replicated(torch.nn.Module):
+    """What `replicate` adds to the class of a model.
+
+    Copies of the model, and what is pickled of it, are ordinary models of the class that it was.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model, and note how many rows its gradients will be the mean of."""
+        gradients = self.__dict__.get(_KEY)
+        if gradients is None or not gradients.wanted():
+            return super().__call__(*args, **kwargs)
+        return gradients.call(super().__call__, args, kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Return how to make an ordinary model of it, as it was before `replicate`."""
+        state = {key: value for key, value in self.__dict__.items() if key != _KEY}
+        plain = type(self).__mro__[2]
+        return copyreg.__newobj__, (plain,), state  # type: ignore[attr-defined]
+
+
+def replicate(
+    model: Model, strategy: Any = None, rows: Callable[..., float] | None = None
+) -> Model:
+    """Give all ranks replica 0's weights, and from now on the same gradients.
+
+    After ``loss.backward()`` each ``p.grad`` is the mean over the rows of all ranks, in memory that
+    the ranks of a node share, so what follows needs no change: ``clip_grad_norm_``, optimizers and
+    schedulers of PyTorch. The loss has to be the mean over the rows of the batch. A rank with 3 of
+    4 rows counts for 3. A rank without rows does not run the model: calling it there gives an
+    output of no rows, of the shapes that the model would give, and its backward pass takes part.
+
+    Collective: all ranks call it, in the thread of the strategy, and so is each backward pass
+    outside of `no_sync`. Call it again after the weights were set by anything else than an
+    optimizer (``load_state_dict``), or parameters were replaced.
+
+    Args:
+      model: Any module on the CPU; it is changed where it is. Parameters that do not require grad
+        are left alone. Names and ``state_dict`` stay as they are.
+      strategy: The strategy; None for the one that rules here.
+      rows: How many rows a call stands for: ``rows(*args, **kwargs)`` of the arguments of the
+        model. None: the first dimension of the first tensor in them.
+
+    Returns:
+      `model`, of a class derived from its own. Running statistics and other buffers of the model
+      begin as replica 0's and are each rank's own then; see `SyncBatchNorm`.
+
+    Raises:
+      TypeError: `model` is not a module.
+      ContextError: No strategy rules here, in a job of several ranks.
+      LeafTypeError: A parameter is not on the CPU, or lazy.
+      LockstepError: Names, shapes or dtypes differ between ranks.
+
+    Cost: weights and buffers are broadcast. Then, in each backward pass, one copy of each gradient
+    while it is in cache, and one all-reduce of all of them when it ends, at the speed of memory on
+    one node. Weights and the state of an optimizer of PyTorch are each rank's own; `FusedOptimizer`
+    has both once per node.
+
+    Example:
+      >>> import mpistrat as ms
+      >>> model = replicate(torch.nn.Linear(2, 1), ms.OneDeviceStrategy("cpu"))
+      >>> model(torch.ones(4, 2)).mean().backward()
+      >>> tuple(model.weight.grad.shape)
+      (1, 2)
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"replicate: {model!r:.60} is not a torch.nn.Module.")
+    known = model.__dict__.get(_KEY)
+    if strategy is None:
+        strategy = known.strategy if known else current_strategy()
+    if strategy is default_strategy():
+        refuse_unchosen("replicate")
+    if known is not None and known.strategy is strategy:
+        known.begin_alike()
+        return model
+    plain = type(model).__mro__[2] if isinstance(model, Replicated) else type(model)
+    if known is not None:
+        known.close()
+    model.__dict__[_KEY] = Gradients(model, strategy, rows or first_rows)
+    if plain not in _classes:
+        _classes[plain] = type(f"Replicated{plain.__name__}", (Replicated, plain), {})
+    model.__class__ = _classes[plain]
+    return model
+
+
+def gradients_of(model: Any, what: str) -> Gradients:
+    """Return the gradients of a replicated model, or raise TypeError that says `what` wants one."""
+    found = model.__dict__.get(_KEY) if isinstance(model, torch.nn.Module) else None
+    if found is None:
+        raise TypeError(f"{what}: {type(model).__name__} is not what replicate(model) returned.")
+    return found
+
+
+@contextlib.contextmanager
+def no_sync(model: Any) -> Iterator[None]:
+    """Return a context manager in which backward passes add up gradients on this rank alone.
+
+    The first backward pass after it makes them the same on all ranks: the mean over the rows of
+    all these passes, times how many passes there were, as one process has it that adds up.
+
+    Args:
+      model: What `replicate` returned.
+
+    Raises:
+      TypeError: It is not.
+    """
+    gradients = gradients_of(model, "no_sync")
+    before, gradients.syncing = gradients.syncing, False
+    try:
+        yield
+    finally:
+        gradients.syncing = before
+
+
+def take_part(model: Any) -> None:
+    """Take part in a backward pass of the other ranks, with no rows and without a loss.
+
+    For loops that do not call the model where a rank has no rows. Collective: the others are in
+    ``loss.backward()``.
+
+    Args:
+      model: What `replicate` returned.
+
+    Raises:
+      TypeError: It is not.
+    """
+    gradients_of(model, "take_part").take_part()
