@@ -21,13 +21,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mpistrat import nest
 from mpistrat.arrays import label
-from mpistrat.distribute.mode import Mode, Replica, current, entered
+from mpistrat.distribute.mode import Mode, Replica, current, entered, same_strategy
 from mpistrat.distribute.replica_reduce import all_reduce
 from mpistrat.distribute.state import check_same
 from mpistrat.errors import ContextError, LeafTypeError
 from mpistrat.torch.tensors import as_array
 
-__all__ = ["Gradients", "first_rows", "in_storage_order", "tensors_in"]
+__all__ = ["Gradients", "as_replica", "first_rows", "in_storage_order", "tensors_in"]
 
 
 def tensors_in(value: Any) -> Iterator[Any]:
@@ -62,6 +62,15 @@ def in_storage_order(tensor: Any) -> tuple[Any, list[int]]:
     return tensor.permute(order).contiguous(), [order.index(i) for i in range(tensor.ndim)]
 
 
+def as_replica(strategy: Any) -> Any:
+    """Return a context manager whose body is replica code of a strategy."""
+    mode = current()
+    if mode is None or mode.replica is None or mode.strategy is not strategy:
+        same_strategy(strategy, "a call of mpistrat.torch")
+        return entered(Mode(strategy, Replica(strategy.rank, strategy.num_replicas_in_sync)))
+    return contextlib.nullcontext()
+
+
 @final
 class Gradients:
     """The gradients of a replicated model.
@@ -80,6 +89,7 @@ class Gradients:
       arrays: Their buffers, of `Strategy.gradient_buffers`, in the order of memory.
       views: The same memory as tensors that are laid out as the parameters.
       weight: How many rows the gradients are the mean of that this rank has added up.
+      versions: Of the views, when the last pass ended.
       renewed: Is called when all weights were given anew.
     """
 
@@ -90,7 +100,8 @@ class Gradients:
         self._open = self._inside = self._seen = False
         self._hooks: list[Any] = []
         self._scaling: list[Any] = []
-        self._slots: list[tuple[dict[str, Any], str, Any, bool]] = []
+        self._slots: list[tuple[dict[str, Any], str, Any, bool]] | None = None
+        self._meets = False
         self._pass, self._folds, self._last, self._now = 0, 0, 1.0, 0.0
         self.renewed: Callable[[], None] = lambda: None
         self.begin_alike()
@@ -110,21 +121,27 @@ class Gradients:
                         )
             state = {name: one.detach() for name, one in pairs}
             self.strategy.broadcast(state, out=state)
-            if self._differs():
+            new = self._slots is None or bool(self._differs())
+            if self.strategy.all_reduce("MAX", int(new)):
                 self._make_room()
         self.forget()
         self.renewed()
 
     def _differs(self) -> str:
         """Return which parameter is another one than there was room made for; "" if none is."""
-        for module, key, p, wants in self._slots:
+        for module, key, p, wants in self._slots or ():
             if module.get(key) is not p or (p is not None and p.requires_grad != wants):
                 return key
-        return "" if self._slots else "all"
+        return ""
 
     def _make_room(self) -> None:
         """Take memory for the gradients of what requires grad, and hook it. Collective."""
         self.close()
+        # Layers that meet in every pass; a rank without rows has to be there.
+        meets = [one for one in self._model.modules() if hasattr(one, "of_ranks")]
+        for one in meets:
+            one.of_ranks(self.strategy)
+        self._meets = bool(meets)
         named = [(n, p) for n, p in self._model.named_parameters() if p.requires_grad]
         self.names, self.params = [n for n, _ in named], [p for _, p in named]
         laid = [in_storage_order(p.detach()) for p in self.params]
@@ -147,7 +164,7 @@ class Gradients:
         """Leave the parameters alone from now on."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._slots = [], []
+        self._hooks = []
 
     def check(self) -> None:
         """Raise ContextError if parameters were replaced, frozen or unfrozen."""
@@ -167,18 +184,22 @@ class Gradients:
 
     def call(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call the model, or make an output of no rows where it is given none."""
-        if torch._C._current_graph_task_id() == -1:
-            self._open = False  # of a pass that has failed
-        self.check()
+        rows = self._prepare(args, kwargs)
         self._inside = True
         try:
-            rows = float(self._rows(*args, **kwargs))
-            alone = rows or self.strategy.num_replicas_in_sync == 1
-            out = forward(*args, **kwargs) if alone else self._nothing(args, kwargs)
+            runs = rows or self._meets or self.strategy.num_replicas_in_sync == 1
+            out = forward(*args, **kwargs) if runs else self._nothing(args, kwargs)
         finally:
             self._inside = False
         self._watch(out, rows)
         return out
+
+    def _prepare(self, args: Any, kwargs: Any) -> float:
+        """Return how many rows the arguments are."""
+        if torch._C._current_graph_task_id() == -1:
+            self._open = False  # of a pass that has failed
+        self.check()
+        return float(self._rows(*args, **kwargs))
 
     def _watch(self, out: Any, rows: float) -> None:
         """Count the rows of an output in each backward pass that comes through it."""
@@ -266,6 +287,7 @@ class Gradients:
         self._passes += 1
         self.weight += now
         self._base = self._base or now
+        self.versions = [view._version for view in self.views]
         if self.syncing and not self.deferred:
             self._fold()
 
@@ -294,7 +316,7 @@ class Gradients:
         parts = self.strategy.parts
         parts.lockstep.check()
         self._used.copy_(torch.tensor(self.ready(), dtype=torch.float32))
-        with self.replica():
+        with as_replica(self.strategy):
             self._compare()
             all_reduce(parts, "MEAN", self._all, self.weight, self._all)
         self.give((self._used > 0).tolist())
@@ -308,13 +330,7 @@ class Gradients:
     def forget(self) -> None:
         """Begin anew with adding up."""
         self._passes, self._base, self.weight = 0, 0.0, 0.0
-
-    def replica(self) -> Any:
-        """Return a context manager whose body is replica code of the strategy."""
-        mode, strategy = current(), self.strategy
-        if mode is None or mode.replica is None or mode.strategy is not strategy:
-            return entered(Mode(strategy, Replica(strategy.rank, strategy.num_replicas_in_sync)))
-        return contextlib.nullcontext()
+        self.versions: list[int] = []
 
     def _compare(self) -> None:
         """Compare one parameter of all ranks now and then, another one each time. Collective."""

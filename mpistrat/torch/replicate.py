@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copyreg
+import functools
+import sys
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, TypeVar, final
 
 import torch
 
@@ -21,24 +23,51 @@ _KEY = "_mpistrat_gradients"  # in the attributes of a replicated model; a copy 
 _classes: dict[type, type] = {}
 
 
+@final
+class _Call:
+    """The ``__call__`` of replicated models, which torch.compile leaves to Python.
+
+    What it calls is compiled. Dynamo has to be told before it looks at a model, and to import it
+    takes seconds; so that is done when a method is asked for.
+    """
+
+    def __init__(self) -> None:
+        self._told = False
+
+    def __get__(self, model: Any, cls: type | None = None) -> Any:
+        dynamo = sys.modules.get("torch._dynamo.eval_frame")
+        if not self._told and hasattr(dynamo, "skip_code"):
+            for function in (_call, Gradients.call, Gradients.wanted):
+                dynamo.skip_code(function.__code__)
+            for name in ("_prepare", "_nothing", "_watch"):  # with all that they call
+                setattr(Gradients, name, torch.compiler.disable(getattr(Gradients, name)))
+            self._told = True
+        return functools.partial(_call, model)
+
+
+def _call(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call the model, and note how many rows its gradients will be the mean of."""
+    gradients, forward = model.__dict__.get(_KEY), super(Replicated, model).__call__
+    if gradients is None or not gradients.wanted():
+        return forward(*args, **kwargs)
+    return gradients.call(forward, args, kwargs)
+
+
 class Replicated(torch.nn.Module):
     """What `replicate` adds to the class of a model.
 
     Copies of the model, and what is pickled of it, are ordinary models of the class that it was.
     """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model, and note how many rows its gradients will be the mean of."""
-        gradients = self.__dict__.get(_KEY)
-        if gradients is None or not gradients.wanted():
-            return super().__call__(*args, **kwargs)
-        return gradients.call(super().__call__, args, kwargs)
+    __call__ = _Call()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Return how to make an ordinary model of it, as it was before `replicate`."""
-        state = {key: value for key, value in self.__dict__.items() if key != _KEY}
+        state = super().__reduce_ex__(2)[2]
+        if isinstance(state, dict):
+            state = {key: value for key, value in state.items() if key != _KEY}
         plain = type(self).__mro__[2]
-        return copyreg.__newobj__, (plain,), state  # type: ignore[attr-defined]
+        return copyreg._reconstructor, (plain, object, None), state  # type: ignore[attr-defined]
 
 
 def replicate(
