@@ -67,7 +67,9 @@ class Kind(Protocol):
 
 def kind_of(value: Any) -> Kind | None:
     """Return what knows the library that a value is an array of; None if it is NumPy's, or none."""
-    return _kind(type(value))
+    cls: Any = type(value)
+    found: Kind | None = _kind(cls)
+    return found
 
 
 @functools.lru_cache(maxsize=256)

@@ -130,7 +130,8 @@ class Overlay:
             os.close(table)
         if len(entries) != count:
             raise OSError(errno.EIO, "/proc/self/pagemap ends too early")
-        return ((entries & _THERE) != 0) & ((entries & _OF_FILE) == 0)
+        found: Array = ((entries & _THERE) != 0) & ((entries & _OF_FILE) == 0)
+        return found
 
     def take_back(self, start: int, stop: int) -> None:
         """Forget what this process has written to pages that were lent: they show the file."""

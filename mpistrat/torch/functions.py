@@ -6,14 +6,13 @@ import weakref
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from mpistrat import nest
 from mpistrat.arrays import label
 from mpistrat.distribute.default import current_strategy, default_strategy
+from mpistrat.distribute.gather import gather
 from mpistrat.distribute.mode import refuse_unchosen
 from mpistrat.distribute.replica_reduce import all_reduce as fold
-from mpistrat.distribute.gather import gather
 from mpistrat.errors import LeafTypeError
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.torch.gradients import as_replica

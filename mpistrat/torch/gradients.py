@@ -102,6 +102,8 @@ class Gradients:
         self._scaling: list[Any] = []
         self._slots: list[tuple[dict[str, Any], str, Any, bool]] | None = None
         self._meets = False
+        self._passes, self._base, self.weight = 0, 0.0, 0.0
+        self.versions: list[int] = []
         self._pass, self._folds, self._last, self._now = 0, 0, 1.0, 0.0
         self.renewed: Callable[[], None] = lambda: None
         self.begin_alike()
@@ -330,7 +332,7 @@ class Gradients:
     def forget(self) -> None:
         """Begin anew with adding up."""
         self._passes, self._base, self.weight = 0, 0.0, 0.0
-        self.versions: list[int] = []
+        self.versions = []
 
     def _compare(self) -> None:
         """Compare one parameter of all ranks now and then, another one each time. Collective."""

@@ -35,7 +35,7 @@ class _Call:
         self._told = False
 
     def __get__(self, model: Any, cls: type | None = None) -> Any:
-        dynamo = sys.modules.get("torch._dynamo.eval_frame")
+        dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
         if not self._told and hasattr(dynamo, "skip_code"):
             for function in (_call, Gradients.call, Gradients.wanted):
                 dynamo.skip_code(function.__code__)
@@ -137,7 +137,7 @@ def replicate(
 def gradients_of(model: Any, what: str) -> Gradients:
     """Return the gradients of a replicated model, or raise TypeError that says `what` wants one."""
     found = model.__dict__.get(_KEY) if isinstance(model, torch.nn.Module) else None
-    if found is None:
+    if not isinstance(found, Gradients):
         raise TypeError(f"{what}: {type(model).__name__} is not what replicate(model) returned.")
     return found
 
