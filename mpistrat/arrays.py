@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import numbers
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -59,6 +59,10 @@ class Kind(Protocol):
     @staticmethod
     def as_buffer(array: Array) -> Any:
         """Return what has the memory of an array; `as_array` gives that very array for it."""
+
+    @staticmethod
+    def parts_of(value: Any) -> Mapping[str, Any] | None:
+        """Return what a checkpoint saves of an object of the library; None if nothing is known."""
 
     @staticmethod
     def spec(value: Any, path: str) -> tuple[np.dtype[Any], tuple[int, ...]]:

@@ -88,7 +88,7 @@ class FusedOptimizer:
                 for name, p in zip(gradients.names, gradients.params, strict=True)
             }
             optimizer.build(self.variables.values())
-        self._places = [p.data_ptr() for p in gradients.params]
+        self._note()
         gradients.deferred, gradients.renewed = True, self._renew
 
     def step(self) -> None:
@@ -189,7 +189,13 @@ class FusedOptimizer:
                     variable.storage.take_back()
                 variable.assign(value)
                 p.data = _seen(variable).permute(back)
-        self._places = [p.data_ptr() for p in gradients.params]
+        self._note()
+
+    def _note(self) -> None:
+        """Remember where the weights are, and let checkpoints know."""
+        params = self._gradients.params
+        self._places = [p.data_ptr() for p in params]
+        self._gradients.variables = dict(zip(map(id, params), self.variables.values(), strict=True))
 
 
 def _moved(name: str, p: Any) -> Variable:

@@ -90,6 +90,7 @@ class Gradients:
       views: The same memory as tensors that are laid out as the parameters.
       weight: How many rows the gradients are the mean of that this rank has added up.
       versions: Of the views, when the last pass ended.
+      variables: What has the memory of parameters, by the identity of these.
       renewed: Is called when all weights were given anew.
     """
 
@@ -105,6 +106,7 @@ class Gradients:
         self._passes, self._base, self.weight = 0, 0.0, 0.0
         self.versions: list[int] = []
         self._pass, self._folds, self._last, self._now = 0, 0, 1.0, 0.0
+        self.variables: dict[int, Any] = {}
         self.renewed: Callable[[], None] = lambda: None
         self.begin_alike()
 

@@ -14,12 +14,12 @@ import torch
 from mpistrat.distribute.default import current_strategy, default_strategy
 from mpistrat.distribute.mode import refuse_unchosen
 from mpistrat.torch.gradients import Gradients, first_rows
+from mpistrat.torch.states import GRADIENTS
 
 __all__ = ["Replicated", "gradients_of", "no_sync", "replicate", "take_part"]
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
-_KEY = "_mpistrat_gradients"  # in the attributes of a replicated model; a copy has none
 _classes: dict[type, type] = {}
 
 
@@ -47,7 +47,7 @@ class _Call:
 
 def _call(model: Any, *args: Any, **kwargs: Any) -> Any:
     """Call the model, and note how many rows its gradients will be the mean of."""
-    gradients, forward = model.__dict__.get(_KEY), super(Replicated, model).__call__
+    gradients, forward = model.__dict__.get(GRADIENTS), super(Replicated, model).__call__
     if gradients is None or not gradients.wanted():
         return forward(*args, **kwargs)
     return gradients.call(forward, args, kwargs)
@@ -65,7 +65,7 @@ class Replicated(torch.nn.Module):
         """Return how to make an ordinary model of it, as it was before `replicate`."""
         state = super().__reduce_ex__(2)[2]
         if isinstance(state, dict):
-            state = {key: value for key, value in state.items() if key != _KEY}
+            state = {key: value for key, value in state.items() if key != GRADIENTS}
         plain = type(self).__mro__[2]
         return copyreg._reconstructor, (plain, object, None), state  # type: ignore[attr-defined]
 
@@ -116,7 +116,7 @@ def replicate(
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"replicate: {model!r:.60} is not a torch.nn.Module.")
-    known = model.__dict__.get(_KEY)
+    known = model.__dict__.get(GRADIENTS)
     if strategy is None:
         strategy = known.strategy if known else current_strategy()
     if strategy is default_strategy():
@@ -127,7 +127,7 @@ def replicate(
     plain = type(model).__mro__[2] if isinstance(model, Replicated) else type(model)
     if known is not None:
         known.close()
-    model.__dict__[_KEY] = Gradients(model, strategy, rows or first_rows)
+    model.__dict__[GRADIENTS] = Gradients(model, strategy, rows or first_rows)
     if plain not in _classes:
         _classes[plain] = type(f"Replicated{plain.__name__}", (Replicated, plain), {})
     model.__class__ = _classes[plain]
@@ -136,7 +136,7 @@ def replicate(
 
 def gradients_of(model: Any, what: str) -> Gradients:
     """Return the gradients of a replicated model, or raise TypeError that says `what` wants one."""
-    found = model.__dict__.get(_KEY) if isinstance(model, torch.nn.Module) else None
+    found = model.__dict__.get(GRADIENTS) if isinstance(model, torch.nn.Module) else None
     if not isinstance(found, Gradients):
         raise TypeError(f"{what}: {type(model).__name__} is not what replicate(model) returned.")
     return found
