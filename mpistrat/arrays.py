@@ -65,6 +65,10 @@ class Kind(Protocol):
         """Return what a checkpoint saves of an object of the library; None if nothing is known."""
 
     @staticmethod
+    def rows_of(source: Any) -> Any:
+        """Return a dataset of the library as a tree of arrays to be read by rows, or None."""
+
+    @staticmethod
     def spec(value: Any, path: str) -> tuple[np.dtype[Any], tuple[int, ...]]:
         """Return dtype and shape, or raise LeafTypeError; nothing of the contents is looked at."""
 

@@ -7,6 +7,7 @@ try:
 except ImportError as error:
     raise ImportError("mpistrat.torch needs PyTorch: pip install 'mpistrat[torch]'.") from error
 
+from mpistrat.torch.batches import batches
 from mpistrat.torch.functions import SyncBatchNorm, all_gather, all_reduce
 from mpistrat.torch.fused import FusedOptimizer
 from mpistrat.torch.replicate import no_sync, replicate, take_part
@@ -16,6 +17,7 @@ __all__ = [
     "SyncBatchNorm",
     "all_gather",
     "all_reduce",
+    "batches",
     "no_sync",
     "replicate",
     "take_part",

@@ -15,9 +15,10 @@ import torch
 
 from mpistrat.arrays import Array, is_bfloat16, label
 from mpistrat.errors import LeafTypeError
+from mpistrat.torch.items import rows_of
 from mpistrat.torch.states import parts_of
 
-__all__ = ["as_array", "as_buffer", "as_given", "parts_of", "spec", "tensor_of"]
+__all__ = ["as_array", "as_buffer", "as_given", "parts_of", "rows_of", "spec", "tensor_of"]
 
 _BFLOAT16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
 # By identity: tensors of `Strategy.buffers`, and the arrays that are known by theirs.
