@@ -2,4 +2,6 @@
 
 from importlib.util import find_spec
 
-collect_ignore_glob = [] if find_spec("torch") else ["mpistrat/torch/*"]
+collect_ignore_glob = (
+    [] if find_spec("torch") else ["mpistrat/torch/*", "mpistrat/examples/*_torch.py"]
+)

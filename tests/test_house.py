@@ -40,7 +40,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "mpi4py": ("comm/mpi.py",),
     "numba": ("kernels/",),
     "subprocess": ("launch/", "testing/"),
-    "torch": ("torch/",),
+    "torch": ("torch/", "examples/language_model_torch.py"),
     "jax": (),
     "tensorflow": (),
 }
