@@ -74,7 +74,7 @@ class TransformerResult(NamedTuple):
     rate: float
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Attention to what came before, then two linear layers; each added to its input."""
 
     def __init__(self, channels: int, heads: int):
@@ -109,7 +109,7 @@ class Transformer(nn.Module):
         self.symbols = nn.Embedding(text.SYMBOLS, channels)
         self.places = nn.Parameter(torch.zeros(settings.length, channels))
         self.blocks = nn.Sequential(
-            *[Block(channels, settings.heads) for _ in range(settings.layers)]
+            *[TransformerBlock(channels, settings.heads) for _ in range(settings.layers)]
         )
         self.norm = nn.LayerNorm(channels)
         self.scores = nn.Linear(channels, text.SYMBOLS, bias=False)
