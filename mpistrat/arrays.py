@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import importlib
 import numbers
 import operator
 import threading
-from collections.abc import Iterable
-from typing import Any, final
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol, final
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,7 @@ from mpistrat.errors import LeafTypeError, MpistratError
 
 __all__ = [
     "Array",
+    "Kind",
     "Quiet",
     "as_array",
     "as_dtype",
@@ -31,6 +33,7 @@ __all__ = [
     "finish",
     "is_bfloat16",
     "is_scalar",
+    "kind_of",
     "label",
     "quiet",
     "sealed",
@@ -44,6 +47,50 @@ _TRAVELS = frozenset("biufc")
 # Of x87's numbers of 80 bits the rest is padding.
 _LONG = 10 if np.finfo(np.longdouble).nmant == 63 else np.dtype(np.longdouble).itemsize
 _FOREIGN = 256  # NPY_USERDEF: type numbers from here on are not NumPy's own
+# By the package that a class is from: who knows its arrays, as `Kind` says. Imported at the first.
+_ROOMS = {"torch": "mpistrat.torch.tensors"}
+
+
+class Kind(Protocol):
+    """What knows the arrays of another library: a module with these functions."""
+
+    @staticmethod
+    def as_array(value: Any, path: str) -> Array:
+        """Return a view of the memory of a value, as `as_array` does, or raise LeafTypeError."""
+
+    @staticmethod
+    def as_given(result: Array, like: Any) -> Any:
+        """Return a result as what `like` is, with the memory of `result` if that can be."""
+
+    @staticmethod
+    def as_buffer(array: Array) -> Any:
+        """Return what has the memory of an array; `as_array` gives that very array for it."""
+
+    @staticmethod
+    def parts_of(value: Any) -> Mapping[str, Any] | None:
+        """Return what a checkpoint saves of an object of the library; None if nothing is known."""
+
+    @staticmethod
+    def rows_of(source: Any) -> Any:
+        """Return a dataset of the library as a tree of arrays to be read by rows, or None."""
+
+    @staticmethod
+    def spec(value: Any, path: str) -> tuple[np.dtype[Any], tuple[int, ...]]:
+        """Return dtype and shape, or raise LeafTypeError; nothing of the contents is looked at."""
+
+
+def kind_of(value: Any) -> Kind | None:
+    """Return what knows the library that a value is an array of; None if it is NumPy's, or none."""
+    cls: Any = type(value)
+    found: Kind | None = _kind(cls)
+    return found
+
+
+@functools.lru_cache(maxsize=256)
+def _kind(cls: type) -> Any:
+    packages = (base.__module__.partition(".")[0] for base in cls.__mro__)
+    room = next((_ROOMS[package] for package in packages if package in _ROOMS), None)
+    return None if room is None else importlib.import_module(room)
 
 
 def label(path: str) -> str:
@@ -131,6 +178,9 @@ def as_dtype(given: Any, what: str = "") -> np.dtype[Any]:
 def _convert(value: Any, path: str) -> Array:
     if isinstance(value, np.ndarray):
         return value.view(np.ndarray) if type(value) is not np.ndarray else value
+    kind = kind_of(value)
+    if kind is not None:
+        return kind.as_array(value, path)
     try:
         if is_scalar(value) or hasattr(value, "__array__"):
             return np.asarray(value)
@@ -161,10 +211,17 @@ def _is_buffer(value: Any) -> bool:
 def finish(result: Array, like: Any) -> Any:
     """Return `result` as the caller's kind: a NumPy scalar where a number went in.
 
+    An array of another library, where one went in that `kind_of` knows.
+
     Example:
       >>> finish(np.array(2.5), 1.0)
       np.float64(2.5)
     """
+    if type(like) is np.ndarray:
+        return result
+    kind = kind_of(like)
+    if kind is not None:
+        return kind.as_given(result, like)
     return result[()] if result.ndim == 0 and is_scalar(like) else result
 
 

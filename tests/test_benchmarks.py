@@ -373,3 +373,16 @@ def test_benchmarks_of_one_process(name, rows, capsys, monkeypatch):
     figures = [line for line in lines if re.search(r" \d+\.\d$", line)]
     missing = sum("not installed" in line for line in lines)
     assert len(figures) == rows or missing
+
+
+@alone
+@pytest.mark.parametrize("size", [2])
+def test_torch_step(size, tmp_path):
+    pytest.importorskip("torch", reason="wants PyTorch: pip install 'mpistrat[torch]'")
+    code, rows, text = run("torch_step", size, tmp_path)
+    assert code == 0, text
+    peers = ["alone", "replicate", "fused", "ddp"]
+    assert [(row["model"], row["peer"]) for row in rows] == [
+        (model, peer) for model in ("mlp", "conv") for peer in peers
+    ]
+    assert all(row["least_ms"] > 0 for row in rows)

@@ -30,7 +30,7 @@ ROWS = (
         *("launch", "compat", "testing", "examples", "cli", "__main__"),
         # Public names, bound here and made elsewhere.
         *("__init__", "cluster_resolver", "coordinator", "experimental"),
-        "vjp",
+        *("vjp", "torch"),
     ),
 )
 LAYER = {room: number for number, row in enumerate(ROWS) for room in row}
@@ -40,7 +40,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "mpi4py": ("comm/mpi.py",),
     "numba": ("kernels/",),
     "subprocess": ("launch/", "testing/"),
-    "torch": (),
+    "torch": ("torch/", "examples/language_model_torch.py"),
     "jax": (),
     "tensorflow": (),
 }

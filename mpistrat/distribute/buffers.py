@@ -10,7 +10,7 @@ import numpy as np
 
 from mpistrat import nest
 from mpistrat.arena.layout import LINE
-from mpistrat.arrays import Array, dtype_name, is_bfloat16, label
+from mpistrat.arrays import Array, dtype_name, is_bfloat16, kind_of, label
 from mpistrat.distribute.naming import named
 from mpistrat.distribute.parts import Parts
 from mpistrat.errors import LeafTypeError
@@ -33,11 +33,19 @@ def make_buffers(parts: Parts, name: str, specs: Any) -> Any:
         if parts.lockstep.comm.size > 1:
             parts.reducer.node.warn(name)
         arrays = [_aligned(dtype, shape) for dtype, shape in wanted]
-    return nest.unflatten(structure, arrays)
+    kinds = map(kind_of, leaves)
+    made = [
+        array if kind is None else kind.as_buffer(array)
+        for kind, array in zip(kinds, arrays, strict=True)
+    ]
+    return nest.unflatten(structure, made)
 
 
 def _spec(leaf: Any, path: str) -> Spec:
+    kind = kind_of(leaf)
     try:
+        if kind is not None:
+            return kind.spec(leaf, path)
         dtype, shape = np.dtype(leaf.dtype), tuple(int(size) for size in leaf.shape)
     except (AttributeError, TypeError, ValueError):
         raise LeafTypeError(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpistrat import nest
-from mpistrat.arrays import Array, as_array, label
+from mpistrat.arrays import Array, as_array, finish, label
 from mpistrat.distribute.kinds import DistributedVariable
 from mpistrat.distribute.mode import same_strategy
 from mpistrat.distribute.naming import named
@@ -63,7 +63,8 @@ def gather(parts: Parts, name: str, value: Any, axis: int, of: str = "") -> Any:
     if not leaves:
         return value
     call = f"{name}(axis={axis}, {nest.describe(structure)}){of}"
-    return nest.unflatten(structure, parts.reducer.all_gather(call, axes, arrays, paths))
+    found = parts.reducer.all_gather(call, axes, arrays, paths)
+    return nest.unflatten(structure, list(map(finish, found, copies)))
 
 
 def _refuse_slices(name: str, leaves: Sequence[Any]) -> None:

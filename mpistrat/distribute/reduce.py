@@ -14,7 +14,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpistrat import nest
-from mpistrat.arrays import Array, as_array, dtype_name, finish, is_scalar, label, spec_text
+from mpistrat.arrays import (
+    Array,
+    as_array,
+    dtype_name,
+    finish,
+    is_scalar,
+    kind_of,
+    label,
+    spec_text,
+)
 from mpistrat.collectives import allreduce
 from mpistrat.collectives.call import ONES, SMALL, Call, Contribution, described
 from mpistrat.collectives.calls import Request, request
@@ -134,9 +143,8 @@ def _fitting(
             f"out must have the structure of value, {nest.describe(structure)}, not "
             f"{nest.describe(found)}."
         )
-    for i, (place, shape, dtype) in enumerate(zip(outs, shapes, dtypes, strict=True)):
-        fit(place, shape, dtype, structure, i)
-    return outs
+    specs = zip(outs, shapes, dtypes, strict=True)
+    return [fit(place, shape, dtype, structure, i) for i, (place, shape, dtype) in enumerate(specs)]
 
 
 def _weight(op: ReduceOp, weight: float | None) -> float:
@@ -153,11 +161,19 @@ def _weight(op: ReduceOp, weight: float | None) -> float:
 
 def fit(
     place: Any, shape: tuple[int, ...], dtype: np.dtype[Any], tree: nest.Structure, leaf: int
-) -> None:
-    """Raise unless a result of that shape and dtype can be put there; it is that leaf of `out`."""
+) -> Array:
+    """Return an array where a result of that shape and dtype can be put: that leaf of `out`.
+
+    Raises:
+      LeafTypeError: It is not an array, or of another shape or dtype.
+      ValueError: It is read-only.
+    """
+    kind = kind_of(place)
+    if kind is not None:
+        place = kind.as_array(place, nest.path_names(tree)[leaf])
     if isinstance(place, np.ndarray) and place.shape == shape and place.dtype == dtype:
         if place.flags.writeable:
-            return
+            return place
         path = nest.path_names(tree)[leaf]
         raise ValueError(f"out: {label(path)} is read-only, so the result cannot go there.")
     path = nest.path_names(tree)[leaf]
@@ -226,6 +242,8 @@ def _first(
             and all(map(_native, given.leaves, given.dense))
         ):
             parts.calls.learn(asked, call, given.weighed)
+        if outs is None:
+            totals = list(map(finish, totals, given.leaves))
     return nest.unflatten(given.structure, totals) if outs is None else out
 
 

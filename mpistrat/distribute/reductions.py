@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat import nest
-from mpistrat.arrays import Array, as_array, digest, dtype_name, finish, label
+from mpistrat.arrays import Array, as_array, digest, dtype_name, finish, kind_of, label
 from mpistrat.collectives.call import Contribution
 from mpistrat.collectives.dtypes import wire_type
 from mpistrat.distribute.kinds import DistributedVariable
@@ -154,7 +154,11 @@ def reduce_over_axis(parts: Parts, reduce_op: Any, value: Any, axis: Any) -> Any
     totals = parts.all_reduce_given(call, op, contributions)
     if op is ReduceOp.MEAN:
         _rescue(parts, call, [_component(leaf) for leaf in leaves], over, contributions, totals)
-    return nest.unflatten(structure, [total[()] for total in totals])
+    likes = map(select, leaves)
+    return nest.unflatten(
+        structure,
+        [t[()] if kind_of(x) is None else finish(t, x) for t, x in zip(totals, likes, strict=True)],
+    )
 
 
 # A power of two that no sum of floating-point numbers overflows with, however many there are.

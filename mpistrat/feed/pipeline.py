@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, final
 
+from mpistrat.arrays import kind_of
 from mpistrat.feed.orders import Order, Straight
 from mpistrat.feed.padded import PaddedBatch
 from mpistrat.feed.pieces import BatchSlice, ExampleReader, FileRead, Given, MapFn, named
@@ -173,6 +174,9 @@ def begin(source: Any) -> Examples | Batches:
       DataError: The arrays do not fit together.
       TypeError: It is not a source.
     """
+    kind = None if is_array(source) else kind_of(source)
+    rows = None if kind is None else kind.rows_of(source)
+    source = source if rows is None else rows
     if is_array(source) or isinstance(source, (dict, tuple)):
         return Examples(ExampleReader(Arrays(source, "the source of the dataset")))
     return Batches(Stream(source))

@@ -28,8 +28,9 @@ SIZES = {
     "concepts": (1, 2, 3),
     "sharp-edges": (2,),
     "coming-from": (1, 2),
+    "from-pytorch": (1, 2),
 }
-OPTIONAL = ("h5py", "ml_dtypes", "pyarrow", "zarr")  # a block may need these
+OPTIONAL = ("h5py", "ml_dtypes", "pyarrow", "torch", "zarr")  # a block may need these
 
 
 def page(name):

@@ -1,0 +1,95 @@
+"""The items of a map-style dataset of PyTorch as arrays that are read by rows."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import numpy as np
+import torch
+
+from mpistrat import nest
+from mpistrat.arrays import Array, as_array
+from mpistrat.errors import DataError
+
+__all__ = ["rows_of"]
+
+
+@final
+class _Items:
+    """A map-style dataset whose items are trees of tensors, arrays and numbers of one shape.
+
+    Rows that were read last are kept: each leaf of a tree asks for the same ones in turn.
+    """
+
+    def __init__(self, dataset: Any):
+        """Read the first item, which tells what an item is."""
+        self.count = len(dataset)
+        if not self.count:
+            raise DataError(f"{type(dataset).__name__} has no items, so nobody knows what one is.")
+        self._dataset = dataset
+        leaves, self.structure = nest.flatten(dataset[0])
+        self.first = [self._leaf(leaf, i) for i, leaf in enumerate(leaves)]
+        self._last: tuple[tuple[int, ...], list[Array]] = (), []
+
+    def _leaf(self, leaf: Any, index: int) -> Array:
+        if isinstance(leaf, str | bytes):
+            raise DataError(
+                f"leaf {index} of an item of {type(self._dataset).__name__} is text; wanted "
+                "tensors, arrays or numbers. Let __getitem__ return the numbers of its words."
+            )
+        return as_array(leaf, str(index))
+
+    def read(self, rows: Any) -> list[Array]:
+        """Return the leaves of the items of these rows, each stacked."""
+        wanted = tuple(map(int, rows))
+        if self._last[0] != wanted:
+            if hasattr(self._dataset, "__getitems__"):
+                items = self._dataset.__getitems__(list(wanted))
+            else:
+                items = [self._dataset[row] for row in wanted]
+            each = [nest.up_to(self.structure, item, "an item") for item in items]
+            columns = zip(*each, strict=True)
+            stacked = [np.stack([self._leaf(x, i) for x in c]) for i, c in enumerate(columns)]
+            self._last = wanted, stacked
+        return self._last[1]
+
+
+@final
+class _Leaf:
+    """One leaf of all items, read by rows."""
+
+    def __init__(self, items: _Items, index: int):
+        """Read nothing more."""
+        like = items.first[index]
+        self._items, self._index = items, index
+        self.shape, self.dtype = (items.count, *like.shape), like.dtype
+
+    def __getitem__(self, rows: Any) -> Array:
+        """Return the rows of a slice, or of an array of numbers."""
+        if isinstance(rows, slice):
+            rows = range(*rows.indices(self.shape[0]))
+        if not len(rows):
+            return np.empty((0, *self.shape[1:]), self.dtype)
+        return self._items.read(rows)[self._index]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        """Return all rows."""
+        return np.asarray(self[:], dtype)
+
+
+def rows_of(dataset: Any) -> Any:
+    """Return a tree of what reads like arrays, for `mpistrat.Dataset`; None of what is no dataset.
+
+    Args:
+      dataset: A map-style dataset: it has a length, and items by number.
+
+    Raises:
+      DataError: It has no items, or one is neither tensors nor numbers.
+    """
+    iterable = isinstance(dataset, torch.utils.data.IterableDataset)
+    if iterable or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        return None
+    items = _Items(dataset)
+    leaves: list[Any] = [_Leaf(items, i) for i in range(len(items.first))]
+    tree = nest.unflatten(items.structure, leaves)
+    return tuple(tree) if isinstance(tree, list) else tree

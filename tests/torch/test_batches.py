@@ -1,0 +1,70 @@
+"""Datasets of PyTorch are divided over the ranks as arrays are."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import mpistrat as ms
+from mpistrat.testing import run_ranks
+
+torch = pytest.importorskip("torch", reason="wants PyTorch: pip install 'mpistrat[torch]'")
+mt = pytest.importorskip("mpistrat.torch")
+
+
+class Squares(torch.utils.data.Dataset):
+    """Rows of a tensor and the square of their number; notes what was read."""
+
+    def __init__(self, count=10):
+        self.count, self.read = count, []
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        return {"x": torch.full((2,), float(index)), "y": index * index}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_each_rank_reads_its_own_items_once(size):
+    def program(comm):
+        strategy, data = ms.MultiWorkerMirroredStrategy(), Squares()
+        batches = mt.batches(data, strategy, batch_size=4, shuffle=True, seed=3)
+        assert len(batches) == 3
+        for _ in range(2):
+            data.read.clear()
+            found = list(batches)
+            assert len(found) == 3
+            rows = torch.cat([batch["x"] for batch in found])[:, 0].long()
+            assert sorted(data.read) == sorted(rows.tolist())
+            for batch in found:
+                assert batch["x"].dtype is torch.float32 and batch["y"].dtype is torch.int64
+                assert torch.equal(batch["x"][:, 0].long() ** 2, batch["y"])
+            every = strategy.run(lambda: ms.get_replica_context().all_gather(rows, 0))  # noqa: B023
+            assert sorted(every.tolist()) == list(range(10))
+        return rows.tolist()
+
+    run_ranks(program, size)
+
+
+def test_it_is_a_source_of_a_dataset_with_all_its_steps():
+    dataset = ms.Dataset(Squares()).map(lambda item: item["x"].sum()).batch(4)
+    assert [batch.tolist() for batch in dataset] == [[0, 2, 4, 6], [8, 10, 12, 14], [16, 18]]
+
+
+def test_other_sources():
+    strategy = ms.OneDeviceStrategy("cpu")
+    pairs = torch.utils.data.TensorDataset(torch.arange(4.0), torch.arange(4))
+    for data in (
+        pairs,
+        (torch.arange(4.0), np.arange(4)),
+        ms.Dataset((np.arange(4.0), np.arange(4))),
+    ):
+        (x, y), *_ = mt.batches(data, strategy, batch_size=3)
+        assert x.tolist() == y.tolist() == [0, 1, 2]
+    with pytest.raises(ms.errors.DataError, match="has no items"):
+        mt.batches(Squares(0), strategy, batch_size=3)
+    texts = torch.utils.data.Subset(["a", "b"], [0, 1])
+    with pytest.raises(ms.errors.DataError, match="is text"):
+        ms.Dataset(texts)
