@@ -181,7 +181,7 @@ def test_gradients(size, tmp_path):
         == {"arena", "arena mean", "arena uneven", "out=", "fresh"}
         < set(row["ms"])
     )
-    assert row["paths"]["arena"] == ("in place" if size > 1 else "alone")
+    assert row["paths"]["arena"] == {1: "alone", 2: "direct"}.get(size, "in place")
 
 
 @alone
