@@ -34,6 +34,11 @@ class Example(NamedTuple):
     def tests(self):
         return [block["path"] for block in self.blocks if block["path"].startswith("tests/")]
 
+    @property
+    def coming(self):
+        """Whether its table is not there yet."""
+        return not all((ROOT / b["path"]).exists() for b in self.blocks if b["kind"] == "row")
+
 
 def sections():
     for section in PAGE.split("\n### ")[1:]:
@@ -45,13 +50,13 @@ EXAMPLES = list(sections())
 
 def test_each_is_one_file_one_row_and_one_test_class():
     for example in EXAMPLES:
-        kinds = [block["kind"] for block in example.blocks]
         files = [
             b["path"]
             for b in example.blocks
             if b["kind"] == "file" and b["path"].startswith("mpistrat/")
         ]
-        assert kinds.count("row") == 1, example.title
+        rows = {block["path"] for block in example.blocks if block["kind"] == "row"}
+        assert len(rows) == 1, example.title  # with its import
         assert len(files) <= 1, example.title
         (test,) = (b for b in example.blocks if b["path"] in example.tests)
         assert len(re.findall(r"^class Test", test["text"], re.MULTILINE)) == 1
@@ -83,7 +88,7 @@ def tree(tmp_path_factory):
         else:
             shutil.copy(ROOT / name, tree / name)
     for example in EXAMPLES:
-        for block in example.blocks:
+        for block in [] if example.coming else example.blocks:
             add(block, tree)
     return tree
 
@@ -104,6 +109,8 @@ def pytests(tree, *paths):
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=[example.title for example in EXAMPLES])
 def test_it_works(example, tree):
+    if example.coming:
+        pytest.skip("its table is not there yet")
     files = [b["path"] for b in example.blocks if b["kind"] == "file"]
     assert "passed" in pytests(tree, *files)  # with their examples
 

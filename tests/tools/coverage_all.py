@@ -85,7 +85,7 @@ def coverage(*command: str) -> int:
 def run(part: Part, options: list[str]) -> None:
     """Run the tests of a part; those that fail are shown, and what they reach counts."""
     env = {**os.environ, "MPISTRAT_NUMBA": str(int(part.numba))}
-    tests = ("-q", "-p", "no:cacheprovider", "--timeout=600", *part.options, *options)
+    tests = ("-q", "-p", "no:cacheprovider", "--timeout=3600", *part.options, *options)
     call = [sys.executable, "-m", "coverage", "run", f"--rcfile={settings()}", "-m", "pytest"]
     subprocess.run([*call, *tests], cwd=ROOT, env=env, check=False)
 
