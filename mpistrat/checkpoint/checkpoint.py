@@ -33,8 +33,9 @@ class Checkpoint:
     Args:
       root: An object or mapping whose own variables are saved too; None for none.
       **kwargs: Variables, and dicts, lists, tuples and objects of the program's own classes that
-        hold variables; metrics; optimizers, once they are built. Each becomes an attribute;
-        attributes that are set later are saved too.
+        hold variables; metrics; optimizers, once they are built; modules, optimizers and schedulers
+        of PyTorch, tensors and generators, of which replica 0's are saved. Each becomes an
+        attribute; attributes that are set later are saved too.
 
     Raises:
       ValueError: A name is that of a method, or begins with an underscore.

@@ -691,11 +691,12 @@ class Strategy(StrategyBase):
         Collective. Cost: the memory is reserved at once, some 0.25 s per GB of all ranks of a node.
 
         Args:
-          specs: Tree of anything with a ``dtype`` and a ``shape``: arrays, variables.
+          specs: Tree of anything with a ``dtype`` and a ``shape``: arrays, variables, tensors.
 
         Returns:
-          The same tree of zeroed arrays, C-ordered and aligned to 64 bytes. Their memory is given
-          back when the last of them is gone; it has no name, so nothing is left after a crash.
+          The same tree of zeroed arrays, C-ordered and aligned to 64 bytes; of a tensor a tensor.
+          Their memory is given back when the last of them is gone; it has no name, so nothing is
+          left after a crash.
 
         Raises:
           LeafTypeError: A leaf has no dtype and shape, or they are of no array that can travel.

@@ -107,7 +107,7 @@ def train(model, optimizer, rank=0, size=1, clip=None, sync=None):
     """A loop as anybody writes it; `sync` tells of each batch whether it is followed by a step."""
     for step, (x, y) in enumerate(batches()):
         last = sync is None or sync[step]
-        with contextlib.nullcontext() if last or size == 0 else mt.no_sync(model):
+        with contextlib.nullcontext() if last else mt.no_sync(model):
             loss = F.mse_loss(model(piece(x, rank, size)), piece(y, rank, size))
             loss.backward()
         if last:
@@ -152,8 +152,9 @@ def test_weights_are_those_of_one_process(size, kind):
     run_ranks(program, size)
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("size", SIZES)
-def test_clipping_and_accumulation_are_those_of_one_process(size):
+def test_clipping_and_accumulation_are_those_of_one_process(size, fused):
     # Batches of 8 and 7 rows are no one mean: the rows of both count alike.
     sync, kind = [False, True, True, True], "plain"
 
@@ -174,8 +175,12 @@ def test_clipping_and_accumulation_are_those_of_one_process(size):
 
     def program(comm):
         model = mt.replicate(made(kind), ms.MirroredStrategy())
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-        train(model, optimizer, comm.rank, size, clip=0.1, sync=sync)
+        optimizer, clip = torch.optim.AdamW(model.parameters(), lr=0.05), 0.1
+        if fused:
+            own = ms.optim.ClipByGlobalNorm(clip)
+            own = ms.optim.AdamW(0.05, weight_decay=0.01, clip=own)
+            optimizer, clip = mt.FusedOptimizer(model, own), None
+        train(model, optimizer, comm.rank, size, clip=clip, sync=sync)
         close(model, wanted)
 
     run_ranks(program, size)
