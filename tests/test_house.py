@@ -30,7 +30,7 @@ ROWS = (
         *("launch", "compat", "testing", "examples", "cli", "__main__"),
         # Public names, bound here and made elsewhere; and those that are refused.
         *("__init__", "cluster_resolver", "coordinator", "experimental", "refused"),
-        *("vjp", "parity", "torch"),
+        *("vjp", "parity", "torch", "jax"),
     ),
 )
 LAYER = {room: number for number, row in enumerate(ROWS) for room in row}
@@ -41,7 +41,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "numba": ("kernels/",),
     "subprocess": ("launch/", "testing/"),
     "torch": ("torch/",),
-    "jax": (),
+    "jax": ("jax/",),
     "tensorflow": (),
 }
 ENVIRONMENT = ("options.py", "environment.py", "cluster/")
