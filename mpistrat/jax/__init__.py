@@ -1,5 +1,19 @@
-"""JAX with mpistrat: arrays and trees go in and come out as JAX arrays."""
+"""JAX on many ranks: arrays and trees go in and come out as JAX arrays.
+
+Every call of mpistrat takes JAX arrays, and gives JAX arrays back where it was given some. What is
+here is for trees that JAX knows, and may be called in functions that JAX transforms: by ``jit``,
+``grad``, ``vmap``, ``scan``, ``while_loop`` or ``cond``.
+
+    import mpistrat.jax as mj
+"""
 
 from __future__ import annotations
 
-__all__: list[str] = []
+try:
+    import jax  # noqa: F401
+except ImportError as error:  # pragma: no cover
+    raise ImportError("mpistrat.jax needs JAX: pip install 'mpistrat[jax]'.") from error
+
+from mpistrat.jax.functions import all_gather, all_reduce, broadcast, replicate
+
+__all__ = ["all_gather", "all_reduce", "broadcast", "replicate"]

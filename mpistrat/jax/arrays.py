@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from mpistrat.arrays import Array, label
+from mpistrat.arrays import Array, is_scalar, label
 from mpistrat.errors import LeafTypeError
 
 __all__ = ["LINE", "as_array", "as_buffer", "as_given", "given_back", "spec"]
@@ -35,11 +35,13 @@ def as_array(value: Any, path: str = "") -> Array:
             "has no numbers yet. There, call mpistrat.jax.all_reduce, all_gather or broadcast; or "
             "communicate between two functions that are transformed."
         )
+    if is_scalar(value):  # a number of Python's that JAX has given a dtype
+        return np.asarray(value, getattr(value, "dtype", None))
     if not isinstance(value, jax.Array):
         raise LeafTypeError(
             f"{label(path)} is {value!r:.60} ({type(value).__name__}); wanted an array or a number."
         )
-    if jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended):
+    if jax.numpy.issubdtype(value.dtype, jax.dtypes.extended):
         raise LeafTypeError(
             f"{label(path)} has dtype {value.dtype}, which NumPy does not know. Give "
             "jax.random.key_data(key); mpistrat.jax.broadcast and replicate take keys as they are."

@@ -60,7 +60,7 @@ class Pool:
         self._turn = self._out = self._most = self.kept = 0
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Return a writable array of any contents, as ``np.empty`` does; large ones begin a line."""
+        """Return a writable array of any contents, as ``np.empty`` does; large: on a line."""
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes < LEAST:
             return np.empty(shape, dtype)

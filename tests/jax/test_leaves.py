@@ -80,9 +80,7 @@ def test_memory_comes_in_as_it_is():
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_memory_goes_out_as_it_is_and_is_not_used_again_while_jax_has_it(
-    size, dtype, monkeypatch
-):
+def test_memory_goes_out_as_it_is_and_is_not_used_again_while_jax_has_it(size, dtype, monkeypatch):
     """What an all-reduce wrote to is what JAX has, until JAX has dropped it."""
     from mpistrat.jax import arrays as door
 
