@@ -41,7 +41,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "numba": ("kernels/",),
     "subprocess": ("launch/", "testing/"),
     "torch": ("torch/",),
-    "jax": ("jax/",),
+    "jax": ("jax/", "examples/digits_jax.py"),
     "tensorflow": (),
 }
 ENVIRONMENT = ("options.py", "environment.py", "cluster/")

@@ -15,5 +15,14 @@ except ImportError as error:  # pragma: no cover
     raise ImportError("mpistrat.jax needs JAX: pip install 'mpistrat[jax]'.") from error
 
 from mpistrat.jax.functions import all_gather, all_reduce, broadcast, replicate
+from mpistrat.jax.keys import example_keys, replica_key, step_key
 
-__all__ = ["all_gather", "all_reduce", "broadcast", "replicate"]
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "broadcast",
+    "example_keys",
+    "replica_key",
+    "replicate",
+    "step_key",
+]
