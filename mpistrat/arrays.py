@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import numbers
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -65,13 +65,19 @@ class Kind(Protocol):
         """Return what has the memory of an array; `as_array` gives that very array for it."""
 
     @staticmethod
+    def parts_of(value: Any) -> Mapping[str, Any] | None:
+        """Return what a checkpoint saves of an object of the library; None if nothing is known."""
+
+    @staticmethod
     def spec(value: Any, path: str) -> tuple[np.dtype[Any], tuple[int, ...]]:
         """Return dtype and shape, or raise LeafTypeError; nothing of the contents is looked at."""
 
 
 def kind_of(value: Any) -> Kind | None:
     """Return what knows the library that a value is an array of; None if it is NumPy's, or none."""
-    return _kind(type(value))
+    cls: Any = type(value)
+    found: Kind | None = _kind(cls)
+    return found
 
 
 @functools.lru_cache(maxsize=256)

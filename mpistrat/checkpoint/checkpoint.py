@@ -271,6 +271,8 @@ def _file(call: str, argument: str, given: Any) -> Path:
 def _owner(mine: Mapping[str, Variable]) -> Any:
     owners: dict[int, tuple[str, Any]] = {}
     for name, variable in mine.items():
+        if variable.strategy is None:  # of no variable, and of whatever strategy the others are
+            continue
         owners.setdefault(id(variable.strategy), (name, variable.strategy))
     if len(owners) > 1:
         text = "; ".join(f"{name!r} to {strategy!r}" for name, strategy in owners.values())

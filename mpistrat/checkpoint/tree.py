@@ -10,8 +10,10 @@ import sys
 import types
 import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence, Set
-from typing import Any
+from typing import Any, cast
 
+from mpistrat.arrays import kind_of
+from mpistrat.checkpoint.cells import Cell
 from mpistrat.distribute.strategy import Strategy
 from mpistrat.distribute.variables import Variable
 from mpistrat.errors import StructureError
@@ -70,8 +72,8 @@ def _walk(
     value: Any, path: str, given: bool, seen: dict[int, Any]
 ) -> Iterator[tuple[str, Variable]]:
     """Find variables below `value`; `given` tells that the program meant all of it to be saved."""
-    if isinstance(value, Variable):
-        yield path, value
+    if isinstance(value, Variable | Cell):
+        yield path, cast("Variable", value)
     elif value is not None and id(value) not in seen:
         children = _children(value)
         if children is None and given:
@@ -88,9 +90,13 @@ def _walk(
 
 def _children(value: Any) -> Mapping[Any, Any] | None:
     """Return what a value holds by key, place or attribute; None if it is not to be looked into."""
+    kind = kind_of(value)
+    if kind is not None and (parts := kind.parts_of(value)) is not None:
+        return parts
     attributes = _attributes(value) if _has_attributes(value) else {}
-    if isinstance(value, Optimizer | Metric):
-        return value.tree()
+    if isinstance(value, Optimizer | Metric) or _is_ours(value):
+        found: Mapping[str, Any] = value.tree()
+        return found
     if isinstance(value, Mapping):
         return {**attributes, **value}
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
@@ -103,6 +109,10 @@ def _children(value: Any) -> Mapping[Any, Any] | None:
             "list of them."
         )
     return attributes if _has_attributes(value) else None
+
+
+def _is_ours(value: Any) -> bool:
+    return type(value).__module__.startswith("mpistrat.") and hasattr(value, "tree")
 
 
 def _attributes(value: Any) -> dict[str, Any]:

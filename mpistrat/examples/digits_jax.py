@@ -1,4 +1,4 @@
-"""Trains a classifier of handwritten digits with JAX and optax: one program, on any number of ranks.
+"""Trains a classifier of handwritten digits with JAX and optax: one program, any number of ranks.
 
     python -m mpistrat.examples.digits_jax
     mpistrat run -n 2 -m mpistrat.examples.digits_jax --net conv
@@ -114,25 +114,24 @@ def train(
         losses = optax.softmax_cross_entropy_with_integer_labels(scores(parameters, x), y)
         return losses.sum() / max(len(y), 1), losses  # the mean of no examples is 0
 
-    gradient = jax.jit(jax.grad(judge, has_aux=True))
-
-    @jax.jit
     def update(parameters: Any, state: Any, gradients: Any) -> Any:
         changes, state = optimizer.update(gradients, state, parameters)
         return optax.apply_updates(parameters, changes), state
 
-    @jax.jit
     def hits(parameters: Any, x: Any, y: Any) -> Any:
         return scores(parameters, x).argmax(axis=1) == y
+
+    gradient = jax.jit(jax.grad(judge, has_aux=True))
+    updated, hit = jax.jit(update), jax.jit(hits)
 
     def step(x: Any, y: Any) -> None:
         gradients, losses = gradient(model["parameters"], x.astype(np.float32), y)
         gradients = mj.all_reduce("mean", gradients, weight=len(y))
-        model["parameters"], model["state"] = update(*model.values(), gradients)
+        model["parameters"], model["state"] = updated(*model.values(), gradients)
         loss.update_state(losses)
 
     def score(x: Any, y: Any) -> None:
-        accuracy.update_state(hits(model["parameters"], x.astype(np.float32), y))
+        accuracy.update_state(hit(model["parameters"], x.astype(np.float32), y))
 
     images, tests = map(mpistrat.Dataset, load(settings.seed))
     shuffled = images.shuffle(seed=settings.seed).batch(settings.batch)

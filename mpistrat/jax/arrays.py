@@ -11,9 +11,9 @@ import jax
 import numpy as np
 
 from mpistrat.arrays import Array, is_scalar, label
-from mpistrat.errors import LeafTypeError
+from mpistrat.errors import LeafTypeError, StructureError
 
-__all__ = ["LINE", "as_array", "as_buffer", "as_given", "given_back", "spec"]
+__all__ = ["LINE", "as_array", "as_buffer", "as_given", "given_back", "is_key", "parts_of", "spec"]
 
 # Where memory has to begin that JAX is to take as it is.
 LINE = 64
@@ -41,7 +41,7 @@ def as_array(value: Any, path: str = "") -> Array:
         raise LeafTypeError(
             f"{label(path)} is {value!r:.60} ({type(value).__name__}); wanted an array or a number."
         )
-    if jax.numpy.issubdtype(value.dtype, jax.dtypes.extended):
+    if is_key(value):
         raise LeafTypeError(
             f"{label(path)} has dtype {value.dtype}, which NumPy does not know. Give "
             "jax.random.key_data(key); mpistrat.jax.broadcast and replicate take keys as they are."
@@ -85,9 +85,30 @@ def _place(like: Any) -> Any:
     return next(iter(devices)) if len(devices) == 1 else None
 
 
+def is_key(value: Any) -> bool:
+    """Tell whether `value` is an array of keys, as ``jax.random.key`` makes them."""
+    return isinstance(value, jax.Array) and jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key)
+
+
 def as_buffer(array: Array) -> Any:
     """Return the array: it is there to be written to, which no JAX array is."""
     return array
+
+
+def parts_of(value: Any) -> None:
+    """Raise for a JAX array in a checkpoint, since it cannot take what is restored.
+
+    Args:
+      value: What a checkpoint was given.
+
+    Raises:
+      StructureError: It is a JAX array.
+    """
+    if isinstance(value, jax.Array):
+        raise StructureError(
+            f"a checkpoint was given a JAX array ({value.dtype}{list(value.shape)}), which cannot "
+            "be written to when it is restored. Give mpistrat.jax.State(tree), whose value can."
+        )
 
 
 def spec(value: Any, path: str) -> tuple[np.dtype[Any], tuple[int, ...]]:

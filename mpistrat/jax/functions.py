@@ -14,7 +14,7 @@ from mpistrat.collectives.forms import form
 from mpistrat.distribute.gather import gather
 from mpistrat.distribute.state import broadcast_state
 from mpistrat.errors import AxisError, LeafTypeError
-from mpistrat.jax.arrays import given_back
+from mpistrat.jax.arrays import given_back, is_key
 from mpistrat.jax.calls import Call, Site, parts_here
 from mpistrat.jax.traced import bind
 from mpistrat.kernels.ops import ReduceOp
@@ -207,7 +207,7 @@ def _any(leaf: Any, path: str) -> Any:
 
 def _foldable(op: ReduceOp, leaf: Any, path: str) -> Any:
     array = _any(leaf, path)
-    if _is_key(array):
+    if is_key(array):
         raise LeafTypeError(f"{label(path)} has dtype {array.dtype}, which cannot be reduced.")
     result = jax.dtypes.canonicalize_dtype(form(op, np.dtype(array.dtype), path).result)
     return array if array.dtype == result else array.astype(result)
@@ -223,15 +223,11 @@ def _with_axis(leaf: Any, axis: int, path: str) -> Any:
     return array
 
 
-def _is_key(array: Any) -> bool:
-    return isinstance(array, jax.Array) and jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
-
-
 def _without_keys(
     leaves: Sequence[Any], axis: int
 ) -> tuple[list[Any], Callable[[list[Any]], list[Any]]]:
     """Return leaves with the numbers of keys in their places, and what makes keys of numbers."""
-    kinds = [jax.random.key_impl(leaf) if _is_key(leaf) else None for leaf in leaves]
+    kinds = [jax.random.key_impl(leaf) if is_key(leaf) else None for leaf in leaves]
     if axis < 0 and any(kind is not None for kind in kinds):
         raise LeafTypeError("all_gather of keys counts their axes from the front; give axis >= 0.")
     pairs = zip(leaves, kinds, strict=True)

@@ -30,7 +30,7 @@ jnp = jax.numpy
 _Ordered: Any = type(_io)
 
 
-class _Collective(_Ordered):  # type: ignore[misc]
+class _Collective(_Ordered):
     """A call that all ranks make, in the order of the program."""
 
     def __repr__(self) -> str:
@@ -99,6 +99,7 @@ def _lowered(ctx: Any, *args: Any, call: Call) -> Sequence[Any]:
         result_types=[mlir.token_type(), *types],
     )
     there = ctx.replace(avals_in=[token, *ctx.avals_in], avals_out=[token, *ctx.avals_out])
+    results: list[Any]
     done, *results = lower(there, ctx.tokens_in.get(_EFFECT), *args, index=index).results
     ctx.set_tokens_out(mlir.TokenSet({_EFFECT: done}))
     return results

@@ -12,6 +12,7 @@ That a page shows later changes until it is written to is what Linux does; POSIX
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 from typing import Any, final
@@ -24,6 +25,22 @@ __all__ = ["Overlay"]
 
 _READ, _WRITE = 1, 2  # PROT_READ and PROT_WRITE, on all systems
 _NAMES = ("MAP_PRIVATE", "PROT_READ", "MADV_DONTNEED")
+# Bits of /proc/self/pagemap: present or swapped; of a file or shared.
+_THERE, _OF_FILE = np.uint64(3 << 62), np.uint64(1 << 61)
+
+
+@final
+class _Lent:
+    """Memory of an overlay; NumPy keeps it for the arrays that look at it."""
+
+    def __init__(self, overlay: Overlay, address: int, nbytes: int):
+        self._overlay = overlay
+        self.__array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
 
 
 @final
@@ -78,6 +95,47 @@ class Overlay:
         """
         self._allow(start, stop, _READ | _WRITE)
         return self.writable(start, stop)
+
+    def lend(self, start: int, stop: int) -> Array:
+        """Let this process write to these pages, for itself, from now on; return the bytes.
+
+        Later writes of others show in pages that it has not written to. Whoever holds the array
+        keeps the mapping.
+
+        Args:
+          start: The first byte, which begins a page.
+          stop: The byte after the last.
+
+        Raises:
+          OSError: The system refuses.
+        """
+        self._allow(start, -(-stop // mmap.PAGESIZE) * mmap.PAGESIZE, _READ | _WRITE)
+        return np.asarray(_Lent(self, self._address + start, stop - start))
+
+    def written(self, start: int, stop: int) -> Array:
+        """Return which pages of these bytes this process has copies of, because it wrote to them.
+
+        Args:
+          start: The first byte, which begins a page.
+          stop: The byte after the last.
+
+        Raises:
+          OSError: The system does not tell.
+        """
+        first, count = (self._address + start) // mmap.PAGESIZE, -(-(stop - start) // mmap.PAGESIZE)
+        table = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            entries = np.frombuffer(os.pread(table, 8 * count, 8 * first), np.uint64)
+        finally:
+            os.close(table)
+        if len(entries) != count:
+            raise OSError(errno.EIO, "/proc/self/pagemap ends too early")
+        found: Array = ((entries & _THERE) != 0) & ((entries & _OF_FILE) == 0)
+        return found
+
+    def take_back(self, start: int, stop: int) -> None:
+        """Forget what this process has written to pages that were lent: they show the file."""
+        self._give_back(start, -(-stop // mmap.PAGESIZE) * mmap.PAGESIZE)
 
     def close(self, start: int, stop: int) -> None:
         """Forget what this process has written to these pages: they show the file again."""

@@ -15,10 +15,11 @@ import torch
 
 from mpistrat.arrays import Array, is_bfloat16, label
 from mpistrat.errors import LeafTypeError
+from mpistrat.torch.states import parts_of
 
-__all__ = ["as_array", "as_buffer", "as_given", "spec", "tensor_of"]
+__all__ = ["as_array", "as_buffer", "as_given", "parts_of", "spec", "tensor_of"]
 
-_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+_BFLOAT16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
 # By identity: tensors of `Strategy.buffers`, and the arrays that are known by theirs.
 _OF_BUFFERS: dict[int, tuple[weakref.ref[Any], Array]] = {}
 
@@ -33,10 +34,10 @@ def as_array(value: Any, path: str = "") -> Array:
     Raises:
       LeafTypeError: It is anything else, or of a dtype that NumPy does not know.
     """
-    known = _OF_BUFFERS.get(id(value))
+    known, given = _OF_BUFFERS.get(id(value)), value
     if known is not None and known[0]() is value:
         array = known[1]
-        if value.data_ptr() == array.ctypes.data and tuple(value.shape) == array.shape:
+        if given.data_ptr() == array.ctypes.data and tuple(given.shape) == array.shape:
             return array
     _check(value, path)
     if value.requires_grad:
@@ -50,7 +51,7 @@ def as_array(value: Any, path: str = "") -> Array:
         if found.dtype is torch.bfloat16:
             array = found.view(torch.uint16).numpy().view(_BFLOAT16)
         else:
-            array = found.numpy()
+            array = np.asarray(found.numpy())
     except (TypeError, RuntimeError, ValueError) as error:
         raise LeafTypeError(
             f"{label(path)} is a tensor of {value.dtype} that NumPy cannot see: {error}"
@@ -112,7 +113,8 @@ def as_buffer(array: Array) -> Any:
 def _dtype(dtype: torch.dtype) -> np.dtype[Any]:
     if dtype is torch.bfloat16:
         return _BFLOAT16
-    return torch.empty(0, dtype=dtype).numpy().dtype
+    found: np.dtype[Any] = torch.empty(0, dtype=dtype).numpy().dtype
+    return found
 
 
 def spec(value: Any, path: str) -> tuple[np.dtype[Any], tuple[int, ...]]:

@@ -44,8 +44,10 @@ def same(got, wanted, like):
 def test_an_all_reduce_of_tensors_gives_tensors(size):
     def program(comm):
         strategy, mine = ms.MirroredStrategy(), tensors(comm.rank)
-        outs = {name: torch.zeros_like(x, memory_format=torch.contiguous_format)
-                for name, x in mine.items()}
+        outs = {
+            name: torch.zeros_like(x, memory_format=torch.contiguous_format)
+            for name, x in mine.items()
+        }
         for _ in range(3):  # what was called before goes a shorter way
             found = strategy.all_reduce("sum", mine)
             assert strategy.all_reduce("sum", mine, out=outs) is outs
@@ -124,7 +126,7 @@ def test_broadcast_and_check_same_take_tensors(size):
             model[0].weight += comm.rank
         state = model.state_dict()
         if size > 1:
-            with pytest.raises(ms.errors.DivergenceError, match="0.weight"):
+            with pytest.raises(ms.errors.DivergenceError, match=r"0\.weight"):
                 strategy.check_same(state)
         assert strategy.broadcast(state, out=state) is state
         strategy.check_same(state)

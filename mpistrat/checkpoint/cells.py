@@ -1,0 +1,69 @@
+"""Arrays and numbers that are no variables, as checkpoints take variables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, final
+
+import numpy as np
+
+from mpistrat.arrays import Array, spec_text
+from mpistrat.distribute.writes import VariableAggregation
+
+__all__ = ["Cell"]
+
+
+@final
+class Cell:
+    """A value that each rank has of its own, and that is the same on all: replica 0's is saved.
+
+    It has those attributes of a variable that saving and restoring ask for.
+
+    Args:
+      name: What messages call it.
+      read: Returns it, as an array.
+      write: Takes an array of the same dtype and shape, which is replica 0's.
+      strategy: Whose ranks have it; None if nobody said.
+    """
+
+    on_read = False
+    aggregation = VariableAggregation.NONE
+
+    def __init__(
+        self,
+        name: str,
+        read: Callable[[], Array],
+        write: Callable[[Array], None],
+        strategy: Any = None,
+    ):
+        """Read nothing yet."""
+        self.name, self.strategy = name, strategy
+        self._read, self._write = read, write
+
+    @property
+    def storage(self) -> Cell:
+        """Itself: what has an `array`."""
+        return self
+
+    @property
+    def array(self) -> Array:
+        """The value."""
+        return self._read()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        """Return the value."""
+        return np.asarray(self.array, dtype)
+
+    def spec(self) -> str:
+        """Return name, dtype and shape, as messages and proofs show them."""
+        return f"{self.name!r} {spec_text(self.array)}"
+
+    def store(self, kind: str, values: Array, rows: Array | None) -> None:
+        """Write the value.
+
+        Args:
+          kind: Always ``"assign"``.
+          values: The value.
+          rows: Always None.
+        """
+        self._write(values)

@@ -1,0 +1,303 @@
+"""Collective calls that gradients pass, and batch normalisation over the rows of all ranks."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from mpistrat import nest
+from mpistrat.arrays import label
+from mpistrat.distribute.default import current_strategy, default_strategy
+from mpistrat.distribute.gather import gather
+from mpistrat.distribute.mode import refuse_unchosen
+from mpistrat.distribute.replica_reduce import all_reduce as fold
+from mpistrat.errors import LeafTypeError
+from mpistrat.kernels.ops import ReduceOp
+from mpistrat.torch.gradients import as_replica
+
+__all__ = ["SyncBatchNorm", "all_gather", "all_reduce"]
+
+
+def _strategy(strategy: Any, call: str) -> Any:
+    found = current_strategy() if strategy is None else strategy
+    if found is default_strategy():
+        refuse_unchosen(call)
+    return found
+
+
+def _checked(call: str, strategy: Any, value: Any) -> tuple[list[Any], Any]:
+    """Return the leaves and their structure; raise on all ranks unless they are tensors."""
+    with as_replica(strategy), strategy.parts.lockstep.preparing(call):
+        leaves, structure = nest.flatten(value)
+        for leaf, path in zip(leaves, nest.path_names(structure), strict=True):
+            if not isinstance(leaf, torch.Tensor):
+                raise LeafTypeError(
+                    f"{call}: {label(path)} is {leaf!r:.60}; wanted a tensor. Numbers and arrays "
+                    "have no gradient: strategy.all_reduce takes them."
+                )
+    return leaves, structure
+
+
+def all_reduce(
+    reduce_op: ReduceOp | str, value: Any, strategy: Any = None, *, weight: float | None = None
+) -> Any:
+    """Fold the tensors of all ranks; gradients come back through it.
+
+    The gradient by the value of a rank is that of the sum of all ranks' losses, as of
+    `mpistrat.vjp.all_reduce`: of SUM the sum of the gradients of all ranks, of MEAN their mean, and
+    with weights their sum times ``weight / sum of weights``.
+
+    Collective: all ranks call it, and call ``backward`` as often, in the thread of the strategy.
+
+    Args:
+      reduce_op: ``"SUM"`` or ``"MEAN"``.
+      value: Tree of tensors of floating point, which may require grad.
+      strategy: The strategy; None for the one that rules here.
+      weight: For MEAN, how many examples the tensors of this rank stand for; a constant.
+
+    Returns:
+      The same tree of fresh tensors, with the same bits on every rank.
+
+    Raises:
+      ValueError: Another operation.
+      LeafTypeError: A leaf is not a tensor that ranks can read.
+      ContextError: No strategy rules here, in a job of several ranks.
+      LockstepError: The calls differ between ranks.
+
+    Cost: an all-reduce, and one more of the same size when gradients come back.
+    As: ``torch.distributed.nn.functional.all_reduce``.
+
+    Example:
+      >>> import mpistrat as ms
+      >>> x = torch.ones(2, requires_grad=True)
+      >>> all_reduce("SUM", x * 3, ms.OneDeviceStrategy("cpu")).sum().backward()
+      >>> x.grad
+      tensor([3., 3.])
+    """
+    strategy = _strategy(strategy, "all_reduce")
+    leaves, structure = _checked("all_reduce", strategy, value)
+    with as_replica(strategy), strategy.parts.lockstep.preparing("all_reduce"):
+        op = ReduceOp.parse(reduce_op)
+        if op not in (ReduceOp.SUM, ReduceOp.MEAN):
+            raise ValueError(f"mpistrat.torch.all_reduce is for SUM and MEAN, not for {op.value}.")
+    return nest.unflatten(structure, list(_AllReduce.apply(strategy, op, weight, *leaves)))
+
+
+class _AllReduce(torch.autograd.Function):
+    """An all-reduce of tensors as a node of the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, strategy: Any, op: ReduceOp, weight: Any, *leaves: Any) -> Any:
+        """Fold the tensors."""
+        ctx.how = strategy, op, weight
+        return tuple(_fold(strategy, op, [leaf.detach() for leaf in leaves], weight))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Fold the gradients."""
+        strategy, op, weight = ctx.how
+        if weight is None:
+            return None, None, None, *_fold(strategy, op, list(gradients))
+        given = [*map(_wide, gradients), torch.tensor(float(weight), dtype=torch.float64)]
+        *sums, total = _fold(strategy, ReduceOp.SUM, given)
+        share = float(weight) / float(total) if float(total) else float("nan")
+        # Whatever the others bring: a value of weight 0 was never read.
+        own = [s * share if weight else torch.zeros_like(s) for s in sums]
+        return None, None, None, *[o.to(g.dtype) for o, g in zip(own, gradients, strict=True)]
+
+
+def _wide(tensor: Any) -> Any:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def _fold(strategy: Any, op: ReduceOp, leaves: list[Any], weight: Any = None) -> Any:
+    strategy.parts.lockstep.check()
+    with as_replica(strategy):
+        return fold(strategy.parts, op, leaves, weight, None)
+
+
+def all_gather(value: Any, axis: int = 0, strategy: Any = None) -> Any:
+    """Concatenate the tensors of all ranks along an axis; gradients come back through it.
+
+    The gradient by the value of a rank is that of the sum of all ranks' losses: the sum of the
+    gradients of all ranks, and of that the part where the value stands.
+
+    Collective: all ranks call it, and call ``backward`` as often, in the thread of the strategy.
+
+    Args:
+      value: Tree of tensors, which may require grad; sizes along `axis` may differ, and be 0.
+      axis: Which axis; counted from the end if negative.
+      strategy: The strategy; None for the one that rules here.
+
+    Returns:
+      The same tree of fresh tensors, in the order of the ranks.
+
+    Raises:
+      LeafTypeError: A leaf is not a tensor that ranks can read.
+      AxisError: A leaf has no such axis.
+      ContextError: No strategy rules here, in a job of several ranks.
+      LockstepError: The calls differ between ranks.
+
+    Cost: an all-gather, and an all-reduce of the size of the result when gradients come back.
+    As: ``torch.distributed.nn.functional.all_gather``.
+
+    Example:
+      >>> import mpistrat as ms
+      >>> all_gather(torch.ones(2), strategy=ms.OneDeviceStrategy("cpu"))
+      tensor([1., 1.])
+    """
+    strategy = _strategy(strategy, "all_gather")
+    leaves, structure = _checked("all_gather", strategy, value)
+    return nest.unflatten(structure, list(_AllGather.apply(strategy, axis, *leaves)))
+
+
+class _AllGather(torch.autograd.Function):
+    """An all-gather of tensors as a node of the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, strategy: Any, axis: int, *leaves: Any) -> Any:
+        """Concatenate the tensors."""
+        given = [leaf.detach() for leaf in leaves]
+        parts = strategy.parts
+        parts.lockstep.check()
+        with as_replica(strategy):
+            found = gather(parts, "all_gather", given, axis)
+            sizes = torch.tensor([[one.shape[axis] for one in given]])
+            before = gather(parts, "all_gather, sizes", sizes, 0)[: strategy.rank].sum(0)
+        ctx.how = strategy, axis, before.tolist(), sizes[0].tolist()
+        return tuple(found)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Fold the gradients, and take this rank's part."""
+        strategy, axis, starts, sizes = ctx.how
+        sums = _fold(strategy, ReduceOp.SUM, list(gradients))
+        pairs = zip(sums, starts, sizes, strict=True)
+        return None, None, *[one.narrow(axis, at, size) for one, at, size in pairs]
+
+
+class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
+    """Batch normalisation by mean and variance over the rows of all ranks.
+
+    Each row counts once, however the rows are spread: a rank may have one, or none. In a model that
+    was replicated the gradients are those of one process with all rows. A rank without rows runs a
+    model that has such a layer, on no rows, as the others wait for it there.
+
+    Collective: in training all ranks call it, and its backward pass. Arguments and attributes are
+    those of ``torch.nn.BatchNorm2d``; inputs have 2 dimensions or more. `replicate` tells it the
+    strategy.
+
+    Cost: in training an all-reduce of two numbers per channel, and one in the backward pass.
+    As: ``torch.nn.SyncBatchNorm``.
+
+    Example:
+      >>> tuple(SyncBatchNorm(3)(torch.randn(5, 3)).shape)
+      (5, 3)
+    """
+
+    _strategy: Any = None
+
+    @classmethod
+    def convert(cls, model: Any) -> Any:
+        """Return a model with these in the place of its layers of batch normalisation.
+
+        Args:
+          model: The model; what is in it is changed where it is, before `replicate`.
+        """
+        made = model
+        kind = torch.nn.modules.batchnorm._BatchNorm
+        if isinstance(model, kind) and not isinstance(model, cls):
+            made = cls(model.num_features, model.eps, model.momentum, False, False)
+            made.affine, made.track_running_stats = model.affine, model.track_running_stats
+            for name, one in model.named_parameters(recurse=False):
+                made.register_parameter(name, one)
+            for name, one in model.named_buffers(recurse=False):
+                made.register_buffer(name, one)
+            made.training = model.training
+        for name, child in model.named_children():
+            setattr(made, name, cls.convert(child))
+        return made
+
+    def of_ranks(self, strategy: Any) -> None:
+        """Normalise over the ranks of a strategy from now on; see `replicate`.
+
+        Args:
+          strategy: The strategy.
+        """
+        self._strategy = weakref.ref(strategy)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy has: not the strategy."""
+        return {key: value for key, value in self.__dict__.items() if key != "_strategy"}
+
+    def _check_input_dim(self, input: Any) -> None:
+        if input.ndim < 2:
+            raise ValueError(f"SyncBatchNorm wants 2 dimensions or more, got {tuple(input.shape)}.")
+
+    def forward(self, input: Any) -> Any:
+        """Return the rows normalised.
+
+        Args:
+          input: Of shape (rows, channels, ...).
+        """
+        strategy = None if self._strategy is None else self._strategy()
+        if strategy is None or not self.training or strategy.num_replicas_in_sync == 1:
+            return super().forward(input)
+        self._check_input_dim(input)
+        weight, bias = self.weight, self.bias
+        out, mean, variance, count = _Normalised.apply(input, weight, bias, self.eps, strategy)
+        if self.track_running_stats and self.running_mean is not None:
+            self._remember(mean, variance * (count / (count - 1)))
+        return out
+
+    def _remember(self, mean: Any, variance: Any) -> None:
+        self.num_batches_tracked += 1
+        rate = self.momentum
+        rate = 1.0 / float(self.num_batches_tracked) if rate is None else rate
+        with torch.no_grad():
+            self.running_mean.lerp_(mean.to(self.running_mean.dtype), rate)
+            self.running_var.lerp_(variance.to(self.running_var.dtype), rate)
+
+
+class _Normalised(torch.autograd.Function):
+    """Batch normalisation over all ranks as a node of the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any, bias: Any, eps: float, strategy: Any) -> Any:
+        """Normalise by mean and variance of all rows."""
+        axes = [0, *range(2, x.ndim)]
+        mine = x.numel() // x.shape[1]
+        wide = x.double()
+        given = [torch.tensor(float(mine)).double(), wide.sum(axes), (wide * wide).sum(axes)]
+        count, total, squares = _fold(strategy, ReduceOp.SUM, given)
+        if count <= 1:
+            raise ValueError("SyncBatchNorm wants more than 1 value per channel in all ranks.")
+        mean = total / count
+        variance = (squares / count - mean * mean).clamp_min(0)
+        scale = (variance + eps).rsqrt()
+        shape = [1, -1, *[1] * (x.ndim - 2)]
+        normal = ((wide - mean.view(shape)) * scale.view(shape)).to(x.dtype)
+        ctx.save_for_backward(normal, weight, scale)
+        ctx.how = strategy, axes, shape, mine, float(count)
+        out = normal if weight is None else normal * weight.view(shape) + bias.view(shape)
+        ctx.mark_non_differentiable(mean, variance, count)
+        return out.to(x.dtype), mean, variance, count
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any, *_: Any) -> Any:
+        """Return gradients whose mean over the rows of all ranks is that of one process."""
+        normal, weight, scale = ctx.saved_tensors
+        strategy, axes, shape, mine, count = ctx.how
+        wide = gradient.double()
+        by_bias, by_weight = wide.sum(axes), (wide * normal).sum(axes)
+        # Each rank's loss is a mean over its own rows; all together count by their rows.
+        given = [by_bias * (mine / count), by_weight * (mine / count)]
+        bias, weights = _fold(strategy, ReduceOp.SUM, given)
+        off = (bias.view(shape) + normal * weights.view(shape)) / max(mine, 1)
+        found = (wide - off) * scale.view(shape)
+        if weight is None:
+            return found.to(gradient.dtype), None, None, None, None
+        found = (found * weight.view(shape)).to(gradient.dtype)
+        return found, by_weight.to(weight.dtype), by_bias.to(weight.dtype), None, None

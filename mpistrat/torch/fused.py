@@ -1,0 +1,221 @@
+"""Optimizers of `mpistrat.optim` for models: weights and state once per node, one pass for all."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import numpy as np
+import torch
+
+from mpistrat.arena.storage import NodeStorage
+from mpistrat.distribute.replica_reduce import all_reduce
+from mpistrat.distribute.state import check_same
+from mpistrat.distribute.variables import Variable
+from mpistrat.errors import ContextError, LeafTypeError
+from mpistrat.optim.optimizer import Optimizer
+from mpistrat.torch.gradients import as_replica, in_storage_order
+from mpistrat.torch.replicate import gradients_of
+from mpistrat.torch.tensors import as_array, tensor_of
+
+__all__ = ["FusedOptimizer"]
+
+
+@final
+class FusedOptimizer:
+    """Updates a replicated model by an optimizer of `mpistrat.optim`.
+
+    Weights move to memory that the ranks of a node have once, and each rank sees them through a
+    mapping of its own. ``step()`` folds the gradients of all ranks, updates weights and state in
+    one pass over memory, in which each rank does its part, and every rank sees the new weights. So
+    a backward pass does not communicate, and ``p.grad`` is this rank's own until then: clip by
+    ``clip=`` of the optimizer.
+
+    A rank that writes to a weight itself writes to a copy of its own: no other rank's weight
+    changes, and the next ``step()`` is an error that names the parameter.
+
+    Collective: all ranks make it, with the same optimizer.
+
+    Args:
+      model: What `replicate` returned.
+      optimizer: Such as ``mpistrat.optim.AdamW(1e-3)``; schedules, groups, clipping, averages and
+        ``shard="all"`` are its.
+
+    Attributes:
+      optimizer: The optimizer of `mpistrat.optim`.
+      variables: The weights by the names that the model gives them: of small ones each rank has a
+        copy.
+
+    Raises:
+      TypeError: `model` is not replicated, or `optimizer` is not of `mpistrat.optim`.
+      LeafTypeError: A parameter that requires grad is neither float32 nor float64.
+      LockstepError: The ranks have other models or optimizers.
+
+    Cost: one copy of the weights, and the state.
+
+    Example:
+      >>> import mpistrat as ms
+      >>> from mpistrat.torch.replicate import replicate
+      >>> model = replicate(torch.nn.Linear(2, 1), ms.OneDeviceStrategy("cpu"))
+      >>> optimizer = FusedOptimizer(model, ms.optim.SGD(0.5))
+      >>> before = model.weight.detach().clone()
+      >>> model(torch.ones(4, 2)).mean().backward()
+      >>> optimizer.step()
+      >>> bool((model.weight < before).all())
+      True
+    """
+
+    def __init__(self, model: Any, optimizer: Optimizer):
+        """Move the weights, and create the state."""
+        self._gradients = gradients = gradients_of(model, "FusedOptimizer")
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(
+                f"FusedOptimizer: {optimizer!r:.60} is not an optimizer of mpistrat.optim, such as "
+                "mpistrat.optim.AdamW(1e-3). One of torch.optim needs no FusedOptimizer."
+            )
+        self.optimizer, self._steps = optimizer, 0
+        strategy = gradients.strategy
+        with strategy.scope():
+            with strategy.parts.lockstep.preparing("FusedOptimizer"):
+                for name, p in zip(gradients.names, gradients.params, strict=True):
+                    if p.dtype not in (torch.float32, torch.float64):
+                        raise LeafTypeError(
+                            f"FusedOptimizer: parameter {name!r} is {p.dtype}; it updates float32 "
+                            "and float64. Keep weights in float32 and compute in "
+                            "torch.autocast('cpu', dtype=torch.bfloat16)."
+                        )
+            self.variables = {
+                name: _moved(name, p)
+                for name, p in zip(gradients.names, gradients.params, strict=True)
+            }
+            optimizer.build(self.variables.values())
+        self._note()
+        gradients.deferred, gradients.renewed = True, self._renew
+
+    def step(self) -> None:
+        """Fold the gradients of all ranks, and update weights and state.
+
+        Collective: all ranks call it, after as many backward passes.
+
+        Raises:
+          ContextError: A weight was written to on this rank, or replaced, or gradients were changed
+            after the backward pass; or there was none.
+          NonFiniteError: A gradient is NaN or infinite; see `mpistrat.optim.Optimizer`.
+          RemoteError: Another rank failed.
+
+        Cost: that of ``apply_gradients``, one handshake in which the ranks tell which parameters
+        have gradients, and a look at the page table, 1.5 ms for 100 MB.
+        """
+        gradients = self._gradients
+        parts = gradients.strategy.parts
+        with as_replica(gradients.strategy), torch.no_grad():
+            with parts.lockstep.preparing("FusedOptimizer.step"):
+                gradients.check()
+                self._check()
+                mine = np.array(gradients.ready(), np.uint8)
+            self._compare()
+            if mine.size:
+                mine = all_reduce(parts, "MAX", mine, None, None)
+            pairs = zip(gradients.arrays, self.variables.values(), mine, strict=True)
+            given = [(array if used else None, variable) for array, variable, used in pairs]
+            if any(mine):
+                self.optimizer.apply_gradients(given, weight=gradients.weight)
+        for p in gradients.params:
+            torch.autograd.graph.increment_version(p)
+        gradients.forget()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, as ``torch.optim.Optimizer.zero_grad`` does.
+
+        Args:
+          set_to_none: Set ``p.grad`` to None; else to zeros.
+        """
+        for p in self._gradients.params:
+            if set_to_none or p.grad is None:
+                p.grad = None
+            else:
+                p.grad.zero_()
+        self._gradients.forget()
+
+    def tree(self) -> dict[str, Any]:
+        """Return the variables that a checkpoint saves: the state, not the weights."""
+        return self.optimizer.tree()
+
+    def _check(self) -> None:
+        """Raise ContextError if a weight is not where it was put, or has been written to."""
+        gradients = self._gradients
+        for name, view, version in zip(
+            gradients.names, gradients.views, gradients.versions, strict=False
+        ):
+            if view._version != version:
+                raise ContextError(
+                    f"the gradient of {name!r} was changed after the backward pass, where it is "
+                    "this rank's own. Clip by the optimizer, "
+                    "clip=mpistrat.optim.ClipByGlobalNorm(...), or use one of torch.optim."
+                )
+        pairs = zip(gradients.names, gradients.params, self.variables.values(), strict=True)
+        for place, (name, p, variable) in zip(self._places, pairs, strict=True):
+            if p.data_ptr() != place:
+                raise _wrong(name, "was given other memory (p.data = ...)")
+            storage = variable.storage
+            if isinstance(storage, NodeStorage) and storage.written():
+                raise _wrong(name, "was written to by something else than this optimizer")
+
+    def _compare(self) -> None:
+        """Compare one small weight of all ranks now and then: each has a copy. Collective."""
+        every, self._steps = (
+            self._gradients.strategy.parts.lockstep.options.check_every,
+            self._steps + 1,
+        )
+        own = [n for n, v in self.variables.items() if not isinstance(v.storage, NodeStorage)]
+        if own and every and self._steps % every == 0:
+            name = own[self._steps // every % len(own)]
+            value = self.variables[name].component()
+            check_same(self._gradients.strategy.parts, {name: value})
+
+    def _renew(self) -> None:
+        """Take the weights that `replicate` has given to all ranks. Collective."""
+        gradients = self._gradients
+        if list(self.variables) != gradients.names:
+            raise ContextError(
+                "other parameters require grad than when this FusedOptimizer was made. Make "
+                "another one."
+            )
+        with gradients.strategy.scope():
+            pairs = zip(gradients.params, self.variables.values(), strict=True)
+            for p, variable in pairs:
+                laid, back = in_storage_order(p.detach())
+                value = laid.numpy().copy()
+                if isinstance(variable.storage, NodeStorage):
+                    variable.storage.take_back()
+                variable.assign(value)
+                p.data = _seen(variable).permute(back)
+        self._note()
+
+    def _note(self) -> None:
+        """Remember where the weights are, and let checkpoints know."""
+        params = self._gradients.params
+        self._places = [p.data_ptr() for p in params]
+        self._gradients.variables = dict(zip(map(id, params), self.variables.values(), strict=True))
+
+
+def _moved(name: str, p: Any) -> Variable:
+    """Return a variable with the values of a parameter, which has its memory from now on."""
+    laid, back = in_storage_order(p.detach())
+    made = Variable(as_array(laid), name=name)
+    p.data = _seen(made).permute(back)
+    return made
+
+
+def _seen(variable: Variable) -> Any:
+    storage = variable.storage
+    if isinstance(storage, NodeStorage):
+        return tensor_of(storage.lend().reshape(variable.shape))
+    return tensor_of(storage.array)
+
+
+def _wrong(name: str, what: str) -> ContextError:
+    return ContextError(
+        f"parameter {name!r} {what} on this rank, so its weights are not the ones of the other "
+        "ranks. To set weights, do it on all ranks and call mpistrat.torch.replicate(model) again, "
+        "which gives all of them replica 0's, or use an optimizer of torch.optim."
+    )

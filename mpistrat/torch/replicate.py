@@ -1,0 +1,178 @@
+"""A model on every rank: alike at the start, and one gradient for all after each backward pass."""
+
+from __future__ import annotations
+
+import contextlib
+import copyreg
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, final
+
+import torch
+
+from mpistrat.distribute.default import current_strategy, default_strategy
+from mpistrat.distribute.mode import refuse_unchosen
+from mpistrat.torch.gradients import Gradients, first_rows
+from mpistrat.torch.states import GRADIENTS
+
+__all__ = ["Replicated", "gradients_of", "no_sync", "replicate", "take_part"]
+
+Model = TypeVar("Model", bound=torch.nn.Module)
+
+_classes: dict[type, type] = {}
+
+
+@final
+class _Call:
+    """The ``__call__`` of replicated models, which torch.compile leaves to Python.
+
+    What it calls is compiled. Dynamo has to be told before it looks at a model, and to import it
+    takes seconds; so that is done when a method is asked for.
+    """
+
+    def __init__(self) -> None:
+        self._told = False
+
+    def __get__(self, model: Any, cls: type | None = None) -> Any:
+        dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
+        if not self._told and hasattr(dynamo, "skip_code"):
+            for function in (_call, Gradients.call, Gradients.wanted):
+                dynamo.skip_code(function.__code__)
+            for name in ("_prepare", "_nothing", "_watch"):  # with all that they call
+                setattr(Gradients, name, torch.compiler.disable(getattr(Gradients, name)))
+            self._told = True
+        return functools.partial(_call, model)
+
+
+def _call(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call the model, and note how many rows its gradients will be the mean of."""
+    gradients, forward = model.__dict__.get(GRADIENTS), super(Replicated, model).__call__
+    if gradients is None or not gradients.wanted():
+        return forward(*args, **kwargs)
+    return gradients.call(forward, args, kwargs)
+
+
+class Replicated(torch.nn.Module):
+    """What `replicate` adds to the class of a model.
+
+    Copies of the model, and what is pickled of it, are ordinary models of the class that it was.
+    """
+
+    __call__ = _Call()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Return how to make an ordinary model of it, as it was before `replicate`."""
+        state = super().__reduce_ex__(2)[2]
+        if isinstance(state, dict):
+            state = {key: value for key, value in state.items() if key != GRADIENTS}
+        plain = type(self).__mro__[2]
+        return copyreg._reconstructor, (plain, object, None), state  # type: ignore[attr-defined]
+
+
+def replicate(
+    model: Model, strategy: Any = None, rows: Callable[..., float] | None = None
+) -> Model:
+    """Give all ranks replica 0's weights, and from now on the same gradients.
+
+    After ``loss.backward()`` each ``p.grad`` is the mean over the rows of all ranks, in memory that
+    the ranks of a node share, so what follows needs no change: ``clip_grad_norm_``, optimizers and
+    schedulers of PyTorch. The loss has to be the mean over the rows of the batch. A rank with 3 of
+    4 rows counts for 3. A rank without rows does not run the model: calling it there gives an
+    output of no rows, of the shapes that the model would give, and its backward pass takes part.
+
+    Collective: all ranks call it, in the thread of the strategy, and so is each backward pass
+    outside of `no_sync`. Call it again after the weights were set by anything else than an
+    optimizer (``load_state_dict``), or parameters were replaced.
+
+    Args:
+      model: Any module on the CPU; it is changed where it is. Parameters that do not require grad
+        are left alone. Names and ``state_dict`` stay as they are.
+      strategy: The strategy; None for the one that rules here.
+      rows: How many rows a call stands for: ``rows(*args, **kwargs)`` of the arguments of the
+        model. None: the first dimension of the first tensor in them.
+
+    Returns:
+      `model`, of a class derived from its own. Running statistics and other buffers of the model
+      begin as replica 0's and are each rank's own then; see `SyncBatchNorm`.
+
+    Raises:
+      TypeError: `model` is not a module.
+      ContextError: No strategy rules here, in a job of several ranks.
+      LeafTypeError: A parameter is not on the CPU, or lazy.
+      LockstepError: Names, shapes or dtypes differ between ranks.
+
+    Cost: weights and buffers are broadcast. Then, in each backward pass, one copy of each gradient
+    while it is in cache, and one all-reduce of all of them when it ends, at the speed of memory on
+    one node. Weights and the state of an optimizer of PyTorch are each rank's own; `FusedOptimizer`
+    has both once per node.
+
+    Example:
+      >>> import mpistrat as ms
+      >>> model = replicate(torch.nn.Linear(2, 1), ms.OneDeviceStrategy("cpu"))
+      >>> model(torch.ones(4, 2)).mean().backward()
+      >>> tuple(model.weight.grad.shape)
+      (1, 2)
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"replicate: {model!r:.60} is not a torch.nn.Module.")
+    known = model.__dict__.get(GRADIENTS)
+    if strategy is None:
+        strategy = known.strategy if known else current_strategy()
+    if strategy is default_strategy():
+        refuse_unchosen("replicate")
+    if known is not None and known.strategy is strategy:
+        known.begin_alike()
+        return model
+    plain = type(model).__mro__[2] if isinstance(model, Replicated) else type(model)
+    if known is not None:
+        known.close()
+    model.__dict__[GRADIENTS] = Gradients(model, strategy, rows or first_rows)
+    if plain not in _classes:
+        _classes[plain] = type(f"Replicated{plain.__name__}", (Replicated, plain), {})
+    model.__class__ = _classes[plain]
+    return model
+
+
+def gradients_of(model: Any, what: str) -> Gradients:
+    """Return the gradients of a replicated model, or raise TypeError that says `what` wants one."""
+    found = model.__dict__.get(GRADIENTS) if isinstance(model, torch.nn.Module) else None
+    if not isinstance(found, Gradients):
+        raise TypeError(f"{what}: {type(model).__name__} is not what replicate(model) returned.")
+    return found
+
+
+@contextlib.contextmanager
+def no_sync(model: Any) -> Iterator[None]:
+    """Return a context manager in which backward passes add up gradients on this rank alone.
+
+    The first backward pass after it makes them the same on all ranks: the mean over the rows of
+    all these passes, times how many passes there were, as one process has it that adds up.
+
+    Args:
+      model: What `replicate` returned.
+
+    Raises:
+      TypeError: It is not.
+    """
+    gradients = gradients_of(model, "no_sync")
+    before, gradients.syncing = gradients.syncing, False
+    try:
+        yield
+    finally:
+        gradients.syncing = before
+
+
+def take_part(model: Any) -> None:
+    """Take part in a backward pass of the other ranks, with no rows and without a loss.
+
+    For loops that do not call the model where a rank has no rows. Collective: the others are in
+    ``loss.backward()``.
+
+    Args:
+      model: What `replicate` returned.
+
+    Raises:
+      TypeError: It is not.
+    """
+    gradients_of(model, "take_part").take_part()

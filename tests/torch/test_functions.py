@@ -1,0 +1,127 @@
+"""Collective calls that gradients pass, held against one process that has all rows."""
+
+from __future__ import annotations
+
+import copy
+import threading
+
+import pytest
+
+import mpistrat as ms
+from mpistrat.testing import run_ranks
+
+torch = pytest.importorskip("torch", reason="wants PyTorch: pip install 'mpistrat[torch]'")
+mt = pytest.importorskip("mpistrat.torch")
+nn, F = torch.nn, torch.nn.functional
+
+SIZES = [1, 2, 3, 4]
+
+
+def own(rank):
+    return torch.arange(3, dtype=torch.float64) * (rank + 1) + 0.5
+
+
+@pytest.mark.parametrize("op", ["sum", "mean", "weighted"])
+@pytest.mark.parametrize("size", SIZES)
+def test_gradients_pass_an_all_reduce(size, op):
+    weights = [float(rank) + (size == 1) for rank in range(size)]  # replica 0 has none
+    share = {"sum": [1.0] * size, "mean": [1 / size] * size}
+    share["weighted"] = [w / sum(weights) for w in weights]
+    xs = [own(rank).requires_grad_() for rank in range(size)]
+    total = sum(s * x.square() for s, x in zip(share[op], xs, strict=True))
+    # Each rank's loss takes the total another number of times.
+    sum((rank + 1) * total.sin().sum() for rank in range(size)).backward()
+
+    def program(comm):
+        strategy, rank = ms.MirroredStrategy(), comm.rank
+        x = own(rank).requires_grad_()
+        weight = weights[rank] if op == "weighted" else None
+        name = "MEAN" if op == "weighted" else op
+        with strategy.scope():
+            found = mt.all_reduce(name, {"x": x.square()}, weight=weight)["x"]
+        torch.testing.assert_close(found.detach(), total.detach())
+        ((rank + 1) * found.sin().sum()).backward()
+        torch.testing.assert_close(x.grad, xs[rank].grad)
+
+    run_ranks(program, size)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_gradients_pass_an_all_gather(size):
+    xs = [torch.ones(2, rank + 1, requires_grad=True) for rank in range(size)]
+    whole = torch.cat(xs, 1)
+    places = torch.arange(whole.shape[1]).float()
+    sum((rank + 1) * (whole * places).square().sum() for rank in range(size)).backward()
+
+    def program(comm):
+        strategy, rank = ms.MirroredStrategy(), comm.rank
+        x = torch.ones(2, rank + 1, requires_grad=True)
+
+        def step():
+            found = mt.all_gather([x], axis=1)[0]
+            ((rank + 1) * (found * places).square().sum()).backward()
+            return found.detach()
+
+        found = strategy.experimental_local_results(strategy.run(step))[0]
+        torch.testing.assert_close(found, whole.detach())
+        torch.testing.assert_close(x.grad, xs[rank].grad)
+
+    run_ranks(program, size)
+
+
+def test_wrong_calls_are_errors_on_all_ranks():
+    def program(comm):
+        strategy = ms.MirroredStrategy()
+        with pytest.raises(ValueError, match="SUM and MEAN, not for MAX"):
+            mt.all_reduce("max", torch.ones(2), strategy)
+        with pytest.raises(ms.errors.LeafTypeError, match="wanted a tensor"):
+            mt.all_reduce("sum", 1.0 if comm.rank else torch.ones(()), strategy)
+        with pytest.raises(ms.errors.AxisError, match="no axis 1"):
+            mt.all_gather(torch.ones(2), 1, strategy)
+        assert strategy.all_reduce("sum", 1) == 2
+
+    run_ranks(program, 2)
+
+
+_lock = threading.Lock()  # ranks that are threads have one generator
+
+
+def normal_net(batch_norm=nn.BatchNorm2d):
+    with _lock, torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(
+            nn.Conv2d(2, 3, 2), batch_norm(3), nn.ReLU(), nn.Conv2d(3, 1, 1), nn.Flatten()
+        )
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("rows", [8, 5, 2])  # of 4 ranks: 2 each; 2, 2, 1, 0; 1, 1, 0, 0
+@pytest.mark.parametrize("size", SIZES)
+def test_batch_normalisation_over_all_ranks_is_that_of_one_process(size, rows, fused):
+    data = torch.randn(3, rows, 2, 3, 3, generator=torch.Generator().manual_seed(1)) * 3 + 1
+    plain = normal_net()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for x in data:
+        plain(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def program(comm):
+        strategy, rank = ms.MirroredStrategy(), comm.rank
+        model = mt.replicate(mt.SyncBatchNorm.convert(normal_net()), strategy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if fused:
+            optimizer = mt.FusedOptimizer(model, ms.optim.SGD(0.1))
+        each = -(-rows // size)
+        for x in data:
+            model(x[rank * each : (rank + 1) * each]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-4, atol=1e-5)
+        strategy.check_same(model.state_dict())
+        alone = copy.deepcopy(model).eval()
+        x = data[0, :1]
+        torch.testing.assert_close(alone(x), plain.eval()(x), rtol=1e-4, atol=1e-5)
+
+    run_ranks(program, size)

@@ -1,0 +1,436 @@
+"""Training on 1 to 4 ranks gives the weights of one process of plain PyTorch."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+import threading
+
+import numpy as np
+import pytest
+
+import mpistrat as ms
+from mpistrat.testing import run_ranks
+
+torch = pytest.importorskip("torch", reason="wants PyTorch: pip install 'mpistrat[torch]'")
+mt = pytest.importorskip("mpistrat.torch")
+nn, F = torch.nn, torch.nn.functional
+
+SIZES = [1, 2, 3, 4]
+# Of 4 ranks: 2 each, then 2, 2, 2, 1; then 1, 1, 1, 0; then 1, 0, 0, 0.
+BATCHES = [8, 7, 3, 1]
+WIDTH = 6
+
+
+class Tied(nn.Module):
+    """Embedding and last layer share their weight; one layer is frozen, one is never used."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.last.weight = self.first.weight
+        self.frozen, self.unused = nn.Linear(WIDTH, WIDTH), nn.Linear(2, 2)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.frozen(self.first(x))))[:, :1]
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        run = torch.utils.checkpoint.checkpoint
+        x = run(self.one, x.requires_grad_(), use_reentrant=self.reentrant)
+        # The same weights once more: their gradients come in two parts.
+        return self.two(run(lambda y: torch.tanh(self.one(y)), x, use_reentrant=self.reentrant))
+
+
+class Pictures(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Conv2d(3, 5, 3), nn.ReLU(), nn.Conv2d(5, 1, 2))
+
+    def forward(self, x):
+        x = x[:, :, None, None] * torch.linspace(0.5, 1.5, 16).reshape(4, 4)
+        x = x[:, :3].contiguous(memory_format=torch.channels_last)
+        return self.net(x).flatten(1)
+
+
+class Autocast(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.net(x).float()
+
+
+MODELS = {
+    "plain": lambda: nn.Sequential(nn.Linear(WIDTH, 300), nn.Tanh(), nn.Linear(300, 1)),
+    "tied, frozen, unused": Tied,
+    "checkpointed": lambda: Checkpointed(False),
+    "checkpointed, reentrant": lambda: Checkpointed(True),
+    "channels last": lambda: Pictures().to(memory_format=torch.channels_last),
+    "autocast": Autocast,
+}
+
+
+_lock = threading.Lock()  # ranks that are threads have one generator
+
+
+def made(kind, seed=0):
+    with _lock, torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return MODELS[kind]()
+
+
+def batches():
+    data = np.random.default_rng(1)
+    return [
+        (data.standard_normal((n, WIDTH)).astype("f4"), data.standard_normal((n, 1)).astype("f4"))
+        for n in BATCHES
+    ]
+
+
+def piece(array, rank, size):
+    each = -(-len(array) // size)
+    return torch.from_numpy(array[rank * each : (rank + 1) * each])
+
+
+def train(model, optimizer, rank=0, size=1, clip=None, sync=None):
+    """A loop as anybody writes it; `sync` tells of each batch whether it is followed by a step."""
+    for step, (x, y) in enumerate(batches()):
+        last = sync is None or sync[step]
+        with contextlib.nullcontext() if last or size == 0 else mt.no_sync(model):
+            loss = F.mse_loss(model(piece(x, rank, size)), piece(y, rank, size))
+            loss.backward()
+        if last:
+            if clip:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def alone(model, clip=None, sync=None):
+    """The same in one process, of plain PyTorch."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    for step, (x, y) in enumerate(batches()):
+        F.mse_loss(model(torch.from_numpy(x)), torch.from_numpy(y)).backward()
+        if sync is None or sync[step]:
+            if clip:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+    return {name: x.detach() for name, x in model.named_parameters()}
+
+
+def close(model, wanted, **how):
+    for name, x in model.named_parameters():
+        torch.testing.assert_close(x.detach(), wanted[name], rtol=1e-4, atol=1e-5, **how)
+
+
+@pytest.mark.parametrize("kind", list(MODELS))
+@pytest.mark.parametrize("size", SIZES)
+def test_weights_are_those_of_one_process(size, kind):
+    wanted = alone(made(kind))
+
+    def program(comm):
+        strategy = ms.MirroredStrategy()
+        model = mt.replicate(made(kind, seed=comm.rank), strategy)  # replica 0's weights rule
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        train(model, optimizer, comm.rank, size)
+        if kind != "autocast":
+            close(model, wanted)
+        strategy.check_same({name: x.detach() for name, x in model.named_parameters()})
+
+    run_ranks(program, size)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_clipping_and_accumulation_are_those_of_one_process(size):
+    # Batches of 8 and 7 rows are no one mean: the rows of both count alike.
+    sync, kind = [False, True, True, True], "plain"
+
+    def means():
+        (x, y), (x2, y2), *rest = batches()
+        model = made(kind)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        both = [torch.from_numpy(np.concatenate(pair)) for pair in ((x, x2), (y, y2))]
+        todo = [(*both, 2)] + [(torch.from_numpy(x), torch.from_numpy(y), 1) for x, y in rest]
+        for x, y, times in todo:
+            (F.mse_loss(model(x), y) * times).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        return {name: x.detach() for name, x in model.named_parameters()}
+
+    wanted = means()
+
+    def program(comm):
+        model = mt.replicate(made(kind), ms.MirroredStrategy())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        train(model, optimizer, comm.rank, size, clip=0.1, sync=sync)
+        close(model, wanted)
+
+    run_ranks(program, size)
+
+
+@pytest.mark.parametrize("kind", ["plain", "tied, frozen, unused", "channels last"])
+@pytest.mark.parametrize("size", SIZES)
+def test_the_fused_optimizer_gives_the_weights_of_one_process(size, kind):
+    wanted = alone(made(kind))
+
+    def program(comm):
+        strategy = ms.MirroredStrategy()
+        model = mt.replicate(made(kind, seed=comm.rank), strategy)
+        kept = [(p, p.shape, p.stride()) for p in model.parameters()]
+        optimizer = mt.FusedOptimizer(model, ms.optim.AdamW(0.05, weight_decay=0.01))
+        train(model, optimizer, comm.rank, size)
+        close(model, wanted)
+        for p, (q, shape, stride) in zip(model.parameters(), kept, strict=True):
+            assert p is q and p.shape == shape and p.stride() == stride
+        strategy.check_same({name: x.detach() for name, x in model.named_parameters()})
+
+    run_ranks(program, size)
+
+
+def wide(comm):
+    """A replicated model of one large weight and small ones, and its fused optimizer."""
+    model = nn.Sequential(nn.Linear(WIDTH, 4000), nn.Tanh(), nn.Linear(4000, 1))
+    model = mt.replicate(model, ms.MirroredStrategy())
+    return model, mt.FusedOptimizer(model, ms.optim.SGD(0.1))
+
+
+def backward(model, comm):
+    model(torch.ones(2, WIDTH) + comm.rank).square().mean().backward()
+
+
+def hidden_writes():
+    def data(model):
+        model[0].weight.data.add_(1)
+
+    def numpy(model):
+        model[0].weight.detach().numpy()[-1, -1] = 3
+
+    def elsewhere(model):
+        model[0].weight.data = model[0].weight.data.clone()
+
+    def clipped(model):
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+    def assigned(model):
+        model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+
+    return {
+        "data": (data, "'0.weight' was written to"),
+        "numpy": (numpy, "'0.weight' was written to"),
+        "elsewhere": (elsewhere, "'0.weight' was given other memory"),
+        "clipped": (clipped, "'0.weight' was changed after the backward.*ClipByGlobalNorm"),
+        "assigned": (assigned, "'weight' was replaced"),
+    }
+
+
+@pytest.mark.parametrize("how", list(hidden_writes()))
+def test_a_weight_that_something_else_writes_to_is_named_before_the_update(how):
+    write, words = hidden_writes()[how]
+
+    def program(comm):
+        model, optimizer = wide(comm)
+        backward(model, comm)
+        optimizer.step()
+        optimizer.zero_grad()
+        before = model[0].weight.detach().clone()
+        backward(model, comm)
+        if comm.rank == 1:
+            write(model)
+        with pytest.raises(Exception, match=words) as caught:
+            optimizer.step()
+        assert isinstance(caught.value, ms.errors.ContextError)
+        if comm.rank == 0:
+            assert isinstance(caught.value, ms.errors.RemoteError)
+            torch.testing.assert_close(model[0].weight.detach(), before, rtol=0, atol=0)
+        if how == "clipped":
+            return
+        assert mt.replicate(model) is model  # replica 0's weights for all
+        torch.testing.assert_close(model[0].weight.detach(), before, rtol=0, atol=0)
+        model.zero_grad()
+        backward(model, comm)
+        optimizer.step()
+        state = {name: x.detach() for name, x in model.named_parameters()}
+        optimizer._gradients.strategy.check_same(state)
+
+    run_ranks(program, 2)
+
+
+def test_weights_loaded_on_all_ranks_are_taken_by_replicate():
+    def program(comm):
+        model, optimizer = wide(comm)
+        state = {name: torch.full_like(x, 0.25) for name, x in model.state_dict().items()}
+        model.load_state_dict(state)
+        mt.replicate(model)
+        assert not optimizer.variables["0.weight"].storage.written()
+        assert (optimizer.variables["0.weight"].numpy() == 0.25).all()
+        backward(model, comm)
+        optimizer.step()
+        assert (model[0].weight != 0.25).any()
+
+    run_ranks(program, 2)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_in_the_function_of_run_too(size):
+    wanted = alone(made("plain"))
+
+    def program(comm):
+        strategy = ms.MultiWorkerMirroredStrategy()
+        with strategy.scope():
+            model = mt.replicate(made("plain"))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        strategy.run(train, args=(model, optimizer, comm.rank, size))
+        close(model, wanted)
+
+    run_ranks(program, size)
+
+
+def test_a_loop_may_leave_the_model_alone_where_it_has_no_rows():
+    wanted = alone(made("plain"))
+
+    def program(comm):
+        model = mt.replicate(made("plain"), ms.MirroredStrategy())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        for x, y in batches():
+            x, y = piece(x, comm.rank, 4), piece(y, comm.rank, 4)
+            if len(x):
+                F.mse_loss(model(x), y).backward()
+            else:
+                mt.take_part(model)
+            optimizer.step()
+            optimizer.zero_grad()
+        close(model, wanted)
+
+    run_ranks(program, 4)
+
+
+def test_a_model_is_not_run_where_it_has_no_rows_and_gives_an_output_of_its_shape():
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.norm, self.rows = nn.Linear(3, 5), nn.BatchNorm1d(5), []
+
+        def forward(self, x, more=None):
+            out = self.norm(self.one(x))
+            return {"out": out, "loss": out.mean(), "index": out.argmax(1)}, (x.shape[1], more)
+
+    def program(comm):
+        model = mt.replicate(Counts(), ms.MirroredStrategy())
+        out, rest = model(torch.ones(4, 3)[: 4 - 4 * comm.rank], more="text")
+        assert out["out"].shape == (4 - 4 * comm.rank, 5) and out["index"].dtype is torch.int64
+        assert rest == (3, "text")
+        out["loss"].backward()
+        assert (model.norm.num_batches_tracked == 1 - comm.rank).all()
+        assert model.norm.running_mean.isfinite().all() and model.one.weight.grad.isfinite().all()
+
+        class Peeks(nn.Module):
+            def forward(self, x):
+                return x * float(x.sum())
+
+        model = mt.replicate(Peeks(), model._mpistrat_gradients.strategy)
+        with pytest.raises(ms.errors.ContextError, match="take_part"):
+            model(torch.ones(0, 3))
+
+    run_ranks(program, 2)
+
+
+def test_what_has_no_answer_is_an_error_that_says_so():
+    def program(comm):
+        strategy = ms.MirroredStrategy()
+        words = mt.replicate(nn.Embedding(5, 2, sparse=True), strategy)
+        with pytest.raises(ms.errors.LeafTypeError, match="sparse=False"):
+            words(torch.tensor([1, 2])).sum().backward()
+        model = mt.replicate(nn.Linear(2, 1), strategy)
+        with pytest.raises(ms.errors.ContextError, match="create_graph"):
+            model(torch.ones(3, 2)).square().mean().backward(create_graph=True)
+        model.zero_grad()
+        x = torch.ones(3, 2, requires_grad=True)  # gradients that no parameter gets
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        assert slope.shape == x.shape and model.weight.grad is None
+        model(x).mean().backward()
+        assert (model.weight.grad == 1).all()
+        model.bias.requires_grad_(False)
+        with pytest.raises(ms.errors.ContextError, match="frozen or unfrozen"):
+            model(x)
+        with pytest.raises(TypeError, match=r"not a torch\.nn\.Module"):
+            mt.replicate([1], strategy)
+        with pytest.raises(TypeError, match="Linear is not what replicate"):
+            mt.FusedOptimizer(nn.Linear(2, 1), ms.optim.SGD(0.1))
+        with pytest.raises(TypeError, match=r"torch\.optim needs no FusedOptimizer"):
+            mt.FusedOptimizer(model, torch.optim.SGD(model.parameters()))
+        with pytest.raises(ms.errors.LeafTypeError, match=r"0\.weight.*autocast"):
+            mt.FusedOptimizer(
+                mt.replicate(nn.Sequential(nn.Linear(2, 2)).bfloat16(), strategy),
+                ms.optim.SGD(0.1),
+            )
+        with pytest.raises(ms.errors.LeafTypeError, match="lazy"):
+            mt.replicate(nn.LazyLinear(3), strategy)
+
+    run_ranks(program, 2)
+
+
+def test_a_backward_pass_that_differs_between_ranks_is_told():
+    def program(comm):
+        model = mt.replicate(nn.Linear(2, 1), ms.MirroredStrategy())
+        loss = model(torch.ones(3, 2)).mean()
+        if comm.rank:
+            loss.backward()
+        else:
+            model._mpistrat_gradients.strategy.all_reduce("sum", 1.0)
+
+    with pytest.raises(AssertionError, match="LockstepError"):
+        run_ranks(program, 2)
+
+
+def test_weights_that_come_apart_are_found():
+    def program(comm):
+        model = mt.replicate(nn.Linear(2, 1, bias=False), ms.MirroredStrategy())
+        if comm.rank:
+            model.weight.data.add_(1)
+        with pytest.raises(ms.errors.DivergenceError, match="weight"):
+            for _ in range(100):
+                model(torch.ones(3, 2)).mean().backward()
+
+    run_ranks(program, 2)
+
+
+def test_copies_are_ordinary_models():
+    strategy = ms.OneDeviceStrategy("cpu")
+    model = mt.replicate(nn.Linear(2, 1), strategy)
+    assert isinstance(model, nn.Linear) and isinstance(model, type(model))
+    assert list(model.state_dict()) == ["weight", "bias"]
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(other) is nn.Linear
+        other(torch.ones(3, 2)).mean().backward()
+        assert model.weight.grad is None and other.weight.grad is not None
+
+
+@pytest.mark.parametrize("outside", [True, False])
+def test_compiled_models(outside):
+    wanted = alone(made("plain"))
+
+    def program(comm):
+        strategy, model = ms.MirroredStrategy(), made("plain")
+        if outside:
+            model = mt.replicate(model, strategy)
+            called = torch.compile(model, backend="aot_eager")
+        else:
+            called = mt.replicate(torch.compile(model, backend="aot_eager"), strategy)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        train(called, optimizer, comm.rank, 1)
+        close(model, wanted)
+
+    run_ranks(program, 1)
