@@ -25,10 +25,10 @@ import mpistrat.jax as mj
 from mpistrat.examples.digits import MOMENTUM, TRAINING, load, on_first
 from mpistrat.metrics import Mean
 
-__all__ = ["NETS", "Result", "Settings", "main", "train"]
+__all__ = ["NETS", "Choices", "Trained", "main", "train"]
 
 
-class Settings(NamedTuple):
+class Choices(NamedTuple):
     """What a user may choose.
 
     Attributes:
@@ -46,7 +46,7 @@ class Settings(NamedTuple):
     net: str = "mlp"
 
 
-class Result(NamedTuple):
+class Trained(NamedTuple):
     """What training came to.
 
     Attributes:
@@ -98,17 +98,8 @@ Net = tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]
 NETS: dict[str, Net] = {"mlp": (_mlp, _mlp_scores), "conv": (_conv, _conv_scores)}
 
 
-def train(
-    strategy: mpistrat.Strategy, settings: Settings, say: Callable[[str], None] = print
-) -> Result:
-    """Train on all replicas of `strategy`, and test at the end.
-
-    Collective: all ranks call it, with the same settings.
-    """
-    make, scores = NETS[settings.net]
-    steps = math.ceil(TRAINING / settings.batch)
-    rate = optax.linear_schedule(settings.lr, 0.0, settings.epochs * steps)
-    optimizer = optax.sgd(rate, MOMENTUM)
+def _jitted(scores: Callable[[Any, Any], Any], optimizer: Any) -> tuple[Any, Any, Any]:
+    """Return the gradient of the mean loss, the update, and which examples are right."""
 
     def judge(parameters: Any, x: Any, y: Any) -> Any:
         losses = optax.softmax_cross_entropy_with_integer_labels(scores(parameters, x), y)
@@ -121,23 +112,35 @@ def train(
     def hits(parameters: Any, x: Any, y: Any) -> Any:
         return scores(parameters, x).argmax(axis=1) == y
 
-    gradient = jax.jit(jax.grad(judge, has_aux=True))
-    updated, hit = jax.jit(update), jax.jit(hits)
+    return jax.jit(jax.grad(judge, has_aux=True)), jax.jit(update), jax.jit(hits)
+
+
+def train(
+    strategy: mpistrat.Strategy, settings: Choices, say: Callable[[str], None] = print
+) -> Trained:
+    """Train on all replicas of `strategy`, and test at the end.
+
+    Collective: all ranks call it, with the same settings.
+    """
+    steps = math.ceil(TRAINING / settings.batch)
+    rate = optax.linear_schedule(settings.lr, 0.0, settings.epochs * steps)
+    optimizer = optax.sgd(rate, MOMENTUM)
+    gradient, update, hits = _jitted(NETS[settings.net][1], optimizer)
 
     def step(x: Any, y: Any) -> None:
         gradients, losses = gradient(model["parameters"], x.astype(np.float32), y)
         gradients = mj.all_reduce("mean", gradients, weight=len(y))
-        model["parameters"], model["state"] = updated(*model.values(), gradients)
+        model["parameters"], model["state"] = update(*model.values(), gradients)
         loss.update_state(losses)
 
     def score(x: Any, y: Any) -> None:
-        accuracy.update_state(hit(model["parameters"], x.astype(np.float32), y))
+        accuracy.update_state(hits(model["parameters"], x.astype(np.float32), y))
 
     images, tests = map(mpistrat.Dataset, load(settings.seed))
     shuffled = images.shuffle(seed=settings.seed).batch(settings.batch)
     batches = strategy.experimental_distribute_dataset(shuffled)
     with strategy.scope():
-        parameters = mj.replicate(make(jax.random.key(settings.seed)))
+        parameters = mj.replicate(NETS[settings.net][0](jax.random.key(settings.seed)))
         model = {"parameters": parameters, "state": optimizer.init(parameters)}
         loss, accuracy = Mean("loss"), Mean("accuracy")
     history = []
@@ -149,7 +152,7 @@ def train(
         say(f"epoch {epoch} of {settings.epochs}   loss {history[-1]:.4f}")
     for part in strategy.experimental_distribute_dataset(tests.batch(settings.batch)):
         strategy.run(score, args=part)
-    return Result(model["parameters"], history, float(accuracy.result()))
+    return Trained(model["parameters"], history, float(accuracy.result()))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -164,8 +167,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, help="of test set, start and order")
     parser.add_argument("--lr", type=float, help="learning rate at the beginning")
     parser.add_argument("--net", choices=NETS, help="layers: dense ones, or convolutions")
-    parser.set_defaults(**Settings()._asdict())
-    settings = Settings(**vars(parser.parse_args(argv)))
+    parser.set_defaults(**Choices()._asdict())
+    settings = Choices(**vars(parser.parse_args(argv)))
     strategy = mpistrat.MirroredStrategy()
 
     def say(text: str) -> None:

@@ -16,10 +16,10 @@ except ImportError as error:  # pragma: no cover
 
 from mpistrat.jax.functions import all_gather, all_reduce, broadcast, replicate
 from mpistrat.jax.keys import example_keys, replica_key, step_key
-from mpistrat.jax.state import State
+from mpistrat.jax.state import TrainState
 
 __all__ = [
-    "State",
+    "TrainState",
     "all_gather",
     "all_reduce",
     "broadcast",

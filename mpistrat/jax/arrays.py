@@ -107,7 +107,7 @@ def parts_of(value: Any) -> None:
     if isinstance(value, jax.Array):
         raise StructureError(
             f"a checkpoint was given a JAX array ({value.dtype}{list(value.shape)}), which cannot "
-            "be written to when it is restored. Give mpistrat.jax.State(tree), whose value can."
+            "be written to when it is restored. Give mpistrat.jax.TrainState(tree)."
         )
 
 

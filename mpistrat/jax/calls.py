@@ -28,7 +28,7 @@ from mpistrat.jax.arrays import given_back
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.lockstep.ranks import CallState
 
-__all__ = ["Call", "Site", "parts_here"]
+__all__ = ["Site", "TracedCall", "parts_here"]
 
 
 # Traces of one strategy are of no use to another, so JAX is told to keep them apart.
@@ -55,7 +55,7 @@ def parts_here(what: str) -> Parts:
 
 
 @final
-class _Lent:
+class _Borrowed:
     """What other threads have done in the name of a session.
 
     Attributes:
@@ -69,7 +69,7 @@ class _Lent:
 
 def _awaiting(session: Session) -> Callable[[], None]:
     """Return what waits until all computations that this thread has dispatched have ended."""
-    lent, run = session.kept(_Lent), session.kept(CallState).run
+    lent, run = session.kept(_Borrowed), session.kept(CallState).run
 
     def wait() -> None:
         try:
@@ -117,13 +117,13 @@ class Site:
                 make()
             except BaseException as error:
                 if error is lockstep.state.raised:
-                    lockstep.session.kept(_Lent).lost = error
+                    lockstep.session.kept(_Borrowed).lost = error
                 raise
 
 
 @final
 @dataclass(frozen=True, repr=False)
-class Call:
+class TracedCall:
     """One collective, as far as it is the same each time that a traced program comes to it.
 
     Attributes:

@@ -15,7 +15,7 @@ from mpistrat.distribute.gather import gather
 from mpistrat.distribute.state import broadcast_state
 from mpistrat.errors import AxisError, LeafTypeError
 from mpistrat.jax.arrays import given_back, is_key
-from mpistrat.jax.calls import Call, Site, parts_here
+from mpistrat.jax.calls import Site, TracedCall, parts_here
 from mpistrat.jax.traced import bind
 from mpistrat.kernels.ops import ReduceOp
 
@@ -71,7 +71,7 @@ def all_reduce(
             raise ValueError(f"weight is for MEAN; {op.value} has none.")
         leaves, rebuilt = _leaves(value, lambda leaf, path: _foldable(op, leaf, path))
         traced, known = _traced(leaves, weight), weight is None or _is_number(weight)
-        call = Call(
+        call = TracedCall(
             Site(parts),
             "all_reduce",
             op,
@@ -115,7 +115,7 @@ def all_gather(value: Any, axis: int, *, shared_loss: bool = False) -> Any:
     with parts.lockstep.preparing("all_gather"):
         axis = operator.index(axis)
         leaves, rebuilt = _leaves(value, lambda leaf, path: _with_axis(leaf, axis, path))
-        call = Call(Site(parts), "all_gather", axis=axis, shared=shared_loss)
+        call = TracedCall(Site(parts), "all_gather", axis=axis, shared=shared_loss)
     if not leaves:
         return value
     arrays, keys = _without_keys(leaves, axis)
@@ -152,7 +152,7 @@ def broadcast(value: Any, *, shared_loss: bool = False) -> Any:
     parts = parts_here("broadcast")
     with parts.lockstep.preparing("broadcast"):
         leaves, rebuilt = _leaves(value, _any)
-        call = Call(Site(parts), "broadcast", shared=shared_loss)
+        call = TracedCall(Site(parts), "broadcast", shared=shared_loss)
         arrays, keys = _without_keys(leaves, 0)
     if not leaves:
         return value

@@ -64,14 +64,23 @@ def example_keys(seed: Any, step: Any, examples: Any) -> Any:
     Returns:
       Keys of shape (rows,), for ``jax.vmap``; none for no rows.
 
+    Raises:
+      ValueError: `examples` are not integers of one dimension.
+
     Example:
       >>> import numpy as np
       >>> whole = example_keys(0, 3, np.arange(4))
       >>> bool((whole[2:] == example_keys(0, 3, np.arange(2, 4))).all())
       True
     """
+    rows = jax.numpy.asarray(examples)
+    if rows.ndim != 1 or rows.dtype.kind not in "iu":
+        raise ValueError(
+            f"example_keys: examples must be integers of shape (rows,), not {rows.dtype} of shape "
+            f"{rows.shape}; give the dataset a column np.arange(n)."
+        )
     base = _folded(seed, step, _EXAMPLE)
-    return jax.vmap(lambda example: jax.random.fold_in(base, example))(jax.numpy.asarray(examples))
+    return jax.vmap(lambda example: jax.random.fold_in(base, example))(rows)
 
 
 def _folded(seed: Any, step: Any, kind: int) -> Any:

@@ -13,16 +13,16 @@ from mpistrat.checkpoint.cells import Cell
 from mpistrat.distribute.default import current_strategy
 from mpistrat.jax.arrays import is_key
 
-__all__ = ["State"]
+__all__ = ["TrainState"]
 
 
 @final
-class State:
+class TrainState:
     """A tree of JAX, such as parameters and the state of an optimizer, in a place that can change.
 
-    Arrays of JAX cannot be written to, so what a program trains is a new tree after each step. A
-    `Checkpoint` that is given a `State` saves replica 0's tree, and restoring puts the one that was
-    saved in its place, on every rank. Arrays are saved; so are numbers and keys of ``jax.random``.
+    Arrays of JAX cannot be written to, so what a program trains is a new tree after each step. Of
+    this a `Checkpoint` saves replica 0's tree, and restoring puts the one that was saved in its
+    place, on every rank. Arrays are saved; so are numbers and keys of ``jax.random``.
 
     Args:
       value: The tree. It belongs to the strategy in whose scope the state is created.
@@ -32,7 +32,7 @@ class State:
 
     Example:
       >>> import tempfile, jax.numpy as jnp, mpistrat as ms
-      >>> state = State({"w": jnp.zeros(2), "step": 0})
+      >>> state = TrainState({"w": jnp.zeros(2), "step": 0})
       >>> checkpoint = ms.Checkpoint(model=state)
       >>> path = checkpoint.save(tempfile.mkdtemp() + "/ckpt")
       >>> state.value = {"w": jnp.ones(2), "step": 1}

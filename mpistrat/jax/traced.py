@@ -18,7 +18,7 @@ from jax.experimental import io_callback
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from mpistrat.jax.calls import Call
+from mpistrat.jax.calls import TracedCall
 from mpistrat.kernels.ops import ReduceOp
 
 __all__ = ["bind"]
@@ -51,25 +51,25 @@ _collective = Primitive("mpistrat")
 _collective.multiple_results = True
 
 
-def bind(call: Call, *args: Any) -> list[Any]:
+def bind(call: TracedCall, *args: Any) -> list[Any]:
     """Make a call, or trace it: one result for each operand but a weight."""
     found: list[Any] = _collective.bind(*args, call=call)
     return found
 
 
 @_collective.def_impl
-def _now(*args: Any, call: Call) -> list[Any]:
+def _now(*args: Any, call: TracedCall) -> list[Any]:
     return list(args) if call.local else call.now(args)
 
 
 @_collective.def_effectful_abstract_eval
-def _shapes(*args: Any, call: Call) -> tuple[list[Any], Any]:
+def _shapes(*args: Any, call: TracedCall) -> tuple[list[Any], Any]:
     values = args[int(call.weighed) :]
     avals = [jax.core.ShapedArray(call.shape(x.shape), x.dtype) for x in values]
     return avals, frozenset() if call.local else _EFFECTS
 
 
-def _lowered(ctx: Any, *args: Any, call: Call) -> Sequence[Any]:
+def _lowered(ctx: Any, *args: Any, call: TracedCall) -> Sequence[Any]:
     if call.local:
         return args
     count = len(args) + 1
@@ -108,7 +108,7 @@ def _lowered(ctx: Any, *args: Any, call: Call) -> Sequence[Any]:
 mlir.register_lowering(_collective, _lowered)
 
 
-def _jvp(primals: Any, tangents: Any, *, call: Call) -> tuple[Any, Any]:
+def _jvp(primals: Any, tangents: Any, *, call: TracedCall) -> tuple[Any, Any]:
     results = bind(call, *primals)
     first = int(call.weighed)
     found = [ad.Zero(jax.typeof(result).to_tangent_aval()) for result in results]
@@ -129,7 +129,7 @@ def _jvp(primals: Any, tangents: Any, *, call: Call) -> tuple[Any, Any]:
 ad.primitive_jvps[_collective] = _jvp
 
 
-def _transposed(gradients: Any, *args: Any, call: Call) -> list[Any]:
+def _transposed(gradients: Any, *args: Any, call: TracedCall) -> list[Any]:
     first = int(call.weighed)
     linear = [i for i, x in enumerate(args[first:]) if ad.is_undefined_primal(x)]
     given = [ad.instantiate_zeros(gradients[i]) for i in linear]
@@ -144,7 +144,9 @@ def _transposed(gradients: Any, *args: Any, call: Call) -> list[Any]:
 ad.primitive_transposes[_collective] = _transposed
 
 
-def _back(call: Call, weight: Any, given: list[Any], shapes: list[tuple[int, ...]]) -> list[Any]:
+def _back(
+    call: TracedCall, weight: Any, given: list[Any], shapes: list[tuple[int, ...]]
+) -> list[Any]:
     """Return the gradients by the operands, of gradients by the results."""
     if call.local:
         return bind(replace(call, local=False), *given)
@@ -170,7 +172,7 @@ def _part(total: Any, axis: int, shape: tuple[int, ...], rank: int) -> Any:
     return jax.lax.slice_in_dim(total, rank * shape[axis], (rank + 1) * shape[axis], axis=axis)
 
 
-def _weighted_back(total: Call, weight: Any, given: list[Any]) -> list[Any]:
+def _weighted_back(total: TracedCall, weight: Any, given: list[Any]) -> list[Any]:
     mine = jnp.asarray(weight, jnp.result_type(float))
     each = replace(total, shared=False, local=False)
     wide = [one.astype(jnp.promote_types(one.dtype, jnp.float32)) for one in given]
@@ -187,7 +189,7 @@ def _weighted_back(total: Call, weight: Any, given: list[Any]) -> list[Any]:
     ]
 
 
-def _batched(args: Any, dims: Any, *, call: Call) -> tuple[list[Any], list[Any]]:
+def _batched(args: Any, dims: Any, *, call: TracedCall) -> tuple[list[Any], list[Any]]:
     first = int(call.weighed)
     if first and dims[0] is not None:
         return _batched_weights(args, dims, call)
@@ -201,7 +203,7 @@ def _batched(args: Any, dims: Any, *, call: Call) -> tuple[list[Any], list[Any]]
     return bind(call, *args[:first], *values), places
 
 
-def _batched_weights(args: Any, dims: Any, call: Call) -> tuple[list[Any], list[Any]]:
+def _batched_weights(args: Any, dims: Any, call: TracedCall) -> tuple[list[Any], list[Any]]:
     """Fold with a weight for each example of a batch, in one call."""
     weights = jnp.moveaxis(args[0], dims[0], 0)
     weights = weights.astype(jnp.result_type(float))

@@ -78,7 +78,7 @@ def test_digits_have_the_same_losses_on_any_number_of_ranks(net, size):
     pytest.importorskip("sklearn", reason="wants scikit-learn")
     from mpistrat.examples import digits_jax
 
-    settings = digits_jax.Settings(epochs=2, net=net)
+    settings = digits_jax.Choices(epochs=2, net=net)
 
     def program(comm):
         told = []
@@ -115,7 +115,7 @@ def test_trees_are_saved_and_restored(size, tmp_path):
     def program(comm):
         strategy = ms.MirroredStrategy()
         with strategy.scope():
-            state = mj.State(state_of(comm.rank, 5))
+            state = mj.TrainState(state_of(comm.rank, 5))
             beside = ms.Variable(3.0)
         checkpoint = ms.Checkpoint(train=state, beside=beside)
         path = checkpoint.save(tmp_path / "ckpt")
@@ -135,7 +135,7 @@ def test_trees_are_saved_and_restored(size, tmp_path):
         state.value = {"p": jnp.ones(2)}
         with pytest.raises(ms.errors.StructureError, match="train/o/0/mu/w"):
             checkpoint.restore(path)
-        with pytest.raises(ms.errors.StructureError, match=r"mpistrat\.jax\.State"):
+        with pytest.raises(ms.errors.StructureError, match=r"mpistrat\.jax\.TrainState"):
             ms.Checkpoint(w={"w": jnp.ones(2)}).save(tmp_path / "other")
 
     run_ranks(program, size)
