@@ -48,7 +48,11 @@ _TRAVELS = frozenset("biufc")
 _LONG = 10 if np.finfo(np.longdouble).nmant == 63 else np.dtype(np.longdouble).itemsize
 _FOREIGN = 256  # NPY_USERDEF: type numbers from here on are not NumPy's own
 # By the package that a class is from: who knows its arrays, as `Kind` says. Imported at the first.
-_ROOMS = {"torch": "mpistrat.torch.tensors"}
+_ROOMS = {
+    "jax": "mpistrat.jax.arrays",
+    "jaxlib": "mpistrat.jax.arrays",
+    "torch": "mpistrat.torch.tensors",
+}
 
 
 class Kind(Protocol):

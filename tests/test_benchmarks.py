@@ -53,7 +53,8 @@ def run(name, size, folder, *options):
     program = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--quick", *options]
     written, printed = folder / "found.json", folder / "printed"
     program += ["--json", str(written)]
-    drawn = importlib.util.find_spec("matplotlib") is not None and name != "overlap"  # no picture
+    drawn = importlib.util.find_spec("matplotlib") is not None
+    drawn = drawn and name not in ("overlap", "jax_step")  # they have no picture
     if drawn:
         program += ["--plot", str(folder / "picture.png")]
     launcher, _ = find()
@@ -104,6 +105,18 @@ def test_overlap(size, tmp_path):
     assert code == 0, text
     assert [row["where"] for row in rows] == ["ordinary", "buffers"]
     assert all(row[f"{name}_s"] > 0 for row in rows for name in ("comm", "compute", "both", "open"))
+
+
+@alone
+@pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="JAX is not installed")
+@SIZES
+def test_jax_step(size, tmp_path):
+    code, rows, text = run("jax_step", size, tmp_path)
+    assert code == 0, text
+    ways = {"numpy out=", "numpy", "jax", "jax tree", "jax in jit"}
+    for nbytes in (8, 65_536, 1 << 20):
+        assert {row["way"] for row in rows if row["bytes"] == nbytes} == ways
+    assert all(row["ms"] > 0 for row in rows)
 
 
 @alone

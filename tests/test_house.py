@@ -30,7 +30,7 @@ ROWS = (
         *("launch", "compat", "testing", "examples", "cli", "__main__"),
         # Public names, bound here and made elsewhere.
         *("__init__", "cluster_resolver", "coordinator", "experimental"),
-        *("vjp", "torch"),
+        *("vjp", "torch", "jax"),
     ),
 )
 LAYER = {room: number for number, row in enumerate(ROWS) for room in row}
@@ -41,7 +41,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "numba": ("kernels/",),
     "subprocess": ("launch/", "testing/"),
     "torch": ("torch/", "examples/language_model_torch.py"),
-    "jax": (),
+    "jax": ("jax/", "examples/digits_jax.py"),
     "tensorflow": (),
 }
 ENVIRONMENT = ("options.py", "environment.py", "cluster/")

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from types import FrameType
 
-__all__ = ["compiles", "ours", "place_of", "ranks_text", "runs_of", "where"]
+__all__ = ["compiles", "ours", "place_of", "ranks_text", "runs_of", "standing_for", "where"]
 
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
 _EXAMPLES = str(Path(_PACKAGE, "examples"))
+# Where the program wrote the call that runs; empty if it runs where it was written.
+_written: ContextVar[str] = ContextVar("mpistrat_written", default="")
 
 
 def ours(filename: str) -> bool:
@@ -32,7 +35,17 @@ def place_of(frame: FrameType | None) -> str:
 
 def where() -> str:
     """Return ``file:line`` of the innermost caller outside mpistrat."""
-    return place_of(sys._getframe(1))
+    return _written.get() or place_of(sys._getframe(1))
+
+
+@contextlib.contextmanager
+def standing_for(place: str) -> Iterator[None]:
+    """Run the body, whose calls the program has written at `place`."""
+    token = _written.set(place)
+    try:
+        yield
+    finally:
+        _written.reset(token)
 
 
 def compiles(frame: FrameType | None) -> bool:

@@ -11,8 +11,8 @@ import functools
 import os
 import threading
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar, final
 
 from mpistrat.comm.base import Comm
@@ -110,6 +110,8 @@ class Session:
       begun: What happens once for a session has happened.
       groups: Parts of the communicator, by what they are for; each has a ``free``.
       team: The threads of the kernels; None if this rank has but one.
+      awaited: Called in the owning thread before each of its calls, if the session is lent to other
+        threads: waits until none of these will make a call that comes first.
     """
 
     def __init__(self, comm: Comm, owned: bool = True):
@@ -122,6 +124,9 @@ class Session:
         self.board = StatusBoard()
         self.groups: dict[object, Any] = {}
         self.team: Team | None = None
+        self.awaited: Callable[[], None] | None = None
+        self._borrower: int | None = None
+        self._lending = threading.Lock()
         self._kept: dict[type[Any], Any] = {}
         self._owner: int | None = threading.get_ident() if owned else None
         self._thread = threading.current_thread()
@@ -210,8 +215,41 @@ class Session:
         if self._owner is None:
             return
         theirs = threading.get_ident() != self._owner or os.getpid() != self._pid
-        if theirs or self.freed or self.comm.ended:
+        if theirs or self.freed or self.comm.ended or self.awaited is not None:
+            self._look()
+
+    def _look(self) -> None:
+        """Do what `check` does, where there is more to look at than who calls."""
+        here, ended = threading.get_ident(), self.freed or self.comm.ended
+        if os.getpid() == self._pid and not ended:
+            if here == self._borrower:
+                return
+            if here == self._owner:
+                if self.awaited is not None:
+                    self.awaited()
+                return
+        raise StrategyError(self._refusal())
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Let this thread make calls, as part of what the owning thread has begun.
+
+        It may be a thread that another library made for it, or the owning thread itself; whoever
+        lends says in `awaited` how the owner waits, so that calls have one order.
+
+        Raises:
+          StrategyError: It is another thread of the program's own.
+        """
+        here = threading.current_thread()
+        foreign = isinstance(here, threading._DummyThread)  # not made by Python
+        if self._owner not in (None, here.ident) and not foreign:
             raise StrategyError(self._refusal())
+        with self._lending:
+            self._borrower = here.ident
+            try:
+                yield
+            finally:
+                self._borrower = None
 
     def _refusal(self) -> str:
         if self.freed:

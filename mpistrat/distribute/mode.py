@@ -21,6 +21,7 @@ __all__ = [
     "Replica",
     "Scope",
     "again",
+    "beside",
     "check_cross_replica",
     "chosen",
     "cross_replica",
@@ -84,6 +85,7 @@ _NONE = "get_replica_context() is None in cross-replica code"
 
 _mode: contextvars.ContextVar[Mode | None] = contextvars.ContextVar("mpistrat_mode", default=None)
 _chosen: contextvars.ContextVar[bool] = contextvars.ContextVar("mpistrat_chosen", default=False)
+_beside: list[Callable[[Ruling], AbstractContextManager[Any]]] = []
 
 
 def current() -> Mode | None:
@@ -91,11 +93,16 @@ def current() -> Mode | None:
     return _mode.get()
 
 
+def beside(enter: Callable[[Ruling], AbstractContextManager[Any]]) -> None:
+    """Let ``enter(strategy)`` be entered with every mode from now on; in every thread."""
+    _beside.append(enter)
+
+
 @final
 class Entered:
     """Runs the body of a ``with`` in a mode; see `entered`."""
 
-    __slots__ = ("_mode", "_token")
+    __slots__ = ("_mode", "_more", "_token")
 
     def __init__(self, mode: Mode):
         """Enter nothing yet."""
@@ -104,10 +111,15 @@ class Entered:
     def __enter__(self) -> None:
         """Enter the mode."""
         self._token = _mode.set(self._mode)
+        self._more = [enter(self._mode.strategy) for enter in _beside]
+        for one in self._more:
+            one.__enter__()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: object) -> None:
         """Leave the mode."""
         mode = self._mode
+        for one in self._more:
+            one.__exit__(None, None, None)
         if isinstance(error, AttributeError) and mode.replica is None:
             _explain(error)
         if _mode.get() is mode:

@@ -50,6 +50,7 @@ def proved(strategy: StrategyBase, call: str, result: Any, failure: BaseExceptio
     """
     lockstep = strategy.parts.lockstep
     state = lockstep.state
+    lockstep.session.check()  # what other threads do in its name may be what it has failed with
     if state.run.handles:
         failure = ended(lockstep, failure)
     if state.run.failed is not None:

@@ -234,6 +234,8 @@ class Lockstep(Ranks):
           failure: The exception that it leaves with, if any.
           of_group: The code is what ranks of another session, such as a trial, have agreed on.
         """
+        if self.session.awaited is not None:
+            self.session.awaited()
         self.session.calls += 1
         board = self.session.board
         self._allow(None)

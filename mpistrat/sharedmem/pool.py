@@ -22,6 +22,8 @@ __all__ = ["LEAST", "Pool"]
 LEAST = 1 << 20
 # What no result has needed for so many calls is given back.
 _TURNS = 16
+# Where room begins: other libraries, such as JAX, take memory as it is only if it lies so.
+_LINE = 64
 
 
 @final
@@ -58,7 +60,7 @@ class Pool:
         self._turn = self._out = self._most = self.kept = 0
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Return a writable array of any contents, as ``np.empty`` does."""
+        """Return a writable array of any contents, as ``np.empty`` does; large: on a line."""
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes < LEAST:
             return np.empty(shape, dtype)
@@ -70,7 +72,8 @@ class Pool:
         while self._waiting and self._out + self.kept > self._most:
             self._drop(0)
         if room is None:
-            room = np.empty(nbytes, np.uint8)
+            whole = np.empty(nbytes + _LINE, np.uint8)
+            room = whole[(start := -whole.ctypes.data % _LINE) : start + nbytes]
         return np.asarray(_Lease(room, self._back)).view(dtype).reshape(shape)
 
     def turn(self) -> None:

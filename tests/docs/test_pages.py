@@ -29,8 +29,9 @@ SIZES = {
     "sharp-edges": (2,),
     "coming-from": (1, 2),
     "from-pytorch": (1, 2),
+    "from-jax": (1, 2),
 }
-OPTIONAL = ("h5py", "ml_dtypes", "pyarrow", "torch", "zarr")  # a block may need these
+OPTIONAL = ("h5py", "jax.numpy", "ml_dtypes", "pyarrow", "torch", "zarr")  # a block may need these
 
 
 def page(name):
@@ -51,7 +52,7 @@ def blocks():
 @pytest.mark.parametrize(("code", "size"), list(blocks()))
 def test_examples_run(code, size):
     for name in OPTIONAL:
-        if name in code.co_names and importlib.util.find_spec(name) is None:
+        if name in code.co_names and importlib.util.find_spec(name.partition(".")[0]) is None:
             pytest.skip(f"{name} is not installed: this example of the page did not run")
     run_ranks(lambda comm: exec(code, {"np": np, "ms": ms}), size)
 

@@ -74,6 +74,14 @@ def test_fit(library, size, tmp_path):
     np.testing.assert_allclose(w, fitted(), rtol=1e-12)
 
 
+@pytest.mark.skipif(importlib.util.find_spec("optax") is None, reason="wants jax and optax")
+@SIZES
+@pytest.mark.parametrize("program", ["fit_jax", "fit_jax_inside"])
+def test_fit_with_jax(program, size, tmp_path):
+    [w] = printed(PROGRAMS / f"{program}.py", size, tmp_path)
+    np.testing.assert_allclose(w, fitted(), rtol=1e-6)  # float32
+
+
 @pytest.mark.mpi
 @SIZES
 def test_fit_with_replicas_placed_by_hand_and_all_steps_in_one_call(size, tmp_path):

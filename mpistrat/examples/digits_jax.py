@@ -1,0 +1,184 @@
+"""Trains a classifier of handwritten digits with JAX and optax: one program, any number of ranks.
+
+    python -m mpistrat.examples.digits_jax
+    mpistrat run -n 2 -m mpistrat.examples.digits_jax --net conv
+
+The data, and how they are shared out, are those of `mpistrat.examples.digits`. A step is a jitted
+gradient, an all-reduce weighted by the examples of this replica, and a jitted update.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import mpistrat
+import mpistrat.jax as mj
+from mpistrat.examples.digits import MOMENTUM, TRAINING, load, on_first
+from mpistrat.metrics import Mean
+
+__all__ = ["NETS", "Choices", "Trained", "main", "train"]
+
+
+class Choices(NamedTuple):
+    """What a user may choose.
+
+    Attributes:
+      epochs: Times every training image is seen, at least 1.
+      batch: Images in a global batch.
+      seed: Rules the choice of the test images, the initial parameters and the order of examples.
+      lr: Learning rate at the beginning; it falls to 0.
+      net: A key of `NETS`.
+    """
+
+    epochs: int = 20
+    batch: int = 64
+    seed: int = 0
+    lr: float = 0.15
+    net: str = "mlp"
+
+
+class Trained(NamedTuple):
+    """What training came to.
+
+    Attributes:
+      parameters: A tree of JAX arrays, on every rank the same.
+      losses: The mean loss of each epoch.
+      accuracy: The part of the test images that is classified right in the end.
+    """
+
+    parameters: Any
+    losses: list[float]
+    accuracy: float
+
+
+def _dense(key: Any, inputs: int, outputs: int) -> dict[str, Any]:
+    w = jax.random.normal(key, (inputs, outputs)) * math.sqrt(2 / inputs)
+    return {"w": w, "b": jnp.zeros(outputs)}
+
+
+def _mlp(key: Any) -> Any:
+    keys = jax.random.split(key)
+    return [_dense(keys[0], 64, 128), _dense(keys[1], 128, 10)]
+
+
+def _mlp_scores(parameters: Any, x: Any) -> Any:
+    hidden, out = parameters
+    return jax.nn.relu(x @ hidden["w"] + hidden["b"]) @ out["w"] + out["b"]
+
+
+def _conv(key: Any) -> Any:
+    keys = jax.random.split(key, 3)
+    filters = [
+        jax.random.normal(keys[i], (3, 3, a, b)) * math.sqrt(2 / (9 * a))
+        for i, (a, b) in enumerate([(1, 8), (8, 16)])
+    ]
+    return {"filters": filters, "out": _dense(keys[2], 16 * 4 * 4, 10)}
+
+
+def _conv_scores(parameters: Any, x: Any) -> Any:
+    x = x.reshape(len(x), 8, 8, 1)
+    for kernel, stride in zip(parameters["filters"], (1, 2), strict=True):
+        kind = ("NHWC", "HWIO", "NHWC")
+        x = jax.lax.conv_general_dilated(x, kernel, (stride,) * 2, "SAME", dimension_numbers=kind)
+        x = jax.nn.relu(x)
+    return x.reshape(len(x), 256) @ parameters["out"]["w"] + parameters["out"]["b"]
+
+
+Net = tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]
+# What makes the parameters of a net, and what gives the scores of the ten digits.
+NETS: dict[str, Net] = {"mlp": (_mlp, _mlp_scores), "conv": (_conv, _conv_scores)}
+
+
+def _jitted(scores: Callable[[Any, Any], Any], optimizer: Any) -> tuple[Any, Any, Any]:
+    """Return the gradient of the mean loss, the update, and which examples are right."""
+
+    def judge(parameters: Any, x: Any, y: Any) -> Any:
+        losses = optax.softmax_cross_entropy_with_integer_labels(scores(parameters, x), y)
+        return losses.sum() / max(len(y), 1), losses  # the mean of no examples is 0
+
+    def update(parameters: Any, state: Any, gradients: Any) -> Any:
+        changes, state = optimizer.update(gradients, state, parameters)
+        return optax.apply_updates(parameters, changes), state
+
+    def hits(parameters: Any, x: Any, y: Any) -> Any:
+        return scores(parameters, x).argmax(axis=1) == y
+
+    return jax.jit(jax.grad(judge, has_aux=True)), jax.jit(update), jax.jit(hits)
+
+
+def train(
+    strategy: mpistrat.Strategy, settings: Choices, say: Callable[[str], None] = print
+) -> Trained:
+    """Train on all replicas of `strategy`, and test at the end.
+
+    Collective: all ranks call it, with the same settings.
+    """
+    steps = math.ceil(TRAINING / settings.batch)
+    rate = optax.linear_schedule(settings.lr, 0.0, settings.epochs * steps)
+    optimizer = optax.sgd(rate, MOMENTUM)
+    gradient, update, hits = _jitted(NETS[settings.net][1], optimizer)
+
+    def step(x: Any, y: Any) -> None:
+        gradients, losses = gradient(model["parameters"], x.astype(np.float32), y)
+        gradients = mj.all_reduce("mean", gradients, weight=len(y))
+        model["parameters"], model["state"] = update(*model.values(), gradients)
+        loss.update_state(losses)
+
+    def score(x: Any, y: Any) -> None:
+        accuracy.update_state(hits(model["parameters"], x.astype(np.float32), y))
+
+    images, tests = map(mpistrat.Dataset, load(settings.seed))
+    shuffled = images.shuffle(seed=settings.seed).batch(settings.batch)
+    batches = strategy.experimental_distribute_dataset(shuffled)
+    with strategy.scope():
+        parameters = mj.replicate(NETS[settings.net][0](jax.random.key(settings.seed)))
+        model = {"parameters": parameters, "state": optimizer.init(parameters)}
+        loss, accuracy = Mean("loss"), Mean("accuracy")
+    history = []
+    for epoch in range(1, settings.epochs + 1):
+        for part in batches:
+            strategy.run(step, args=part)
+        history.append(float(loss.result()))
+        loss.reset_state()
+        say(f"epoch {epoch} of {settings.epochs}   loss {history[-1]:.4f}")
+    for part in strategy.experimental_distribute_dataset(tests.batch(settings.batch)):
+        strategy.run(score, args=part)
+    return Trained(model["parameters"], history, float(accuracy.result()))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program; return its exit code, the same on every rank."""
+    parser = argparse.ArgumentParser(
+        prog="python -m mpistrat.examples.digits_jax",
+        description="Train a classifier of handwritten digits with JAX, on one rank or on many.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--epochs", type=int, help="times over the images")
+    parser.add_argument("--batch", type=int, help="images in a whole batch")
+    parser.add_argument("--seed", type=int, help="of test set, start and order")
+    parser.add_argument("--lr", type=float, help="learning rate at the beginning")
+    parser.add_argument("--net", choices=NETS, help="layers: dense ones, or convolutions")
+    parser.set_defaults(**Choices()._asdict())
+    settings = Choices(**vars(parser.parse_args(argv)))
+    strategy = mpistrat.MirroredStrategy()
+
+    def say(text: str) -> None:
+        if strategy.rank == 0:
+            print(text, flush=True)
+
+    result = train(strategy, settings, say)
+    on_first(strategy, print, f"test accuracy {result.accuracy:.4f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,30 @@
+"""JAX on many ranks: arrays and trees go in and come out as JAX arrays.
+
+Every call of mpistrat takes JAX arrays, and gives JAX arrays back where it was given some. What is
+here is for trees that JAX knows, and may be called in functions that JAX transforms: by ``jit``,
+``grad``, ``vmap``, ``scan``, ``while_loop`` or ``cond``.
+
+    import mpistrat.jax as mj
+"""
+
+from __future__ import annotations
+
+try:
+    import jax  # noqa: F401
+except ImportError as error:  # pragma: no cover
+    raise ImportError("mpistrat.jax needs JAX: pip install 'mpistrat[jax]'.") from error
+
+from mpistrat.jax.functions import all_gather, all_reduce, broadcast, replicate
+from mpistrat.jax.keys import example_keys, replica_key, step_key
+from mpistrat.jax.state import TrainState
+
+__all__ = [
+    "TrainState",
+    "all_gather",
+    "all_reduce",
+    "broadcast",
+    "example_keys",
+    "replica_key",
+    "replicate",
+    "step_key",
+]

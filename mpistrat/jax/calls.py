@@ -1,0 +1,207 @@
+"""What a traced collective is, and how it is made when XLA comes to it.
+
+XLA calls Python from the thread that called the jitted function, or from one of its own, perhaps
+after that function has returned, if its arguments were still being computed. So the session is lent
+to that thread; and the owning thread, before each call of its own, waits for all that it has
+dispatched. Thus the calls of a rank have the order of its program, whatever thread makes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import jax
+from jax._src import dispatch
+
+from mpistrat.arrays import Array, as_array
+from mpistrat.comm.callsite import standing_for, where
+from mpistrat.comm.session import Session
+from mpistrat.distribute.default import current_strategy
+from mpistrat.distribute.gather import gather
+from mpistrat.distribute.mode import beside, current, refuse_unchosen
+from mpistrat.distribute.parts import Parts
+from mpistrat.distribute.reduce import in_replica
+from mpistrat.distribute.state import broadcast_state
+from mpistrat.jax.arrays import given_back
+from mpistrat.kernels.ops import ReduceOp
+from mpistrat.lockstep.ranks import CallState
+
+__all__ = ["Site", "TracedCall", "parts_here"]
+
+
+# Traces of one strategy are of no use to another, so JAX is told to keep them apart.
+_ruling = jax.make_user_context(None)
+beside(lambda strategy: _ruling(strategy.parts.lockstep))
+
+
+def parts_here(what: str) -> Parts:
+    """Return the parts of the strategy that rules here, in replica code or in its scope.
+
+    Args:
+      what: The call that asks.
+
+    Raises:
+      ContextError: None rules, in a job of several ranks.
+      StrategyError: This is another thread than the strategy's.
+    """
+    if current() is None:
+        refuse_unchosen(what)
+    parts = current_strategy().parts
+    parts.lockstep.check()
+    parts.lockstep.state.interrupted.check()
+    return parts
+
+
+@final
+class _Borrowed:
+    """What other threads have done in the name of a session.
+
+    Attributes:
+      lost: What a call of theirs has raised on every rank, until the owning thread has been told.
+    """
+
+    def __init__(self) -> None:
+        """Nothing yet."""
+        self.lost: BaseException | None = None
+
+
+def _awaiting(session: Session) -> Callable[[], None]:
+    """Return what waits until all computations that this thread has dispatched have ended."""
+    lent, run = session.kept(_Borrowed), session.kept(CallState).run
+
+    def wait() -> None:
+        try:
+            jax.effects_barrier()
+        except jax.errors.JaxRuntimeError:  # the result of that computation raises it, too
+            dispatch.runtime_tokens.clear()  # or each later computation would fail with it
+        lost, lent.lost = lent.lost, None
+        if lost is not None and run.depth and run.failed is None:
+            run.failed = lost
+
+    return wait
+
+
+@final
+class Site:
+    """The ranks that a function was traced for.
+
+    Attributes:
+      parts: Of the strategy.
+      size: How many replicas there are.
+      rank: Which of them this is.
+    """
+
+    def __init__(self, parts: Parts):
+        """Let the ranks of these parts be called from the threads of XLA."""
+        self.parts = parts
+        lockstep = parts.lockstep
+        self.size, self.rank = lockstep.comm.size, lockstep.comm.rank
+        if lockstep.session.awaited is None:
+            lockstep.session.awaited = _awaiting(lockstep.session)
+
+    def __eq__(self, other: object) -> bool:
+        """Tell whether it is that of the same strategy."""
+        return isinstance(other, Site) and other.parts is self.parts
+
+    def __hash__(self) -> int:
+        """Return a number that is equal for equal sites."""
+        return hash(id(self.parts))
+
+    def call(self, make: Callable[[], None]) -> None:
+        """Make a call from whatever thread XLA runs it in. Collective."""
+        lockstep = self.parts.lockstep
+        with lockstep.session.lent():
+            try:
+                make()
+            except BaseException as error:
+                if error is lockstep.state.raised:
+                    lockstep.session.kept(_Borrowed).lost = error
+                raise
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class TracedCall:
+    """One collective, as far as it is the same each time that a traced program comes to it.
+
+    Attributes:
+      site: Whose it is.
+      name: ``all_reduce``, ``all_gather`` or ``broadcast``.
+      op: The fold, of an all-reduce.
+      axis: Along which arrays are gathered.
+      weight: How many examples this replica stands for, if that is known when it is traced.
+      weighed: It is known only when it runs: the first operand.
+      shared: The loss is one that all replicas have in common; see `mpistrat.jax.all_reduce`.
+      local: It does nothing. Of what is shared it is the transpose: the gradient is the loss's own.
+      place: Where the program has it.
+    """
+
+    site: Site
+    name: str
+    op: ReduceOp = ReduceOp.SUM
+    axis: int = 0
+    weight: float | None = None
+    weighed: bool = False
+    shared: bool = False
+    local: bool = False
+    place: str = field(default_factory=where, compare=False)
+
+    def __repr__(self) -> str:
+        """Return what a jaxpr shows."""
+        return f"{self.name}({self.op.value})" if self.name == "all_reduce" else self.name
+
+    @property
+    def weighted(self) -> bool:
+        """Whether it is a weighted mean."""
+        return self.weighed or self.weight is not None
+
+    def into(self, given: Sequence[Array], outs: Sequence[Array]) -> None:
+        """Make the call, and put its results into `outs`. Collective; in any thread of XLA's."""
+        with standing_for(self.place):
+            self.site.call(lambda: self._into(given, outs))
+
+    def _into(self, given: Sequence[Array], outs: Sequence[Array]) -> None:
+        parts, places = self.site.parts, list(outs)
+        if self.name == "all_reduce":
+            values, weight = self._weighted(given)
+            in_replica(parts, self.op, values, weight, places)
+        elif self.name == "all_gather":
+            for place, rows in zip(places, self._gathered(given), strict=True):
+                place[...] = rows
+        else:
+            if self.site.rank == 0:
+                for place, value in zip(places, given, strict=True):
+                    place[...] = value
+            broadcast_state(parts, places, places)
+
+    def now(self, given: Sequence[Any]) -> list[Any]:
+        """Make the call in this thread, and return JAX arrays. Collective."""
+        arrays, likes = [as_array(one) for one in given], list(given[int(self.weighed) :])
+        if self.name == "all_reduce":
+            values, weight = self._weighted(arrays)
+            found = in_replica(self.site.parts, self.op, values, weight, None)
+        elif self.name == "all_gather":
+            found = self._gathered(arrays)
+        else:
+            found = broadcast_state(self.site.parts, arrays, None)
+        return given_back(found, likes)
+
+    def _weighted(self, given: Sequence[Array]) -> tuple[list[Array], float | None]:
+        if self.weighed:
+            return list(given[1:]), float(given[0])
+        return list(given), self.weight
+
+    def _gathered(self, given: Sequence[Array]) -> list[Array]:
+        # The shapes of all ranks have been traced from this rank's, so they have to be equal.
+        shapes = f" of equal shapes {[one.shape for one in given]}"
+        found: list[Array] = gather(self.site.parts, "all_gather", list(given), self.axis, shapes)
+        return found
+
+    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the result of an operand."""
+        if self.name != "all_gather":
+            return shape
+        axis = self.axis % len(shape)
+        return (*shape[:axis], shape[axis] * self.site.size, *shape[axis + 1 :])

@@ -1,0 +1,257 @@
+"""Collectives for trees of JAX arrays, inside of transformed functions and outside."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from mpistrat.arrays import as_array, label
+from mpistrat.collectives.dtypes import wire_type
+from mpistrat.distribute.gather import gather
+from mpistrat.distribute.state import broadcast_state
+from mpistrat.errors import AxisError, LeafTypeError
+from mpistrat.jax.arrays import given_back, is_key
+from mpistrat.jax.calls import Site, TracedCall, parts_here
+from mpistrat.jax.traced import bind
+from mpistrat.kernels.ops import ReduceOp
+
+__all__ = ["all_gather", "all_reduce", "broadcast", "replicate"]
+
+jnp = jax.numpy
+
+
+def all_reduce(
+    reduce_op: ReduceOp | str, value: Any, *, weight: Any = None, shared_loss: bool = False
+) -> Any:
+    """Fold the values of all replicas, in a function that JAX transforms or outside.
+
+    It has gradients in both modes, and a batch of ``jax.vmap`` is one call. The gradient by a
+    replica's value is that of the *sum of all replicas' losses*, as in `mpistrat.vjp`.
+
+    Collective: every replica calls it, with the same structure, shapes and dtypes; so do their
+    gradients. The ranks are those of the strategy in whose code the function is traced.
+
+    Args:
+      reduce_op: ``"SUM"``, ``"MEAN"``, ``"MIN"``, ``"MAX"`` or ``"PROD"``; the last three without
+        gradients.
+      value: Tree of arrays or numbers.
+      weight: For MEAN, how many examples this replica's values stand for; may be traced, as
+        ``mask.sum()``. A value of weight 0 is never read. There is no gradient by it.
+      shared_loss: The loss is one number that all replicas have in common, and each wants its
+        gradient by its own value: what comes back does not communicate, and is smaller by the
+        number of replicas.
+
+    Returns:
+      The same tree of JAX arrays. dtypes are kept, except that MEAN of integers gives floats.
+
+    Raises:
+      ContextError: No strategy rules, in a job of several ranks.
+      LeafTypeError: A leaf is no array, or its dtype cannot be reduced.
+      ValueError: The operation is unknown, or a weight is given for another one than MEAN.
+      LockstepError: The calls differ between ranks; within ``jit``, it is the text of a
+        ``JaxRuntimeError``, as what follows.
+      RemoteError: Another rank failed.
+      NotImplementedError: Within ``jax.checkpoint``: it cannot be made once more.
+
+    Cost: as `ReplicaContext.all_reduce`, and within ``jit`` some 150 us; no copies.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> jax.jit(lambda x: all_reduce("mean", {"loss": x}))(jnp.float32(2))
+      {'loss': Array(2., dtype=float32)}
+    """
+    parts = parts_here("all_reduce")
+    with parts.lockstep.preparing("all_reduce"):
+        op = ReduceOp.parse(reduce_op)
+        if weight is not None and op is not ReduceOp.MEAN:
+            raise ValueError(f"weight is for MEAN; {op.value} has none.")
+        leaves, rebuilt = _leaves(value, lambda leaf, path: _foldable(op, leaf, path))
+        traced, known = _traced(leaves, weight), weight is None or _is_number(weight)
+        call = TracedCall(
+            Site(parts),
+            "all_reduce",
+            op,
+            weight=float(weight) if known and weight is not None else None,
+            weighed=not known,
+            shared=shared_loss,
+        )
+        operands = leaves if known else [_as_weight(weight), *leaves]
+    if not leaves:
+        return value
+    return rebuilt(bind(call, *operands) if traced else call.now(operands))
+
+
+def all_gather(value: Any, axis: int, *, shared_loss: bool = False) -> Any:
+    """Concatenate the values of all replicas, in a function that JAX transforms or outside.
+
+    Collective: as `all_reduce`, but outside of ``jit`` sizes along `axis` may differ.
+
+    Args:
+      value: Tree of arrays with at least one dimension; keys of ``jax.random.key`` are taken, too.
+      axis: Which axis; counted from the end if negative.
+      shared_loss: As in `all_reduce`.
+
+    Returns:
+      The same tree of JAX arrays, in replica order.
+
+    Raises:
+      ContextError: No strategy rules, in a job of several ranks.
+      LeafTypeError: A leaf is no array.
+      AxisError: A leaf has no such axis.
+      LockstepError: The calls differ between ranks; where it is traced, the shapes, too.
+
+    Cost: as `ReplicaContext.all_gather`; within ``jit`` one copy more.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> all_gather(jnp.arange(2), axis=0)
+      Array([0, 1], dtype=int32)
+    """
+    parts = parts_here("all_gather")
+    with parts.lockstep.preparing("all_gather"):
+        axis = operator.index(axis)
+        leaves, rebuilt = _leaves(value, lambda leaf, path: _with_axis(leaf, axis, path))
+        call = TracedCall(Site(parts), "all_gather", axis=axis, shared=shared_loss)
+    if not leaves:
+        return value
+    arrays, keys = _without_keys(leaves, axis)
+    if _traced(arrays):
+        return rebuilt(keys(bind(call, *arrays)))
+    found = gather(parts, "all_gather", [as_array(one) for one in arrays], axis)
+    return rebuilt(keys(given_back(found, arrays)))
+
+
+def broadcast(value: Any, *, shared_loss: bool = False) -> Any:
+    """Give replica 0's values to all, in a function that JAX transforms or outside.
+
+    Collective: as `all_reduce`.
+
+    Args:
+      value: Tree of arrays, numbers and keys; of the other replicas only shapes and dtypes count.
+      shared_loss: As in `all_reduce`.
+
+    Returns:
+      The same tree of JAX arrays.
+
+    Raises:
+      ContextError: No strategy rules, in a job of several ranks.
+      LeafTypeError: A leaf is no array.
+      LockstepError: The calls differ between ranks.
+
+    Cost: as `Strategy.broadcast`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> jax.jit(broadcast)({"w": jnp.ones(2)})
+      {'w': Array([1., 1.], dtype=float32)}
+    """
+    parts = parts_here("broadcast")
+    with parts.lockstep.preparing("broadcast"):
+        leaves, rebuilt = _leaves(value, _any)
+        call = TracedCall(Site(parts), "broadcast", shared=shared_loss)
+        arrays, keys = _without_keys(leaves, 0)
+    if not leaves:
+        return value
+    return rebuilt(keys(bind(call, *arrays) if _traced(arrays) else call.now(arrays)))
+
+
+def replicate(tree: Any) -> Any:
+    """Give all ranks replica 0's values of a tree, such as parameters or the state of optax.
+
+    Collective: all ranks call it, in a scope or in replica code, with the same structure.
+
+    Args:
+      tree: Any tree of JAX: arrays, numbers, keys; ``None`` is an empty node.
+
+    Returns:
+      The same tree. Python's numbers come back as such.
+
+    Raises:
+      ContextError: No strategy rules, in a job of several ranks.
+      LeafTypeError: A leaf is no array, or is traced; there, call `broadcast`.
+      LockstepError: The trees differ between ranks.
+
+    Cost: as `Strategy.broadcast`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> replicate((jnp.ones(2), 3))
+      (Array([1., 1.], dtype=float32), 3)
+    """
+    parts = parts_here("replicate")
+    with parts.lockstep.preparing("replicate"):
+        leaves, structure = jax.tree.flatten(tree)
+        arrays, keys = _without_keys(leaves, 0)
+    return jax.tree.unflatten(structure, keys(broadcast_state(parts, arrays, None)))
+
+
+def _leaves(
+    value: Any, checked: Callable[[Any, str], Any]
+) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """Return the leaves of a tree, found good, and what makes it anew of others."""
+    pairs, structure = jax.tree_util.tree_flatten_with_path(value)
+    name = jax.tree_util.keystr
+    leaves = [checked(leaf, name(path, simple=True, separator="/")) for path, leaf in pairs]
+    return leaves, lambda found: jax.tree.unflatten(structure, found)
+
+
+def _any(leaf: Any, path: str) -> Any:
+    if isinstance(leaf, jax.Array):
+        return leaf
+    return jnp.asarray(as_array(leaf, path) if not _is_number(leaf) else leaf)
+
+
+def _foldable(op: ReduceOp, leaf: Any, path: str) -> Any:
+    array = _any(leaf, path)
+    if is_key(array):
+        raise LeafTypeError(f"{label(path)} has dtype {array.dtype}, which cannot be reduced.")
+    result = jax.dtypes.canonicalize_dtype(wire_type(op, np.dtype(array.dtype), path).result)
+    return array if array.dtype == result else array.astype(result)
+
+
+def _with_axis(leaf: Any, axis: int, path: str) -> Any:
+    array = _any(leaf, path)
+    if not -array.ndim <= axis < array.ndim:
+        raise AxisError(
+            f"all_gather: {label(path)} of shape {array.shape} has no axis {axis}. To stack "
+            "values, give each of them one: value[None]."
+        )
+    return array
+
+
+def _without_keys(
+    leaves: Sequence[Any], axis: int
+) -> tuple[list[Any], Callable[[list[Any]], list[Any]]]:
+    """Return leaves with the numbers of keys in their places, and what makes keys of numbers."""
+    kinds = [jax.random.key_impl(leaf) if is_key(leaf) else None for leaf in leaves]
+    if axis < 0 and any(kind is not None for kind in kinds):
+        raise LeafTypeError("all_gather of keys counts their axes from the front; give axis >= 0.")
+    pairs = zip(leaves, kinds, strict=True)
+    plain = [leaf if kind is None else jax.random.key_data(leaf) for leaf, kind in pairs]
+
+    def keys(found: list[Any]) -> list[Any]:
+        pairs = zip(found, kinds, strict=True)
+        return [x if kind is None else jax.random.wrap_key_data(x, impl=kind) for x, kind in pairs]
+
+    return plain, keys
+
+
+def _traced(leaves: Sequence[Any], weight: Any = None) -> bool:
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in (*leaves, weight))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, bool | int | float | complex | np.generic)
+
+
+def _as_weight(weight: Any) -> Any:
+    array = jnp.asarray(weight)
+    if array.shape or array.dtype.kind not in "iufV":
+        raise ValueError(f"weight must be a number of examples, 0 or more, not {weight!r:.60}.")
+    if array.dtype.kind not in "iu":  # the numbers of 16 bits, too
+        array = array.astype(jnp.promote_types(array.dtype, jnp.float32))
+    return jax.lax.stop_gradient(array)

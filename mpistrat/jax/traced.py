@@ -1,0 +1,225 @@
+"""Collectives as operations of JAX: how they are lowered, differentiated, transposed and batched.
+
+An operation has an ordered effect, so XLA neither drops it nor makes it out of turn. The callback
+reads its operands and writes its results where XLA has them. All operations but folds that are no
+sums are linear, so gradients follow from what their transposes are, in forward mode, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.ffi
+import numpy as np
+from jax.experimental import io_callback
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from mpistrat.jax.calls import TracedCall
+from mpistrat.kernels.ops import ReduceOp
+
+__all__ = ["bind"]
+
+jnp = jax.numpy
+
+# JAX orders effects of this type, and lets them be in loops; it shows what they say of themselves.
+(_io,) = jax.make_jaxpr(lambda: io_callback(lambda: None, None, ordered=True))().effects
+_Ordered: Any = type(_io)
+
+
+class _Collective(_Ordered):
+    """A call that all ranks make, in the order of the program."""
+
+    def __repr__(self) -> str:
+        """Return what JAX's errors show, which is where to say what helps."""
+        return (
+            "a collective of mpistrat, which would be made once more when values are made again; "
+            "keep it out of jax.checkpoint (remat), or give that the result as an argument"
+        )
+
+    __str__ = __repr__
+
+
+_EFFECT = _Collective()
+_EFFECTS = frozenset([_EFFECT])
+_LINEAR = (ReduceOp.SUM, ReduceOp.MEAN)
+
+_collective = Primitive("mpistrat")
+_collective.multiple_results = True
+
+
+def bind(call: TracedCall, *args: Any) -> list[Any]:
+    """Make a call, or trace it: one result for each operand but a weight."""
+    found: list[Any] = _collective.bind(*args, call=call)
+    return found
+
+
+@_collective.def_impl
+def _now(*args: Any, call: TracedCall) -> list[Any]:
+    return list(args) if call.local else call.now(args)
+
+
+@_collective.def_effectful_abstract_eval
+def _shapes(*args: Any, call: TracedCall) -> tuple[list[Any], Any]:
+    values = args[int(call.weighed) :]
+    avals = [jax.core.ShapedArray(call.shape(x.shape), x.dtype) for x in values]
+    return avals, frozenset() if call.local else _EFFECTS
+
+
+def _lowered(ctx: Any, *args: Any, call: TracedCall) -> Sequence[Any]:
+    if call.local:
+        return args
+    count = len(args) + 1
+
+    def made(_: Any, *memory: Any) -> tuple[()]:
+        ins, outs = memory[1:count], memory[count + 1 :]  # the first of each is the token
+        call.into([np.asarray(one) for one in ins], [np.asarray(one) for one in outs])
+        return ()
+
+    platform = ctx.module_context.platforms[0]
+    ctx.module_context.add_host_callback(made)
+    index = np.uint64(len(ctx.module_context.host_callbacks) - 1)
+    # To what makes the call a token is an operand without dimensions.
+    token = jax.core.ShapedArray((), np.dtype(bool))
+    types = [
+        mlir.ir.RankedTensorType.get(aval.shape, mlir.dtype_to_ir_type(aval.dtype))
+        for aval in ctx.avals_out
+    ]
+    if platform != "cpu":
+        raise NotImplementedError(
+            f"{call!r} was traced for {platform}; collectives of mpistrat can be traced for the "
+            "CPU only. Call it between two transformed functions, or set JAX_PLATFORMS=cpu."
+        )
+    lower = jax.ffi.build_ffi_lowering_function(
+        "xla_buffer_python_cpu_callback",
+        has_side_effect=True,
+        result_types=[mlir.token_type(), *types],
+    )
+    there = ctx.replace(avals_in=[token, *ctx.avals_in], avals_out=[token, *ctx.avals_out])
+    results: list[Any]
+    done, *results = lower(there, ctx.tokens_in.get(_EFFECT), *args, index=index).results
+    ctx.set_tokens_out(mlir.TokenSet({_EFFECT: done}))
+    return results
+
+
+mlir.register_lowering(_collective, _lowered)
+
+
+def _jvp(primals: Any, tangents: Any, *, call: TracedCall) -> tuple[Any, Any]:
+    results = bind(call, *primals)
+    first = int(call.weighed)
+    found = [ad.Zero(jax.typeof(result).to_tangent_aval()) for result in results]
+    moving = [i for i, t in enumerate(tangents[first:]) if not isinstance(t, ad.Zero)]
+    if not moving:
+        return results, found
+    if call.name == "all_reduce" and call.op not in _LINEAR:
+        raise NotImplementedError(
+            f"all_reduce({call.op.value}) has no gradient; SUM and MEAN have. Of MAX and the like "
+            "it is that of jnp.max of all_gather, or use jax.lax.stop_gradient."
+        )
+    given = [ad.instantiate_zeros(tangents[first + i]) for i in moving]
+    for i, tangent in zip(moving, bind(call, *primals[:first], *given), strict=True):
+        found[i] = tangent
+    return results, found
+
+
+ad.primitive_jvps[_collective] = _jvp
+
+
+def _transposed(gradients: Any, *args: Any, call: TracedCall) -> list[Any]:
+    first = int(call.weighed)
+    linear = [i for i, x in enumerate(args[first:]) if ad.is_undefined_primal(x)]
+    given = [ad.instantiate_zeros(gradients[i]) for i in linear]
+    weight = args[0] if call.weighed else call.weight
+    sizes = [args[first + i].aval.shape for i in linear]
+    found: list[Any] = [None] * len(args)
+    for i, back in zip(linear, _back(call, weight, given, sizes), strict=True):
+        found[first + i] = back
+    return found
+
+
+ad.primitive_transposes[_collective] = _transposed
+
+
+def _back(
+    call: TracedCall, weight: Any, given: list[Any], shapes: list[tuple[int, ...]]
+) -> list[Any]:
+    """Return the gradients by the operands, of gradients by the results."""
+    if call.local:
+        return bind(replace(call, local=False), *given)
+    site = call.site
+    plain = replace(call, name="all_reduce", op=ReduceOp.SUM, axis=0, weight=None, weighed=False)
+    total = replace(plain, local=call.shared)
+    if call.name == "all_reduce" and call.op is ReduceOp.MEAN:
+        if call.weighted:
+            return _weighted_back(total, weight, given)
+        if call.shared:
+            return [one / site.size for one in bind(total, *given)]
+        return bind(replace(total, op=ReduceOp.MEAN), *given)
+    sums = bind(total, *given)
+    if call.name == "broadcast":
+        return sums if site.rank == 0 else [jnp.zeros_like(one) for one in sums]
+    if call.name == "all_gather":
+        pairs = zip(sums, shapes, strict=True)
+        return [_part(one, call.axis % len(shape), shape, site.rank) for one, shape in pairs]
+    return sums
+
+
+def _part(total: Any, axis: int, shape: tuple[int, ...], rank: int) -> Any:
+    return jax.lax.slice_in_dim(total, rank * shape[axis], (rank + 1) * shape[axis], axis=axis)
+
+
+def _weighted_back(total: TracedCall, weight: Any, given: list[Any]) -> list[Any]:
+    mine = jnp.asarray(weight, jnp.result_type(float))
+    each = replace(total, shared=False, local=False)
+    wide = [one.astype(jnp.promote_types(one.dtype, jnp.float32)) for one in given]
+    if total.local:
+        (weights,), sums = bind(each, mine), bind(total, *wide)
+    else:
+        *sums, weights = bind(each, *wide, mine)
+    # A value of weight 0 was never read, whatever the others bring; without any weight all are NaN.
+    share = jnp.where(mine == 0, jnp.where(weights == 0, jnp.nan, 0), mine / weights)
+    pairs = zip(sums, given, strict=True)
+    return [
+        jnp.where(share == 0, 0, one * share.astype(one.dtype)).astype(like.dtype)
+        for one, like in pairs
+    ]
+
+
+def _batched(args: Any, dims: Any, *, call: TracedCall) -> tuple[list[Any], list[Any]]:
+    first = int(call.weighed)
+    if first and dims[0] is not None:
+        return _batched_weights(args, dims, call)
+    values, places = list(args[first:]), list(dims[first:])
+    if call.name == "all_gather":  # where it is counted from, the axis stays what it is
+        end = -1 if call.axis >= 0 else 0
+        for i, place in enumerate(places):
+            if place is not None:
+                values[i] = jnp.moveaxis(values[i], place, end)
+                places[i] = end % values[i].ndim
+    return bind(call, *args[:first], *values), places
+
+
+def _batched_weights(args: Any, dims: Any, call: TracedCall) -> tuple[list[Any], list[Any]]:
+    """Fold with a weight for each example of a batch, in one call."""
+    weights = jnp.moveaxis(args[0], dims[0], 0)
+    weights = weights.astype(jnp.result_type(float))
+    terms = []
+    for value, place in zip(args[1:], dims[1:], strict=True):
+        one = value[None] if place is None else jnp.moveaxis(value, place, 0)
+        wide = one.astype(jnp.promote_types(one.dtype, jnp.float32))
+        by = weights.reshape(-1, *[1] * (wide.ndim - 1)).astype(wide.dtype)
+        terms.append(jnp.where(by == 0, 0, by * wide))  # what has weight 0 is never read
+    total = replace(call, op=ReduceOp.SUM, weighed=False)
+    *sums, counts = bind(total, *terms, jax.lax.stop_gradient(weights))
+    found = [
+        (one / counts.reshape(-1, *[1] * (one.ndim - 1)).astype(one.dtype)).astype(value.dtype)
+        for one, value in zip(sums, args[1:], strict=True)
+    ]
+    return found, [0] * len(found)
+
+
+batching.primitive_batchers[_collective] = _batched
