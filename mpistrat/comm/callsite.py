@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
-__all__ = ["compiles", "ours", "place_of", "ranks_text", "runs_of", "where"]
+__all__ = ["compiles", "on_behalf", "ours", "place_of", "ranks_text", "runs_of", "where"]
 
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
 _EXAMPLES = str(Path(_PACKAGE, "examples"))
+_local = threading.local()
 
 
 def ours(filename: str) -> bool:
@@ -32,7 +34,18 @@ def place_of(frame: FrameType | None) -> str:
 
 def where() -> str:
     """Return ``file:line`` of the innermost caller outside mpistrat."""
-    return place_of(sys._getframe(1))
+    told: str | None = getattr(_local, "place", None)
+    return told or place_of(sys._getframe(1))
+
+
+@contextlib.contextmanager
+def on_behalf(place: str) -> Iterator[None]:
+    """Let `where` return `place` in the body: this thread does what was called for there."""
+    before, _local.place = getattr(_local, "place", None), place
+    try:
+        yield
+    finally:
+        _local.place = before
 
 
 def compiles(frame: FrameType | None) -> bool:
