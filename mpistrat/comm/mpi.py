@@ -116,7 +116,9 @@ def _by_request(
 @functools.cache
 def _ops() -> dict[str, Any]:
     mpi = library()
-    return {name: getattr(mpi, name) for name in ("SUM", "PROD", "MIN", "MAX", "BAND", "BOR", "BXOR")}
+    return {
+        name: getattr(mpi, name) for name in ("SUM", "PROD", "MIN", "MAX", "BAND", "BOR", "BXOR")
+    }
 
 
 def _bytes(buffer: Buffer) -> Buffer:
@@ -249,7 +251,10 @@ class MPIComm(Comm):
             for step in range(self.size):
                 dest, source = (self.rank + step) % self.size, (self.rank - step) % self.size
                 self.sendrecv(
-                    send[sent[dest] : sent[dest + 1]], dest, recv[got[source] : got[source + 1]], source
+                    send[sent[dest] : sent[dest + 1]],
+                    dest,
+                    recv[got[source] : got[source + 1]],
+                    source,
                 )
             return
         self._comm.Alltoallv(

@@ -23,7 +23,16 @@ from mpistrat.lockstep.lockstep import Lockstep, digest_of
 from mpistrat.torch.channel import Channel
 from mpistrat.torch.views import bytes_of, numbers_of
 
-__all__ = ["all_gather", "all_reduce", "all_to_all", "broadcast", "fold_name", "gather", "meet", "scatter"]
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "fold_name",
+    "gather",
+    "meet",
+    "scatter",
+]
 
 _FOLDS = {
     "SUM": ReduceOp.SUM,
@@ -151,9 +160,7 @@ def all_gather(
             channel.comm.allgatherv(mine, into, counts)
 
 
-def gather(
-    channel: Channel, text: str, send: torch.Tensor, into: Array | None, root: int
-) -> None:
+def gather(channel: Channel, text: str, send: torch.Tensor, into: Array | None, root: int) -> None:
     """Put every rank's tensor, all of one size, into `into` of `root`."""
     mine = _apart(bytes_of(send), into)
     meet(channel, text)
@@ -183,9 +190,7 @@ def all_to_all(
         channel.comm.alltoallv(_apart(send, recv), recv, gives, gets)
 
 
-def scatter(
-    channel: Channel, text: str, send: Array | None, recv: Array, root: int
-) -> None:
+def scatter(channel: Channel, text: str, send: Array | None, recv: Array, root: int) -> None:
     """Give each rank its piece of what `root` has, all of one size."""
     meet(channel, text)
     size, nothing = channel.comm.size, np.empty(0, np.uint8)

@@ -186,4 +186,3 @@ class Channel:
         for group in self.session.groups.values():
             group.free()
         self.comm.free()
-
