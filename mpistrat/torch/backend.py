@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import _rendezvous_handlers, register_rendezvous_handler
 
 from mpistrat.board.reporter import say
+from mpistrat.comm.callsite import ranks_text
 from mpistrat.comm.loopback import LoopbackComm
 from mpistrat.comm.mpi import MPIComm
 from mpistrat.comm.nodes import share, threads_allowed
@@ -96,9 +97,11 @@ class _Job:
     def some_ranks(self, options: Any) -> tuple[Channel, Messages]:
         """Return what a new group of some ranks is made of. Collective over them."""
         assert self.main is not None
-        name = str(options.group_id)
-        tag = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "big")
-        comm = self.ordered.among(options.global_ranks_in_group, tag)
+        ranks = options.global_ranks_in_group
+        # Torch's own name may differ between ranks if only members make the group.
+        name = f"the group of {ranks_text(ranks)}"
+        tag = int.from_bytes(hashlib.blake2b(str(ranks).encode(), digest_size=4).digest(), "big")
+        comm = self.ordered.among(ranks, tag)
         channel, messages = self._made(comm, name, _seconds(options))
         channel.session.options = self.main[0].session.options
         messages.warn = channel.session.options.warn

@@ -95,7 +95,7 @@ class Channel:
         """Return the error of a call that has taken too long."""
         rank, size = self.comm.rank, self.comm.size
         return TimedOut(
-            f"rank {rank} of {size}{self.name and f' of group {self.name}'} has waited {seconds:g} "
+            f"rank {rank} of {size}{self.name and f' of {self.name}'} has waited {seconds:g} "
             f"s (the timeout) in {where()} for the other ranks to call {text}. Some have not come; "
             "look for a collective under `if rank == ...`, or give init_process_group or "
             "new_group a longer timeout."

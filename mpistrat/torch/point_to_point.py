@@ -154,7 +154,7 @@ class Messages:
         """Send nothing yet."""
         self._posts, self.seconds, self.warn = posts, seconds, warn
         self.rank = posts.comm.rank
-        self.group = f" of group {name}" if name else ""
+        self.group = f" of {name}" if name else ""
         self._open: set[PostWork] = set()
         self._changed = threading.Condition()
         self._helper = not threads_allowed()

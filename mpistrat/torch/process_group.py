@@ -119,7 +119,7 @@ class MPIProcessGroup(dist.ProcessGroup):
           make: Is given the text, inputs and outputs, which are C-ordered.
         """
         if self.channel.name:
-            text = f"{text} in group {self.channel.name}"
+            text = f"{text} in {self.channel.name}"
         try:
             given, wanted = checked(inputs), checked(outputs)
         except Exception as error:
