@@ -104,6 +104,7 @@ class _Job:
         comm = self.ordered.among(ranks, tag)
         channel, messages = self._made(comm, name, _seconds(options))
         channel.session.options = self.main[0].session.options
+        channel.lockstep.ranks = tuple(ranks)  # as messages name them
         messages.warn = channel.session.options.warn
         _allow(channel, messages, _seconds(options))
         return channel, messages
