@@ -31,6 +31,8 @@ ROWS = (
         # Public names, bound here and made elsewhere; and those that are refused.
         *("__init__", "cluster_resolver", "coordinator", "experimental", "refused"),
         *("vjp", "parity"),
+        # Other libraries' programs, which nothing else knows of.
+        "torch",
     ),
 )
 LAYER = {room: number for number, row in enumerate(ROWS) for room in row}
@@ -40,7 +42,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "mpi4py": ("comm/mpi.py",),
     "numba": ("kernels/",),
     "subprocess": ("launch/", "testing/"),
-    "torch": (),
+    "torch": ("torch/",),
     "jax": (),
     "tensorflow": (),
 }

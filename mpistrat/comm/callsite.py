@@ -9,18 +9,36 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
-__all__ = ["compiles", "on_behalf", "ours", "place_of", "ranks_text", "runs_of", "where"]
+__all__ = [
+    "compiles",
+    "on_behalf",
+    "ours",
+    "pass_over",
+    "place_of",
+    "ranks_text",
+    "runs_of",
+    "where",
+]
 
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
 _EXAMPLES = str(Path(_PACKAGE, "examples"))
 _local = threading.local()
+_passed: list[str] = []
 
 
 def ours(filename: str) -> bool:
-    """Tell whether a file is of mpistrat itself, and not one of its examples."""
+    """Tell whether a file is of mpistrat itself, and not one of its examples, or is passed over."""
     if filename == contextlib.__file__:  # a stop on the way through a generator that is entered
         return True
+    if _passed and filename.startswith(tuple(_passed)):
+        return True
     return filename.startswith(_PACKAGE) and not filename.startswith(_EXAMPLES)
+
+
+def pass_over(directory: str) -> None:
+    """Take files below a directory for ours from now on: of a library that calls mpistrat."""
+    if directory not in _passed:
+        _passed.append(directory)
 
 
 def place_of(frame: FrameType | None) -> str:

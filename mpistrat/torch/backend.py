@@ -15,6 +15,7 @@ from typing import Any, final
 from urllib.parse import urlparse
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.rendezvous import _rendezvous_handlers, register_rendezvous_handler
 
 from mpistrat.board.reporter import say
@@ -29,7 +30,7 @@ from mpistrat.errors import StrategyError
 from mpistrat.lockstep.abort import end_job
 from mpistrat.lockstep.exits import exits
 from mpistrat.lockstep.startup import begin
-from mpistrat.torch.channel import Channel
+from mpistrat.torch.channel import GroupChannel
 from mpistrat.torch.point_to_point import Messages
 from mpistrat.torch.process_group import MPIProcessGroup
 
@@ -41,7 +42,7 @@ _PATIENCE = 2.0  # seconds that a program which fails waits for what it has begu
 
 
 @final
-class _Job:
+class _AllGroups:
     """What all groups of this process are made from; made with the first of them.
 
     Attributes:
@@ -59,13 +60,13 @@ class _Job:
                 "srun or `mpistrat run`; ranks that are threads have no torch.distributed."
             )
         self.base = MPIComm(parent)
-        self.main: tuple[Channel, Messages, int] | None = None
+        self.main: tuple[GroupChannel, Messages, int] | None = None
         self.ordered = self.base
         self.stores: list[Any] = []
-        self.channels: list[Channel] = []
+        self.channels: list[GroupChannel] = []
         self.messages: list[Messages] = []
 
-    def all_ranks(self, options: Any) -> tuple[Channel, Messages]:
+    def all_ranks(self, options: Any) -> tuple[GroupChannel, Messages]:
         """Return what the group of all ranks is made of; the same one each time."""
         rank, size, seconds = options.group_rank, options.group_size, _seconds(options)
         if size != self.base.size:
@@ -94,7 +95,7 @@ class _Job:
         _allow(channel, messages, seconds)
         return channel, messages
 
-    def some_ranks(self, options: Any) -> tuple[Channel, Messages]:
+    def some_ranks(self, options: Any) -> tuple[GroupChannel, Messages]:
         """Return what a new group of some ranks is made of. Collective over them."""
         assert self.main is not None
         ranks = options.global_ranks_in_group
@@ -109,16 +110,16 @@ class _Job:
         _allow(channel, messages, _seconds(options))
         return channel, messages
 
-    def _made(self, comm: MPIComm, name: str, seconds: float) -> tuple[Channel, Messages]:
+    def _made(self, comm: MPIComm, name: str, seconds: float) -> tuple[GroupChannel, Messages]:
         posts = Posts(MPIComm(comm.mpi))
-        channel = Channel(MPIComm(comm.mpi) if comm is self.ordered else comm, name, seconds)
+        channel = GroupChannel(MPIComm(comm.mpi) if comm is self.ordered else comm, name, seconds)
         messages = Messages(posts, name, seconds, channel.session.options.warn)
         self.messages.append(messages)
         if name:
             self.channels.append(channel)
         return channel, messages
 
-    def end(self, channel: Channel, messages: Messages) -> None:
+    def end(self, channel: GroupChannel, messages: Messages) -> None:
         """End a group of some ranks."""
         # Where the program fails, the others may still be in its calls, and are told at exit.
         if sys.exc_info()[0] is not None or channel.lost:
@@ -152,21 +153,21 @@ class _Job:
 
 
 @functools.cache
-def _job() -> _Job:
-    return _Job()
+def _job() -> _AllGroups:
+    return _AllGroups()
 
 
 def _seconds(options: Any) -> float:
     return float(options.timeout.total_seconds())
 
 
-def _allow(channel: Channel, messages: Messages, seconds: float) -> None:
+def _allow(channel: GroupChannel, messages: Messages, seconds: float) -> None:
     channel.seconds = messages.seconds = seconds
     # Torch's own timeout comes first, and raises; the watchdog ends what that does not.
     channel.lockstep.seconds = seconds + 30
 
 
-def _say_inline(channel: Channel) -> None:
+def _say_inline(channel: GroupChannel) -> None:
     if not threads_allowed() and channel.comm.rank == 0:
         say(
             "mpistrat: MPI was started without THREAD_MULTIPLE, so collectives with async_op=True "
@@ -200,11 +201,11 @@ def _meet(url: str, timeout: timedelta | None = None, **_: Any) -> Iterator[tupl
     host = "127.0.0.1" if len(set(hosts)) == 1 else hosts[0].decode()
     waits = timeout or timedelta(minutes=5)
     if comm.rank == 0:
-        store = dist.TCPStore(host, 0, comm.size, True, waits, wait_for_workers=False)
+        store = TCPStore(host, 0, comm.size, True, waits, wait_for_workers=False)
         told = str(store.port).encode()
     port = int(share(comm.mpi, told)[0])
     if store is None:
-        store = dist.TCPStore(host, port, comm.size, False, waits, wait_for_workers=False)
+        store = TCPStore(host, port, comm.size, False, waits, wait_for_workers=False)
     job.stores.append(store)
     yield store, comm.rank, comm.size
     raise RuntimeError("ranks that MPI has started cannot meet another time")
@@ -228,6 +229,7 @@ def _asked_for(frame: FrameType | None) -> bool:
     return False
 
 
+_register_rendezvous: Any = register_rendezvous_handler
 _env: Any = _rendezvous_handlers["env"]
 _INIT = inspect.unwrap(dist.init_process_group).__code__
 
@@ -237,7 +239,7 @@ def register() -> None:
     if NAME.upper() in dist.Backend._plugins:
         return
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
-    register_rendezvous_handler(NAME, _meet)
+    _register_rendezvous(NAME, _meet)
     _rendezvous_handlers["env"] = _meet_or_env
 
 

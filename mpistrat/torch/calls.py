@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from mpistrat.arrays import Array
 from mpistrat.collectives.folding import Folding
@@ -20,7 +19,7 @@ from mpistrat.errors import LeafTypeError
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.lockstep.abort import moving
 from mpistrat.lockstep.lockstep import Lockstep, digest_of
-from mpistrat.torch.channel import Channel
+from mpistrat.torch.channel import GroupChannel
 from mpistrat.torch.views import bytes_of, numbers_of
 
 __all__ = [
@@ -31,6 +30,8 @@ __all__ = [
     "fold_name",
     "gather",
     "meet",
+    "ride",
+    "rides",
     "scatter",
 ]
 
@@ -43,6 +44,14 @@ _FOLDS = {
 }
 # What adding, multiplying and so on mean for bool: what torch does with NCCL.
 _OF_BOOLS = {"SUM": "MAX", "PRODUCT": "MIN", "BAND": "MIN", "BOR": "MAX"}
+# What is folded where it came, if it is small.
+_PLAIN: dict[str, np.ufunc] = {
+    "SUM": np.add,
+    "PRODUCT": np.multiply,
+    "MIN": np.minimum,
+    "MAX": np.maximum,
+}
+_RIDES = {torch.float32, torch.float64, torch.int32, torch.int64}
 _BITWISE: dict[str, np.ufunc] = {
     "BAND": np.bitwise_and,
     "BOR": np.bitwise_or,
@@ -72,12 +81,12 @@ def _folding(
     return Folding(text, op, [form(op, dtype) for dtype in dtypes], shapes)
 
 
-def meet(channel: Channel, text: str) -> None:
+def meet(channel: GroupChannel, text: str) -> None:
     """Wait for all ranks."""
     channel.lockstep.ride(text, digest_of(text), b"")
 
 
-def all_reduce(channel: Channel, text: str, op: str, tensors: Sequence[torch.Tensor]) -> None:
+def all_reduce(channel: GroupChannel, text: str, op: str, tensors: Sequence[torch.Tensor]) -> None:
     """Fold each tensor over all ranks, in place."""
     bools = {t.dtype is torch.bool for t in tensors}
     if bools == {True, False}:
@@ -90,6 +99,9 @@ def all_reduce(channel: Channel, text: str, op: str, tensors: Sequence[torch.Ten
         _fold_bits(channel, text, op, tensors)
         return
     fold = _FOLDS[op]
+    if len(tensors) == 1 and rides(channel, op, tensors[0]):
+        ride(channel, text, op, tensors[0])
+        return
     with channel.lockstep.preparing(text):
         if op == "AVG":
             _refuse_integers(tensors)
@@ -102,13 +114,30 @@ def all_reduce(channel: Channel, text: str, op: str, tensors: Sequence[torch.Ten
             tensor.copy_(room)
 
 
+def rides(channel: GroupChannel, op: str, tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is folded from what rides in the check."""
+    nbytes = tensor.numel() * tensor.element_size()
+    return tensor.dtype in _RIDES and op in _PLAIN and channel.lockstep.fits(nbytes)
+
+
+def ride(channel: GroupChannel, text: str, op: str, tensor: torch.Tensor) -> None:
+    """Fold a small tensor in place, in rank order, in one exchange."""
+    array = tensor.detach().numpy()
+    rows = channel.lockstep.share(text, array.tobytes())
+    total = np.frombuffer(rows[0], array.dtype)
+    with np.errstate(all="ignore"):
+        for row in rows[1:]:
+            total = _PLAIN[op](total, np.frombuffer(row, array.dtype))
+    array[...] = total.reshape(array.shape)
+
+
 def _refuse_integers(tensors: Sequence[torch.Tensor]) -> None:
     for tensor in tensors:
         if not (tensor.is_floating_point() or tensor.is_complex()):
             raise LeafTypeError(f"ReduceOp.AVG wants floating point numbers, got {tensor.dtype}.")
 
 
-def _fold_bits(channel: Channel, text: str, op: str, tensors: Sequence[torch.Tensor]) -> None:
+def _fold_bits(channel: GroupChannel, text: str, op: str, tensors: Sequence[torch.Tensor]) -> None:
     with channel.lockstep.preparing(text):
         for tensor in tensors:
             if tensor.is_floating_point() or tensor.is_complex():
@@ -128,7 +157,7 @@ def _apart(mine: Array, into: Array | None) -> Array:
     return mine.copy() if into is not None and np.may_share_memory(mine, into) else mine
 
 
-def broadcast(channel: Channel, text: str, tensor: torch.Tensor, root: int) -> None:
+def broadcast(channel: GroupChannel, text: str, tensor: torch.Tensor, root: int) -> None:
     """Copy the tensor of rank `root` to all; a small one rides in the check."""
     buffer = bytes_of(tensor)
     lockstep = channel.lockstep
@@ -142,7 +171,7 @@ def broadcast(channel: Channel, text: str, tensor: torch.Tensor, root: int) -> N
 
 
 def all_gather(
-    channel: Channel, text: str, send: torch.Tensor, counts: Sequence[int], into: Array
+    channel: GroupChannel, text: str, send: torch.Tensor, counts: Sequence[int], into: Array
 ) -> None:
     """Put every rank's tensor into `into`, rank r giving ``counts[r]`` bytes."""
     mine = bytes_of(send)
@@ -160,7 +189,9 @@ def all_gather(
             channel.comm.allgatherv(mine, into, counts)
 
 
-def gather(channel: Channel, text: str, send: torch.Tensor, into: Array | None, root: int) -> None:
+def gather(
+    channel: GroupChannel, text: str, send: torch.Tensor, into: Array | None, root: int
+) -> None:
     """Put every rank's tensor, all of one size, into `into` of `root`."""
     mine = _apart(bytes_of(send), into)
     meet(channel, text)
@@ -169,7 +200,7 @@ def gather(channel: Channel, text: str, send: torch.Tensor, into: Array | None, 
 
 
 def all_to_all(
-    channel: Channel, text: str, send: Array, gives: list[int], recv: Array, gets: list[int]
+    channel: GroupChannel, text: str, send: Array, gives: list[int], recv: Array, gets: list[int]
 ) -> None:
     """Give rank r ``gives[r]`` bytes, and get ``gets[r]``, after a look at what all ranks say.
 
@@ -190,7 +221,7 @@ def all_to_all(
         channel.comm.alltoallv(_apart(send, recv), recv, gives, gets)
 
 
-def scatter(channel: Channel, text: str, send: Array | None, recv: Array, root: int) -> None:
+def scatter(channel: GroupChannel, text: str, send: Array | None, recv: Array, root: int) -> None:
     """Give each rank its piece of what `root` has, all of one size."""
     meet(channel, text)
     size, nothing = channel.comm.size, np.empty(0, np.uint8)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import final
 
 import torch
+import torch.distributed as dist
 
 from mpistrat.collectives.reducer import Reducer
-from mpistrat.comm.callsite import on_behalf, ours, where
+from mpistrat.comm.callsite import on_behalf, pass_over, where
 from mpistrat.comm.mpi import MPIComm
 from mpistrat.comm.nodes import threads_allowed
 from mpistrat.comm.session import Session
@@ -21,28 +22,19 @@ from mpistrat.lockstep.lockstep import Lockstep
 from mpistrat.torch.work import CallWork, TimedOut, Told
 from mpistrat.torch.worker import Worker
 
-__all__ = ["Channel", "caller"]
+__all__ = ["GroupChannel"]
 
-_TORCH = os.path.dirname(torch.__file__)
+# Places in messages are those of the program, not of the library that it calls.
+pass_over(str(Path(torch.__file__).parent))
+
 # Seconds that a thread looks without a pause for the others: the program's own, as it has nothing
 # else to do; the one beside it, which would take the program's core.
 _LOOK, _GLANCE = 2e-3, 5e-5
 _NAP = 5e-5
 
 
-def caller() -> str:
-    """Return ``file:line`` of the innermost frame outside of torch and mpistrat."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(_TORCH) and not ours(name):
-            break
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename.rpartition(os.sep)[2]}:{frame.f_lineno}"
-
-
 @final
-class Channel:
+class GroupChannel:
     """What a group of torch's is made of.
 
     Args:
@@ -119,11 +111,32 @@ class Channel:
           seconds: How long it may take, if that was said.
         """
         allowed = seconds or self.seconds
-        work = CallWork(outputs, functools.partial(self.late, text))
-        run = functools.partial(self._run, work, text, make, caller(), allowed, beside)
-        if beside or not self.worker.here(functools.partial(run, _LOOK)):
-            self.worker.queue(functools.partial(run, _GLANCE))
+        work = CallWork(outputs, self.worker.help, functools.partial(self.late, text))
+        run = functools.partial(self._run, work, text, make, allowed, beside)
+        if not beside and self.worker.take_turn():
+            try:
+                run("", False)
+            finally:
+                self.worker.end_turn()
+        else:
+            self.worker.queue(functools.partial(run, where()))
         return work
+
+    def at_once(self, make: Callable[[], None]) -> bool:
+        """Make a call here and now, which raises what it fails with; tell whether that could be.
+
+        It is the way of calls that are worth no object: nothing comes before them, and nothing has
+        failed.
+        """
+        if self._failed or self._lost is not None or not self.worker.take_turn():
+            return False
+        self._glance, self._deadline = _LOOK, time.monotonic() + self.seconds
+        self._allowed, self._doing = self.seconds, ""
+        try:
+            make()
+        finally:
+            self.worker.end_turn()
+        return True
 
     def refuse(self, text: str, error: Exception) -> None:
         """Tell the others that this rank could not make a call. It raises nothing here."""
@@ -149,27 +162,32 @@ class Channel:
         work: CallWork,
         text: str,
         make: Callable[[], None],
-        place: str,
         allowed: float,
         beside: bool,
-        look: float,
+        place: str,
+        aside: bool,
     ) -> None:
         """Make one call; its error is the work's."""
-        error: Exception | None = None
+        error: BaseException | None = None
         try:
             if self._lost is not None:
                 raise self._lost
-            self._allowed, self._glance, self._doing = allowed, look, text
+            self._glance = _GLANCE if aside else _LOOK
+            self._allowed, self._doing = allowed, text
             self._deadline = time.monotonic() + allowed
             with on_behalf(place), torch.no_grad():
                 earlier = self.unheard(beside)
                 if earlier is not None:
                     self.lockstep.refuse(text, earlier)
                 make()
-        except Exception as failure:
+        except BaseException as failure:
             error = failure
+            if not isinstance(failure, Exception):  # Ctrl-C, in the midst of a call
+                self._lost = dist.DistError(f"{text} was interrupted")
+                raise
             self._failed.append((weakref.ref(work), work.told))
-        work.end(error)
+        finally:
+            work.end(error)
 
     def drain(self, seconds: float | None = None) -> bool:
         """Wait until nothing moves any more, so many seconds at most; tell whether that is so."""

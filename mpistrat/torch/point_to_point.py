@@ -13,10 +13,10 @@ from typing import final
 import torch
 
 from mpistrat.board.reporter import say
+from mpistrat.comm.callsite import where
 from mpistrat.comm.nodes import threads_allowed
 from mpistrat.comm.posts import Post, Posts
 from mpistrat.kernels.threads import deaf
-from mpistrat.torch.channel import caller
 from mpistrat.torch.views import bytes_of, checked, rooms, settle, spec
 from mpistrat.torch.work import AnyWork, TimedOut, seconds_of
 
@@ -50,18 +50,18 @@ class PostWork(AnyWork):
     ):
         """Be on its way."""
         super().__init__([tensor])
-        self._messages, self._what, self._place = messages, what, caller()
+        self._messages, self._what, self._place = messages, what, where()
         self._tensor, self._room, self._post = tensor, room, post
         self._receives = receives
         self._turn = threading.Lock()
-        self._over = False
+        self._over = threading.Event()
 
     def is_completed(self) -> bool:
         """Look whether it has arrived; of what is sent, whether its memory may be used again."""
-        if self._over:
+        if self._over.is_set():
             return True
         with self._turn:
-            if self._over:
+            if self._over.is_set():
                 return True
             try:
                 if not self._post.test():
@@ -69,7 +69,7 @@ class PostWork(AnyWork):
                 self._settle()
             except Exception as error:
                 self.told.error = error
-            self._over = True
+            self._over.set()
         self._messages.done(self)
         self.ended()
         return True
@@ -124,12 +124,12 @@ class PostWork(AnyWork):
     def _late(self, seconds: float) -> None:
         text = f"{self._waits(seconds)}; that is the timeout."
         with self._turn:
-            if self._over:
+            if self._over.is_set():
                 return
             if self._receives:
                 self._post.cancel()
             self.told.error = TimedOut(text)
-            self._over = True
+            self._over.set()
         self._messages.done(self)
         self.ended()
 

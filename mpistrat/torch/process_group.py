@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from mpistrat.torch import calls
-from mpistrat.torch.channel import Channel
+from mpistrat.torch.channel import GroupChannel
+from mpistrat.torch.group_calls import GroupCalls
 from mpistrat.torch.point_to_point import Messages
-from mpistrat.torch.views import bytes_of, checked, rooms, settle, spec, specs
-from mpistrat.torch.work import CallWork, seconds_of
+from mpistrat.torch.views import Tensors
 
 __all__ = ["NAMES", "MPIProcessGroup"]
 
-Tensors = Sequence[torch.Tensor]
-
-# What torch calls a method here, and what else it does: Python of 2.13 and later by the first name,
-# earlier versions and C++ by the second.
+# What else torch calls a method: Python of 2.13 and later by the first name, earlier versions and
+# C++ by the second.
 NAMES = {
     "all_gather_single": "_allgather_base",
     "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
@@ -32,8 +27,8 @@ NAMES = {
 }
 
 
-class MPIProcessGroup(dist.ProcessGroup):
-    """A group of ranks whose collectives go through mpistrat.
+class MPIProcessGroup(GroupCalls):
+    """A group of ranks whose calls go through mpistrat.
 
     Args:
       store: The store of the group.
@@ -41,11 +36,10 @@ class MPIProcessGroup(dist.ProcessGroup):
       messages: Sends and receives.
     """
 
-    def __init__(self, store: Any, channel: Channel, messages: Messages):
-        """Begin a group; collective where its communicators are made."""
-        comm = channel.comm
-        super().__init__(comm.rank, comm.size)  # the only one that Python can stand behind
-        self.channel, self.messages = channel, messages
+    def __init__(self, store: Any, channel: GroupChannel, messages: Messages):
+        """Begin a group, whose communicators are there."""
+        super().__init__(channel)
+        self.messages = messages
         self._names = [channel.name, ""]
         self._store = store
         self._end: Callable[[], None] | None = None
@@ -59,7 +53,7 @@ class MPIProcessGroup(dist.ProcessGroup):
     _get_backend_name = name = getBackendName
 
     def _set_group_name(self, name: str) -> None:
-        super()._set_group_name(name)  # type: ignore[arg-type]
+        super()._set_group_name(name)
         self._names[0] = name
 
     def _set_group_desc(self, desc: str) -> None:
@@ -67,7 +61,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         self._names[1] = desc
 
     @property
-    def group_name(self) -> str:  # type: ignore[override]
+    def group_name(self) -> str:
         """The name that torch has given to the group."""
         return self._names[0]
 
@@ -99,256 +93,7 @@ class MPIProcessGroup(dist.ProcessGroup):
     def _get_sequence_number_for_group(self) -> int:
         return self.channel.session.calls
 
-    # What it does.
-
-    def _call(
-        self,
-        text: str,
-        inputs: Tensors,
-        outputs: Tensors,
-        opts: Any,
-        make: Callable[[str, list[torch.Tensor], list[torch.Tensor]], None],
-    ) -> CallWork:
-        """Make a collective call of tensors, whatever their layout.
-
-        Args:
-          text: The call in words; equal on all ranks.
-          inputs: What is read; those that are written to as well are outputs only.
-          outputs: What is written to.
-          opts: As torch gives them.
-          make: Is given the text, inputs and outputs, which are C-ordered.
-        """
-        if self.channel.name:
-            text = f"{text} in {self.channel.name}"
-        try:
-            given, wanted = checked(inputs), checked(outputs)
-        except Exception as error:
-            self.channel.refuse(text, error)
-            raise
-
-        def run() -> None:
-            held = rooms(wanted)
-            make(text, rooms(given), held)
-            settle(wanted, held)
-
-        beside = bool(getattr(opts, "asyncOp", True))
-        timeout = getattr(opts, "timeout", None)
-        seconds = None if timeout is None else seconds_of(timeout)
-        return self.channel.call(text, run, list(outputs), beside, seconds)
-
-    def _fold(self, name: str, op: Any, tensors: Tensors) -> tuple[str, str]:
-        """Return the name of an operation, and the text of a call that folds by it."""
-        try:
-            fold = calls.fold_name(op)
-        except Exception as error:
-            self.channel.refuse(name, error)
-            raise
-        return fold, f"{name}({fold}) of {specs(tensors)}"
-
-    def allreduce(self, tensors: Tensors, opts: Any = None, timeout: Any = None) -> CallWork:
-        """Fold tensors over all ranks, in place."""
-        tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
-        op = getattr(opts, "reduceOp", opts or dist.ReduceOp.SUM)
-        fold, text = self._fold("all_reduce", op, tensors)
-        channel = self.channel
-        return self._call(
-            text, (), tensors, opts, lambda said, _, out: calls.all_reduce(channel, said, fold, out)
-        )
-
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> CallWork:
-        """Fold several tensors in one call."""
-        return self.allreduce(tensors, opts)
-
-    def broadcast(self, tensors: Tensors, opts: Any = None, timeout: Any = None) -> CallWork:
-        """Give all ranks what the root has."""
-        tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
-        root = int(getattr(opts, "rootRank", opts or 0))
-        text = f"broadcast({specs(tensors)}, src={root})"
-
-        def make(said: str, _: Any, out: list[torch.Tensor]) -> None:
-            for tensor in out:
-                calls.broadcast(self.channel, said, tensor, root)
-
-        return self._call(text, (), tensors, opts, make)
-
-    def reduce(self, tensors: Tensors, opts: Any) -> CallWork:
-        """Fold tensors over all ranks, into those of the root."""
-        fold, name = self._fold("reduce", opts.reduceOp, tensors)
-        root, channel = int(opts.rootRank), self.channel
-        mine = channel.comm.rank == root
-
-        def make(said: str, given: list[torch.Tensor], out: list[torch.Tensor]) -> None:
-            folded = out if mine else [tensor.clone() for tensor in given]
-            calls.all_reduce(channel, said, fold, folded)
-
-        text = f"{name}, dst={root}"
-        return self._call(text, () if mine else tensors, tensors if mine else (), opts, make)
-
-    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> CallWork:
-        """Give all ranks the tensors of all, which may differ in size."""
-        (into,), (mine,) = outputs, inputs
-        text = f"all_gather({specs(into)})"
-        counts = [t.numel() * t.element_size() for t in into]
-
-        def make(said: str, given: list[torch.Tensor], out: list[torch.Tensor]) -> None:
-            with self.channel.lockstep.preparing(said):
-                _fits(counts, self.channel.comm, given[0])
-            _gathered(self.channel, said, given[0], counts, out)
-
-        return self._call(text, [mine], into, opts, make)
-
-    def all_gather_single(
-        self, output: torch.Tensor, mine: torch.Tensor, opts: Any = None
-    ) -> CallWork:
-        """Give all ranks the tensors of all, one behind the other."""
-        return self.all_gather_single_coalesced([output], [mine], opts, "all_gather_into_tensor")
-
-    def all_gather_single_coalesced(
-        self, outputs: Tensors, inputs: Tensors, opts: Any = None, name: str = ""
-    ) -> CallWork:
-        """Do the same with several tensors in one call."""
-        channel = self.channel
-        text = f"{name or 'all_gather_into_tensor, coalesced'}({specs(inputs)})"
-
-        def make(said: str, given: list[torch.Tensor], out: list[torch.Tensor]) -> None:
-            for tensor, into in zip(given, out, strict=True):
-                room = bytes_of(into)
-                counts = [room.size // channel.comm.size] * channel.comm.size
-                with channel.lockstep.preparing(said):
-                    _fits(counts, channel.comm, tensor)
-                calls.all_gather(channel, said, tensor, counts, room)
-
-        return self._call(text, inputs, outputs, opts, make)
-
-    def allgather_coalesced(
-        self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None
-    ) -> CallWork:
-        """Give all ranks the lists of tensors of all: list r is that of rank r."""
-        text = f"all_gather, coalesced({specs(inputs)})"
-        flat = [tensor for row in outputs for tensor in row]
-
-        def make(said: str, given: list[torch.Tensor], out: list[torch.Tensor]) -> None:
-            for number, tensor in enumerate(given):
-                counts = [tensor.numel() * tensor.element_size()] * self.channel.comm.size
-                _gathered(self.channel, said, tensor, counts, out[number :: len(given)])
-
-        return self._call(text, inputs, flat, opts, make)
-
-    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> CallWork:
-        """Give the root the tensors of all."""
-        (mine,) = inputs
-        root, channel = int(opts.rootRank), self.channel
-        into = outputs[0] if outputs else []
-
-        def make(said: str, given: list[torch.Tensor], out: list[torch.Tensor]) -> None:
-            size = bytes_of(given[0]).size
-            with channel.lockstep.preparing(said):
-                for tensor in out:
-                    _fits([size], channel.comm, tensor, 0)
-            room = np.empty(size * len(out), np.uint8) if channel.comm.rank == root else None
-            calls.gather(channel, said, given[0], room, root)
-            for number, tensor in enumerate(out):
-                assert room is not None
-                bytes_of(tensor)[...] = room[number * size : (number + 1) * size]
-
-        return self._call(f"gather({spec(mine)}, dst={root})", [mine], into, opts, make)
-
-    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> CallWork:
-        """Give each rank its one of the root's tensors."""
-        (mine,) = outputs
-        root, channel = int(opts.rootRank), self.channel
-
-        def make(said: str, given: list[torch.Tensor], out: list[torch.Tensor]) -> None:
-            recv = bytes_of(out[0])
-            with channel.lockstep.preparing(said):
-                for tensor in given:
-                    _fits([recv.size], channel.comm, tensor, 0)
-            send = np.concatenate([bytes_of(t) for t in given]) if given else None
-            calls.scatter(channel, said, send, recv, root)
-
-        listed = inputs[0] if inputs else []
-        return self._call(f"scatter({spec(mine)}, src={root})", listed, outputs, opts, make)
-
-    def reduce_scatter(
-        self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None
-    ) -> CallWork:
-        """Fold lists of tensors over all ranks; rank r gets the r-th."""
-        return self._scattered("reduce_scatter", list(outputs), [list(inputs[0])], opts)
-
-    def reduce_scatter_single(
-        self, output: torch.Tensor, given: torch.Tensor, opts: Any = None
-    ) -> CallWork:
-        """Fold a tensor over all ranks; rank r gets its r-th part."""
-        return self._scattered("reduce_scatter_tensor", [output], [[given]], opts)
-
-    def reduce_scatter_single_coalesced(
-        self, outputs: Tensors, inputs: Tensors, opts: Any = None
-    ) -> CallWork:
-        """Do the same with several tensors in one call."""
-        lists = [[tensor] for tensor in inputs]
-        return self._scattered("reduce_scatter_tensor, coalesced", list(outputs), lists, opts)
-
-    def _scattered(
-        self, name: str, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any
-    ) -> CallWork:
-        flat = [tensor for row in inputs for tensor in row]
-        op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-        fold, text = self._fold(name, op, flat)
-        channel, each = self.channel, len(inputs[0])
-
-        def make(said: str, given: list[torch.Tensor], out: list[torch.Tensor]) -> None:
-            rows = [given[at : at + each] for at in range(0, len(given), each)]
-            sums = [torch.cat([tensor.reshape(-1) for tensor in row]) for row in rows]
-            with channel.lockstep.preparing(said):
-                for whole, tensor in zip(sums, out, strict=True):
-                    if whole.numel() != tensor.numel() * channel.comm.size:
-                        raise ValueError(
-                            f"{said}: the input has {whole.numel()} elements, and must have "
-                            f"{channel.comm.size} times the {tensor.numel()} of the output."
-                        )
-            calls.all_reduce(channel, said, fold, sums)
-            for whole, tensor in zip(sums, out, strict=True):
-                tensor.view(-1).copy_(whole.chunk(channel.comm.size)[channel.comm.rank])
-
-        return self._call(text, flat, outputs, opts, make)
-
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> CallWork:
-        """Give each rank its one of this rank's tensors, and get one of each."""
-
-        def make(said: str, given: list[torch.Tensor], out: list[torch.Tensor]) -> None:
-            gives, gets = ([bytes_of(t).size for t in tensors] for tensors in (given, out))
-            send = np.concatenate([bytes_of(t) for t in given])
-            recv = np.empty(sum(gets), np.uint8)
-            calls.all_to_all(self.channel, said, send, gives, recv, gets)
-            _deal(recv, gets, out)
-
-        return self._call(f"all_to_all of {inputs[0].dtype}", inputs, outputs, opts, make)
-
-    def all_to_all_single(
-        self,
-        output: torch.Tensor,
-        given: torch.Tensor,
-        output_splits: Sequence[int] | None,
-        input_splits: Sequence[int] | None,
-        opts: Any = None,
-    ) -> CallWork:
-        """Give each rank its rows of a tensor, and get rows of each."""
-        split = functools.partial(_rows, self.channel.comm.size)
-
-        def make(said: str, inputs: list[torch.Tensor], out: list[torch.Tensor]) -> None:
-            with self.channel.lockstep.preparing(said):
-                gives = split(inputs[0], list(input_splits or ()))
-                gets = split(out[0], list(output_splits or ()))
-            send, recv = bytes_of(inputs[0]), bytes_of(out[0])
-            calls.all_to_all(self.channel, said, send, gives, recv, gets)
-
-        return self._call(f"all_to_all_single of {given.dtype}", [given], [output], opts, make)
-
-    def barrier(self, opts: Any = None, timeout: Any = None) -> CallWork:
-        """Wait for all ranks."""
-        return self._call(
-            "barrier()", (), (), opts, lambda said, _, out: calls.meet(self.channel, said)
-        )
+    # Messages.
 
     def send(self, tensors: Tensors, dst: int, tag: int) -> dist.Work:
         """Begin to send a tensor."""
@@ -398,42 +143,3 @@ for _new, _old in NAMES.items():
 def _one(tensors: Tensors) -> torch.Tensor:
     (tensor,) = tensors
     return tensor
-
-
-def _fits(counts: Sequence[int], comm: Any, tensor: torch.Tensor, rank: int | None = None) -> None:
-    """Raise ValueError unless a tensor has as many bytes as its rank gives."""
-    size, wanted = tensor.numel() * tensor.element_size(), counts[comm.rank if rank is None else 0]
-    if size != wanted:
-        raise ValueError(
-            f"rank {comm.rank}: {spec(tensor)} has {size} bytes, and the other side of this call "
-            f"{wanted} for it. Tensors that stand for each other must have the same size."
-        )
-
-
-def _gathered(
-    channel: Channel, said: str, mine: torch.Tensor, counts: list[int], out: list[torch.Tensor]
-) -> None:
-    room = np.empty(sum(counts), np.uint8)
-    calls.all_gather(channel, said, mine, counts, room)
-    _deal(room, counts, out)
-
-
-def _deal(room: Any, counts: list[int], out: list[torch.Tensor]) -> None:
-    """Copy bytes that lie side by side into the tensors that they are for."""
-    at = 0
-    for count, tensor in zip(counts, out, strict=True):
-        bytes_of(tensor)[...] = room[at : at + count]
-        at += count
-
-
-def _rows(size: int, tensor: torch.Tensor, splits: list[int]) -> list[int]:
-    """Return how many bytes of a tensor are for each rank."""
-    rows = tensor.shape[0] if tensor.dim() else 1
-    if not splits:
-        if rows % size:
-            raise ValueError(f"{spec(tensor)} cannot be split evenly among {size} ranks.")
-        splits = [rows // size] * size
-    if len(splits) != size or sum(splits) != rows:
-        raise ValueError(f"splits {splits} are not {size} numbers that add up to {rows} rows.")
-    row = tensor.numel() * tensor.element_size() // rows if rows else 0
-    return [count * row for count in splits]

@@ -9,7 +9,9 @@ import torch
 from mpistrat.arrays import Array
 from mpistrat.errors import LeafTypeError
 
-__all__ = ["bytes_of", "checked", "numbers_of", "rooms", "settle", "spec", "specs"]
+__all__ = ["Tensors", "bytes_of", "checked", "numbers_of", "rooms", "settle", "spec", "specs"]
+
+Tensors = Sequence[torch.Tensor]
 
 
 def spec(tensor: torch.Tensor) -> str:

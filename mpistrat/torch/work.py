@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
-__all__ = ["AnyWork", "CallWork", "TimedOut", "Told", "seconds_of"]
+__all__ = ["AnyWork", "CallWork", "Finished", "TimedOut", "Told", "seconds_of"]
 
 _NONE = timedelta(0)
 
@@ -35,7 +35,7 @@ class Told:
 
     def __init__(self) -> None:
         """Begin without an error."""
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self.heard = False
 
 
@@ -74,7 +74,7 @@ class AnyWork(dist.Work):
         """Tell whether it has ended well."""
         return self.is_completed() and self.told.error is None
 
-    def exception(self) -> Exception | None:
+    def exception(self) -> BaseException | None:
         """Return what it has failed with, or None."""
         self.told.heard = self.told.heard or self.is_completed()
         return self.told.error
@@ -115,16 +115,22 @@ class CallWork(AnyWork):
 
     Args:
       outputs: The tensors that it fills.
+      help: Returns when what it is given says so; meanwhile it makes calls that are due.
       late: Returns the error of a ``wait`` that has taken so many seconds.
     """
 
-    def __init__(self, outputs: Sequence[torch.Tensor], late: Callable[[float], Exception]):
+    def __init__(
+        self,
+        outputs: Sequence[torch.Tensor],
+        help: Callable[[Callable[[], bool]], None],
+        late: Callable[[float], Exception],
+    ):
         """Be on its way."""
         super().__init__(outputs)
-        self._late = late
+        self._help, self._late = help, late
         self._done = threading.Event()
 
-    def end(self, error: Exception | None) -> None:
+    def end(self, error: BaseException | None) -> None:
         """Note that it has ended, with this error."""
         self.told.error = error
         self._done.set()
@@ -146,8 +152,26 @@ class CallWork(AnyWork):
           RemoteError: Another rank has failed, or left.
         """
         seconds = seconds_of(timeout)
-        if not self._done.wait(seconds):
-            assert seconds is not None
+        if seconds is None:
+            self._help(self._done.is_set)
+        elif not self._done.wait(seconds):
             raise self._late(seconds)
         self.check()
+        return True
+
+
+@final
+class Finished(AnyWork):
+    """What was done when the call returned, without tensors for a future."""
+
+    def __init__(self) -> None:
+        """Have nothing to wait for."""
+        super().__init__(())
+
+    def is_completed(self) -> bool:
+        """Return True."""
+        return True
+
+    def wait(self, timeout: timedelta = _NONE) -> bool:
+        """Return True, at once."""
         return True

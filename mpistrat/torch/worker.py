@@ -33,34 +33,40 @@ class Worker:
     def __init__(self, name: str, beside: bool):
         """Start no thread yet."""
         self.name, self.beside = name, beside
-        self._todo: deque[Callable[[], None]] = deque()
+        self._todo: deque[Callable[[bool], None]] = deque()
         self._changed = threading.Condition()
         self._busy = self._thread = False
+        self._waiting = 0
         self._pid = os.getpid()
 
-    def here(self, call: Callable[[], None], after: bool = False) -> bool:
-        """Make a call in this thread, if nothing comes before it; tell whether it was made.
-
-        Args:
-          call: Raises nothing.
-          after: Wait until what comes before it has been done.
-        """
+    def take_turn(self) -> bool:
+        """Let this thread make a call, if nothing comes before it; tell whether it may."""
         with self._changed:
-            while after and (self._busy or self._todo):
-                self._changed.wait()
             if self._busy or self._todo:
                 return False
             self._busy = True
-        try:
-            call()
-        finally:
-            self._free()
         return True
 
-    def queue(self, call: Callable[[], None]) -> None:
-        """Have the thread make a call, behind all that came before."""
+    def end_turn(self) -> None:
+        """Let others go on after `take_turn`."""
+        with self._changed:
+            self._busy = False
+            if self._thread or self._waiting:
+                self._changed.notify_all()
+
+    def queue(self, call: Callable[[bool], None]) -> None:
+        """Have the thread make a call, behind all that came before.
+
+        Args:
+          call: Is told whether the program goes on beside it. It raises nothing.
+        """
         if not self.beside:
-            self.here(call, after=True)
+            while not self.take_turn():
+                self.drain()
+            try:
+                call(False)
+            finally:
+                self.end_turn()
             return
         with self._changed:
             self._todo.append(call)
@@ -70,29 +76,49 @@ class Worker:
         if begins:
             threading.Thread(target=self._beside, name=self.name, daemon=True).start()
 
-    def _free(self) -> None:
-        with self._changed:
-            self._busy = False
-            self._changed.notify_all()
+    def help(self, done: Callable[[], bool]) -> None:
+        """Return when something is done; make the next calls here if the thread has not yet.
+
+        A program that waits makes a call sooner than a thread that has to wake up.
+        """
+        while not done():
+            with self._changed:
+                if self._busy or not self._todo:
+                    self._wait(lambda: done() or not self._busy)
+                    continue
+                self._busy = True
+                call = self._todo.popleft()
+            try:
+                call(False)
+            finally:
+                del call
+                self.end_turn()
+
+    def _wait(self, ready: Callable[[], bool], seconds: float | None = None) -> bool:
+        self._waiting += 1
+        try:
+            return self._changed.wait_for(ready, seconds)
+        finally:
+            self._waiting -= 1
 
     def drain(self, seconds: float | None = None) -> bool:
         """Wait until there is nothing to do, so many seconds at most; tell whether that is so."""
         if os.getpid() != self._pid:  # a child has none of its parent's threads
             return True
         with self._changed:
-            return self._changed.wait_for(lambda: not self._busy and not self._todo, seconds)
+            return self._wait(lambda: not self._busy and not self._todo, seconds)
 
     def _beside(self) -> None:
         deaf()
         with np.errstate(all="ignore"):
             while (call := self._next()) is not None:
                 try:
-                    call()
+                    call(True)
                 finally:
                     del call  # and the tensors that it holds
-                    self._free()
+                    self.end_turn()
 
-    def _next(self) -> Callable[[], None] | None:
+    def _next(self) -> Callable[[bool], None] | None:
         with self._changed:
             while self._busy or not self._todo:
                 if not self._changed.wait(_LINGER) and not self._todo and not self._busy:
