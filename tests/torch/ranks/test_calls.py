@@ -311,3 +311,21 @@ def test_two_groups_at_once(rank, size):
     for group in order[::-1]:
         works[group].wait()
         assert (values[group] == size).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
+def test_large_tensors_pass_through_shared_memory_in_several_parts(rank, size, dtype, monkeypatch):
+    monkeypatch.setattr("mpistrat.torch.together._MOST", 1 << 17)
+    group = dist.new_group()
+    for count in (40_000, 300_001):
+        everyone = all_of(size, (count,), dtype)
+        for op in ("SUM", "PRODUCT", "MAX"):
+            value = everyone[rank].clone()
+            work = dist.all_reduce(value, getattr(dist.ReduceOp, op), group=group, async_op=True)
+            work.wait()
+            same(value, fold(FOLDS[op], everyone))
+    if dtype.is_floating_point:
+        value = everyone[rank].clone()
+        dist.all_reduce(value, dist.ReduceOp.AVG, group=group)
+        wanted = sum(one.double() for one in everyone) / size
+        torch.testing.assert_close(value.double(), wanted, rtol=4e-3, atol=0)
