@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -47,7 +48,7 @@ def place_of(frame: FrameType | None) -> str:
         frame = frame.f_back
     if frame is None:
         return ""
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    return f"{frame.f_code.co_filename.rpartition(os.sep)[2]}:{frame.f_lineno}"
 
 
 def where() -> str:

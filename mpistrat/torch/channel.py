@@ -80,7 +80,8 @@ class GroupChannel:
         while time.monotonic() < look:
             if test():
                 return
-            os.sched_yield()
+            if self._glance == _LOOK:  # on one core it may be this process that the other waits for
+                os.sched_yield()
         while not test():
             if time.monotonic() > self._deadline:
                 self._lost = self.late(self._doing, self._allowed)

@@ -23,7 +23,7 @@ _Base: Any = dist.ProcessGroup
 
 
 _DONE = Finished()
-_NONE = timedelta(0)
+_NONE, _SAID = timedelta(0), timedelta(1)
 
 
 class GroupCalls(_Base):  # type: ignore[misc]
@@ -90,26 +90,29 @@ class GroupCalls(_Base):  # type: ignore[misc]
         """Fold tensors over all ranks, in place."""
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         op = getattr(opts, "reduceOp", opts or dist.ReduceOp.SUM)
-        here = len(tensors) == 1 and not getattr(opts, "asyncOp", True) and opts.timeout < _NONE
-        if here and self._at_once(op, tensors[0]):
-            return _DONE
+        lone = len(tensors) == 1 and opts is not None and getattr(opts, "timeout", _SAID) < _NONE
+        if lone:
+            work = self._known(op, tensors[0], opts)
+            if work is not None:
+                return work
         fold, text = self._fold("all_reduce", op, tensors)
         channel = self.channel
-        if here and calls.rides(channel, fold, tensors[0]):
-            self._small[getattr(op, "op", op), tensors[0].dtype, tensors[0].shape] = (
-                self._said(text),
-                fold,
-            )
+        if lone and calls.rides(channel, fold, tensors[0]):
+            key = getattr(op, "op", op), tensors[0].dtype, tensors[0].shape
+            self._small[key] = self._said(text), fold
         return self._call(
             text, (), tensors, opts, lambda said, _, out: calls.all_reduce(channel, said, fold, out)
         )
 
-    def _at_once(self, op: Any, tensor: torch.Tensor) -> bool:
-        """Fold a small tensor of a kind that was folded before; tell whether that could be."""
+    def _known(self, op: Any, tensor: torch.Tensor, opts: Any) -> dist.Work | None:
+        """Fold a small tensor of a kind that was folded before; return None if that cannot be."""
         known = self._small.get((getattr(op, "op", op), tensor.dtype, tensor.shape))
-        if known is None or not tensor.is_cpu or not tensor.is_contiguous():
-            return False
-        return self.channel.at_once(lambda: calls.ride(self.channel, *known, tensor))
+        if known is None or not (tensor.is_cpu and tensor.is_contiguous()) or tensor.is_neg():
+            return None
+        ride = functools.partial(calls.ride, self.channel, *known, tensor)
+        if opts.asyncOp:
+            return self.channel.call(known[0], ride, (tensor,), beside=True, seconds=None)
+        return _DONE if self.channel.at_once(ride) else None
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """Fold several tensors in one call."""

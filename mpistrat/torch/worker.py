@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import final
@@ -16,6 +17,9 @@ __all__ = ["Worker"]
 
 # Seconds that the thread stays when there is nothing to do: to start one takes longer than a call.
 _LINGER = 1.0
+# Seconds that it looks for more itself before it has to be woken, and how often: to wake it takes
+# the interpreter from a program that is about to wait, and would then do the call itself.
+_AWAKE, _NAP = 5e-3, 1e-4
 
 
 @final
@@ -36,6 +40,7 @@ class Worker:
         self._todo: deque[Callable[[bool], None]] = deque()
         self._changed = threading.Condition()
         self._busy = self._thread = False
+        self._asleep = False
         self._waiting = 0
         self._pid = os.getpid()
 
@@ -51,7 +56,7 @@ class Worker:
         """Let others go on after `take_turn`."""
         with self._changed:
             self._busy = False
-            if self._thread or self._waiting:
+            if self._waiting or self._asleep:
                 self._changed.notify_all()
 
     def queue(self, call: Callable[[bool], None]) -> None:
@@ -72,7 +77,8 @@ class Worker:
             self._todo.append(call)
             begins = not self._thread
             self._thread = True
-            self._changed.notify_all()
+            if self._waiting or self._asleep:
+                self._changed.notify_all()
         if begins:
             threading.Thread(target=self._beside, name=self.name, daemon=True).start()
 
@@ -119,10 +125,20 @@ class Worker:
                     self.end_turn()
 
     def _next(self) -> Callable[[bool], None] | None:
-        with self._changed:
-            while self._busy or not self._todo:
-                if not self._changed.wait(_LINGER) and not self._todo and not self._busy:
-                    self._thread = False
-                    return None
-            self._busy = True
-            return self._todo.popleft()
+        awake = time.monotonic() + _AWAKE
+        while True:
+            with self._changed:
+                if self._busy:
+                    awake = time.monotonic() + _AWAKE
+                elif self._todo:
+                    self._busy = True
+                    return self._todo.popleft()
+                elif time.monotonic() > awake:
+                    self._asleep = True
+                    more = self._changed.wait_for(lambda: self._todo and not self._busy, _LINGER)
+                    self._asleep = False
+                    if not more:
+                        self._thread = False
+                        return None
+                    continue
+            time.sleep(_NAP)
