@@ -13,7 +13,18 @@ import torch.distributed as dist
 
 from mpistrat.torch import calls
 from mpistrat.torch.channel import GroupChannel
-from mpistrat.torch.views import Tensors, bytes_of, checked, rooms, settle, spec, specs
+from mpistrat.torch.views import (
+    Tensors,
+    bytes_of,
+    checked,
+    deal,
+    fits,
+    rooms,
+    rows_of,
+    settle,
+    spec,
+    specs,
+)
 from mpistrat.torch.work import CallWork, Finished, seconds_of
 
 __all__ = ["GroupCalls"]
@@ -151,7 +162,7 @@ class GroupCalls(_Base):  # type: ignore[misc]
 
         def make(said: str, given: list[torch.Tensor], out: list[torch.Tensor]) -> None:
             with self.channel.lockstep.preparing(said):
-                _fits(counts, self.channel.comm, given[0])
+                fits(counts[self.channel.comm.rank], self.channel.comm.rank, given[0])
             _gathered(self.channel, said, given[0], counts, out)
 
         return self._call(text, [mine], into, opts, make)
@@ -174,7 +185,7 @@ class GroupCalls(_Base):  # type: ignore[misc]
                 room = bytes_of(into)
                 counts = [room.size // channel.comm.size] * channel.comm.size
                 with channel.lockstep.preparing(said):
-                    _fits(counts, channel.comm, tensor)
+                    fits(counts[0], channel.comm.rank, tensor)
                 calls.all_gather(channel, said, tensor, counts, room)
 
         return self._call(text, inputs, outputs, opts, make)
@@ -203,7 +214,7 @@ class GroupCalls(_Base):  # type: ignore[misc]
             size = bytes_of(given[0]).size
             with channel.lockstep.preparing(said):
                 for tensor in out:
-                    _fits([size], channel.comm, tensor, 0)
+                    fits(size, channel.comm.rank, tensor)
             room = np.empty(size * len(out), np.uint8) if channel.comm.rank == root else None
             calls.gather(channel, said, given[0], room, root)
             for number, tensor in enumerate(out):
@@ -221,7 +232,7 @@ class GroupCalls(_Base):  # type: ignore[misc]
             recv = bytes_of(out[0])
             with channel.lockstep.preparing(said):
                 for tensor in given:
-                    _fits([recv.size], channel.comm, tensor, 0)
+                    fits(recv.size, channel.comm.rank, tensor)
             send = np.concatenate([bytes_of(t) for t in given]) if given else None
             calls.scatter(channel, said, send, recv, root)
 
@@ -279,7 +290,7 @@ class GroupCalls(_Base):  # type: ignore[misc]
             send = np.concatenate([bytes_of(t) for t in given])
             recv = np.empty(sum(gets), np.uint8)
             calls.all_to_all(self.channel, said, send, gives, recv, gets)
-            _deal(recv, gets, out)
+            deal(recv, gets, out)
 
         return self._call(f"all_to_all of {inputs[0].dtype}", inputs, outputs, opts, make)
 
@@ -292,7 +303,7 @@ class GroupCalls(_Base):  # type: ignore[misc]
         opts: Any = None,
     ) -> CallWork:
         """Give each rank its rows of a tensor, and get rows of each."""
-        split = functools.partial(_rows, self.channel.comm.size)
+        split = functools.partial(rows_of, self.channel.comm.size)
 
         def make(said: str, inputs: list[torch.Tensor], out: list[torch.Tensor]) -> None:
             with self.channel.lockstep.preparing(said):
@@ -310,40 +321,9 @@ class GroupCalls(_Base):  # type: ignore[misc]
         )
 
 
-def _fits(counts: Sequence[int], comm: Any, tensor: torch.Tensor, rank: int | None = None) -> None:
-    """Raise ValueError unless a tensor has as many bytes as its rank gives."""
-    size, wanted = tensor.numel() * tensor.element_size(), counts[comm.rank if rank is None else 0]
-    if size != wanted:
-        raise ValueError(
-            f"rank {comm.rank}: {spec(tensor)} has {size} bytes, and the other side of this call "
-            f"{wanted} for it. Tensors that stand for each other must have the same size."
-        )
-
-
 def _gathered(
     channel: GroupChannel, said: str, mine: torch.Tensor, counts: list[int], out: list[torch.Tensor]
 ) -> None:
     room = np.empty(sum(counts), np.uint8)
     calls.all_gather(channel, said, mine, counts, room)
-    _deal(room, counts, out)
-
-
-def _deal(room: Any, counts: list[int], out: list[torch.Tensor]) -> None:
-    """Copy bytes that lie side by side into the tensors that they are for."""
-    at = 0
-    for count, tensor in zip(counts, out, strict=True):
-        bytes_of(tensor)[...] = room[at : at + count]
-        at += count
-
-
-def _rows(size: int, tensor: torch.Tensor, splits: list[int]) -> list[int]:
-    """Return how many bytes of a tensor are for each rank."""
-    rows = tensor.shape[0] if tensor.dim() else 1
-    if not splits:
-        if rows % size:
-            raise ValueError(f"{spec(tensor)} cannot be split evenly among {size} ranks.")
-        splits = [rows // size] * size
-    if len(splits) != size or sum(splits) != rows:
-        raise ValueError(f"splits {splits} are not {size} numbers that add up to {rows} rows.")
-    row = tensor.numel() * tensor.element_size() // rows if rows else 0
-    return [count * row for count in splits]
+    deal(room, counts, out)

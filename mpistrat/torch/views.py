@@ -9,7 +9,19 @@ import torch
 from mpistrat.arrays import Array
 from mpistrat.errors import LeafTypeError
 
-__all__ = ["Tensors", "bytes_of", "checked", "numbers_of", "rooms", "settle", "spec", "specs"]
+__all__ = [
+    "Tensors",
+    "bytes_of",
+    "checked",
+    "deal",
+    "fits",
+    "numbers_of",
+    "rooms",
+    "rows_of",
+    "settle",
+    "spec",
+    "specs",
+]
 
 Tensors = Sequence[torch.Tensor]
 
@@ -98,3 +110,34 @@ def numbers_of(room: torch.Tensor) -> tuple[Array, torch.Tensor]:
         room = room.float()
     array: Array = room.view(torch.uint8).numpy() if room.dtype is torch.bool else room.numpy()
     return array, room
+
+
+def fits(wanted: int, rank: int, tensor: torch.Tensor) -> None:
+    """Raise ValueError unless a tensor has as many bytes as it stands for, on this rank."""
+    size = tensor.numel() * tensor.element_size()
+    if size != wanted:
+        raise ValueError(
+            f"rank {rank}: {spec(tensor)} has {size} bytes, and the other side of this call has "
+            f"{wanted} for it. Tensors that stand for each other must have the same size."
+        )
+
+
+def deal(room: Array, counts: list[int], out: list[torch.Tensor]) -> None:
+    """Copy bytes that lie side by side into the tensors that they are for."""
+    at = 0
+    for count, tensor in zip(counts, out, strict=True):
+        bytes_of(tensor)[...] = room[at : at + count]
+        at += count
+
+
+def rows_of(size: int, tensor: torch.Tensor, splits: list[int]) -> list[int]:
+    """Return how many bytes of a tensor are for each rank."""
+    rows = tensor.shape[0] if tensor.dim() else 1
+    if not splits:
+        if rows % size:
+            raise ValueError(f"{spec(tensor)} cannot be split evenly among {size} ranks.")
+        splits = [rows // size] * size
+    if len(splits) != size or sum(splits) != rows:
+        raise ValueError(f"splits {splits} are not {size} numbers that add up to {rows} rows.")
+    row = tensor.numel() * tensor.element_size() // rows if rows else 0
+    return [count * row for count in splits]
