@@ -42,3 +42,21 @@ def test_ranks(size, tmp_path):
     wrong = "\n\n".join(map(str, failures(logs, outcome.code)))
     if wrong or outcome.timed_out or not all(log.passed for log in logs):
         pytest.fail(f"on {size} ranks:\n{wrong}\n{printed.read_text()[-3000:]}", pytrace=False)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(4 * 3600)
+@pytest.mark.parametrize("size", [4, 8])
+def test_the_suite_of_torch(size):
+    """What passes with gloo passes here, or stands in `hosted.STANDS_OUT` with its reason."""
+    spec = importlib.util.spec_from_file_location("hosted", HERE / "hosted.py")
+    hosted = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hosted)
+    wrong = {}
+    for name in hosted.names():
+        how, why = hosted.run_one(name, "mpistrat", size)
+        if how in ("failed", "hung") and name not in hosted.STANDS_OUT:
+            with_gloo, _ = hosted.run_one(name, "gloo", size)
+            if with_gloo == "passed":
+                wrong[name] = f"{how}: {why}"
+    assert not wrong, "\n\n".join(f"{name} {why}" for name, why in wrong.items())

@@ -20,6 +20,8 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed"),
 ]
 
+more = pytest.mark.mpi  # one more of a class that has a job
+
 HEAD = """
 import datetime, os, sys, time
 import torch
@@ -47,8 +49,11 @@ def job(tmp_path, body, size=2, begin=BEGIN, **variables):
     "begin",
     [
         "dist.init_process_group('mpistrat')",
-        "dist.init_process_group('mpistrat', init_method='mpistrat://')",
-        "mt.init_process_group(); dist.destroy_process_group(); mt.init_process_group()",
+        pytest.param("dist.init_process_group('mpistrat', init_method='mpistrat://')", marks=more),
+        pytest.param(
+            "mt.init_process_group(); dist.destroy_process_group(); mt.init_process_group()",
+            marks=more,
+        ),
     ],
     ids=["bare", "method", "again"],
 )
@@ -83,6 +88,7 @@ def test_the_import_touches_nothing_else(tmp_path):
     assert (code, printed.count("so")) == (0, 1), printed
 
 
+@more
 def test_other_launchers_are_told_what_to_do(tmp_path):
     begin = """
 os.environ.update(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
@@ -94,7 +100,14 @@ dist.init_process_group("mpistrat", store=store, rank=0, world_size=2)
     assert "torch.distributed counts 2 ranks, and MPI 1" in printed
 
 
-@pytest.mark.parametrize("call", ["dist.all_reduce(torch.ones(1))", "dist.recv(torch.ones(1), 0)"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        "dist.all_reduce(torch.ones(1))",
+        pytest.param("dist.recv(torch.ones(1), 0)", marks=more),
+    ],
+    ids=["all_reduce", "recv"],
+)
 def test_an_exception_on_one_rank_ends_all(tmp_path, call):
     body = f"""
         try:
@@ -153,6 +166,7 @@ def test_an_error_that_nobody_heard_of_is_the_end_of_the_program(tmp_path):
     assert "collective calls differ" in printed
 
 
+@more
 def test_without_threads_all_is_done_at_once_and_that_is_said(tmp_path):
     begin = "import mpi4py; mpi4py.rc.thread_level = 'serialized'\n" + BEGIN
     body = """
