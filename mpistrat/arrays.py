@@ -23,7 +23,7 @@ from mpistrat.errors import LeafTypeError, MpistratError
 
 __all__ = [
     "Array",
-    "Kind",
+    "ArrayKind",
     "Quiet",
     "as_array",
     "as_dtype",
@@ -47,7 +47,7 @@ _TRAVELS = frozenset("biufc")
 # Of x87's numbers of 80 bits the rest is padding.
 _LONG = 10 if np.finfo(np.longdouble).nmant == 63 else np.dtype(np.longdouble).itemsize
 _FOREIGN = 256  # NPY_USERDEF: type numbers from here on are not NumPy's own
-# By the package that a class is from: who knows its arrays, as `Kind` says. Imported at the first.
+# By the package that a class is from: who knows its arrays, as `ArrayKind` says. Imported at the first.
 _ROOMS = {
     "jax": "mpistrat.jax.arrays",
     "jaxlib": "mpistrat.jax.arrays",
@@ -55,7 +55,7 @@ _ROOMS = {
 }
 
 
-class Kind(Protocol):
+class ArrayKind(Protocol):
     """What knows the arrays of another library: a module with these functions."""
 
     @staticmethod
@@ -83,10 +83,10 @@ class Kind(Protocol):
         """Return dtype and shape, or raise LeafTypeError; nothing of the contents is looked at."""
 
 
-def kind_of(value: Any) -> Kind | None:
+def kind_of(value: Any) -> ArrayKind | None:
     """Return what knows the library that a value is an array of; None if it is NumPy's, or none."""
     cls: Any = type(value)
-    found: Kind | None = _kind(cls)
+    found: ArrayKind | None = _kind(cls)
     return found
 
 

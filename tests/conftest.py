@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-MPI_RUNG = HERE / "mpi"
+# Tests that every rank of a job runs.
+RUNGS = (HERE / "mpi", HERE / "torch" / "ranks")
 LAUNCH = HERE / "unit" / "launch"
 # Programs that tests start as jobs; they are no modules to look for examples in.
 PROGRAMS = HERE / "faults" / "programs"
@@ -34,8 +35,8 @@ TERMINAL = pytest.StashKey[int]()
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Leave the third rung to `test_mpiexec.py`, unless this pytest is one of its ranks."""
-    if collection_path == MPI_RUNG and not config.getoption("--with-mpi"):
+    """Leave what ranks run to those who start them, unless this pytest is a rank."""
+    if collection_path in RUNGS and not config.getoption("--with-mpi"):
         return True
     if collection_path == PROGRAMS:
         return True

@@ -3,25 +3,38 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from types import FrameType
 
-__all__ = ["compiles", "ours", "place_of", "ranks_text", "runs_of", "standing_for", "where"]
+__all__ = [
+    *("compiles", "ours", "pass_over", "place_of", "ranks_text", "runs_of", "standing_for"),
+    "where",
+]
 
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
 _EXAMPLES = str(Path(_PACKAGE, "examples"))
 # Where the program wrote the call that runs; empty if it runs where it was written.
 _written: ContextVar[str] = ContextVar("mpistrat_written", default="")
+_passed: list[str] = []
 
 
 def ours(filename: str) -> bool:
-    """Tell whether a file is of mpistrat itself, and not one of its examples."""
+    """Tell whether a file is of mpistrat itself, and not one of its examples, or is passed over."""
     if filename == contextlib.__file__:  # a stop on the way through a generator that is entered
         return True
+    if _passed and filename.startswith(tuple(_passed)):
+        return True
     return filename.startswith(_PACKAGE) and not filename.startswith(_EXAMPLES)
+
+
+def pass_over(directory: str) -> None:
+    """Take files below a directory for ours from now on: of a library that calls mpistrat."""
+    if directory not in _passed:
+        _passed.append(directory)
 
 
 def place_of(frame: FrameType | None) -> str:
@@ -30,7 +43,7 @@ def place_of(frame: FrameType | None) -> str:
         frame = frame.f_back
     if frame is None:
         return ""
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    return f"{frame.f_code.co_filename.rpartition(os.sep)[2]}:{frame.f_lineno}"
 
 
 def where() -> str:

@@ -96,13 +96,19 @@ def _same_bits(size: int) -> bool:
     return size <= 2 or library().Get_library_version().startswith("MPICH Version")
 
 
-def _napping(begin: Callable[..., Any]) -> Callable[..., None]:
+def _nap(test: Callable[[], bool]) -> None:
+    """Sleep until what is waited for is there."""
+    while not test():
+        time.sleep(_NAP)
+
+
+def _by_request(
+    begin: Callable[..., Any], wait: Callable[[Callable[[], bool]], None]
+) -> Callable[..., None]:
     """Return a call that blocks, of one that begins and returns a request."""
 
     def call(*args: Any, **kwargs: Any) -> None:
-        request = begin(*args, **kwargs)
-        while not request.Test():
-            time.sleep(_NAP)
+        wait(begin(*args, **kwargs).Test)
 
     return call
 
@@ -110,7 +116,9 @@ def _napping(begin: Callable[..., Any]) -> Callable[..., None]:
 @functools.cache
 def _ops() -> dict[str, Any]:
     mpi = library()
-    return {name: getattr(mpi, name) for name in ("SUM", "PROD", "MIN", "MAX", "BOR")}
+    return {
+        name: getattr(mpi, name) for name in ("SUM", "PROD", "MIN", "MAX", "BAND", "BOR", "BXOR")
+    }
 
 
 def _bytes(buffer: Buffer) -> Buffer:
@@ -231,16 +239,66 @@ class MPIComm(Comm):
         """Wait for every rank, by MPI_Barrier."""
         self._barrier()
 
-    def patient(self) -> MPIComm:
+    def alltoallv(
+        self, send: Buffer, recv: Buffer, gives: Sequence[int], gets: Sequence[int]
+    ) -> None:
+        """Give rank r ``gives[r]`` bytes of uint8 `send`, and get ``gets[r]``, by MPI_Alltoallv.
+
+        What is too large for one call of MPI goes pair by pair, with the neighbours in turn.
+        """
+        sent, got = np.cumsum([0, *gives]).tolist(), np.cumsum([0, *gets]).tolist()
+        if not self._all_within(sent[-1], got[-1]):
+            for step in range(self.size):
+                dest, source = (self.rank + step) % self.size, (self.rank - step) % self.size
+                self.sendrecv(
+                    send[sent[dest] : sent[dest + 1]],
+                    dest,
+                    recv[got[source] : got[source + 1]],
+                    source,
+                )
+            return
+        self._comm.Alltoallv(
+            [send, (gives, sent[:-1]), self._byte], [recv, (gets, got[:-1]), self._byte]
+        )
+
+    def _all_within(self, *sizes: int) -> bool:
+        """Tell whether none of these sizes is too large for one call, on any rank. Collective."""
+        largest = np.empty(1, np.int64)
+        self._comm.Allreduce(np.array([max(sizes)]), largest, op=_ops()["MAX"])
+        return bool(largest[0] <= self.limit)
+
+    def among(self, ranks: Sequence[int], tag: int) -> MPIComm:
+        """Return the group of these ranks, in this order, by MPI_Comm_create_group.
+
+        Collective over `ranks` only: the others need not call.
+
+        Args:
+          ranks: Ranks of this group; this one among them.
+          tag: Tells groups apart that are made at the same time; it is cut to what MPI takes.
+        """
+        mpi = library()
+        most = self._comm.Get_attr(mpi.TAG_UB)
+        group = self._comm.group.Incl(list(ranks))
+        try:
+            made = self._comm.Create_group(group, tag % most)
+        finally:
+            group.Free()
+        return MPIComm(made, owned=True, limit=self.limit)
+
+    def patient(self, wait: Callable[[Callable[[], bool]], None] = _nap) -> MPIComm:
         """Return this group for a thread beside the program: it sleeps while it waits.
 
         Not where that may change the bits of a fold, which are then folded by calls that block.
+
+        Args:
+          wait: Is given what tells whether something is there, and returns when it is; another one
+            may look more often, or raise after some time.
         """
         found = MPIComm(self._comm, owned=True, limit=self.limit)
-        found._allgather = _napping(self._comm.Iallgather)
-        found._barrier = _napping(self._comm.Ibarrier)
+        found._allgather = _by_request(self._comm.Iallgather, wait)
+        found._barrier = _by_request(self._comm.Ibarrier, wait)
         if _same_bits(self.size):
-            found._allreduce = _napping(self._comm.Iallreduce)
+            found._allreduce = _by_request(self._comm.Iallreduce, wait)
         return found
 
     def split(self, color: int, key: int | None = None) -> MPIComm:

@@ -139,7 +139,7 @@ def loss_of(model: Any, batch: Any) -> Any:
     return functional.cross_entropy(scores.flatten(0, 1), batch[:, 1:].flatten())
 
 
-class _Run:
+class _Training:
     """The model with all that its training needs and changes. Collective: making it is."""
 
     def __init__(self, strategy: ms.Strategy, settings: TransformerSettings, directory: Path):
@@ -215,7 +215,7 @@ def _train(
     progress = progress or ProgressBar(0, shown=False)
     pieces = ms.Dataset(text.read(strategy, text.TRAINING, settings.length))
     tests = ms.Dataset(text.read(strategy, text.HELD_OUT, settings.length)).batch(settings.batch)
-    run = _Run(strategy, settings, directory)
+    run = _Training(strategy, settings, directory)
     if run.done:
         progress.say(f"goes on after update {run.done}, as saved in {directory}")
     endless = pieces.shuffle(seed=settings.seed).repeat().batch(settings.batch)

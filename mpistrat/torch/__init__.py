@@ -1,4 +1,7 @@
-"""Models of PyTorch on many ranks: ``import mpistrat.torch as mt``."""
+"""Models of PyTorch on many ranks: ``import mpistrat.torch as mt``.
+
+Importing it registers the backend ``"mpistrat"`` of torch.distributed, and changes nothing else.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ try:
 except ImportError as error:
     raise ImportError("mpistrat.torch needs PyTorch: pip install 'mpistrat[torch]'.") from error
 
+from mpistrat.torch.backend import init_process_group, register
 from mpistrat.torch.batches import batches
 from mpistrat.torch.functions import SyncBatchNorm, all_gather, all_reduce
 from mpistrat.torch.fused import FusedOptimizer
@@ -18,7 +22,10 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "batches",
+    "init_process_group",
     "no_sync",
     "replicate",
     "take_part",
 ]
+
+register()

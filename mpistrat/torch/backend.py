@@ -1,0 +1,269 @@
+"""The backend of torch.distributed by the name of ``"mpistrat"``, and how its ranks meet."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import hashlib
+import inspect
+import platform
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from types import FrameType
+from typing import Any, final
+from urllib.parse import urlparse
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.rendezvous import _rendezvous_handlers, register_rendezvous_handler
+
+from mpistrat.board.reporter import say
+from mpistrat.comm.callsite import ranks_text
+from mpistrat.comm.loopback import LoopbackComm
+from mpistrat.comm.mpi import MPIComm
+from mpistrat.comm.nodes import threads_allowed
+from mpistrat.comm.posts import Posts
+from mpistrat.comm.world import default_parent
+from mpistrat.environment import environment, launched_by
+from mpistrat.errors import StrategyError
+from mpistrat.lockstep.abort import end_job
+from mpistrat.lockstep.exits import exits
+from mpistrat.lockstep.startup import begin
+from mpistrat.torch.channel import GroupChannel
+from mpistrat.torch.point_to_point import PointToPoint
+from mpistrat.torch.process_group import MPIProcessGroup
+
+__all__ = ["NAME", "init_process_group", "register"]
+
+NAME = "mpistrat"
+_HANG = 75  # the exit code of a job in which ranks have waited for others in vain
+_PATIENCE = 2.0  # seconds that a program which fails waits for what it has begun
+
+
+@final
+class _AllGroups:
+    """What all groups of this process are made from; made with the first of them.
+
+    Attributes:
+      base: The ranks as MPI counts them, for making groups.
+      main: The channel and messages of the group of all ranks, in the order of torch's ranks.
+      stores: What this process serves for the others, for as long as it lives.
+    """
+
+    def __init__(self) -> None:
+        """Begin; collective over all ranks, as it duplicates their communicator."""
+        parent = default_parent()
+        if isinstance(parent, LoopbackComm):
+            raise StrategyError(
+                "the backend 'mpistrat' of torch.distributed is for processes, started by mpiexec, "
+                "srun or `mpistrat run`; ranks that are threads have no torch.distributed."
+            )
+        self.base = MPIComm(parent)
+        self.main: tuple[GroupChannel, PointToPoint, int] | None = None
+        self.ordered = self.base
+        self.stores: list[Any] = []
+        self.channels: list[GroupChannel] = []
+        self.messages: list[PointToPoint] = []
+
+    def all_ranks(self, options: Any) -> tuple[GroupChannel, PointToPoint]:
+        """Return what the group of all ranks is made of; the same one each time."""
+        rank, size, seconds = options.group_rank, options.group_size, _seconds(options)
+        if size != self.base.size:
+            raise StrategyError(
+                f"torch.distributed counts {size} ranks, and MPI {self.base.size}. Start the "
+                "program with mpiexec, srun or `mpistrat run` (not torchrun), and leave rank and "
+                "world_size to it: mpistrat.torch.init_process_group()."
+            )
+        if self.main is None:
+            atexit.register(self.last)  # after the ways out, which `begin` arms
+            # Torch may count the ranks in another order than MPI does.
+            self.ordered = self.base.split(0, rank)
+            channel, messages = self._made(self.ordered, "", seconds)
+            begin(channel.lockstep)
+            messages.warn = channel.session.options.warn
+            atexit.register(self.leave)
+            self.main = channel, messages, rank
+            self.channels.append(channel)
+            _say_inline(channel)
+        channel, messages, known = self.main
+        if known != rank:
+            raise StrategyError(
+                f"torch.distributed calls this rank {rank}, and has called it {known} before. Keep "
+                "the order of the ranks for as long as the program runs."
+            )
+        _allow(channel, messages, seconds)
+        return channel, messages
+
+    def some_ranks(self, options: Any) -> tuple[GroupChannel, PointToPoint]:
+        """Return what a new group of some ranks is made of. Collective over them."""
+        assert self.main is not None
+        ranks = options.global_ranks_in_group
+        # Torch's own name may differ between ranks if only members make the group.
+        name = f"the group of {ranks_text(ranks)}"
+        tag = int.from_bytes(hashlib.blake2b(str(ranks).encode(), digest_size=4).digest(), "big")
+        comm = self.ordered.among(ranks, tag)
+        channel, messages = self._made(comm, name, _seconds(options))
+        channel.session.options = self.main[0].session.options
+        channel.lockstep.ranks = tuple(ranks)  # as messages name them
+        messages.warn = channel.session.options.warn
+        _allow(channel, messages, _seconds(options))
+        return channel, messages
+
+    def _made(self, comm: MPIComm, name: str, seconds: float) -> tuple[GroupChannel, PointToPoint]:
+        posts = Posts(MPIComm(comm.mpi))
+        channel = GroupChannel(MPIComm(comm.mpi) if comm is self.ordered else comm, name, seconds)
+        messages = PointToPoint(posts, name, seconds, channel.session.options.warn)
+        self.messages.append(messages)
+        if name:
+            self.channels.append(channel)
+        return channel, messages
+
+    def end(self, channel: GroupChannel, messages: PointToPoint) -> None:
+        """End a group of some ranks."""
+        # Where the program fails, the others may still be in its calls, and are told at exit.
+        if sys.exc_info()[0] is not None or channel.lost:
+            return
+        channel.drain()
+        if messages.drain(0):
+            messages.free()
+            channel.free()
+            self.channels.remove(channel)
+            self.messages.remove(messages)
+
+    def leave(self) -> None:
+        """Let what was begun come to its end, and errors be heard, when the program ends."""
+        failing = exits().failure is not None
+        for channel in self.channels:
+            # A rank that is to come may be waiting for this one elsewhere.
+            if not channel.drain(_PATIENCE if failing else None) or channel.lost:
+                channel.session.freed = True
+            error = channel.unheard()
+            if error is not None and not failing:
+                exits().note(error)
+        for messages in self.messages:
+            messages.drain(0)
+
+    def last(self) -> None:
+        """End the job if a call was given up: MPI would wait for it for ever."""
+        if any(channel.session.freed for channel in self.channels):
+            if exits().failure is None:
+                say("mpistrat: a call of torch.distributed was given up; ending the job.")
+            end_job(_HANG)
+
+
+@functools.cache
+def _job() -> _AllGroups:
+    return _AllGroups()
+
+
+def _seconds(options: Any) -> float:
+    return float(options.timeout.total_seconds())
+
+
+def _allow(channel: GroupChannel, messages: PointToPoint, seconds: float) -> None:
+    channel.seconds = messages.seconds = seconds
+    # Torch's own timeout comes first, and raises; the watchdog ends what that does not.
+    channel.lockstep.seconds = seconds + 30
+
+
+def _say_inline(channel: GroupChannel) -> None:
+    if not threads_allowed() and channel.comm.rank == 0:
+        say(
+            "mpistrat: MPI was started without THREAD_MULTIPLE, so collectives with async_op=True "
+            "are done at once, by the thread that calls them."
+        )
+
+
+def _create(options: Any, _: Any) -> MPIProcessGroup:
+    """Make a process group, as torch asks its backends to."""
+    job = _job()
+    if not options.global_ranks_in_group:
+        return MPIProcessGroup(options.store, *job.all_ranks(options))
+    channel, messages = job.some_ranks(options)
+    group = MPIProcessGroup(options.store, channel, messages)
+    group.ends(functools.partial(job.end, channel, messages))
+    return group
+
+
+def _meet(url: str, timeout: timedelta | None = None, **_: Any) -> Iterator[tuple[Any, int, int]]:
+    """Yield a store, this rank and the number of ranks, which MPI knows."""
+    job = _job()
+    comm = job.base
+    query = dict(part.partition("=")[::2] for part in urlparse(url).query.split("&"))
+    for name, mine in (("rank", comm.rank), ("world_size", comm.size)):
+        if query.get(name, str(mine)) != str(mine):
+            raise ValueError(
+                f"{name}={query[name]} was given, and MPI says {mine}. Leave {name} to MPI."
+            )
+    store, told = None, b""
+    hosts = comm.mpi.allgather(platform.node().encode())
+    host = "127.0.0.1" if len(set(hosts)) == 1 else hosts[0].decode()
+    waits = timeout or timedelta(minutes=5)
+    if comm.rank == 0:
+        store = TCPStore(host, 0, comm.size, True, waits, wait_for_workers=False)
+        told = str(store.port).encode()
+    port = int(comm.mpi.allgather(told)[0])
+    if store is None:
+        store = TCPStore(host, port, comm.size, False, waits, wait_for_workers=False)
+    job.stores.append(store)
+    yield store, comm.rank, comm.size
+    raise RuntimeError("ranks that MPI has started cannot meet another time")
+
+
+def _meet_or_env(url: str, **given: Any) -> Iterator[Any]:
+    """Do as torch does, but where this backend is asked for and only MPI knows the ranks."""
+    names = environment({})
+    by_mpi = launched_by(names) is not None and "RANK" not in names
+    if by_mpi and not urlparse(url).query and _asked_for(sys._getframe(1)):
+        return _meet(url, **given)
+    return iter(_env(url, **given))
+
+
+def _asked_for(frame: FrameType | None) -> bool:
+    """Tell whether the call of init_process_group on the stack names this backend."""
+    while frame is not None:
+        if frame.f_code is _INIT:
+            return NAME in str(frame.f_locals.get("backend", ""))
+        frame = frame.f_back
+    return False
+
+
+_register_rendezvous: Any = register_rendezvous_handler
+_env: Any = _rendezvous_handlers["env"]
+_INIT = inspect.unwrap(dist.init_process_group).__code__
+
+
+def register() -> None:
+    """Make the backend known to torch, once."""
+    if NAME.upper() in dist.Backend._plugins:
+        return
+    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+    _register_rendezvous(NAME, _meet)
+    _rendezvous_handlers["env"] = _meet_or_env
+
+
+def init_process_group(timeout: timedelta | None = None, **given: Any) -> None:
+    """Begin torch.distributed over the ranks that MPI has started.
+
+    Collective: all ranks call it. No address and no port are needed: ``mpirun``, ``srun`` and
+    ``mpistrat run`` say who is which rank. Afterwards `torch.distributed` works as with any other
+    backend, on tensors of the CPU.
+
+    Args:
+      timeout: How long a call may wait for other ranks; None for torch's 30 minutes.
+      given: What else `torch.distributed.init_process_group` takes, such as ``pg_options``.
+
+    Raises:
+      StrategyError: This process is not a rank that MPI has started, or was started as one of
+        several by something else.
+
+    Example:
+      >>> init_process_group()
+      >>> total = torch.ones(3)
+      >>> torch.distributed.all_reduce(total)
+      >>> torch.distributed.destroy_process_group()
+    """
+    register()
+    given.setdefault("backend", NAME)
+    dist.init_process_group(init_method=f"{NAME}://", timeout=timeout, **given)

@@ -1,0 +1,251 @@
+"""The collective calls of torch.distributed, each a check and what moves after it.
+
+They run where `mpistrat.torch.channel` lets them. Tensors are C-ordered and of the CPU by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from mpistrat.arrays import Array
+from mpistrat.collectives.allreduce import all_reduce as reduce_arrays
+from mpistrat.collectives.call import Call
+from mpistrat.collectives.dtypes import wire_type
+from mpistrat.errors import LeafTypeError
+from mpistrat.kernels.ops import ReduceOp
+from mpistrat.lockstep.abort import moving
+from mpistrat.lockstep.lockstep import Lockstep, digest_of
+from mpistrat.torch.channel import GroupChannel
+from mpistrat.torch.views import bytes_of, numbers_of
+
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "fold_name",
+    "gather",
+    "meet",
+    "ride",
+    "rides",
+    "scatter",
+]
+
+_FOLDS = {
+    "SUM": ReduceOp.SUM,
+    "AVG": ReduceOp.MEAN,
+    "PRODUCT": ReduceOp.PROD,
+    "MIN": ReduceOp.MIN,
+    "MAX": ReduceOp.MAX,
+}
+# What adding, multiplying and so on mean for bool: what torch does with NCCL.
+_OF_BOOLS = {"SUM": "MAX", "PRODUCT": "MIN", "BAND": "MIN", "BOR": "MAX"}
+# What is folded where it came, if it is small.
+_PLAIN: dict[str, np.ufunc] = {
+    "SUM": np.add,
+    "PRODUCT": np.multiply,
+    "MIN": np.minimum,
+    "MAX": np.maximum,
+}
+_RIDES = {torch.float32, torch.float64, torch.int32, torch.int64}
+_BITWISE: dict[str, np.ufunc] = {
+    "BAND": np.bitwise_and,
+    "BOR": np.bitwise_or,
+    "BXOR": np.bitwise_xor,
+}
+
+
+def fold_name(op: Any) -> str:
+    """Return the name of an operation of torch, such as ``"SUM"``.
+
+    Raises:
+      NotImplementedError: It is a scaled sum, which only GPUs have.
+    """
+    name: str = getattr(op, "op", op).name
+    if name not in _FOLDS and name not in _BITWISE:
+        known = ", ".join([*_FOLDS, *_BITWISE])
+        raise NotImplementedError(
+            f"the backend 'mpistrat' has no ReduceOp.{name}. It has {known}; scale before or after."
+        )
+    return name
+
+
+def meet(channel: GroupChannel, text: str) -> None:
+    """Wait for all ranks."""
+    channel.lockstep.ride(text, digest_of(text), b"")
+
+
+def all_reduce(channel: GroupChannel, text: str, op: str, tensors: Sequence[torch.Tensor]) -> None:
+    """Fold each tensor over all ranks, in place."""
+    bools = {t.dtype is torch.bool for t in tensors}
+    if bools == {True, False}:
+        for t in tensors:
+            all_reduce(channel, f"{text}, one by one", op, [t])
+        return
+    if bools == {True}:
+        op = _OF_BOOLS.get(op, op)
+    if op in _BITWISE:
+        _fold_bits(channel, text, op, tensors)
+        return
+    fold = _FOLDS[op]
+    if len(tensors) == 1 and rides(channel, op, tensors[0]):
+        ride(channel, text, op, tensors[0])
+        return
+    if (
+        len(tensors) == 1
+        and channel.sums.fit(op, tensors[0])
+        and _fold_shared(channel, text, op, tensors[0])
+    ):
+        return
+    with channel.lockstep.preparing(text):
+        if op == "AVG":
+            _refuse_integers(tensors)
+        held = [numbers_of(tensor) for tensor in tensors]
+        arrays = [array for array, _ in held]
+        dtypes = [wire_type(fold, array.dtype) for array in arrays]
+        call = Call(text, fold, dtypes, [array.shape for array in arrays], same=True)
+    reduce_arrays(channel.reducer, call, arrays, outs=arrays)
+    for tensor, (_, room) in zip(tensors, held, strict=True):
+        if room is not tensor:
+            tensor.copy_(room)
+
+
+def _fold_shared(channel: GroupChannel, text: str, op: str, tensor: torch.Tensor) -> bool:
+    """Fold a large tensor in place through shared memory; tell whether there is any."""
+    with channel.lockstep.preparing(text):
+        if op == "AVG":
+            _refuse_integers([tensor])
+    meet(channel, text)
+    with moving(channel.lockstep, text):
+        if not channel.sums.room(tensor):
+            return False
+        channel.sums.fold(op, tensor)
+    return True
+
+
+def rides(channel: GroupChannel, op: str, tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is folded from what rides in the check."""
+    nbytes = tensor.numel() * tensor.element_size()
+    return tensor.dtype in _RIDES and op in _PLAIN and channel.lockstep.fits(nbytes)
+
+
+def ride(channel: GroupChannel, text: str, op: str, tensor: torch.Tensor) -> None:
+    """Fold a small tensor in place, in rank order, in one exchange."""
+    array = tensor.detach().numpy()
+    rows = channel.lockstep.share(text, array.tobytes())
+    total = np.frombuffer(rows[0], array.dtype)
+    with np.errstate(all="ignore"):
+        for row in rows[1:]:
+            total = _PLAIN[op](total, np.frombuffer(row, array.dtype))
+    array[...] = total.reshape(array.shape)
+
+
+def _refuse_integers(tensors: Sequence[torch.Tensor]) -> None:
+    for tensor in tensors:
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            raise LeafTypeError(f"ReduceOp.AVG wants floating point numbers, got {tensor.dtype}.")
+
+
+def _fold_bits(channel: GroupChannel, text: str, op: str, tensors: Sequence[torch.Tensor]) -> None:
+    with channel.lockstep.preparing(text):
+        for tensor in tensors:
+            if tensor.is_floating_point() or tensor.is_complex():
+                raise LeafTypeError(f"ReduceOp.{op} wants integers or bool, got {tensor.dtype}.")
+    meet(channel, text)
+    fold = _BITWISE[op]
+    with moving(channel.lockstep, text):
+        for tensor in tensors:
+            mine = bytes_of(tensor)
+            rows = np.empty((channel.comm.size, mine.size), np.uint8)
+            channel.comm.allgather(mine, rows)
+            fold.reduce(rows, axis=0, out=mine)
+
+
+def _apart(mine: Array, into: Array | None) -> Array:
+    """Return what is given, or a copy if results go into the same memory."""
+    return mine.copy() if into is not None and np.may_share_memory(mine, into) else mine
+
+
+def broadcast(channel: GroupChannel, text: str, tensor: torch.Tensor, root: int) -> None:
+    """Copy the tensor of rank `root` to all; a small one rides in the check."""
+    buffer = bytes_of(tensor)
+    lockstep = channel.lockstep
+    if lockstep.fits(buffer.size):
+        rows = lockstep.share(text, buffer.tobytes())
+        buffer[...] = np.frombuffer(rows[root], np.uint8)
+        return
+    meet(channel, text)
+    with moving(lockstep, text):
+        channel.comm.bcast(buffer, root)
+
+
+def all_gather(
+    channel: GroupChannel, text: str, send: torch.Tensor, counts: Sequence[int], into: Array
+) -> None:
+    """Put every rank's tensor into `into`, rank r giving ``counts[r]`` bytes."""
+    mine = bytes_of(send)
+    lockstep = channel.lockstep
+    if lockstep.fits(max(counts)) and len(set(counts)) == 1:
+        rows = lockstep.share(text, mine.tobytes())
+        into[...] = np.frombuffer(b"".join(rows), np.uint8)
+        return
+    meet(channel, text)
+    with moving(lockstep, text):
+        mine = _apart(mine, into)
+        if len(set(counts)) == 1:
+            channel.comm.allgather(mine, into)
+        else:
+            channel.comm.allgatherv(mine, into, counts)
+
+
+def gather(
+    channel: GroupChannel, text: str, send: torch.Tensor, into: Array | None, root: int
+) -> None:
+    """Put every rank's tensor, all of one size, into `into` of `root`."""
+    mine = _apart(bytes_of(send), into)
+    meet(channel, text)
+    with moving(channel.lockstep, text):
+        channel.comm.gatherv(mine, into, [mine.size] * channel.comm.size, root)
+
+
+def all_to_all(
+    channel: GroupChannel, text: str, send: Array, gives: list[int], recv: Array, gets: list[int]
+) -> None:
+    """Give rank r ``gives[r]`` bytes, and get ``gets[r]``, after a look at what all ranks say.
+
+    Raises:
+      ValueError: On all ranks: one wants of another something else than that gives.
+    """
+    rows = _told(channel.lockstep, text, gives, gets)
+    size = channel.comm.size
+    for giver in range(size):
+        for taker in range(size):
+            given, wanted = int(rows[giver, 0, taker]), int(rows[taker, 1, giver])
+            if given != wanted:
+                raise ValueError(
+                    f"{text}: rank {giver} gives {given} bytes to rank {taker}, which wants "
+                    f"{wanted}. Each output split must be what the other rank's input split says."
+                )
+    with moving(channel.lockstep, text):
+        channel.comm.alltoallv(_apart(send, recv), recv, gives, gets)
+
+
+def scatter(channel: GroupChannel, text: str, send: Array | None, recv: Array, root: int) -> None:
+    """Give each rank its piece of what `root` has, all of one size."""
+    meet(channel, text)
+    size, nothing = channel.comm.size, np.empty(0, np.uint8)
+    gives = [0 if send is None else recv.size] * size
+    gets = [recv.size if rank == root else 0 for rank in range(size)]
+    with moving(channel.lockstep, text):
+        given = nothing if send is None else _apart(send, recv)
+        channel.comm.alltoallv(given, recv, gives, gets)
+
+
+def _told(lockstep: Lockstep, text: str, gives: list[int], gets: list[int]) -> Array:
+    mine = np.array([gives, gets], np.int64).tobytes()
+    told = lockstep.share(text, mine)
+    return np.array([np.frombuffer(row, np.int64).reshape(2, -1) for row in told])

@@ -1,0 +1,212 @@
+"""The ranks of one group: one communicator, one thread, one sequence of calls that is checked."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import final
+
+import torch
+import torch.distributed as dist
+
+from mpistrat.collectives.reducer import Reducer
+from mpistrat.comm.callsite import pass_over, standing_for, where
+from mpistrat.comm.mpi import MPIComm
+from mpistrat.comm.nodes import threads_allowed
+from mpistrat.comm.session import Session
+from mpistrat.lockstep.lockstep import Lockstep
+from mpistrat.torch.together import SharedSums
+from mpistrat.torch.work import CallWork, FailureNotice, TimedOut
+from mpistrat.torch.worker import Worker
+
+__all__ = ["GroupChannel"]
+
+# Places in messages are those of the program, not of the library that it calls.
+pass_over(str(Path(torch.__file__).parent))
+
+# Seconds that a thread looks without a pause for the others: the program's own, as it has nothing
+# else to do; the one beside it, which would take the program's core.
+_LOOK, _GLANCE = 2e-3, 5e-5
+_NAP = 5e-5
+
+
+@final
+class GroupChannel:
+    """What a group of torch's is made of.
+
+    Args:
+      comm: A communicator that nobody else uses; its ranks are those of the group.
+      name: What messages call the group; empty for the group of all ranks.
+      seconds: How long a call may take that says nothing of it.
+
+    Attributes:
+      session: Counts the calls.
+      lockstep: Proves them.
+      reducer: Folds, on the quickest way that there is.
+      comm: Moves everything else.
+      sums: Folds what is large on one node.
+      worker: The thread.
+    """
+
+    def __init__(self, comm: MPIComm, name: str, seconds: float):
+        """Call nothing yet. Not collective."""
+        self.name, self.seconds = name, seconds
+        self.comm = comm.patient(self._await)
+        # Its calls belong to no thread: the worker and the program take turns, one at a time.
+        self.session = Session(self.comm, owned=False)
+        self.lockstep = Lockstep(self.session)
+        self.sums = SharedSums(self.comm)
+        self.worker = Worker(f"mpistrat {name or 'world'}", threads_allowed())
+        self._deadline = float("inf")
+        self._allowed, self._glance = seconds, _GLANCE
+        self._doing = ""
+        self._lost: Exception | None = None
+        self._failed: list[tuple[weakref.ref[CallWork], FailureNotice]] = []
+
+    @functools.cached_property
+    def reducer(self) -> Reducer:
+        """Folds, on the quickest way that there is."""
+        return Reducer(self.lockstep)
+
+    def _await(self, test: Callable[[], bool]) -> None:
+        """Wait for the others, for as long as the call may take."""
+        if test():
+            return
+        look = time.monotonic() + self._glance
+        while time.monotonic() < look:
+            if test():
+                return
+            if self._glance == _LOOK:  # on one core it may be this process that the other waits for
+                os.sched_yield()
+        while not test():
+            if time.monotonic() > self._deadline:
+                self._lost = self.late(self._doing, self._allowed)
+                raise self._lost
+            time.sleep(_NAP)
+
+    def late(self, text: str, seconds: float) -> TimedOut:
+        """Return the error of a call that has taken too long."""
+        rank, size = self.comm.rank, self.comm.size
+        return TimedOut(
+            f"rank {rank} of {size}{self.name and f' of {self.name}'} has waited {seconds:g} "
+            f"s (the timeout) in {where()} for the other ranks to call {text}. Some have not come; "
+            "look for a collective under `if rank == ...`, or give init_process_group or "
+            "new_group a longer timeout."
+        )
+
+    def call(
+        self,
+        text: str,
+        make: Callable[[], None],
+        outputs: Sequence[torch.Tensor],
+        beside: bool,
+        seconds: float | None,
+    ) -> CallWork:
+        """Make a call, or have it made by the thread.
+
+        Args:
+          text: What is called, in the words of torch; for messages.
+          make: Proves, and moves.
+          outputs: The tensors that it fills.
+          beside: The program wants to go on.
+          seconds: How long it may take, if that was said.
+        """
+        allowed = seconds or self.seconds
+        work = CallWork(outputs, self.worker.help, functools.partial(self.late, text))
+        run = functools.partial(self._run, work, text, make, allowed, beside)
+        if not beside and self.worker.take_turn():
+            try:
+                run("", False)
+            finally:
+                self.worker.end_turn()
+        else:
+            self.worker.queue(functools.partial(run, where()))
+        return work
+
+    def at_once(self, make: Callable[[], None]) -> bool:
+        """Make a call here and now, which raises what it fails with; tell whether that could be.
+
+        It is the way of calls that are worth no object: nothing comes before them, and nothing has
+        failed.
+        """
+        if self._failed or self._lost is not None or not self.worker.take_turn():
+            return False
+        self._glance, self._deadline = _LOOK, time.monotonic() + self.seconds
+        self._allowed, self._doing = self.seconds, ""
+        try:
+            make()
+        finally:
+            self.worker.end_turn()
+        return True
+
+    def refuse(self, text: str, error: Exception) -> None:
+        """Tell the others that this rank could not make a call. It raises nothing here."""
+        refuse = functools.partial(self.lockstep.refuse, text, error)
+        work = self.call(text, refuse, (), beside=True, seconds=None)
+        work.told.heard = True
+
+    def unheard(self, beside: bool = False) -> Exception | None:
+        """Return the error of an earlier call that nobody has heard of.
+
+        Args:
+          beside: Leave out calls that the program may still wait for.
+        """
+        self._failed = [(work, told) for work, told in self._failed if not told.heard]
+        for work, told in self._failed:
+            if not beside or work() is None:
+                told.heard = True
+                assert isinstance(told.error, Exception)
+                return told.error
+        return None
+
+    def _run(
+        self,
+        work: CallWork,
+        text: str,
+        make: Callable[[], None],
+        allowed: float,
+        beside: bool,
+        place: str,
+        aside: bool,
+    ) -> None:
+        """Make one call; its error is the work's."""
+        error: BaseException | None = None
+        try:
+            if self._lost is not None:
+                raise self._lost
+            self._glance = _GLANCE if aside else _LOOK
+            self._allowed, self._doing = allowed, text
+            self._deadline = time.monotonic() + allowed
+            with standing_for(place), torch.no_grad():
+                earlier = self.unheard(beside)
+                if earlier is not None:
+                    self.lockstep.refuse(text, earlier)
+                make()
+        except BaseException as failure:
+            error = failure
+            if not isinstance(failure, Exception):  # Ctrl-C, in the midst of a call
+                self._lost = dist.DistError(f"{text} was interrupted")
+                raise
+            self._failed.append((weakref.ref(work), work.told))
+        finally:
+            work.end(error)
+
+    def drain(self, seconds: float | None = None) -> bool:
+        """Wait until nothing moves any more, so many seconds at most; tell whether that is so."""
+        return self.worker.drain(seconds)
+
+    @property
+    def lost(self) -> bool:
+        """Whether a call was given up: what others send for it may still come."""
+        return self._lost is not None
+
+    def free(self) -> None:
+        """Give the communicator back."""
+        self.session.freed = True
+        for group in self.session.groups.values():
+            group.free()
+        self.comm.free()

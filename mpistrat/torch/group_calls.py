@@ -1,0 +1,329 @@
+"""The collective calls that torch.distributed makes of a group, as it makes them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from mpistrat.torch import calls
+from mpistrat.torch.channel import GroupChannel
+from mpistrat.torch.views import (
+    Tensors,
+    bytes_of,
+    checked,
+    deal,
+    fits,
+    rooms,
+    rows_of,
+    settle,
+    spec,
+    specs,
+)
+from mpistrat.torch.work import CallWork, Finished, seconds_of
+
+__all__ = ["GroupCalls"]
+
+# Torch writes each method's many forms down; only the one of them is called that is here.
+_Base: Any = dist.ProcessGroup
+
+
+_DONE = Finished()
+_NONE, _SAID = timedelta(0), timedelta(1)
+
+
+class GroupCalls(_Base):
+    """A group's collectives: what torch gives, as texts that are checked and memory that moves.
+
+    Args:
+      channel: Makes the calls.
+    """
+
+    def __init__(self, channel: GroupChannel):
+        """Call nothing yet."""
+        comm = channel.comm
+        super().__init__(comm.rank, comm.size)  # the only one that Python can stand behind
+        self.channel = channel
+        self._small: dict[Any, tuple[str, str]] = {}
+
+    def _call(
+        self,
+        text: str,
+        inputs: Tensors,
+        outputs: Tensors,
+        opts: Any,
+        make: Callable[[str, list[torch.Tensor], list[torch.Tensor]], None],
+    ) -> CallWork:
+        """Make a collective call of tensors, whatever their layout.
+
+        Args:
+          text: The call in words; equal on all ranks.
+          inputs: What is read; those that are written to as well are outputs only.
+          outputs: What is written to.
+          opts: As torch gives them.
+          make: Is given the text, inputs and outputs, which are C-ordered.
+        """
+        text = self._said(text)
+        try:
+            given, wanted = checked(inputs), checked(outputs)
+        except Exception as error:
+            self.channel.refuse(text, error)
+            raise
+
+        def run() -> None:
+            held = rooms(wanted)
+            make(text, rooms(given), held)
+            settle(wanted, held)
+
+        beside = bool(getattr(opts, "asyncOp", True))
+        timeout = getattr(opts, "timeout", None)
+        seconds = None if timeout is None else seconds_of(timeout)
+        return self.channel.call(text, run, list(outputs), beside, seconds)
+
+    def _said(self, text: str) -> str:
+        return f"{text} in {self.channel.name}" if self.channel.name else text
+
+    def _fold(self, name: str, op: Any, tensors: Tensors) -> tuple[str, str]:
+        """Return the name of an operation, and the text of a call that folds by it."""
+        try:
+            fold = calls.fold_name(op)
+        except Exception as error:
+            self.channel.refuse(name, error)
+            raise
+        return fold, f"{name}({fold}) of {specs(tensors)}"
+
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
+        """Fold tensors over all ranks, in place."""
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        op = getattr(opts, "reduceOp", opts or dist.ReduceOp.SUM)
+        lone = len(tensors) == 1 and opts is not None and getattr(opts, "timeout", _SAID) < _NONE
+        if lone:
+            work = self._known(op, tensors[0], opts)
+            if work is not None:
+                return work
+        fold, text = self._fold("all_reduce", op, tensors)
+        channel = self.channel
+        if lone and calls.rides(channel, fold, tensors[0]):
+            key = getattr(op, "op", op), tensors[0].dtype, tensors[0].shape
+            self._small[key] = self._said(text), fold
+        return self._call(
+            text, (), tensors, opts, lambda said, _, out: calls.all_reduce(channel, said, fold, out)
+        )
+
+    def _known(self, op: Any, tensor: torch.Tensor, opts: Any) -> dist.Work | None:
+        """Fold a small tensor of a kind that was folded before; return None if that cannot be."""
+        known = self._small.get((getattr(op, "op", op), tensor.dtype, tensor.shape))
+        if known is None or not (tensor.is_cpu and tensor.is_contiguous()) or tensor.is_neg():
+            return None
+        ride = functools.partial(calls.ride, self.channel, *known, tensor)
+        if opts.asyncOp:
+            return self.channel.call(known[0], ride, (tensor,), beside=True, seconds=None)
+        return _DONE if self.channel.at_once(ride) else None
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+        """Fold several tensors in one call."""
+        return self.allreduce(tensors, opts)
+
+    def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> CallWork:
+        """Give all ranks what the root has."""
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        root = int(getattr(opts, "rootRank", opts or 0))
+        text = f"broadcast({specs(tensors)}, src={root})"
+
+        def make(said: str, _: Any, out: list[torch.Tensor]) -> None:
+            for tensor in out:
+                calls.broadcast(self.channel, said, tensor, root)
+
+        return self._call(text, (), tensors, opts, make)
+
+    def reduce(self, tensors: Tensors, opts: Any) -> CallWork:
+        """Fold tensors over all ranks, into those of the root."""
+        fold, name = self._fold("reduce", opts.reduceOp, tensors)
+        root, channel = int(opts.rootRank), self.channel
+        mine = channel.comm.rank == root
+
+        def make(said: str, given: list[torch.Tensor], out: list[torch.Tensor]) -> None:
+            folded = out if mine else [tensor.clone() for tensor in given]
+            calls.all_reduce(channel, said, fold, folded)
+
+        text = f"{name}, dst={root}"
+        return self._call(text, () if mine else tensors, tensors if mine else (), opts, make)
+
+    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> CallWork:
+        """Give all ranks the tensors of all, which may differ in size."""
+        (into,), (mine,) = outputs, inputs
+        text = f"all_gather({specs(into)})"
+        counts = [t.numel() * t.element_size() for t in into]
+
+        def make(said: str, given: list[torch.Tensor], out: list[torch.Tensor]) -> None:
+            with self.channel.lockstep.preparing(said):
+                fits(counts[self.channel.comm.rank], self.channel.comm.rank, given[0])
+            _gathered(self.channel, said, given[0], counts, out)
+
+        return self._call(text, [mine], into, opts, make)
+
+    def all_gather_single(
+        self, output: torch.Tensor, mine: torch.Tensor, opts: Any = None
+    ) -> CallWork:
+        """Give all ranks the tensors of all, one behind the other."""
+        return self.all_gather_single_coalesced([output], [mine], opts, "all_gather_into_tensor")
+
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None, name: str = ""
+    ) -> CallWork:
+        """Do the same with several tensors in one call."""
+        channel = self.channel
+        text = f"{name or 'all_gather_into_tensor, coalesced'}({specs(inputs)})"
+
+        def make(said: str, given: list[torch.Tensor], out: list[torch.Tensor]) -> None:
+            for tensor, into in zip(given, out, strict=True):
+                room = bytes_of(into)
+                counts = [room.size // channel.comm.size] * channel.comm.size
+                with channel.lockstep.preparing(said):
+                    fits(counts[0], channel.comm.rank, tensor)
+                calls.all_gather(channel, said, tensor, counts, room)
+
+        return self._call(text, inputs, outputs, opts, make)
+
+    def allgather_coalesced(
+        self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None
+    ) -> CallWork:
+        """Give all ranks the lists of tensors of all: list r is that of rank r."""
+        text = f"all_gather, coalesced({specs(inputs)})"
+        flat = [tensor for row in outputs for tensor in row]
+
+        def make(said: str, given: list[torch.Tensor], out: list[torch.Tensor]) -> None:
+            for number, tensor in enumerate(given):
+                counts = [tensor.numel() * tensor.element_size()] * self.channel.comm.size
+                _gathered(self.channel, said, tensor, counts, out[number :: len(given)])
+
+        return self._call(text, inputs, flat, opts, make)
+
+    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> CallWork:
+        """Give the root the tensors of all."""
+        (mine,) = inputs
+        root, channel = int(opts.rootRank), self.channel
+        into = outputs[0] if outputs else []
+
+        def make(said: str, given: list[torch.Tensor], out: list[torch.Tensor]) -> None:
+            size = bytes_of(given[0]).size
+            with channel.lockstep.preparing(said):
+                for tensor in out:
+                    fits(size, channel.comm.rank, tensor)
+            room = np.empty(size * len(out), np.uint8) if channel.comm.rank == root else None
+            calls.gather(channel, said, given[0], room, root)
+            for number, tensor in enumerate(out):
+                assert room is not None
+                bytes_of(tensor)[...] = room[number * size : (number + 1) * size]
+
+        return self._call(f"gather({spec(mine)}, dst={root})", [mine], into, opts, make)
+
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> CallWork:
+        """Give each rank its one of the root's tensors."""
+        (mine,) = outputs
+        root, channel = int(opts.rootRank), self.channel
+
+        def make(said: str, given: list[torch.Tensor], out: list[torch.Tensor]) -> None:
+            recv = bytes_of(out[0])
+            with channel.lockstep.preparing(said):
+                for tensor in given:
+                    fits(recv.size, channel.comm.rank, tensor)
+            send = np.concatenate([bytes_of(t) for t in given]) if given else None
+            calls.scatter(channel, said, send, recv, root)
+
+        listed = inputs[0] if inputs else []
+        return self._call(f"scatter({spec(mine)}, src={root})", listed, outputs, opts, make)
+
+    def reduce_scatter(
+        self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None
+    ) -> CallWork:
+        """Fold lists of tensors over all ranks; rank r gets the r-th."""
+        return self._scattered("reduce_scatter", list(outputs), [list(inputs[0])], opts)
+
+    def reduce_scatter_single(
+        self, output: torch.Tensor, given: torch.Tensor, opts: Any = None
+    ) -> CallWork:
+        """Fold a tensor over all ranks; rank r gets its r-th part."""
+        return self._scattered("reduce_scatter_tensor", [output], [[given]], opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> CallWork:
+        """Do the same with several tensors in one call."""
+        lists = [[tensor] for tensor in inputs]
+        return self._scattered("reduce_scatter_tensor, coalesced", list(outputs), lists, opts)
+
+    def _scattered(
+        self, name: str, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any
+    ) -> CallWork:
+        flat = [tensor for row in inputs for tensor in row]
+        op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+        fold, text = self._fold(name, op, flat)
+        channel, each = self.channel, len(inputs[0])
+
+        def make(said: str, given: list[torch.Tensor], out: list[torch.Tensor]) -> None:
+            rows = [given[at : at + each] for at in range(0, len(given), each)]
+            sums = [torch.cat([tensor.reshape(-1) for tensor in row]) for row in rows]
+            with channel.lockstep.preparing(said):
+                for whole, tensor in zip(sums, out, strict=True):
+                    if whole.numel() != tensor.numel() * channel.comm.size:
+                        raise ValueError(
+                            f"{said}: the input has {whole.numel()} elements, and must have "
+                            f"{channel.comm.size} times the {tensor.numel()} of the output."
+                        )
+            calls.all_reduce(channel, said, fold, sums)
+            for whole, tensor in zip(sums, out, strict=True):
+                tensor.view(-1).copy_(whole.chunk(channel.comm.size)[channel.comm.rank])
+
+        return self._call(text, flat, outputs, opts, make)
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> CallWork:
+        """Give each rank its one of this rank's tensors, and get one of each."""
+
+        def make(said: str, given: list[torch.Tensor], out: list[torch.Tensor]) -> None:
+            gives, gets = ([bytes_of(t).size for t in tensors] for tensors in (given, out))
+            send = np.concatenate([bytes_of(t) for t in given])
+            recv = np.empty(sum(gets), np.uint8)
+            calls.all_to_all(self.channel, said, send, gives, recv, gets)
+            deal(recv, gets, out)
+
+        return self._call(f"all_to_all of {inputs[0].dtype}", inputs, outputs, opts, make)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        given: torch.Tensor,
+        output_splits: Sequence[int] | None,
+        input_splits: Sequence[int] | None,
+        opts: Any = None,
+    ) -> CallWork:
+        """Give each rank its rows of a tensor, and get rows of each."""
+        split = functools.partial(rows_of, self.channel.comm.size)
+
+        def make(said: str, inputs: list[torch.Tensor], out: list[torch.Tensor]) -> None:
+            with self.channel.lockstep.preparing(said):
+                gives = split(inputs[0], list(input_splits or ()))
+                gets = split(out[0], list(output_splits or ()))
+            send, recv = bytes_of(inputs[0]), bytes_of(out[0])
+            calls.all_to_all(self.channel, said, send, gives, recv, gets)
+
+        return self._call(f"all_to_all_single of {given.dtype}", [given], [output], opts, make)
+
+    def barrier(self, opts: Any = None, timeout: Any = None) -> CallWork:
+        """Wait for all ranks."""
+        return self._call(
+            "barrier()", (), (), opts, lambda said, _, out: calls.meet(self.channel, said)
+        )
+
+
+def _gathered(
+    channel: GroupChannel, said: str, mine: torch.Tensor, counts: list[int], out: list[torch.Tensor]
+) -> None:
+    room = np.empty(sum(counts), np.uint8)
+    calls.all_gather(channel, said, mine, counts, room)
+    deal(room, counts, out)

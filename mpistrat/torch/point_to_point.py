@@ -1,0 +1,229 @@
+"""``send`` and ``recv``: messages on a communicator of their own, never behind a collective."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import final
+
+import torch
+
+from mpistrat.board.reporter import say
+from mpistrat.comm.callsite import where
+from mpistrat.comm.nodes import threads_allowed
+from mpistrat.comm.posts import Post, Posts
+from mpistrat.kernels.threads import deaf
+from mpistrat.torch.views import bytes_of, checked, rooms, settle, spec
+from mpistrat.torch.work import AnyWork, TimedOut, seconds_of
+
+__all__ = ["PointToPoint", "PostWork"]
+
+_LOOK = 2e-3  # seconds that a wait looks without a pause
+_NAP, _SLOW = 5e-5, 1e-3
+_LINGER = 1.0
+
+
+class PostWork(AnyWork):
+    """One message.
+
+    Args:
+      messages: Whose it is.
+      what: The call in words.
+      tensor: What is sent, or filled.
+      room: The same in C order; the tensor itself, or one that stands for it.
+      post: The message.
+      receives: It is one that comes in.
+    """
+
+    def __init__(
+        self,
+        messages: PointToPoint,
+        what: str,
+        tensor: torch.Tensor,
+        room: torch.Tensor,
+        post: Post,
+        receives: bool,
+    ):
+        """Be on its way."""
+        super().__init__([tensor])
+        self._messages, self._what, self._place = messages, what, where()
+        self._tensor, self._room, self._post = tensor, room, post
+        self._receives = receives
+        self._turn = threading.Lock()
+        self._over = threading.Event()
+
+    def is_completed(self) -> bool:
+        """Look whether it has arrived; of what is sent, whether its memory may be used again."""
+        if self._over.is_set():
+            return True
+        with self._turn:
+            if self._over.is_set():
+                return True
+            try:
+                if not self._post.test():
+                    return False
+                self._settle()
+            except Exception as error:
+                self.told.error = error
+            self._over.set()
+        self._messages.done(self)
+        self.ended()
+        return True
+
+    def _settle(self) -> None:
+        if not self._receives:
+            return
+        wanted = bytes_of(self._room).size
+        if self._post.nbytes != wanted:
+            raise ValueError(
+                f"rank {self._messages.rank}: {self._what} in {self._place} wants {wanted} bytes, "
+                f"and rank {self._post.peer} has sent {self._post.nbytes}. Give a tensor of the "
+                "size and dtype that was sent."
+            )
+        settle([self._tensor], [self._room])
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait until it has arrived, or, of what is sent, its memory may be used again.
+
+        Args:
+          timeout: How long; 0 for what its group allows.
+
+        Raises:
+          TimedOut: The other rank did not come in time; names it.
+          ValueError: What came has another size.
+        """
+        allowed = seconds_of(timeout) or self._messages.seconds
+        start = time.monotonic()
+        warn = start + self._messages.warn
+        while not self.is_completed():
+            now = time.monotonic()
+            if now - start > allowed:
+                self._late(allowed)
+            if now > warn:
+                say(f"mpistrat: {self._waits(now - start)}.")
+                warn = float("inf")
+            if now - start < _LOOK:
+                os.sched_yield()
+            else:
+                time.sleep(_NAP)
+        self.check()
+        return True
+
+    def _waits(self, seconds: float) -> str:
+        other = "any rank" if self._post.peer is None else f"rank {self._post.peer}"
+        verb = "send" if self._receives else "receive"
+        return (
+            f"rank {self._messages.rank}{self._messages.group} has waited {seconds:.3g} s in "
+            f"{self._place}, {self._what}, for {other} to {verb}"
+        )
+
+    def _late(self, seconds: float) -> None:
+        text = f"{self._waits(seconds)}; that is the timeout."
+        with self._turn:
+            if self._over.is_set():
+                return
+            if self._receives:
+                self._post.cancel()
+            self.told.error = TimedOut(text)
+            self._over.set()
+        self._messages.done(self)
+        self.ended()
+
+    def _source_rank(self) -> int:
+        """Return the rank, in the group, whose message it was."""
+        peer = self._post.peer
+        return -1 if peer is None else peer
+
+
+@final
+class PointToPoint:
+    """The messages of one group.
+
+    Args:
+      posts: Moves them.
+      name: What messages call the group; empty for the group of all ranks.
+      seconds: How long a wait may take that says nothing of it.
+      warn: Seconds after which it is said who is waited for.
+    """
+
+    def __init__(self, posts: Posts, name: str, seconds: float, warn: float):
+        """Send nothing yet."""
+        self._posts, self.seconds, self.warn = posts, seconds, warn
+        self.rank = posts.comm.rank
+        self.group = f" of {name}" if name else ""
+        self._open: set[PostWork] = set()
+        self._changed = threading.Condition()
+        self._helper = not threads_allowed()
+
+    def send(self, tensor: torch.Tensor, dest: int, tag: int) -> PostWork:
+        """Begin to send a tensor."""
+        (tensor,) = checked([tensor])
+        (room,) = rooms([tensor])
+        post = self._posts.send(bytes_of(room), dest, tag)
+        what = f"send({spec(tensor)}, dst={dest}, tag={tag})"
+        return self._begun(PostWork(self, what, tensor, room, post, receives=False))
+
+    def receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> PostWork:
+        """Begin to receive a tensor; from any rank if `source` is None."""
+        (tensor,) = checked([tensor])
+        (room,) = rooms([tensor], read=False)
+        post = self._posts.receive(bytes_of(room), source, tag)
+        what = f"recv({spec(tensor)}, src={source}, tag={tag})"
+        return self._begun(PostWork(self, what, tensor, room, post, receives=True))
+
+    def _begun(self, work: PostWork) -> PostWork:
+        # What nobody waits for has to move too, and keeps its memory until it has.
+        if work.is_completed():
+            return work
+        with self._changed:
+            self._open.add(work)
+            begins, self._helper = not self._helper, True
+            self._changed.notify_all()
+        if begins:
+            threading.Thread(
+                target=_help, args=(weakref.ref(self),), name="mpistrat messages", daemon=True
+            ).start()
+        return work
+
+    def done(self, work: PostWork) -> None:
+        """Note that a message has arrived."""
+        with self._changed:
+            self._open.discard(work)
+
+    def push(self) -> bool:
+        """Look after all that is on its way; tell whether it is worth to go on."""
+        with self._changed:
+            if not self._open and not self._changed.wait_for(lambda: self._open, _LINGER):
+                self._helper = False
+                return False
+            found = list(self._open)
+        for work in found:
+            work.is_completed()
+        return True
+
+    def drain(self, seconds: float) -> bool:
+        """Wait until nothing is on its way, so many seconds at most; tell whether that is so."""
+        end = time.monotonic() + seconds
+        while True:
+            with self._changed:
+                found = list(self._open)
+            if all([work.is_completed() for work in found]):
+                return True
+            if time.monotonic() > end:
+                return False
+            time.sleep(_SLOW)
+
+    def free(self) -> None:
+        """Give the communicator back."""
+        self._posts.free()
+
+
+def _help(messages: Callable[[], PointToPoint | None]) -> None:
+    deaf()
+    while (found := messages()) is not None and found.push():
+        del found
+        time.sleep(_SLOW)

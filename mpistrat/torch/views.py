@@ -1,0 +1,143 @@
+"""Tensors of torch as NumPy arrays over the same memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from mpistrat.arrays import Array
+from mpistrat.errors import LeafTypeError
+
+__all__ = [
+    "Tensors",
+    "bytes_of",
+    "checked",
+    "deal",
+    "fits",
+    "numbers_of",
+    "rooms",
+    "rows_of",
+    "settle",
+    "spec",
+    "specs",
+]
+
+Tensors = Sequence[torch.Tensor]
+
+
+def spec(tensor: torch.Tensor) -> str:
+    """Return dtype and shape in words, as texts of calls show them.
+
+    Example:
+      >>> spec(torch.zeros(2, 3))
+      'float32[2,3]'
+    """
+    return f"{str(tensor.dtype)[6:]}[{','.join(map(str, tensor.shape))}]"
+
+
+def specs(tensors: Sequence[torch.Tensor]) -> str:
+    """Return what `spec` says of each; of many alike once, with their number."""
+    said = [spec(tensor) for tensor in tensors]
+    if len(said) > 1 and len(set(said)) == 1:
+        return f"{len(said)} x {said[0]}"
+    return ", ".join(said)
+
+
+def checked(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors outside of autograd, if this backend can move them.
+
+    Raises:
+      LeafTypeError: One is not in the memory of the processor, or has another layout.
+    """
+    found = []
+    for tensor in tensors:
+        if tensor.device.type != "cpu":
+            raise LeafTypeError(
+                f"the backend 'mpistrat' moves tensors of the CPU, and this one is on "
+                f"{tensor.device}. Move it with .cpu(), or take another backend for that device."
+            )
+        if tensor.layout is not torch.strided:
+            raise LeafTypeError(
+                f"the backend 'mpistrat' has no collectives of tensors of layout {tensor.layout}. "
+                "Give tensor.to_dense()."
+            )
+        found.append(tensor.detach())
+    return found
+
+
+def _plain(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def rooms(tensors: Iterable[torch.Tensor], read: bool = True) -> list[torch.Tensor]:
+    """Return tensors whose memory is C-ordered: themselves, or others of the same shapes.
+
+    Args:
+      tensors: As `checked` returns them.
+      read: What they hold is wanted.
+    """
+    return [
+        tensor
+        if _plain(tensor)
+        else tensor.resolve_conj().resolve_neg().contiguous()
+        if read
+        else torch.empty(tensor.shape, dtype=tensor.dtype)
+        for tensor in tensors
+    ]
+
+
+def settle(tensors: Iterable[torch.Tensor], held: Iterable[torch.Tensor]) -> None:
+    """Copy what the rooms hold into the tensors that they stand for."""
+    with torch.no_grad():
+        for tensor, room in zip(tensors, held, strict=True):
+            if tensor is not room:
+                tensor.copy_(room)
+
+
+def bytes_of(room: torch.Tensor) -> Array:
+    """Return the memory of a C-ordered tensor, whatever its dtype, as uint8."""
+    found: Array = room.reshape(-1).view(torch.uint8).numpy()
+    return found
+
+
+def numbers_of(room: torch.Tensor) -> tuple[Array, torch.Tensor]:
+    """Return a C-ordered tensor as an array that can be folded, and the tensor that holds it.
+
+    bool is folded as uint8, and bfloat16, which NumPy does not know, as a float32 copy.
+    """
+    if room.dtype is torch.bfloat16:
+        room = room.float()
+    array: Array = room.view(torch.uint8).numpy() if room.dtype is torch.bool else room.numpy()
+    return array, room
+
+
+def fits(wanted: int, rank: int, tensor: torch.Tensor) -> None:
+    """Raise ValueError unless a tensor has as many bytes as it stands for, on this rank."""
+    size = tensor.numel() * tensor.element_size()
+    if size != wanted:
+        raise ValueError(
+            f"rank {rank}: {spec(tensor)} has {size} bytes, and the other side of this call has "
+            f"{wanted} for it. Tensors that stand for each other must have the same size."
+        )
+
+
+def deal(room: Array, counts: list[int], out: list[torch.Tensor]) -> None:
+    """Copy bytes that lie side by side into the tensors that they are for."""
+    at = 0
+    for count, tensor in zip(counts, out, strict=True):
+        bytes_of(tensor)[...] = room[at : at + count]
+        at += count
+
+
+def rows_of(size: int, tensor: torch.Tensor, splits: list[int]) -> list[int]:
+    """Return how many bytes of a tensor are for each rank."""
+    rows = tensor.shape[0] if tensor.dim() else 1
+    if not splits:
+        if rows % size:
+            raise ValueError(f"{spec(tensor)} cannot be split evenly among {size} ranks.")
+        splits = [rows // size] * size
+    if len(splits) != size or sum(splits) != rows:
+        raise ValueError(f"splits {splits} are not {size} numbers that add up to {rows} rows.")
+    row = tensor.numel() * tensor.element_size() // rows if rows else 0
+    return [count * row for count in splits]

@@ -1,0 +1,177 @@
+"""What torch waits for: one call, on its way or done."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["AnyWork", "CallWork", "FailureNotice", "Finished", "TimedOut", "seconds_of"]
+
+_NONE = timedelta(0)
+
+
+class TimedOut(dist.DistBackendError):
+    """A rank did not come within the `timeout` of its group, or of this ``wait``."""
+
+
+def seconds_of(timeout: timedelta) -> float | None:
+    """Return a timeout of torch in seconds; None if nothing was said (0, or less)."""
+    return timeout.total_seconds() if timeout > _NONE else None
+
+
+@final
+class FailureNotice:
+    """What a call has failed with, and whether the program has heard of it.
+
+    Attributes:
+      error: The exception; None if it has not failed.
+      heard: Somebody has waited for it, or asked.
+    """
+
+    def __init__(self) -> None:
+        """Begin without an error."""
+        self.error: BaseException | None = None
+        self.heard = False
+
+
+class AnyWork(dist.Work):
+    """The part that all have: an error that is raised once somebody asks, and a future.
+
+    Args:
+      outputs: What the future holds when it is done.
+
+    Attributes:
+      outputs: As the argument.
+      told: What it has ended with.
+    """
+
+    def __init__(self, outputs: Sequence[torch.Tensor]):
+        """Be on its way."""
+        super().__init__()
+        self.outputs = list(outputs)
+        self.told = FailureNotice()
+        self._lock = threading.Lock()
+        self._base: torch.futures.Future[Any] | None = None
+        self._future: torch.futures.Future[Any] | None = None
+
+    def is_completed(self) -> bool:
+        """Tell whether it has ended."""
+        raise NotImplementedError
+
+    def ended(self) -> None:
+        """Tell those who have asked for a future that it has ended."""
+        with self._lock:
+            base = self._base
+        if base is not None and not base.done():
+            base.set_result(None)
+
+    def is_success(self) -> bool:
+        """Tell whether it has ended well."""
+        return self.is_completed() and self.told.error is None
+
+    def exception(self) -> BaseException | None:
+        """Return what it has failed with, or None."""
+        self.told.heard = self.told.heard or self.is_completed()
+        return self.told.error
+
+    def result(self) -> list[torch.Tensor]:
+        """Return the tensors that it fills."""
+        return self.outputs
+
+    def check(self) -> None:
+        """Raise what it has failed with."""
+        self.told.heard = True
+        if self.told.error is not None:
+            raise self.told.error
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return a future of the tensors.
+
+        An error is raised in a callback of a first future, as that is the one way in which torch's
+        own code, such as the backward pass of DistributedDataParallel, survives it.
+        """
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            base: torch.futures.Future[Any] = torch.futures.Future()
+            self._future = base.then(self._found)
+            self._base = base
+        if self.is_completed():
+            self.ended()
+        return self._future
+
+    def _found(self, _: Any) -> list[torch.Tensor]:
+        self.check()
+        return self.outputs
+
+
+class CallWork(AnyWork):
+    """A collective call.
+
+    Args:
+      outputs: The tensors that it fills.
+      help: Returns when what it is given says so; meanwhile it makes calls that are due.
+      late: Returns the error of a ``wait`` that has taken so many seconds.
+    """
+
+    def __init__(
+        self,
+        outputs: Sequence[torch.Tensor],
+        help: Callable[[Callable[[], bool]], None],
+        late: Callable[[float], Exception],
+    ):
+        """Be on its way."""
+        super().__init__(outputs)
+        self._help, self._late = help, late
+        self._done = threading.Event()
+
+    def end(self, error: BaseException | None) -> None:
+        """Note that it has ended, with this error."""
+        self.told.error = error
+        self._done.set()
+        self.ended()
+
+    def is_completed(self) -> bool:
+        """Tell whether it has ended."""
+        return self._done.is_set()
+
+    def wait(self, timeout: timedelta = _NONE) -> bool:
+        """Wait until it has ended, and raise what it has failed with.
+
+        Args:
+          timeout: How long; 0 for what its group allows.
+
+        Raises:
+          TimedOut: A rank did not come in time.
+          LockstepError: The ranks call different things.
+          RemoteError: Another rank has failed, or left.
+        """
+        seconds = seconds_of(timeout)
+        if seconds is None:
+            self._help(self._done.is_set)
+        elif not self._done.wait(seconds):
+            raise self._late(seconds)
+        self.check()
+        return True
+
+
+@final
+class Finished(AnyWork):
+    """What was done when the call returned, without tensors for a future."""
+
+    def __init__(self) -> None:
+        """Have nothing to wait for."""
+        super().__init__(())
+
+    def is_completed(self) -> bool:
+        """Return True."""
+        return True
+
+    def wait(self, timeout: timedelta = _NONE) -> bool:
+        """Return True, at once."""
+        return True

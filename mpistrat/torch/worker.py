@@ -1,0 +1,144 @@
+"""One thread that makes the collective calls of one group, in their order, beside the program."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import final
+
+import numpy as np
+
+from mpistrat.kernels.threads import deaf
+
+__all__ = ["Worker"]
+
+# Seconds that the thread stays when there is nothing to do: to start one takes longer than a call.
+_LINGER = 1.0
+# Seconds that it looks for more itself before it has to be woken, and how often: to wake it takes
+# the interpreter from a program that is about to wait, and would then do the call itself.
+_AWAKE, _NAP = 5e-3, 1e-4
+
+
+@final
+class Worker:
+    """A queue of calls, and the thread that makes them.
+
+    Args:
+      name: Of the thread, in stacks.
+      beside: Any thread may call MPI; else everything is done by the caller, at once.
+
+    Attributes:
+      beside: As the argument.
+    """
+
+    def __init__(self, name: str, beside: bool):
+        """Start no thread yet."""
+        self.name, self.beside = name, beside
+        self._todo: deque[Callable[[bool], None]] = deque()
+        self._changed = threading.Condition()
+        self._busy = self._thread = False
+        self._asleep = False
+        self._waiting = 0
+        self._pid = os.getpid()
+
+    def take_turn(self) -> bool:
+        """Let this thread make a call, if nothing comes before it; tell whether it may."""
+        with self._changed:
+            if self._busy or self._todo:
+                return False
+            self._busy = True
+        return True
+
+    def end_turn(self) -> None:
+        """Let others go on after `take_turn`."""
+        with self._changed:
+            self._busy = False
+            if self._waiting or self._asleep:
+                self._changed.notify_all()
+
+    def queue(self, call: Callable[[bool], None]) -> None:
+        """Have the thread make a call, behind all that came before.
+
+        Args:
+          call: Is told whether the program goes on beside it. It raises nothing.
+        """
+        if not self.beside:
+            while not self.take_turn():
+                self.drain()
+            try:
+                call(False)
+            finally:
+                self.end_turn()
+            return
+        with self._changed:
+            self._todo.append(call)
+            begins = not self._thread
+            self._thread = True
+            if self._waiting or self._asleep:
+                self._changed.notify_all()
+        if begins:
+            threading.Thread(target=self._beside, name=self.name, daemon=True).start()
+
+    def help(self, done: Callable[[], bool]) -> None:
+        """Return when something is done; make the next calls here if the thread has not yet.
+
+        A program that waits makes a call sooner than a thread that has to wake up.
+        """
+        while not done():
+            with self._changed:
+                if self._busy or not self._todo:
+                    self._wait(lambda: done() or not self._busy)
+                    continue
+                self._busy = True
+                call = self._todo.popleft()
+            try:
+                call(False)
+            finally:
+                del call
+                self.end_turn()
+
+    def _wait(self, ready: Callable[[], bool], seconds: float | None = None) -> bool:
+        self._waiting += 1
+        try:
+            return self._changed.wait_for(ready, seconds)
+        finally:
+            self._waiting -= 1
+
+    def drain(self, seconds: float | None = None) -> bool:
+        """Wait until there is nothing to do, so many seconds at most; tell whether that is so."""
+        if os.getpid() != self._pid:  # a child has none of its parent's threads
+            return True
+        with self._changed:
+            return self._wait(lambda: not self._busy and not self._todo, seconds)
+
+    def _beside(self) -> None:
+        deaf()
+        with np.errstate(all="ignore"):
+            while (call := self._next()) is not None:
+                try:
+                    call(True)
+                finally:
+                    del call  # and the tensors that it holds
+                    self.end_turn()
+
+    def _next(self) -> Callable[[bool], None] | None:
+        awake = time.monotonic() + _AWAKE
+        while True:
+            with self._changed:
+                if self._busy:
+                    awake = time.monotonic() + _AWAKE
+                elif self._todo:
+                    self._busy = True
+                    return self._todo.popleft()
+                elif time.monotonic() > awake:
+                    self._asleep = True
+                    more = self._changed.wait_for(lambda: self._todo and not self._busy, _LINGER)
+                    self._asleep = False
+                    if not more:
+                        self._thread = False
+                        return None
+                    continue
+            time.sleep(_NAP)

@@ -1,0 +1,331 @@
+"""Every collective of torch.distributed against what NumPy and torch say of all ranks' values."""
+
+from __future__ import annotations
+
+import operator
+from functools import reduce as fold
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+
+NUMBERS = [
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64),
+    *(torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64),
+]
+# Within a check, through shared memory in one step, and in several.
+SHAPES = [(), (3,), (0,), (2, 5), (300, 7), (70_001,)]
+FOLDS = {
+    "SUM": operator.add,
+    "PRODUCT": operator.mul,
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+    "BAND": operator.and_,
+    "BOR": operator.or_,
+    "BXOR": operator.xor,
+}
+
+
+def mine(rank, shape=(3,), dtype=torch.float32):
+    """Small whole numbers, which every dtype holds, and whose folds are exact."""
+    count = torch.Size(shape).numel()
+    return ((torch.arange(count) * 7 + rank * 3) % 5 + 1).reshape(shape).to(dtype)
+
+
+def all_of(size, shape=(3,), dtype=torch.float32):
+    return [mine(rank, shape, dtype) for rank in range(size)]
+
+
+def same(got, wanted):
+    torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["here", "async"])
+@pytest.mark.parametrize("dtype", NUMBERS, ids=str)
+def test_all_reduce_adds_every_dtype_and_shape(rank, size, dtype, beside):
+    for shape in SHAPES:
+        value = mine(rank, shape, dtype)
+        work = dist.all_reduce(value, async_op=beside)
+        assert (work is None) is not beside
+        if beside:
+            assert work.wait()
+            assert work.is_completed()
+        same(value, fold(operator.add, all_of(size, shape, dtype)))
+
+
+@pytest.mark.parametrize("op", FOLDS)
+def test_all_reduce_folds_by_every_operation(rank, size, op):
+    for dtype in (torch.int32, torch.uint8, torch.float32):
+        if op.startswith("B") and dtype.is_floating_point:
+            continue
+        for shape in ((3,), (40_000,)):
+            value = mine(rank, shape, dtype)
+            dist.all_reduce(value, getattr(dist.ReduceOp, op))
+            same(value, fold(FOLDS[op], all_of(size, shape, dtype)))
+
+
+def test_means_and_bools(rank, size):
+    value = mine(rank, (40_000,))
+    dist.all_reduce(value, dist.ReduceOp.AVG)
+    torch.testing.assert_close(value, sum(all_of(size, (40_000,))) / size)
+    value = torch.tensor([True, rank == 0, False])
+    for op, wanted in (("SUM", True), ("BOR", True), ("PRODUCT", size == 1), ("BAND", size == 1)):
+        got = value.clone()
+        dist.all_reduce(got, getattr(dist.ReduceOp, op))
+        assert got.tolist() == [True, wanted, False], op
+
+
+def test_tensors_that_are_not_in_order_are_filled_where_they_lie(rank, size):
+    whole = torch.zeros(6, 8)
+    part = whole.t()[1:4]
+    part.copy_(mine(rank, (3, 6)))
+    dist.all_reduce(part)
+    same(part.contiguous(), sum(all_of(size, (3, 6))))
+    assert not whole[:, [0, 4, 5, 6, 7]].any()
+    weight = torch.nn.Parameter(mine(rank, (5,)))
+    dist.all_reduce(weight)  # outside of autograd, as with every backend
+    same(weight.detach(), sum(all_of(size, (5,))))
+
+
+@pytest.mark.parametrize("count", [3, 1_000])
+def test_roots_give_and_get(rank, size, count):
+    everyone = all_of(size, (count,), torch.bfloat16)
+    for root in {0, size - 1}:
+        value = everyone[rank].clone()
+        dist.broadcast(value, src=root)
+        same(value, everyone[root])
+        value = everyone[rank].clone()
+        dist.reduce(value, dst=root)
+        if rank == root:
+            same(value, fold(operator.add, everyone))
+        into = [torch.empty_like(value) for _ in range(size)] if rank == root else None
+        dist.gather(everyone[rank], into, dst=root)
+        if rank == root:
+            same(torch.stack(into), torch.stack(everyone))
+        got = torch.empty_like(value)
+        dist.scatter(got, everyone if rank == root else None, src=root)
+        same(got, everyone[rank])
+
+
+@pytest.mark.parametrize("count", [3, 10_000])
+def test_gathers_of_every_form(rank, size, count):
+    everyone = all_of(size, (2, count), torch.int64)
+    into = [torch.empty_like(everyone[0]) for _ in range(size)]
+    dist.all_gather(into, everyone[rank])
+    same(torch.stack(into), torch.stack(everyone))
+    whole = torch.empty(size * 2, count, dtype=torch.int64)
+    dist.all_gather_into_tensor(whole, everyone[rank])
+    same(whole, torch.cat(everyone))
+    # The input is a part of the output, as FSDP has it.
+    whole.zero_()[2 * rank : 2 * rank + 2] = everyone[rank]
+    dist.all_gather_into_tensor(whole, whole[2 * rank : 2 * rank + 2])
+    same(whole, torch.cat(everyone))
+    uneven = [torch.empty(r + 1) for r in range(size)]
+    dist.all_gather(uneven, mine(rank, (rank + 1,)))
+    assert all(torch.equal(got, mine(r, (r + 1,))) for r, got in enumerate(uneven))
+
+
+@pytest.mark.parametrize("count", [2, 5_000])
+def test_reduce_scatter_of_every_form(rank, size, count):
+    everyone = [mine(r, (size * count, 2)) for r in range(size)]
+    wanted = sum(everyone).chunk(size)[rank]
+    got = torch.empty(count, 2)
+    dist.reduce_scatter_tensor(got, everyone[rank])
+    same(got, wanted)
+    got.zero_()
+    dist.reduce_scatter(got, list(everyone[rank].chunk(size)))
+    same(got, wanted)
+    dist.reduce_scatter_tensor(got, everyone[rank], op=dist.ReduceOp.AVG)
+    torch.testing.assert_close(got, wanted / size)
+
+
+def test_all_to_all_of_every_form(rank, size):
+    """Rank r gives rank s so many rows: r + s."""
+    rows = [[torch.full((r + s, 3), 10.0 * r + s) for s in range(size)] for r in range(size)]
+    gives, gets = rows[rank], [row[rank] for row in rows]
+    into = [torch.empty_like(one) for one in gets]
+    dist.all_to_all(into, gives)
+    assert all(torch.equal(a, b) for a, b in zip(into, gets, strict=True))
+    whole = torch.empty(sum(len(one) for one in gets), 3)
+    splits = [len(one) for one in gets], [len(one) for one in gives]
+    dist.all_to_all_single(whole, torch.cat(gives), *splits)
+    same(whole, torch.cat(gets))
+    even = torch.empty(size)
+    dist.all_to_all_single(even, torch.arange(size) + 10.0 * rank)
+    same(even, torch.arange(size) * 10.0 + rank)
+
+
+def test_coalesced_calls_are_one(rank, size, group):
+    values = [mine(rank, shape) for shape in SHAPES]
+    with dist._coalescing_manager(group, async_ops=True) as manager:
+        for value in values:
+            dist.all_reduce(value)
+    manager.wait()
+    for value, shape in zip(values, SHAPES, strict=True):
+        same(value, sum(all_of(size, shape)))
+    ins = [mine(rank, (4,)), mine(rank, (2, 3))]
+    outs = [torch.empty(size * 4), torch.empty(size * 2, 3)]
+    with dist._coalescing_manager(group):
+        for out, value in zip(outs, ins, strict=True):
+            dist.all_gather_into_tensor(out, value)
+    same(outs[1], torch.cat(all_of(size, (2, 3))))
+    back = [torch.empty(4), torch.empty(2, 3)]
+    with dist._coalescing_manager(group):
+        for out, value in zip(back, outs, strict=True):
+            dist.reduce_scatter_tensor(out, value)
+    same(back[0], ins[0] * size)
+
+
+def test_objects(rank, size):
+    things = [None] * size
+    dist.all_gather_object(things, {"rank": rank, "long": "x" * 1000 * rank})
+    assert [len(one["long"]) for one in things] == [1000 * r for r in range(size)]
+    said = [f"from {rank}", rank]
+    dist.broadcast_object_list(said, src=size - 1)
+    assert said == [f"from {size - 1}", size - 1]
+    got = [None]
+    dist.scatter_object_list(got, [f"for {r}" for r in range(size)] if rank == 0 else None, src=0)
+    assert got == [f"for {rank}"]
+    into = [None] * size if rank == 0 else None
+    dist.gather_object(rank, into, dst=0)
+    assert into == (list(range(size)) if rank == 0 else None)
+
+
+def test_functional_collectives(rank, size, group):
+    value = mine(rank, (4,))
+    same(functional.all_reduce(value, "sum", group) + 0, sum(all_of(size, (4,))))
+    same(value, mine(rank, (4,)))
+    same(functional.all_gather_tensor(value, 0, group) + 0, torch.cat(all_of(size, (4,))))
+    whole = mine(rank, (size * 2,))
+    got = functional.reduce_scatter_tensor(whole, "sum", 0, group) + 0
+    same(got, sum(all_of(size, (size * 2,))).chunk(size)[rank])
+    splits = [2] * size
+    got = functional.all_to_all_single(whole, splits, splits, group) + 0
+    same(got, torch.cat([mine(r, (size * 2,)).chunk(size)[rank] for r in range(size)]))
+
+
+# PointToPoint.
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("count", [0, 3, 1_000_000])
+def test_messages_to_the_neighbour(rank, size, count):
+    after, before = (rank + 1) % size, (rank - 1) % size
+    got = torch.empty(count, dtype=torch.bfloat16)
+    ops = [
+        dist.P2POp(dist.isend, mine(rank, (count,), torch.bfloat16), after),
+        dist.P2POp(dist.irecv, got, before),
+    ]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    same(got, mine(before, (count,), torch.bfloat16))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_messages_by_tag_and_from_anyone(rank, size):
+    if rank == 0:
+        later, sooner = torch.empty(2), torch.empty(2, 2).t()
+        for source in range(1, size):
+            dist.recv(sooner, src=source, tag=2)
+            dist.recv(later, src=source, tag=1)
+            same(sooner.contiguous(), torch.tensor([[1.0, 2], [3, 4]]) * source)
+            same(later, torch.tensor([1.0, 1]))
+        heard = set()
+        for _ in range(1, size):
+            value = torch.empty(1)
+            source = dist.recv(value, tag=3)
+            assert value.item() == source
+            heard.add(source)
+        assert heard == set(range(1, size))
+    else:
+        dist.send(torch.ones(2), dst=0, tag=1)
+        dist.send(torch.tensor([[1.0, 2], [3, 4]]) * rank, dst=0, tag=2)
+        dist.send(torch.tensor([float(rank)]), dst=0, tag=3)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_messages_and_collectives_pass_one_another(rank):
+    """Legal, and a deadlock where a check waits on the thread of the caller."""
+    value, message = torch.ones(4), torch.zeros(2)
+    if rank == 0:
+        work = dist.all_reduce(value, async_op=True)
+        dist.send(message + 7, dst=1)
+        work.wait()
+    else:
+        if rank == 1:
+            dist.recv(message, src=0)
+            assert message.tolist() == [7, 7]
+        dist.all_reduce(value)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_message_that_nobody_waits_for_arrives(rank, group):
+    """Its sender is in no call of MPI, and has no other name for the tensor."""
+    if rank == 0:
+        dist.isend(torch.ones(3_000_000), dst=1)
+        dist.distributed_c10d._get_default_store().wait(["arrived"])
+    elif rank == 1:
+        got = torch.zeros(3_000_000)
+        dist.recv(got, src=0)
+        dist.distributed_c10d._get_default_store().set("arrived", "1")
+        assert got.all()
+    dist.barrier()
+
+
+# Groups.
+
+
+def test_groups_of_some_ranks(rank, size):
+    last = dist.new_group([size - 1])
+    some = dist.new_group(list(range(0, size, 2)))
+    back = dist.new_group(list(range(size))[::-1])
+    value = torch.ones(1)
+    if rank == size - 1:
+        dist.all_reduce(value, group=last)
+        assert value.item() == 1
+    if rank % 2 == 0:
+        dist.all_reduce(value, group=some)
+        assert value.item() == (size + 1) // 2
+    into = [torch.empty(1) for _ in range(size)]
+    dist.all_gather(into, torch.tensor([float(rank)]), group=back)
+    assert [int(one) for one in into] == list(dist.get_process_group_ranks(back))
+    dist.barrier(back)
+    dist.destroy_process_group(back)
+
+
+def test_groups_that_only_members_make(rank, size):
+    ranks = [rank - rank % 2, min(rank - rank % 2 + 1, size - 1)]
+    pair = dist.new_group(sorted(set(ranks)), use_local_synchronization=True)
+    value = torch.tensor([float(rank)])
+    dist.all_reduce(value, group=pair)
+    assert value.item() == sum(set(ranks))
+
+
+def test_two_groups_at_once(rank, size):
+    """What is begun on one does not wait for the other, whatever the order on each rank."""
+    one, two = dist.new_group(), dist.new_group()
+    values = {one: torch.ones(50_000), two: torch.ones(9)}
+    order = [one, two] if rank % 2 else [two, one]
+    works = {group: dist.all_reduce(values[group], group=group, async_op=True) for group in order}
+    for group in order[::-1]:
+        works[group].wait()
+        assert (values[group] == size).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
+def test_large_tensors_pass_through_shared_memory_in_several_parts(rank, size, dtype, monkeypatch):
+    monkeypatch.setattr("mpistrat.torch.together._MOST", 1 << 17)
+    group = dist.new_group()
+    for count in (40_000, 300_001):
+        everyone = all_of(size, (count,), dtype)
+        for op in ("SUM", "PRODUCT", "MAX"):
+            value = everyone[rank].clone()
+            work = dist.all_reduce(value, getattr(dist.ReduceOp, op), group=group, async_op=True)
+            work.wait()
+            same(value, fold(FOLDS[op], everyone))
+    if dtype.is_floating_point:
+        value = everyone[rank].clone()
+        dist.all_reduce(value, dist.ReduceOp.AVG, group=group)
+        wanted = sum(one.double() for one in everyone) / size
+        torch.testing.assert_close(value.double(), wanted, rtol=4e-3, atol=0)

@@ -1,0 +1,135 @@
+"""What goes wrong on some ranks is said on all, and the group goes on where that is possible."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mpistrat.errors import LeafTypeError, LockstepError, RemoteError
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+
+def works(size):
+    """The group is as good as new."""
+    value = torch.ones(2)
+    dist.all_reduce(value)
+    assert value.tolist() == [size, size]
+
+
+def test_different_calls_are_named_with_their_places(rank, size):
+    with pytest.raises(LockstepError) as caught:
+        if rank == 0:
+            dist.all_reduce(torch.zeros(3))
+        else:
+            dist.broadcast(torch.zeros(3), src=0)
+    text = str(caught.value)
+    assert "all_reduce(SUM) of float32[3]" in text
+    assert "broadcast(float32[3], src=0)" in text
+    assert text.count("test_errors.py:") == 2
+    assert "torch/distributed" not in text
+    works(size)
+
+
+def test_different_shapes_are_told_by_wait_and_by_the_future(rank, size):
+    works_of = [dist.all_reduce(torch.zeros(3 + rank), async_op=True) for _ in range(2)]
+    with pytest.raises(LockstepError, match=r"float32\[3\]"):
+        works_of[0].wait()
+    with pytest.raises(RuntimeError, match="collective calls differ"):
+        works_of[1].get_future().wait()
+    works(size)
+
+
+def test_an_error_that_nobody_waits_for_is_raised_by_the_next_call(rank, size):
+    dist.all_reduce(torch.zeros(3 + rank), async_op=True)
+    with pytest.raises(LockstepError, match=r"float32\[3\]"):
+        dist.barrier()
+    works(size)
+    held = dist.all_reduce(torch.zeros(3 + rank), async_op=True)
+    with pytest.raises(LockstepError, match=r"float32\[3\]"):
+        dist.barrier()
+    assert held.exception() is not None
+    works(size)
+
+
+def test_what_cannot_be_moved_on_one_rank_is_an_error_on_all(rank, size):
+    value = torch.zeros(2, device="meta") if rank == 0 else torch.zeros(2)
+    with pytest.raises(LeafTypeError if rank == 0 else RemoteError, match="meta"):
+        dist.all_reduce(value)
+    works(size)
+    value = torch.eye(2).to_sparse() if rank else torch.eye(2)
+    with pytest.raises(LeafTypeError if rank else RemoteError, match="to_dense"):
+        dist.all_reduce(value)
+    works(size)
+    with pytest.raises((LeafTypeError, RemoteError), match="floating point"):
+        dist.all_reduce(torch.zeros(2, dtype=torch.int32), dist.ReduceOp.AVG)
+    works(size)
+
+
+def test_splits_that_do_not_meet_are_an_error_on_all(rank, size):
+    gives = [1] * size
+    gets = [2 if rank == 0 and other == 1 else 1 for other in range(size)]
+    with pytest.raises(ValueError, match="rank 1 gives 4 bytes to rank 0, which wants 8"):
+        dist.all_to_all_single(torch.empty(sum(gets)), torch.zeros(size), gets, gives)
+    works(size)
+
+
+def test_errors_in_groups_name_the_ranks_of_the_job(rank, size):
+    group = dist.new_group([size - 1, 0])
+    if rank in (0, size - 1):
+        with pytest.raises(LockstepError) as caught:
+            dist.all_reduce(torch.zeros(3 + rank), group=group)
+        assert f"rank {size - 1}:" in str(caught.value)
+        assert f"group of ranks 0, {size - 1}" in str(caught.value)
+
+
+def test_a_message_that_does_not_come_is_named(rank, size):
+    if rank == 0:
+        work = dist.irecv(torch.zeros(2), src=1)
+        with pytest.raises(dist.DistBackendError, match=r"test_errors.py:.* for rank 1 to send"):
+            work.wait(timedelta(seconds=0.2))
+        with pytest.raises(RuntimeError, match="for rank 1"):
+            work.wait()
+    works(size)
+    if rank == 0:
+        got = torch.zeros(2)
+        dist.recv(got, src=1)  # what was given up takes nothing from the next one
+        assert got.tolist() == [5, 5]
+    elif rank == 1:
+        dist.send(torch.full((2,), 5.0), dst=0)
+
+
+def test_a_message_of_another_size_is_an_error(rank, size):
+    if rank == 0:
+        with pytest.raises(ValueError, match="wants 16 bytes, and rank 1 has sent 8"):
+            dist.recv(torch.zeros(4), src=1)
+    elif rank == 1:
+        dist.send(torch.zeros(2), dst=0)
+    works(size)
+
+
+def test_a_wait_that_takes_too_long_gives_up_and_the_call_goes_on(rank, size):
+    value = torch.ones(3)
+    if rank == 0:
+        work = dist.all_reduce(value, async_op=True)
+        with pytest.raises(dist.DistBackendError, match=r"all_reduce\(SUM\) of float32\[3\]"):
+            work.wait(timedelta(seconds=0.1))
+        dist.send(torch.zeros(1), dst=1)
+        assert work.wait()
+    else:
+        if rank == 1:
+            dist.recv(torch.zeros(1), src=0)
+        dist.all_reduce(value)
+    assert value.tolist() == [size] * 3
+
+
+def test_what_is_not_there_says_so(group):
+    with pytest.raises((NotImplementedError, ValueError), match="monitored_barrier"):
+        dist.monitored_barrier()
+    with pytest.raises(NotImplementedError, match="new_group"):
+        group.split_group()
+    with pytest.raises(NotImplementedError, match="PREMUL_SUM"):
+        dist.all_reduce(torch.zeros(1), dist._make_nccl_premul_sum(2.0))

@@ -1,0 +1,204 @@
+"""Torch's own ways to train on many ranks, over the backend, against one process.
+
+Each rank has two of the rows; one process has all of them.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoints
+from torch.distributed.algorithms.join import Join
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+ROWS, STEPS = 2, 3
+
+
+class Net(torch.nn.Module):
+    """Two ways through, of which a batch may take one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(6, 300)
+        self.aside = torch.nn.Linear(300, 300)
+        self.norm = torch.nn.LayerNorm(300)
+        self.last = torch.nn.Linear(300, 3)
+
+    def forward(self, x, aside=True):
+        x = torch.tanh(self.first(x))
+        return self.last(self.norm(self.aside(x) if aside else x))
+
+
+def model():
+    torch.manual_seed(7)
+    return Net()
+
+
+def batch(step, size):
+    torch.manual_seed(100 + step)
+    return torch.randn(ROWS * size, 6), torch.randn(ROWS * size, 3)
+
+
+def steps(net, optimizer, rank, size, shards, aside=lambda rank, step: True):
+    """Train; with `shards` on this rank's rows, else on all."""
+    for step in range(STEPS):
+        x, y = batch(step, size)
+        if shards:
+            x, y = (part.chunk(size)[rank] for part in (x, y))
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(net(x, aside(rank, step)), y).backward()
+        optimizer.step()
+
+
+def sgd(net):
+    return torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+
+
+@pytest.fixture
+def alone(rank, size):
+    """What one process comes to."""
+    net = model()
+    steps(net, sgd(net), rank, size, shards=False)
+    return net
+
+
+def same(net, wanted):
+    for (name, got), one in zip(net.named_parameters(), wanted.parameters(), strict=True):
+        if isinstance(got, DTensor):
+            got = got.full_tensor()
+        torch.testing.assert_close(got.detach(), one.detach(), rtol=2e-5, atol=2e-6, msg=name)
+
+
+@pytest.mark.parametrize("how", ["plain", "static_graph", "bucket_view", "small_buckets"])
+def test_ddp(rank, size, alone, how):
+    options = {
+        "static_graph": {"static_graph": True},
+        "bucket_view": {"gradient_as_bucket_view": True},
+        "small_buckets": {"bucket_cap_mb": 0.01},
+    }.get(how, {})
+    net = model()
+    if rank:  # what differs at the start is rank 0's
+        torch.nn.init.zeros_(net.first.weight)
+    net = DistributedDataParallel(net, **options)
+    steps(net, sgd(net), rank, size, shards=True)
+    same(net.module, alone)
+
+
+def test_ddp_without_some_parameters(rank, size):
+    """Odd ranks leave a layer out: the mean counts zeros for them."""
+    net = DistributedDataParallel(model(), find_unused_parameters=True)
+    steps(net, sgd(net), rank, size, True, lambda rank, step: rank % 2 == 0)
+    wanted = model()
+    optimizer = sgd(wanted)
+    for step in range(STEPS):
+        x, y = batch(step, size)
+        optimizer.zero_grad()
+        for other in range(size):
+            own = (part.chunk(size)[other] for part in (x, y))
+            out = torch.nn.functional.mse_loss(wanted(next(own), other % 2 == 0), next(own))
+            (out / size).backward()
+        optimizer.step()
+    same(net.module, wanted)
+
+
+def test_ddp_accumulates_and_joins(rank, size):
+    """`no_sync` adds up; ranks with less data shadow the others."""
+    net = DistributedDataParallel(model())
+    x, y = (part.chunk(size)[rank] for part in batch(0, size))
+    with net.no_sync():
+        torch.nn.functional.mse_loss(net(x), y).backward()
+    torch.nn.functional.mse_loss(net(x), y).backward()
+    wanted = model()
+    torch.nn.functional.mse_loss(wanted(batch(0, size)[0]), batch(0, size)[1]).mul(2).backward()
+    torch.testing.assert_close(net.module.last.weight.grad, wanted.last.weight.grad)
+    net.zero_grad()
+    with Join([net]):
+        for _ in range(rank + 1):
+            torch.nn.functional.mse_loss(net(x), y).backward()
+    sums = [p.detach().clone() for p in net.parameters()]
+    for value in sums:
+        dist.broadcast(value, src=size - 1)
+    assert all(torch.equal(a, b) for a, b in zip(sums, net.parameters(), strict=True))
+
+
+def test_fsdp2(rank, size, alone):
+    net = model()
+    fully_shard(net.aside)
+    fully_shard(net)
+    steps(net, sgd(net), rank, size, shards=True)
+    same(net, alone)
+
+
+def test_zero(rank, size, alone):
+    net = DistributedDataParallel(model())
+    optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+    steps(net, optimizer, rank, size, shards=True)
+    same(net.module, alone)
+    optimizer.consolidate_state_dict(to=0)
+    if rank == 0:
+        assert len(optimizer.state_dict()["state"]) == len(list(net.parameters()))
+
+
+def test_dtensor(rank, size):
+    mesh = init_device_mesh("cpu", (size,))
+    torch.manual_seed(3)
+    a, b = torch.randn(8, 5), torch.randn(5, 7)
+    rows, whole = distribute_tensor(a, mesh, [Shard(0)]), distribute_tensor(b, mesh, [Replicate()])
+    columns = distribute_tensor(b, mesh, [Shard(1)])
+    for got in (rows @ whole, rows @ columns):
+        torch.testing.assert_close(got.full_tensor(), a @ b)
+    moved = rows.redistribute(mesh, [Shard(1)])
+    torch.testing.assert_close(moved.full_tensor(), a)
+    torch.testing.assert_close(rows.sum().full_tensor(), a.sum())
+
+
+@pytest.mark.mpi(min_size=4)
+def test_meshes_of_two_axes(rank, size):
+    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("outer", "inner"))
+    value = torch.tensor([float(rank)])
+    dist.all_reduce(value, group=mesh["inner"].get_group())
+    first = rank // (size // 2) * (size // 2)
+    assert value.item() == sum(range(first, first + size // 2))
+    net = model()
+    fully_shard(net, mesh=mesh)
+    wanted = model()
+    steps(net, sgd(net), rank, size, shards=True)
+    steps(wanted, sgd(wanted), rank, size, shards=False)
+    same(net, wanted)
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["save", "async_save"])
+def test_checkpoints(rank, size, tmp_path, beside):
+    paths = [str(tmp_path)]
+    dist.broadcast_object_list(paths, src=0)
+
+    def trained(count):
+        net = model()
+        fully_shard(net)
+        optimizer = torch.optim.AdamW(net.parameters(), 0.01)
+        for _ in range(count):
+            steps(net, optimizer, rank, size, shards=True)
+        return net, optimizer
+
+    net, optimizer = trained(1)
+    wanted = [p.full_tensor().clone() for p in net.parameters()]
+    state = dict(zip(("model", "optimizer"), get_state_dict(net, optimizer), strict=True))
+    if beside:
+        checkpoints.async_save(state, checkpoint_id=paths[0]).result()
+    else:
+        checkpoints.save(state, checkpoint_id=paths[0])
+    dist.barrier()
+    net, optimizer = trained(2)
+    state = dict(zip(("model", "optimizer"), get_state_dict(net, optimizer), strict=True))
+    checkpoints.load(state, checkpoint_id=paths[0])
+    set_state_dict(
+        net, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+    got = [p.full_tensor() for p in net.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))

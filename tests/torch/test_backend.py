@@ -1,0 +1,62 @@
+"""Starts the tests of the backend of torch.distributed in `ranks/`, on several ranks."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+from mpistrat.testing.rank_report import failures, read
+
+from mpistrat.environment import launched_by
+from mpistrat.launch.mpiexec import find
+from mpistrat.launch.process import run_job
+
+HERE = Path(__file__).parent
+LONGEST = 200
+
+pytestmark = [
+    pytest.mark.job,
+    pytest.mark.timeout(LONGEST + 30),
+    pytest.mark.skipif(launched_by() is not None, reason="this process is itself a rank of a job"),
+    pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed"),
+]
+
+
+@pytest.mark.parametrize(
+    "size", [2, *(pytest.param(n, marks=pytest.mark.mpi) for n in (1, 3, 4))], ids=str
+)
+def test_ranks(size, tmp_path):
+    launcher, _ = find()
+    plugins = ("no:cacheprovider", "no:hypothesispytest", "no:zarr")
+    program = [sys.executable, "-m", "pytest", str(HERE / "ranks"), "--with-mpi", "-q"]
+    program += [word for plugin in plugins for word in ("-p", plugin)]
+    # Torch says so of its own parts, and of names that are the only ones before 2.13.
+    program += [f"-Wignore::{kind}" for kind in ("DeprecationWarning", "FutureWarning")]
+    program += ["--timeout=0", f"--rank-report={tmp_path / 'ranks'}"]
+    printed = tmp_path / "printed"
+    with printed.open("wb") as output:
+        outcome = run_job(launcher.command(size, program), LONGEST, output, cwd=HERE.parent.parent)
+    logs = read(tmp_path / "ranks", size)
+    wrong = "\n\n".join(map(str, failures(logs, outcome.code)))
+    if wrong or outcome.timed_out or not all(log.passed for log in logs):
+        pytest.fail(f"on {size} ranks:\n{wrong}\n{printed.read_text()[-3000:]}", pytrace=False)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(4 * 3600)
+@pytest.mark.parametrize("size", [4, 8])
+def test_the_suite_of_torch(size):
+    """What passes with gloo passes here, or stands in `hosted.STANDS_OUT` with its reason."""
+    spec = importlib.util.spec_from_file_location("hosted", HERE / "hosted.py")
+    hosted = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hosted)
+    wrong = {}
+    for name in hosted.names():
+        how, why = hosted.run_one(name, "mpistrat", size)
+        if how in ("failed", "hung") and name not in hosted.STANDS_OUT:
+            with_gloo, _ = hosted.run_one(name, "gloo", size)
+            if with_gloo == "passed":
+                wrong[name] = f"{how}: {why}"
+    assert not wrong, "\n\n".join(f"{name} {why}" for name, why in wrong.items())

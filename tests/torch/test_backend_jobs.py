@@ -1,0 +1,186 @@
+"""Whole programs over the backend of torch.distributed: how they begin, and how they end."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import textwrap
+
+import pytest
+
+from mpistrat.environment import launched_by
+from mpistrat.launch.mpiexec import find
+from mpistrat.launch.process import run_job
+
+LONGEST = 60
+
+pytestmark = [
+    pytest.mark.job,
+    pytest.mark.skipif(launched_by() is not None, reason="this process is itself a rank of a job"),
+    pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed"),
+]
+
+more = pytest.mark.mpi  # one more of a class that has a job
+
+HEAD = """
+import datetime, os, sys, time
+import torch
+import torch.distributed as dist
+import mpistrat.torch as mt
+"""
+BEGIN = "mt.init_process_group()\nrank, size = dist.get_rank(), dist.get_world_size()\n"
+
+
+def job(tmp_path, body, size=2, begin=BEGIN, **variables):
+    """Run a program on some ranks; return its exit code and what it printed."""
+    program = tmp_path / "program.py"
+    knobs = f"import os; os.environ.update({variables})"
+    program.write_text(knobs + HEAD + begin + textwrap.dedent(body))
+    launcher, _ = find()
+    printed = tmp_path / "printed"
+    with printed.open("wb") as output:
+        command = launcher.command(size, [sys.executable, str(program)])
+        outcome = run_job(command, LONGEST, output)
+    assert not outcome.timed_out, printed.read_text()
+    return outcome.code, printed.read_text()
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        "dist.init_process_group('mpistrat')",
+        pytest.param("dist.init_process_group('mpistrat', init_method='mpistrat://')", marks=more),
+        pytest.param(
+            "mt.init_process_group(); dist.destroy_process_group(); mt.init_process_group()",
+            marks=more,
+        ),
+    ],
+    ids=["bare", "method", "again"],
+)
+def test_ranks_meet_without_an_address(tmp_path, begin):
+    body = """
+        value = torch.ones(1)
+        dist.all_reduce(value)
+        print(f"sum {value.item()} {dist.get_backend()}")
+        dist.destroy_process_group()
+    """
+    code, printed = job(tmp_path, body, begin=f"{begin}\n")
+    assert (code, printed.count("sum 2.0 mpistrat")) == (0, 2), printed
+
+
+def test_the_import_touches_nothing_else(tmp_path):
+    body = """
+        import mpistrat.comm.mpi
+        assert not mpistrat.comm.mpi.initialized()
+        assert not dist.is_initialized()
+        assert "MPISTRAT" in dist.Backend._plugins
+        assert not {"RANK", "MASTER_ADDR"} & set(os.environ)
+        for backend in ("gloo", None):
+            try:
+                dist.init_process_group(backend)
+            except ValueError as error:
+                assert "RANK expected" in str(error)
+            else:
+                raise AssertionError(backend)
+        print("so")
+    """
+    code, printed = job(tmp_path, body, size=1, begin="")
+    assert (code, printed.count("so")) == (0, 1), printed
+
+
+@more
+def test_other_launchers_are_told_what_to_do(tmp_path):
+    begin = """
+os.environ.update(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+store = dist.HashStore()
+dist.init_process_group("mpistrat", store=store, rank=0, world_size=2)
+"""
+    code, printed = job(tmp_path, "", size=1, begin=begin)
+    assert code == 1
+    assert "torch.distributed counts 2 ranks, and MPI 1" in printed
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "dist.all_reduce(torch.ones(1))",
+        pytest.param("dist.recv(torch.ones(1), 0)", marks=more),
+    ],
+    ids=["all_reduce", "recv"],
+)
+def test_an_exception_on_one_rank_ends_all(tmp_path, call):
+    body = f"""
+        try:
+            if rank == 0:
+                raise KeyError("this one")
+            {call}
+        finally:
+            dist.destroy_process_group()
+    """
+    code, printed = job(tmp_path, body, MPISTRAT_GRACE="1")
+    assert code == 1, printed
+    assert printed.count("KeyError: 'this one'") == 1
+
+
+def test_ddp_that_meets_another_call_raises_in_backward(tmp_path):
+    body = """
+        net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4), bucket_cap_mb=1e-5)
+        loss = net(torch.ones(2, 4)).sum()
+        try:
+            if rank == 0:
+                loss.backward()
+            else:
+                dist.barrier()
+        except RuntimeError as error:
+            assert "collective calls differ" in str(error), error
+            assert "barrier()" in str(error), error
+            print("told", type(error).__name__)
+        dist.barrier()
+        print("left")
+    """
+    code, printed = job(tmp_path, body)
+    assert (code, printed.count("told"), printed.count("left")) == (0, 2, 2), printed
+
+
+def test_a_call_that_others_never_make_ends_by_the_timeout_of_torch(tmp_path):
+    begin = BEGIN.replace("()", "(timeout=datetime.timedelta(seconds=1))", 1)
+    body = """
+        if rank == 0:
+            dist.all_reduce(torch.ones(1))
+        else:
+            time.sleep(600)
+    """
+    code, printed = job(tmp_path, body, begin=begin)
+    assert code == 75, printed
+    assert "rank 0 of 2 has waited 1 s (the timeout) in program.py:" in printed
+    assert "all_reduce(SUM) of float32[1]" in printed
+
+
+def test_an_error_that_nobody_heard_of_is_the_end_of_the_program(tmp_path):
+    body = """
+        dist.all_reduce(torch.ones(1 + rank), async_op=True)
+        dist.destroy_process_group()
+    """
+    code, printed = job(tmp_path, body)
+    assert code == 77, printed
+    assert "collective calls differ" in printed
+
+
+@more
+def test_without_threads_all_is_done_at_once_and_that_is_said(tmp_path):
+    begin = "import mpi4py; mpi4py.rc.thread_level = 'serialized'\n" + BEGIN
+    body = """
+        value = torch.ones(1)
+        work = dist.all_reduce(value, async_op=True)
+        assert work.is_completed()
+        work.wait()
+        if rank == 0:
+            work = dist.isend(value, 1)
+        else:
+            work = dist.irecv(value, 0)
+        work.wait()
+        print(f"sum {value.item()}")
+    """
+    code, printed = job(tmp_path, body, begin=begin)
+    assert (code, printed.count("sum 2.0")) == (0, 2), printed
+    assert printed.count("THREAD_MULTIPLE") == 1
