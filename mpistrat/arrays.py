@@ -47,7 +47,7 @@ _TRAVELS = frozenset("biufc")
 # Of x87's numbers of 80 bits the rest is padding.
 _LONG = 10 if np.finfo(np.longdouble).nmant == 63 else np.dtype(np.longdouble).itemsize
 _FOREIGN = 256  # NPY_USERDEF: type numbers from here on are not NumPy's own
-# By the package that a class is from: who knows its arrays, as `ArrayKind` says. Imported at the first.
+# By the package that a class is from: the `ArrayKind` of its arrays, imported when one comes.
 _ROOMS = {
     "jax": "mpistrat.jax.arrays",
     "jaxlib": "mpistrat.jax.arrays",

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from mpistrat.torch.channel import GroupChannel
 from mpistrat.torch.group_calls import GroupCalls
-from mpistrat.torch.point_to_point import Messages
+from mpistrat.torch.point_to_point import PointToPoint
 from mpistrat.torch.views import Tensors
 
 __all__ = ["NAMES", "MPIProcessGroup"]
@@ -36,7 +36,7 @@ class MPIProcessGroup(GroupCalls):
       messages: Sends and receives.
     """
 
-    def __init__(self, store: Any, channel: GroupChannel, messages: Messages):
+    def __init__(self, store: Any, channel: GroupChannel, messages: PointToPoint):
         """Begin a group, whose communicators are there."""
         super().__init__(channel)
         self.messages = messages
@@ -93,7 +93,7 @@ class MPIProcessGroup(GroupCalls):
     def _get_sequence_number_for_group(self) -> int:
         return self.channel.session.calls
 
-    # Messages.
+    # PointToPoint.
 
     def send(self, tensors: Tensors, dst: int, tag: int) -> dist.Work:
         """Begin to send a tensor."""

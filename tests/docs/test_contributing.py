@@ -34,11 +34,6 @@ class Example(NamedTuple):
     def tests(self):
         return [block["path"] for block in self.blocks if block["path"].startswith("tests/")]
 
-    @property
-    def coming(self):
-        """Whether its table is not there yet."""
-        return not all((ROOT / b["path"]).exists() for b in self.blocks if b["kind"] == "row")
-
 
 def sections():
     for section in PAGE.split("\n### ")[1:]:
@@ -88,7 +83,7 @@ def tree(tmp_path_factory):
         else:
             shutil.copy(ROOT / name, tree / name)
     for example in EXAMPLES:
-        for block in [] if example.coming else example.blocks:
+        for block in example.blocks:
             add(block, tree)
     return tree
 
@@ -109,8 +104,6 @@ def pytests(tree, *paths):
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=[example.title for example in EXAMPLES])
 def test_it_works(example, tree):
-    if example.coming:
-        pytest.skip("its table is not there yet")
     files = [b["path"] for b in example.blocks if b["kind"] == "file"]
     assert "passed" in pytests(tree, *files)  # with their examples
 
