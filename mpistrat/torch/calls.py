@@ -95,12 +95,6 @@ def all_reduce(channel: GroupChannel, text: str, op: str, tensors: Sequence[torc
     if len(tensors) == 1 and rides(channel, op, tensors[0]):
         ride(channel, text, op, tensors[0])
         return
-    if (
-        len(tensors) == 1
-        and channel.sums.fit(op, tensors[0])
-        and _fold_shared(channel, text, op, tensors[0])
-    ):
-        return
     with channel.lockstep.preparing(text):
         if op == "AVG":
             _refuse_integers(tensors)
@@ -112,19 +106,6 @@ def all_reduce(channel: GroupChannel, text: str, op: str, tensors: Sequence[torc
     for tensor, (_, room) in zip(tensors, held, strict=True):
         if room is not tensor:
             tensor.copy_(room)
-
-
-def _fold_shared(channel: GroupChannel, text: str, op: str, tensor: torch.Tensor) -> bool:
-    """Fold a large tensor in place through shared memory; tell whether there is any."""
-    with channel.lockstep.preparing(text):
-        if op == "AVG":
-            _refuse_integers([tensor])
-    meet(channel, text)
-    with moving(channel.lockstep, text):
-        if not channel.sums.room(tensor):
-            return False
-        channel.sums.fold(op, tensor)
-    return True
 
 
 def rides(channel: GroupChannel, op: str, tensor: torch.Tensor) -> bool:

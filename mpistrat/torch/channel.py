@@ -19,7 +19,6 @@ from mpistrat.comm.mpi import MPIComm
 from mpistrat.comm.nodes import threads_allowed
 from mpistrat.comm.session import Session
 from mpistrat.lockstep.lockstep import Lockstep
-from mpistrat.torch.together import SharedSums
 from mpistrat.torch.work import CallWork, FailureNotice, TimedOut
 from mpistrat.torch.worker import Worker
 
@@ -48,7 +47,6 @@ class GroupChannel:
       lockstep: Proves them.
       reducer: Folds, on the quickest way that there is.
       comm: Moves everything else.
-      sums: Folds what is large on one node.
       worker: The thread.
     """
 
@@ -59,7 +57,6 @@ class GroupChannel:
         # Its calls belong to no thread: the worker and the program take turns, one at a time.
         self.session = Session(self.comm, owned=False)
         self.lockstep = Lockstep(self.session)
-        self.sums = SharedSums(self.comm)
         self.worker = Worker(f"mpistrat {name or 'world'}", threads_allowed())
         self._deadline = float("inf")
         self._allowed, self._glance = seconds, _GLANCE
