@@ -2,6 +2,11 @@
 
 from importlib.util import find_spec
 
-collect_ignore_glob = (
-    [] if find_spec("torch") else ["mpistrat/torch/*", "mpistrat/examples/*_torch.py"]
-)
+OPTIONAL = ("torch", "jax")
+
+collect_ignore_glob = [
+    pattern
+    for name in OPTIONAL
+    if not find_spec(name)
+    for pattern in (f"mpistrat/{name}/*", f"mpistrat/examples/*_{name}.py")
+]

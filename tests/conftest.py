@@ -19,7 +19,7 @@ import pytest
 
 HERE = Path(__file__).parent
 # Tests that every rank of a job runs.
-RUNGS = (HERE / "mpi", HERE / "torch" / "ranks")
+RUNGS = (HERE / "mpi", HERE / "doors" / "torch" / "ranks")
 LAUNCH = HERE / "unit" / "launch"
 # Programs that tests start as jobs; they are no modules to look for examples in.
 PROGRAMS = HERE / "faults" / "programs"

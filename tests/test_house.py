@@ -200,6 +200,7 @@ def test_no_module_is_small_with_one_importer():
         for module in modules()
         if len(users.get(module, ())) == 1
         and not module.endswith("__init__.py")
+        and users[module] != {"cluster_resolver.py"}  # a table of names: one row for each
         and lines_of_module(module) < LEAST_MODULE
     }
     wrong = {module: users[module] for module in thin - set(THIN)}

@@ -19,7 +19,7 @@ COPIED = ("mpistrat", "pyproject.toml", "README.md", "tests/conftest.py", "tests
 COPIED += ("tests/tools", "tests/unit/conftest.py", "tests/unit/test_names.py", ".ci")
 BLOCK = re.compile(
     r"<!-- (?P<kind>file|row): (?P<path>[\w./]+)(?:, below: (?P<below>.+?))? -->\n"
-    r"```python\n(?P<text>.*?)^```\n",
+    r"```(?:python|text)\n(?P<text>.*?)^```\n",
     re.DOTALL | re.MULTILINE,
 )
 
@@ -55,7 +55,7 @@ def test_each_is_one_file_one_row_and_one_test_class():
         assert len(files) <= 1, example.title
         (test,) = (b for b in example.blocks if b["path"] in example.tests)
         assert len(re.findall(r"^class Test", test["text"], re.MULTILINE)) == 1
-    assert PAGE.count("```python\n") == sum(len(example.blocks) for example in EXAMPLES)
+    assert PAGE.count("-->\n```") == sum(len(example.blocks) for example in EXAMPLES)
 
 
 def add(block, tree):

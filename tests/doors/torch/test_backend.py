@@ -37,7 +37,7 @@ def test_ranks(size, tmp_path):
     program += ["--timeout=0", f"--rank-report={tmp_path / 'ranks'}"]
     printed = tmp_path / "printed"
     with printed.open("wb") as output:
-        outcome = run_job(launcher.command(size, program), LONGEST, output, cwd=HERE.parent.parent)
+        outcome = run_job(launcher.command(size, program), LONGEST, output, cwd=HERE.parents[2])
     logs = read(tmp_path / "ranks", size)
     wrong = "\n\n".join(map(str, failures(logs, outcome.code)))
     if wrong or outcome.timed_out or not all(log.passed for log in logs):

@@ -1,6 +1,6 @@
 """Torch's own suite for backends, hosted by ranks of MPI: one ``mpiexec`` for each test.
 
-    python tests/torch/hosted.py --ranks 4 [--backend gloo] [--only all_reduce] [--every 8]
+    python tests/doors/torch/hosted.py --ranks 4 [--backend gloo] [--only all_reduce] [--every 8]
 
 It prints each test that fails or hangs, and how many passed and were skipped; what GPUs, or the
 literal name of another backend, gate is counted apart. `STANDS_OUT` says why a test may differ

@@ -17,7 +17,7 @@ from mpistrat.launch.process import run_job
 
 pytest.importorskip("torch", reason="wants PyTorch: pip install 'mpistrat[torch]'")
 
-PROGRAMS = Path(__file__).parents[2] / "docs" / "programs"
+PROGRAMS = Path(__file__).parents[3] / "docs" / "programs"
 HERE = Path(mpistrat.__file__).parents[1]
 NAMES = ("train_torch_alone.py", "train_torch_mpistrat.py")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 _spec = importlib.util.spec_from_file_location(
-    "rung", Path(__file__).parents[2] / "mpi" / "conftest.py"
+    "rung", Path(__file__).parents[3] / "mpi" / "conftest.py"
 )
 _rung = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(_rung)
