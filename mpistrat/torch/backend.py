@@ -259,6 +259,7 @@ def init_process_group(timeout: timedelta | None = None, **given: Any) -> None:
         several by something else.
 
     Example:
+      >>> import torch
       >>> init_process_group()
       >>> total = torch.ones(3)
       >>> torch.distributed.all_reduce(total)
