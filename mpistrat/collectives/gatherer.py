@@ -11,7 +11,7 @@ import numpy as np
 from mpistrat.arrays import Array, dtype_name
 from mpistrat.collectives.call import spec_of
 from mpistrat.comm.base import Buffer
-from mpistrat.lockstep.abort import moving
+from mpistrat.lockstep.abort import aborting
 from mpistrat.lockstep.lockstep import Lockstep
 
 __all__ = ["Gatherer"]
@@ -66,7 +66,7 @@ class Gatherer:
         counts = self._counts(sizes, proof.smalls)
         if proof.smalls is None or proof.more:
             outs = self._rooms(call, sends, counts)
-            with moving(self.lockstep, text):
+            with aborting(self.lockstep, text):
                 for i, send in enumerate(sends):
                     self._allgatherv(send, outs[i], counts[:, i])
         else:
@@ -87,7 +87,7 @@ class Gatherer:
         pairs = list(zip(shapes, sends, strict=True))
         large = sum(math.prod(shape) * send.itemsize for shape, send in pairs) > _LARGE
         text = f"{call}, room for it"
-        with self.lockstep.preparing(text) if large else moving(self.lockstep, text):
+        with self.lockstep.preparing(text) if large else aborting(self.lockstep, text):
             rooms = [np.empty(shape, send.dtype) for shape, send in pairs]
         if large:
             self.lockstep.prove(text)

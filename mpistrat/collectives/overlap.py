@@ -36,7 +36,7 @@ from mpistrat.comm.ordered import Ordered
 from mpistrat.environment import YIELD, yields
 from mpistrat.kernels.fold import spread_rows
 from mpistrat.kernels.ops import ReduceOp
-from mpistrat.lockstep.abort import lost
+from mpistrat.lockstep.abort import abort
 from mpistrat.lockstep.guards import warn
 from mpistrat.lockstep.lockstep import Lockstep
 from mpistrat.sharedmem.pool import Pool
@@ -135,7 +135,7 @@ class Overlap:
             try:
                 wait = begin(scales, int(told.min()))
             except Exception as error:
-                lost(lockstep, call.text, error)
+                abort(lockstep, call.text, error)
         if wait is None:  # on all ranks
             self._known = False
             node.warn("all_reduce_start", "all is done at once")
@@ -285,7 +285,7 @@ class Overlap:
 
     def _failed(self, error: Exception) -> None:
         try:
-            lost(self._lockstep, "all_reduce_start, between its start and its wait", error)
+            abort(self._lockstep, "all_reduce_start, between its start and its wait", error)
         except Exception:  # threads of one process: those that wait for this one are told
             for comm in (self._inside, self._lane):
                 if comm is not None:

@@ -23,7 +23,7 @@ from mpistrat.collectives.routes import Native, Packing, Ring, Route
 from mpistrat.distribute.mode import Mode, current, entered
 from mpistrat.distribute.regroup import select
 from mpistrat.distribute.slices import arrays_of
-from mpistrat.distribute.values import Birth, Home, OnRank, PerReplica
+from mpistrat.distribute.values import OnRank, Origin, PerReplica, Provenance
 from mpistrat.distribute.writes import prove_same
 from mpistrat.errors import StructureError
 from mpistrat.kernels.ops import ReduceOp
@@ -212,10 +212,10 @@ class Delegate:
         return totals
 
     def _per_replica(self, value: Any, place: int, structure: nest.Structure) -> PerReplica:
-        comm, home = self._comm, Home.of(self._lockstep)
+        comm, home = self._comm, Origin.of(self._lockstep)
         values: list[Any] = [OnRank(rank) for rank in home.ranks]
         values[comm.rank] = value
-        birth = Birth(self._lockstep.session.calls, place, structure)
+        birth = Provenance(self._lockstep.session.calls, place, structure)
         return PerReplica(value, comm.rank, tuple(values), comm.size == 1, birth, home)
 
 

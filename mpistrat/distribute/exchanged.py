@@ -17,9 +17,9 @@ from mpistrat.arrays import Array
 from mpistrat.comm.callsite import ranks_text
 from mpistrat.errors import LockstepError
 from mpistrat.lockstep.guards import VariableRegistry
-from mpistrat.lockstep.lockstep import Judge, Lockstep
+from mpistrat.lockstep.lockstep import Lockstep, Validator
 
-__all__ = ["LOOKED_AT", "judge_of"]
+__all__ = ["LOOKED_AT", "validator_of"]
 
 # Of so many variables the initial values are looked at; programs may create more for ever.
 LOOKED_AT = 10_000
@@ -29,7 +29,7 @@ _AGAIN = b""  # in place of a value: some have come twice
 _CHANCE, _DOUBT, _CERTAIN = b"chance", b"doubt", b"certain"
 
 
-def judge_of(lockstep: Lockstep, call: str, name: str, value: Array, mine: bytes) -> Judge:
+def validator_of(lockstep: Lockstep, call: str, name: str, value: Array, mine: bytes) -> Validator:
     """Return what looks at the initial values of all ranks, alike on all of them.
 
     Args:
@@ -42,7 +42,7 @@ def judge_of(lockstep: Lockstep, call: str, name: str, value: Array, mine: bytes
     ranks, registry = lockstep.ranks, lockstep.session.kept(VariableRegistry)
     number = registry.created + 1
 
-    def judge(smalls: list[bytes] | None) -> LockstepError | None:
+    def validate(smalls: list[bytes] | None) -> LockstepError | None:
         smalls = lockstep.texts(mine) if smalls is None else smalls
         first = smalls[0]
         found: dict[int, tuple[int, bool]] = {}
@@ -62,7 +62,7 @@ def judge_of(lockstep: Lockstep, call: str, name: str, value: Array, mine: bytes
                 return _error(f"{name} no. {other} and {name} no. {number}", bad, lockstep)
         return None
 
-    return judge
+    return validate
 
 
 def _closed(

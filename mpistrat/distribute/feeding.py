@@ -13,8 +13,8 @@ from mpistrat.distribute.mode import check_cross_replica, current
 from mpistrat.distribute.views import ALONE, GLOBAL
 from mpistrat.errors import ContextError, DataError
 from mpistrat.feed.dataset import Dataset
-from mpistrat.feed.dealing import Deal, ShardSpec, calls, own, policy_deal, turns
-from mpistrat.feed.distributed import DistributedDataset, Door
+from mpistrat.feed.distributed import DistributedDataset, InputGate
+from mpistrat.feed.sharding import Sharding, ShardSpec, calls, own, policy_deal, turns
 
 __all__ = ["dataset_iterator", "distribute", "from_function", "input_fn_iterator"]
 
@@ -31,8 +31,8 @@ def distribute(strategy: StrategyBase, dataset: Any, options: Any) -> Any:
             )
         if strategy.parts.view is ALONE:
             return dataset
-        deal = _cut(strategy, dataset)
-    return DistributedDataset(deal, _door(strategy), dataset)
+        sharding = _cut(strategy, dataset)
+    return DistributedDataset(sharding, _gate(strategy), dataset)
 
 
 def from_function(
@@ -55,15 +55,15 @@ def from_function(
         _check_dataset(name, dataset)
     if view is ALONE:
         return dataset
-    return DistributedDataset(own(dataset), _door(strategy))
+    return DistributedDataset(own(dataset), _gate(strategy))
 
 
 def dataset_iterator(strategy: StrategyBase, dataset: Any) -> InputIterator:
     """Make an iterator of the older kind; see ``Strategy.make_dataset_iterator``."""
     with strategy.parts.lockstep.preparing("make_dataset_iterator"):
         _check_dataset("make_dataset_iterator", dataset)
-        deal = own(dataset) if strategy.parts.view is ALONE else _cut(strategy, dataset)
-    return InputIterator(DistributedDataset(deal, _door(strategy), dataset))
+        sharding = own(dataset) if strategy.parts.view is ALONE else _cut(strategy, dataset)
+    return InputIterator(DistributedDataset(sharding, _gate(strategy), dataset))
 
 
 def input_fn_iterator(
@@ -85,13 +85,13 @@ def input_fn_iterator(
                     f"{name}: input_fn must return an mpistrat.Dataset or a callable, not "
                     f"{type(made).__name__}."
                 )
-            deal = calls(made)
+            sharding = calls(made)
         else:
-            deal = turns(made, place) if shown else own(made)
-    return InputIterator(DistributedDataset(deal, _door(strategy), together=True))
+            sharding = turns(made, place) if shown else own(made)
+    return InputIterator(DistributedDataset(sharding, _gate(strategy), together=True))
 
 
-def _cut(strategy: StrategyBase, dataset: Dataset) -> Deal:
+def _cut(strategy: StrategyBase, dataset: Dataset) -> Sharding:
     whole = dataset if dataset.batched else dataset.batch(strategy.parts.lockstep.comm.size)
     return policy_deal(whole, _place(strategy))
 
@@ -116,7 +116,7 @@ def _check_dataset(name: str, dataset: Any) -> None:
         )
 
 
-def _door(strategy: StrategyBase) -> Door:
+def _gate(strategy: StrategyBase) -> InputGate:
     parts = strategy.parts
 
     def check() -> None:
@@ -128,4 +128,4 @@ def _door(strategy: StrategyBase) -> Door:
             )
         check_cross_replica(strategy, "next(iterator)", "")
 
-    return Door(parts.lockstep, parts.regroup.wrap_input, check, parts.view is not GLOBAL)
+    return InputGate(parts.lockstep, parts.regroup.wrap_input, check, parts.view is not GLOBAL)

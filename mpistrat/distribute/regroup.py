@@ -21,7 +21,14 @@ from mpistrat.distribute.told import (
     read,
     told,
 )
-from mpistrat.distribute.values import Birth, DistributedValues, Home, Mirrored, OnRank, PerReplica
+from mpistrat.distribute.values import (
+    DistributedValues,
+    Mirrored,
+    OnRank,
+    Origin,
+    PerReplica,
+    Provenance,
+)
 from mpistrat.distribute.views import ALONE, LOCAL, View
 from mpistrat.errors import LockstepError, StrategyError
 from mpistrat.lockstep.lockstep import Lockstep
@@ -56,7 +63,7 @@ class Regroup:
         """Create one for the ranks of `lockstep`, as `view` shows them."""
         self.lockstep = lockstep
         self.view = view
-        self.home = Home.of(lockstep)
+        self.home = Origin.of(lockstep)
         self.rank = lockstep.comm.rank
         self.size = lockstep.comm.size
         # What stands for the replicas before this one, and after it.
@@ -208,7 +215,7 @@ class Regroup:
         known = not any(kind in elsewhere for kind, _ in entries)
         # Not the live array: what is known of a replica is the same on every rank.
         values[self.rank] = leaf.copy() if isinstance(leaf, np.ndarray) and known else leaf
-        birth = Birth(self.lockstep.session.calls, place, structure)
+        birth = Provenance(self.lockstep.session.calls, place, structure)
         return PerReplica(leaf, self.rank, tuple(values), known, birth, self.home)
 
     def wrap_input(self, tree: Any) -> Any:
@@ -228,7 +235,7 @@ class Regroup:
                 mine,
                 (*before, leaf, *after),
                 known,
-                Birth(number, place, structure),
+                Provenance(number, place, structure),
                 self.home,
             )
             for place, leaf in enumerate(leaves)

@@ -11,7 +11,7 @@ from mpistrat.arrays import digest
 from mpistrat.comm.codec import encode, pack, unpack
 from mpistrat.distribute.kinds import DistributedVariable
 from mpistrat.distribute.slices import arrays_of
-from mpistrat.distribute.values import Home, Mirrored, PerReplica
+from mpistrat.distribute.values import Mirrored, Origin, PerReplica
 from mpistrat.errors import LeafTypeError
 from mpistrat.lockstep.lockstep import Lockstep
 
@@ -43,7 +43,7 @@ class Told(NamedTuple):
     bare: bool
 
 
-def told(lockstep: Lockstep, home: Home, tree: Any) -> Told:
+def told(lockstep: Lockstep, home: Origin, tree: Any) -> Told:
     """Return what this replica says of a tree.
 
     Args:
@@ -64,7 +64,7 @@ def told(lockstep: Lockstep, home: Home, tree: Any) -> Told:
     return Told(structure, nest.describe(structure), leaves, order, small, bare)
 
 
-def _entry(leaf: Any, home: Home) -> tuple[bytes, bytes]:
+def _entry(leaf: Any, home: Origin) -> tuple[bytes, bytes]:
     if isinstance(leaf, DistributedVariable):
         return VARIABLE, leaf.number.to_bytes(_NAME, "little")
     if type(leaf) is Mirrored:
@@ -72,7 +72,7 @@ def _entry(leaf: Any, home: Home) -> tuple[bytes, bytes]:
     return encode(leaf, whole=False)
 
 
-def _mirrored_name(leaf: Mirrored, home: Home) -> bytes:
+def _mirrored_name(leaf: Mirrored, home: Origin) -> bytes:
     """Return what is equal on all ranks exactly if the value is."""
     proof = leaf.proved_by(home.session)
     if proof:

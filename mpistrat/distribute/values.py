@@ -20,18 +20,18 @@ from mpistrat.errors import StructureError
 from mpistrat.lockstep.lockstep import Lockstep
 
 __all__ = [
-    "Birth",
     "DistributedValues",
-    "Home",
     "Mirrored",
     "OnRank",
+    "Origin",
     "PerReplica",
+    "Provenance",
     "born",
     "show",
 ]
 
 
-class Home(NamedTuple):
+class Origin(NamedTuple):
     """The ranks that a value belongs to.
 
     Attributes:
@@ -43,12 +43,12 @@ class Home(NamedTuple):
     ranks: tuple[int, ...]
 
     @staticmethod
-    def of(lockstep: Lockstep) -> Home:
+    def of(lockstep: Lockstep) -> Origin:
         """Return the ranks of `lockstep`."""
-        return Home(lockstep.session, lockstep.ranks)
+        return Origin(lockstep.session, lockstep.ranks)
 
 
-class Birth(NamedTuple):
+class Provenance(NamedTuple):
     """Which leaf of which call a value is; equal on all ranks, so that proofs can name it.
 
     Attributes:
@@ -133,8 +133,8 @@ class PerReplica(DistributedValues, NotOne):
         index: int = 0,
         values: tuple[Any, ...] | None = None,
         known: bool = False,
-        birth: Birth | None = None,
-        home: Home | None = None,
+        birth: Provenance | None = None,
+        home: Origin | None = None,
     ):
         """Create a value of `local` and what is known of the others."""
         self._local = local
@@ -236,7 +236,7 @@ class PerReplica(DistributedValues, NotOne):
         made._values = copy.deepcopy(self._values, memo)
         return made
 
-    def fetched(self, values: tuple[Any, ...], home: Home) -> None:
+    def fetched(self, values: tuple[Any, ...], home: Origin) -> None:
         """Keep `values` of all replicas of `home`, once a collective call has brought them."""
         if self.home is None:
             self.home = home
@@ -276,7 +276,7 @@ class Mirrored(DistributedValues, Operators):
 
     __hash__ = object.__hash__
 
-    def __init__(self, value: Any, count: int = 1, proved: str = "", home: Home | None = None):
+    def __init__(self, value: Any, count: int = 1, proved: str = "", home: Origin | None = None):
         """Create a value that is `value` on each of `count` replicas."""
         known = proved and isinstance(value, np.ndarray)
         self._value: Any = sealed(value) if known else value

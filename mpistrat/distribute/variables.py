@@ -13,7 +13,7 @@ from mpistrat.arrays import Array, digest, quiet, sealed, spec_text
 from mpistrat.distribute import sparse, writes
 from mpistrat.distribute.aggregations import first_of, write
 from mpistrat.distribute.default import current_strategy
-from mpistrat.distribute.exchanged import LOOKED_AT, judge_of
+from mpistrat.distribute.exchanged import LOOKED_AT, validator_of
 from mpistrat.distribute.incoming import incoming, initial, kinds, own_copy
 from mpistrat.distribute.kinds import (
     DistributedVariable,
@@ -110,8 +110,8 @@ class Variable(Reading, ScatterUpdates):
         if given and lockstep.comm.size > 1 and self.number <= LOOKED_AT:
             value = self.storage.array
             alike, mine = f"{self.name} {spec_text(value)} {made}", digest([value])
-            judge = judge_of(lockstep, alike, repr(self.name), value, mine)
-            lockstep.prove(text, mine, judge=judge)
+            validate = validator_of(lockstep, alike, repr(self.name), value, mine)
+            lockstep.prove(text, mine, validate=validate)
         else:
             lockstep.prove(text)
         registry.created = self.number

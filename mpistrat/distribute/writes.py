@@ -56,7 +56,7 @@ def prove_same(
     mine = b"".join(map(_row, parts.values()))
     ranks = lockstep.ranks
 
-    def judge(smalls: list[bytes] | None) -> LockstepError | None:
+    def validate(smalls: list[bytes] | None) -> LockstepError | None:
         smalls = lockstep.texts(mine) if smalls is None else smalls
         if all(small == mine for small in smalls):
             return None
@@ -70,7 +70,7 @@ def prove_same(
             f"drift apart.{lines}\n  {advice}"
         )
 
-    lockstep.prove(call, mine, failure, judge=judge)
+    lockstep.prove(call, mine, failure, validate=validate)
 
 
 def _row(part: Array | bytes) -> bytes:

@@ -2,7 +2,7 @@
 
 - `dataset`: `Dataset`, a description of examples or batches; it never communicates.
 - `sources`, `orders`, `steps`, `rebatch`, `padded`, `pipeline`, `pieces`: what it is made of.
-- `policies`, `dealing`: the ways to divide it over replicas, without communication.
+- `policies`, `sharding`: the ways to divide it over replicas, without communication.
 - `prefetch`: reading ahead in one thread.
 - `iterators`, `distributed`: every replica's part of each step, one proof a step.
 """

@@ -21,15 +21,15 @@ from mpistrat.arrays import digest
 from mpistrat.comm.codec import decode, encode
 from mpistrat.errors import DataError, LockstepError
 from mpistrat.feed.dataset import Dataset
-from mpistrat.feed.dealing import UNSEEN, Deal, Parts, StepPart
 from mpistrat.feed.iterators import ElementIterator
-from mpistrat.feed.looks import LOOK, Looks, prove_dataset, refuse
 from mpistrat.feed.reads import failed
+from mpistrat.feed.sharding import UNSEEN, Parts, Sharding, StepPart
+from mpistrat.feed.signatures import LOOK, ElementSignature, prove_dataset, refuse
 from mpistrat.feed.sources import INFINITE, Spec
 from mpistrat.lockstep.guards import warn
 from mpistrat.lockstep.lockstep import Lockstep
 
-__all__ = ["DistributedDataset", "DistributedIterator", "Door", "PerReplicaSpec"]
+__all__ = ["DistributedDataset", "DistributedIterator", "InputGate", "PerReplicaSpec"]
 
 _STEP = struct.Struct(f"<??q{LOOK}s{len(UNSEEN)}s")
 _ENDED = -2  # in place of a number of rows
@@ -60,7 +60,7 @@ class _Datasets:
 
 @final
 @dataclass(frozen=True)
-class Door:
+class InputGate:
     """How a strategy lets data in.
 
     Attributes:
@@ -107,30 +107,34 @@ class DistributedDataset:
     """
 
     def __init__(
-        self, deal: Deal, door: Door, origin: Dataset | None = None, together: bool = False
+        self,
+        sharding: Sharding,
+        gate: InputGate,
+        origin: Dataset | None = None,
+        together: bool = False,
     ):
-        """Distribute the dataset of `deal`.
+        """Distribute the dataset of `sharding`.
 
         The proof of it holds a description of the dataset where all ranks must have the same:
         source, steps, seeds, rows and dtypes, but not the contents of arrays.
 
         Args:
-          deal: How it is divided.
-          door: How the strategy lets data in.
+          sharding: How it is divided.
+          gate: How the strategy lets data in.
           origin: The dataset as the program knows it, which counts the epochs, so that
             distributing it anew in each epoch gives each its own order too.
           together: End when the first replica's data end, not the last's.
         """
-        self._deal = deal
-        self._origin = deal.dataset if origin is None else origin
-        self._door = door
+        self._sharding = sharding
+        self._origin = sharding.dataset if origin is None else origin
+        self._gate = gate
         self._together = together
-        known = door.lockstep.session.kept(_Datasets)
+        known = gate.lockstep.session.kept(_Datasets)
         self._name = f"dataset no. {known.distributed + 1}"
-        with door.lockstep.preparing(f"distribute {self._name}"):
-            told, sample = deal.describe(), deal.sample()
+        with gate.lockstep.preparing(f"distribute {self._name}"):
+            told, sample = sharding.describe(), sharding.sample()
         call = f"distribute {self._name}, {told}"
-        prove_dataset(door.lockstep, known.distributed + 1, call, sample)
+        prove_dataset(gate.lockstep, known.distributed + 1, call, sample)
         known.distributed += 1
         self._iterators = 0
 
@@ -148,21 +152,21 @@ class DistributedDataset:
 
     def __iter__(self) -> DistributedIterator:
         """Return an iterator over the next epoch. Unseeded shuffles take rank 0's seed."""
-        self._door.check()
-        deal, lockstep = self._deal, self._door.lockstep
-        needed = deal.dataset.seeds_needed
+        self._gate.check()
+        sharding, lockstep = self._sharding, self._gate.lockstep
+        needed = sharding.dataset.seeds_needed
         mine = [self._origin.epoch, *(secrets.randbits(62) for _ in range(needed))]
         told = lockstep.share(f"iter({self._name})", np.array(mine, np.int64).tobytes())
         first, *shared = np.frombuffer(told[0], np.int64).tolist()
-        epoch, *seeds = (first, *shared) if deal.same else mine
+        epoch, *seeds = (first, *shared) if sharding.same else mine
         self._iterators += 1
         with lockstep.preparing(f"iter({self._name})"):
-            parts = deal.epoch(epoch, seeds)
-        if deal.parts is not None:
+            parts = sharding.epoch(epoch, seeds)
+        if sharding.parts is not None:
             self._origin.begin_after(epoch)
         name = f"iterator {self._iterators} of {self._name}, epoch {first}"
-        found = DistributedIterator(parts, self._door, deal, name, self._together)
-        found.watched = deal.parts is None and self._iterators == 1 and lockstep.comm.size > 1
+        found = DistributedIterator(parts, self._gate, sharding, name, self._together)
+        found.watched = sharding.parts is None and self._iterators == 1 and lockstep.comm.size > 1
         found.spec = self.element_spec
         return found
 
@@ -174,16 +178,16 @@ class DistributedDataset:
         replica. Elements that are no batches have no such axis, but where data can end earlier on
         one replica than on others, that one is given empty arrays.
         """
-        spec = self._deal.dataset.element_spec
+        spec = self._sharding.dataset.element_spec
         if spec is None:
             return None
-        comm = self._door.lockstep.comm
-        shown = 1 if self._door.alone else comm.size
-        whole = self._together or self._deal.dataset.cardinality() == INFINITE
-        cut = self._deal.dataset.batched or not whole
+        comm = self._gate.lockstep.comm
+        shown = 1 if self._gate.alone else comm.size
+        whole = self._together or self._sharding.dataset.cardinality() == INFINITE
+        cut = self._sharding.dataset.batched or not whole
 
         def part(leaf: Spec) -> PerReplicaSpec:
-            shape = (self._deal.rows, *leaf.shape[1:]) if leaf.shape and cut else leaf.shape
+            shape = (self._sharding.rows, *leaf.shape[1:]) if leaf.shape and cut else leaf.shape
             return PerReplicaSpec((Spec(shape, leaf.dtype),) * shown)
 
         return nest.map(part, spec)
@@ -217,15 +221,15 @@ class DistributedDataset:
         Raises:
           DataError: There is no such shard.
         """
-        with self._door.lockstep.preparing("auto_shard"):
-            shard = self._deal.dataset.shard(num_shards, shard_ix)
-        how = f"{self._deal.how}, shard {shard_ix} of {num_shards}"
-        deal = self._deal._replace(dataset=shard, how=how)
-        return DistributedDataset(deal, self._door, shard, self._together)
+        with self._gate.lockstep.preparing("auto_shard"):
+            shard = self._sharding.dataset.shard(num_shards, shard_ix)
+        how = f"{self._sharding.how}, shard {shard_ix} of {num_shards}"
+        sharding = self._sharding._replace(dataset=shard, how=how)
+        return DistributedDataset(sharding, self._gate, shard, self._together)
 
     def __repr__(self) -> str:
         """Return what is distributed."""
-        return f"DistributedDataset({self._deal.dataset!r})"
+        return f"DistributedDataset({self._sharding.dataset!r})"
 
 
 @final
@@ -244,24 +248,26 @@ class DistributedIterator(ElementIterator):
     As: ``tf.distribute.DistributedIterator``.
     """
 
-    def __init__(self, parts: Parts, door: Door, deal: Deal, name: str, together: bool = False):
+    def __init__(
+        self, parts: Parts, gate: InputGate, sharding: Sharding, name: str, together: bool = False
+    ):
         """Give out the parts of one epoch; ``iter()`` of the dataset makes it.
 
         Args:
           parts: This replica's parts.
-          door: How the strategy lets data in.
-          deal: How the dataset is divided.
+          gate: How the strategy lets data in.
+          sharding: How the dataset is divided.
           name: What proofs and messages call the iterator: which one it is, of what, which epoch.
           together: End when the first replica's data end, not the last's.
         """
         self._name = name
         self._elements = parts
-        self._door = door
-        self._deal = deal
+        self._gate = gate
+        self._sharding = sharding
         self._together = together
         self._ended = False
         self._failed = ""
-        self._looks = Looks()
+        self._looks = ElementSignature()
         self._steps = 0
         self.spec: Any = None
         self.watched = False
@@ -282,7 +288,7 @@ class DistributedIterator(ElementIterator):
           RemoteError: Reading failed on another rank.
           DataError: The ranks have differed before, or the data have failed: iterate anew.
         """
-        self._door.check()
+        self._gate.check()
         if self._failed:
             raise DataError(self._failed)
         if self._ended:
@@ -298,7 +304,7 @@ class DistributedIterator(ElementIterator):
         if not found:
             self._ended = True
             raise StopIteration
-        return self._door.wrap(element)
+        return self._gate.wrap(element)
 
     def _step(self) -> tuple[bool, Any]:
         failure: Exception | None = None
@@ -316,17 +322,17 @@ class DistributedIterator(ElementIterator):
         small = _STEP.pack(item is not None, lost, rows, self._looks.digest, contents)
         call = f"next of {self._name}, step {self._steps}"
         self._steps += 1
-        smalls = self._door.lockstep.share(call, small, failure)
-        if self._deal.same and item is not None and smalls.count(small) == len(smalls):
+        smalls = self._gate.lockstep.share(call, small, failure)
+        if self._sharding.same and item is not None and smalls.count(small) == len(smalls):
             return True, item.element  # nearly always, and then there is nothing to compare
         told = [_STEP.unpack(each) for each in smalls]
         having = [has for has, *_ in told]
         if not any(having) or (self._together and not all(having)):
             return False, None
-        if self._deal.cut:
+        if self._sharding.cut:
             self._check_rows(call, [rows for _, _, rows, *_ in told])
         if len({look for _, lost, _, look, _ in told if not lost}) > 1:
-            self._looks.refuse(self._door.lockstep, call)
+            self._looks.refuse(self._gate.lockstep, call)
         self._check_contents(call, [seen for *_, seen in told])
         if any(lost for _, lost, *_ in told):
             self._learn(item is not None)
@@ -341,27 +347,27 @@ class DistributedIterator(ElementIterator):
     def _check_rows(self, call: str, rows: list[int]) -> None:
         if len(set(rows)) > 1:
             refuse(
-                self._door.lockstep,
+                self._gate.lockstep,
                 f"{call}: the ranks have global batches of different sizes",
                 ["the end" if count == _ENDED else f"{count} rows" for count in rows],
                 _ADVICE,
             )
 
     def _check_contents(self, call: str, contents: list[bytes]) -> None:
-        if self._deal.same and len({*contents} - {UNSEEN}) > 1:
+        if self._sharding.same and len({*contents} - {UNSEEN}) > 1:
             refuse(
-                self._door.lockstep,
+                self._gate.lockstep,
                 f"{call}: the contents of a batch that every rank reads or maps whole differ",
                 ["" if seen == UNSEEN else f"contents {seen.hex()[:16]}" for seen in contents],
                 f"{_ADVICE} {_LAST_BITS}",
             )
-        if not self._deal.same and UNSEEN not in contents and len(set(contents)) == 1:
-            warn(self._door.lockstep, call, _UNSHARDED.format(what=call), stacklevel=5)
+        if not self._sharding.same and UNSEEN not in contents and len(set(contents)) == 1:
+            warn(self._gate.lockstep, call, _UNSHARDED.format(what=call), stacklevel=5)
 
     def _learn(self, known: bool) -> None:
         # Only a replica that has never had an element has to ask what one looks like; it is given
         # one without rows.
-        lockstep = self._door.lockstep
+        lockstep = self._gate.lockstep
         call = f"an element of {self._name}"
         with lockstep.preparing(call):
             kind, data = encode(self._looks.empty() if known else None, whole=True)

@@ -12,7 +12,7 @@ from typing import NoReturn
 from mpistrat.comm import mpi
 from mpistrat.lockstep.lockstep import Lockstep
 
-__all__ = ["end_job", "lost", "moving"]
+__all__ = ["abort", "aborting", "end_job"]
 
 # Seconds that launchers get to pass on what the ranks have printed; an abort may cut it off.
 _LAST_WORDS = 0.2
@@ -24,7 +24,7 @@ def end_job(code: int) -> None:
     mpi.abort(code)
 
 
-def lost(lockstep: Lockstep, call: str, error: Exception) -> NoReturn:
+def abort(lockstep: Lockstep, call: str, error: Exception) -> NoReturn:
     """Raise what failed after the proof of `call`; end the job if others would wait for ever.
 
     They are in MPI, where nobody can tell them; memory that cannot be allocated is the usual cause.
@@ -47,9 +47,9 @@ def lost(lockstep: Lockstep, call: str, error: Exception) -> NoReturn:
 
 
 @contextlib.contextmanager
-def moving(lockstep: Lockstep, call: str) -> Iterator[None]:
+def aborting(lockstep: Lockstep, call: str) -> Iterator[None]:
     """Lead what the body raises through `lost`."""
     try:
         yield
     except Exception as error:
-        lost(lockstep, call, error)
+        abort(lockstep, call, error)

@@ -30,7 +30,7 @@ from mpistrat.lockstep.abort import end_job
 from mpistrat.lockstep.interrupts import Interrupted
 from mpistrat.lockstep.lockstep import Lockstep
 from mpistrat.lockstep.ranks import CallState
-from mpistrat.lockstep.shutdown import LEAVE, MISMATCH, Farewell, said_by
+from mpistrat.lockstep.shutdown import LEAVE, MISMATCH, Agreement, said_by
 
 __all__ = ["PREFLIGHT", "Exits", "code_of", "exits"]
 
@@ -105,7 +105,7 @@ class Exits:
         self._pid = os.getpid()
         self._printed = threading.Lock()
         self._hook = sys.excepthook  # the program's own, if it has one
-        self._group: tuple[Comm, Farewell] | None = None
+        self._group: tuple[Comm, Agreement] | None = None
 
     def arm(self, session: Session) -> None:
         """Lead the ways out of this process through the last proof of `session` too."""
@@ -286,7 +286,7 @@ class Exits:
             self._tell(*self._group)
         return self._group is not None
 
-    def _tell(self, comm: Comm, told: Farewell) -> None:
+    def _tell(self, comm: Comm, told: Agreement) -> None:
         """Print what this rank leaves with, if it speaks for those that leave with the same."""
         if not told.speaks:
             self._printed.acquire(blocking=False)  # by the one that does

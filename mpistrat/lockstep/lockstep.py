@@ -27,9 +27,9 @@ from mpistrat.lockstep import frame, mismatch, shutdown
 from mpistrat.lockstep.frame import ALARM, FAILED, FRAME, FRAME_RANKS, HEAD, LEAVING, MORE, ROOM
 from mpistrat.lockstep.ranks import Ranks, Unproved
 
-__all__ = ["Judge", "Lockstep", "Proof", "digest_of"]
+__all__ = ["Lockstep", "Proof", "Validator", "digest_of"]
 
-Judge: TypeAlias = "Callable[[list[bytes] | None], BaseException | None]"
+Validator: TypeAlias = "Callable[[list[bytes] | None], BaseException | None]"
 
 
 class Proof(NamedTuple):
@@ -103,7 +103,7 @@ class Lockstep(Ranks):
         failure: BaseException | None = None,
         more: bool = False,
         alarm: str = "",
-        judge: Judge | None = None,
+        validate: Validator | None = None,
     ) -> Proof:
         """Prove that all ranks make this call, or raise on all of them.
 
@@ -116,8 +116,8 @@ class Lockstep(Ranks):
           failure: What this rank failed with before it could make the call, if it did.
           more: This rank has more to give than `small`; every rank is told.
           alarm: What is wrong with the numbers that this rank is about to give, if anything is.
-          judge: Looks at the payloads, as `Proof` has them, alike on all ranks; what it returns is
-            raised.
+          validate: Looks at the payloads, as `Proof` has them, alike on all ranks; what it returns
+            is raised.
 
         Returns:
           The payload of every rank. It could not ride if some rank's was larger than `ROOM`, or if
@@ -143,7 +143,7 @@ class Lockstep(Ranks):
             union, same, smalls = self._exchange(digest, small, flags)
             if not same or union & (LEAVING | FAILED):
                 self._explain(call, failure, union, writes)
-            wrong = None if judge is None else judge(smalls)
+            wrong = None if validate is None else validate(smalls)
             if wrong is not None:
                 self.fail(wrong)
             if union & ALARM:
@@ -224,7 +224,7 @@ class Lockstep(Ranks):
 
     def leave(
         self, code: int, failure: BaseException | None = None, of_group: bool = False
-    ) -> shutdown.Farewell:
+    ) -> shutdown.Agreement:
         """Take part in the last proof, and agree with the others on the exit code.
 
         Collective with whatever the others call. Nothing may be called afterwards.

@@ -22,13 +22,13 @@ from mpistrat.errors import LockstepError, RemoteError, remote_error
 from mpistrat.lockstep import mismatch
 from mpistrat.lockstep.ranks import Ranks, Unproved
 
-__all__ = ["LEAVE", "MISMATCH", "Farewell", "farewell", "left"]
+__all__ = ["LEAVE", "MISMATCH", "Agreement", "farewell", "left"]
 
 LEAVE = "leave the program"
 MISMATCH = 77
 
 
-class Farewell(NamedTuple):
+class Agreement(NamedTuple):
     """What the ranks agreed on when one or more of them left.
 
     Attributes:
@@ -97,7 +97,9 @@ def _agreed(rows: list[dict[str, Any]]) -> int:
     return int(next(iter([*own, *echoed, well])))
 
 
-def farewell(lockstep: Ranks, code: int, failure: BaseException | None, of_group: bool) -> Farewell:
+def farewell(
+    lockstep: Ranks, code: int, failure: BaseException | None, of_group: bool
+) -> Agreement:
     """Exchange why each rank leaves, and agree. Collective; the part of who leaves."""
     mine = _row(code, failure, of_group)
     mine["writes"] = digests(lockstep.state.unproved).hex()
@@ -107,7 +109,7 @@ def farewell(lockstep: Ranks, code: int, failure: BaseException | None, of_group
     printed = any("kind" in row and not row["echo"] for row in rows)
     speaks = alike[0] == lockstep.comm.rank and not (mine["echo"] and printed)
     alone = not all(row["leaving"] for row in rows)
-    return Farewell(_agreed(rows), alone, speaks, len(alike))
+    return Agreement(_agreed(rows), alone, speaks, len(alike))
 
 
 def digests(writes: Sequence[Unproved]) -> bytes:

@@ -15,7 +15,7 @@ from mpistrat.distribute.mode import current
 from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.distribute.variables import Variable
 from mpistrat.errors import NonFiniteError
-from mpistrat.lockstep.abort import lost
+from mpistrat.lockstep.abort import abort
 from mpistrat.lockstep.guards import warn
 from mpistrat.optim import passes
 from mpistrat.optim.clipping import limit_of
@@ -143,7 +143,7 @@ def _step(
             with np.errstate(all="ignore"):
                 outcome = _outcome(optimizer, state, progress, call, update, folded.weight)
     except Exception as error:
-        lost(lockstep, what.text, error)
+        abort(lockstep, what.text, error)
     if outcome is not None:
         outcome()
 

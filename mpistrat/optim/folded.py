@@ -40,7 +40,7 @@ from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.kernels.blocks import fold_blocks
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.kernels.scaling import factors_of
-from mpistrat.lockstep.abort import moving
+from mpistrat.lockstep.abort import aborting
 from mpistrat.optim.given import GradientCall
 from mpistrat.optim.known import Known, Places
 from mpistrat.optim.state import State, Target
@@ -193,7 +193,7 @@ def _in_place(
     raw = state.accumulates
     scales = Scales(table, [1.0]) if raw else scales_of(table, True)
     column, divisor = scales.of(0)
-    with moving(state.strategy.parts.lockstep, what.text):
+    with aborting(state.strategy.parts.lockstep, what.text):
         if places.placed is not None and whole:
             reducer.node.fold_first(_MEAN, places.placed, scales)
         nodes = reducer.node.arena.nodes()

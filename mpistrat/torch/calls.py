@@ -17,7 +17,7 @@ from mpistrat.collectives.call import Call
 from mpistrat.collectives.dtypes import wire_type
 from mpistrat.errors import LeafTypeError
 from mpistrat.kernels.ops import ReduceOp
-from mpistrat.lockstep.abort import moving
+from mpistrat.lockstep.abort import aborting
 from mpistrat.lockstep.lockstep import Lockstep, digest_of
 from mpistrat.torch.channel import GroupChannel
 from mpistrat.torch.views import bytes_of, numbers_of
@@ -138,7 +138,7 @@ def _fold_bits(channel: GroupChannel, text: str, op: str, tensors: Sequence[torc
                 raise LeafTypeError(f"ReduceOp.{op} wants integers or bool, got {tensor.dtype}.")
     meet(channel, text)
     fold = _BITWISE[op]
-    with moving(channel.lockstep, text):
+    with aborting(channel.lockstep, text):
         for tensor in tensors:
             mine = bytes_of(tensor)
             rows = np.empty((channel.comm.size, mine.size), np.uint8)
@@ -160,7 +160,7 @@ def broadcast(channel: GroupChannel, text: str, tensor: torch.Tensor, root: int)
         buffer[...] = np.frombuffer(rows[root], np.uint8)
         return
     meet(channel, text)
-    with moving(lockstep, text):
+    with aborting(lockstep, text):
         channel.comm.bcast(buffer, root)
 
 
@@ -175,7 +175,7 @@ def all_gather(
         into[...] = np.frombuffer(b"".join(rows), np.uint8)
         return
     meet(channel, text)
-    with moving(lockstep, text):
+    with aborting(lockstep, text):
         mine = _apart(mine, into)
         if len(set(counts)) == 1:
             channel.comm.allgather(mine, into)
@@ -189,7 +189,7 @@ def gather(
     """Put every rank's tensor, all of one size, into `into` of `root`."""
     mine = _apart(bytes_of(send), into)
     meet(channel, text)
-    with moving(channel.lockstep, text):
+    with aborting(channel.lockstep, text):
         channel.comm.gatherv(mine, into, [mine.size] * channel.comm.size, root)
 
 
@@ -211,7 +211,7 @@ def all_to_all(
                     f"{text}: rank {giver} gives {given} bytes to rank {taker}, which wants "
                     f"{wanted}. Each output split must be what the other rank's input split says."
                 )
-    with moving(channel.lockstep, text):
+    with aborting(channel.lockstep, text):
         channel.comm.alltoallv(_apart(send, recv), recv, gives, gets)
 
 
@@ -221,7 +221,7 @@ def scatter(channel: GroupChannel, text: str, send: Array | None, recv: Array, r
     size, nothing = channel.comm.size, np.empty(0, np.uint8)
     gives = [0 if send is None else recv.size] * size
     gets = [recv.size if rank == root else 0 for rank in range(size)]
-    with moving(channel.lockstep, text):
+    with aborting(channel.lockstep, text):
         given = nothing if send is None else _apart(send, recv)
         channel.comm.alltoallv(given, recv, gives, gets)
 

@@ -13,7 +13,7 @@ from mpistrat.collectives.call import ONES, Call
 from mpistrat.collectives.reducer import Reducer
 from mpistrat.collectives.results import put
 from mpistrat.collectives.weights import Scales
-from mpistrat.lockstep.abort import lost
+from mpistrat.lockstep.abort import abort
 from mpistrat.sharedmem.pool import Pool
 
 __all__ = ["Path", "StagedPath"]
@@ -101,7 +101,7 @@ class StagedPath(Path):
             except Exception as error:
                 if not self.meets:
                     raise
-                lost(reducer.lockstep, call.text, error)
+                abort(reducer.lockstep, call.text, error)
         moved = reducer.lockstep.hooks.on_moved
         if moved is not None:
             moved(results)

@@ -13,14 +13,14 @@ from mpistrat.comm.callsite import ranks_text
 from mpistrat.errors import LockstepError
 from mpistrat.lockstep.lockstep import Lockstep
 
-__all__ = ["LOOK", "Looks", "prove_dataset", "refuse"]
+__all__ = ["LOOK", "ElementSignature", "prove_dataset", "refuse"]
 
 LOOK = 8  # bytes of a digest
 _TEXTS = "SU"  # dtypes whose width is that of the longest text
 
 
 @final
-class Looks:
+class ElementSignature:
     """Structure and dtypes of the last element that a rank has read.
 
     Shapes are not looked at: batches of one step may be of different sizes.

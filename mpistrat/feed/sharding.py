@@ -1,6 +1,6 @@
 """Which rows of which batches a replica gets, step by step; no communication.
 
-A `Deal` is one way to divide a dataset. `policy_deal` chooses among them as the dataset asks.
+A `Sharding` is one way to divide a dataset. `policy_deal` chooses among them as the dataset asks.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from mpistrat.feed.rebatch import rejoined, shares
 
 __all__ = [
     "UNSEEN",
-    "Deal",
     "Parts",
     "ShardSpec",
+    "Sharding",
     "StepPart",
     "calls",
     "own",
@@ -76,7 +76,7 @@ class ShardSpec(NamedTuple):
         return digest(arrays)
 
 
-class Deal(NamedTuple):
+class Sharding(NamedTuple):
     """One way to divide a dataset over replicas.
 
     Attributes:
@@ -114,13 +114,13 @@ class Deal(NamedTuple):
         return prefetched(parts, self.dataset.depth) if self.dataset.depth else parts
 
 
-def own(dataset: Dataset) -> Deal:
-    """Return the deal where each replica brings its own dataset, whole."""
-    return Deal("a dataset of each rank", dataset, same=False, cut=False, parts=None)
+def own(dataset: Dataset) -> Sharding:
+    """Return the way where each replica brings its own dataset, whole."""
+    return Sharding("a dataset of each rank", dataset, same=False, cut=False, parts=None)
 
 
-def calls(fn: Callable[[], Any]) -> Deal:
-    """Return the deal where each replica calls a function for each element, until that has none."""
+def calls(fn: Callable[[], Any]) -> Sharding:
+    """Return the way where each replica calls a function for each element, until that has none."""
 
     def parts(pieces: Iterator[BatchSlice]) -> Parts:
         return map(lambda _: StepPart(called()), itertools.repeat(None))
@@ -132,18 +132,18 @@ def calls(fn: Callable[[], Any]) -> Deal:
             raise StopIteration from None
 
     nothing = Dataset.from_batches(lambda: ())  # what it looks like, only the function knows
-    return Deal("a function of each rank", nothing, same=False, cut=False, parts=parts)
+    return Sharding("a function of each rank", nothing, same=False, cut=False, parts=parts)
 
 
-def turns(dataset: Dataset, place: ShardSpec) -> Deal:
-    """Return the deal where the batches go to the replicas in turns, undivided."""
+def turns(dataset: Dataset, place: ShardSpec) -> Sharding:
+    """Return the way where the batches go to the replicas in turns, undivided."""
 
     def parts(pieces: Iterator[BatchSlice]) -> Parts:
         rounds = (_round(pieces, place, step) for step in itertools.count())
         mine = itertools.takewhile(lambda found: found[0] is not None, rounds)
         return Reads(mine, lambda found: StepPart(found[0].cut(0, 1), contents=found[1]))
 
-    return Deal("batches in turns", dataset, same=True, cut=False, parts=parts)
+    return Sharding("batches in turns", dataset, same=True, cut=False, parts=parts)
 
 
 def _round(pieces: Iterator[BatchSlice], place: ShardSpec, step: int) -> tuple[Any, bytes]:
@@ -162,8 +162,8 @@ def _round(pieces: Iterator[BatchSlice], place: ShardSpec, step: int) -> tuple[A
     return mine, contents
 
 
-def policy_deal(dataset: Dataset, place: ShardSpec) -> Deal:
-    """Return the deal that the options of a dataset of global batches ask for.
+def policy_deal(dataset: Dataset, place: ShardSpec) -> Sharding:
+    """Return the way that the options of a dataset of global batches ask for.
 
     Raises:
       DataError: Files are to be divided, and there are none, or fewer than replicas.
@@ -178,19 +178,19 @@ def policy_deal(dataset: Dataset, place: ShardSpec) -> Deal:
         )
     if policy in (AutoShardPolicy.OFF, AutoShardPolicy.FILE):
         if place.alone:
-            return Deal("all on each rank", dataset, False, False, _in_shares(dataset, place))
+            return Sharding("all on each rank", dataset, False, False, _in_shares(dataset, place))
         if dataset.batch_size is not None:
             return _even(dataset, place, dataset.batch_size)
     return _cut(dataset, place)
 
 
-def _cut(dataset: Dataset, place: ShardSpec) -> Deal:
+def _cut(dataset: Dataset, place: ShardSpec) -> Sharding:
     def part(step: int, piece: BatchSlice) -> StepPart:
         contents = place.contents(step, [piece])
         element = piece.cut(place.rank, place.size)
         return StepPart(element, piece.count(), contents)  # a map after `batch` is counted by now
 
-    return Deal("cut", dataset, True, True, _stepwise(part), _fixed(dataset, place))
+    return Sharding("cut", dataset, True, True, _stepwise(part), _fixed(dataset, place))
 
 
 def _stepwise(
@@ -212,7 +212,7 @@ def _fixed(dataset: Dataset, place: ShardSpec) -> int | None:
     return dataset.batch_size and dataset.batch_size // place.size
 
 
-def _even(dataset: Dataset, place: ShardSpec, batch_size: int) -> Deal:
+def _even(dataset: Dataset, place: ShardSpec, batch_size: int) -> Sharding:
     sizes = shares(batch_size, place.size)
     start, stop = sum(sizes[: place.rank]), sum(sizes[: place.rank + 1])
 
@@ -222,10 +222,10 @@ def _even(dataset: Dataset, place: ShardSpec, batch_size: int) -> Deal:
         return StepPart(piece.span(min(start, rows), min(stop, rows)), rows, contents)
 
     parts = _stepwise(part, lambda pieces: rejoined(pieces, (batch_size,)))
-    return Deal("dealt out", dataset, True, True, parts, _fixed(dataset, place))
+    return Sharding("dealt out", dataset, True, True, parts, _fixed(dataset, place))
 
 
-def _files(dataset: Dataset, place: ShardSpec) -> Deal:
+def _files(dataset: Dataset, place: ShardSpec) -> Sharding:
     if dataset.files < place.size:
         raise DataError(
             f"AutoShardPolicy.FILE: {dataset.files} files cannot be divided between {place.size} "
@@ -233,7 +233,7 @@ def _files(dataset: Dataset, place: ShardSpec) -> Deal:
         )
     mine = dataset.of_files(place.rank, place.size)
     how = f"files in turns: {dataset.describe()}"
-    return Deal(how, mine, same=False, cut=False, parts=_in_shares(dataset, place))
+    return Sharding(how, mine, same=False, cut=False, parts=_in_shares(dataset, place))
 
 
 def _in_shares(dataset: Dataset, place: ShardSpec) -> Callable[[Iterator[BatchSlice]], Parts]:
