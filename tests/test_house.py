@@ -89,6 +89,17 @@ def tree(module):
     return ast.parse((PACKAGE / module).read_text())
 
 
+def forget():
+    for known in (tree, nodes, run_time, imported):
+        known.cache_clear()
+
+
+@cache
+def nodes(module):
+    """All nodes of its tree."""
+    return tuple(ast.walk(tree(module)))
+
+
 def without_typing(node):
     """Walk a tree but for the bodies of ``if TYPE_CHECKING``."""
     for child in ast.iter_child_nodes(node):
@@ -101,10 +112,16 @@ def without_typing(node):
             yield from without_typing(part)
 
 
+@cache
+def run_time(module):
+    """The nodes of its tree but for the bodies of ``if TYPE_CHECKING``."""
+    return tuple(without_typing(tree(module)))
+
+
 def imports(module, typing=False):
     """The absolute names that a module imports, wherever in it, with their lines."""
     package = ["mpistrat", *Path(module).parent.parts]
-    for node in ast.walk(tree(module)) if typing else without_typing(tree(module)):
+    for node in nodes(module) if typing else run_time(module):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -181,7 +198,7 @@ def test_one_name_of_a_class_is_one_class():
     """But for compat/, whose classes bear the names that tf.* gives them."""
     homes = {}
     for module in modules():
-        for node in ast.walk(tree(module)):
+        for node in nodes(module):
             if isinstance(node, ast.ClassDef) and not module.startswith("compat/"):
                 homes.setdefault(node.name, []).append(module)
     twice = {name: where for name, where in homes.items() if len(where) > 1}
@@ -222,7 +239,7 @@ def test_the_environment_is_read_in_its_rooms_only():
     def rule(module):
         if module.startswith(ENVIRONMENT):
             return
-        for node in ast.walk(tree(module)):
+        for node in nodes(module):
             if isinstance(node, ast.Attribute) and node.attr in ENVIRONMENT_NAMES:
                 yield f"line {node.lineno} reads the environment"
         for name, line in imports(module):
@@ -246,7 +263,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 def docstrings(module):
     """The statements of a module that are docstrings."""
-    for node in ast.walk(tree(module)):
+    for node in nodes(module):
         if isinstance(node, DOCUMENTED) and ast.get_docstring(node) is not None:
             yield node.body[0]
 
@@ -270,7 +287,7 @@ def test_modules_are_short():
 
 def functions(module):
     kinds = ast.FunctionDef | ast.AsyncFunctionDef
-    return (node for node in ast.walk(tree(module)) if isinstance(node, kinds))
+    return (node for node in nodes(module) if isinstance(node, kinds))
 
 
 def lines_of_code(function):
@@ -379,8 +396,7 @@ def test_the_rules_see_what_they_forbid(tmp_path, monkeypatch):
         "class Twice: pass\nclass Twice: pass\n"
     )
     monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path)
-    tree.cache_clear()
-    imported.cache_clear()
+    forget()
     names = [name for name, _ in imports("comm/bad.py")]
     assert "mpistrat.distribute.strategy" in names
     assert "numba" not in names
@@ -398,8 +414,7 @@ def test_the_rules_see_what_they_forbid(tmp_path, monkeypatch):
     ]:
         with pytest.raises(AssertionError, match=words):
             rule()
-    tree.cache_clear()
-    imported.cache_clear()
+    forget()
 
 
 @pytest.mark.parametrize("text", [f"see {ROOT}/x", "'/home/me/data'", "=/root/a", sys.prefix])

@@ -108,6 +108,7 @@ def test_it_works(example, tree):
     assert "passed" in pytests(tree, *files)  # with their examples
 
 
+@pytest.mark.nightly
 def test_the_rules_of_the_house_hold(tree):
     pytests(tree, "tests/test_house.py", "tests/unit/test_names.py")
     run(tree, "ruff", "check", ".")
