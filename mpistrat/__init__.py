@@ -8,7 +8,7 @@ type checkers read as it is.
 from __future__ import annotations
 
 import importlib
-from pathlib import Path
+import pkgutil
 from typing import Any
 
 from mpistrat.environment import check_system as _check_system
@@ -17,7 +17,7 @@ __version__ = "0.1.0"  # nowhere else
 
 _check_system()
 
-_STUB = Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")
+_STUB = (pkgutil.get_data(__name__, "__init__.pyi") or b"").decode()
 _ROWS = [row.split() for row in _STUB.replace("(\n", "").splitlines() if row.startswith("from ")]
 _HOMES = {name.rstrip(","): module for _, module, _, _, _, name in _ROWS}
 

@@ -151,7 +151,7 @@ class Metric(abc.ABC):
         strategy, mode = self._strategy, current()
         own = mode is not None and mode.strategy is strategy and mode.replica is not None
         if own or self._place()[1]:
-            self._add(quiet.run(self._added, *self._arrays(given)))
+            self._add(quiet().run(self._added, *self._arrays(given)))
             return
         lockstep = strategy.parts.lockstep
         call = f"{self._label}.update_state"
@@ -159,7 +159,7 @@ class Metric(abc.ABC):
         each = strategy.parts.view.plain is not Plain.REFUSED
         each = each or any(isinstance(value, PerReplica) for value in given.values())
         with lockstep.preparing(call):
-            added = quiet.run(self._added, *(arrays := self._arrays(given)))
+            added = quiet().run(self._added, *(arrays := self._arrays(given)))
         if not each:
             values = [array for array in arrays if array is not None]
             prove_same(lockstep, call, dict(zip(names, values, strict=True)), _ADVICE)

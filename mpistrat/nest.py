@@ -185,10 +185,8 @@ def map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     kind = type(tree)
     if kind in _LEAVES:
         return fn(tree)
-    if kind is list:
-        return [map(fn, part) for part in tree]
-    if kind is tuple:
-        return tuple([map(fn, part) for part in tree])
+    if (kind is list or kind is tuple) and _LEAVES.issuperset([type(part) for part in tree]):
+        return kind([fn(part) for part in tree])
     if optree.tree_is_leaf(tree, none_is_leaf=True):
         return fn(tree)
     return optree.tree_map(fn, tree, none_is_leaf=True)

@@ -122,6 +122,8 @@ class Calls:
 
     def lone(self, reduce_op: Any, value: Any) -> Lone | None:
         """Return the path of a lone array or number, without a weight, if it is known."""
+        if self._reducer.node.arena.moving:
+            return None  # which may be the array's own memory
         try:
             if type(value) is np.ndarray:
                 path = self._lone.get((reduce_op, value.dtype, value.shape))

@@ -53,8 +53,11 @@ def proved(strategy: StrategyBase, call: str, result: Any, failure: BaseExceptio
     lockstep.session.check()  # what other threads do in its name may be what it has failed with
     if state.run.handles:
         failure = ended(lockstep, failure)
-    if state.run.failed is not None:
-        raise failure or state.run.failed
+    failed = state.run.failed
+    if failed is not None:
+        if failure is not None and failure is not failed and str(failed) in str(failure):
+            raise failed from failure  # which another library has put into an error of its own
+        raise failure or failed
     seen = strategy.parts.regroup.gathered(call, result, failure)
     state.steps += 1
     every = lockstep.options.check_every

@@ -381,11 +381,11 @@ def _assign(array: Array, values: Array, rows: Array | None) -> None:
 
 
 def _add(array: Array, values: Array, rows: Array | None) -> None:
-    quiet.run(np.add, array, values, array)
+    quiet().run(np.add, array, values, array)
 
 
 def _subtract(array: Array, values: Array, rows: Array | None) -> None:
-    quiet.run(np.subtract, array, values, array)
+    quiet().run(np.subtract, array, values, array)
 
 
 def _apply(kind: str, array: Array, values: Array, rows: Array | None) -> None:

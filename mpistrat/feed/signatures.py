@@ -79,11 +79,14 @@ class ElementSignature:
         )
 
 
+_KNOWN = 256  # datasets that are remembered for it
+
+
 class _Samples:
-    """Samples of the datasets of a session that differ between ranks, each with its number."""
+    """Samples of the newest datasets of a session that differ between ranks, by replica 0's."""
 
     def __init__(self) -> None:
-        self.known: list[tuple[int, list[bytes]]] = []
+        self.known: dict[bytes, tuple[int, list[bytes]]] = {}
 
 
 def prove_dataset(lockstep: Lockstep, number: int, call: str, sample: bytes) -> None:
@@ -105,7 +108,7 @@ def prove_dataset(lockstep: Lockstep, number: int, call: str, sample: bytes) -> 
     mine = lockstep.share(call, sample)
     if len(set(mine)) < 2:
         return
-    for other, shown in known:
+    for other, shown in [known[one] for one in sorted(set(mine)) if one in known]:
         rows = zip(mine, shown, lockstep.ranks, strict=True)
         odd = [rank for new, old, rank in rows if new == shown[0] != old]
         if odd:
@@ -117,7 +120,10 @@ def prove_dataset(lockstep: Lockstep, number: int, call: str, sample: bytes) -> 
                     "loop over a set has another order in each process: sort it."
                 )
             )
-    known.append((number, mine))
+    known.pop(mine[0], None)
+    known[mine[0]] = number, mine
+    if len(known) > _KNOWN:
+        del known[next(iter(known))]
 
 
 def refuse(lockstep: Lockstep, what: str, texts: Sequence[str], advice: str) -> NoReturn:

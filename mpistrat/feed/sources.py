@@ -125,6 +125,9 @@ class Column:
         self._takes_index_arrays = True
         inside = isinstance(self.array, np.ndarray)
         self._memory: npt.NDArray[Any] | None = np.asarray(self.array) if inside else None
+        # `take` is quicker for rows of many numbers, but copies all of what is not C-ordered first.
+        flags = None if self._memory is None else self._memory.flags
+        self._taken = flags is not None and flags.carray and len(self.shape) > 1
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -143,8 +146,7 @@ class Column:
         if last - first == len(rows) - 1 and (rows[1:] - rows[:-1] == 1).all():
             return self.span(first, last + 1)
         if self._memory is not None:
-            # For rows of one number `take` is the slower one.
-            return self._memory[rows] if len(self.shape) == 1 else self._memory.take(rows, 0)
+            return self._memory.take(rows, 0) if self._taken else self._memory[rows]
         # HDF5 takes increasing indices only; reading forward suits every file format.
         unique, place = np.unique(rows, return_inverse=True)
         data = self._increasing(unique)
@@ -229,9 +231,10 @@ class Arrays:
         return (a for a in arrays if isinstance(a, np.ndarray) and not isinstance(a, np.memmap))
 
     def sample(self) -> bytes:
-        """Return a digest of a few rows of what is in memory; nothing is read of files."""
+        """Return a digest of a few rows of what is in memory, empty if that is nothing."""
         rows = sorted({self.rows * i // _SAMPLED for i in range(_SAMPLED)} if self.rows else ())
-        return digest(a[i : i + 1].reshape(-1)[:_MOST] for a in self.in_memory() for i in rows)
+        some = [a[i : i + 1].reshape(-1)[:_MOST] for a in self.in_memory() for i in rows]
+        return digest(some) if any(part.size for part in some) else b""
 
     def specs(self, *leading: int | None) -> Any:
         """Return the tree of `Spec` of one row, with `leading` dimensions before it."""

@@ -16,7 +16,7 @@ import jax
 from jax._src import dispatch
 
 from mpistrat.arrays import Array, as_array
-from mpistrat.comm.callsite import standing_for, where
+from mpistrat.comm.callsite import standing_for
 from mpistrat.comm.session import Session
 from mpistrat.distribute.default import current_strategy
 from mpistrat.distribute.gather import gather
@@ -146,7 +146,7 @@ class TracedCall:
     weighed: bool = False
     shared: bool = False
     local: bool = False
-    place: str = field(default_factory=where, compare=False)
+    place: str = field(default="", compare=False)
 
     def __repr__(self) -> str:
         """Return what a jaxpr shows."""

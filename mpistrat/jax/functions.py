@@ -11,6 +11,7 @@ import numpy as np
 
 from mpistrat.arrays import as_array, label
 from mpistrat.collectives.dtypes import wire_type
+from mpistrat.comm.callsite import where
 from mpistrat.distribute.gather import gather
 from mpistrat.distribute.state import broadcast_state
 from mpistrat.errors import AxisError, LeafTypeError
@@ -52,8 +53,8 @@ def all_reduce(
       ContextError: No strategy rules, in a job of several ranks.
       LeafTypeError: A leaf is no array, or its dtype cannot be reduced.
       ValueError: The operation is unknown, or a weight is given for another one than MEAN.
-      LockstepError: The calls differ between ranks; within ``jit``, it is the text of a
-        ``JaxRuntimeError``, as what follows.
+      LockstepError: The calls differ between ranks. Within ``jit`` it comes, as what follows, as a
+        ``JaxRuntimeError`` with its text, and leaves `Strategy.run` as itself.
       RemoteError: Another rank failed.
       NotImplementedError: Within ``jax.checkpoint``: it cannot be made once more.
 
@@ -78,6 +79,7 @@ def all_reduce(
             weight=float(weight) if known and weight is not None else None,
             weighed=not known,
             shared=shared_loss,
+            place=where(),
         )
         operands = leaves if known else [_as_weight(weight), *leaves]
     if not leaves:
@@ -115,7 +117,7 @@ def all_gather(value: Any, axis: int, *, shared_loss: bool = False) -> Any:
     with parts.lockstep.preparing("all_gather"):
         axis = operator.index(axis)
         leaves, rebuilt = _leaves(value, lambda leaf, path: _with_axis(leaf, axis, path))
-        call = TracedCall(Site(parts), "all_gather", axis=axis, shared=shared_loss)
+        call = TracedCall(Site(parts), "all_gather", axis=axis, shared=shared_loss, place=where())
     if not leaves:
         return value
     arrays, keys = _without_keys(leaves, axis)
@@ -152,7 +154,7 @@ def broadcast(value: Any, *, shared_loss: bool = False) -> Any:
     parts = parts_here("broadcast")
     with parts.lockstep.preparing("broadcast"):
         leaves, rebuilt = _leaves(value, _any)
-        call = TracedCall(Site(parts), "broadcast", shared=shared_loss)
+        call = TracedCall(Site(parts), "broadcast", shared=shared_loss, place=where())
         arrays, keys = _without_keys(leaves, 0)
     if not leaves:
         return value

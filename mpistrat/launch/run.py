@@ -61,6 +61,19 @@ def plan_note(launcher: Launcher, loaded: Library) -> str:
     return ""
 
 
+def _without_python(program: Sequence[str]) -> tuple[Sequence[str], bool]:
+    """Return a program without the ``python`` that ``mpiexec`` wants, and whether it is a module.
+
+    Example:
+      >>> _without_python(["python", "-m", "train", "--fast"])
+      (['train', '--fast'], True)
+    """
+    if program[0] not in ("python", "python3") or len(program) < 2 or Path(program[0]).exists():
+        return program, False
+    module = program[1] == "-m" and len(program) > 2
+    return program[2 if module else 1 :], module
+
+
 def run(
     ranks: int, program: Sequence[str], module: bool = False, timeout: float | None = None
 ) -> int:
@@ -70,7 +83,7 @@ def run(
 
     Args:
       ranks: Number of ranks, at least 1.
-      program: A script or a module, then its arguments.
+      program: A script or a module, then its arguments; ``python`` before it is left out.
       module: Whether the first word is a module, as after ``python -m``.
       timeout: Seconds after which the job is ended, or None for never.
 
@@ -83,6 +96,8 @@ def run(
       LaunchError: No launcher fits, `ranks` is less than 1, or this process already is a rank.
     """
     refuse_inside()
+    if not module:
+        program, module = _without_python(program)
     if not module and not Path(program[0]).is_file():
         raise LaunchError(f"there is no program {program[0]!r}; for a module write -m before it.")
     launcher, loaded = find()

@@ -132,7 +132,7 @@ def _step(
         if lockstep.comm.size > 1 and (folded.reads or known.shared):
             meets = lockstep.comm if known.spread else node.arena.nodes().node
         if known.plain and not folded.far and progress.scale == 1.0:
-            bad = quiet.run(_plainly, optimizer, call, folded, meets)
+            bad = quiet().run(_plainly, optimizer, call, folded, meets)
             outcome = _ended(optimizer, state, progress, call, bad)
         else:
             works = _works(optimizer, progress, call, folded)

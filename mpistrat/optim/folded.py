@@ -127,7 +127,9 @@ def _places(state: State, call: GradientCall, what: Call, weight: float) -> Plac
     found = known.places.get(key)
     if found is not None and found[0] == node.arena.generation:
         return found[1]
-    homes = node.homes(what, values) if what.worth_a_place else None
+    # Where small variables are updated as one, what is given for them is reduced as one.
+    here = what.worth_a_place and (known.large or not known.together)
+    homes = node.homes(what, values) if here else None
     if homes is None:
         if not known.large or not state.has_buffers(what.text):
             return None

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from every import every
 
-from mpistrat.arrays import as_array, finish, spec_text
+from mpistrat.arrays import as_array, finish, quiet, spec_text
 from mpistrat.errors import LeafTypeError
 
 NUMBERS = ["?", "b", "h", "i", "l", "q", "B", "H", "I", "L", "Q", "e", "f", "d", "g", "F", "D", "G"]
@@ -187,3 +187,9 @@ def test_numbers_come_back_as_numbers_and_arrays_as_arrays():
 def test_a_spec_names_dtype_and_shape():
     assert spec_text(np.zeros((2, 0), ">i2")) == "int16[2,0]"
     assert spec_text(np.zeros((), np.float32)) == "float32[]"
+
+
+def test_what_is_called_quietly_may_call_quietly():
+    with np.errstate(all="raise"):
+        found = quiet().run(lambda: quiet().run(np.divide, 1.0, 0.0) + np.float64(1) / 0)
+    assert found == np.inf

@@ -328,7 +328,7 @@ def test_what_is_wrong_is_said_where_it_is_traced():
         fails(ValueError, "weight is for MEAN", lambda x: mj.all_reduce("sum", x, weight=x.sum()))
         fails(ValueError, "number of examples", lambda x: mj.all_reduce("mean", x, weight=x))
         fails(LeafTypeError, "cannot be reduced", lambda x: mj.all_reduce("sum", jax.random.key(0)))
-        with pytest.raises(jax.errors.JaxRuntimeError, match="0 or more, not -1"):
+        with pytest.raises(ValueError, match="0 or more, not -1"):
             strategy.run(lambda: jax.jit(lambda x: mj.all_reduce("mean", x, weight=x[0] - 2))(x))
         # and all goes on
         return strategy.run(lambda: float(jax.jit(lambda x: mj.all_reduce("sum", x))(x)[0])).local

@@ -452,3 +452,25 @@ def test_a_handle_cannot_be_copied(apart):
         in_run(comm, fn)
 
     run_ranks(rank, 2)
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_an_array_on_its_way_is_refused_alone_too(known, apart):
+    def rank(comm):
+        strategy = ms.MirroredStrategy(comm=comm)
+        large, tiny = strategy.buffers([np.zeros(300_000, "f4"), np.zeros(4, "f4")])
+
+        def program(strategy, context):
+            for _ in range(2 if known else 0):
+                context.all_reduce("sum", tiny)
+            handle = context.all_reduce_start("sum", [large, tiny], out=[large, tiny])
+            try:
+                with pytest.raises(ms.ContextError, match=r"on (its|their) way"):
+                    context.all_reduce("sum", tiny)
+            finally:
+                handle.wait()
+
+        with pytest.raises(ms.ContextError):
+            in_run(comm, program, strategy)
+
+    run_ranks(rank, 2)

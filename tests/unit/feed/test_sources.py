@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import h5py
 import numpy as np
 import pytest
@@ -164,3 +166,24 @@ def test_hdf5_text_and_zarr_beside_numpy(tmp_path):
         dataset = Dataset({"w": words, "y": labels}).shuffle(seed=0).batch(2)
         seen = {w: int(y) for batch in dataset for w, y in zip(batch["w"], batch["y"], strict=True)}
     assert seen == {b"a": 1, b"bb": 2, b"ccc": 3}
+
+
+def _field(x):
+    packed = np.zeros(len(x), [("a", x.dtype, x.shape[1:]), ("b", "i4")])
+    packed["a"] = x
+    return packed["a"]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [np.ascontiguousarray, np.asfortranarray, lambda x: x[:, ::2], lambda x: x[::2], _field],
+)
+def test_rows_in_another_order_are_read_without_a_copy_of_the_rest(layout):
+    x = layout(np.arange(2_000_000, dtype=np.float32).reshape(20_000, 100))
+    source, rows = Column(x, "x"), np.array([7, 3, 9_000, 7])
+    tracemalloc.start()
+    found = source.read(rows)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert np.array_equal(found, x[rows])
+    assert peak < 100_000

@@ -123,3 +123,22 @@ def test_python_calls_of_a_small_write(size, most):
 
     for calls in run_ranks(rank, size):
         assert calls < most
+
+
+def test_many_small_buffers_cost_no_more_calls_than_ordinary_arrays():
+    def rank(comm):
+        strategy, counts = ms.MirroredStrategy(comm=comm), []
+        with strategy.scope():
+            variables = [ms.Variable(np.zeros(30, "f4"), name=f"v{i}") for i in range(100)]
+            optimizer = ms.optim.SGD(0.5)
+        for given in ([np.ones(30, "f4") for _ in variables], strategy.gradient_buffers(variables)):
+            step = lambda: optimizer.apply_gradients(zip(given, variables, strict=True))  # noqa: B023, E731
+            for _ in range(3):
+                for one in given:
+                    one[...] = 1
+                counts.append(calls_of(lambda: strategy.run(step)))  # noqa: B023
+        return counts, variables[7].numpy().tolist()
+
+    for counts, weights in run_ranks(rank, 2):
+        assert weights == [-3.0] * 30
+        assert counts[5] <= counts[2] + 20
