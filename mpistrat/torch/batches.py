@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, final
 
+from torch.utils.data import DataLoader, SequentialSampler
+
 from mpistrat import nest
 from mpistrat.distribute.default import current_strategy, default_strategy
 from mpistrat.distribute.mode import refuse_unchosen
 from mpistrat.distribute.regroup import select
+from mpistrat.errors import DataError
 from mpistrat.feed.dataset import Dataset
 from mpistrat.torch.items import rows_of
 from mpistrat.torch.tensors import tensor_of
@@ -73,7 +76,8 @@ def batches(
 
     Raises:
       ContextError: No strategy rules here, in a job of several ranks.
-      DataError: `data` is not a source of a dataset, or the batch size is not 1 or more.
+      DataError: `data` is not a source of a dataset, or is a ``DataLoader`` with an order of its
+        own; or the batch size is not 1 or more.
       LockstepError: The ranks have other data.
 
     Cost: one proof, and one a batch. `mpistrat.Dataset` has what is not here: maps, caches,
@@ -93,6 +97,12 @@ def batches(
         strategy = current_strategy()
     if strategy is default_strategy():
         refuse_unchosen("batches")
+    if isinstance(data, DataLoader) and not isinstance(data.sampler, SequentialSampler):
+        raise DataError(
+            "this DataLoader draws its order from each rank's own generator, so rows would come "
+            "twice or never. Give its dataset: batches(loader.dataset, batch_size=..., "
+            "shuffle=True) has one order on all ranks."
+        )
     is_map_style = hasattr(data, "__getitem__") and hasattr(data, "__len__")
     if is_map_style and not isinstance(data, tuple | dict) and not hasattr(data, "shape"):
         data = rows_of(data) or data

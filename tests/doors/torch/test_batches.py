@@ -68,3 +68,12 @@ def test_other_sources():
     texts = torch.utils.data.Subset(["a", "b"], [0, 1])
     with pytest.raises(ms.errors.DataError, match="is text"):
         ms.Dataset(texts)
+
+
+def test_a_loader_that_shuffles_is_refused_and_one_that_does_not_is_a_source():
+    data = torch.utils.data.TensorDataset(torch.arange(9.0)[:, None])
+    strategy = ms.OneDeviceStrategy("cpu")
+    with pytest.raises(ms.DataError, match="has one order on all ranks"):
+        mt.batches(torch.utils.data.DataLoader(data, 4, shuffle=True), strategy)
+    loader = torch.utils.data.DataLoader(data, 4)
+    assert [len(x) for (x,) in mt.batches(loader, strategy)] == [4, 4, 1]
