@@ -31,7 +31,7 @@ def test_rows_that_fit_come_back(count):
         assert found.age <= row.age + 1e-3
 
 
-@pytest.mark.parametrize("count", [128, 1024, 20000])
+@pytest.mark.parametrize("count", [128, 1024, pytest.param(20000, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("places", [1, 5, 1000])
 def test_rows_always_fit_and_keep_both_ends(count, places):
     rows = some(count, places)
