@@ -31,19 +31,28 @@ __all__ = ["Gradients", "as_replica", "first_rows", "in_storage_order", "tensors
 
 
 def tensors_in(value: Any) -> Iterator[Any]:
-    """Iterate over the tensors in what a model takes or returns: trees, mappings, records."""
-    for leaf in nest.flatten(value)[0]:
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
-        elif isinstance(leaf, Mapping):
-            yield from tensors_in(list(leaf.values()))
-        elif hasattr(leaf, "__dataclass_fields__"):
-            yield from tensors_in(list(vars(leaf).values()))
+    """Iterate over the tensors in what a model takes or returns: trees, mappings, records.
+
+    They come in the order in which the program has written them; of mappings `nest` sorts the keys.
+    """
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    if isinstance(value, Mapping):
+        inside = list(value.values())
+    elif isinstance(value, list | tuple):
+        inside = list(value)
+    elif hasattr(value, "__dataclass_fields__"):
+        inside = list(vars(value).values())
+    else:
+        inside = [leaf for leaf in nest.flatten(value)[0] if leaf is not value]
+    for one in inside:
+        yield from tensors_in(one)
 
 
 def first_rows(*args: Any, **kwargs: Any) -> float:
     """Return the first dimension of the first tensor in the arguments of a model; 1 without any."""
-    found = next((x for x in tensors_in([args, kwargs]) if x.ndim), None)
+    found = next((x for x in tensors_in([*args, *kwargs.values()]) if x.ndim), None)
     return 1 if found is None else len(found)
 
 

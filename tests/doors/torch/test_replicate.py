@@ -352,6 +352,28 @@ def test_a_model_is_not_run_where_it_has_no_rows_and_gives_an_output_of_its_shap
     run_ranks(program, 2)
 
 
+def test_rows_are_of_the_first_tensor_as_the_program_has_written_the_arguments():
+    class Biased(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one = nn.Linear(3, 1)
+
+        def forward(self, x=None, bias=None, both=None):
+            x, bias = (x, bias) if both is None else (both["x"], both["bias"])
+            return self.one(x) + bias.sum()
+
+    def program(comm):
+        model = mt.replicate(Biased(), ms.MirroredStrategy())
+        # 1 row of 1, 3 rows of 2; of the bias each rank has 7.
+        given = {"x": torch.full((1 + 2 * comm.rank, 3), 1.0 + comm.rank), "bias": torch.zeros(7)}
+        for call in (lambda: model(**given), lambda: model(both=given)):
+            model.zero_grad()
+            call().mean().backward()
+            assert (model.one.weight.grad == 1.75).all()
+
+    run_ranks(program, 2)
+
+
 def test_what_has_no_answer_is_an_error_that_says_so():
     def program(comm):
         strategy = ms.MirroredStrategy()
