@@ -111,10 +111,10 @@ class FusedOptimizer:
             with parts.lockstep.preparing("FusedOptimizer.step"):
                 gradients.check()
                 self._check()
-                mine = np.array(gradients.ready(), np.uint8)
+                mine = np.array([*gradients.ready(), gradients.passes], np.int32)
             self._compare()
-            if mine.size:
-                mine = in_replica(parts, "MAX", mine, None, None)
+            *mine, passes = in_replica(parts, "MAX", mine, None, None).tolist()
+            gradients.scale(passes)
             pairs = zip(gradients.arrays, self.variables.values(), mine, strict=True)
             given = [(array if used else None, variable) for array, variable, used in pairs]
             if any(mine):

@@ -13,7 +13,8 @@ import torch
 
 from mpistrat.distribute.default import current_strategy, default_strategy
 from mpistrat.distribute.mode import refuse_unchosen
-from mpistrat.torch.gradients import Gradients, first_rows
+from mpistrat.torch.gradients import Gradients
+from mpistrat.torch.rows import first_rows
 from mpistrat.torch.states import GRADIENTS
 
 __all__ = ["Replicated", "gradients_of", "no_sync", "replicate", "take_part"]
@@ -147,7 +148,12 @@ def no_sync(model: Any) -> Iterator[None]:
     """Return a context manager in which backward passes add up gradients on this rank alone.
 
     The first backward pass after it makes them the same on all ranks: the mean over the rows of
-    all these passes, times how many passes there were, as one process has it that adds up.
+    all these passes, times how many passes there were, as one process has it that adds up. To drop
+    what was added up, all ranks call ``zero_grad`` of the model or of the optimizer that has all
+    its parameters, to None or to zeros. What ``p.grad`` was before the first of these passes is
+    put aside until then, and added as it is.
+
+    Collective: all ranks enter it as often.
 
     Args:
       model: What `replicate` returned.
@@ -156,7 +162,7 @@ def no_sync(model: Any) -> Iterator[None]:
       TypeError: It is not.
     """
     gradients = gradients_of(model, "no_sync")
-    before, gradients.syncing = gradients.syncing, False
+    before, gradients.syncing, gradients.held = gradients.syncing, False, True
     try:
         yield
     finally:

@@ -374,6 +374,114 @@ def test_rows_are_of_the_first_tensor_as_the_program_has_written_the_arguments()
     run_ranks(program, 2)
 
 
+def rows(n, value):
+    return torch.full((n, 3), float(value))
+
+
+def accumulated(name, model, comm, zero_grad):
+    """Make some backward passes of ranks 0 and 1; return the gradient that one process has."""
+    r = comm.rank
+
+    def passes(*given):
+        for i, x in enumerate(given):
+            with contextlib.nullcontext() if i == len(given) - 1 else mt.no_sync(model):
+                model(x).mean().backward()
+
+    if name == "no rows at first":  # of 2 passes: 2 rows of 1, 4 of 5
+        passes(rows(2 * r, 1), rows(2, 5))
+        return 2 * (2 * 1 + 4 * 5) / 6
+    if name == "no rows at first, then none on the other":
+        passes(rows(2 * r, 1), rows(2 - 2 * r, 5))
+        return 2 * (2 * 1 + 2 * 5) / 4
+    if name == "dropped after no rows":
+        with mt.no_sync(model):
+            model(rows(2 * r, 1)).mean().backward()
+        zero_grad()
+        passes(rows(2, 5))
+        return 5
+    if name == "zeros between":
+        with mt.no_sync(model):
+            model(rows(2, 5)).mean().backward()
+        model.zero_grad(set_to_none=False)
+        passes(rows(4, 1 + r))
+        return 1.5
+    passes(rows(2, 7))  # kept, and uneven passes on top
+    passes(rows(1 + 2 * r, 1), rows(1, 5))
+    return 7 + 2 * (1 + 3 + 5 + 5) / 6
+
+
+ACCUMULATED = [
+    "no rows at first",
+    "no rows at first, then none on the other",
+    "dropped after no rows",
+    "zeros between",
+    "kept",
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "fused"),
+    [(name, False) for name in ACCUMULATED] + [(name, True) for name in ACCUMULATED[:-1]],
+)
+def test_gradients_of_several_passes_are_those_of_one_process(name, fused):
+    def program(comm):
+        model = mt.replicate(nn.Linear(3, 1), ms.MirroredStrategy())
+        before = model.weight.detach().clone()
+        optimizer = mt.FusedOptimizer(model, ms.optim.SGD(1.0)) if fused else model
+        wanted = accumulated(name, model, comm, optimizer.zero_grad)
+        if fused:
+            optimizer.step()
+        found = before - model.weight.detach() if fused else model.weight.grad
+        torch.testing.assert_close(found, torch.full((1, 3), float(wanted)))
+
+    run_ranks(program, 2)
+
+
+def test_gradients_that_were_kept_outlast_a_look_at_others():
+    def program(comm):
+        model = mt.replicate(nn.Linear(3, 1), ms.MirroredStrategy())
+        model(rows(2, 7)).mean().backward()
+        with mt.no_sync(model):
+            (slope,) = torch.autograd.grad(model(rows(2, 3)).mean(), [model.weight])
+            assert (slope == 3).all() and (model.weight.grad == 7).all()
+            model(rows(1 + 2 * comm.rank, 1)).mean().backward()
+        model(rows(1, 5)).mean().backward()
+        wanted = torch.full((1, 3), 7 + 2 * 14 / 6)
+        torch.testing.assert_close(model.weight.grad, wanted)
+
+    run_ranks(program, 2)
+
+
+def test_a_backward_pass_that_failed_leaves_nothing_behind():
+    def fail(_):
+        raise RuntimeError("of the program")
+
+    def program(comm):
+        model = mt.replicate(nn.Linear(3, 1), ms.MirroredStrategy())
+        first, second = (model(rows(2, value + comm.rank)).mean() for value in (1, 10))
+        hook = model.weight.register_hook(fail)
+        with pytest.raises(RuntimeError, match="of the program"):
+            first.backward()
+        hook.remove()
+        model.zero_grad()
+        second.backward()  # no call of the model in between
+        assert (model.weight.grad == 10.5).all()
+        model.zero_grad()
+        with mt.no_sync(model):
+            model(rows(2, 1)).mean().backward()
+            hook = model.weight.register_hook(fail)
+            with pytest.raises(RuntimeError, match="of the program"):
+                model(rows(4, 1)).mean().backward()
+            hook.remove()
+        model.zero_grad()
+        with mt.no_sync(model):
+            model(rows(2, 1)).mean().backward()
+        model(rows(4, 1)).mean().backward()
+        assert (model.weight.grad == 2).all()
+
+    run_ranks(program, 2)
+
+
 def test_what_has_no_answer_is_an_error_that_says_so():
     def program(comm):
         strategy = ms.MirroredStrategy()
