@@ -13,7 +13,7 @@ from mpistrat.distribute.state import check_same
 from mpistrat.distribute.variables import Variable
 from mpistrat.errors import ContextError, LeafTypeError
 from mpistrat.optim.optimizer import Optimizer
-from mpistrat.torch.gradients import as_replica, in_storage_order
+from mpistrat.torch.gradients import as_replica
 from mpistrat.torch.replicate import gradients_of
 from mpistrat.torch.tensors import as_array, tensor_of
 
@@ -28,7 +28,8 @@ class FusedOptimizer:
     mapping of its own. ``step()`` folds the gradients of all ranks, updates weights and state in
     one pass over memory, in which each rank does its part, and every rank sees the new weights. So
     a backward pass does not communicate, and ``p.grad`` is this rank's own until then: clip by
-    ``clip=`` of the optimizer.
+    ``clip=`` of the optimizer. Weights are in C order from then on, as in checkpoints, also those
+    that were ``channels_last``.
 
     A rank that writes to a weight itself writes to a copy of its own: no other rank's weight
     changes, and the next ``step()`` is an error that names the parameter.
@@ -83,13 +84,18 @@ class FusedOptimizer:
                             "and float64. Keep weights in float32 and compute in "
                             "torch.autocast('cpu', dtype=torch.bfloat16)."
                         )
+            gradients.deferred = True
+            if strategy.all_reduce(
+                "MAX", int(not all(p.is_contiguous() for p in gradients.params))
+            ):
+                gradients.make_room()
             self.variables = {
                 name: _moved(name, p)
                 for name, p in zip(gradients.names, gradients.params, strict=True)
             }
             optimizer.build(self.variables.values())
         self._note()
-        gradients.deferred, gradients.renewed = True, self._renew
+        gradients.renewed = self._renew
 
     def step(self) -> None:
         """Fold the gradients of all ranks, and update weights and state.
@@ -97,8 +103,9 @@ class FusedOptimizer:
         Collective: all ranks call it, after as many backward passes.
 
         Raises:
-          ContextError: A weight was written to on this rank, or replaced, or gradients were changed
-            after the backward pass; or there was none.
+          ContextError: A weight was written to on this rank, or replaced, gradients were changed
+            after the backward pass, or other parameters require grad than at the start. Without a
+            backward pass nothing happens.
           NonFiniteError: A gradient is NaN or infinite; see `mpistrat.optim.Optimizer`.
           RemoteError: Another rank failed.
 
@@ -110,6 +117,7 @@ class FusedOptimizer:
         with as_replica(gradients.strategy), torch.no_grad():
             with parts.lockstep.preparing("FusedOptimizer.step"):
                 gradients.check()
+                self._check_names()
                 self._check()
                 mine = np.array([*gradients.ready(), gradients.passes], np.int32)
             self._compare()
@@ -172,23 +180,25 @@ class FusedOptimizer:
             value = self.variables[name].component()
             check_same(self._gradients.strategy.parts, {name: value})
 
-    def _renew(self) -> None:
-        """Take the weights that `replicate` has given to all ranks. Collective."""
-        gradients = self._gradients
-        if list(self.variables) != gradients.names:
+    def _check_names(self) -> None:
+        if list(self.variables) != self._gradients.names:
             raise ContextError(
                 "other parameters require grad than when this FusedOptimizer was made. Make "
                 "another one."
             )
+
+    def _renew(self) -> None:
+        """Take the weights that `replicate` has given to all ranks. Collective."""
+        gradients = self._gradients
+        self._check_names()
         with gradients.strategy.scope():
             pairs = zip(gradients.params, self.variables.values(), strict=True)
             for p, variable in pairs:
-                laid, back = in_storage_order(p.detach())
-                value = laid.numpy().copy()
+                value = p.detach().contiguous().numpy().copy()
                 if isinstance(variable.storage, NodeStorage):
                     variable.storage.take_back()
                 variable.assign(value)
-                p.data = _seen(variable).permute(back)
+                p.data = _seen(variable)
         self._note()
 
     def _note(self) -> None:
@@ -200,9 +210,8 @@ class FusedOptimizer:
 
 def _moved(name: str, p: Any) -> Variable:
     """Return a variable with the values of a parameter, which has its memory from now on."""
-    laid, back = in_storage_order(p.detach())
-    made = Variable(as_array(laid), name=name)
-    p.data = _seen(made).permute(back)
+    made = Variable(as_array(p.detach().contiguous()), name=name)
+    p.data = _seen(made)
     return made
 
 

@@ -45,7 +45,7 @@ def in_storage_order(tensor: Any) -> tuple[Any, list[int]]:
       The tensor, contiguous, and the order to `permute` it by to have the one that was given.
     """
     order = sorted(range(tensor.ndim), key=lambda i: -tensor.stride(i))
-    if not tensor.permute(order).is_contiguous():
+    if tensor.is_contiguous() or not tensor.permute(order).is_contiguous():
         order = list(range(tensor.ndim))
     return tensor.permute(order).contiguous(), [order.index(i) for i in range(tensor.ndim)]
 
@@ -120,7 +120,7 @@ class Gradients:
             self.strategy.broadcast(state, out=state)
             new = self._slots is None or bool(self._differs())
             if self.strategy.all_reduce("MAX", int(new)):
-                self._make_room()
+                self.make_room()
         self.held = False
         self.forget()
         self.renewed()
@@ -132,7 +132,7 @@ class Gradients:
                 return key
         return ""
 
-    def _make_room(self) -> None:
+    def make_room(self) -> None:
         """Take memory for the gradients of what requires grad, and hook it. Collective."""
         self.close()
         # Layers that meet in every pass; a rank without rows has to be there.
@@ -142,7 +142,9 @@ class Gradients:
         self._meets = bool(meets)
         named = [(n, p) for n, p in self._model.named_parameters() if p.requires_grad]
         self.names, self.params = [n for n, _ in named], [p for _, p in named]
-        laid = [in_storage_order(p.detach()) for p in self.params]
+        # Who updates has the weights in C order, and so has a checkpoint.
+        given = [p.detach().contiguous() if self.deferred else p.detach() for p in self.params]
+        laid = list(map(in_storage_order, given))
         specs = [*[one for one, _ in laid], torch.empty(len(named))]
         *buffers, self._used = self.strategy.gradient_buffers(specs)
         self.arrays = [as_array(one) for one in buffers]

@@ -15,7 +15,7 @@ from mpistrat.distribute.default import current_strategy, default_strategy
 from mpistrat.distribute.mode import refuse_unchosen
 from mpistrat.torch.gradients import Gradients
 from mpistrat.torch.rows import first_rows
-from mpistrat.torch.states import GRADIENTS
+from mpistrat.torch.states import GRADIENTS, all_gradients
 
 __all__ = ["Replicated", "gradients_of", "no_sync", "replicate", "take_part"]
 
@@ -136,11 +136,20 @@ def replicate(
 
 
 def gradients_of(model: Any, what: str) -> Gradients:
-    """Return the gradients of a replicated model, or raise TypeError that says `what` wants one."""
-    found = model.__dict__.get(GRADIENTS) if isinstance(model, torch.nn.Module) else None
-    if not isinstance(found, Gradients):
-        raise TypeError(f"{what}: {type(model).__name__} is not what replicate(model) returned.")
-    return found
+    """Return the gradients of a replicated model, or raise TypeError that says `what` wants one.
+
+    Args:
+      model: The model, or a module that has it inside, such as ``torch.compile(model)``.
+      what: The call.
+    """
+    found = all_gradients(model) if isinstance(model, torch.nn.Module) else []
+    if len(found) != 1:
+        several = f"; in it are {len(found)} such models, give one of them" if found else ""
+        raise TypeError(
+            f"{what}: {type(model).__name__} is not what replicate(model) returned{several}."
+        )
+    own: Gradients = found[0]
+    return own
 
 
 @contextlib.contextmanager

@@ -17,9 +17,15 @@ from mpistrat.arrays import Array, as_array
 from mpistrat.checkpoint.cells import Cell
 from mpistrat.errors import LeafTypeError
 
-__all__ = ["GRADIENTS", "parts_of"]
+__all__ = ["GRADIENTS", "all_gradients", "parts_of"]
 
 GRADIENTS = "_mpistrat_gradients"  # in the attributes of a replicated model; a copy has none
+
+
+def all_gradients(model: Any) -> list[Any]:
+    """Return the gradients of the replicated models in a module: it, or what it has inside."""
+    inside = (one.__dict__.get(GRADIENTS) for one in model.modules())
+    return [one for one in inside if one is not None]
 
 
 def parts_of(value: Any) -> Mapping[str, Any] | None:
@@ -60,9 +66,11 @@ def _tensor(name: str, tensor: Any, strategy: Any = None) -> Cell:
 
 def _module(model: Any) -> dict[str, Any]:
     """Return parameters and persistent buffers; what has several names under the first."""
-    gradients = model.__dict__.get(GRADIENTS)
-    strategy = getattr(gradients, "strategy", None)
-    variables = getattr(gradients, "variables", {})
+    strategy = None
+    variables: dict[int, Any] = {}
+    for gradients in all_gradients(model):
+        strategy = gradients.strategy
+        variables |= gradients.variables
     found, seen = {}, set()
     for name, one in model.state_dict(keep_vars=True).items():
         if isinstance(one, torch.Tensor) and id(one) not in seen:

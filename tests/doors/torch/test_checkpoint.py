@@ -224,6 +224,62 @@ def test_schedulers_that_are_made_of_others_go_on(tmp_path, kind):
     assert rates(optimizer, scheduler, 8) == wanted
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_weights_that_were_channels_last_have_the_same_order_in_all_checkpoints(tmp_path, fused):
+    values = torch.rand(64, 3, 3, 3, generator=torch.Generator().manual_seed(0))
+    values = values.repeat(10, 1, 1, 1)  # large enough for the memory of the node
+
+    def made(value, fused, layout):
+        model = nn.Conv2d(3, 640, 3, bias=False)
+        with torch.no_grad():
+            model.weight.copy_(value)
+        model = mt.replicate(model.to(memory_format=layout), ms.MirroredStrategy())
+        optimizer = mt.FusedOptimizer(model, ms.optim.Adam(0.01)) if fused else None
+        trees = {"optimizer": optimizer} if fused else {}
+        return model, optimizer, ms.Checkpoint(model=model, **trees)
+
+    def program(comm):
+        model, optimizer, checkpoint = made(values, True, torch.channels_last)
+        path = checkpoint.save(tmp_path / "picture")
+        assert torch.equal(model.weight, values)
+        for layout in (torch.contiguous_format, torch.channels_last):
+            other, again, checkpoint = made(torch.zeros(()), fused, layout)
+            checkpoint.restore(path, partial=not fused)
+            assert torch.equal(other.weight, values)
+        model.to(memory_format=torch.channels_last)
+        mt.replicate(model)
+        assert torch.equal(model.weight, values)
+        if fused:
+            for one, step in ((model, optimizer), (other, again)):
+                one(torch.ones(2, 3, 4, 4)).square().mean().backward()
+                step.step()
+            assert torch.equal(model.weight, other.weight)
+
+    run_ranks(program, 2)
+
+
+@pytest.mark.parametrize("way", ["compiled", "inside"])
+def test_the_weights_of_a_fused_optimizer_are_found_inside_of_other_modules(tmp_path, way):
+    def program(comm):
+        strategy = ms.MirroredStrategy()
+        model = mt.replicate(nn.Linear(300, 300), strategy)
+        optimizer = mt.FusedOptimizer(model, ms.optim.SGD(0.1))
+        whole = nn.ModuleDict({"inner": model})
+        if way == "compiled":
+            whole = torch.compile(model, backend="eager")
+        checkpoint = ms.Checkpoint(model=whole, optimizer=optimizer)
+        path = checkpoint.save(tmp_path / way)
+        before = model.weight.detach().clone()
+        for _ in range(2):
+            model(torch.ones(2, 300)).mean().backward()
+            optimizer.step()
+            assert not torch.equal(model.weight, before)
+            checkpoint.restore(path)
+            assert torch.equal(model.weight, before)
+
+    run_ranks(program, 2)
+
+
 def test_the_state_of_an_optimizer_that_made_no_step_is_that_of_the_start():
     model = nn.Linear(2, 1)
     before = model.weight.detach().clone()

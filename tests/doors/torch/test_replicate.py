@@ -194,12 +194,12 @@ def test_the_fused_optimizer_gives_the_weights_of_one_process(size, kind):
     def program(comm):
         strategy = ms.MirroredStrategy()
         model = mt.replicate(made(kind, seed=comm.rank), strategy)
-        kept = [(p, p.shape, p.stride()) for p in model.parameters()]
+        kept = [(p, p.shape) for p in model.parameters()]
         optimizer = mt.FusedOptimizer(model, ms.optim.AdamW(0.05, weight_decay=0.01))
         train(model, optimizer, comm.rank, size)
         close(model, wanted)
-        for p, (q, shape, stride) in zip(model.parameters(), kept, strict=True):
-            assert p is q and p.shape == shape and p.stride() == stride
+        for p, (q, shape) in zip(model.parameters(), kept, strict=True):
+            assert p is q and p.shape == shape and p.is_contiguous()
         strategy.check_same({name: x.detach() for name, x in model.named_parameters()})
 
     run_ranks(program, size)
@@ -286,6 +286,36 @@ def test_weights_loaded_on_all_ranks_are_taken_by_replicate():
         assert (model[0].weight != 0.25).any()
 
     run_ranks(program, 2)
+
+
+def test_a_fused_optimizer_of_other_parameters_than_now_require_grad_says_so():
+    def program(comm):
+        model, optimizer = wide(comm)
+        model[0].bias.requires_grad_(False)
+        with pytest.raises(ms.errors.ContextError, match="other parameters require grad"):
+            mt.replicate(model)
+        backward(model, comm)
+        with pytest.raises(ms.errors.ContextError, match="other parameters require grad"):
+            optimizer.step()
+        optimizer = mt.FusedOptimizer(model, ms.optim.SGD(0.1))
+        optimizer.zero_grad()
+        backward(model, comm)
+        optimizer.step()
+
+    run_ranks(program, 2)
+
+
+def test_a_replicated_model_is_found_inside_of_others():
+    def program(comm):
+        model, _ = wide(comm)
+        outer = nn.ModuleDict({"inner": model})
+        with mt.no_sync(outer), mt.no_sync(torch.compile(model, backend="eager")):
+            assert not model._mpistrat_gradients.syncing
+        two = nn.ModuleList([model, mt.replicate(nn.Linear(2, 1), ms.MirroredStrategy())])
+        with pytest.raises(TypeError, match="are 2 such models"), mt.no_sync(two):
+            pass
+
+    run_ranks(program, 1)
 
 
 @pytest.mark.parametrize("size", SIZES)
