@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import copyreg
 import functools
 import sys
@@ -62,13 +63,29 @@ class Replicated(torch.nn.Module):
 
     __call__ = _Call()
 
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Return an ordinary model, made in the way of its class: modules of torch.fx have one."""
+        replicated, gradients = type(self), self.__dict__.pop(GRADIENTS, None)
+        self.__class__ = _plain(self)
+        try:
+            return copy.deepcopy(self, memo)
+        finally:
+            self.__class__ = replicated
+            self.__dict__[GRADIENTS] = gradients
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Return how to make an ordinary model of it, as it was before `replicate`."""
         state = super().__reduce_ex__(2)[2]
         if isinstance(state, dict):
             state = {key: value for key, value in state.items() if key != GRADIENTS}
-        plain = type(self).__mro__[2]
+        plain = _plain(self)
         return copyreg._reconstructor, (plain, object, None), state  # type: ignore[attr-defined]
+
+
+def _plain(model: Any) -> type:
+    """Return the class that a model was of before `replicate`."""
+    classes = type(model).__mro__
+    return classes[classes.index(Replicated) + 1] if Replicated in classes else classes[0]
 
 
 def replicate(
@@ -125,7 +142,7 @@ def replicate(
     if known is not None and known.strategy is strategy:
         known.begin_alike()
         return model
-    plain = type(model).__mro__[2] if isinstance(model, Replicated) else type(model)
+    plain = _plain(model)
     if known is not None:
         known.close()
     model.__dict__[GRADIENTS] = Gradients(model, strategy, rows or first_rows)

@@ -583,6 +583,19 @@ def test_copies_are_ordinary_models():
         assert model.weight.grad is None and other.weight.grad is not None
 
 
+def test_a_copy_of_a_traced_model_is_no_replicated_one():
+    model = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(3, 1)))
+    model = mt.replicate(model, ms.OneDeviceStrategy("cpu"))
+    other = copy.deepcopy(model)
+    other(torch.ones(2, 3)).mean().backward()
+    assert dict(model.named_parameters())["0.weight"].grad is None
+    with pytest.raises(TypeError, match="is not what replicate"), mt.no_sync(other):
+        pass
+    again = mt.replicate(other, ms.OneDeviceStrategy("cpu"))
+    with mt.no_sync(again):
+        again(torch.ones(2, 3)).mean().backward()
+
+
 @pytest.mark.parametrize("outside", [True, False])
 def test_compiled_models(outside):
     wanted = alone(made("plain"))
