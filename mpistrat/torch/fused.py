@@ -49,6 +49,7 @@ class FusedOptimizer:
     Raises:
       TypeError: `model` is not replicated, or `optimizer` is not of `mpistrat.optim`.
       LeafTypeError: A parameter that requires grad is neither float32 nor float64.
+      ContextError: ``/proc/self/pagemap`` cannot be read on a node.
       LockstepError: The ranks have other models or optimizers.
 
     Cost: one copy of the weights, and the state.
@@ -93,6 +94,12 @@ class FusedOptimizer:
                 name: _moved(name, p)
                 for name, p in zip(gradients.names, gradients.params, strict=True)
             }
+            try:
+                with strategy.parts.lockstep.preparing("FusedOptimizer"):
+                    self._probe()
+            except Exception:
+                gradients.deferred = False
+                raise
             optimizer.build(self.variables.values())
         self._note()
         gradients.renewed = self._renew
@@ -179,6 +186,18 @@ class FusedOptimizer:
             name = own[self._steps // every % len(own)]
             value = self.variables[name].component()
             check_same(self._gradients.strategy.parts, {name: value})
+
+    def _probe(self) -> None:
+        """Raise ContextError where the system does not tell which weights were written to."""
+        storages = [v.storage for v in self.variables.values()]
+        try:
+            any(one.written() for one in storages if isinstance(one, NodeStorage))
+        except OSError as error:
+            raise ContextError(
+                "FusedOptimizer has to know when a rank writes to its weights, and the system does "
+                f"not tell: {error}. Make /proc/self/pagemap readable, or use an optimizer of "
+                "torch.optim, which has weights and state once per rank."
+            ) from error
 
     def _check_names(self) -> None:
         if list(self.variables) != self._gradients.names:

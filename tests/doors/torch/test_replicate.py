@@ -305,6 +305,23 @@ def test_a_fused_optimizer_of_other_parameters_than_now_require_grad_says_so():
     run_ranks(program, 2)
 
 
+def test_a_system_that_does_not_tell_of_writes_is_an_error_at_the_start(monkeypatch):
+    def refused(*_):
+        raise PermissionError(13, "Permission denied", "/proc/self/pagemap")
+
+    monkeypatch.setattr("mpistrat.sharedmem.overlay.Overlay.written", refused)
+
+    def program(comm):
+        model = mt.replicate(nn.Linear(300, 300), ms.MirroredStrategy())
+        with pytest.raises(ms.errors.ContextError, match=r"pagemap.*torch\.optim"):
+            mt.FusedOptimizer(model, ms.optim.SGD(0.1))
+        torch.optim.SGD(model.parameters(), 0.1)
+        model(torch.ones(2, 300) + 2 * comm.rank).mean().backward()
+        torch.testing.assert_close(model.weight.grad, torch.full((300, 300), 2 / 300))
+
+    run_ranks(program, 2)
+
+
 def test_a_replicated_model_is_found_inside_of_others():
     def program(comm):
         model, _ = wide(comm)
