@@ -25,11 +25,12 @@ class Post:
     Attributes:
       peer: The other rank; of a message that any may send, who has, once it is there.
       nbytes: How many bytes have come; 0 before all have, and of one that is sent.
+      truncated: More were sent than there was room for.
     """
 
     def __init__(self, begin: Iterator[Any], peer: int | None):
         """Begin with the first piece; with all, if it is known whom they are for."""
-        self.peer, self.nbytes = peer, 0
+        self.peer, self.nbytes, self.truncated = peer, 0, False
         self._begin = begin
         self._open: list[Any] = [next(begin)] if peer is None else list(begin)
         self._came = 0
@@ -39,8 +40,14 @@ class Post:
         while self._open:
             mpi = library()
             status = mpi.Status()
-            if not self._open[0].Test(status):
-                return False
+            try:
+                if not self._open[0].Test(status):
+                    return False
+            except mpi.Exception as error:
+                if error.Get_error_class() != mpi.ERR_TRUNCATE:
+                    raise
+                self.truncated = True
+                self._open[1:] = []
             del self._open[0]
             self._came += status.Get_count(mpi.BYTE)
             if self.peer is None:

@@ -124,20 +124,34 @@ class GroupChannel:
             self.worker.queue(functools.partial(run, where()))
         return work
 
-    def at_once(self, make: Callable[[], None]) -> bool:
+    def at_once(self, text: str, make: Callable[[], None]) -> bool:
         """Make a call here and now, which raises what it fails with; tell whether that could be.
 
         It is the way of calls that are worth no object: nothing comes before them, and nothing has
         failed.
+
+        Args:
+          text: What is called, in the words of torch; for messages.
+          make: Proves, and moves.
         """
         if self._failed or self._lost is not None or not self.worker.take_turn():
             return False
         self._glance, self._deadline = _LOOK, time.monotonic() + self.seconds
-        self._allowed, self._doing = self.seconds, ""
+        self._allowed, self._doing = self.seconds, text
         try:
             make()
+        except BaseException as failure:
+            self._interrupted(text, failure)
+            raise
         finally:
             self.worker.end_turn()
+        return True
+
+    def _interrupted(self, text: str, failure: BaseException) -> bool:
+        """Give the group up after a Ctrl-C in the midst of a call; tell whether it was one."""
+        if isinstance(failure, Exception):
+            return False
+        self._lost = dist.DistError(f"{text} was interrupted")
         return True
 
     def refuse(self, text: str, error: Exception) -> None:
@@ -185,8 +199,7 @@ class GroupChannel:
                 make()
         except BaseException as failure:
             error = failure
-            if not isinstance(failure, Exception):  # Ctrl-C, in the midst of a call
-                self._lost = dist.DistError(f"{text} was interrupted")
+            if self._interrupted(text, failure):
                 raise
             self._failed.append((weakref.ref(work), work.told))
         finally:

@@ -6,6 +6,7 @@ import weakref
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from mpistrat import nest
 from mpistrat.arrays import label
@@ -92,9 +93,10 @@ class _AllReduce(torch.autograd.Function):
     def forward(ctx: Any, strategy: Any, op: ReduceOp, weight: Any, *leaves: Any) -> Any:
         """Fold the tensors."""
         ctx.how = strategy, op, weight
-        return tuple(_fold(strategy, op, [leaf.detach() for leaf in leaves], weight))
+        return tuple(_fold(strategy, op, list(leaves), weight))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Fold the gradients."""
         strategy, op, weight = ctx.how
@@ -115,7 +117,8 @@ def _wide(tensor: Any) -> Any:
 def _fold(strategy: Any, op: ReduceOp, leaves: list[Any], weight: Any = None) -> Any:
     strategy.parts.lockstep.check()
     with as_replica(strategy):
-        return fold(strategy.parts, op, leaves, weight, None)
+        # Gradients of gradients are an error by `once_differentiable`, not here.
+        return fold(strategy.parts, op, [leaf.detach() for leaf in leaves], weight, None)
 
 
 def all_gather(value: Any, axis: int = 0, strategy: Any = None) -> Any:
@@ -170,6 +173,7 @@ class _AllGather(torch.autograd.Function):
         return tuple(found)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Fold the gradients, and take this rank's part."""
         strategy, axis, starts, sizes = ctx.how
@@ -286,6 +290,7 @@ class _Normalised(torch.autograd.Function):
         return out.to(x.dtype), mean, variance, count
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Any, *_: Any) -> Any:
         """Return gradients whose mean over the rows of all ranks is that of one process."""
         normal, weight, scale = ctx.saved_tensors

@@ -13,7 +13,7 @@ from mpistrat.distribute.state import check_same
 from mpistrat.distribute.variables import Variable
 from mpistrat.errors import ContextError, LeafTypeError
 from mpistrat.optim.optimizer import Optimizer
-from mpistrat.torch.gradients import as_replica, in_storage_order
+from mpistrat.torch.gradients import as_replica
 from mpistrat.torch.replicate import gradients_of
 from mpistrat.torch.tensors import as_array, tensor_of
 
@@ -28,7 +28,8 @@ class FusedOptimizer:
     mapping of its own. ``step()`` folds the gradients of all ranks, updates weights and state in
     one pass over memory, in which each rank does its part, and every rank sees the new weights. So
     a backward pass does not communicate, and ``p.grad`` is this rank's own until then: clip by
-    ``clip=`` of the optimizer.
+    ``clip=`` of the optimizer. Weights are in C order from then on, as in checkpoints, also those
+    that were ``channels_last``.
 
     A rank that writes to a weight itself writes to a copy of its own: no other rank's weight
     changes, and the next ``step()`` is an error that names the parameter.
@@ -48,6 +49,7 @@ class FusedOptimizer:
     Raises:
       TypeError: `model` is not replicated, or `optimizer` is not of `mpistrat.optim`.
       LeafTypeError: A parameter that requires grad is neither float32 nor float64.
+      ContextError: ``/proc/self/pagemap`` cannot be read on a node.
       LockstepError: The ranks have other models or optimizers.
 
     Cost: one copy of the weights, and the state.
@@ -83,13 +85,24 @@ class FusedOptimizer:
                             "and float64. Keep weights in float32 and compute in "
                             "torch.autocast('cpu', dtype=torch.bfloat16)."
                         )
+            gradients.deferred = True
+            if strategy.all_reduce(
+                "MAX", int(not all(p.is_contiguous() for p in gradients.params))
+            ):
+                gradients.make_room()
             self.variables = {
                 name: _moved(name, p)
                 for name, p in zip(gradients.names, gradients.params, strict=True)
             }
+            try:
+                with strategy.parts.lockstep.preparing("FusedOptimizer"):
+                    self._probe()
+            except Exception:
+                gradients.deferred = False
+                raise
             optimizer.build(self.variables.values())
         self._note()
-        gradients.deferred, gradients.renewed = True, self._renew
+        gradients.renewed = self._renew
 
     def step(self) -> None:
         """Fold the gradients of all ranks, and update weights and state.
@@ -97,8 +110,9 @@ class FusedOptimizer:
         Collective: all ranks call it, after as many backward passes.
 
         Raises:
-          ContextError: A weight was written to on this rank, or replaced, or gradients were changed
-            after the backward pass; or there was none.
+          ContextError: A weight was written to on this rank, or replaced, gradients were changed
+            after the backward pass, or other parameters require grad than at the start. Without a
+            backward pass nothing happens.
           NonFiniteError: A gradient is NaN or infinite; see `mpistrat.optim.Optimizer`.
           RemoteError: Another rank failed.
 
@@ -110,11 +124,12 @@ class FusedOptimizer:
         with as_replica(gradients.strategy), torch.no_grad():
             with parts.lockstep.preparing("FusedOptimizer.step"):
                 gradients.check()
+                self._check_names()
                 self._check()
-                mine = np.array(gradients.ready(), np.uint8)
+                mine = np.array([*gradients.ready(), gradients.passes], np.int32)
             self._compare()
-            if mine.size:
-                mine = in_replica(parts, "MAX", mine, None, None)
+            *mine, passes = in_replica(parts, "MAX", mine, None, None).tolist()
+            gradients.scale(passes)
             pairs = zip(gradients.arrays, self.variables.values(), mine, strict=True)
             given = [(array if used else None, variable) for array, variable, used in pairs]
             if any(mine):
@@ -172,23 +187,37 @@ class FusedOptimizer:
             value = self.variables[name].component()
             check_same(self._gradients.strategy.parts, {name: value})
 
-    def _renew(self) -> None:
-        """Take the weights that `replicate` has given to all ranks. Collective."""
-        gradients = self._gradients
-        if list(self.variables) != gradients.names:
+    def _probe(self) -> None:
+        """Raise ContextError where the system does not tell which weights were written to."""
+        storages = [v.storage for v in self.variables.values()]
+        try:
+            any(one.written() for one in storages if isinstance(one, NodeStorage))
+        except OSError as error:
+            raise ContextError(
+                "FusedOptimizer has to know when a rank writes to its weights, and the system does "
+                f"not tell: {error}. Make /proc/self/pagemap readable, or use an optimizer of "
+                "torch.optim, which has weights and state once per rank."
+            ) from error
+
+    def _check_names(self) -> None:
+        if list(self.variables) != self._gradients.names:
             raise ContextError(
                 "other parameters require grad than when this FusedOptimizer was made. Make "
                 "another one."
             )
+
+    def _renew(self) -> None:
+        """Take the weights that `replicate` has given to all ranks. Collective."""
+        gradients = self._gradients
+        self._check_names()
         with gradients.strategy.scope():
             pairs = zip(gradients.params, self.variables.values(), strict=True)
             for p, variable in pairs:
-                laid, back = in_storage_order(p.detach())
-                value = laid.numpy().copy()
+                value = p.detach().contiguous().numpy().copy()
                 if isinstance(variable.storage, NodeStorage):
                     variable.storage.take_back()
                 variable.assign(value)
-                p.data = _seen(variable).permute(back)
+                p.data = _seen(variable)
         self._note()
 
     def _note(self) -> None:
@@ -200,9 +229,8 @@ class FusedOptimizer:
 
 def _moved(name: str, p: Any) -> Variable:
     """Return a variable with the values of a parameter, which has its memory from now on."""
-    laid, back = in_storage_order(p.detach())
-    made = Variable(as_array(laid), name=name)
-    p.data = _seen(made).permute(back)
+    made = Variable(as_array(p.detach().contiguous()), name=name)
+    p.data = _seen(made)
     return made
 
 

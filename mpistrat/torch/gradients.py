@@ -13,38 +13,26 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable
 from typing import Any, final
 
+import numpy as np
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mpistrat import nest
 from mpistrat.arrays import label
 from mpistrat.distribute.mode import Mode, Replica, current, entered, same_strategy
 from mpistrat.distribute.reduce import in_replica
 from mpistrat.distribute.state import check_same
 from mpistrat.errors import ContextError, LeafTypeError
+from mpistrat.torch.rows import nothing, tensors_in
 from mpistrat.torch.tensors import as_array
 
-__all__ = ["Gradients", "as_replica", "first_rows", "in_storage_order", "tensors_in"]
+__all__ = ["Gradients", "as_replica", "in_storage_order"]
 
 
-def tensors_in(value: Any) -> Iterator[Any]:
-    """Iterate over the tensors in what a model takes or returns: trees, mappings, records."""
-    for leaf in nest.flatten(value)[0]:
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
-        elif isinstance(leaf, Mapping):
-            yield from tensors_in(list(leaf.values()))
-        elif hasattr(leaf, "__dataclass_fields__"):
-            yield from tensors_in(list(vars(leaf).values()))
-
-
-def first_rows(*args: Any, **kwargs: Any) -> float:
-    """Return the first dimension of the first tensor in the arguments of a model; 1 without any."""
-    found = next((x for x in tensors_in([args, kwargs]) if x.ndim), None)
-    return 1 if found is None else len(found)
+def _nobody() -> None:
+    """Return what is left of a backward pass when there is none."""
 
 
 def in_storage_order(tensor: Any) -> tuple[Any, list[int]]:
@@ -57,7 +45,7 @@ def in_storage_order(tensor: Any) -> tuple[Any, list[int]]:
       The tensor, contiguous, and the order to `permute` it by to have the one that was given.
     """
     order = sorted(range(tensor.ndim), key=lambda i: -tensor.stride(i))
-    if not tensor.permute(order).is_contiguous():
+    if tensor.is_contiguous() or not tensor.permute(order).is_contiguous():
         order = list(range(tensor.ndim))
     return tensor.permute(order).contiguous(), [order.index(i) for i in range(tensor.ndim)]
 
@@ -88,6 +76,8 @@ class Gradients:
       params: These parameters.
       arrays: Their buffers, of `Strategy.gradient_buffers`, in the order of memory.
       views: The same memory as tensors that are laid out as the parameters.
+      held: There was a `no_sync` since gradients were folded.
+      passes: How many backward passes this rank has added up.
       weight: How many rows the gradients are the mean of that this rank has added up.
       versions: Of the views, when the last pass ended.
       variables: What has the memory of parameters, by the identity of these.
@@ -98,13 +88,16 @@ class Gradients:
         """Begin alike; see `replicate`. Collective."""
         self._model, self.strategy, self._rows = model, strategy, rows
         self.syncing, self.deferred = True, False
-        self._open = self._inside = self._seen = False
+        self._inside = self._seen = self.held = False
+        self._ending: Callable[[], Any] = _nobody
         self._hooks: list[Any] = []
         self._scaling: list[Any] = []
         self._slots: list[tuple[dict[str, Any], str, Any, bool]] | None = None
         self._meets = False
-        self._passes, self._base, self.weight = 0, 0.0, 0.0
+        self.passes, self._base, self.weight = 0, 0.0, 0.0
         self.versions: list[int] = []
+        self._waiting: set[int] = set()
+        self._kept: dict[int, Any] = {}
         self._pass, self._folds, self._last, self._now = 0, 0, 1.0, 0.0
         self.variables: dict[int, Any] = {}
         self.renewed: Callable[[], None] = lambda: None
@@ -127,7 +120,8 @@ class Gradients:
             self.strategy.broadcast(state, out=state)
             new = self._slots is None or bool(self._differs())
             if self.strategy.all_reduce("MAX", int(new)):
-                self._make_room()
+                self.make_room()
+        self.held = False
         self.forget()
         self.renewed()
 
@@ -138,7 +132,7 @@ class Gradients:
                 return key
         return ""
 
-    def _make_room(self) -> None:
+    def make_room(self) -> None:
         """Take memory for the gradients of what requires grad, and hook it. Collective."""
         self.close()
         # Layers that meet in every pass; a rank without rows has to be there.
@@ -148,7 +142,9 @@ class Gradients:
         self._meets = bool(meets)
         named = [(n, p) for n, p in self._model.named_parameters() if p.requires_grad]
         self.names, self.params = [n for n, _ in named], [p for _, p in named]
-        laid = [in_storage_order(p.detach()) for p in self.params]
+        # Who updates has the weights in C order, and so has a checkpoint.
+        given = [p.detach().contiguous() if self.deferred else p.detach() for p in self.params]
+        laid = list(map(in_storage_order, given))
         specs = [*[one for one, _ in laid], torch.empty(len(named))]
         *buffers, self._used = self.strategy.gradient_buffers(specs)
         self.arrays = [as_array(one) for one in buffers]
@@ -200,8 +196,6 @@ class Gradients:
 
     def _prepare(self, args: Any, kwargs: Any) -> float:
         """Return how many rows the arguments are."""
-        if torch._C._current_graph_task_id() == -1:
-            self._open = False  # of a pass that has failed
         self.check()
         return float(self._rows(*args, **kwargs))
 
@@ -221,44 +215,53 @@ class Gradients:
                 one.register_hook(came)
 
     def _nothing(self, args: Any, kwargs: Any) -> Any:
-        """Return what the model would give for no rows, without running it."""
-        pairs = [*self._model.named_parameters(), *self._model.named_buffers()]
-        mode = FakeTensorMode(allow_non_fake_inputs=True)  # shapes without contents
-
-        def fake(leaf: Any) -> Any:
-            return mode.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf
-
-        try:
-            with mode:
-                mine = {name: fake(one) for name, one in pairs}
-                some = [nest.map(fake, given) for given in (args, kwargs)]
-                out = torch.func.functional_call(self._model, mine, *some)
-        except Exception as error:
-            raise ContextError(
-                "this rank has no rows, and what the model would give for none is not known "
-                f"without running it: {error}\n  Call mpistrat.torch.take_part(model) in place of "
-                "the model, the loss and its backward pass where a rank has no rows."
-            ) from error
-        anchor = torch.zeros((), requires_grad=True)
-        return nest.map(functools.partial(_empty, anchor), out)
+        return nothing(self._model, args, kwargs)
 
     # Backward passes
 
     def _begin(self) -> None:
-        if self._open:
+        if self._ending() is not None:
             return
-        self._open, self._seen, self._now = True, False, 0.0
+        end = functools.partial(self._end)
+        self._ending = weakref.ref(end)  # PyTorch drops it when the pass fails
+        self._seen, self._now = False, 0.0
         self._pass += 1
-        if self._passes and all(p.grad is None for p in self.params):
-            self.forget()  # the program has dropped what had been added up
-        if self._passes:
-            self._scaling = [p.register_hook(self._scaled) for p in self.params]
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        self._unhook()
+        if self.passes and self._dropped():
+            self.forget()
+        if not self.passes and (self.deferred or not self.syncing):
+            self._waiting = {i for i, p in enumerate(self.params) if p.grad is not None}
+        if self.passes or self._waiting:
+            hooks = [functools.partial(self._coming, i) for i in range(len(self.params))]
+            self._scaling = [
+                p.register_hook(hook) for p, hook in zip(self.params, hooks, strict=True)
+            ]
+        torch.autograd.Variable._execution_engine.queue_callback(end)
 
-    def _scaled(self, gradient: Any) -> Any:
-        """Let passes that are added up count by their rows, as they would in one process."""
+    def _dropped(self) -> bool:
+        """Tell whether the program has dropped what was added up, by None or by zeros."""
+        return all(
+            p.grad is None or (p.grad._version != version and not p.grad.any())
+            for p, version in zip(self.params, self.versions, strict=True)
+        )
+
+    def _coming(self, i: int, gradient: Any) -> Any:
+        """Let passes that are added up count by their rows, as they would in one process.
+
+        What the program had kept before the first of them is put aside: it does not count by rows.
+        """
+        p = self.params[i]
+        if i in self._waiting:
+            self._waiting.remove(i)
+            self._kept[i], p.grad = p.grad.clone(), None
         now = self._now or self._last
-        return gradient if now == self._base else gradient * (now / (self._base or now))
+        same = now == self._base or not self._base
+        return gradient if same else gradient * (now / self._base)
+
+    def _unhook(self) -> None:
+        for hook in self._scaling:
+            hook.remove()
+        self._scaling = []
 
     def _arrived(self, i: int, p: Any) -> None:
         """Keep the gradient of a parameter, which has just been accumulated."""
@@ -281,48 +284,65 @@ class Gradients:
         p.grad = view
 
     def _end(self) -> None:
-        self._open = False
-        for hook in self._scaling:
-            hook.remove()
-        self._scaling = []
+        self._ending = _nobody
+        self._unhook()
         if not self._seen and self._now:  # torch.autograd.grad, which leaves p.grad alone
+            for i in [i for i in self._kept if self.params[i].grad is None]:
+                self.params[i].grad = self._kept.pop(i)
+                self._waiting.add(i)
             return
-        now = self._now if self._now or not self._seen else self._last
-        self._passes += 1
-        self.weight += now
-        self._base = self._base or now
+        self._count(self._now if self._now or not self._seen else self._last)
+
+    def _count(self, rows: float) -> None:
+        """Count a pass, and fold if it is time."""
+        self.passes += 1
+        self.weight += rows
+        self._base = self._base or rows
         self.versions = [view._version for view in self.views]
         if self.syncing and not self.deferred:
             self._fold()
 
     def take_part(self) -> None:
         """Be in a backward pass without rows. Collective, unless passes add up."""
-        self._open = False
         self.check()
         self._pass += 1
-        self._passes += 1
-        if self.syncing and not self.deferred:
-            self._fold()
+        self._count(0.0)
 
     def ready(self) -> list[bool]:
-        """Make the buffers what this rank has to give; return which of them have a gradient."""
+        """Bring all gradients into the buffers; return which of them there are. `scale` follows."""
         for p, view in zip(self.params, self.views, strict=True):
             if p.grad is None:
                 view.zero_()
             elif p.grad is not view:
                 view.copy_(p.grad)
-        if self._passes > 1 and self.weight and self._base * self._passes != self.weight:
-            for view in self.views:
-                view *= self._base * self._passes / self.weight
         return [p.grad is not None for p in self.params]
+
+    def scale(self, passes: int) -> None:
+        """Make the buffers what this rank has to give: the mean over its rows, times `passes`.
+
+        Args:
+          passes: How many passes there were on the rank that has counted most of them: one that has
+            no gradients, as it had no rows so far, cannot tell whether the program dropped some.
+        """
+        total = self._base * passes
+        for i, view in enumerate(self.views):
+            if self.weight and total != self.weight and i not in self._waiting:
+                view *= total / self.weight
+            if i in self._kept:
+                view += self._kept.pop(i)
 
     def _fold(self) -> None:
         parts = self.strategy.parts
         parts.lockstep.check()
         self._used.copy_(torch.tensor(self.ready(), dtype=torch.float32))
         with as_replica(self.strategy):
+            passes = self.passes
+            if self.held:
+                passes = int(in_replica(parts, "MAX", np.array(passes), None, None))
+            self.scale(passes)
             self._compare()
             in_replica(parts, "MEAN", self._all, self.weight, self._all)
+        self.held = False
         self.give((self._used > 0).tolist())
 
     def give(self, used: list[bool]) -> None:
@@ -333,8 +353,9 @@ class Gradients:
 
     def forget(self) -> None:
         """Begin anew with adding up."""
-        self._passes, self._base, self.weight = 0, 0.0, 0.0
+        self.passes, self._base, self.weight = 0, 0.0, 0.0
         self.versions = []
+        self._waiting, self._kept = set(), {}
 
     def _compare(self) -> None:
         """Compare one parameter of all ranks now and then, another one each time. Collective."""
@@ -342,12 +363,3 @@ class Gradients:
         if self.params and every and self._folds % every == 0:
             i = self._folds // every % len(self.params)
             check_same(self.strategy.parts, {self.names[i]: self.params[i].detach()})
-
-
-def _empty(anchor: Any, leaf: Any) -> Any:
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    if not leaf.is_floating_point():
-        return torch.zeros(leaf.shape, dtype=leaf.dtype)
-    nothing = torch.full(leaf.shape, float("nan"), dtype=leaf.dtype)
-    return nothing + anchor.to(leaf.dtype)

@@ -123,7 +123,7 @@ class GroupCalls(_Base):
         ride = functools.partial(calls.ride, self.channel, *known, tensor)
         if opts.asyncOp:
             return self.channel.call(known[0], ride, (tensor,), beside=True, seconds=None)
-        return _DONE if self.channel.at_once(ride) else None
+        return _DONE if self.channel.at_once(known[0], ride) else None
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """Fold several tensors in one call."""

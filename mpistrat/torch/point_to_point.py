@@ -78,10 +78,12 @@ class PostWork(AnyWork):
         if not self._receives:
             return
         wanted = bytes_of(self._room).size
-        if self._post.nbytes != wanted:
+        peer = "the other rank" if self._post.peer is None else f"rank {self._post.peer}"
+        if self._post.truncated or self._post.nbytes != wanted:
+            sent = "more" if self._post.truncated else self._post.nbytes
             raise ValueError(
                 f"rank {self._messages.rank}: {self._what} in {self._place} wants {wanted} bytes, "
-                f"and rank {self._post.peer} has sent {self._post.nbytes}. Give a tensor of the "
+                f"and {peer} has sent {sent}. Give a tensor of the "
                 "size and dtype that was sent."
             )
         settle([self._tensor], [self._room])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import copyreg
 import functools
 import sys
@@ -13,8 +14,9 @@ import torch
 
 from mpistrat.distribute.default import current_strategy, default_strategy
 from mpistrat.distribute.mode import refuse_unchosen
-from mpistrat.torch.gradients import Gradients, first_rows
-from mpistrat.torch.states import GRADIENTS
+from mpistrat.torch.gradients import Gradients
+from mpistrat.torch.rows import first_rows
+from mpistrat.torch.states import GRADIENTS, all_gradients
 
 __all__ = ["Replicated", "gradients_of", "no_sync", "replicate", "take_part"]
 
@@ -61,13 +63,29 @@ class Replicated(torch.nn.Module):
 
     __call__ = _Call()
 
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Return an ordinary model, made in the way of its class: modules of torch.fx have one."""
+        replicated, gradients = type(self), self.__dict__.pop(GRADIENTS, None)
+        self.__class__ = _plain(self)
+        try:
+            return copy.deepcopy(self, memo)
+        finally:
+            self.__class__ = replicated
+            self.__dict__[GRADIENTS] = gradients
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Return how to make an ordinary model of it, as it was before `replicate`."""
         state = super().__reduce_ex__(2)[2]
         if isinstance(state, dict):
             state = {key: value for key, value in state.items() if key != GRADIENTS}
-        plain = type(self).__mro__[2]
+        plain = _plain(self)
         return copyreg._reconstructor, (plain, object, None), state  # type: ignore[attr-defined]
+
+
+def _plain(model: Any) -> type:
+    """Return the class that a model was of before `replicate`."""
+    classes = type(model).__mro__
+    return classes[classes.index(Replicated) + 1] if Replicated in classes else classes[0]
 
 
 def replicate(
@@ -124,7 +142,7 @@ def replicate(
     if known is not None and known.strategy is strategy:
         known.begin_alike()
         return model
-    plain = type(model).__mro__[2] if isinstance(model, Replicated) else type(model)
+    plain = _plain(model)
     if known is not None:
         known.close()
     model.__dict__[GRADIENTS] = Gradients(model, strategy, rows or first_rows)
@@ -135,11 +153,20 @@ def replicate(
 
 
 def gradients_of(model: Any, what: str) -> Gradients:
-    """Return the gradients of a replicated model, or raise TypeError that says `what` wants one."""
-    found = model.__dict__.get(GRADIENTS) if isinstance(model, torch.nn.Module) else None
-    if not isinstance(found, Gradients):
-        raise TypeError(f"{what}: {type(model).__name__} is not what replicate(model) returned.")
-    return found
+    """Return the gradients of a replicated model, or raise TypeError that says `what` wants one.
+
+    Args:
+      model: The model, or a module that has it inside, such as ``torch.compile(model)``.
+      what: The call.
+    """
+    found = all_gradients(model) if isinstance(model, torch.nn.Module) else []
+    if len(found) != 1:
+        several = f"; in it are {len(found)} such models, give one of them" if found else ""
+        raise TypeError(
+            f"{what}: {type(model).__name__} is not what replicate(model) returned{several}."
+        )
+    own: Gradients = found[0]
+    return own
 
 
 @contextlib.contextmanager
@@ -147,7 +174,12 @@ def no_sync(model: Any) -> Iterator[None]:
     """Return a context manager in which backward passes add up gradients on this rank alone.
 
     The first backward pass after it makes them the same on all ranks: the mean over the rows of
-    all these passes, times how many passes there were, as one process has it that adds up.
+    all these passes, times how many passes there were, as one process has it that adds up. To drop
+    what was added up, all ranks call ``zero_grad`` of the model or of the optimizer that has all
+    its parameters, to None or to zeros. What ``p.grad`` was before the first of these passes is
+    put aside until then, and added as it is.
+
+    Collective: all ranks enter it as often.
 
     Args:
       model: What `replicate` returned.
@@ -156,7 +188,7 @@ def no_sync(model: Any) -> Iterator[None]:
       TypeError: It is not.
     """
     gradients = gradients_of(model, "no_sync")
-    before, gradients.syncing = gradients.syncing, False
+    before, gradients.syncing, gradients.held = gradients.syncing, False, True
     try:
         yield
     finally:

@@ -5,6 +5,7 @@ Names are those of ``state_dict``. Numbers are saved; flags and texts are the pr
 
 from __future__ import annotations
 
+import collections
 import functools
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
@@ -14,10 +15,17 @@ import torch
 
 from mpistrat.arrays import Array, as_array
 from mpistrat.checkpoint.cells import Cell
+from mpistrat.errors import LeafTypeError
 
-__all__ = ["GRADIENTS", "parts_of"]
+__all__ = ["GRADIENTS", "all_gradients", "parts_of"]
 
 GRADIENTS = "_mpistrat_gradients"  # in the attributes of a replicated model; a copy has none
+
+
+def all_gradients(model: Any) -> list[Any]:
+    """Return the gradients of the replicated models in a module: it, or what it has inside."""
+    inside = (one.__dict__.get(GRADIENTS) for one in model.modules())
+    return [one for one in inside if one is not None]
 
 
 def parts_of(value: Any) -> Mapping[str, Any] | None:
@@ -25,7 +33,11 @@ def parts_of(value: Any) -> Mapping[str, Any] | None:
 
     Args:
       value: A module, an optimizer or scheduler of ``torch.optim``, a generator or a tensor. An
-        optimizer that has made no step gets its state first, as its first step would.
+        optimizer that has made no step has the names that its state will have; it has no state
+        before some is restored.
+
+    Raises:
+      LeafTypeError: An optimizer has made no step, and what its state will be cannot be told.
     """
     if isinstance(value, torch.nn.Module):
         return _module(value)
@@ -54,9 +66,11 @@ def _tensor(name: str, tensor: Any, strategy: Any = None) -> Cell:
 
 def _module(model: Any) -> dict[str, Any]:
     """Return parameters and persistent buffers; what has several names under the first."""
-    gradients = model.__dict__.get(GRADIENTS)
-    strategy = getattr(gradients, "strategy", None)
-    variables = getattr(gradients, "variables", {})
+    strategy = None
+    variables: dict[int, Any] = {}
+    for gradients in all_gradients(model):
+        strategy = gradients.strategy
+        variables |= gradients.variables
     found, seen = {}, set()
     for name, one in model.state_dict(keep_vars=True).items():
         if isinstance(one, torch.Tensor) and id(one) not in seen:
@@ -67,48 +81,84 @@ def _module(model: Any) -> dict[str, Any]:
 
 
 def _optimizer(optimizer: Any) -> dict[str, Any]:
-    if not optimizer.state:
-        _begin(optimizer)
+    """Return state and groups; of a parameter without state yet, the names that it will have."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
+    new = _first(optimizer, [p for p in params if p.requires_grad and not optimizer.state.get(p)])
     state = {}
     for number, p in enumerate(params):
-        of_one = optimizer.state.get(p, {})
-        state[str(number)] = dict(_numbers(of_one))
+        of_one = optimizer.state.get(p) or new.get(p, {})
+        if p.requires_grad or of_one:
+            state[str(number)] = {
+                **dict(_numbers(of_one)),
+                "begun": _begun(optimizer.state, p, of_one),
+            }
     groups = {str(i): dict(_numbers(group)) for i, group in enumerate(optimizer.param_groups)}
     return {"state": state, "groups": groups}
 
 
-def _begin(optimizer: Any) -> None:
-    """Create the state that a first step would, without a change of weights."""
-    params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    before = [(p, p.grad) for p in params]
-    rates = [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group]
-    for group, rate in rates:
-        group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
-    for p in params:
-        p.grad = torch.zeros_like(p)
+def _begun(states: Any, p: Any, of_one: dict[str, Any]) -> Cell:
+    """Return whether a parameter has state; to write it gives `of_one` to the optimizer or not."""
+
+    def write(values: Array) -> None:
+        if values:
+            states[p] = of_one
+        else:
+            states.pop(p, None)
+
+    return Cell("begun", lambda: np.array(bool(states.get(p)), np.int64), write)
+
+
+def _first(optimizer: Any, params: list[Any]) -> dict[Any, dict[str, Any]]:
+    """Return the state that these parameters would get by a first step, with zeros in it.
+
+    Another optimizer makes the step, of parameters that are zeros, so nothing of this one changes.
+    """
+    if not params:
+        return {}
+    copies = {p: torch.zeros_like(p, requires_grad=False) for p in params}
+    for one in copies.values():
+        one.grad = torch.zeros_like(one)
+    kind = type(optimizer)
+    other, step = object.__new__(kind), kind.step
+    # Schedulers put a `step` of this optimizer into its attributes; of hooks it has its own.
+    own = {key: value for key, value in vars(optimizer).items() if key != "step"}
+    groups = [
+        {**group, "params": [copies[p] for p in group["params"] if p in copies]}
+        for group in optimizer.param_groups
+    ]
+    vars(other).update(own, param_groups=groups, state=collections.defaultdict(dict))
+    if getattr(step, "hooked", False):  # what calls the hooks, also those of all optimizers
+        step = step.__wrapped__
     try:
-        optimizer.step()
-    finally:
-        for group, rate in rates:
-            group["lr"] = rate
-        for p, gradient in before:
-            p.grad = gradient
-    for of_one in optimizer.state.values():
-        if isinstance(of_one.get("step"), torch.Tensor):
-            of_one["step"].zero_()
-        elif "step" in of_one:
-            of_one["step"] = 0
+        step(other)
+    except Exception as error:
+        raise LeafTypeError(
+            f"the state of torch's {kind.__name__} cannot be saved or restored before it has made "
+            f"a step, as a step with zero gradients failed: {error}\n  Leave the optimizer out of "
+            "the checkpoint, or use another one."
+        ) from error
+    for of_one in other.state.values():
+        for key, value in of_one.items():
+            of_one[key] = _zero(value)
+    return {p: other.state[one] for p, one in copies.items() if one in other.state}
+
+
+def _zero(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.zero_()
+    return type(value)(0) if _is_number(value) else value
 
 
 def _numbers(holder: MutableMapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-    """Iterate over the tensors and numbers of a mapping, and of the sequences in it."""
+    """Iterate over the tensors and numbers of a mapping, and of sequences and schedulers in it."""
     for key, value in list(holder.items()):
         name = str(key)
         if key == "params":
             continue
         if isinstance(value, torch.Tensor):
             yield name, _tensor(name, value)
+        elif key == "_schedulers":  # of those that are made of others
+            yield name, {str(i): dict(_numbers(vars(one))) for i, one in enumerate(value)}
         elif _is_number(value):
             yield name, _number(name, holder, key)
         elif isinstance(value, Sequence) and value and all(map(_is_number, value)):

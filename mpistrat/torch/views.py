@@ -105,10 +105,19 @@ def numbers_of(room: torch.Tensor) -> tuple[Array, torch.Tensor]:
     """Return a C-ordered tensor as an array that can be folded, and the tensor that holds it.
 
     bool is folded as uint8, and bfloat16, which NumPy does not know, as a float32 copy.
+
+    Raises:
+      LeafTypeError: It is of another dtype that NumPy does not know.
     """
     if room.dtype is torch.bfloat16:
         room = room.float()
-    array: Array = room.view(torch.uint8).numpy() if room.dtype is torch.bool else room.numpy()
+    try:
+        array: Array = room.view(torch.uint8).numpy() if room.dtype is torch.bool else room.numpy()
+    except TypeError as error:
+        raise LeafTypeError(
+            f"{spec(room)} cannot be folded, as NumPy does not know its dtype: {error}. Fold "
+            "tensor.float(), or gather the tensors, which takes every dtype."
+        ) from error
     return array, room
 
 

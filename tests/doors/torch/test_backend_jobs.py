@@ -184,3 +184,42 @@ def test_without_threads_all_is_done_at_once_and_that_is_said(tmp_path):
     code, printed = job(tmp_path, body, begin=begin)
     assert (code, printed.count("sum 2.0")) == (0, 2), printed
     assert printed.count("THREAD_MULTIPLE") == 1
+
+
+def test_a_small_call_of_a_known_kind_that_takes_too_long_is_named(tmp_path):
+    body = """
+        for _ in range(3):
+            dist.all_reduce(torch.ones(2))
+        if rank == 0:
+            try:
+                dist.all_reduce(torch.ones(2))
+            except dist.DistBackendError as error:
+                print(error, flush=True)
+        else:
+            time.sleep(30)  # until the job is ended
+    """
+    begin = BEGIN.replace("()", "(timeout=datetime.timedelta(seconds=0.5))", 1)
+    code, printed = job(tmp_path, body, begin=begin)
+    assert code and "ranks to call all_reduce(SUM) of float32[2]" in printed, printed
+
+
+def test_a_small_call_of_a_known_kind_that_is_interrupted_ends_the_group(tmp_path):
+    body = """
+        import signal
+        for _ in range(3):
+            dist.all_reduce(torch.ones(2))
+        if rank == 0:
+            signal.signal(signal.SIGALRM, signal.default_int_handler)
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            try:
+                dist.all_reduce(torch.ones(2))
+            except KeyboardInterrupt:
+                try:
+                    dist.all_reduce(torch.ones(2))
+                except dist.DistError as error:
+                    print(error, flush=True)
+        else:
+            time.sleep(30)  # until the job is ended
+    """
+    code, printed = job(tmp_path, body)
+    assert code and "all_reduce(SUM) of float32[2] was interrupted" in printed, printed

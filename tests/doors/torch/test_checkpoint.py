@@ -111,6 +111,175 @@ def test_tensors_are_saved_and_what_differs_is_told(tmp_path):
     run_ranks(program, 2)
 
 
+OPTIMIZERS = {
+    "Adam": lambda p: torch.optim.Adam(p, 0.1, weight_decay=0.1),
+    "SGD": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, dampening=0.5, weight_decay=0.1),
+    "NAdam": lambda p: torch.optim.NAdam(p, 0.1),
+    "Rprop": lambda p: torch.optim.Rprop(p, 0.01),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, 0.1),
+}
+
+
+def some_steps(model, optimizer, seeds=range(3)):
+    for seed in seeds:
+        optimizer.zero_grad()
+        x = torch.rand(4, 3, generator=torch.Generator().manual_seed(seed))
+        model(x).square().mean().backward()
+        optimizer.step()
+    return model.weight.detach().clone()
+
+
+def filled(value=0.5):
+    model = nn.Linear(3, 2)
+    for p in model.parameters():
+        nn.init.constant_(p, value)
+    return model
+
+
+@pytest.mark.parametrize("kind", list(OPTIMIZERS))
+def test_a_checkpoint_before_the_first_step_changes_nothing_there_and_after_restore(tmp_path, kind):
+    def made(value=0.5):
+        model = filled(value)
+        optimizer = OPTIMIZERS[kind](model.parameters())
+        calls = []
+        optimizer.register_step_post_hook(lambda *_: calls.append(1))
+        return model, optimizer, ms.Checkpoint(model=model, optimizer=optimizer), calls
+
+    model, optimizer, _, _ = made()
+    wanted = some_steps(model, optimizer)
+    model, optimizer, checkpoint, calls = made()
+    path = checkpoint.save(tmp_path / "start")
+    assert not calls and model.weight.grad is None
+    assert kind == "Adagrad" or not optimizer.state  # that one has state from the start
+    assert torch.equal(some_steps(model, optimizer), wanted)
+    checkpoint.restore(path)  # also of an optimizer that has made steps
+    assert torch.equal(some_steps(model, optimizer), wanted)
+    later = checkpoint.save(tmp_path / "later")
+    model, optimizer, checkpoint, calls = made(0.25)
+    checkpoint.restore(path)
+    assert torch.equal(some_steps(model, optimizer), wanted)
+    wanted = some_steps(model, optimizer, [3])
+    model, optimizer, checkpoint, calls = made(0.25)
+    checkpoint.restore(later)
+    assert torch.equal(some_steps(model, optimizer, [3]), wanted)
+
+
+def test_an_optimizer_whose_state_is_not_known_before_a_step_is_an_error_that_says_so():
+    optimizer = torch.optim.LBFGS(filled().parameters())
+    with pytest.raises(ms.errors.LeafTypeError, match="LBFGS cannot be saved"):
+        ms.Checkpoint(optimizer=optimizer).variables()
+
+
+def test_a_parameter_that_was_not_used_yet_has_the_same_names_when_saved_and_restored(tmp_path):
+    def made():
+        model = nn.ModuleDict({"used": nn.Linear(3, 2), "unused": nn.Linear(3, 2)})
+        optimizer = torch.optim.Adam(model.parameters())
+        return model, optimizer, ms.Checkpoint(model=model, optimizer=optimizer)
+
+    model, optimizer, checkpoint = made()
+    model["used"](torch.ones(4, 3)).mean().backward()
+    optimizer.step()
+    path = checkpoint.save(tmp_path / "unused")
+    model, optimizer, checkpoint = made()
+    checkpoint.restore(path).assert_consumed()
+    assert set(optimizer.state) == set(model["used"].parameters())
+
+
+def schedulers():
+    of = torch.optim.lr_scheduler
+    return {
+        "sequential": lambda o: of.SequentialLR(
+            o, [of.LambdaLR(o, lambda e: (e + 1) / 4), of.CosineAnnealingLR(o, 10)], [4]
+        ),
+        "chained": lambda o: of.ChainedScheduler(
+            [of.LinearLR(o, 0.1, 1.0, 4), of.CosineAnnealingLR(o, 10)], o
+        ),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:.*epoch parameter")
+@pytest.mark.parametrize("kind", list(schedulers()))
+def test_schedulers_that_are_made_of_others_go_on(tmp_path, kind):
+    def made():
+        model = filled()
+        optimizer = torch.optim.SGD(model.parameters(), 1.0)
+        scheduler = schedulers()[kind](optimizer)
+        trees = {"optimizer": optimizer, "scheduler": scheduler}
+        return optimizer, scheduler, ms.Checkpoint(model=model, **trees)
+
+    def rates(optimizer, scheduler, times):
+        found = []
+        for _ in range(times):
+            optimizer.step()
+            scheduler.step()
+            found.append(optimizer.param_groups[0]["lr"])
+        return found
+
+    optimizer, scheduler, checkpoint = made()
+    rates(optimizer, scheduler, 6)
+    path = checkpoint.save(tmp_path / "schedule")
+    wanted = rates(optimizer, scheduler, 8)
+    optimizer, scheduler, checkpoint = made()
+    checkpoint.restore(path)
+    assert rates(optimizer, scheduler, 8) == wanted
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_weights_that_were_channels_last_have_the_same_order_in_all_checkpoints(tmp_path, fused):
+    values = torch.rand(64, 3, 3, 3, generator=torch.Generator().manual_seed(0))
+    values = values.repeat(10, 1, 1, 1)  # large enough for the memory of the node
+
+    def made(value, fused, layout):
+        model = nn.Conv2d(3, 640, 3, bias=False)
+        with torch.no_grad():
+            model.weight.copy_(value)
+        model = mt.replicate(model.to(memory_format=layout), ms.MirroredStrategy())
+        optimizer = mt.FusedOptimizer(model, ms.optim.Adam(0.01)) if fused else None
+        trees = {"optimizer": optimizer} if fused else {}
+        return model, optimizer, ms.Checkpoint(model=model, **trees)
+
+    def program(comm):
+        model, optimizer, checkpoint = made(values, True, torch.channels_last)
+        path = checkpoint.save(tmp_path / "picture")
+        assert torch.equal(model.weight, values)
+        for layout in (torch.contiguous_format, torch.channels_last):
+            other, again, checkpoint = made(torch.zeros(()), fused, layout)
+            checkpoint.restore(path, partial=not fused)
+            assert torch.equal(other.weight, values)
+        model.to(memory_format=torch.channels_last)
+        mt.replicate(model)
+        assert torch.equal(model.weight, values)
+        if fused:
+            for one, step in ((model, optimizer), (other, again)):
+                one(torch.ones(2, 3, 4, 4)).square().mean().backward()
+                step.step()
+            assert torch.equal(model.weight, other.weight)
+
+    run_ranks(program, 2)
+
+
+@pytest.mark.parametrize("way", ["compiled", "inside"])
+def test_the_weights_of_a_fused_optimizer_are_found_inside_of_other_modules(tmp_path, way):
+    def program(comm):
+        strategy = ms.MirroredStrategy()
+        model = mt.replicate(nn.Linear(300, 300), strategy)
+        optimizer = mt.FusedOptimizer(model, ms.optim.SGD(0.1))
+        whole = nn.ModuleDict({"inner": model})
+        if way == "compiled":
+            whole = torch.compile(model, backend="eager")
+        checkpoint = ms.Checkpoint(model=whole, optimizer=optimizer)
+        path = checkpoint.save(tmp_path / way)
+        before = model.weight.detach().clone()
+        for _ in range(2):
+            model(torch.ones(2, 300)).mean().backward()
+            optimizer.step()
+            assert not torch.equal(model.weight, before)
+            checkpoint.restore(path)
+            assert torch.equal(model.weight, before)
+
+    run_ranks(program, 2)
+
+
 def test_the_state_of_an_optimizer_that_made_no_step_is_that_of_the_start():
     model = nn.Linear(2, 1)
     before = model.weight.detach().clone()
@@ -118,5 +287,6 @@ def test_the_state_of_an_optimizer_that_made_no_step_is_that_of_the_start():
     held = ms.Checkpoint(optimizer=optimizer).variables()
     assert held["optimizer/state/0/step"].array == 0
     assert (held["optimizer/state/0/exp_avg"].array == 0).all()
+    assert held["optimizer/state/0/begun"].array == 0 and not optimizer.state
     assert optimizer.param_groups[0]["lr"] == 0.1
     assert torch.equal(model.weight, before) and model.weight.grad is None

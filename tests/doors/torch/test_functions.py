@@ -69,6 +69,25 @@ def test_gradients_pass_an_all_gather(size):
     run_ranks(program, size)
 
 
+@pytest.mark.parametrize("call", ["all_reduce", "all_gather", "SyncBatchNorm"])
+def test_gradients_of_gradients_are_an_error_and_not_constants(call):
+    def program(comm):
+        strategy = ms.MirroredStrategy()
+        norm = mt.SyncBatchNorm(3).double()
+        norm.of_ranks(strategy)
+        do = {
+            "all_reduce": lambda x: mt.all_reduce("SUM", x, strategy),
+            "all_gather": lambda x: mt.all_gather(x, strategy=strategy),
+            "SyncBatchNorm": norm,
+        }[call]
+        x = torch.stack([own(comm.rank), own(comm.rank) ** 2]).requires_grad_()
+        (slope,) = torch.autograd.grad(do(x.square()).sin().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            slope.square().sum().backward()
+
+    run_ranks(program, 2)
+
+
 def test_wrong_calls_are_errors_on_all_ranks():
     def program(comm):
         strategy = ms.MirroredStrategy()

@@ -194,12 +194,12 @@ def test_the_fused_optimizer_gives_the_weights_of_one_process(size, kind):
     def program(comm):
         strategy = ms.MirroredStrategy()
         model = mt.replicate(made(kind, seed=comm.rank), strategy)
-        kept = [(p, p.shape, p.stride()) for p in model.parameters()]
+        kept = [(p, p.shape) for p in model.parameters()]
         optimizer = mt.FusedOptimizer(model, ms.optim.AdamW(0.05, weight_decay=0.01))
         train(model, optimizer, comm.rank, size)
         close(model, wanted)
-        for p, (q, shape, stride) in zip(model.parameters(), kept, strict=True):
-            assert p is q and p.shape == shape and p.stride() == stride
+        for p, (q, shape) in zip(model.parameters(), kept, strict=True):
+            assert p is q and p.shape == shape and p.is_contiguous()
         strategy.check_same({name: x.detach() for name, x in model.named_parameters()})
 
     run_ranks(program, size)
@@ -288,6 +288,53 @@ def test_weights_loaded_on_all_ranks_are_taken_by_replicate():
     run_ranks(program, 2)
 
 
+def test_a_fused_optimizer_of_other_parameters_than_now_require_grad_says_so():
+    def program(comm):
+        model, optimizer = wide(comm)
+        model[0].bias.requires_grad_(False)
+        with pytest.raises(ms.errors.ContextError, match="other parameters require grad"):
+            mt.replicate(model)
+        backward(model, comm)
+        with pytest.raises(ms.errors.ContextError, match="other parameters require grad"):
+            optimizer.step()
+        optimizer = mt.FusedOptimizer(model, ms.optim.SGD(0.1))
+        optimizer.zero_grad()
+        backward(model, comm)
+        optimizer.step()
+
+    run_ranks(program, 2)
+
+
+def test_a_system_that_does_not_tell_of_writes_is_an_error_at_the_start(monkeypatch):
+    def refused(*_):
+        raise PermissionError(13, "Permission denied", "/proc/self/pagemap")
+
+    monkeypatch.setattr("mpistrat.sharedmem.overlay.Overlay.written", refused)
+
+    def program(comm):
+        model = mt.replicate(nn.Linear(300, 300), ms.MirroredStrategy())
+        with pytest.raises(ms.errors.ContextError, match=r"pagemap.*torch\.optim"):
+            mt.FusedOptimizer(model, ms.optim.SGD(0.1))
+        torch.optim.SGD(model.parameters(), 0.1)
+        model(torch.ones(2, 300) + 2 * comm.rank).mean().backward()
+        torch.testing.assert_close(model.weight.grad, torch.full((300, 300), 2 / 300))
+
+    run_ranks(program, 2)
+
+
+def test_a_replicated_model_is_found_inside_of_others():
+    def program(comm):
+        model, _ = wide(comm)
+        outer = nn.ModuleDict({"inner": model})
+        with mt.no_sync(outer), mt.no_sync(torch.compile(model, backend="eager")):
+            assert not model._mpistrat_gradients.syncing
+        two = nn.ModuleList([model, mt.replicate(nn.Linear(2, 1), ms.MirroredStrategy())])
+        with pytest.raises(TypeError, match="are 2 such models"), mt.no_sync(two):
+            pass
+
+    run_ranks(program, 1)
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_in_the_function_of_run_too(size):
     wanted = alone(made("plain"))
@@ -348,6 +395,136 @@ def test_a_model_is_not_run_where_it_has_no_rows_and_gives_an_output_of_its_shap
         model = mt.replicate(Peeks(), model._mpistrat_gradients.strategy)
         with pytest.raises(ms.errors.ContextError, match="take_part"):
             model(torch.ones(0, 3))
+
+    run_ranks(program, 2)
+
+
+def test_rows_are_of_the_first_tensor_as_the_program_has_written_the_arguments():
+    class Biased(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one = nn.Linear(3, 1)
+
+        def forward(self, x=None, bias=None, both=None):
+            x, bias = (x, bias) if both is None else (both["x"], both["bias"])
+            return self.one(x) + bias.sum()
+
+    def program(comm):
+        model = mt.replicate(Biased(), ms.MirroredStrategy())
+        # 1 row of 1, 3 rows of 2; of the bias each rank has 7.
+        given = {"x": torch.full((1 + 2 * comm.rank, 3), 1.0 + comm.rank), "bias": torch.zeros(7)}
+        for call in (lambda: model(**given), lambda: model(both=given)):
+            model.zero_grad()
+            call().mean().backward()
+            assert (model.one.weight.grad == 1.75).all()
+
+    run_ranks(program, 2)
+
+
+def rows(n, value):
+    return torch.full((n, 3), float(value))
+
+
+def accumulated(name, model, comm, zero_grad):
+    """Make some backward passes of ranks 0 and 1; return the gradient that one process has."""
+    r = comm.rank
+
+    def passes(*given):
+        for i, x in enumerate(given):
+            with contextlib.nullcontext() if i == len(given) - 1 else mt.no_sync(model):
+                model(x).mean().backward()
+
+    if name == "no rows at first":  # of 2 passes: 2 rows of 1, 4 of 5
+        passes(rows(2 * r, 1), rows(2, 5))
+        return 2 * (2 * 1 + 4 * 5) / 6
+    if name == "no rows at first, then none on the other":
+        passes(rows(2 * r, 1), rows(2 - 2 * r, 5))
+        return 2 * (2 * 1 + 2 * 5) / 4
+    if name == "dropped after no rows":
+        with mt.no_sync(model):
+            model(rows(2 * r, 1)).mean().backward()
+        zero_grad()
+        passes(rows(2, 5))
+        return 5
+    if name == "zeros between":
+        with mt.no_sync(model):
+            model(rows(2, 5)).mean().backward()
+        model.zero_grad(set_to_none=False)
+        passes(rows(4, 1 + r))
+        return 1.5
+    passes(rows(2, 7))  # kept, and uneven passes on top
+    passes(rows(1 + 2 * r, 1), rows(1, 5))
+    return 7 + 2 * (1 + 3 + 5 + 5) / 6
+
+
+ACCUMULATED = [
+    "no rows at first",
+    "no rows at first, then none on the other",
+    "dropped after no rows",
+    "zeros between",
+    "kept",
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "fused"),
+    [(name, False) for name in ACCUMULATED] + [(name, True) for name in ACCUMULATED[:-1]],
+)
+def test_gradients_of_several_passes_are_those_of_one_process(name, fused):
+    def program(comm):
+        model = mt.replicate(nn.Linear(3, 1), ms.MirroredStrategy())
+        before = model.weight.detach().clone()
+        optimizer = mt.FusedOptimizer(model, ms.optim.SGD(1.0)) if fused else model
+        wanted = accumulated(name, model, comm, optimizer.zero_grad)
+        if fused:
+            optimizer.step()
+        found = before - model.weight.detach() if fused else model.weight.grad
+        torch.testing.assert_close(found, torch.full((1, 3), float(wanted)))
+
+    run_ranks(program, 2)
+
+
+def test_gradients_that_were_kept_outlast_a_look_at_others():
+    def program(comm):
+        model = mt.replicate(nn.Linear(3, 1), ms.MirroredStrategy())
+        model(rows(2, 7)).mean().backward()
+        with mt.no_sync(model):
+            (slope,) = torch.autograd.grad(model(rows(2, 3)).mean(), [model.weight])
+            assert (slope == 3).all() and (model.weight.grad == 7).all()
+            model(rows(1 + 2 * comm.rank, 1)).mean().backward()
+        model(rows(1, 5)).mean().backward()
+        wanted = torch.full((1, 3), 7 + 2 * 14 / 6)
+        torch.testing.assert_close(model.weight.grad, wanted)
+
+    run_ranks(program, 2)
+
+
+def test_a_backward_pass_that_failed_leaves_nothing_behind():
+    def fail(_):
+        raise RuntimeError("of the program")
+
+    def program(comm):
+        model = mt.replicate(nn.Linear(3, 1), ms.MirroredStrategy())
+        first, second = (model(rows(2, value + comm.rank)).mean() for value in (1, 10))
+        hook = model.weight.register_hook(fail)
+        with pytest.raises(RuntimeError, match="of the program"):
+            first.backward()
+        hook.remove()
+        model.zero_grad()
+        second.backward()  # no call of the model in between
+        assert (model.weight.grad == 10.5).all()
+        model.zero_grad()
+        with mt.no_sync(model):
+            model(rows(2, 1)).mean().backward()
+            hook = model.weight.register_hook(fail)
+            with pytest.raises(RuntimeError, match="of the program"):
+                model(rows(4, 1)).mean().backward()
+            hook.remove()
+        model.zero_grad()
+        with mt.no_sync(model):
+            model(rows(2, 1)).mean().backward()
+        model(rows(4, 1)).mean().backward()
+        assert (model.weight.grad == 2).all()
 
     run_ranks(program, 2)
 
@@ -421,6 +598,19 @@ def test_copies_are_ordinary_models():
         assert type(other) is nn.Linear
         other(torch.ones(3, 2)).mean().backward()
         assert model.weight.grad is None and other.weight.grad is not None
+
+
+def test_a_copy_of_a_traced_model_is_no_replicated_one():
+    model = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(3, 1)))
+    model = mt.replicate(model, ms.OneDeviceStrategy("cpu"))
+    other = copy.deepcopy(model)
+    other(torch.ones(2, 3)).mean().backward()
+    assert dict(model.named_parameters())["0.weight"].grad is None
+    with pytest.raises(TypeError, match="is not what replicate"), mt.no_sync(other):
+        pass
+    again = mt.replicate(other, ms.OneDeviceStrategy("cpu"))
+    with mt.no_sync(again):
+        again(torch.ones(2, 3)).mean().backward()
 
 
 @pytest.mark.parametrize("outside", [True, False])

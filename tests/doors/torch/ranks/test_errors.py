@@ -20,6 +20,24 @@ def works(size):
     assert value.tolist() == [size, size]
 
 
+def test_a_message_that_is_larger_than_its_room_is_a_value_error(rank, size):
+    for source in (1, None):
+        if rank == 0:
+            with pytest.raises(ValueError, match=r"wants 12 bytes, and .* has sent more"):
+                dist.recv(torch.zeros(3), src=source)
+        elif rank == 1:
+            dist.send(torch.ones(5), dst=0)
+        dist.barrier()
+    works(size)
+
+
+def test_a_dtype_that_cannot_be_folded_is_told_on_all_ranks(rank, size):
+    value = torch.ones(3).to(torch.float8_e4m3fn)
+    with pytest.raises((LeafTypeError, RemoteError), match=r"float8_e4m3fn\[3\] cannot be folded"):
+        dist.all_reduce(value)
+    works(size)
+
+
 def test_different_calls_are_named_with_their_places(rank, size):
     with pytest.raises(LockstepError) as caught:
         if rank == 0:

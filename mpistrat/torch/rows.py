@@ -1,0 +1,82 @@
+"""The rows that a model is given, and what it gives for none."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mpistrat import nest
+from mpistrat.errors import ContextError
+
+__all__ = ["first_rows", "nothing", "tensors_in"]
+
+
+def tensors_in(value: Any) -> Iterator[Any]:
+    """Iterate over the tensors in what a model takes or returns: trees, mappings, records.
+
+    They come in the order in which the program has written them; of mappings `nest` sorts the keys.
+    """
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    if isinstance(value, Mapping):
+        inside = list(value.values())
+    elif isinstance(value, list | tuple):
+        inside = list(value)
+    elif hasattr(value, "__dataclass_fields__"):
+        inside = list(vars(value).values())
+    else:
+        inside = [leaf for leaf in nest.flatten(value)[0] if leaf is not value]
+    for one in inside:
+        yield from tensors_in(one)
+
+
+def first_rows(*args: Any, **kwargs: Any) -> float:
+    """Return the first dimension of the first tensor in the arguments of a model; 1 without any."""
+    found = next((x for x in tensors_in([*args, *kwargs.values()]) if x.ndim), None)
+    return 1 if found is None else len(found)
+
+
+def nothing(model: Any, args: Any, kwargs: Any) -> Any:
+    """Return what a model would give for no rows, without running it.
+
+    Args:
+      model: The model.
+      args: What it is called with.
+      kwargs: What it is called with by name.
+
+    Raises:
+      ContextError: That cannot be told.
+    """
+    pairs = [*model.named_parameters(), *model.named_buffers()]
+    mode = FakeTensorMode(allow_non_fake_inputs=True)  # shapes without contents
+
+    def fake(leaf: Any) -> Any:
+        return mode.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+    try:
+        with mode:
+            mine = {name: fake(one) for name, one in pairs}
+            some = [nest.map(fake, given) for given in (args, kwargs)]
+            out = torch.func.functional_call(model, mine, *some)
+    except Exception as error:
+        raise ContextError(
+            "this rank has no rows, and what the model would give for none is not known "
+            f"without running it: {error}\n  Call mpistrat.torch.take_part(model) in place of "
+            "the model, the loss and its backward pass where a rank has no rows."
+        ) from error
+    anchor = torch.zeros((), requires_grad=True)
+    return nest.map(functools.partial(_empty, anchor), out)
+
+
+def _empty(anchor: Any, leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    if not leaf.is_floating_point():
+        return torch.zeros(leaf.shape, dtype=leaf.dtype)
+    nothing = torch.full(leaf.shape, float("nan"), dtype=leaf.dtype)
+    return nothing + anchor.to(leaf.dtype)
