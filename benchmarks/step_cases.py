@@ -37,7 +37,7 @@ SHARED = (2, 3, 4, 6, 8)  # numbers of ranks for which figures of several are wa
 
 
 class Absent(Exception):
-    """Something that a case needs is not here, or it is none for so many ranks."""
+    """Something that a case needs is not here, or it is not one for so many ranks."""
 
 
 class Job:

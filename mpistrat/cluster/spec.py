@@ -93,7 +93,7 @@ class ClusterSpec:
         """Return the address of task `task_index` of `job_name`.
 
         Raises:
-          ValueError: There is none.
+          ValueError: There is no such job.
         """
         tasks = self._tasks(job_name)
         if task_index not in tasks:

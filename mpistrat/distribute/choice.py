@@ -84,7 +84,7 @@ class Choice:
         An algorithm that options name takes the place of a class that was chosen before.
 
         Raises:
-          ValueError: `options` are none.
+          ValueError: `options` is not a `CommunicationOptions`.
         """
         if options is not None and not isinstance(options, CommunicationOptions):
             raise ValueError(

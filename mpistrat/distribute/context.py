@@ -56,7 +56,7 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
 
     Raises:
       ContextError: Called inside a scope or in replica code.
-      TypeError: `strategy` is none.
+      TypeError: `strategy` is not a strategy.
 
     As: ``tf.distribute.experimental_set_strategy``.
 

@@ -92,7 +92,7 @@ class CrossDeviceOps(Ops):
           ContextError: No strategy rules here, in a job of several ranks.
           StrategyError: They, or the value, are of another strategy than the one that rules here;
             so are all values per replica outside of any scope.
-          ValueError: There is no such operation, or `options` are none.
+          ValueError: There is no such operation, or `options` is of another class.
 
         Cost: what `reduce_implementation` does. Of the classes here: the proof, which values do not
         ride in, and one journey per message.
@@ -123,7 +123,7 @@ class CrossDeviceOps(Ops):
 
         Raises:
           StructureError: A pair is no tuple of two, or there are no such destinations.
-          ValueError: There is no such operation, or `options` are none.
+          ValueError: There is no such operation, or `options` is of another class.
         """
         name = "CrossDeviceOps.batch_reduce"
         with _preparing(name) as strategy:

@@ -24,7 +24,7 @@ _DEVICE = re.compile(r"(/\w+:\w+)*/?(device:)?(xla_)?[a-z]pu(:\d+|:\*)?", re.IGN
 def device_called(name: str, labels: Sequence[str]) -> int | None:
     """Return which of the strategy's devices a program means; None if it means none.
 
-    A device as tf.distribute names them may be written in several ways. One that is none of these
+    A device as tf.distribute names them may be written in several ways. One that is not among these
     stands for the first: to that machine it would be a device, here it is a name.
 
     Example:

@@ -90,7 +90,7 @@ class Parts:
           labels: The labels of the replicas' devices.
 
         Raises:
-          ValueError: `options` are none, or the root is no replica.
+          ValueError: `options` is of another class, or the root is not a replica.
         """
         if (options is None and ops is None) or self.choice is None:
             return self

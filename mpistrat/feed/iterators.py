@@ -46,7 +46,7 @@ class Optional:
         """Return the element.
 
         Raises:
-          DataError: There is none.
+          DataError: It holds no value.
         """
         if not self._held:
             raise DataError("This Optional holds no value: the data have ended. Ask has_value().")
