@@ -7,6 +7,7 @@ sums are linear, so gradients follow from what their transposes are, in forward 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -189,7 +190,26 @@ def _weighted_back(total: TracedCall, weight: Any, given: list[Any]) -> list[Any
     ]
 
 
+def _refuse_in_predicates() -> None:
+    """Raise in the predicate of a loop of which `vmap` has made a batch.
+
+    Where a predicate has an ordered effect, JAX goes on with elements of the batch that have ended.
+    """
+    frame = sys._getframe(1).f_back
+    while frame is not None:
+        if frame.f_code.co_name == "_while_loop_batching_rule":
+            known = frame.f_locals  # the predicate is made a batch after the body
+            if known.get("pred_bat") and "body_jaxpr_batched" in known:
+                raise NotImplementedError(
+                    "a collective in the predicate of a while_loop under vmap: JAX would go on "
+                    "with elements of the batch that have ended. Make it in the body of the loop, "
+                    "and keep its result in the carry."
+                )
+        frame = frame.f_back
+
+
 def _batched(args: Any, dims: Any, *, call: TracedCall) -> tuple[list[Any], list[Any]]:
+    _refuse_in_predicates()
     first = int(call.weighed)
     if first and dims[0] is not None:
         return _batched_weights(args, dims, call)

@@ -323,6 +323,8 @@ def test_what_is_wrong_is_said_where_it_is_traced():
         fails(NotImplementedError, "jax.checkpoint", jax.grad(jax.checkpoint(
             lambda x: mj.all_reduce("sum", jnp.sin(x)).sum())))  # fmt: skip
         fails(NotImplementedError, "no gradient", jax.grad(lambda x: mj.all_reduce("max", x).sum()))
+        fails(NotImplementedError, "predicate of a while", jax.vmap(lambda x: jax.lax.while_loop(
+            lambda c: mj.all_reduce("max", c) < 9, lambda c: c + 1, x)))  # fmt: skip
         fails(AxisError, "no axis 0", lambda x: mj.all_gather(x.sum(), 0))
         fails(LeafTypeError, "'a' is bool", lambda x: mj.all_reduce("sum", {"a": x > 0}))
         fails(ValueError, "weight is for MEAN", lambda x: mj.all_reduce("sum", x, weight=x.sum()))
