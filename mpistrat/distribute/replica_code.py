@@ -55,8 +55,8 @@ def proved(strategy: StrategyBase, call: str, result: Any, failure: BaseExceptio
         failure = ended(lockstep, failure)
     failed = state.run.failed
     if failed is not None:
-        if failure is not None and failure is not failed and str(failed) in str(failure):
-            raise failed from failure  # which another library has put into an error of its own
+        if isinstance(failure, state.run.carriers) and str(failed) in str(failure):
+            raise failed from failure
         raise failure or failed
     seen = strategy.parts.regroup.gathered(call, result, failure)
     state.steps += 1

@@ -70,6 +70,7 @@ class _Borrowed:
 def _awaiting(session: Session) -> Callable[[], None]:
     """Return what waits until all computations that this thread has dispatched have ended."""
     lent, run = session.kept(_Borrowed), session.kept(CallState).run
+    run.carriers = (jax.errors.JaxRuntimeError,)
 
     def wait() -> None:
         try:

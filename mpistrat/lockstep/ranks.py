@@ -42,9 +42,11 @@ class RunState(threading.local):
       depth: How many it is inside of.
       failed: The exception that closed them, if one did.
       handles: All-reduces that were begun, and that nobody has waited for yet.
+      carriers: Exceptions of other libraries, in whose texts they pass on those of their callbacks.
     """
 
     depth = 0
+    carriers: tuple[type[BaseException], ...] = ()
     failed: BaseException | None = None
 
     def __init__(self) -> None:

@@ -81,10 +81,7 @@ def _kind(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _code(row: dict[str, Any]) -> str:
-    if row["said"]:
-        return f"{row['code']}: {row['said']}"
-    # Python says nothing of a SystemExit that sys.exit has not made.
-    return str(row["code"]) if row["code"] else "0, or that of a SystemExit of the program's own"
+    return f"{row['code']}: {row['said']}" if row["said"] else str(row["code"])
 
 
 def _agreed(rows: list[dict[str, Any]]) -> int:
