@@ -450,8 +450,8 @@ class Confusion(Metric):
         Collective in cross-replica code.
 
         Returns:
-          An array of shape (classes, classes), the caller's own: in row i and column j, how many
-          examples of class i were taken for class j.
+          An array of shape (classes, classes), the caller's own. In row i and column j it has how
+          many examples of class i were taken for class j.
 
         Raises:
           StrategyError: Another strategy rules here.
