@@ -123,7 +123,7 @@ class Arena:
         return self._nodes
 
     def free(self) -> None:
-        """Give the communicators back. Collective; memory goes with whoever looks at it last."""
+        """Free the communicators. Collective; memory goes with whoever looks at it last."""
         if self._nodes is not None:
             self._nodes.free()
         self._nodes = None
@@ -225,7 +225,7 @@ class Arena:
         return True
 
     def make_sides(self) -> None:
-        """Have `sides` from now on, if there is memory for them and one node. Collective."""
+        """Make the double buffer, if there is one node with memory for it. Collective."""
         if not self._has_sides and self.nodes().nodes == 1:
             self._has_sides = True
             self._sides_memory = self._rows(self._side_row, 2 * self.nodes().node.size)

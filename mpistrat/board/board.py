@@ -190,7 +190,7 @@ class Board(StatusBoard):
             self.slot.declare(*before)
 
     def allow(self, seconds: float | None) -> None:
-        """Let the calls that come take so many seconds; None for what is allowed to every call."""
+        """Set how many seconds each following call may take; None for the default."""
         self.slot.patience = 0 if seconds is None else int(min(seconds, 1e9) * _SECOND)
 
     def close(self) -> bool:

@@ -89,7 +89,7 @@ def _small(call: Call, bucket: Bucket) -> set[int]:
 
 
 def _together(call: Call, bucket: Bucket, arrays: list[Array | None]) -> list[_Copy]:
-    """Give small leaves their places in one array, and return how the bucket is copied there."""
+    """Place small leaves in one array, and return how the bucket is copied there."""
     leaves = _small(call, bucket)
     pieces = [piece for piece in bucket.pieces if piece.leaf in leaves]
     flat = np.empty(sum(piece.stop for piece in pieces), bucket.dtype)

@@ -242,7 +242,7 @@ class MPIComm(Comm):
     def alltoallv(
         self, send: Buffer, recv: Buffer, gives: Sequence[int], gets: Sequence[int]
     ) -> None:
-        """Give rank r ``gives[r]`` bytes of uint8 `send`, and get ``gets[r]``, by MPI_Alltoallv.
+        """Send ``gives[r]`` bytes of uint8 `send` to rank r, receive ``gets[r]``; MPI_Alltoallv.
 
         What is too large for one call of MPI goes pair by pair, with the neighbours in turn.
         """

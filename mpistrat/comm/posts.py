@@ -57,7 +57,7 @@ class Post:
         return True
 
     def cancel(self) -> None:
-        """Give up what has not come yet; nothing is to be sent for it any more."""
+        """Cancel what has not arrived; nothing may be sent for it any more."""
         for request in self._open:
             request.Cancel()
             request.Free()
@@ -116,5 +116,5 @@ class Posts:
         return tag
 
     def free(self) -> None:
-        """Give the communicator back. Collective."""
+        """Free the communicator. Collective."""
         self.comm.free()

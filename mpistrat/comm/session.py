@@ -59,7 +59,7 @@ class StatusBoard:
         return nullcontext()
 
     def allow(self, seconds: float | None) -> None:
-        """Let the calls that come take so many seconds; None for what is allowed to every call."""
+        """Set how many seconds each following call may take; None for the default."""
 
     @property
     def call(self) -> str:
@@ -232,7 +232,7 @@ class Session:
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Let this thread make calls, as part of what the owning thread has begun.
+        """Allow this thread to make calls, as part of what the owning thread has begun.
 
         It may be a thread that another library made for it, or the owning thread itself; whoever
         lends says in `awaited` how the owner waits, so that calls have one order.

@@ -94,7 +94,7 @@ def current() -> Mode | None:
 
 
 def beside(enter: Callable[[Ruling], AbstractContextManager[Any]]) -> None:
-    """Let ``enter(strategy)`` be entered with every mode from now on; in every thread."""
+    """Register ``enter(strategy)``, a context manager to enter with each mode, in all threads."""
     _beside.append(enter)
 
 

@@ -56,7 +56,7 @@ def all_reduce(
       LockstepError: The calls differ between ranks. Within ``jit`` it comes, as what follows, as a
         ``JaxRuntimeError`` with its text, and leaves `Strategy.run` as itself.
       RemoteError: Another rank failed.
-      NotImplementedError: Within ``jax.checkpoint``: it cannot be made once more.
+      NotImplementedError: Within ``jax.checkpoint``, which would repeat the collective call.
 
     Cost: as `ReplicaContext.all_reduce`, and within ``jit`` some 150 us; no copies.
 

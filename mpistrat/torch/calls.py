@@ -63,7 +63,7 @@ def fold_name(op: Any) -> str:
     """Return the name of an operation of torch, such as ``"SUM"``.
 
     Raises:
-      NotImplementedError: It is a scaled sum, which only GPUs have.
+      NotImplementedError: The operation is a scaled sum, which torch has for GPUs only.
     """
     name: str = getattr(op, "op", op).name
     if name not in _FOLDS and name not in _BITWISE:
@@ -196,7 +196,7 @@ def gather(
 def all_to_all(
     channel: GroupChannel, text: str, send: Array, gives: list[int], recv: Array, gets: list[int]
 ) -> None:
-    """Give rank r ``gives[r]`` bytes, and get ``gets[r]``, after a look at what all ranks say.
+    """Send ``gives[r]`` bytes to rank r, and receive ``gets[r]``, after ranks were compared.
 
     Raises:
       ValueError: On all ranks: one wants of another something else than that gives.

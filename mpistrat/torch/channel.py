@@ -215,7 +215,7 @@ class GroupChannel:
         return self._lost is not None
 
     def free(self) -> None:
-        """Give the communicator back."""
+        """Free the communicator."""
         self.session.freed = True
         for group in self.session.groups.values():
             group.free()

@@ -220,7 +220,7 @@ class PointToPoint:
             time.sleep(_SLOW)
 
     def free(self) -> None:
-        """Give the communicator back."""
+        """Free the communicator."""
         self._posts.free()
 
 

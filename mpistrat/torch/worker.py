@@ -45,7 +45,7 @@ class Worker:
         self._pid = os.getpid()
 
     def take_turn(self) -> bool:
-        """Let this thread make a call, if nothing comes before it; tell whether it may."""
+        """Reserve the next call for this thread, if none is queued; tell whether it is."""
         with self._changed:
             if self._busy or self._todo:
                 return False

@@ -30,7 +30,7 @@ class Alone(StagedPath):
     def stage(
         self, values: Sequence[Array], weights: Sequence[float], outs: Sequence[Array] | None
     ) -> tuple[Any, ...]:
-        """Keep what was given."""
+        """Return the values, the weights and the outs as they are."""
         return values, weights, outs
 
     def finish(self, staged: tuple[Any, ...], scales: Scales) -> list[Any]:

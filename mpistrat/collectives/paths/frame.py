@@ -111,7 +111,7 @@ class Frame(Path):
         return found
 
     def _runs_of(self, first: int, last: int) -> tuple[_Run, ...]:
-        """Return the values of some leaves that rode: views of what is received."""
+        """Return views of what was received: all ranks' values of a range of leaves."""
         call, runs = self.call, []
         at = 8 * call.weights + sum(size * d.itemsize for d, size in call.specs[:first])
         for dtype, some in itertools.groupby(range(first, last), lambda i: call.specs[i][0]):
