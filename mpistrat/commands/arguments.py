@@ -1,0 +1,25 @@
+"""Types of arguments that several subcommands take."""
+
+from __future__ import annotations
+
+import argparse
+
+__all__ = ["positive", "seconds"]
+
+
+def positive(text: str) -> int:
+    """Return an integer of at least 1."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """Return a number of seconds greater than 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be seconds greater than 0, got {text!r}")
+    return value
