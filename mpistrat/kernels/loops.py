@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from mpistrat.kernels import jit
 from mpistrat.kernels.blocks import fold_blocks
 
-__all__ = ["TILE", "add_up", "average", "make_anew", "sum_rows"]
+__all__ = ["TILE", "add_up", "average", "copy", "divide", "make_anew", "only_ones", "sum_rows"]
 
 Array: TypeAlias = NDArray[Any]
 
@@ -30,6 +30,26 @@ def _sum_rows_twin(
     given, into = rows[:, start:stop], out[:, start - shift : stop - shift]
     scales = None if (factors == 1).all() else factors
     fold_blocks(np.add, given, into, 0, stop - start, scales, float(divisor[0]), inside)
+
+
+# Numba compiles the texts of the errors of ``total[:] = row``, which take it 7 s; this loop is the
+# same machine code without them. So is `only_ones` for ``(factors == 1).all()``, 1 s.
+
+
+@jit.helper
+def copy(row: Array, total: Array) -> None:
+    """Copy a row to an array of the same size."""
+    for i in range(row.size):
+        total[i] = row[i]
+
+
+@jit.helper
+def only_ones(factors: Array) -> bool:
+    """Tell whether all factors are 1."""
+    for i in range(factors.size):
+        if factors[i] != 1:
+            return False
+    return True
 
 
 @jit.helper
@@ -64,7 +84,8 @@ def _sum_two(one: Array, two: Array, factors: Array, total: Array) -> None:
 
 
 @jit.helper
-def _divide(total: Array, by: Any) -> bool:
+def divide(total: Array, by: Any) -> bool:
+    """Divide in place; tell whether any quotient is not finite."""
     bad = False
     if by == 1:
         for i in range(total.size):
@@ -99,7 +120,7 @@ def _add_last(row: Array, factor: Any, by: Any, total: Array) -> bool:
     bad = False
     if factor == 0:
         _add(row, factor, total)
-        bad = _divide(total, by)
+        bad = divide(total, by)
     elif by == 1:
         for i in range(total.size):
             value = total[i] + row[i] * factor
@@ -146,7 +167,7 @@ def _put_both(total: Array, one: Array, two: Array) -> None:
 def make_anew(rows: Array, low: int, factors: Array, by: Any, total: Array) -> None:
     """Do as `mpistrat.kernels.scaling.rescue`; each element is made alike."""
     size, power = 1, factors.dtype.type(1)
-    while size <= rows.shape[0] and (factors == 1).all():  # others are no more than 1 together
+    while size <= rows.shape[0] and only_ones(factors):  # others are no more than 1 together
         size, power = size * 2, power * factors.dtype.type(0.5)
     for i in range(total.size):
         if total[i] - total[i] == 0:
@@ -173,13 +194,13 @@ def average(rows: Array, low: int, high: int, factors: Array, by: Any, total: Ar
         _sum_two(rows[0, low:high], rows[1, low:high], factors, total)
         done = 2
     else:
-        total[:] = rows[0, low:high]
+        copy(rows[0, low:high], total)
         _scale(total, factors[0])
         done = 1
     for r in range(done, count - 1):
         _add(rows[r, low:high], factors[r], total)
     if done == count:
-        return _divide(total, by)
+        return divide(total, by)
     return _add_last(rows[count - 1, low:high], factors[count - 1], by, total)
 
 
@@ -192,7 +213,7 @@ def add_up(rows: Array, low: int, high: int, factors: Array, inside: bool, total
         done = 2
     else:
         if not inside:
-            total[:] = rows[0, low:high]
+            copy(rows[0, low:high], total)
         _scale(total, factors[0])
     for r in range(done, rows.shape[0]):
         _add(rows[r, low:high], factors[r], total)
@@ -205,9 +226,7 @@ def _give(total: Array, out: Array, first: int, at: int) -> None:
     for r in range(first, out.shape[0] - 1, 2):
         _put_both(total, out[r, at:end], out[r + 1, at:end])
     if (out.shape[0] - first) % 2:
-        place = out[out.shape[0] - 1, at:end]
-        for i in range(total.size):
-            place[i] = total[i]
+        copy(total, out[out.shape[0] - 1, at:end])
 
 
 @jit.kernel(_sum_rows_twin)
@@ -234,7 +253,7 @@ def sum_rows(
       inside: Whether `out` is `rows`.
     """
     by, count = divisor[0], rows.shape[0]
-    ones = (factors == 1).all()
+    ones = only_ones(factors)
     mean = by != 0 and (by != 1 or not ones)
     read = count > 1 and factors[0] != 0 and factors[1] != 0
     both = read and inside and count == out.shape[0] == 2
@@ -261,5 +280,5 @@ def sum_rows(
         else:
             add_up(rows, low, high, factors, inside, total)
             if by != 1:
-                _divide(total, by)
+                divide(total, by)
         _give(total, out, 0 if beside else 1, low - shift)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from mpistrat.kernels import jit
 from mpistrat.kernels.blocks import BLOCK, fold_blocks
-from mpistrat.kernels.loops import TILE, add_up, average, make_anew
+from mpistrat.kernels.loops import TILE, add_up, average, copy, divide, make_anew, only_ones
 
 if TYPE_CHECKING:
     widen: Any = None  # which of the two it is, put in by `jit.driver`
@@ -127,7 +127,7 @@ def _narrow_row(wide: Array, row: Array) -> None:
 def _sum_tiles(rows: Array, start: int, stop: int, factors: Array, divisor: Array) -> None:
     """Do as `mpistrat.kernels.loops.sum_rows`, of the bits of narrow numbers, into all rows."""
     by, count = divisor[0], rows.shape[0]
-    ones = (factors == 1).all()
+    ones = only_ones(factors)
     mean = by != 0 and (by != 1 or not ones)
     wide, total = np.empty((count, TILE), np.float32), np.empty(TILE, np.float32)
     both = count == 2 and ones and (by == 1 or by == 2)
@@ -147,10 +147,10 @@ def _sum_tiles(rows: Array, start: int, stop: int, factors: Array, divisor: Arra
         else:
             add_up(wide, 0, size, factors, False, total[:size])
             if by != 1:
-                total[:size] /= by
+                divide(total[:size], by)
         narrow_row(total[:size], rows[0, low:high])
         for r in range(1, count):
-            rows[r, low:high] = rows[0, low:high]
+            copy(rows[0, low:high], rows[r, low:high])
 
 
 def _loop(widen: jit.Kernel[..., Any], narrow: jit.Kernel[..., Any]) -> jit.Kernel[..., None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 import mpistrat as ms
@@ -32,3 +34,10 @@ def strategy_on(request):
 def words_on():
     """The same, header-only."""
     return _words
+
+
+@pytest.fixture(scope="module")
+def quick_collections():
+    """Keep what the tests before have left out of the collections that a module asks for."""
+    gc.collect()
+    gc.freeze()

@@ -14,6 +14,8 @@ from mpistrat.feed.dataset import Dataset
 from mpistrat.feed.prefetch import prefetched
 from mpistrat.feed.reads import Reads
 
+pytestmark = pytest.mark.usefixtures("quick_collections")
+
 
 def threads():
     return [t for t in threading.enumerate() if t.name == "mpistrat-prefetch"]

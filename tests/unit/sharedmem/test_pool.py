@@ -17,6 +17,8 @@ from mpistrat.testing import run_ranks
 
 SHAPE = (3, LEAST // 8)
 
+pytestmark = pytest.mark.usefixtures("quick_collections")
+
 
 def address(array):
     return array.__array_interface__["data"][0]
