@@ -46,10 +46,10 @@ def copy(row: Array, total: Array) -> None:
 @jit.helper
 def only_ones(factors: Array) -> bool:
     """Tell whether all factors are 1."""
+    ones = True
     for i in range(factors.size):
-        if factors[i] != 1:
-            return False
-    return True
+        ones &= factors[i] == 1
+    return ones
 
 
 @jit.helper
