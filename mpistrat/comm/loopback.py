@@ -196,7 +196,8 @@ class LoopbackWorld:
         with self._changed:
             arrived = self._rounds.setdefault(number, {})
             arrived[rank] = (kind, item)
-            self._changed.notify_all()
+            if len(arrived) == self.size:  # whoever woke before would only wait again
+                self._changed.notify_all()
             complete = self._changed.wait_for(
                 lambda: len(arrived) == self.size or self._left - arrived.keys(), self.patience
             )
