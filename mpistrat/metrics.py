@@ -9,6 +9,7 @@ Keras.
 from __future__ import annotations
 
 import abc
+import copy
 import operator
 from collections.abc import Mapping
 from typing import Any, final
@@ -73,6 +74,12 @@ class Metric(abc.ABC):
     def __repr__(self) -> str:
         """Return class and name; never communicates."""
         return f"{type(self).__name__}({self.name!r})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return a metric of the same strategy with sums of its own. Collective."""
+        made = memo[id(self)] = copy.copy(self)
+        made._tree = copy.deepcopy(self._tree, memo)
+        return made
 
     @property
     def variables(self) -> tuple[Variable, ...]:

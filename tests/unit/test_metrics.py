@@ -316,3 +316,17 @@ def test_checkpoints_at_another_number_of_ranks(saved, again, tmp_path):
     for at_once, later in run_ranks(restore, again):
         assert at_once == before
         np.testing.assert_allclose(later, more, rtol=1e-15)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_deep_copy_has_sums_of_its_own_and_the_same_strategy(size):
+    def rank(comm):
+        strategy = ms.MirroredStrategy(comm=comm)
+        with strategy.scope():
+            mean = Mean()
+            strategy.run(lambda: mean.update_state([1.0]))
+            other = copy.deepcopy({"best": mean})["best"]
+            strategy.run(lambda: other.update_state([3.0]))
+            return mean.result(), other.result()
+
+    assert run_ranks(rank, size) == [(1.0, 2.0)] * size
