@@ -19,6 +19,7 @@ __all__ = [
     "cores_of",
     "counted",
     "environment",
+    "installed",
     "job_size",
     "launched_by",
     "mask_of",
@@ -135,6 +136,35 @@ def environment(extra: Mapping[str, str]) -> dict[str, str]:
       '1'
     """
     return {**os.environ, **extra}
+
+
+def installed(names: Sequence[str], places: Sequence[str] | None = None) -> dict[str, str]:
+    """Return the versions of the packages that are installed here, without importing any.
+
+    Args:
+      names: The packages, in lower case. One that is not installed is left out.
+      places: Directories to look in, or None for those from which this process imports.
+
+    Cost: One listing of each directory. `importlib.metadata` reads the same names after importing
+    some 30 modules.
+
+    Example:
+      >>> installed(["no_such_package"])
+      {}
+    """
+    found: dict[str, str] = {}
+    for place in sys.path if places is None else places:
+        try:
+            entries = os.listdir(place or ".")  # noqa: PTH208  # names are all that is wanted
+        except OSError:  # a zip file, or nothing
+            continue
+        for entry in entries:
+            stem, kind = os.path.splitext(entry)  # noqa: PTH122
+            if kind in (".dist-info", ".egg-info"):
+                name, _, version = stem.partition("-")
+                if version and name.lower() in names:
+                    found.setdefault(name.lower(), version.partition("-")[0])
+    return found
 
 
 # What Open MPI is asked to do by it: to give its core away while it waits.

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "mpistrat"
 
 # Imports point down this list; rooms of one row may use each other.
 ROWS = (
-    ("errors", "options", "environment", "nest"),
+    ("bytecode", "errors", "options", "environment", "nest"),
     ("arrays", "kernels"),
     ("sharedmem",),
     ("comm",),
