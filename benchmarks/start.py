@@ -15,6 +15,12 @@ Columns, in the order in which a program comes to them; each is the time of that
 ``import``, the first ``strategy`` (which imports NumPy and starts MPI), the first all-reduce of 8
 numbers (``small``) and of 1 MiB of float32 (``large``), and that of 1 MiB again (``again``).
 
+Below, ``first step``: the digits example to the end of its first training step, with random data in
+the place of scikit-learn's, beside what no program goes without (``raw``: NumPy, mpi4py and one
+Allreduce). Milliseconds from the first line of the program on, and calls of the file system for
+each rank, the launcher's included, which strace counts where it is installed. ``mpistrat warm``
+puts the modules into one file; the line says whether there is one.
+
 The path is looked at, and this fails if it is another one: importing mpistrat starts neither MPI
 nor Numba, and the first small all-reduce does not wait for Numba. With several ranks the large one
 does, if Numba is wanted and there: a ``cold`` job has to leave compiled code behind, a ``warm`` one
@@ -25,6 +31,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -35,7 +42,9 @@ from typing import Any
 from common import arguments, first_line, host, print_facts, turns, write_json
 from pictures import Panel, bars
 
+import mpistrat
 from mpistrat import options
+from mpistrat.bytecode import file_of
 from mpistrat.environment import environment, launched_by
 from mpistrat.launch.mpiexec import Launcher, find
 
@@ -79,16 +88,56 @@ told = {"seconds": [b - a for a, b in zip(stamps, stamps[1:])], "imported": impo
 pathlib.Path(folder, f"{os.getpid()}.json").write_text(json.dumps(told))
 """
 
+FIRST = {
+    "raw": """
+import json, os, pathlib, sys, time
+begin = time.perf_counter()
+import numpy as np
+from mpi4py import MPI
+MPI.COMM_WORLD.Allreduce(np.ones(10), np.empty(10))
+""",
+    "digits": """
+import json, os, pathlib, sys, time
+begin = time.perf_counter()
+import numpy as np
+import mpistrat
+from mpistrat.examples import digits, mlp
+x, y = np.random.default_rng(0).random((digits.TRAINING, 64)), np.arange(digits.TRAINING) % 10
+strategy = mpistrat.MirroredStrategy()
+images = mpistrat.Dataset((x, y)).shuffle(seed=0).batch(64)
+optimizer = mpistrat.optim.SGD(0.15, momentum=digits.MOMENTUM)
+with strategy.scope():
+    model = mlp.Parameters(*map(mpistrat.Variable, mlp.initial(64, 128, 10, 0)))
+    seen = [mpistrat.metrics.Mean(name) for name in ("loss", "accuracy")]
+x, y = next(iter(strategy.experimental_distribute_dataset(images)))
+strategy.run(digits.step, args=(model, optimizer, seen, x, y))
+""",
+}
+TOLD = """
+told = {"seconds": [time.perf_counter() - begin]}
+pathlib.Path(sys.argv[1], f"{os.getpid()}.json").write_text(json.dumps(told))
+"""
+
 
 def job(
-    launcher: Launcher, ranks: int, program: str, module: str = "", cache: Path | None = None
+    launcher: Launcher,
+    ranks: int,
+    program: str,
+    module: str = "",
+    cache: Path | None = None,
+    before: tuple[str, ...] = (),
 ) -> list[Any]:
     """Run a program on so many ranks, and return what each told."""
     with tempfile.TemporaryDirectory() as folder:
         command = launcher.command(ranks, [sys.executable, "-c", program, folder, *module.split()])
         env = environment({**command.env, "NUMBA_CACHE_DIR": str(cache or folder)})
         got = subprocess.run(
-            command.argv, env=env, capture_output=True, text=True, timeout=LONGEST, check=False
+            [*before, *command.argv],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=LONGEST,
+            check=False,
         )
         told = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
     if got.returncode or len(told) != ranks:
@@ -131,6 +180,25 @@ def ours(launcher: Launcher, ranks: int) -> dict[str, tuple[list[float], str]]:
             found[what] = slowest(told), path_of(what, ranks, told, made - before)
             before = made
     return found
+
+
+def first_step(launcher: Launcher, ranks: int, repetitions: int) -> list[dict[str, Any]]:
+    """Return the time to the end of the first step, and what it asks of the file system."""
+    times: dict[str, list[float]] = {what: [] for what in FIRST}
+    for number in range(repetitions):
+        for what in turns(FIRST, number):
+            times[what] += slowest(job(launcher, ranks, FIRST[what] + TOLD))
+    rows = []
+    for what, program in FIRST.items():
+        row = {"what": what, "ms": 1e3 * statistics.median(times[what]), "calls": None}
+        row["one file"] = Path(file_of(str(Path(mpistrat.__file__).parent))).exists()
+        if shutil.which("strace"):
+            with tempfile.NamedTemporaryFile("r") as file:
+                strace = ("strace", "-f", "-qq", "-e", "trace=%file", "-o", file.name)
+                job(launcher, ranks, program + TOLD, before=strace)
+                row["calls"] = sum("resumed>" not in call for call in file) / ranks
+        rows.append(row)
+    return rows
 
 
 def slowest(told: list[Any]) -> list[float]:
@@ -179,7 +247,12 @@ def main() -> int:
     print_facts(known, HEADER)
     rows = measure(launcher, chosen.ranks, 1 if chosen.quick else REPETITIONS)
     print("\n".join(map(line, rows)))
-    write_json(chosen.json, {**known, "rows": rows})
+    steps = first_step(launcher, chosen.ranks, 1 if chosen.quick else REPETITIONS)
+    for row in steps:
+        calls = "not counted: no strace" if row["calls"] is None else f"{row['calls']:.0f} calls"
+        told = f", modules {'in one file' if row['one file'] else 'in files of their own'}"
+        print(f"first step, {row['what']:7} {row['ms']:8.1f} ms   {calls}{told}")
+    write_json(chosen.json, {**known, "rows": rows, "first_step": steps})
     panels = [
         Panel(step, "ms", {r["what"]: r["ms"][step] for r in rows if step in r["ms"]})
         for step in STEPS

@@ -8,16 +8,17 @@ type checkers read as it is.
 from __future__ import annotations
 
 import importlib
-import pkgutil
+from pathlib import Path
 from typing import Any
 
-from mpistrat.environment import check_system as _check_system
+from mpistrat.bytecode import use as _use
 
 __version__ = "0.1.0"  # nowhere else
 
-_check_system()
+_use(__path__[0])
+importlib.import_module("mpistrat.environment").check_system()
 
-_STUB = (pkgutil.get_data(__name__, "__init__.pyi") or b"").decode()
+_STUB = Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")
 _ROWS = [row.split() for row in _STUB.replace("(\n", "").splitlines() if row.startswith("from ")]
 _HOMES = {name.rstrip(","): module for _, module, _, _, _, name in _ROWS}
 

@@ -11,6 +11,7 @@ import functools
 import importlib
 import numbers
 import operator
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
@@ -30,6 +31,7 @@ __all__ = [
     "dtype_name",
     "finish",
     "is_bfloat16",
+    "is_masked",
     "is_scalar",
     "kind_of",
     "label",
@@ -51,6 +53,17 @@ _ROOMS = {
     "jaxlib": "mpistrat.jax.arrays",
     "torch": "mpistrat.torch.tensors",
 }
+
+
+def is_masked(value: Any) -> bool:
+    """Tell whether a value is a masked array, without importing `numpy.ma`.
+
+    Example:
+      >>> is_masked(np.ma.masked_less([1, 2], 2)), is_masked(np.ones(2))
+      (True, False)
+    """
+    masked = sys.modules.get("numpy.ma")  # whoever made one has imported it
+    return masked is not None and isinstance(value, masked.MaskedArray)
 
 
 class ArrayKind(Protocol):
@@ -134,7 +147,7 @@ def as_array(value: Any, path: str = "") -> Array:
         dtype = value.dtype
         if dtype.isbuiltin == 1 and dtype.kind in _TRAVELS and value.flags.aligned:
             return value  # as most are; NumPy's own dtypes are native then
-    if isinstance(value, np.ma.MaskedArray):
+    if is_masked(value):
         raise LeafTypeError(
             f"{label(path)} is a masked array; its mask would be lost. Pass value.filled(...) and, "
             "for a mean, the number of valid elements as weight."

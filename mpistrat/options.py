@@ -7,7 +7,6 @@ Each field of `Options` is one option. ``MPISTRAT_<FIELD>`` sets it for a proces
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -128,6 +127,8 @@ def read(env: Mapping[str, str] | None = None) -> Options:
             continue
         field = name[len(PREFIX) :].lower()
         if field not in _KNOBS:
+            import difflib  # of no use to a program whose options are known
+
             near = difflib.get_close_matches(field, _KNOBS, n=1)
             known = ", ".join(PREFIX + f.upper() for f in sorted(_KNOBS))
             hint = f" Did you mean {PREFIX}{near[0].upper()}?" if near else ""

@@ -176,6 +176,10 @@ def test_start(size, tmp_path):
         assert list(found[what]["ms"]) == ["import", "strategy", "small", "large", "again"]
         assert (found[what]["path"] == "no compiler") == (size == 1 or not compiled())
     assert all(ms > 0 for row in rows for ms in row["ms"].values())
+    raw, digits = json.loads((tmp_path / "found.json").read_text())["first_step"]
+    assert raw["ms"] > 0
+    if digits["calls"] and digits["one file"]:
+        assert 0 < digits["calls"] - raw["calls"] <= 800
 
 
 def compiled():

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from mpistrat.arrays import is_masked
 from mpistrat.errors import LeafTypeError
 
 __all__ = ["decode", "encode", "pack", "unpack"]
@@ -60,7 +61,7 @@ def encode(value: Any, whole: bool) -> tuple[bytes, bytes]:
         return b"f", struct.pack("<d", value)
     if kind is str and (whole or len(value) <= _TINY):
         return b"s", value.encode(errors="surrogatepass")
-    if isinstance(value, np.ndarray | np.generic) and not isinstance(value, np.ma.MaskedArray):
+    if isinstance(value, np.ndarray | np.generic) and not is_masked(value):
         data = _array(value, whole) if whole or value.nbytes <= _TINY else None
         if data is not None:
             return b"g" if isinstance(value, np.generic) else b"a", data

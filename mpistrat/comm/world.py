@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import multiprocessing
 import os
 import signal
-import socket
 import sys
 import time
 import warnings
@@ -83,6 +81,10 @@ def _is_child() -> bool:
     MPI must not be started in it: it has the variables that the launcher gave to its parent, and
     would take the parent's place.
     """
+    # Not imported for it: a child has it, and a socket module, loaded already.
+    multiprocessing = sys.modules.get("multiprocessing.process")
+    if multiprocessing is None:
+        return False
     if multiprocessing.parent_process() is not None:
         return True
     # While a spawned child imports the main module, its parent has not been set yet. This is how
@@ -91,6 +93,8 @@ def _is_child() -> bool:
 
 
 def _refusal() -> str:
+    import multiprocessing
+
     name = multiprocessing.current_process().name
     told = (
         f"this process ({name}) was started by multiprocessing and is not a rank, so no strategy "
@@ -108,6 +112,8 @@ def _refusal() -> str:
 
 
 def _interrupt_pool() -> None:
+    import socket
+
     # Once, whatever the number of workers: a second signal would disturb the pool's own end. The
     # name goes with the process that has it, and this one waits to be ended by the pool.
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as name:

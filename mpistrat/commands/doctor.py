@@ -1,26 +1,47 @@
-"""Check whether Python, MPI and the launcher of this environment fit together.
+"""Check whether Python, MPI and the launcher fit together, here or on all nodes of an allocation.
 
-The exit code is 1 if something does not.
+Starts ranks as a program would be started, and says what is wrong, and the line that mends it.
+The exit code is 1 if programs would not run; what only costs speed or safety is a note.
 """
 
 from __future__ import annotations
 
 import argparse
+import shlex
+
+from mpistrat.commands.arguments import positive
 
 __all__ = ["main", "options"]
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments: there are none."""
+    """Declare the arguments."""
+    add = parser.add_argument
+    text = "ranks to start; else those of the allocation, or 2"
+    add("-n", dest="ranks", metavar="N", type=positive, help=text)
+    text = "a launcher and its options, as 'srun -K1 --mpi=pmix'; else that of `mpistrat run`"
+    add("--launcher", metavar="WORDS", type=shlex.split, default=[], help=text)
+    text = "where checkpoints go: does every node see it?"
+    add("directories", metavar="DIRECTORY", nargs="*", help=text)
+    add("--json", action="store_true", help="print all that is known as JSON")
 
 
 def main(args: argparse.Namespace) -> int:
     """Print what was found."""
-    from mpistrat.launch.doctor import examine
+    from mpistrat.launch.checks import BAD, examine
+    from mpistrat.launch.doctor import gather
 
-    wrong = 0
-    for finding in examine():
-        mark = "ok " if finding.ok else "BAD"
-        print(f"{mark} {finding.name + ':':<13}{finding.text}", flush=True)
-        wrong += not finding.ok
-    return 1 if wrong else 0
+    job = gather(args.ranks, args.launcher, args.directories)
+    findings = list(examine(job))
+    if args.json:
+        import json
+
+        told = job._asdict() | {"ranks": [rank._asdict() for rank in job.ranks]}
+        told["findings"] = [finding._asdict() for finding in findings]
+        print(json.dumps(told, indent=1))
+    else:
+        for finding in findings:
+            print(f"{finding.level:<5}{finding.name + ':':<19}{finding.text}")
+            if finding.mend:
+                print(f"{'':24}-> {finding.mend}")
+    return int(any(finding.level == BAD for finding in findings))

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpistrat import nest
-from mpistrat.arrays import digest
+from mpistrat.arrays import digest, is_masked
 from mpistrat.errors import DataError
 
 __all__ = [
@@ -110,7 +110,7 @@ class Column:
         """Create a column of the array; nothing is read."""
         if hasattr(array, "iloc"):  # slices by label
             raise DataError(_to_numpy(array, name))
-        if isinstance(array, np.ma.MaskedArray):
+        if is_masked(array):
             raise DataError(
                 f"{name} is a masked array, and its mask would be lost; pass data and mask."
             )

@@ -23,9 +23,7 @@ kernel names, wherever it stands.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import hashlib
 import importlib
 import threading
 import types
@@ -34,6 +32,7 @@ from collections.abc import Callable
 from typing import Any, Generic, ParamSpec, TypeVar, final
 
 from mpistrat import options
+from mpistrat.kernels.cache import attach, cached
 
 __all__ = ["Kernel", "cast", "compiling", "converts_halves", "driver", "helper", "kernel"]
 
@@ -294,55 +293,7 @@ def _typeof_kernel(value: Kernel[..., Any], context: object) -> Any:
 
 def _compile(function: Callable[P, R]) -> Callable[P, R]:
     numba = _numba()
-    try:
-        compiled = numba.njit(cache=True, **_LIKE_NUMPY)(function)
-    except RuntimeError as error:
-        if "cannot cache" not in str(error):
-            raise
-        # A read-only installation of a user without a writable home: each process compiles.
-        return numba.njit(**_LIKE_NUMPY)(function)  # type: ignore[no-any-return]  # untyped import
-    cache: Any = getattr(compiled, "_cache", None)  # absent under NUMBA_DISABLE_JIT
-    if hasattr(cache, "_cache_file"):
-        cache._cache_file = _CacheFiles(cache._cache_file, _code(function, set()))
+    compiled = cached(lambda keep: numba.njit(cache=keep, **_LIKE_NUMPY)(function), numba.config)
+    cache, file = getattr(compiled, "_cache", None), function.__code__.co_filename
+    attach(cache, file, _code(function, set()), numba.config)
     return compiled  # type: ignore[no-any-return]  # untyped import
-
-
-@final
-class _CacheFiles:
-    """Numba's cache files of one function, kept apart by signature, and never fatal.
-
-    Numba keeps one index per function and numbers the code files. Two ranks that compile different
-    signatures at once both take number 1, and afterwards the index of one names the code of the
-    other. With an index per signature they can only write the same thing. What the function is
-    compiled from counts like the signature. A file that is torn, or cannot be read or written,
-    costs a compilation and nothing else.
-    """
-
-    def __init__(self, whole: Any, code: list[str]):
-        self._whole = whole
-        self._code = code
-
-    def _file(self, key: tuple[Any, ...]) -> Any:
-        # The key holds types, processor and bytecode; their text is the same in every process.
-        digest = hashlib.sha256(repr((key, self._code)).encode()).hexdigest()[:16]
-        index = self._whole._index_name.removesuffix(".nbi")
-        return type(self._whole)(
-            self._whole._cache_path, f"{index}-{digest}", self._whole._source_stamp
-        )
-
-    def load(self, key: tuple[Any, ...]) -> Any:
-        file = self._file(key)
-        try:
-            return file.load(key)
-        except Exception:  # torn bytes make the reader raise almost anything
-            with contextlib.suppress(OSError):
-                file.flush()
-            return None
-
-    def save(self, key: tuple[Any, ...], data: Any) -> None:
-        # Disk full, read-only, or a torn index that could not be replaced: the code still runs.
-        with contextlib.suppress(Exception):
-            self._file(key).save(key, data)
-
-    def flush(self) -> None:
-        """Do nothing: whoever recompiles overwrites the file of that signature."""

@@ -1,143 +1,196 @@
-"""The checks of `mpistrat doctor`: one function per check.
+"""`mpistrat doctor`: starts ranks as a program would be started, and gathers what they tell.
 
-How to add a check: write a function that returns a `Finding`, and add it to `CHECKS`.
+Two starts: one in which no rank starts MPI, so that each can tell what is wrong with it; one in
+which MPI is started and messages are measured. `checks` looks at what came of it.
 """
 
 from __future__ import annotations
 
-import os
-import platform
+import contextlib
+import json
+import secrets
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
-from mpistrat.environment import YIELD, environment, launched_by, unsupported, yields
+from mpistrat.environment import allocation, environment, launched_by
 from mpistrat.errors import LaunchError
-from mpistrat.launch.mpiexec import cores, find, library
+from mpistrat.launch.facts import FAILED, Job, Measured, collect, parse
+from mpistrat.launch.flavours import version
+from mpistrat.launch.mpiexec import Command, candidates, find
 from mpistrat.launch.process import run_job
 from mpistrat.launch.run import plan_note
 
-__all__ = ["CHECKS", "Finding", "examine"]
+__all__ = ["gather"]
 
-_MIB = 2**20
-_PATIENCE = 60.0  # seconds for a job of two ranks that does nothing
-_SMALL = 64 * _MIB  # what container engines give by default; MPI's own buffers for 8 ranks fill it
+_PATIENCE = 60.0  # seconds for a job that does next to nothing
 
-
-class Finding(NamedTuple):
-    """One line of the report: what was checked, what was found, and whether it is good enough."""
-
-    name: str
-    text: str
-    ok: bool = True
-
-
-def _system() -> Finding:
-    text = f"{platform.system()} on {platform.machine()}"
-    wrong = unsupported()
-    return Finding("system", f"{text}. {wrong}" if wrong else text, ok=wrong is None)
-
-
-def _package(name: str, module: str) -> Finding:
-    """Import a package in a child: that it is installed does not mean that it can be loaded."""
-    ask = f"import {module} as m; print(m.__version__)"
-    got = subprocess.run(
-        [sys.executable, "-c", ask],
-        capture_output=True,
-        text=True,
-        env=environment({}),
-        check=False,
-    )
-    if got.returncode:
-        why = (got.stderr.strip().splitlines() or [f"exit code {got.returncode}"])[-1]
-        return Finding(name, f"cannot be imported: {why}", ok=False)
-    return Finding(name, got.stdout.strip())
-
-
-def _launcher() -> Finding:
-    launcher, loaded = find()
-    note = plan_note(launcher, loaded)
-    return Finding("mpiexec", f"{launcher}; {note or 'fits the library'}")
-
-
-def _two_ranks() -> Finding:
-    """Start two ranks, each of which prints how many there are: only that shows that all fits."""
-    name = "two ranks"
-    inside = launched_by()
-    if inside is not None:
-        return Finding(name, f"not tried: this process is a rank itself, started by {inside}")
-    launcher, _ = find()
-    # One write per rank: lines of two ranks must not mix.
-    ask = "from mpi4py import MPI; import os; os.write(1, b'size %d\\n' % MPI.COMM_WORLD.size)"
-    with tempfile.TemporaryFile() as output:
-        outcome = run_job(launcher.command(2, [sys.executable, "-c", ask]), _PATIENCE, output)
-        output.seek(0)
-        said = output.read().decode(errors="replace")
-    if outcome.code == 0 and said.count("size 2") == 2:
-        return Finding(name, f"found each other, {outcome.seconds:.1f} s")
-    if outcome.timed_out:
-        return Finding(name, f"did not end within {_PATIENCE:g} s", ok=False)
-    return Finding(name, f"failed, exit code {outcome.code}: {said.strip()[-500:]}", ok=False)
-
-
-def _overlap() -> Finding:
-    """Tell whether `all_reduce_start` overlaps with computation."""
-    name = "overlap"
-    launcher, loaded = find()
-    if not loaded.flavour.unless_set:
-        return Finding(name, "all_reduce_start overlaps with computation, between nodes")
-    env = environment(launcher.command(1, [sys.executable]).env)
-    if not yields(env):
-        return Finding(name, f"all_reduce_start does not overlap with computation: {YIELD} is off")
-    return Finding(
-        name,
-        "all_reduce_start overlaps with computation, between nodes: `mpistrat run` sets "
-        f"{YIELD}=1; set it yourself for other launchers",
-    )
-
-
-def _cores() -> Finding:
-    mine, there = cores(), os.cpu_count() or 1
-    return Finding("cores", f"{mine} for this process, {there} in this machine")
-
-
-def _shared_memory() -> Finding:
-    where = Path("/dev/shm")
-    if not where.is_dir():
-        return Finding("/dev/shm", "does not exist on this system")
-    usage = shutil.disk_usage(where)
-    text = f"{usage.free // _MIB} MiB free of {usage.total // _MIB} MiB"
-    if usage.total <= _SMALL:
-        text += "; small for MPI (in a container, start it with a larger --shm-size)"
-    return Finding("/dev/shm", text, ok=usage.free > 0)
-
-
-CHECKS: tuple[tuple[str, Callable[[], Finding]], ...] = (
-    ("system", _system),
-    ("Python", lambda: Finding("Python", f"{platform.python_version()} ({sys.executable})")),
-    ("NumPy", lambda: _package("NumPy", "numpy")),
-    ("Numba", lambda: _package("Numba", "numba")),
-    ("mpi4py", lambda: _package("mpi4py", "mpi4py")),
-    ("MPI library", lambda: Finding("MPI library", str(library()))),
-    ("mpiexec", _launcher),
-    ("two ranks", _two_ranks),
-    ("overlap", _overlap),
-    ("cores", _cores),
-    ("/dev/shm", _shared_memory),
+# A process that cannot start Python says so by the shell, which every node has.
+_TELL = (
+    'said=$("$0" -m mpistrat.launch.facts "$@" 2>&1) && printf "%s\\n" "$said" || '
+    f'printf "{FAILED}%s %s\\n" "$(uname -n)" "$(printf "%s" "$said" | tail -n 1)"'
 )
 
+# Rank 0 exchanges messages with the first rank of its host, and of another one, that there is.
+_MEASURE = """
+import array, json, os, platform, sys, time
+from mpi4py import MPI
+world = MPI.COMM_WORLD
+hosts = world.allgather(platform.node())
 
-def examine() -> Iterator[Finding]:
-    """Yield one finding per row of `CHECKS`; a check that raises `LaunchError` has failed.
+def one_way(data, partner, times):
+    here = world.rank == 0
+    taken = []
+    for _ in range(times):
+        begin = time.perf_counter()
+        for send in (here, not here):
+            if send:
+                world.Send(data, 0 if world.rank else partner)
+            else:
+                world.Recv(data, 0 if world.rank else partner)
+        taken.append((time.perf_counter() - begin) / 2)
+    return sorted(taken)[len(taken) // 2]
 
-    Cost: a few starts of Python and one job of two ranks, 3 s.
-    """
-    for name, check in CHECKS:
+told = {"size": world.size}
+for name, near in (("inside", True), ("between", False)):
+    partner = next((r for r in range(1, world.size) if (hosts[r] == hosts[0]) == near), None)
+    if partner is not None and world.rank in (0, partner):
+        small = one_way(bytearray(8), partner, 300)
+        large = one_way(bytearray(2**22), partner, 12)
+        told[name] = (1e6 * small, 8e-9 * 2**22 / large)
+    world.Barrier()
+if world.rank == 0:
+    os.write(1, b"mpistrat-measured " + json.dumps(told).encode() + b"\\n")
+"""
+
+
+def _output(command: Command) -> tuple[str, str]:
+    """Run a job; return all that it printed, and what went wrong, or an empty string."""
+    with tempfile.TemporaryFile() as file:
         try:
-            yield check()
-        except LaunchError as error:
-            yield Finding(name, str(error), ok=False)
+            outcome = run_job(command, _PATIENCE, file)
+        except OSError as error:
+            return "", f"{command.argv[0]} cannot be started: {error.strerror}"
+        file.seek(0)
+        said = file.read().decode(errors="replace")
+    if outcome.timed_out:
+        return said, f"The job did not end within {_PATIENCE:g} s. {said.strip()[-300:]}".strip()
+    wrong = f"Exit code {outcome.code}: {said.strip()[-500:]}" if outcome.code else ""
+    return said, wrong
+
+
+def _ask(*argv: str) -> str:
+    """Return what a command prints; an empty string if there is none, or it fails."""
+    try:
+        got = subprocess.run(
+            argv,
+            capture_output=True,
+            text=True,
+            timeout=_PATIENCE,
+            env=environment({}),
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return "" if got.returncode else got.stdout
+
+
+def _measured(said: str) -> dict[str, Any]:
+    """Return what ranks 0 have told; there are several if the job fell apart."""
+    lines = [line.partition("mpistrat-measured ")[2] for line in said.splitlines()]
+    told = [json.loads(line) for line in lines if line]
+    found: dict[str, Any] = {"sizes": tuple(one["size"] for one in told)}
+    for name in ("inside", "between"):
+        found[name] = next((Measured(*one[name]) for one in told if name in one), None)
+    return found
+
+
+@contextlib.contextmanager
+def _written(directories: Sequence[str]) -> Iterator[list[str]]:
+    """Write an empty file into each directory for as long as the context lasts."""
+    files = [
+        Path(path, f".mpistrat-doctor-{secrets.token_hex(8)}").absolute() for path in directories
+    ]
+    try:
+        for file in files:
+            try:
+                file.touch(exist_ok=False)
+            except OSError as error:
+                raise LaunchError(
+                    f"{file.parent} cannot be written: {error.strerror}. Give a directory that "
+                    "exists, and that you may write."
+                ) from None
+        yield [str(file) for file in files]
+    finally:
+        for file in files:
+            file.unlink(missing_ok=True)
+
+
+def gather(
+    ranks: int | None = None, launcher: Sequence[str] = (), directories: Sequence[str] = ()
+) -> Job:
+    """Start ranks, and return what there is to know.
+
+    Args:
+      ranks: How many; None for those of this allocation, or 2.
+      launcher: A launcher and its options, to which ``-n N`` is added; empty for the one that
+        `mpistrat run` would take.
+      directories: Those that all ranks should see.
+
+    Raises:
+      LaunchError: One of the directories cannot be written.
+
+    Cost: Two jobs, a few seconds.
+    """
+    inside = allocation()
+    count = ranks or max(inside or 0, 2)
+    facts: dict[str, Any] = {
+        "pmix": version(_ask(_beside("pmix_info"), "--version")),
+        "slurm": _ask("scontrol", "show", "config") if inside else "",
+        "kills": _kills(launcher),
+    }
+    within = launched_by()
+    if within is not None:
+        note = f"none was tried: this process is a rank itself, started by {within}"
+        return Job(1, command=note, ranks=(collect(),), sizes=(1,), **facts)
+
+    def command(program: Sequence[str]) -> Command:
+        if launcher:
+            return Command((*launcher, "-n", str(count), *program), {})
+        return found.command(count, program)
+
+    try:
+        found, loaded = find()
+        facts["mismatch"] = "" if launcher else plan_note(found, loaded)
+    except LaunchError as error:
+        if not launcher:
+            return Job(count, mismatch=str(error), **facts)
+    with _written(directories) as files:
+        tell = command(["sh", "-c", _TELL, sys.executable, *files])
+        said, trouble = _output(tell)
+    told, failed = parse(said)
+    facts |= {"command": str(command(["python"])), "ranks": told, "failed": failed}
+    if len(told) == count:
+        said, trouble = _output(command([sys.executable, "-c", _MEASURE]))
+        facts |= _measured(said)
+    return Job(count, trouble=trouble, **facts)
+
+
+def _beside(name: str) -> str:
+    """Return a tool of the MPI of this environment, or its name."""
+    for launcher in candidates():
+        if found := shutil.which(name, path=str(Path(launcher).parent)):
+            return found
+    return name
+
+
+def _kills(launcher: Sequence[str]) -> bool:
+    """Tell whether a rank that dies ends the job: by its options, or as all launchers but srun."""
+    if not launcher or Path(launcher[0]).name != "srun":
+        return True
+    given = any(word.startswith(("-K", "--kill-on-bad-exit")) for word in launcher)
+    return given or environment({}).get("SLURM_KILL_BAD_EXIT") == "1"

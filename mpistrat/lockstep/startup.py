@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import json
 import platform
-from importlib import metadata
 from typing import NoReturn
 
 import numpy as np
@@ -20,7 +19,7 @@ from mpistrat.board.observer import Limits
 from mpistrat.comm.base import Comm
 from mpistrat.comm.callsite import ranks_text
 from mpistrat.comm.mpi import MPIComm, world_size
-from mpistrat.environment import MASK_BYTES, cores_of, launched_by, mask_of, quota
+from mpistrat.environment import MASK_BYTES, cores_of, installed, launched_by, mask_of, quota
 from mpistrat.errors import OptionError, PreflightError
 from mpistrat.kernels.threads import Team
 from mpistrat.lockstep.exits import exits
@@ -38,13 +37,10 @@ _PERSONAL = frozenset({"record", "terminal"})
 
 @functools.cache
 def _versions() -> dict[str, str]:
-    found = {"Python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+    found = installed(_PACKAGES)
+    return {"Python": platform.python_version()} | {
+        name: found.get(name, "not installed") for name in _PACKAGES
+    }
 
 
 def facts(chosen: Options) -> dict[str, str]:

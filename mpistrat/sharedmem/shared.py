@@ -18,7 +18,6 @@ import mmap
 import os
 import secrets
 import sys
-import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -46,7 +45,12 @@ def _memfd(size: int, what: str) -> tuple[int, str]:
 
 def _named(size: int, what: str) -> tuple[int, str]:
     room = Path("/dev/shm")
-    place = str(room) if os.access(room, os.W_OK) else tempfile.gettempdir()
+    if os.access(room, os.W_OK):
+        place = str(room)
+    else:
+        import tempfile  # and all that it imports, which Linux has no use for
+
+        place = tempfile.gettempdir()
     path = Path(place, f"mpistrat-{what}-{secrets.token_hex(16)}")
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from mpistrat.kernels import jit
+from mpistrat.kernels import cache, jit
 
 ROOT = Path(__file__).parents[3]
 
@@ -189,6 +191,63 @@ caching.IndexDataCacheFile._open_for_write = full
 """
         assert program(code + CALL.format(dtype="f8") + HITS) == ["14.0", "0"]
         assert not list(program.cache.rglob("*.nb?"))
+
+
+NO_PLACE = """
+import numba.core.caching as caching, tempfile
+# As in an installation that cannot be written, of a user without a writable home.
+caching.CacheImpl._locator_classes = [caching.UserProvidedCacheLocator]
+"""
+
+
+class TestNode:
+    """Code that is kept on the node, and compiled once there."""
+
+    def test_a_read_only_installation_keeps_code_on_the_node(self, program, tmp_path):
+        env = {"NUMBA_CACHE_DIR": "", "TMPDIR": str(tmp_path)}
+        code = NO_PLACE + CALL.format(dtype="f8") + HITS
+        assert program(code, **env) == ["14.0", "0"]
+        assert program(code, **env) == ["14.0", "1"]
+        (room,) = tmp_path.glob("mpistrat-*")
+        assert room.stat().st_mode & 0o777 == 0o700
+        assert list(room.rglob("*squares*.nbc"))
+        assert not list(room.glob("squares*"))  # the locks of those who compiled
+
+    @pytest.mark.parametrize("mode", [0o777, 0o750])
+    def test_a_directory_that_others_can_use_is_not_used(self, mode, tmp_path, monkeypatch):
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        room = cache.node_directory()
+        assert room.parent == tmp_path
+        room.chmod(mode)
+        assert cache.node_directory() is None
+
+    def test_a_link_is_not_followed(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        (tmp_path / f"mpistrat-{os.geteuid()}").symlink_to(tmp_path / "elsewhere")
+        assert cache.node_directory() is None
+
+    def test_code_beside_a_source_that_cannot_be_written_is_found(self, program, tmp_path):
+        program(CALL.format(dtype="f8"), NUMBA_CACHE_DIR="")  # as `mpistrat warm` does
+        env = {"NUMBA_CACHE_DIR": "", "TMPDIR": str(tmp_path / "cache")}
+        assert program(NO_PLACE + CALL.format(dtype="f8") + HITS, **env) == ["14.0", "1"]
+
+    def test_one_process_of_a_node_compiles_and_the_others_load(self, program, tmp_path):
+        code = CALL.format(dtype="f8") + "print(squares.compiled().stats.cache_misses.total())"
+        ranks = [program.start(code, TMPDIR=str(tmp_path)) for _ in range(3)]
+        said = [rank.communicate(timeout=60)[0].split() for rank in ranks]
+        assert sorted(said) == [["14.0", "0"], ["14.0", "0"], ["14.0", "1"]]
+
+    def test_who_waits_too_long_compiles(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        monkeypatch.setattr(cache, "_LONGEST", 0.05)
+        with (cache.node_directory() / "kernel").open("w") as other:
+            fcntl.flock(other, fcntl.LOCK_EX)
+            assert not cache._acquire("kernel")
+        assert cache._acquire("kernel")
+        assert not cache._acquire("kernel")  # of this process itself, which must not wait for it
+        cache._release("kernel")
+        assert not cache.held
 
 
 DRIVER = """

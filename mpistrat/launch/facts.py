@@ -1,0 +1,248 @@
+"""What `mpistrat doctor` knows of a job: facts that its ranks tell, and that are measured, as data.
+
+`python -m mpistrat.launch.facts DIRECTORY ...` is what each rank runs; it prints one line and does
+not start MPI, so one rank that cannot does not keep the others waiting.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import platform
+import resource
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mpistrat.environment import environment, installed, mask_of, quota, yields
+from mpistrat.errors import LaunchError
+from mpistrat.launch.mpiexec import library
+
+__all__ = ["FAILED", "MARK", "Job", "Measured", "RankFacts", "collect", "parse"]
+
+MARK = "mpistrat-doctor "  # begins the line of a rank
+FAILED = "mpistrat-doctor-failed "  # begins the line of a process that could not tell
+_PACKAGES = ("mpistrat", "numpy", "numba", "mpi4py", "optree")
+_BLAS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")
+
+
+class RankFacts(NamedTuple):
+    """What one rank tells of itself and of its host.
+
+    Attributes:
+      host: Its host name.
+      python: The interpreter.
+      versions: Of Python and packages. One that is missing is left out; one that cannot be imported
+        has the reason instead.
+      library: The MPI library that mpi4py loads, or why there is none.
+      wheel: Whether that library lies in the Python environment, as one from a wheel does.
+      yields: Whether a rank that waits gives its core away, where its MPI does so only if asked to.
+      mask: The cores that it may run on, as bits.
+      cores: How many cores the host has.
+      blas: BLAS threads that the environment asks for; 0 if it does not say.
+      shm: Free and total bytes of ``/dev/shm``; (0, 0) if there is none.
+      opens: Whether memory of other processes can be opened by ``/proc/PID/fd``.
+      space: The namespace of its process number; another one is another container.
+      home: Whether the home directory can be written.
+      files: How many files it may open.
+      fabric: Devices in ``/sys/class/infiniband``.
+      rate: The fastest network device's rate that ``/sys`` tells, Gbit/s; 0 if it does not.
+      unseen: Directories in which it does not see what was written before it was started.
+    """
+
+    host: str
+    python: str
+    versions: Mapping[str, str]
+    library: str
+    wheel: bool
+    yields: bool
+    mask: int
+    cores: int
+    blas: int
+    shm: tuple[int, int]
+    opens: bool
+    space: str
+    home: bool
+    files: int
+    fabric: tuple[str, ...]
+    rate: float
+    unseen: tuple[str, ...]
+
+
+class Measured(NamedTuple):
+    """Messages between two ranks: how long one of 8 bytes takes, how fast 4 MiB go.
+
+    Attributes:
+      latency: Microseconds, one way.
+      bandwidth: Gbit/s, one way.
+    """
+
+    latency: float
+    bandwidth: float
+
+
+class Job(NamedTuple):
+    """All that is known; each part may be missing, if what tells it has failed.
+
+    Attributes:
+      wanted: How many ranks were asked for.
+      command: The call that started them, or an empty string.
+      mismatch: Why no launcher fits, or what may not fit; an empty string if all is well.
+      ranks: What the processes told.
+      failed: Host and last line of each process that could not tell anything.
+      sizes: How many ranks there are, as each job that was found told.
+      trouble: Why the ranks could not be started or measured, or an empty string.
+      inside: Between two ranks of one host.
+      between: Between two hosts.
+      pmix: Version of PMIx, or an empty string.
+      slurm: What ``scontrol show config`` prints, in an allocation; else an empty string.
+      kills: Whether the launcher ends the job when one rank ends badly, as far as is known.
+    """
+
+    wanted: int
+    command: str = ""
+    mismatch: str = ""
+    ranks: tuple[RankFacts, ...] = ()
+    failed: tuple[tuple[str, str], ...] = ()
+    sizes: tuple[int, ...] = ()
+    trouble: str = ""
+    inside: Measured | None = None
+    between: Measured | None = None
+    pmix: str = ""
+    slurm: str = ""
+    kills: bool = True
+
+    @property
+    def hosts(self) -> dict[str, list[RankFacts]]:
+        """The ranks of each host."""
+        found: dict[str, list[RankFacts]] = {}
+        for rank in self.ranks:
+            found.setdefault(rank.host, []).append(rank)
+        return found
+
+
+def _versions() -> dict[str, str]:
+    """Return versions of packages, of which each is imported: a broken one is installed, too."""
+    found = installed(_PACKAGES)
+    for name in ("numpy", "numba", "optree"):
+        try:
+            if name in found:
+                importlib.import_module(name)
+        except Exception as error:  # whatever a broken package raises
+            found[name] = f"cannot be imported ({type(error).__name__}: {error})"
+    return found
+
+
+def _library() -> tuple[str, bool, bool]:
+    """Return the library in words, whether it is a wheel's, and whether it yields unasked."""
+    try:
+        loaded = library()
+    except LaunchError as error:
+        return f"none: {str(error).splitlines()[0]}", False, True
+    wheel = Path(sys.prefix) in Path(loaded.file or "/").parents
+    return str(loaded), wheel, not loaded.flavour.unless_set
+
+
+def _opens() -> bool:
+    """Try on a child what ranks do with one another's memory."""
+    waits, ends = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(ends)
+        os.read(waits, 1)
+        os._exit(0)
+    try:
+        os.close(os.open(f"/proc/{child}/fd/{waits}", os.O_RDONLY))
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(ends)
+        os.close(waits)
+        os.waitpid(child, 0)
+
+
+def _space() -> str:
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return ""
+
+
+def _rate(fabric: Path, network: Path) -> float:
+    """Return the fastest device's rate, Gbit/s."""
+    rates = [0.0]
+    for file in fabric.glob("*/ports/*/rate"):  # "100 Gb/sec (4X EDR)"
+        rates += _number(file, 1.0)
+    for file in network.glob("*/speed"):  # Mbit/s; -1 or an error where there is none
+        rates += _number(file, 1e-3)
+    return max(rates)
+
+
+def _number(file: Path, unit: float) -> list[float]:
+    try:
+        return [float(file.read_text().split()[0]) * unit]
+    except (OSError, ValueError, IndexError):
+        return []
+
+
+def collect(directories: Sequence[str] = (), system: Path = Path("/sys/class")) -> RankFacts:
+    """Return the facts of this process.
+
+    Args:
+      directories: Files that were written before; in whose directories, is asked.
+      system: Where the kernel lists devices.
+
+    Cost: A start of Python, which loads the MPI library.
+    """
+    name, wheel, asked = _library()
+    shm, env = Path("/dev/shm"), environment({})
+    usage = shutil.disk_usage(shm) if shm.is_dir() else None
+    fabric = system / "infiniband"
+    threads = next((env[name] for name in _BLAS if name in env), "0").split(",")[0]
+    return RankFacts(
+        host=platform.node(),
+        python=sys.executable,
+        versions={"Python": platform.python_version(), **_versions()},
+        library=name,
+        wheel=wheel,
+        yields=asked or yields(),
+        mask=mask_of(),
+        cores=int(min(os.cpu_count() or 1, max(1, quota()))),
+        blas=int(threads) if threads.isdigit() else 0,
+        shm=(usage.free, usage.total) if usage else (0, 0),
+        opens=_opens(),
+        space=_space(),
+        home=os.access(Path.home(), os.W_OK),
+        files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        fabric=tuple(sorted(path.name for path in fabric.glob("*"))),
+        rate=_rate(fabric, system / "net"),
+        unseen=tuple(str(Path(file).parent) for file in directories if not Path(file).exists()),
+    )
+
+
+def parse(output: str) -> tuple[tuple[RankFacts, ...], tuple[tuple[str, str], ...]]:
+    """Return what ranks have told, and host and reason of those that could not.
+
+    Args:
+      output: What they printed; other lines are left alone.
+    """
+    ranks, failed = [], []
+    for line in output.splitlines():
+        if FAILED in line:
+            host, _, why = line.partition(FAILED)[2].partition(" ")
+            failed.append((host, why.strip()))
+        elif MARK in line:
+            told: dict[str, Any] = json.loads(line.partition(MARK)[2])
+            for name in ("shm", "fabric", "unseen"):
+                told[name] = tuple(told[name])
+            ranks.append(RankFacts(**told))
+    return tuple(ranks), tuple(failed)
+
+
+if __name__ == "__main__":
+    # One write: lines of several ranks must not mix.
+    os.write(1, f"{MARK}{json.dumps(collect(sys.argv[1:])._asdict())}\n".encode())

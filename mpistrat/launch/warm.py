@@ -1,0 +1,66 @@
+"""`mpistrat warm`: makes, once, what each start of a program would otherwise make for itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import mpistrat as ms
+from mpistrat import bytecode
+from mpistrat.kernels.jit import compiling
+from mpistrat.testing import run_ranks
+
+__all__ = ["kernels", "modules", "warm"]
+
+_LARGE = 2**18  # elements: enough to be shared among ranks and cut into blocks
+
+
+def _steps(comm: Any) -> None:
+    """Take a step with each optimizer, and reduce what programs reduce, as one of two ranks."""
+    strategy = ms.MirroredStrategy()
+    for dtype in ("float32", "float64"):
+        start = np.linspace(-1.0, 1.0, _LARGE, dtype=dtype)
+        for name, optimizer in ms.optim.OPTIMIZERS.items():
+            with strategy.scope():
+                weights = ms.Variable(start, name=f"{name} {dtype}")
+            given = strategy.gradient_buffers([weights])[0]
+            given[...] = 1e-3
+            for gradient in (given, start):
+                strategy.run(optimizer(0.01).apply_gradients, args=([(gradient, weights)],))
+        for op in ("sum", "mean", "min", "max"):
+            strategy.run(lambda op=op, x=start: ms.get_replica_context().all_reduce(op, x))
+        losses = ms.PerReplica(start)
+        for op in ("sum", "mean"):
+            strategy.reduce(op, losses, axis=0)
+
+
+def modules() -> str:
+    """Put the package's compiled modules into one file; return what was done, in words."""
+    package = str(Path(bytecode.__file__).parent)
+    try:
+        file = Path(bytecode.write(package))
+    except OSError as error:
+        return f"not put into one file, as {package} cannot be written: {error.strerror}"
+    return f"all in {file} ({file.stat().st_size / 2**20:.1f} MiB)"
+
+
+def kernels() -> str:
+    """Compile the kernels that training uses; return what was done, in words.
+
+    Cost: A minute with an empty cache, some seconds with a full one.
+    """
+    if not compiling():
+        return "not compiled: Numba is not wanted or not installed"
+    begin = time.perf_counter()
+    run_ranks(_steps, 2)
+    return f"compiled, or found, in {time.perf_counter() - begin:.1f} s"
+
+
+def warm() -> Iterator[tuple[str, str]]:
+    """Do all of it; yield what each part has come to."""
+    yield "modules", modules()
+    yield "kernels", kernels()
