@@ -6,6 +6,7 @@ from mpistrat import coordinator as coordinator
 from mpistrat import experimental as experimental
 from mpistrat import metrics as metrics
 from mpistrat import optim as optim
+from mpistrat import random as random
 from mpistrat import testing as testing
 from mpistrat import vjp as vjp
 from mpistrat.checkpoint.checkpoint import Checkpoint as Checkpoint
