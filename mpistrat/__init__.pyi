@@ -34,6 +34,8 @@ from mpistrat.distribute.inputs import InputOptions as InputOptions
 from mpistrat.distribute.inputs import InputReplicationMode as InputReplicationMode
 from mpistrat.distribute.inputs import RunOptions as RunOptions
 from mpistrat.distribute.inputs import ValueContext as ValueContext
+from mpistrat.distribute.once import once as once
+from mpistrat.distribute.once import once_per_node as once_per_node
 from mpistrat.distribute.slices import IndexedSlices as IndexedSlices
 from mpistrat.distribute.strategies import CentralStorageStrategy as CentralStorageStrategy
 from mpistrat.distribute.strategies import MirroredStrategy as MirroredStrategy
