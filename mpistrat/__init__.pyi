@@ -6,6 +6,7 @@ from mpistrat import coordinator as coordinator
 from mpistrat import experimental as experimental
 from mpistrat import metrics as metrics
 from mpistrat import optim as optim
+from mpistrat import random as random
 from mpistrat import testing as testing
 from mpistrat import vjp as vjp
 from mpistrat.checkpoint.checkpoint import Checkpoint as Checkpoint
@@ -33,6 +34,8 @@ from mpistrat.distribute.inputs import InputOptions as InputOptions
 from mpistrat.distribute.inputs import InputReplicationMode as InputReplicationMode
 from mpistrat.distribute.inputs import RunOptions as RunOptions
 from mpistrat.distribute.inputs import ValueContext as ValueContext
+from mpistrat.distribute.once import once as once
+from mpistrat.distribute.once import once_per_node as once_per_node
 from mpistrat.distribute.slices import IndexedSlices as IndexedSlices
 from mpistrat.distribute.strategies import CentralStorageStrategy as CentralStorageStrategy
 from mpistrat.distribute.strategies import MirroredStrategy as MirroredStrategy

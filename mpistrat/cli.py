@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from mpistrat.commands import doctor, run, warm
+from mpistrat.commands import doctor, drill, run
 from mpistrat.errors import MpistratError
 
 __all__ = ["COMMANDS", "main"]
@@ -17,6 +18,7 @@ COMMANDS: dict[str, ModuleType] = {
     "run": run,
     "doctor": doctor,
     "warm": warm,
+    "drill": drill,
 }
 
 

@@ -25,7 +25,7 @@ ROWS = (
     ("collectives",),
     ("feed",),
     ("distribute",),
-    ("optim", "metrics", "checkpoint"),
+    ("optim", "metrics", "checkpoint", "random"),
     (
         *("launch", "commands", "compat", "testing", "examples", "cli", "__main__"),
         # Public names, bound here and made elsewhere.

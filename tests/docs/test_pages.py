@@ -26,6 +26,7 @@ SIZES = {
     "start": (1,),
     "train": (1, 2),
     "concepts": (1, 2, 3),
+    "random": (1, 2),
     "sharp-edges": (2,),
     "coming-from": (1, 2),
     "from-pytorch": (1, 2),

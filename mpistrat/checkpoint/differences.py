@@ -1,0 +1,86 @@
+"""What differs between the newest checkpoints of two directories."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from mpistrat.arrays import Array, bits
+from mpistrat.checkpoint import files, format
+
+__all__ = ["differences", "newest"]
+
+
+def newest(directory: Path) -> dict[str, Path]:
+    """Return the newest checkpoint of each name below a directory, by directory and name."""
+    found: dict[str, tuple[int, Path]] = {}
+    for path in directory.rglob("*"):
+        parts = files.parted(path)
+        if parts is not None:
+            name = (path.parent.relative_to(directory) / parts[0]).as_posix()
+            found[name] = max(found.get(name, (-1, path)), (parts[1], path))
+    return {name: path for name, (_, path) in sorted(found.items())}
+
+
+def differences(
+    one: Path, two: Path, tolerance: float, ignore: Sequence[str]
+) -> tuple[int, list[str]]:
+    """Compare the newest checkpoints of two directories.
+
+    Names that only the interrupted program has used, such as for what it saves when it is told to
+    end, are passed over.
+
+    Args:
+      one: The directory of a program that ran in peace.
+      two: That of one with interruptions.
+      tolerance: How far floating-point arrays may be from each other, as a part of the largest
+        number of the first; 0 for the same bits.
+      ignore: Patterns of names of arrays that may differ.
+
+    Returns:
+      How many arrays were compared, and a line for each that differs.
+
+    Raises:
+      CheckpointError: One is damaged.
+    """
+    mine, theirs = newest(one), newest(two)
+    lines = [f"{name}: was saved in peace only" for name in mine.keys() - theirs]
+    compared = 0
+    for name in mine.keys() & theirs:
+        wanted, found = (format.read_all(path).arrays for path in (mine[name], theirs[name]))
+        for key in sorted(wanted.keys() | found):
+            if any(fnmatch.fnmatchcase(key, pattern) for pattern in ignore):
+                continue
+            compared += 1
+            text = _difference(wanted.get(key), found.get(key), tolerance)
+            if text:
+                lines.append(f"{name}: {key} {text}")
+    return compared, sorted(lines)
+
+
+def _difference(wanted: Array | None, found: Array | None, tolerance: float) -> str:
+    if wanted is None or found is None:
+        return "is in one of the two only"
+    entries = format.Entry.of(wanted), format.Entry.of(found)
+    if entries[0] != entries[1]:
+        return f"is {entries[0]} in peace and {entries[1]} with interruptions"
+    unequal = (bits(wanted) != bits(found)).any(axis=1)
+    if not unequal.any():
+        return ""
+    if wanted.dtype.kind in "biu":
+        return f"differs in {unequal.sum()} of {unequal.size} numbers"
+    wide = np.complex128 if wanted.dtype.kind == "c" else np.float64
+    a, b = wanted.astype(wide).ravel(), found.astype(wide).ravel()
+    largest = float(np.max(np.abs(a), where=np.isfinite(a), initial=0.0)) or 1.0
+    with np.errstate(invalid="ignore"):  # of two infinities
+        gap = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a - b) / largest)
+    farthest = float(np.max(np.where(np.isnan(gap), np.inf, gap)))
+    if tolerance and farthest <= tolerance:
+        return ""
+    return (
+        f"differs in {unequal.sum()} of {unequal.size} numbers, by up to {farthest:.2g} of the "
+        "largest"
+    )

@@ -1,0 +1,98 @@
+"""Interrupt a program at random moments, start it again until it ends, and compare its end.
+
+Runs the program once in peace, and once more in another directory, where a random rank is killed
+at random moments and the program started again each time. The newest checkpoints of both must hold
+the same. The word {dir} in its arguments stands for the directory of its checkpoints; where it is
+not among them, --checkpoint DIR is added. The exit code is 0 if both are the same, else 1.
+
+  mpistrat drill -n 2 --kills 3 train.py --epochs 4
+  mpistrat drill -n 2 --signal USR1 --ranks 2,3,1 --tolerance 1e-6 train.py --output {dir}
+"""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+from mpistrat.commands.arguments import positive, seconds
+
+__all__ = ["main", "options"]
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    add, rest = parser.add_argument, argparse.REMAINDER
+    add("-n", dest="ranks", metavar="N", type=positive, required=True, help="ranks, in peace too")
+    add("--kills", metavar="K", type=positive, default=3, help="interruptions (3)")
+    add("--signal", type=_signal, default="KILL", help="KILL, or USR1, TERM, ... if it leaves then")
+    text = "ranks of the interrupted runs in turns, such as 2,3,1; else N"
+    add("--ranks", dest="sizes", metavar="N,N,..", type=_sizes, default=(), help=text)
+    text = "how far floating-point arrays may be apart, as a part of their largest number (0)"
+    add("--tolerance", metavar="T", type=float, default=0.0, help=text)
+    text = "names of arrays that may differ, such as '*seconds*'; may be given several times"
+    add("--ignore", metavar="PATTERN", action="append", default=[], help=text)
+    add("--seed", metavar="S", type=int, help="of ranks and moments; printed, to play it again")
+    add("--timeout", metavar="S", type=seconds, help="seconds that a run may take")
+    text = "an empty one for checkpoints and output, kept; else one that is kept on failure"
+    add("--directory", metavar="DIR", type=Path, help=text)
+    text = "a module and its arguments, as after python -m"
+    add("-m", dest="module", metavar="MODULE ...", nargs=rest, help=text)
+    add("script", metavar="SCRIPT ...", nargs=rest, help="a script and its arguments")
+
+
+def _signal(text: str) -> signal.Signals:
+    try:
+        return signal.Signals[f"SIG{text.upper().removeprefix('SIG')}"]
+    except KeyError:
+        raise argparse.ArgumentTypeError(f"is no signal: {text!r}; such as KILL, USR1") from None
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(map(positive, text.split(",")))
+
+
+def main(args: argparse.Namespace) -> int:
+    """Play the drill."""
+    from mpistrat.errors import CheckpointError, LaunchError
+    from mpistrat.launch.drill import Drill, play
+
+    script = args.script[1:] if args.script[:1] == ["--"] else args.script
+    program = ("-m", *args.module) if args.module else tuple(script)
+    if not program:
+        print("mpistrat drill: error: give a SCRIPT or -m MODULE to run", file=sys.stderr)
+        return 2
+    directory = _directory(args.directory)
+    seed = secrets.randbelow(10**6) if args.seed is None else args.seed
+    sizes = args.sizes or (args.ranks,)
+    drill = Drill(
+        *(program, args.ranks, sizes, args.kills, args.signal, seed),
+        *(args.tolerance, tuple(args.ignore), args.timeout),
+    )
+    print(f"seed {seed}, {directory}", flush=True)
+    try:
+        for line in play(drill, directory):
+            print(line, flush=True)
+    except (CheckpointError, LaunchError) as error:
+        print(f"mpistrat drill: {error}\n  kept: {directory}; again: --seed {seed}", flush=True)
+        return 1 if isinstance(error, CheckpointError) else 2
+    except KeyboardInterrupt:
+        return 130
+    if args.directory is None:
+        shutil.rmtree(directory)
+    return 0
+
+
+def _directory(given: Path | None) -> Path:
+    from mpistrat.errors import LaunchError
+
+    if given is None:
+        return Path(tempfile.mkdtemp(prefix="mpistrat-drill-"))
+    given.mkdir(parents=True, exist_ok=True)
+    if any(given.iterdir()):
+        raise LaunchError(f"--directory {given} is not empty; a drill begins with nothing saved.")
+    return given.resolve()

@@ -1,0 +1,182 @@
+"""Functions that one rank runs for all, or for all of its node: downloads, unpacking, caches."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePath
+from typing import Any
+
+import numpy as np
+
+from mpistrat.arena.nodes import Nodes, find_nodes
+from mpistrat.arrays import as_array
+from mpistrat.comm.codec import decode, encode, pack, unpack
+from mpistrat.distribute.arguments import check_function, check_long_operation
+from mpistrat.distribute.mode import check_cross_replica, current
+from mpistrat.distribute.parts import Parts
+from mpistrat.distribute.views import GLOBAL
+from mpistrat.errors import LeafTypeError
+from mpistrat.lockstep.lockstep import Lockstep
+
+__all__ = ["once", "once_per_node"]
+
+_PLAIN = (type(None), bool, int, float, str, bytes)
+_LENGTH = 8  # bytes
+
+
+def once(fn: Callable[..., Any], *args: Any, max_seconds: float = 3600.0) -> Any:
+    """Call ``fn(*args)`` on the first rank, and return its result on all.
+
+    For what is to be done once for the whole job: a download to a file system that all nodes see,
+    an entry in a database. Collective, in cross-replica code: all ranks of the strategy in whose
+    scope this is, or, in none, of the job. `fn` itself must not make collective calls.
+
+    Args:
+      fn: The function.
+      args: What it is called with; those of the first rank.
+      max_seconds: How long it may take. Until then the others that wait are no hang; later the
+        watchdog ends the job, as it does after ``MPISTRAT_TIMEOUT`` elsewhere.
+
+    Returns:
+      What `fn` has returned, alike on all ranks, the first included: ``None``, numbers, texts,
+      bytes, paths, arrays (tensors come as NumPy arrays), and dicts with texts for keys, lists and
+      tuples of such. Everything travels in one message, so large data belong in a file.
+
+    Raises:
+      Exception: What `fn` has raised, on the rank that called it; on the others a `RemoteError`
+        that also is of that class, and names rank and text.
+      LeafTypeError: The result is of another kind; on all ranks.
+      ContextError: Called in replica code.
+      TypeError: `fn` is not a function, or `max_seconds` not a number.
+      LockstepError: Another rank made another call.
+
+    Cost: `fn`, two handshakes, and one ``MPI_Bcast``.
+
+    Example:
+      >>> once(lambda: {"path": "data.npz", "rows": 1797})
+      {'path': 'data.npz', 'rows': 1797}
+    """
+    return _called("once", fn, args, max_seconds, _whole)
+
+
+def once_per_node(fn: Callable[..., Any], *args: Any, max_seconds: float = 3600.0) -> Any:
+    """Call ``fn(*args)`` on the first rank of each node, and return its result on that node.
+
+    For what each node needs in a place of its own: data unpacked to its disk, a cache. Which ranks
+    share a node, MPI says, or ``MPISTRAT_RANKS_PER_NODE``. All else is as in `once`: arguments,
+    results, errors. What fails on one node is an error on all ranks of all nodes.
+
+    Args:
+      fn: The function.
+      args: What it is called with; those of the first rank of each node.
+      max_seconds: How long it may take on each.
+
+    Returns:
+      What `fn` has returned on this rank's node.
+
+    Raises:
+      Exception: As `once`.
+
+    Cost: `fn`, two handshakes, and one ``MPI_Bcast`` in each node.
+
+    Example:
+      >>> import tempfile
+      >>> once_per_node(tempfile.gettempdir) == tempfile.gettempdir()
+      True
+    """
+    return _called("once_per_node", fn, args, max_seconds, _nodes)
+
+
+def _whole(lockstep: Lockstep) -> Nodes:
+    comm = lockstep.comm
+    return Nodes(comm, comm.size, None, 1, list(range(comm.size)))
+
+
+def _nodes(lockstep: Lockstep) -> Nodes:
+    per_node = lockstep.options.ranks_per_node
+    groups, key = lockstep.session.groups, ("nodes", lockstep.order, per_node)
+    if key not in groups:
+        groups[key] = find_nodes(lockstep.comm, per_node)
+    found: Nodes = groups[key]
+    return found
+
+
+def _called(
+    what: str, fn: Any, args: tuple[Any, ...], seconds: float, cut: Callable[[Lockstep], Nodes]
+) -> Any:
+    mode = current()
+    if mode is not None:
+        check_cross_replica(mode.strategy, what, "it before run()")
+    parts: Parts = Parts.over(GLOBAL) if mode is None else mode.strategy.parts
+    lockstep, name = parts.lockstep, getattr(fn, "__name__", type(fn).__name__)
+    with lockstep.preparing(what):
+        check_function(what, "fn", fn)
+        check_long_operation(f"{what}({name})", seconds)
+        declared = lockstep.session.board.long_operation(f"{what}({name})", float(seconds))
+    lockstep.prove(f"{what}({name})")
+    message, failure, group = b"", None, cut(lockstep)
+    if group.node.rank == 0:
+        try:
+            with declared:
+                message = _message(what, fn(*args))
+        except BaseException as error:  # all ranks are told of Ctrl-C and SystemExit, too
+            failure = error
+    told = lockstep.share(
+        f"{what}({name}), done", len(message).to_bytes(_LENGTH, "little"), failure
+    )
+    length = int.from_bytes(told[group.ranks[0]], "little")
+    room = np.frombuffer(message.ljust(length), np.uint8).copy()
+    group.node.bcast(room, 0)
+    outline, *leaves = unpack(room.tobytes())
+    return _rebuilt(json.loads(decode(*outline)), iter(leaves))
+
+
+def _message(what: str, result: Any) -> bytes:
+    leaves: list[tuple[bytes, bytes]] = []
+    outline = json.dumps(_outline(result, leaves, f"{what}: the result"))
+    return pack([encode(outline, whole=True), *leaves])
+
+
+def _outline(value: Any, leaves: list[tuple[bytes, bytes]], where: str) -> Any:
+    """Return what a tree is made of, for JSON, and append its leaves."""
+    if type(value) is dict and all(type(key) is str for key in value):
+        rows = [[key, _outline(each, leaves, f"{where}[{key!r}]")] for key, each in value.items()]
+        return ["dict", rows]
+    if type(value) in (list, tuple):
+        parts = [_outline(each, leaves, f"{where}[{i}]") for i, each in enumerate(value)]
+        return [type(value).__name__, parts]
+    if isinstance(value, PurePath):
+        leaves.append(encode(str(value), whole=True))
+        return "path"
+    if type(value) is bytes:
+        leaves.append((b"y", value))
+        return "bytes"
+    if type(value) not in _PLAIN and not isinstance(value, np.generic):
+        value = _array(value, where)
+    leaves.append(encode(value, whole=True))
+    return ""
+
+
+def _array(value: Any, where: str) -> Any:
+    try:
+        array = as_array(value, "")
+    except LeafTypeError as error:
+        raise LeafTypeError(
+            f"{where} is of type {type(value).__name__}. Return None, numbers, texts, bytes, "
+            "paths, arrays, or dicts (with texts for keys), lists and tuples of them."
+        ) from error
+    return array
+
+
+def _rebuilt(outline: Any, leaves: Iterator[tuple[bytes, bytes]]) -> Any:
+    if isinstance(outline, list):
+        kind, parts = outline
+        if kind == "dict":
+            return {key: _rebuilt(each, leaves) for key, each in parts}
+        made = [_rebuilt(each, leaves) for each in parts]
+        return tuple(made) if kind == "tuple" else made
+    kind, data = next(leaves)
+    if outline == "bytes":
+        return data
+    return Path(decode(kind, data)) if outline == "path" else decode(kind, data)

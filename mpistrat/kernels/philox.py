@@ -1,0 +1,223 @@
+"""Random numbers as a function of a key: words of Philox, and what distributions make of them.
+
+Philox-4x64-10 (Salmon and others, "Parallel random numbers: as easy as 1, 2, 3", SC 2011), whose
+twin is NumPy's. Whatever the distribution, a number comes from one word or half of one, by
+additions, products and roots alone, so all processors have the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from mpistrat.kernels import jit
+
+__all__ = ["FILL", "PIECE"]
+
+PIECE = 4096  # words that are made at once, to be turned into numbers while they are in cache
+_LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
+_MULTIPLY = (np.uint64(0xD2E7470EE14C6C93), np.uint64(0xCA5A826395121157))
+_WEYL = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBB67AE8584CAA73B))
+
+# The normal quantile, AS 241 (Wichura, Applied Statistics 37, 1988): numerators and denominators in
+# the middle, in the tails, and far out, from the highest power down.
+_MIDDLE = (
+    (
+        *(
+            2509.0809287301226727,
+            33430.575583588128105,
+            67265.770927008700853,
+            45921.953931549871457,
+        ),
+        *(
+            13731.693765509461125,
+            1971.5909503065514427,
+            133.14166789178437745,
+            3.387132872796366608,
+        ),
+    ),
+    (
+        *(5226.495278852854561, 28729.085735721942674, 39307.89580009271061, 21213.794301586595867),
+        *(5394.1960214247511077, 687.1870074920579083, 42.313330701600911252, 1.0),
+    ),
+)
+_TAIL = (
+    (
+        *(7.7454501427834140764e-4, 0.0227238449892691845833, 0.24178072517745061177),
+        *(1.27045825245236838258, 3.64784832476320460504, 5.7694972214606914055),
+        *(4.6303378461565452959, 1.42343711074968357734),
+    ),
+    (
+        *(1.05075007164441684324e-9, 5.475938084995344946e-4, 0.0151986665636164571966),
+        *(0.14810397642748007459, 0.68976733498510000455, 1.6763848301838038494),
+        *(2.05319162663775882187, 1.0),
+    ),
+)
+_FAR = (
+    (
+        *(2.01033439929228813265e-7, 2.71155556874348757815e-5, 0.0012426609473880784386),
+        *(0.026532189526576123093, 0.29656057182850489123, 1.7848265399172913358),
+        *(5.4637849111641143699, 6.6579046435011037772),
+    ),
+    (
+        *(2.04426310338993978564e-15, 1.4215117583164458887e-7, 1.8463183175100546818e-5),
+        *(7.868691311456132591e-4, 0.0148753612908506148525, 0.13692988092273580531),
+        *(0.59983220655588793769, 1.0),
+    ),
+)
+_EDGE, _FARTHER = 0.425, 5.0
+_LN2, _ROOT = 0.6931471805599453, 0.7071067811865476
+# Of the logarithm: 2 artanh(s) / s in powers of s * s; |s| is below 0.172, so 12 are enough.
+_ARTANH = tuple(2.0 / (2 * k + 1) for k in range(11, -1, -1))
+
+
+@jit.helper
+def _product_high(a: Any, b: Any) -> Any:
+    """Return the upper 64 bits of a product of two words."""
+    low = (a & _LOW) * (b & _LOW)
+    middle = (a >> _HALF) * (b & _LOW) + (low >> _HALF)
+    other = (a & _LOW) * (b >> _HALF) + (middle & _LOW)
+    return (a >> _HALF) * (b >> _HALF) + (middle >> _HALF) + (other >> _HALF)
+
+
+def _words_twin(out: Any, key: Any, example: Any, first: Any) -> None:
+    counter = np.array([first, example, key[2], key[3]], np.uint64)
+    out[...] = np.random.Philox(key=key[:2], counter=counter).random_raw(out.size)
+
+
+@jit.kernel(_words_twin)
+def _words(out: Any, key: Any, example: Any, first: Any) -> None:
+    """Write words of an example, from block `first` on; a block is four of them."""
+    for block in range((out.size + 3) // 4):
+        a, b = key[0], key[1]
+        w, x, y, z = first + np.uint64(block + 1), example, key[2], key[3]
+        for _ in range(10):
+            w, x, y, z = (
+                _product_high(_MULTIPLY[1], y) ^ x ^ a,
+                _MULTIPLY[1] * y,
+                _product_high(_MULTIPLY[0], w) ^ z ^ b,
+                _MULTIPLY[0] * w,
+            )
+            a, b = a + _WEYL[0], b + _WEYL[1]
+        at = 4 * block
+        out[at] = w
+        if at + 3 < out.size:
+            out[at + 1], out[at + 2], out[at + 3] = x, y, z
+        else:
+            if at + 1 < out.size:
+                out[at + 1] = x
+            if at + 2 < out.size:
+                out[at + 2] = y
+
+
+def _doubles_twin(words: Any, out: Any, low: Any, span: Any) -> None:
+    out[...] = (words >> np.uint64(11)) * 2.0**-53
+
+
+@jit.kernel(_doubles_twin)
+def _doubles(words: Any, out: Any, low: Any, span: Any) -> None:
+    for i in range(out.size):
+        out[i] = np.float64(words[i] >> np.uint64(11)) * 2.0**-53
+
+
+def _singles_twin(words: Any, out: Any, low: Any, span: Any) -> None:
+    halves = words.view(np.uint32)[: out.size]
+    out[...] = (halves >> np.uint32(8)) * np.float32(2.0**-24)
+
+
+@jit.kernel(_singles_twin)
+def _singles(words: Any, out: Any, low: Any, span: Any) -> None:
+    halves = words.view(np.uint32)
+    for i in range(out.size):
+        out[i] = np.float32(halves[i] >> np.uint32(8)) * np.float32(2.0**-24)
+
+
+def _chances_twin(words: Any, out: Any, low: Any, span: Any) -> None:
+    np.less(words.view(np.uint32)[: out.size], span, out=out)
+
+
+@jit.kernel(_chances_twin)
+def _chances(words: Any, out: Any, low: Any, span: Any) -> None:
+    halves = words.view(np.uint32)
+    for i in range(out.size):
+        out[i] = np.uint64(halves[i]) < span
+
+
+def _bounded_twin(words: Any, out: Any, low: Any, span: Any) -> None:
+    out[...] = low + _product_high.twin(words, span).view(np.int64)
+
+
+@jit.kernel(_bounded_twin)
+def _bounded(words: Any, out: Any, low: Any, span: Any) -> None:
+    for i in range(out.size):
+        out[i] = low + np.int64(_product_high(words[i], span))
+
+
+@jit.helper
+def _polynomial(coefficients: Any, x: Any) -> Any:
+    total = 0.0 * x
+    for coefficient in coefficients:
+        total = total * x + coefficient
+    return total
+
+
+@jit.helper
+def _fraction(pair: Any, x: Any) -> Any:
+    return _polynomial(pair[0], x) / _polynomial(pair[1], x)
+
+
+@jit.helper
+def _minus_log(mantissa: Any, exponent: Any) -> Any:
+    """Return minus the logarithm of ``mantissa * 2 ** exponent``; additions and products alone."""
+    s = (mantissa - _ROOT) / (mantissa + _ROOT)
+    return (0.5 - exponent) * _LN2 - s * _polynomial(_ARTANH, s * s)
+
+
+def _normals_twin(words: Any, out: Any, low: Any, span: Any) -> None:
+    q = ((words >> np.uint64(12)) + 0.5) * 2.0**-52 - 0.5
+    found = q * _fraction.twin(_MIDDLE, 0.180625 - q * q)
+    outside = np.abs(q) > _EDGE
+    tails = q[outside]
+    r = np.sqrt(_minus_log.twin(*np.frexp(0.5 - np.abs(tails))))
+    near = _fraction.twin(_TAIL, r - 1.6)
+    far = _fraction.twin(_FAR, r - _FARTHER)
+    found[outside] = np.copysign(np.where(r <= _FARTHER, near, far), tails)
+    out[...] = found
+
+
+@jit.kernel(_normals_twin)
+def _normals(words: Any, out: Any, low: Any, span: Any) -> None:
+    for i in range(out.size):
+        q = (np.float64(words[i] >> np.uint64(12)) + 0.5) * 2.0**-52 - 0.5
+        if abs(q) <= _EDGE:
+            out[i] = q * _fraction(_MIDDLE, 0.180625 - q * q)
+        else:
+            mantissa, exponent = math.frexp(0.5 - abs(q))
+            r = math.sqrt(_minus_log(mantissa, exponent))
+            found = _fraction(_TAIL, r - 1.6) if r <= _FARTHER else _fraction(_FAR, r - _FARTHER)
+            out[i] = found if q > 0.0 else -found
+
+
+def _rows(out: Any, words: Any, per: Any, key: Any, examples: Any, low: Any, span: Any) -> None:
+    """Fill the row of each example, piece by piece; `per` numbers come from a word."""
+    for row in range(examples.size):
+        for at in range(0, out.shape[1], words.size * per):
+            piece = out[row, at : min(at + words.size * per, out.shape[1])]
+            used = words[: (piece.size + per - 1) // per]
+            _words(used, key, examples[row], np.uint64(at // (4 * per)))
+            _convert(used, piece, low, span)
+
+
+_convert: Any = None  # what `_rows` names; each of these has another in its place
+# By distribution, ``fill(out, words, per, key, examples, low, span)``: `out` is of shape (rows, n),
+# `words` room for `PIECE` or what n numbers need, each of which makes `per`; `key` is two words,
+# step and kind.
+FILL = {
+    "float64": jit.driver(_rows, _convert=_doubles),
+    "float32": jit.driver(_rows, _convert=_singles),
+    "mask": jit.driver(_rows, _convert=_chances),
+    "integers": jit.driver(_rows, _convert=_bounded),
+    "normal": jit.driver(_rows, _convert=_normals),
+}
