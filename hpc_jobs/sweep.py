@@ -54,6 +54,7 @@ def train(strategy, rate, epochs, directory):
 
 
 def main():
+    """Run the trials; return the exit code."""
     parser = argparse.ArgumentParser(description="Train with several learning rates.")
     parser.add_argument("rates", type=float, nargs="+", help="learning rates, one for each trial")
     parser.add_argument("--groups", type=int, default=2, help="trials that run at once")
