@@ -122,5 +122,5 @@ def test_the_sweep_of_the_batch_jobs(tmp_path):
         said.append(sorted(re.findall("^trial .*", text, re.MULTILINE)))
     failed = "trial 0: rate 100, ranks 2: failed: ValueError: a learning rate of 100.0 diverges"
     assert said[0][0] == failed
-    assert len(re.findall(r"trial [123]: rate 0\.\d, ranks 2: test accuracy 0\.", str(said[0]))) == 3
+    assert sum(", ranks 2: test accuracy 0." in line for line in said[0]) == 3
     assert said[0] == said[1]
