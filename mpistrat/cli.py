@@ -10,6 +10,7 @@ from types import ModuleType
 
 from mpistrat.commands import doctor, run, warm
 from mpistrat.commands import doctor, drill, run
+from mpistrat.commands import batch, doctor, run, scaling
 from mpistrat.errors import MpistratError
 
 __all__ = ["COMMANDS", "main"]
@@ -19,6 +20,8 @@ COMMANDS: dict[str, ModuleType] = {
     "doctor": doctor,
     "warm": warm,
     "drill": drill,
+    "batch": batch,
+    "scaling": scaling,
 }
 
 
