@@ -31,6 +31,7 @@ __all__ = [
     "cores",
     "find",
     "library",
+    "plugins",
     "rows_fit",
 ]
 
@@ -104,12 +105,15 @@ class Launcher(NamedTuple):
             raise LaunchError(
                 f"a job needs at least 1 rank; {ranks} were asked for. Give -n 1 or more."
             )
-        row = self.flavour
-        crowded = row.crowded if ranks > cores() else ()
+        crowded = ranks > cores()
+        words = [*self.flavour.flags, *(self.flavour.crowded if crowded else ())]
+        return Command((self.path, *words, "-n", str(ranks), *program), self.env())
+
+    def env(self) -> dict[str, str]:
+        """Return the variables of a call."""
+        row, chosen = self.flavour, environment({})
         env = {**row.env, **(row.root if os.getuid() == 0 else {})}
-        chosen = environment({})
-        env |= {name: value for name, value in row.unless_set.items() if name not in chosen}
-        return Command((self.path, *row.flags, *crowded, "-n", str(ranks), *program), env)
+        return env | {name: text for name, text in row.unless_set.items() if name not in chosen}
 
 
 def cores() -> int:
@@ -154,6 +158,17 @@ def library(python: str = sys.executable) -> Library:
     return Library(of_library(text), text, file)
 
 
+def plugins() -> str:
+    """Return what ``srun --mpi=list`` prints; an empty text if there is no ``srun``.
+
+    Cost: one start of it, 0.1 s.
+    """
+    if shutil.which("srun") is None:
+        return ""
+    got = _ask(["srun", "--mpi=list"])
+    return got.stdout + got.stderr
+
+
 def _unloaded(python: str, why: str) -> str:
     """Return the error text for an mpi4py without a working library, for the reason `why`."""
     shadows = [name for name in ("mpi4py", "numpy", *sys.stdlib_module_names) if _shadowed(name)]
@@ -195,7 +210,7 @@ def rows_fit(launcher: Flavour, loaded: Flavour) -> bool:
       >>> rows_fit(of_launcher("HYDRA build details:"), of_library("Open MPI v5.0.11"))
       False
     """
-    return UNKNOWN in (launcher, loaded) or launcher.name == loaded.name
+    return UNKNOWN in (launcher, loaded) or launcher.name in (loaded.name, *loaded.started_by)
 
 
 def _mend(loaded: Library) -> str:

@@ -1,4 +1,4 @@
-"""One Slurm on two virtual hosts for all tests of this directory, with the MPI of this environment."""
+"""One Slurm on two virtual hosts for all tests of this directory, with this environment's MPI."""
 
 from __future__ import annotations
 
