@@ -142,7 +142,7 @@ class Job:
 
         def there():
             found[:] = self.states()
-            assert set(found) <= set(wanted) or not set(found) & set(ENDED), self.story()
+            assert not set(found) & set(ENDED) - set(wanted), self.story()
             return set(found) <= set(wanted)
 
         _wait(there, timeout, self.story)
@@ -206,6 +206,6 @@ MinJobAge=3600
 JobRequeue=1
 NodeName={nodes} CPUs={cpus} RealMemory=2000 State=UNKNOWN
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 \
-PreemptMode=REQUEUE GraceTime=30
+PreemptMode=REQUEUE
 PartitionName=high Nodes=ALL Default=NO MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 """
