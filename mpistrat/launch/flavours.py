@@ -47,9 +47,8 @@ class Flavour(NamedTuple):
       crowded: Further flags when there are more ranks than cores.
       bind: Flags for each of `BINDINGS`; where ``flags`` bind to nothing, instead of those.
       per_node: Flags for so many ranks on each node; ``{}`` is the number.
-      hosts: The flag before a list of hosts; with ``slots`` each has its number of ranks.
-      slots: Whether hosts are written ``host:ranks``.
-      hostfile: The flag before a file of hosts.
+      hosts: The flag before a list of hosts.
+      slots: Whether they are written ``host:ranks``; if not, ``per_node`` says how many.
       export: The flag that hands a variable on to other hosts; empty if all are handed on.
       env: Variables of every call, for the launcher and its ranks only.
       root: Further variables when the user is root.
@@ -68,8 +67,7 @@ class Flavour(NamedTuple):
     bind: Mapping[str, tuple[str, ...]] = _each("-bind-to")
     per_node: tuple[str, ...] = ("-ppn", "{}")
     hosts: str = "-hosts"
-    slots: bool = False
-    hostfile: str = "-f"
+    slots: bool = True
     export: str = ""
     env: Mapping[str, str] = _NOTHING
     root: Mapping[str, str] = _NOTHING
@@ -98,8 +96,6 @@ _OPEN_MPI = Flavour(
     bind=_each("--bind-to", socket="package"),
     per_node=("--map-by", "ppr:{}:node:oversubscribe"),
     hosts="--host",
-    slots=True,
-    hostfile="--hostfile",
     export="-x",
     root=_ROOT,
     unless_set=_YIELDING,
@@ -117,6 +113,7 @@ FLAVOURS = (
             {name: ("-genv", "I_MPI_PIN_DOMAIN", name) for name in BINDINGS[1:]}
             | {"none": ("-genv", "I_MPI_PIN", "off")}
         ),
+        slots=False,
         srun=("pmi2",),
         srun_wants="I_MPI_PMI_LIBRARY",
     ),
@@ -127,7 +124,7 @@ FLAVOURS = (
         bind=_each("--cpu-bind"),
         per_node=("--ppn", "{}"),
         hosts="--hosts",
-        hostfile="--hostfile",
+        slots=False,
         srun=("cray_shasta",),
     ),
     Flavour(
@@ -153,6 +150,7 @@ FLAVOURS = (
     _OPEN_MPI._replace(
         library=r"^Open MPI v[1-4]\.",
         launcher=r"\((?:Open MPI|OpenRTE)\) [1-4]\.",
+        extra="openmpi",
         flags=(*_OPEN_MPI.flags, "--oversubscribe"),
         bind=_each("--bind-to"),
     ),

@@ -42,11 +42,25 @@ class Wishes(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """How many ranks a job has, the hosts that it is on, and how many are on each at most."""
+    """How many ranks a job has, the hosts that it is on, and how many each has room for."""
 
     ranks: int
     hosts: tuple[str, ...]
-    most: int
+    rooms: tuple[int, ...]
+
+    @property
+    def most(self) -> int:
+        """How many ranks are on one host, at most."""
+        return max(self.rooms)
+
+    def named(self) -> list[str]:
+        """Return the hosts with their rooms.
+
+        Example:
+          >>> Shape(3, ("n1", "n2"), (2, 1)).named()
+          ['n1:2', 'n2:1']
+        """
+        return [f"{host}:{room}" for host, room in zip(self.hosts, self.rooms, strict=True)]
 
 
 def shape(wishes: Wishes, place: Allocation) -> Shape:
@@ -79,14 +93,16 @@ def shape(wishes: Wishes, place: Allocation) -> Shape:
     if ranks < 1:
         raise LaunchError("how many ranks? Outside of an allocation only -n N can tell.")
     count = nodes or min(there, -(-ranks // per_node) if per_node else ranks)
-    most = per_node or -(-ranks // count)
-    if ranks > most * count or ranks < count:
+    rooms = place.tasks[:count]
+    if per_node or ranks != sum(rooms):
+        rooms = (per_node or -(-ranks // count),) * count
+    if ranks > sum(rooms) or ranks < count:
         each = f" with {per_node} on each" if per_node else ""
         raise LaunchError(
             f"-n {ranks} does not fit {count} node{'s' * (count > 1)}{each}. Drop one of -n, "
             "--nodes and --per-node."
         )
-    return Shape(ranks, place.hosts[:count], most)
+    return Shape(ranks, place.hosts[:count], rooms)
 
 
 def spoken(row: Flavour, listed: str, env: Mapping[str, str]) -> str | None:
@@ -176,19 +192,19 @@ def by_mpiexec(
       >>> launcher = Launcher("mpiexec", of_launcher("HYDRA build details:"), "")
       >>> place = Allocation("", ("n1", "n2"), (4, 4), hostfile="hosts")
       >>> print(by_mpiexec(launcher, place, Wishes(per_node=2), ["train"], {}, cores=4))
-      mpiexec -f hosts -ppn 2 -n 4 train
+      mpiexec -hosts n1:2,n2:2 -ppn 2 -n 4 train
     """
     job, row = shape(wishes, place), launcher.flavour
     words = [launcher.path]
     words += _without(row.flags, row.bind["none"]) if wishes.bind else row.flags
     words += row.crowded if job.most > cores else ()
     words += row.bind[wishes.bind] if wishes.bind else ()
-    if len(job.hosts) < len(place.hosts):
-        words += [row.hosts, ",".join(f"{h}:{job.most}" if row.slots else h for h in job.hosts)]
-    elif place.hostfile:
-        words += [row.hostfile, place.hostfile]
-    if wishes.per_node and place is not HERE:
-        words += [word.format(wishes.per_node) for word in row.per_node]
+    each = wishes.per_node
+    if place.hostfile or len(job.hosts) < len(place.hosts):
+        words += [row.hosts, ",".join(job.named() if row.slots else job.hosts)]
+        each = each or (None if row.slots else job.most)
+    if each and place is not HERE:
+        words += [word.format(each) for word in row.per_node]
     call = (*words, "-n", str(job.ranks), *wishes.extra, *program)
     return Command(call, {**launcher.env(), **env})
 

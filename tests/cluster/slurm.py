@@ -74,7 +74,9 @@ class Slurm:
 
     def join(self, name):
         """Start the daemon of a node; it ends with the node."""
-        (self.directory / "state" / name).mkdir(exist_ok=True)
+        spool = self.directory / "state" / name
+        shutil.rmtree(spool, ignore_errors=True)  # as after a start from the network
+        spool.mkdir()
         done = self.hosts.run(name, "slurmd", "-N", name, "-c", env=self.env)
         assert done.returncode == 0, f"slurmd on {name}: {done.stderr}"
 

@@ -21,6 +21,9 @@ wait $pid; code=$?
 while ((code == 138)); do wait $pid; code=$?; done  # the trap has ended the waiting
 echo "code $code"
 if ((code == 42)); then scontrol requeue $SLURM_JOB_ID; sleep 60; fi
+# Open MPI ends a job within a second when a node is lost. Slurm takes longer to notice (here 5 s),
+# and then queues a job again that has not ended.
+if ((code > 1)); then sleep 60; fi
 exit $code
 """
 

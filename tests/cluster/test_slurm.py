@@ -111,3 +111,15 @@ class TestRun:
         done = slurm.command(*RUN.split(), "-n", "2", "who.py", cwd=shared, env=left)
         assert done.returncode == 0, done.stderr
         assert ranks(done.stdout) == [f"rank {r} of 2, 2 here, head" for r in range(2)]
+
+
+def test_programs_start_without_mpistrat_run(slurm, shared, pmi):
+    """The example, by the batch system's own words; the same answer as on one rank."""
+    digits = f"{sys.executable} -m mpistrat.examples.digits --epochs 2"
+    body = f"srun -K1 --mpi={pmi} {digits}; mpirun {digits}; mpirun -n 1 {digits}"
+    job = slurm.submit(shared, body, *HALF)
+    job.until("COMPLETED")
+    last = [line.split("   ")[:-1] for line in lines(job, "epoch 2 of 2")]
+    assert len(last) == 3, job.log
+    assert last[0] == last[1] == last[2]
+    assert [line.split()[-1] for line in lines(job, "ranks")] == ["4", "4", "1"]
