@@ -25,6 +25,7 @@ __all__ = [
     "launched_by",
     "mask_of",
     "quota",
+    "shell_of_step",
     "unsupported",
     "yields",
 ]
@@ -89,17 +90,37 @@ class _Mark(NamedTuple):
 
 
 # First match wins. Slurm's mark needs the step: a batch script has SLURM_PROCID too, yet is no
-# rank. Hydra inside an allocation starts its proxies with srun, so its ranks carry both marks.
+# rank, and an editor that came by ssh may have anything in part. Hydra inside an allocation starts
+# its proxies with srun, so its ranks carry both marks.
+_STEP = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST")
 _MARKS = (
     _Mark(("OMPI_COMM_WORLD_SIZE",), "mpiexec of Open MPI"),
     _Mark(("PALS_RANKID",), "mpiexec of PALS"),
-    _Mark(("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"), "srun"),
+    _Mark((*_STEP, "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"), "srun"),
     _Mark(("PMIX_RANK",), "a launcher that speaks PMIx"),
     _Mark(("PMI_RANK",), "mpiexec of MPICH or Intel MPI"),
 )
 
 # Set by sbatch and salloc for the shell in which the user's script runs; such a shell is no rank.
 _SHELL_STEPS = ("4294967291", "4294967290")
+
+
+def shell_of_step(env: Mapping[str, str]) -> bool:
+    """Tell whether this is a shell that ``srun --pty`` has started, in which a user types.
+
+    Its variables are those of a rank, but for the terminal; ranks that are started in it inherit
+    all of them, and are more than one.
+
+    Args:
+      env: The environment.
+
+    Example:
+      >>> typed = {"SLURM_PTY_PORT": "4567", "SLURM_STEP_NUM_TASKS": "1", "PMI_SIZE": "1"}
+      >>> shell_of_step(typed), shell_of_step({**typed, "PMI_SIZE": "2"})
+      (True, False)
+    """
+    sizes = [counted(env.get(name, "")) or 1 for name in _SIZES]
+    return "SLURM_PTY_PORT" in env and max(sizes) == 1
 
 
 def launched_by(env: Mapping[str, str] | None = None) -> str | None:
@@ -109,7 +130,8 @@ def launched_by(env: Mapping[str, str] | None = None) -> str | None:
       env: The environment, or None for that of this process.
 
     Returns:
-      A name for messages, such as ``"srun"``; None in a plain process and in a batch script.
+      A name for messages, such as ``"srun"``; None in a plain process, in a batch script, and in a
+      shell that ``srun --pty`` or ``salloc`` has started.
 
     Example:
       >>> launched_by({"PMI_RANK": "1", "PMI_SIZE": "2"})
@@ -118,6 +140,8 @@ def launched_by(env: Mapping[str, str] | None = None) -> str | None:
       True
     """
     env = os.environ if env is None else env
+    if shell_of_step(env):
+        return None
     for mark in _MARKS:
         if all(name in env for name in mark.needs):
             if mark.launcher == "srun" and env["SLURM_STEP_ID"] in _SHELL_STEPS:
@@ -207,9 +231,9 @@ def yields(env: Mapping[str, str] | None = None) -> bool:
     return env.get(YIELD, "").strip().lower() in ("1", "true", "yes", "enabled", "t", "y")
 
 
-# Variables in which launchers tell a rank the size of its job: Hydra and PMI-1/2, Open MPI, PMIx
+# Variables in which launchers tell a rank the size of its job: Open MPI, Hydra and PMI-1/2, PMIx
 # (none), Slurm's srun. Inside `sbatch` without `srun` the last is not set, which is right.
-_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS")
+_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS")
 _DIGITS = 18  # what has more counts nothing that there is
 
 

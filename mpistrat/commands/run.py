@@ -1,7 +1,10 @@
 """Run a Python program on N ranks with the MPI of this environment.
 
-Finds the mpiexec that belongs to the MPI library of mpi4py, prints the call, and runs it.
-A failure on one rank ends the whole job. The exit code is the launcher's.
+Inside an allocation of Slurm it calls srun with the PMI that this MPI speaks, else the mpiexec that
+belongs to the MPI library of mpi4py; it prints the call first. Ranks, nodes and cores are those
+that the batch system was asked for, unless they are given. Words after the last -- go to the
+launcher: mpistrat run train.py --epochs 3 -- --cpu-bind=cores. A failure on one rank ends the whole
+job. The exit code is the launcher's.
 """
 
 from __future__ import annotations
@@ -16,21 +19,59 @@ __all__ = ["main", "options"]
 
 def options(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    rest = argparse.REMAINDER
-    parser.add_argument("-n", dest="ranks", metavar="N", type=positive, required=True, help="ranks")
-    parser.add_argument("--timeout", metavar="S", type=seconds, help="end the job after S seconds")
+    rest, add = argparse.REMAINDER, parser.add_argument
+    text = "ranks; in an allocation, as many as it has tasks"
+    add("-n", dest="ranks", metavar="N", type=positive, help=text)
+    text = "use N nodes of the allocation or the file of hosts"
+    add("--nodes", metavar="N", type=positive, help=text)
+    add("--per-node", metavar="N", type=positive, help="start N ranks on each node")
+    # As `mpistrat.launch.flavours.BINDINGS`, which --help is not to wait for.
+    bindings = ("none", "core", "socket", "numa")
+    add("--bind", choices=bindings, help="what each rank is bound to")
+    add("--hostfile", metavar="FILE", help="a file with a HOST or HOST:RANKS in each line")
+    add("--launcher", choices=("srun", "mpiexec"), help="take this one")
+    add("--label", action="store_true", help="begin each line of output with [rank@host]")
+    text = "write each rank's output to DIR/rank-N.txt; only rank 0 is on the terminal too"
+    add("--output-dir", metavar="DIR", default="", help=text)
+    add("--dry-run", action="store_true", help="print the call of the launcher and do nothing")
+    add("--timeout", metavar="S", type=seconds, help="end the job after S seconds")
     text = "a module and its arguments, as after python -m"
-    parser.add_argument("-m", dest="module", metavar="MODULE ...", nargs=rest, help=text)
-    text = "a script and its arguments"
-    parser.add_argument("script", metavar="SCRIPT ...", nargs=rest, help=text)
+    add("-m", dest="module", metavar="MODULE ...", nargs=rest, help=text)
+    add("script", metavar="SCRIPT ...", nargs=rest, help="a script and its arguments")
 
 
 def main(args: argparse.Namespace) -> int:
     """Run the program."""
+    from mpistrat.launch.output import Output
+    from mpistrat.launch.plan import Wishes
     from mpistrat.launch.run import run
 
-    program = args.module or args.script
+    program, extra = _split([*(args.module or []), *args.script])
     if not program:
         print("mpistrat run: error: give a SCRIPT or -m MODULE to run", file=sys.stderr)
         return 2
-    return run(args.ranks, program, module=bool(args.module), timeout=args.timeout)
+    return run(
+        args.ranks,
+        program,
+        module=bool(args.module),
+        timeout=args.timeout,
+        wishes=Wishes(None, args.nodes, args.per_node, args.bind, args.launcher, tuple(extra)),
+        hostfile=args.hostfile,
+        output=Output(args.output_dir, args.label),
+        dry_run=args.dry_run,
+    )
+
+
+def _split(words: list[str]) -> tuple[list[str], list[str]]:
+    """Return what stands before the last ``--``, and what stands after it.
+
+    Example:
+      >>> _split(["train.py", "-v", "--", "--cpu-bind=cores"])
+      (['train.py', '-v'], ['--cpu-bind=cores'])
+    """
+    if words[:1] == ["--"]:
+        words = words[1:]
+    if "--" not in words:
+        return words, []
+    end = len(words) - 1 - words[::-1].index("--")
+    return words[:end], words[end + 1 :]

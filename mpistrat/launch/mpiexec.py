@@ -31,6 +31,7 @@ __all__ = [
     "cores",
     "find",
     "library",
+    "plugins",
     "rows_fit",
 ]
 
@@ -44,6 +45,12 @@ files = maps.read_text().split() if maps.exists() else []
 where = next((f for f in files if f.startswith("/") and "/libmpi" in f), "")
 print(json.dumps([MPI.Get_library_version().strip("\\0\\n "), where]))
 """
+_DEBIAN = (
+    "Debian and Ubuntu call the library of MPICH libmpich.so.12. Give it the name that others use:"
+    "\n  mkdir -p ~/mpich && ln -sf /usr/lib/$(uname -m)-linux-gnu/libmpich.so.12 "
+    "~/mpich/libmpi.so.12\n  export MPI4PY_LIBMPI=~/mpich/libmpi.so.12 "
+    "LD_LIBRARY_PATH=~/mpich:$LD_LIBRARY_PATH"
+)
 _PATIENCE = 60.0  # seconds for a child that only prints; a cold file system needs a few
 
 
@@ -104,12 +111,15 @@ class Launcher(NamedTuple):
             raise LaunchError(
                 f"a job needs at least 1 rank; {ranks} were asked for. Give -n 1 or more."
             )
-        row = self.flavour
-        crowded = row.crowded if ranks > cores() else ()
+        crowded = ranks > cores()
+        words = [*self.flavour.flags, *(self.flavour.crowded if crowded else ())]
+        return Command((self.path, *words, "-n", str(ranks), *program), self.env())
+
+    def env(self) -> dict[str, str]:
+        """Return the variables of a call."""
+        row, chosen = self.flavour, environment({})
         env = {**row.env, **(row.root if os.getuid() == 0 else {})}
-        chosen = environment({})
-        env |= {name: value for name, value in row.unless_set.items() if name not in chosen}
-        return Command((self.path, *row.flags, *crowded, "-n", str(ranks), *program), env)
+        return env | {name: text for name, text in row.unless_set.items() if name not in chosen}
 
 
 def cores() -> int:
@@ -154,8 +164,21 @@ def library(python: str = sys.executable) -> Library:
     return Library(of_library(text), text, file)
 
 
+def plugins() -> str:
+    """Return what ``srun --mpi=list`` prints; an empty text if there is no ``srun``.
+
+    Cost: one start of it, 0.1 s.
+    """
+    if shutil.which("srun") is None:
+        return ""
+    got = _ask(["srun", "--mpi=list"])
+    return got.stdout + got.stderr
+
+
 def _unloaded(python: str, why: str) -> str:
     """Return the error text for an mpi4py without a working library, for the reason `why`."""
+    if why.startswith("ImportError: libmpi.so.12:"):
+        return f"mpi4py of {python} finds no MPICH: {why}\n  {_DEBIAN}"
     shadows = [name for name in ("mpi4py", "numpy", *sys.stdlib_module_names) if _shadowed(name)]
     if "Error" in why.partition(":")[0] and shadows:
         files = ", ".join(f"{name}.py" for name in shadows)
@@ -174,16 +197,25 @@ def _shadowed(name: str) -> bool:
     return Path(f"{name}.py").exists() or Path(name, "__init__.py").exists()
 
 
-def candidates() -> list[str]:
+def candidates(loaded: Library | None = None) -> list[str]:
     """Return the launchers of this environment, the nearest first.
 
     Beside the interpreter, where wheels put them; in the user's own script directory, if packages
-    from there are in use; then on PATH.
+    from there are in use; in ``bin`` of the place that the library is installed in; then all on
+    PATH.
+
+    Args:
+      loaded: The MPI library, if it is known. Debian adds the name of an MPI to its launcher's.
     """
     places = [str(Path(sys.executable).parent), sysconfig.get_path("scripts")]
     if site.ENABLE_USER_SITE:
         places.append(sysconfig.get_path("scripts", sysconfig.get_preferred_scheme("user")))
-    found = [shutil.which("mpiexec", path=place) for place in places] + [shutil.which("mpiexec")]
+    names = ["mpiexec"]
+    if loaded is not None:
+        places += [str(parent / "bin") for parent in Path(loaded.file).parents]
+        names += [f"mpiexec.{loaded.flavour.extra or loaded.flavour.name}"]
+    places += environment({}).get("PATH", os.defpath).split(os.pathsep)
+    found = [shutil.which(name, path=place) for place in places if place for name in names]
     return list(dict.fromkeys(path for path in found if path))
 
 
@@ -195,7 +227,7 @@ def rows_fit(launcher: Flavour, loaded: Flavour) -> bool:
       >>> rows_fit(of_launcher("HYDRA build details:"), of_library("Open MPI v5.0.11"))
       False
     """
-    return UNKNOWN in (launcher, loaded) or launcher.name == loaded.name
+    return UNKNOWN in (launcher, loaded) or launcher.name in (loaded.name, *loaded.started_by)
 
 
 def _mend(loaded: Library) -> str:
@@ -222,7 +254,7 @@ def find(paths: Sequence[str] | None = None) -> tuple[Launcher, Library]:
     Cost: one start of Python and one of each launcher, 0.3 s.
     """
     loaded = library()
-    paths = candidates() if paths is None else paths
+    paths = candidates(loaded) if paths is None else paths
     if not paths:
         missing = f"there is no mpiexec for {loaded}, neither by Python nor on PATH"
         raise LaunchError(f"{missing}.\n  {_mend(loaded)}")

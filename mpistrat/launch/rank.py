@@ -1,5 +1,8 @@
 """What `mpistrat run` starts on each rank: ``python -m mpistrat.launch.rank [-m] PROGRAM ...``.
 
+Before the program, ``--label`` puts ``[rank@host]`` in front of each line on the terminal, and
+``--output-dir DIR`` the output of each rank into a file of its own.
+
 MPI and the session start before the program is imported. So a program that cannot be imported on
 one rank ends the job on all, and ranks that were started as jobs of their own find out before they
 compute anything. A batch script may start it with ``srun`` in the same way.
@@ -16,6 +19,7 @@ from pathlib import Path
 from mpistrat.comm.mpi import before_abort, library
 from mpistrat.comm.session import Session
 from mpistrat.errors import PreflightError
+from mpistrat.launch.output import Output, redirect
 from mpistrat.launch.roster import shared_files, sign_in
 from mpistrat.lockstep.exits import code_of, exits
 from mpistrat.lockstep.lockstep import Lockstep
@@ -28,10 +32,14 @@ def main(argv: Sequence[str]) -> None:
     """Run a program as one rank.
 
     Args:
-      argv: ``-m`` and a module, or a script; then its arguments.
+      argv: ``--label``, ``--output-dir DIR``; ``-m`` and a module, or a script; its arguments.
     """
+    output, argv = _output(list(argv))
+    known = redirect(output) if output != Output() else None
     before = shared_files()
     session = Session.on(library().COMM_WORLD)
+    if known is not None:
+        known(session.comm.rank, session.comm.size)
     files = shared_files() - before  # MPI's; of a job that fails, its launcher removes them
     out = exits()
     try:
@@ -56,6 +64,17 @@ def main(argv: Sequence[str]) -> None:
             raise  # with its text, if it has one
         # It is printed in the last proof, once; here the process only has to end.
         raise SystemExit(code_of(error)) from None
+
+
+def _output(argv: list[str]) -> tuple[Output, list[str]]:
+    """Return where output goes, and the words that are left."""
+    output = Output()
+    while argv[0] in ("--label", "--output-dir"):
+        if argv.pop(0) == "--label":
+            output = output._replace(label=True)
+        else:
+            output = output._replace(directory=argv.pop(0))
+    return output, argv
 
 
 def _ours(code: object) -> bool:

@@ -4,7 +4,7 @@ A rank that `mpistrat run` has started signs in when MPI has started: a file in 
 directory, with its process and the shared files that MPI has mapped meanwhile. So `mpistrat run`
 can wait for the end of each process (a pidfd, see pidfd_open(2)), although ranks are not its
 children. MPI's launchers end all ranks as soon as one is killed, so only the first one to end tells
-which. Ranks on other hosts do not see this directory, so nothing is known of them here.
+which. Of ranks on other hosts nothing is known here: where a job may have some, nobody signs in.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ _FATAL = (signal.SIGKILL, signal.SIGTERM, *CRASHES)
 _INFO, _INFO_EXIT = 64, 1 << 3
 _GET_INFO = 3 << 30 | _INFO << 16 | 0xFF << 8 | 11
 _SIGNS = "rank-*[0-9]"
+_OPEN = "roster"  # the file that says that ranks are to sign in
 
 
 class Ended(NamedTuple):
@@ -61,13 +62,15 @@ def shared_files() -> set[str]:
 
 
 def sign_in(directory: Path, rank: int, files: Iterable[str]) -> None:
-    """Register this rank with `mpistrat run`, if that runs on this host.
+    """Register this rank with `mpistrat run`, if that waits for it.
 
     Args:
       directory: That of the job.
       rank: The number of this rank in the job.
       files: Shared files to remove after the job, if it does not do so itself.
     """
+    if not (directory / _OPEN).exists():
+        return
     told = directory / f"rank-{rank}"
     with contextlib.suppress(OSError):
         told.with_suffix(".part").write_text(
@@ -82,12 +85,13 @@ class Roster:
 
     Args:
       directory: That of the job, in which the ranks sign in.
-      ranks: How many there are.
+      ranks: How many there are; 0 if none of them is known to be on this host.
     """
 
     def __init__(self, directory: Path, ranks: int):
         """Start the thread that waits."""
         self._directory, self._ranks = directory, ranks
+        (directory / _OPEN).touch()
         self._files: set[Path] = set()
         self._known: set[str] = set()
         self._sure = False  # all ranks were known when the first one ended

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from mpistrat.cluster.allocation import Allocation, allocation, from_file
 from mpistrat.environment import environment, launched_by
 from mpistrat.errors import LaunchError
 from mpistrat.launch.flavours import version
-from mpistrat.launch.mpiexec import Launcher, Library, cores, find
-from mpistrat.launch.process import run_job
+from mpistrat.launch.mpiexec import Command, Launcher, Library, cores, find, library, plugins
+from mpistrat.launch.output import Output
+from mpistrat.launch.plan import HERE, Shape, Wishes, by_mpiexec, by_srun, handing_on, shape, spoken
+from mpistrat.launch.process import Outcome, run_job
 from mpistrat.launch.roster import CRASHES, Ended, Roster
 
 __all__ = ["UNRECORDED", "plan_note", "python_program", "refuse_inside", "run"]
@@ -75,17 +79,29 @@ def _without_python(program: Sequence[str]) -> tuple[Sequence[str], bool]:
 
 
 def run(
-    ranks: int, program: Sequence[str], module: bool = False, timeout: float | None = None
+    ranks: int | None,
+    program: Sequence[str],
+    module: bool = False,
+    timeout: float | None = None,
+    *,
+    wishes: Wishes | None = None,
+    hostfile: str | None = None,
+    output: Output | None = None,
+    dry_run: bool = False,
 ) -> int:
-    """Run a Python program on `ranks` ranks with the MPI of this environment.
+    """Run a Python program on several ranks, here or in the allocation that this process is in.
 
     The exact call of the launcher is printed to stderr first.
 
     Args:
-      ranks: Number of ranks, at least 1.
+      ranks: Number of ranks, at least 1; None for as many as the allocation has tasks.
       program: A script or a module, then its arguments; ``python`` before it is left out.
       module: Whether the first word is a module, as after ``python -m``.
       timeout: Seconds after which the job is ended, or None for never.
+      wishes: What else was said of the job.
+      hostfile: A file of hosts to use instead of those of the allocation.
+      output: Where the output of the ranks goes; None for the terminal.
+      dry_run: Print the call, and do nothing.
 
     Returns:
       The exit code that the ranks agreed on, else the launcher's, which is 128 + n if signal n
@@ -93,38 +109,119 @@ def run(
       in order; 124 if the time ran out.
 
     Raises:
-      LaunchError: No launcher fits, `ranks` is less than 1, or this process already is a rank.
+      LaunchError: No launcher fits, the numbers of ranks and nodes do not fit each other or the
+        allocation, a file cannot be used, or this process already is a rank.
     """
     refuse_inside()
     if not module:
         program, module = _without_python(program)
     if not module and not Path(program[0]).is_file():
         raise LaunchError(f"there is no program {program[0]!r}; for a module write -m before it.")
+    place, output = _place(hostfile), output or Output()
+    wishes = (wishes or Wishes())._replace(ranks=ranks)
+    job = shape(wishes, place)
+    words = _with_output(program, module, output)
+    command, flag = _command(place, wishes, words, _threads(job, place))
+    _say(str(command))
+    if dry_run:
+        return 0
+    if output.directory:
+        Path(output.directory).mkdir(parents=True, exist_ok=True)
+    return _watched(command, flag, place, job.ranks, timeout)
+
+
+def _place(hostfile: str | None) -> Allocation:
+    try:
+        here = allocation()
+        if hostfile is not None:
+            return from_file(hostfile)._replace(scheduler=here.scheduler if here else "")
+        return here or HERE
+    except (OSError, ValueError) as error:
+        raise LaunchError(f"the list of hosts cannot be used: {error}.") from error
+
+
+def _with_output(program: Sequence[str], module: bool, output: Output) -> list[str]:
+    """Return what each rank runs."""
+    words = python_program(program, module)
+    where = ["--output-dir", str(Path(output.directory).resolve())] if output.directory else []
+    return [*words[:3], *(["--label"] if output.label else []), *where, *words[3:]]
+
+
+def _command(
+    place: Allocation, wishes: Wishes, program: Sequence[str], env: Mapping[str, str]
+) -> tuple[Command, str]:
+    """Return the call of the launcher that fits, and its flag for variables to hand on."""
+    if place.scheduler == "Slurm" and wishes.launcher != "mpiexec":
+        listed, loaded = plugins(), library()
+        pmi = spoken(loaded.flavour, listed, environment({}))
+        if pmi or wishes.launcher == "srun":
+            return by_srun(pmi or "", place, wishes, program, env), ""
+        _say(f"note: srun does not speak what {loaded} does ({_short(listed)}), hence mpiexec")
+    elif wishes.launcher == "srun":
+        raise LaunchError("--launcher srun: this is not inside an allocation of Slurm.")
     launcher, loaded = find()
-    command = launcher.command(ranks, python_program(program, module))
     if note := plan_note(launcher, loaded):
         _say(f"note: {note}")
-    command = command._replace(env={**command.env, **_threads(ranks)})
-    _say(str(command))
-    with tempfile.TemporaryDirectory(prefix="mpistrat-") as directory:
-        record = Path(directory, "exit-code")
+    command = by_mpiexec(launcher, place, wishes, program, env, cores())
+    return command, launcher.flavour.export if place is not HERE else ""
+
+
+def _short(listed: str) -> str:
+    return " ".join(listed.split())[:200] or "there is no srun"
+
+
+def _watched(
+    command: Command, flag: str, place: Allocation, ranks: int, timeout: float | None
+) -> int:
+    """Run the launcher to its end, and say what has ended it if that was not the program."""
+    with contextlib.ExitStack() as stack:
+        near = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mpistrat-")))
+        # Ranks on other hosts have to see it.
+        far = _shared_room(stack) if place is not HERE else near
+        record = far / "exit-code"
         told = {
             "MPISTRAT_RANKS": str(ranks),
             "MPISTRAT_RECORD": str(record),
             "MPISTRAT_TERMINAL": str(int(sys.stderr.isatty())),
         }
-        roster = Roster(Path(directory), ranks)
+        wanted = environment({}).get("MPISTRAT_RECORD")
+        roster = Roster(near, ranks if place is HERE else 0)
         try:
-            outcome = run_job(command._replace(env={**command.env, **told}), timeout)
+            command = command._replace(env={**command.env, **told})
+            outcome = run_job(handing_on(command, flag, environment(command.env)), timeout)
         finally:
             roster.close()
-        recorded = int(record.read_text(encoding="ascii")) if record.exists() else None
+        recorded = None
+        with contextlib.suppress(FileNotFoundError):
+            text = record.read_text(encoding="ascii")
+            recorded = int(text)
+            if wanted:
+                Path(wanted).write_text(text, encoding="ascii")
+    return _judged(outcome, recorded, roster, Path(command.argv[0]).name, timeout)
+
+
+def _shared_room(stack: contextlib.ExitStack) -> Path:
+    """Return a directory that all hosts see, as far as one can tell: here, else at home."""
+    for place in (Path.cwd(), Path.home()):
+        with contextlib.suppress(OSError):
+            made = tempfile.TemporaryDirectory(prefix=".mpistrat-", dir=place)
+            return Path(stack.enter_context(made))
+    raise LaunchError(
+        f"neither {Path.cwd()} nor {Path.home()} can be written, and the ranks need a directory "
+        "that all hosts see. Start from another directory."
+    )
+
+
+def _judged(
+    outcome: Outcome, recorded: int | None, roster: Roster, launcher: str, timeout: float | None
+) -> int:
+    """Return the exit code of a job that has ended, and say what is not in its output."""
     if outcome.timed_out:
         _say(f"the job was ended: it ran longer than --timeout {timeout:g} s")
         return outcome.code
     if outcome.killed:
         how = _killed(outcome.killed, roster, launcher=True)
-        _say(f"mpiexec itself {how}, hence exit code {outcome.code}")
+        _say(f"{launcher} itself {how}, hence exit code {outcome.code}")
     elif recorded is None and not outcome.interrupted:
         _say_who(roster.first(outcome.code), roster)
     if outcome.interrupted and recorded is None and outcome.code:
@@ -132,12 +229,14 @@ def run(
     return _verdict(outcome.code, recorded)
 
 
-def _threads(ranks: int) -> dict[str, str]:
+def _threads(job: Shape, place: Allocation) -> dict[str, str]:
     """Return the number of BLAS threads of each rank: its share of the cores, unless it is set."""
     chosen = {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"}
     if chosen & environment({}).keys():
         return {}
-    return {"OMP_NUM_THREADS": str(max(1, cores() // ranks))}
+    if place.scheduler == "Slurm":  # which gives each task one core, unless it was asked for more
+        return {"OMP_NUM_THREADS": str(place.cpus_per_task or 1)}
+    return {"OMP_NUM_THREADS": str(max(1, cores() // job.most))}
 
 
 def _say_who(ended: Sequence[Ended], roster: Roster) -> None:

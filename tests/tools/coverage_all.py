@@ -59,7 +59,13 @@ class Part(NamedTuple):
     fast: bool
 
 
-UNIT = ("-m", "not mpi and not nightly and not job", "--dist=loadscope", "tests", "mpistrat")
+UNIT = (
+    "-m",
+    "not mpi and not nightly and not cluster and not job",
+    "--dist=loadscope",
+    "tests",
+    "mpistrat",
+)
 PARTS = {
     "threads": Part(UNIT, numba=True, fast=True),
     "twins": Part((*UNIT[:3], "tests/unit", "tests/golden"), numba=False, fast=True),

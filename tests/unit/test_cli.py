@@ -9,15 +9,21 @@ import pytest
 
 from mpistrat import cli
 from mpistrat.errors import LaunchError
+from mpistrat.launch.output import Output
+from mpistrat.launch.plan import Wishes
+
+options = {}  # of the last call
 
 
 @pytest.fixture
 def calls(monkeypatch):
     """Record what `run` was asked for instead of starting it."""
     recorded = []
+    options.clear()
 
-    def launch(ranks, program, module=False, timeout=None):
+    def launch(ranks, program, module=False, timeout=None, **others):
         recorded.append((ranks, list(program), module, timeout))
+        options.update(others)
         return 17
 
     monkeypatch.setattr("mpistrat.launch.run.run", launch)
@@ -33,11 +39,27 @@ def calls(monkeypatch):
         ("-n 2 -m pkg.mod --epochs 3", (2, ["pkg.mod", "--epochs", "3"], True, None)),
         ("-n 2 -m pkg.mod -n 7", (2, ["pkg.mod", "-n", "7"], True, None)),
         ("--timeout 1.5 -n 1 -m pkg", (1, ["pkg"], True, 1.5)),
+        ("train.py", (None, ["train.py"], False, None)),
+        ("-n 2 -- train.py", (2, ["train.py"], False, None)),
+        ("-n 2 train.py -v -- --cpu-bind=cores", (2, ["train.py", "-v"], False, None)),
+        ("-n 2 -m pkg -- -x -- --cpu-bind=cores", (2, ["pkg", "--", "-x"], True, None)),
     ],
 )
 def test_program_and_its_arguments_are_handed_on(words, call, calls):
     assert cli.main(["run", *words.split()]) == 17
     assert calls == [call]
+    assert options["wishes"].extra == (("--cpu-bind=cores",) if "cpu-bind" in words else ())
+
+
+def test_wishes_are_handed_on(calls):
+    words = "run --nodes 2 --per-node 4 --bind core --launcher srun --hostfile h --label"
+    assert cli.main([*words.split(), "--output-dir", "out", "--dry-run", "x.py"]) == 17
+    assert options == {
+        "wishes": Wishes(None, 2, 4, "core", "srun"),
+        "hostfile": "h",
+        "output": Output("out", True),
+        "dry_run": True,
+    }
 
 
 @pytest.mark.parametrize(
@@ -47,7 +69,8 @@ def test_program_and_its_arguments_are_handed_on(words, call, calls):
         ("-n -1 x.py", "-n"),
         ("-n two x.py", "at least 1, got 'two'"),
         ("-n 1.5 x.py", "at least 1, got '1.5'"),
-        ("x.py", "-n"),
+        ("--bind gpu x.py", "gpu"),
+        ("--nodes 0 x.py", "at least 1, got '0'"),
         ("-n 1 --timeout 0 x.py", "greater than 0, got '0'"),
         ("-n 1 --timeout nan x.py", "greater than 0, got 'nan'"),
         ("-n 1 --timeout soon x.py", "greater than 0, got 'soon'"),

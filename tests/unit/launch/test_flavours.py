@@ -11,7 +11,14 @@ LIBRARIES = {
     "Open MPI v5.0.11, package: Open MPI user@localhost Distribution, ident: 5.0.11": "Open MPI",
     "Open MPI v4.1.4, package: Debian OpenMPI, ident: 4.1.4, repo rev: v4.1.4": "Open MPI",
     "Intel(R) MPI Library 2021.18.1 for Linux* OS\n": "Intel MPI",
-    "MPI VERSION    : CRAY MPICH version 8.1.25.17 (ANL base 3.4a2)": "unknown",
+    "MPI VERSION    : CRAY MPICH version 8.1.25.17 (ANL base 3.4a2)\nMPI BUILD INFO : Sun Feb 26 "
+    "16:42 2023 (git hash aecd99f)\n": "Cray MPICH",
+    "MVAPICH2 Version      :\t2.3.5\nMVAPICH2 Release date :\tMon November 30 22:00:00 EST 2020\n"
+    "MVAPICH2 Device       :\tch3:mrail\n": "MVAPICH",
+    "MVAPICH Version:\t3.0\nMVAPICH Device:\tch4:ofi\n": "MVAPICH",
+    "MPICH Version:\t3.4.1\nMPICH Release date:\tFri\nMPICH ABI:\t13:11:1\n"
+    "MPICH Device:\tch3:psp\n": "ParaStation MPI",
+    "MPICH Version:\t3.3.2\nMPICH Device:\tch3:nemesis\nMPICH configure:\t--x": "MPICH",
 }
 LAUNCHERS = {
     "HYDRA build details:\n    Version:                                 5.0.2\n": "MPICH",
@@ -19,6 +26,7 @@ LAUNCHERS = {
     "mpiexec (OpenRTE) 4.1.4\n\nReport bugs to http://www.open-mpi.org\n": "Open MPI",
     "prterun (PRRTE) 3.0.12\n": "Open MPI",
     "Intel(R) MPI Library for Linux* OS, Version 2021.18.1 Build 20260626\n": "Intel MPI",
+    "mpiexec version 1.8.0 revision 5d1e3a0\n": "Cray MPICH",
     "mpiexec: illegal option -- version": "unknown",
 }
 

@@ -94,7 +94,14 @@ def test_unknown_may_fit_everything_and_others_only_their_name(row):
     assert rows_fit(UNKNOWN, row)
     assert rows_fit(row, UNKNOWN)
     for other in FLAVOURS[:-1]:
-        assert rows_fit(row, other) == (row is UNKNOWN or row.name == other.name)
+        known = row is UNKNOWN or row.name in (other.name, *other.started_by)
+        assert rows_fit(row, other) == known
+
+
+def test_a_library_without_a_launcher_takes_that_of_its_family():
+    hydra = of_launcher("HYDRA build details:")
+    assert rows_fit(hydra, of_library("MVAPICH2 Version      :\t2.3.5"))
+    assert not rows_fit(hydra, of_library("MPI VERSION    : CRAY MPICH version 8.1.25.17"))
 
 
 def command(text, ranks, program=("python", "x y.py"), cores=2, uid=1000, monkeypatch=None):

@@ -117,6 +117,9 @@ def test_a_rank_signs_in_with_the_files_that_it_has_mapped(tmp_path):
             path.unlink()
             assert shared_files() == before  # nothing is left of it to remove
     assert new == {str(path)}
+    sign_in(tmp_path, 3, new)  # where nobody waits for ranks of this host
+    assert not list(tmp_path.iterdir())
+    Roster(tmp_path, 0).close()
     sign_in(tmp_path, 3, new)
     told = json.loads((tmp_path / "rank-3").read_text())
     assert told == {"rank": 3, "pid": os.getpid(), "files": [str(path)]}

@@ -18,7 +18,10 @@ from mpistrat.launch.process import run_job
 from mpistrat.launch.run import plan_note, python_program, refuse_inside, run
 
 STEPS = {
-    "srun": {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"},
+    "srun": {
+        **{"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n1"},
+        **{"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"},
+    },
     "mpiexec of Open MPI": {"OMPI_COMM_WORLD_SIZE": "2", "PMIX_RANK": "0"},
     "a launcher that speaks PMIx": {"PMIX_RANK": "0"},
     "mpiexec of MPICH or Intel MPI": {"PMI_RANK": "0", "PMI_SIZE": "2"},
@@ -37,7 +40,17 @@ def test_rank_of_a_job_is_refused(launcher, env):
     [
         {},
         {"SLURM_JOB_ID": "3", "SLURM_PROCID": "0"},  # a batch script
+        # An editor that came by ssh.
+        {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"},
+        # `srun --pty --mpi=pmi2 bash`, as recorded.
+        {
+            **{"SLURM_JOB_ID": "4", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "node1"},
+            **{"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_PTY_PORT": "43375"},
+            **{"PMI_FD": "11", "PMI_RANK": "0", "PMI_SIZE": "1"},
+        },
         {  # a shell of salloc
+            "SLURM_JOB_ID": "3",
+            "SLURM_STEP_NODELIST": "n1",
             "SLURM_STEP_ID": "4294967290",
             "SLURM_STEP_NUM_TASKS": "1",
             "SLURM_PROCID": "0",

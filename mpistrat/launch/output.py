@@ -1,0 +1,129 @@
+"""What a rank prints: with its number in front of each line, in a file of its own, or both.
+
+A child process passes it on, so that a rank which crashes or is killed loses none of it. It is
+made before MPI starts, after which a process should not be copied, and hears then which rank it
+serves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import select
+import signal
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, NamedTuple, final
+
+__all__ = ["Output", "redirect"]
+
+_SHOWN = 0  # the rank whose output is on the terminal, if that of all goes to files
+_AT_ONCE = 1 << 16
+
+
+class Output(NamedTuple):
+    """Where the output of the ranks goes.
+
+    Attributes:
+      directory: For one file of each rank, ``rank-0.txt``, ...; only rank 0 is then on the
+        terminal too. Empty for the terminal alone.
+      label: Whether each line on the terminal begins with ``[rank@host]``.
+    """
+
+    directory: str = ""
+    label: bool = False
+
+
+def redirect(output: Output) -> Callable[[int, int], None]:
+    """Let a child process pass on what this process and its children print from now on.
+
+    Args:
+      output: Where to.
+
+    Returns:
+      A function that is called with the rank of this process and the number of ranks when they are
+      known; until then nothing is passed on.
+
+    Raises:
+      OSError: The system has no room for another process.
+    """
+    told, tell = os.pipe()
+    pipes = [os.pipe(), os.pipe()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # the child uses nothing of threads
+        child = os.fork()
+    if not child:
+        os.close(tell)
+        for _, end in pipes:
+            os.close(end)
+        code = 1
+        try:
+            _serve(output, told, [end for end, _ in pipes])
+            code = 0
+        finally:
+            os._exit(code)
+    os.close(told)
+    for (end, other), number in zip(pipes, (1, 2), strict=True):
+        os.dup2(other, number)
+        os.close(other)
+        os.close(end)
+
+    def known(rank: int, ranks: int) -> None:
+        os.write(tell, b"%d %d" % (rank, ranks))
+        os.close(tell)
+
+    return known
+
+
+def _serve(output: Output, told: int, ends: list[int]) -> None:
+    """Pass on what comes, until nobody can write any more."""
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
+        signal.signal(getattr(signal, name), signal.SIG_IGN)  # they are meant for the rank
+    words = os.read(told, 64).split()  # nothing, if it has ended before MPI had started
+    rank, ranks = map(int, words) if words else (-1, 1)
+    name = str(rank).zfill(len(str(ranks - 1))) if words else f"unknown-{os.getppid()}"
+    prefix = f"[{name}@{platform.node()}] ".encode() if output.label else b""
+    shown = not output.directory or rank in (_SHOWN, -1)
+    with contextlib.ExitStack() as stack:
+        file: IO[bytes] | None = None
+        if output.directory:
+            path = Path(output.directory, f"rank-{name}.txt")
+            file = stack.enter_context(path.open("ab", buffering=0))
+        streams = {
+            end: _Stream(number if shown else None, prefix, file)
+            for end, number in zip(ends, (1, 2), strict=True)
+        }
+        while streams:
+            for end in select.select(list(streams), [], [])[0]:
+                if not streams[end].take(os.read(end, _AT_ONCE)):
+                    del streams[end]
+
+
+@final
+class _Stream:
+    """One of the two streams of a rank."""
+
+    def __init__(self, shown: int | None, prefix: bytes, file: IO[bytes] | None):
+        """Take the descriptor of the terminal, or None, what begins a line there, and a file."""
+        self._shown, self._prefix, self._file = shown, prefix, file
+        self._rest = b""
+
+    def take(self, some: bytes) -> bool:
+        """Pass on all whole lines, and at the end what is left; return whether there may be more.
+
+        A line is written at once, so that those of several ranks do not mix. The steps of a
+        progress bar, each of which goes back to the beginning of the line, count as lines.
+        """
+        if self._file is not None and some:
+            self._file.write(some)
+        self._rest += some
+        end = max(self._rest.rfind(b"\n"), self._rest.rfind(b"\r")) + 1 if some else None
+        lines, self._rest = self._rest[:end], self._rest[end:] if some else b""
+        if self._shown is not None and lines:
+            whole = b"".join(self._prefix + line for line in lines.splitlines(keepends=True))
+            with contextlib.suppress(OSError):  # nobody may be there to read it
+                while whole:
+                    whole = whole[os.write(self._shown, whole) :]
+        return bool(some)

@@ -1,0 +1,230 @@
+"""What `mpistrat run` is asked for, and the call of a launcher that does it; nothing is started.
+
+In an allocation of Slurm that is ``srun``, if it speaks what the MPI library speaks, and else
+``mpiexec``, which finds the hosts of an allocation by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from mpistrat.cluster.allocation import Allocation
+from mpistrat.errors import LaunchError
+from mpistrat.launch.flavours import Flavour
+from mpistrat.launch.mpiexec import Command, Launcher
+
+__all__ = ["HERE", "Shape", "Wishes", "by_mpiexec", "by_srun", "handing_on", "shape", "spoken"]
+
+_SRUN_BIND = {"none": "none", "core": "cores", "socket": "sockets", "numa": "ldoms"}
+_HANDED_ON = ("MPISTRAT_", "MPI4PY_", "OMP_", "OPENBLAS_", "MKL_", "PYTHON", "LD_LIBRARY_PATH")
+HERE = Allocation("", ("localhost",), (0,))  # this machine, outside of any allocation
+
+
+class Wishes(NamedTuple):
+    """What a user has said of a job; None for what was not said.
+
+    Attributes:
+      ranks: How many.
+      nodes: On how many nodes.
+      per_node: How many on each.
+      bind: What each rank is bound to, one of `BINDINGS`.
+      launcher: ``"srun"`` or ``"mpiexec"``.
+      extra: Words for the launcher, passed on as they are.
+    """
+
+    ranks: int | None = None
+    nodes: int | None = None
+    per_node: int | None = None
+    bind: str | None = None
+    launcher: str | None = None
+    extra: tuple[str, ...] = ()
+
+
+class Shape(NamedTuple):
+    """How many ranks a job has, the hosts that it is on, and how many each has room for."""
+
+    ranks: int
+    hosts: tuple[str, ...]
+    rooms: tuple[int, ...]
+
+    @property
+    def most(self) -> int:
+        """How many ranks are on one host, at most."""
+        return max(self.rooms)
+
+    def named(self) -> list[str]:
+        """Return the hosts with their rooms.
+
+        Example:
+          >>> Shape(3, ("n1", "n2"), (2, 1)).named()
+          ['n1:2', 'n2:1']
+        """
+        return [f"{host}:{room}" for host, room in zip(self.hosts, self.rooms, strict=True)]
+
+
+def shape(wishes: Wishes, place: Allocation) -> Shape:
+    """Return how many ranks go where.
+
+    Args:
+      wishes: What was said.
+      place: The allocation, or `HERE`.
+
+    Raises:
+      LaunchError: Nothing tells how many ranks, or the wishes do not fit each other or the place.
+
+    Example:
+      >>> place = Allocation("Slurm", ("n1", "n2", "n3"), (4, 4, 4))
+      >>> shape(Wishes(), place).ranks, shape(Wishes(nodes=2, per_node=8), place).ranks
+      (12, 16)
+    """
+    ranks, nodes, per_node = wishes.ranks, wishes.nodes, wishes.per_node
+    there = len(place.hosts)
+    if nodes is not None and nodes > there:
+        gives = f"{place.scheduler or 'the file of hosts'} gives"
+        where = gives if place is not HERE else "here is"
+        raise LaunchError(
+            f"--nodes {nodes}: {where} {there}. Ask the batch system for more nodes, or give "
+            "--hostfile FILE."
+        )
+    if ranks is None:
+        tasks = place.tasks[:nodes]
+        ranks = per_node * len(tasks) if per_node else sum(tasks)
+    if ranks < 1:
+        raise LaunchError("how many ranks? Outside of an allocation only -n N can tell.")
+    count = nodes or min(there, -(-ranks // per_node) if per_node else ranks)
+    rooms = place.tasks[:count]
+    if per_node or ranks != sum(rooms):
+        rooms = (per_node or -(-ranks // count),) * count
+    if ranks > sum(rooms) or ranks < count:
+        each = f" with {per_node} on each" if per_node else ""
+        raise LaunchError(
+            f"-n {ranks} does not fit {count} node{'s' * (count > 1)}{each}. Drop one of -n, "
+            "--nodes and --per-node."
+        )
+    return Shape(ranks, place.hosts[:count], rooms)
+
+
+def spoken(row: Flavour, listed: str, env: Mapping[str, str]) -> str | None:
+    r"""Return what to give to ``srun --mpi``, or None if this Slurm and this MPI cannot talk.
+
+    Args:
+      row: The MPI library's.
+      listed: What ``srun --mpi=list`` printed.
+      env: The environment.
+
+    Example:
+      >>> from mpistrat.launch.flavours import of_library
+      >>> listed = "MPI plugin types are...\n\tnone\n\tpmi2\n"
+      >>> spoken(of_library("MPICH Version:  5.0.2"), listed, {})
+      'pmi2'
+      >>> spoken(of_library("Open MPI v5.0.11"), listed, {}) is None
+      True
+    """
+    if row.srun_wants and row.srun_wants not in env:
+        return None
+    known = listed.replace("srun:", " ").replace(",", " ").split()
+    return next((name for name in row.srun if name in known), None)
+
+
+def by_srun(
+    pmi: str, place: Allocation, wishes: Wishes, program: Sequence[str], env: Mapping[str, str]
+) -> Command:
+    """Return the call of ``srun`` that starts a program.
+
+    Args:
+      pmi: What the MPI library speaks, from `spoken`; empty for what Slurm was set up with.
+      place: The allocation.
+      wishes: What was said.
+      program: The program and its arguments.
+      env: Variables for the ranks.
+
+    Raises:
+      LaunchError: See `shape`.
+
+    Example:
+      >>> place = Allocation("Slurm", ("n1", "n2"), (2, 2))
+      >>> print(by_srun("pmi2", place, Wishes(), ["train"], {}))
+      srun --mpi=pmi2 -K1 --export=ALL --nodes=2 --ntasks=4 --distribution=block train
+    """
+    job = shape(wishes, place)
+    # -K1: when one rank dies the others are ended; else they wait for it until the time limit.
+    # --export: also in a job that was handed in with --export=NONE.
+    words = ["srun", *([f"--mpi={pmi}"] if pmi else []), "-K1", "--export=ALL"]
+    if place.in_step:
+        words.append("--overlap")  # the shell holds the cores, which ranks would wait for
+    words += [f"--nodes={len(job.hosts)}", f"--ntasks={job.ranks}"]
+    if wishes.per_node:
+        words.append(f"--ntasks-per-node={wishes.per_node}")
+    if place.hostfile:
+        words.append(f"--nodelist={','.join(job.hosts)}")
+    if place.cpus_per_task:  # srun does not take it over from sbatch since Slurm 22.05
+        words.append(f"--cpus-per-task={place.cpus_per_task}")
+    if wishes.bind:
+        words.append(f"--cpu-bind={_SRUN_BIND[wishes.bind]}")
+    words.append("--distribution=block")  # neighbours share a node
+    return Command((*words, *wishes.extra, *program), env)
+
+
+def by_mpiexec(
+    launcher: Launcher,
+    place: Allocation,
+    wishes: Wishes,
+    program: Sequence[str],
+    env: Mapping[str, str],
+    cores: int,
+) -> Command:
+    """Return the call of ``mpiexec`` that starts a program.
+
+    Args:
+      launcher: The launcher.
+      place: The allocation, or `HERE`.
+      wishes: What was said.
+      program: The program and its arguments.
+      env: Variables for the ranks.
+      cores: How many cores a node has for them.
+
+    Raises:
+      LaunchError: See `shape`.
+
+    Example:
+      >>> from mpistrat.launch.flavours import of_launcher
+      >>> launcher = Launcher("mpiexec", of_launcher("HYDRA build details:"), "")
+      >>> place = Allocation("", ("n1", "n2"), (4, 4), hostfile="hosts")
+      >>> print(by_mpiexec(launcher, place, Wishes(per_node=2), ["train"], {}, cores=4))
+      mpiexec -hosts n1:2,n2:2 -ppn 2 -n 4 train
+    """
+    job, row = shape(wishes, place), launcher.flavour
+    words = [launcher.path]
+    words += _without(row.flags, row.bind["none"]) if wishes.bind else row.flags
+    words += row.crowded if job.most > cores else ()
+    words += row.bind[wishes.bind] if wishes.bind else ()
+    each = wishes.per_node
+    if place.hostfile or len(job.hosts) < len(place.hosts):
+        words += [row.hosts, ",".join(job.named() if row.slots else job.hosts)]
+        each = each or (None if row.slots else job.most)
+    if each and place is not HERE:
+        words += [word.format(each) for word in row.per_node]
+    call = (*words, "-n", str(job.ranks), *wishes.extra, *program)
+    return Command(call, {**launcher.env(), **env})
+
+
+def handing_on(command: Command, flag: str, names: Iterable[str]) -> Command:
+    """Return a call that takes variables to other hosts, where its launcher has to be told.
+
+    Args:
+      command: The call.
+      flag: The flag of its row, or an empty string.
+      names: All variables that are set; those that programs of this package read are taken.
+
+    Example:
+      >>> print(handing_on(Command(("mpiexec", "-n", "2"), {}), "-x", ["HOME", "MPISTRAT_NAN"]))
+      mpiexec -x MPISTRAT_NAN -n 2
+    """
+    ours = sorted({n for n in names if n.startswith(_HANDED_ON)}) if flag else []
+    words = [word for name in ours for word in (flag, name)]
+    return command._replace(argv=(command.argv[0], *words, *command.argv[1:]))
+
+
+def _without(words: Sequence[str], some: Sequence[str]) -> Sequence[str]:
+    return words[len(some) :] if tuple(words[: len(some)]) == tuple(some) else words

@@ -1,0 +1,125 @@
+"""Jobs of the example on a real Slurm, as users start them."""
+
+from __future__ import annotations
+
+import sys
+
+WHO = (
+    "from mpi4py import MPI; import os, numpy as np; c = MPI.COMM_WORLD; "
+    "x = c.allreduce(1); n = c.Split_type(MPI.COMM_TYPE_SHARED).size; "
+    "os.write(1, b'rank %d of %d, %d here, %s\\n' % "
+    "(c.rank, x, n, MPI.Get_processor_name().encode()))"
+)
+EVERYBODY = sorted(f"rank {r} of 4, 2 here, node{r // 2 + 1}" for r in range(4))
+
+
+def ranks(text):
+    return sorted(line for line in text.splitlines() if line.startswith("rank "))
+
+
+def test_two_nodes_by_srun_and_by_mpirun(slurm, shared, pmi):
+    (shared / "who.py").write_text(WHO)
+    job = slurm.submit(
+        shared,
+        f"srun -K1 --mpi={pmi} {sys.executable} who.py; echo; mpirun {sys.executable} who.py",
+        "-N2",
+        "--ntasks-per-node=2",
+    )
+    job.until("COMPLETED")
+    by_srun, by_mpirun = job.log.split("\n\n")
+    assert ranks(by_srun) == EVERYBODY
+    assert ranks(by_mpirun) == EVERYBODY
+
+
+HALF = ["-N2", "--ntasks-per-node=2"]
+RUN = f"{sys.executable} -m mpistrat run"
+
+
+def lines(job, start):
+    return [line for line in job.log.splitlines() if line.startswith(start)]
+
+
+class TestRun:
+    """`mpistrat run` in an allocation."""
+
+    def test_it_takes_srun_and_all_tasks(self, slurm, shared, pmi):
+        (shared / "who.py").write_text(WHO)
+        job = slurm.submit(shared, f"{RUN} who.py; echo code $?", *HALF)
+        job.until("COMPLETED")
+        [call] = lines(job, "mpistrat: ")
+        assert f" srun --mpi={pmi} -K1 --export=ALL --nodes=2 --ntasks=4 " in call
+        assert ranks(job.log) == EVERYBODY
+        assert "code 0" in job.log
+        assert sorted(path.name for path in shared.iterdir()) == ["job.sh", "log", "who.py"]
+
+    def test_mpiexec_on_chosen_nodes(self, slurm, shared):
+        (shared / "who.py").write_text(WHO)
+        body = "\n".join(
+            f"{RUN} --launcher mpiexec {words} who.py; echo code $?"
+            for words in ("", "--nodes 1", "--per-node 1 --bind none")
+        )
+        job = slurm.submit(shared, body, *HALF)
+        job.until("COMPLETED")
+        assert job.log.count("code 0") == 3, job.log
+        every, one, spread = job.log.split("code 0")[:3]
+        assert ranks(every) == EVERYBODY
+        assert ranks(one) == [f"rank {r} of 2, 2 here, node1" for r in range(2)]
+        assert ranks(spread) == [f"rank {r} of 2, 1 here, node{r + 1}" for r in range(2)]
+
+    def test_words_for_the_launcher_files_and_labels(self, slurm, shared):
+        (shared / "who.py").write_text(WHO)
+        body = f"{RUN} --label --output-dir out who.py -- --distribution=cyclic --cpu-bind=none"
+        job = slurm.submit(shared, body, *HALF)
+        job.until("COMPLETED")
+        assert lines(job, "[") == ["[0@node1] rank 0 of 4, 2 here, node1"]
+        found = [(shared / "out" / f"rank-{r}.txt").read_text() for r in range(4)]
+        assert found == [f"rank {r} of 4, 2 here, node{r % 2 + 1}\n" for r in range(4)]
+
+    def test_the_code_that_ranks_agree_on_comes_from_another_node(self, slurm, shared):
+        (shared / "leaves.py").write_text(
+            "import sys, mpistrat as ms; ms.MirroredStrategy(); sys.exit(42)"
+        )
+        body = f"MPISTRAT_RECORD=kept {RUN} leaves.py; echo code $?"
+        job = slurm.submit(shared, body, "-N2", "--ntasks-per-node=1")
+        job.until("COMPLETED")
+        assert "code 42" in job.log
+        assert (shared / "kept").read_text().strip() == "42"
+
+    def test_from_the_head_through_salloc(self, slurm, shared):
+        (shared / "who.py").write_text(WHO)
+        done = slurm.command("salloc", *HALF, *RUN.split(), "who.py", cwd=shared)
+        assert done.returncode == 0, done.stderr
+        assert ranks(done.stdout) == EVERYBODY
+
+    def test_a_shell_of_srun_is_no_rank(self, slurm, shared, pmi):
+        (shared / "who.py").write_text(WHO)
+        inside = f"cd {shared} && timeout 60 {RUN} -n 2 who.py"
+        words = f"srun -N1 -c2 --pty --mpi={pmi} bash -c '{inside}'"
+        done = slurm.command("script", "-qec", words, "/dev/null", cwd=shared)
+        assert done.returncode == 0, done.stdout
+        assert " --overlap " in done.stdout
+        assert "rank 1 of 2, 2 here" in done.stdout
+
+    def test_a_rank_is_no_shell(self, slurm, shared, pmi):
+        done = slurm.command("srun", "-n2", f"--mpi={pmi}", *RUN.split(), "x.py", cwd=shared)
+        assert done.returncode
+        assert "this process already is one rank of a job (srun started it)" in done.stderr
+
+    def test_variables_that_an_editor_has_left_are_ignored(self, slurm, shared):
+        (shared / "who.py").write_text(WHO)
+        left = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_NNODES": "2"}
+        done = slurm.command(*RUN.split(), "-n", "2", "who.py", cwd=shared, env=left)
+        assert done.returncode == 0, done.stderr
+        assert ranks(done.stdout) == [f"rank {r} of 2, 2 here, head" for r in range(2)]
+
+
+def test_programs_start_without_mpistrat_run(slurm, shared, pmi):
+    """The example, by the batch system's own words; the same answer as on one rank."""
+    digits = f"{sys.executable} -m mpistrat.examples.digits --epochs 2"
+    body = f"srun -K1 --mpi={pmi} {digits}; mpirun {digits}; mpirun -n 1 {digits}"
+    job = slurm.submit(shared, body, *HALF)
+    job.until("COMPLETED")
+    last = [line.split("   ")[:-1] for line in lines(job, "epoch 2 of 2")]
+    assert len(last) == 3, job.log
+    assert last[0] == last[1] == last[2]
+    assert [line.split()[-1] for line in lines(job, "ranks")] == ["4", "4", "1"]

@@ -1,0 +1,155 @@
+"""From an allocation, an MPI and what a user wants to the call of a launcher: one row per case."""
+
+import pytest
+
+from mpistrat.cluster.allocation import Allocation
+from mpistrat.errors import LaunchError
+from mpistrat.launch import mpiexec
+from mpistrat.launch.flavours import BINDINGS, FLAVOURS, of_launcher, of_library
+from mpistrat.launch.mpiexec import Launcher
+from mpistrat.launch.plan import HERE, Wishes, by_mpiexec, by_srun, handing_on, shape, spoken
+
+SLURM = Allocation("Slurm", ("n1", "n2"), (4, 4))
+PBS = Allocation("PBS", ("n1", "n2"), (4, 4), hostfile="nodes")
+FILE = Allocation("", ("n1", "n2"), (4, 4), hostfile="hosts")
+TEXTS = {
+    "MPICH": "HYDRA build details:\n    Version: 5.0.2",
+    "Intel MPI": "Intel(R) MPI Library for Linux* OS, Version 2021.18.1",
+    "Cray MPICH": "mpiexec version 1.8.0 revision 5d1e3a0",
+    "Open MPI 4": "mpiexec (OpenRTE) 4.1.4",
+    "Open MPI 5": "mpiexec (Open MPI) 5.0.11",
+}
+# Of `srun --mpi=list`: Debian's, and as sites show theirs.
+DEBIAN = """MPI plugin types are...
+\tpmix
+\tnone
+\tcray_shasta
+\tpmi2
+specific pmix plugin versions available: pmix_v4
+"""
+OLD = "srun: MPI types are...\nsrun: none\nsrun: pmi2\nsrun: openmpi\n"
+JSC = "MPI plugin types are...\n\tpspmix\n\tnone\n\tpspmi\n"
+
+
+@pytest.mark.parametrize(
+    ("place", "wishes", "wanted"),
+    [
+        (SLURM, Wishes(), "--nodes=2 --ntasks=8"),
+        (SLURM, Wishes(ranks=2), "--nodes=2 --ntasks=2"),
+        (SLURM, Wishes(ranks=1), "--nodes=1 --ntasks=1"),
+        (SLURM, Wishes(nodes=1), "--nodes=1 --ntasks=4"),
+        (SLURM, Wishes(per_node=2), "--nodes=2 --ntasks=4 --ntasks-per-node=2"),
+        (SLURM, Wishes(ranks=3, per_node=4), "--nodes=1 --ntasks=3 --ntasks-per-node=4"),
+        (SLURM._replace(in_step=True), Wishes(ranks=2), "--overlap --nodes=2 --ntasks=2"),
+        (SLURM._replace(cpus_per_task=3), Wishes(), "--nodes=2 --ntasks=8 --cpus-per-task=3"),
+        (SLURM._replace(hostfile="h"), Wishes(nodes=1), "--nodes=1 --ntasks=4 --nodelist=n1"),
+        (SLURM, Wishes(bind="numa"), "--nodes=2 --ntasks=8 --cpu-bind=ldoms"),
+    ],
+)
+def test_srun(place, wishes, wanted):
+    call = str(by_srun("pmix", place, wishes, ["a b"], {}))
+    assert call == f"srun --mpi=pmix -K1 --export=ALL {wanted} --distribution=block 'a b'"
+
+
+def test_words_for_srun_come_last_so_that_they_win():
+    call = by_srun("", SLURM, Wishes(extra=("--distribution=cyclic",)), ["x"], {"A": "1"})
+    assert str(call).startswith("A=1 srun -K1 ")
+    assert call.argv[-3:] == ("--distribution=block", "--distribution=cyclic", "x")
+
+
+@pytest.mark.parametrize(
+    ("mpi", "place", "wishes", "wanted"),
+    [
+        ("MPICH", HERE, Wishes(2), "-n 2"),
+        ("MPICH", HERE, Wishes(2, bind="core"), "-bind-to core -n 2"),
+        ("MPICH", HERE, Wishes(per_node=2), "-n 2"),
+        ("MPICH", SLURM, Wishes(), "-n 8"),
+        ("MPICH", SLURM, Wishes(nodes=1), "-hosts n1:4 -n 4"),
+        ("MPICH", SLURM, Wishes(per_node=2, extra=("-l",)), "-ppn 2 -n 4 -l"),
+        ("MPICH", PBS, Wishes(), "-hosts n1:4,n2:4 -n 8"),
+        (
+            "Intel MPI",
+            FILE,
+            Wishes(2, bind="socket"),
+            "-genv I_MPI_PIN_DOMAIN socket -hosts n1,n2 -ppn 1 -n 2",
+        ),
+        ("Intel MPI", SLURM, Wishes(bind="none"), "-genv I_MPI_PIN off -n 8"),
+        ("Cray MPICH", PBS, Wishes(per_node=2), "--hosts n1,n2 --ppn 2 -n 4"),
+        (
+            "Cray MPICH",
+            PBS,
+            Wishes(nodes=1, bind="core"),
+            "--cpu-bind core --hosts n1 --ppn 4 -n 4",
+        ),
+        ("Open MPI 4", HERE, Wishes(2), "--bind-to none --oversubscribe -n 2"),
+        ("Open MPI 4", HERE, Wishes(2, bind="socket"), "--oversubscribe --bind-to socket -n 2"),
+        ("Open MPI 5", HERE, Wishes(2), "--bind-to none -n 2"),
+        ("Open MPI 5", SLURM, Wishes(bind="socket"), "--bind-to package -n 8"),
+        ("Open MPI 5", SLURM, Wishes(nodes=1), "--bind-to none --host n1:4 -n 4"),
+        (
+            "Open MPI 5",
+            FILE,
+            Wishes(per_node=9),
+            "--bind-to none --mca mpi_yield_when_idle 1 --host n1:9,n2:9 "
+            "--map-by ppr:9:node:oversubscribe -n 18",
+        ),
+    ],
+)
+def test_mpiexec(mpi, place, wishes, wanted, monkeypatch):
+    monkeypatch.setattr(mpiexec.os, "getuid", lambda: 1000)
+    launcher = Launcher("mpiexec", of_launcher(TEXTS[mpi]), TEXTS[mpi])
+    call = by_mpiexec(launcher, place, wishes, ["train"], {"A": "1"}, cores=8)
+    assert " ".join(call.argv) == f"mpiexec {wanted} train"
+    assert call.env["A"] == "1"
+
+
+@pytest.mark.parametrize("row", FLAVOURS, ids=lambda row: row.name)
+def test_every_row_binds(row):
+    assert set(row.bind) == set(BINDINGS)
+
+
+@pytest.mark.parametrize(
+    ("library", "listed", "env", "wanted"),
+    [
+        ("MPICH Version:      5.0.2", DEBIAN, {}, "pmi2"),
+        ("MPICH Version:      5.0.2", OLD, {}, "pmi2"),
+        ("MPICH Version:      5.0.2", "", {}, None),
+        ("MVAPICH2 Version      :\t2.3.5", DEBIAN, {}, "pmi2"),
+        ("MPI VERSION    : CRAY MPICH version 8.1", DEBIAN, {}, "cray_shasta"),
+        ("MPI VERSION    : CRAY MPICH version 8.1", OLD, {}, None),
+        ("MPICH Version:\t3.4.1\nMPICH Device:\tch3:psp", JSC, {}, "pspmi"),
+        ("Open MPI v5.0.11", DEBIAN, {}, "pmix"),
+        ("Open MPI v5.0.11", OLD, {}, None),
+        ("Open MPI v4.1.4", JSC, {}, "pspmix"),
+        ("Intel(R) MPI Library 2021", DEBIAN, {}, None),
+        ("Intel(R) MPI Library 2021", DEBIAN, {"I_MPI_PMI_LIBRARY": "libpmi2.so"}, "pmi2"),
+        ("another", DEBIAN, {}, None),
+    ],
+)
+def test_what_srun_and_a_library_speak(library, listed, env, wanted):
+    assert spoken(of_library(library), listed, env) == wanted
+
+
+@pytest.mark.parametrize(
+    ("place", "wishes", "says"),
+    [
+        (HERE, Wishes(), "how many ranks"),
+        (HERE, Wishes(0), "how many ranks"),
+        (HERE, Wishes(2, nodes=2), "--nodes 2: here is 1"),
+        (SLURM, Wishes(nodes=3), "--nodes 3: Slurm gives 2"),
+        (FILE, Wishes(nodes=3), "the file of hosts gives 2"),
+        (SLURM, Wishes(ranks=5, nodes=1, per_node=4), "-n 5 does not fit 1 node with 4 on each"),
+        (SLURM, Wishes(ranks=1, nodes=2), "-n 1 does not fit 2 nodes"),
+        (SLURM, Wishes(ranks=9, per_node=4), "-n 9 does not fit"),
+    ],
+)
+def test_wishes_that_do_not_fit(place, wishes, says):
+    with pytest.raises(LaunchError, match=says):
+        shape(wishes, place)
+
+
+def test_variables_are_handed_on_where_a_launcher_has_to_be_told():
+    call = by_srun("", SLURM, Wishes(), ["x"], {})
+    names = ["MPISTRAT_NAN", "HOME", "PYTHONPATH", "MPISTRAT_NAN"]
+    assert handing_on(call, "", names) == call
+    assert handing_on(call, "-x", names).argv[1:5] == ("-x", "MPISTRAT_NAN", "-x", "PYTHONPATH")
