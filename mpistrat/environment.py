@@ -22,6 +22,7 @@ __all__ = [
     "job_size",
     "launched_by",
     "mask_of",
+    "passes_on_a_code",
     "quota",
     "unsupported",
     "yields",
@@ -122,6 +123,24 @@ def launched_by(env: Mapping[str, str] | None = None) -> str | None:
                 continue
             return mark.launcher
     return None
+
+
+def passes_on_a_code(env: Mapping[str, str] | None = None) -> bool:
+    """Tell whether the launcher ends with the code of a rank that ends last, after all others.
+
+    srun and Open MPI's do. MPICH's and Intel's kill that rank, and then report the kill.
+
+    Args:
+      env: The environment, or None for that of this process.
+
+    Example:
+      >>> passes_on_a_code({"PMI_RANK": "1"}), passes_on_a_code({"OMPI_COMM_WORLD_SIZE": "2"})
+      (False, True)
+    """
+    env = os.environ if env is None else env
+    # Hydra inside an allocation has the marks of srun too, and this of its own, as Open MPI has.
+    hydra = "MPI_LOCALNRANKS" in env and "OMPI_COMM_WORLD_SIZE" not in env
+    return not hydra and launched_by(env) in ("srun", "mpiexec of Open MPI")
 
 
 def environment(extra: Mapping[str, str]) -> dict[str, str]:

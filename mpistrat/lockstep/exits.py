@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import json
 import os
 import signal
 import sys
@@ -20,11 +21,13 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, NoReturn, final
 
+from mpistrat.board.proc import ended, look, machine
 from mpistrat.board.reporter import say
 from mpistrat.comm import mpi
 from mpistrat.comm.base import Comm
 from mpistrat.comm.nodes import threads_allowed
 from mpistrat.comm.session import Session
+from mpistrat.environment import passes_on_a_code
 from mpistrat.errors import LockstepError, PreflightError, RemoteError
 from mpistrat.lockstep.abort import end_job
 from mpistrat.lockstep.interrupts import Interrupted
@@ -38,6 +41,9 @@ PREFLIGHT = 78
 
 # Seconds after which an exception is printed although the other ranks have not come to leave.
 _PATIENCE = 3.0
+# Seconds in which processes end that have finalized MPI: those of other nodes, which cannot be
+# looked at; and at most, those of this one.
+_FAR, _NEAR = 1.0, 5.0
 
 
 def code_of(failure: BaseException | None) -> int:
@@ -106,6 +112,7 @@ class Exits:
         self._printed = threading.Lock()
         self._hook = sys.excepthook  # the program's own, if it has one
         self._group: tuple[Comm, Agreement] | None = None
+        self._planned = False
 
     def arm(self, session: Session) -> None:
         """Lead the ways out of this process through the last proof of `session` too."""
@@ -187,7 +194,7 @@ class Exits:
         left.set()
         # Before MPI is finalized no watchdog may be inside it any more.
         calm = [session.board.close() for session in self.sessions]
-        self._leave(agreed or code)
+        self._leave(agreed or code, self._planned and all(calm) and passes_on_a_code())
         if not all(calm):
             _leave_at_once(code)
 
@@ -258,6 +265,8 @@ class Exits:
         comm, state = session.comm, session.kept(CallState)
         if state.gone is None:
             told = Lockstep(session).leave(code, self.failure, of_group)
+            if session is self.sessions[0]:
+                self._planned = told.planned
             if session is not self.sessions[0]:
                 if self._group is None or self._group[0].size < comm.size:
                     self._group = comm, told
@@ -297,12 +306,14 @@ class Exits:
             code, said = code_of(self.failure), said_by(self.failure)
             self._say(f"mpistrat: {who} left with exit code {code}{': ' if said else '.'}{said}")
 
-    def _leave(self, code: int) -> None:
+    def _leave(self, code: int, planned: bool) -> None:
         comm = self.sessions[0].comm
         if self.recorder is not None and comm.rank == 0:
             self.recorder(code)
         if not code or comm.size < max(2, mpi.world_size()):
             return
+        if planned and comm.size == mpi.world_size():
+            self._leave_in_order(code)
         # Launchers do not pass on codes of several ranks: MPICH's kills the others when the first
         # leaves with one, and then reports the kill. An abort, once all have said what they had to
         # say, is passed on by all of them.
@@ -312,6 +323,26 @@ class Exits:
         if comm.rank == 0:
             end_job(code)
         Lockstep(self.sessions[0]).texts(b"")
+
+    def _leave_in_order(self, code: int) -> NoReturn:
+        """End with a code that all ranks chose: rank 0 has it, and ends when the others have."""
+        comm, process = self.sessions[0].comm, look(os.getpid())
+        mine = [machine(), os.getpid(), process.born if process else 0]
+        others = [json.loads(row) for row in Lockstep(self.sessions[0]).texts(_bytes(mine))][1:]
+        mpi.finalize()
+        if comm.rank:
+            _leave_at_once(0)
+        near = [(pid, born) for where, pid, born in others if where == mine[0] and born]
+        if len(near) < len(others):
+            time.sleep(_FAR)
+        end = time.monotonic() + _NEAR
+        while time.monotonic() < end and not all(ended(look(pid), born) for pid, born in near):
+            time.sleep(0.01)
+        _leave_at_once(code)
+
+
+def _bytes(value: Any) -> bytes:
+    return json.dumps(value).encode()
 
 
 def _await_others(session: Session) -> bool:
