@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import json
 import os
 import signal
 import sys
@@ -21,15 +20,13 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, NoReturn, final
 
-from mpistrat.board.proc import ended, look, machine
 from mpistrat.board.reporter import say
 from mpistrat.comm import mpi
 from mpistrat.comm.base import Comm
 from mpistrat.comm.nodes import threads_allowed
 from mpistrat.comm.session import Session
-from mpistrat.environment import passes_on_a_code
 from mpistrat.errors import LockstepError, PreflightError, RemoteError
-from mpistrat.lockstep.abort import end_job
+from mpistrat.lockstep.ending import end_job, leave, leave_at_once
 from mpistrat.lockstep.interrupts import Interrupted
 from mpistrat.lockstep.lockstep import Lockstep
 from mpistrat.lockstep.ranks import CallState
@@ -41,9 +38,6 @@ PREFLIGHT = 78
 
 # Seconds after which an exception is printed although the other ranks have not come to leave.
 _PATIENCE = 3.0
-# Seconds in which processes end that have finalized MPI: those of other nodes, which cannot be
-# looked at; and at most, those of this one.
-_FAR, _NEAR = 1.0, 5.0
 
 
 def code_of(failure: BaseException | None) -> int:
@@ -179,7 +173,7 @@ class Exits:
         code = code_of(self.failure)
         if os.getpid() != self._pid:  # a forked child: MPI_Finalize is its parent's business
             self._print()
-            _leave_at_once(code)
+            leave_at_once(code)
         self.sessions = [session for session in self.sessions if not session.freed]
         if not mpi.initialized() or not self.sessions:
             self._print()
@@ -194,9 +188,12 @@ class Exits:
         left.set()
         # Before MPI is finalized no watchdog may be inside it any more.
         calm = [session.board.close() for session in self.sessions]
-        self._leave(agreed or code, self._planned and all(calm) and passes_on_a_code())
+        first = self.sessions[0]
+        if self.recorder is not None and first.comm.rank == 0:
+            self.recorder(agreed or code)
+        leave(first, agreed or code, self._planned and all(calm))
         if not all(calm):
-            _leave_at_once(code)
+            leave_at_once(code)
 
     def _watch_leaving(self, code: int, left: threading.Event) -> None:
         """Say what ends the program if the others do not come to leave; end the job, at last.
@@ -306,55 +303,11 @@ class Exits:
             code, said = code_of(self.failure), said_by(self.failure)
             self._say(f"mpistrat: {who} left with exit code {code}{': ' if said else '.'}{said}")
 
-    def _leave(self, code: int, planned: bool) -> None:
-        comm = self.sessions[0].comm
-        if self.recorder is not None and comm.rank == 0:
-            self.recorder(code)
-        if not code or comm.size < max(2, mpi.world_size()):
-            return
-        if planned and comm.size == mpi.world_size():
-            self._leave_in_order(code)
-        # Launchers do not pass on codes of several ranks: MPICH's kills the others when the first
-        # leaves with one, and then reports the kill. An abort, once all have said what they had to
-        # say, is passed on by all of them.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        Lockstep(self.sessions[0]).texts(b"")
-        if comm.rank == 0:
-            end_job(code)
-        Lockstep(self.sessions[0]).texts(b"")
-
-    def _leave_in_order(self, code: int) -> NoReturn:
-        """End with a code that all ranks chose: rank 0 has it, and ends when the others have."""
-        comm, process = self.sessions[0].comm, look(os.getpid())
-        mine = [machine(), os.getpid(), process.born if process else 0]
-        others = [json.loads(row) for row in Lockstep(self.sessions[0]).texts(_bytes(mine))][1:]
-        mpi.finalize()
-        if comm.rank:
-            _leave_at_once(0)
-        near = [(pid, born) for where, pid, born in others if where == mine[0] and born]
-        if len(near) < len(others):
-            time.sleep(_FAR)
-        end = time.monotonic() + _NEAR
-        while time.monotonic() < end and not all(ended(look(pid), born) for pid, born in near):
-            time.sleep(0.01)
-        _leave_at_once(code)
-
-
-def _bytes(value: Any) -> bytes:
-    return json.dumps(value).encode()
-
 
 def _await_others(session: Session) -> bool:
     """Sleep until all ranks have come to leave, or one makes a call; tell if all have."""
     gone = session.kept(CallState).gone
     return gone is None and session.board.await_departure(session.calls + 1, LEAVE)
-
-
-def _leave_at_once(code: int) -> NoReturn:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 @functools.cache
