@@ -24,6 +24,7 @@ __all__ = [
     "job_size",
     "launched_by",
     "mask_of",
+    "passes_on_a_code",
     "quota",
     "shell_of_step",
     "unsupported",
@@ -167,6 +168,24 @@ def allocation(env: Mapping[str, str] | None = None) -> int | None:
     if "SLURM_JOB_ID" not in env:
         return None
     return counted(env.get("SLURM_NTASKS", "")) or counted(env.get("SLURM_NNODES", "")) or 1
+
+
+def passes_on_a_code(env: Mapping[str, str] | None = None) -> bool:
+    """Tell whether the launcher ends with the code of a rank that ends last, after all others.
+
+    srun and Open MPI's do. MPICH's and Intel's kill that rank, and then report the kill.
+
+    Args:
+      env: The environment, or None for that of this process.
+
+    Example:
+      >>> passes_on_a_code({"PMI_RANK": "1"}), passes_on_a_code({"OMPI_COMM_WORLD_SIZE": "2"})
+      (False, True)
+    """
+    env = os.environ if env is None else env
+    # Hydra inside an allocation has the marks of srun too, and this of its own, as Open MPI has.
+    hydra = "MPI_LOCALNRANKS" in env and "OMPI_COMM_WORLD_SIZE" not in env
+    return not hydra and launched_by(env) in ("srun", "mpiexec of Open MPI")
 
 
 def environment(extra: Mapping[str, str]) -> dict[str, str]:

@@ -39,7 +39,7 @@ LAYER = {room: number for number, row in enumerate(ROWS) for room in row}
 DOORS: dict[str, tuple[str, ...]] = {
     "mpi4py": ("comm/mpi.py",),
     "numba": ("kernels/",),
-    "subprocess": ("launch/", "testing/"),
+    "subprocess": ("launch/", "testing/", "cluster/job.py"),  # squeue, qstat
     "torch": ("torch/", "examples/language_model_torch.py"),
     "jax": ("jax/", "examples/digits_jax.py"),
     "tensorflow": (),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, final
 
-__all__ = ["LAUNCHERS", "Look", "Parents", "Process", "look"]
+__all__ = ["LAUNCHERS", "Look", "Parents", "Process", "ended", "look", "machine"]
 
 # Programs that start ranks and end when their job does, as the kernel names them (15 characters).
 LAUNCHERS = frozenset(
@@ -54,6 +56,17 @@ def look(pid: int) -> Process | None:
     head, _, tail = text.rpartition(")")
     fields = tail.split()
     return Process(fields[0], int(fields[1]), int(fields[19]), head.partition("(")[2])
+
+
+def machine() -> str:
+    """Return a text that is equal for processes that know each other by their pids.
+
+    The host's name where ``/proc`` does not tell; else this boot of it, and the namespace of pids.
+    """
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
+    return platform.node()
 
 
 def ended(found: Process | None, born: int) -> bool:

@@ -6,13 +6,16 @@ import contextlib
 import json
 import os
 import sys
+import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, final
 
 from mpistrat.checkpoint import files
 from mpistrat.checkpoint.checkpoint import Checkpoint, owner_of, restore, save
-from mpistrat.checkpoint.saving import seen
+from mpistrat.checkpoint.claim import Claim, drop, take
+from mpistrat.checkpoint.saving import patient, seen
 from mpistrat.errors import CheckpointError
 
 __all__ = ["CheckpointManager"]
@@ -96,6 +99,8 @@ class CheckpointManager:
         told = lockstep.share(call, json.dumps(there).encode(), failure)[0]
         self._there: list[str] = json.loads(told)
         seen([files.numbered(self._directory, self._name, 0), *map(Path, self._there)])
+        self._claimed = False
+        self.claim: Claim | None = None  # on replica 0
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -135,8 +140,34 @@ class CheckpointManager:
         lockstep = owner_of(self._checkpoint)[0].parts.lockstep
         with lockstep.preparing("CheckpointManager.save"):
             number = _checked_number("checkpoint_number", checkpoint_number, 0)
+        self.take()
+        began = time.monotonic()
         path, self._there = save(self._checkpoint, self._directory / self._name, number, self._keep)
+        if self.claim is not None:
+            seconds = round(time.monotonic() - began, 3)
+            self.claim.show(saved=path, save_seconds=seconds, **_step(self._checkpoint))
+            self.claim.beat()
         return path
+
+    def take(self) -> None:
+        """Claim the directory for this job, if it has not yet; the first `save` does. Collective.
+
+        Raises:
+          FileExistsError: Another job saves there, which is seen within 30 s; on every rank.
+          OSError: The directory cannot be written.
+        """
+        if self._claimed:
+            return
+        lockstep, failure = owner_of(self._checkpoint)[0].parts.lockstep, None
+        if lockstep.comm.rank == 0:
+            try:
+                with patient(lockstep, f"claim {self._directory}", 0):
+                    self.claim = take(self._directory)
+                weakref.finalize(self, drop, os.path.realpath(self._directory))
+            except Exception as error:
+                failure = error
+        lockstep.prove(f"CheckpointManager({str(self._directory)!r}), its claim", failure=failure)
+        self._claimed = True
 
     def restore_or_initialize(self) -> str | None:
         """Restore the newest checkpoint that can be read, or call `init_fn` if there is none.
@@ -188,6 +219,14 @@ class CheckpointManager:
     def __repr__(self) -> str:
         """Return directory, name, and how many are there."""
         return f"CheckpointManager({self.directory!r}, {self._name!r}, {len(self._there)} there)"
+
+
+def _step(checkpoint: Checkpoint) -> dict[str, int]:
+    """Return the step that the program counts in its checkpoint, if it does."""
+    for name in ("step", "checkpointed_runs"):
+        with contextlib.suppress(TypeError, ValueError):
+            return {"saved_step": int(getattr(checkpoint, name, None))}  # type: ignore[arg-type]
+    return {}
 
 
 def _checked_name(name: Any) -> str:

@@ -1,4 +1,9 @@
-"""What tells a rank that its job is about to be ended: signals, and a function that is asked."""
+"""What tells a rank that its job is about to be ended: signals, and functions that are asked.
+
+Python runs the handler of a signal when the main thread comes back from C, which may be a wait in
+MPI or a kernel. A thread that reads what the C handler writes (`signal.set_wakeup_fd`) hears of it
+at once.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +12,89 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any, final
 
-__all__ = ["Notice"]
+from mpistrat.board.reporter import say
 
-_POLL = 1.0  # seconds between two questions to termination_watcher_fn
+__all__ = ["Notice", "numbers_of"]
+
+_POLL = 1.0  # seconds between two questions to a function
+_NONE = -1  # no descriptor, to signal.set_wakeup_fd
+
+
+@final
+class Ear:
+    """A thread that hears the signals of this process, and tells every notice that listens."""
+
+    def __init__(self) -> None:
+        """Take the place of the descriptor that is there; it gets its bytes from here."""
+        self.notices: list[Notice] = []
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        threading.Thread(target=self._hear, name="mpistrat-signals", daemon=True).start()
+
+    def _hear(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        while 0 not in (heard := os.read(self._read, 64)):
+            for number in heard:
+                for notice in tuple(self.notices):
+                    notice.noted(number)
+            if self._before != _NONE:
+                with contextlib.suppress(OSError):  # it is full, or closed
+                    os.write(self._before, heard)
+        os.close(self._read)
+        os.close(self._write)
+
+    def forked(self) -> None:
+        """Hear nothing in a child: it must not tell this process of its own signals."""
+        there = signal.set_wakeup_fd(_NONE)
+        if there not in (self._write, _NONE):
+            signal.set_wakeup_fd(there)
+
+    def close(self) -> bool:
+        """Put back what was there and end; not if somebody else has taken this one's place."""
+        if threading.current_thread() is not threading.main_thread():
+            return False
+        there = signal.set_wakeup_fd(self._before)
+        if there != self._write:
+            signal.set_wakeup_fd(there)
+            return False
+        os.write(self._write, b"\0")
+        return True
+
+
+_ears: list[Ear] = []  # one, or none
+
+
+def _forked() -> None:
+    while _ears:
+        _ears.pop().forked()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+def numbers_of(given: Sequence[int | str], name: str) -> tuple[signal.Signals, ...]:
+    """Return signals by their names or numbers.
+
+    Raises:
+      ValueError: One is unknown, or cannot be handled.
+    """
+    found: list[signal.Signals] = []
+    for each in given:
+        try:
+            one = signal.Signals[each] if isinstance(each, str) else signal.Signals(each)
+        except (KeyError, ValueError):
+            raise ValueError(
+                f"{name}: {each!r} is not a signal; give names such as 'SIGTERM'."
+            ) from None
+        if one in (signal.SIGKILL, signal.SIGSTOP):
+            raise ValueError(f"{name}: {one.name} cannot be handled by a process.")
+        found.append(one)
+    return tuple(found)
 
 
 @final
@@ -23,35 +104,53 @@ class Notice:
     Attributes:
       why: What told, or an empty text.
       at: When, on the monotonic clock.
-      error: What the function that was asked has raised.
+      error: What a function that was asked has raised.
     """
 
-    def __init__(self) -> None:
-        """Create it; nothing has told this rank anything yet."""
+    def __init__(self, rank: int = 0, grace: float | None = None):
+        """Create it; nothing has told this rank anything yet.
+
+        Args:
+          rank: Of this process, for what is said.
+          grace: Seconds from the notice to the end; None if nobody knows.
+        """
         self.why = ""
         self.at = 0.0
         self.error: BaseException | None = None
         self.over = threading.Event()  # nobody waits for it any more
         self.left = False  # all is saved, and the process is on its way out
+        self._rank, self._grace, self._pid = rank, grace, os.getpid()
+        # Told by the main thread's handler and by other threads: whoever is first.
+        self._first = threading.Lock()
         self._before: dict[int, Any] = {}
 
-    def tell(self, why: str) -> None:
-        """Take note, the first time."""
-        if not self.why:
-            self.at = time.monotonic()
-            self.why = why
+    def tell(self, why: str, seconds: float | None = None) -> None:
+        """Take note, the first time, and say so.
+
+        Args:
+          why: What told.
+          seconds: How many are left; None for the grace period.
+        """
+        if not self._first.acquire(blocking=False):
+            return
+        self.at, self.why = time.monotonic(), why
+        left = self._grace if seconds is None else seconds
+        text = "of which nobody knows the time" if not left else f"in {left:.0f} s"
+        say(f"mpistrat: rank {self._rank} got {why}: the job is to end, {text}.")
 
     def forget(self) -> None:
         """Take the notice back."""
-        self.why = ""
+        if self.why:
+            self.why = ""
+            self._first.release()
 
-    def listen(self, numbers: Sequence[signal.Signals]) -> None:
+    def listen(self, numbers: Sequence[signal.Signals], who: str) -> None:
         """Let signals tell; the handlers that were there are called too."""
         if threading.current_thread() is not threading.main_thread():
             raise ValueError(
-                "PreemptionCheckpointHandler was made in the thread "
-                f"{threading.current_thread().name!r}, but Python gives signals to the main thread "
-                "only. Make it there, or give TerminationConfig(termination_watcher_fn=...)."
+                f"{who} was made in the thread {threading.current_thread().name!r}, but Python "
+                "gives signals to the main thread only. Make it there, or give no signal and "
+                "a function that is asked."
             )
         for number in numbers:
             before = signal.signal(number, self.heard)
@@ -59,12 +158,21 @@ class Notice:
             if isinstance(owner, Notice) and owner.over.is_set():
                 before = owner._before.get(number)  # of a handler that is gone
             self._before[number] = before
+        if not _ears:
+            _ears.append(Ear())
+        _ears[0].notices.append(self)
+
+    def noted(self, number: int) -> None:
+        """Take note of a signal if it is one of this notice's; in any thread."""
+        if number in self._before and not self.over.is_set() and not self.left:
+            self.tell(signal.Signals(number).name)
 
     def heard(self, number: int, frame: FrameType | None) -> None:
         """Take note of a signal; if nobody waits for it any more, do what was done before."""
         over, before = self.over.is_set(), self._before.get(number)
+        over = over or os.getpid() != self._pid  # a child that was forked
         if not over:
-            self.tell(signal.Signals(number).name)
+            self.noted(number)
         if callable(before) and before is not signal.default_int_handler:
             # A handler that ends the process must not do so before the checkpoint is there.
             with contextlib.nullcontext() if over else contextlib.suppress(SystemExit):
@@ -75,15 +183,39 @@ class Notice:
 
     def end(self) -> None:
         """Wait no more; but a signal that comes while the process leaves is not to kill it."""
-        if not self.left:
-            self.over.set()
+        if self.left:
+            return
+        self.over.set()
+        if threading.current_thread() is threading.main_thread():
+            for number, before in self._before.items():
+                if signal.getsignal(number) == self.heard and before is not None:
+                    signal.signal(number, before)
+        for ear in tuple(_ears):
+            with contextlib.suppress(ValueError):
+                ear.notices.remove(self)
+            if not ear.notices and ear.close():
+                _ears.remove(ear)
 
-    def ask(self, watcher: Callable[[], Any]) -> None:
-        """Ask a function every second, until this is over."""
-        while not self.over.is_set():
-            try:
-                if not self.why and self.error is None and watcher():
-                    self.tell("termination_watcher_fn")
-            except BaseException as error:  # told by the thread that trains, on all ranks
-                self.error = error
+    def ask(self, watchers: Mapping[str, Callable[[], Any]]) -> None:
+        """Ask functions every second, until this is over.
+
+        Args:
+          watchers: By what is said of them. What one returns is true if it tells; a number is the
+            seconds that are left.
+        """
+        while not self.over.is_set() and not self.left:
+            for name, watcher in watchers.items():
+                try:
+                    if not self.why and self.error is None and (told := watcher()):
+                        number = isinstance(told, float)
+                        self.tell(name, told if number else None)
+                except BaseException as error:  # told by the thread that trains, on all ranks
+                    self.error = error
             self.over.wait(_POLL)
+
+    def watch(self, watchers: Mapping[str, Callable[[], Any]]) -> None:
+        """Let a thread of its own `ask`; it knows this notice only, and ends with it."""
+        if watchers:
+            threading.Thread(
+                target=self.ask, args=(watchers,), name="mpistrat-preemption", daemon=True
+            ).start()

@@ -15,7 +15,6 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 import warnings
 import weakref
@@ -27,7 +26,7 @@ import numpy as np
 
 from mpistrat.checkpoint.checkpoint import Checkpoint, owner_of, refuse_alone
 from mpistrat.checkpoint.manager import CheckpointManager
-from mpistrat.checkpoint.notice import Notice
+from mpistrat.checkpoint.notice import Notice, numbers_of
 from mpistrat.cluster.resolver import ClusterResolver
 from mpistrat.distribute.arguments import check_kind
 from mpistrat.distribute.mode import cross_replica
@@ -102,19 +101,10 @@ class TerminationConfig:
         Raises:
           ValueError: One is unknown, or cannot be handled.
         """
-        found: list[signal.Signals] = []
         usual = () if self.termination_watcher_fn is not None else (signal.SIGTERM,)
-        for given in usual if self.signals is None else self.signals:
-            try:
-                one = signal.Signals[given] if isinstance(given, str) else signal.Signals(given)
-            except (KeyError, ValueError):
-                raise ValueError(
-                    f"TerminationConfig: {given!r} is not a signal; give names such as 'SIGTERM'."
-                ) from None
-            if one in (signal.SIGKILL, signal.SIGSTOP):
-                raise ValueError(f"TerminationConfig: {one.name} cannot be handled by a process.")
-            found.append(one)
-        return tuple(found)
+        return numbers_of(
+            usual if self.signals is None else tuple(self.signals), "TerminationConfig"
+        )
 
 
 @final
@@ -195,22 +185,17 @@ class PreemptionCheckpointHandler:
         self._mean, self._timed, self._saving = 0.0, 0, 0.0
         self._looked = time.monotonic()
         self._saved = False  # since the notice, and the grace period has not passed yet
-        self._notice = Notice()
+        self._notice = Notice(lockstep.ranks[lockstep.comm.rank], config.grace_period)
         with lockstep.preparing("PreemptionCheckpointHandler"):
             self._begin()
 
     def _begin(self) -> None:
-        watcher = self._config.termination_watcher_fn
+        config = self._config
         weakref.finalize(self, self._notice.end).atexit = False
-        if self._config.numbers():
-            self._notice.listen(self._config.numbers())
-        if watcher is None:
-            return
-        # The thread knows the notice only, so it ends when nobody holds the handler any more.
-        asking = threading.Thread(
-            target=self._notice.ask, args=(watcher,), name="mpistrat-preemption", daemon=True
-        )
-        asking.start()
+        if config.numbers():
+            self._notice.listen(config.numbers(), "PreemptionCheckpointHandler")
+        watcher = config.termination_watcher_fn
+        self._notice.watch({} if watcher is None else {"termination_watcher_fn": watcher})
 
     @property
     def total_run_calls(self) -> int:

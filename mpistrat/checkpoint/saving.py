@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.checkpoint import files, format
+from mpistrat.checkpoint import claim, files, format
 from mpistrat.distribute.kinds import VariableAggregation
 from mpistrat.distribute.variables import Variable
 from mpistrat.lockstep.lockstep import Lockstep
@@ -98,6 +98,7 @@ def save(
     chosen, failure = b"", None
     if lockstep.comm.rank == 0:
         try:
+            claim.check(prefix.parent)
             chosen = str(_number(prefix, counter, number, known)).encode()
         except Exception as error:
             failure = error
@@ -182,6 +183,7 @@ def _attempt(
         total = sum(array.nbytes for array in values.values())
         with patient(lockstep, f"write {path}", total), files.whole(path, replace) as file:
             format.write(file, values, counter)
+            claim.check(path.parent)
     except OSError as error:
         if error.errno is None:
             return error

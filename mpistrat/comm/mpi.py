@@ -22,6 +22,7 @@ __all__ = [
     "MPIComm",
     "abort",
     "before_abort",
+    "finalize",
     "initialized",
     "is_communicator",
     "library",
@@ -84,6 +85,11 @@ def abort(code: int) -> None:
     for call in _before_abort:
         call(code)
     library().COMM_WORLD.Abort(code)
+
+
+def finalize() -> None:
+    """End MPI in this process. Collective; nothing may communicate afterwards."""
+    library().Finalize()
 
 
 def needs_yielding() -> bool:

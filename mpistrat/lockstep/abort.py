@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import time
 import traceback
 from collections.abc import Iterator
 from typing import NoReturn
 
 from mpistrat.comm import mpi
+from mpistrat.lockstep.ending import end_job
 from mpistrat.lockstep.lockstep import Lockstep
 
-__all__ = ["abort", "aborting", "end_job"]
-
-# Seconds that launchers get to pass on what the ranks have printed; an abort may cut it off.
-_LAST_WORDS = 0.2
-
-
-def end_job(code: int) -> None:
-    """End all ranks with an exit code, when launchers have passed on what was printed."""
-    time.sleep(_LAST_WORDS)
-    mpi.abort(code)
+__all__ = ["abort", "aborting"]
 
 
 def abort(lockstep: Lockstep, call: str, error: Exception) -> NoReturn:

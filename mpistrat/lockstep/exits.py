@@ -26,7 +26,7 @@ from mpistrat.comm.base import Comm
 from mpistrat.comm.nodes import threads_allowed
 from mpistrat.comm.session import Session
 from mpistrat.errors import LockstepError, PreflightError, RemoteError
-from mpistrat.lockstep.abort import end_job
+from mpistrat.lockstep.ending import end_job, leave, leave_at_once
 from mpistrat.lockstep.interrupts import Interrupted
 from mpistrat.lockstep.lockstep import Lockstep
 from mpistrat.lockstep.ranks import CallState
@@ -106,6 +106,7 @@ class Exits:
         self._printed = threading.Lock()
         self._hook = sys.excepthook  # the program's own, if it has one
         self._group: tuple[Comm, Agreement] | None = None
+        self._planned = False
 
     def arm(self, session: Session) -> None:
         """Lead the ways out of this process through the last proof of `session` too."""
@@ -172,7 +173,7 @@ class Exits:
         code = code_of(self.failure)
         if os.getpid() != self._pid:  # a forked child: MPI_Finalize is its parent's business
             self._print()
-            _leave_at_once(code)
+            leave_at_once(code)
         self.sessions = [session for session in self.sessions if not session.freed]
         if not mpi.initialized() or not self.sessions:
             self._print()
@@ -187,9 +188,12 @@ class Exits:
         left.set()
         # Before MPI is finalized no watchdog may be inside it any more.
         calm = [session.board.close() for session in self.sessions]
-        self._leave(agreed or code)
+        first = self.sessions[0]
+        if self.recorder is not None and first.comm.rank == 0:
+            self.recorder(agreed or code)
+        leave(first, agreed or code, self._planned and all(calm))
         if not all(calm):
-            _leave_at_once(code)
+            leave_at_once(code)
 
     def _watch_leaving(self, code: int, left: threading.Event) -> None:
         """Say what ends the program if the others do not come to leave; end the job, at last.
@@ -258,6 +262,8 @@ class Exits:
         comm, state = session.comm, session.kept(CallState)
         if state.gone is None:
             told = Lockstep(session).leave(code, self.failure, of_group)
+            if session is self.sessions[0]:
+                self._planned = told.planned
             if session is not self.sessions[0]:
                 if self._group is None or self._group[0].size < comm.size:
                     self._group = comm, told
@@ -297,33 +303,11 @@ class Exits:
             code, said = code_of(self.failure), said_by(self.failure)
             self._say(f"mpistrat: {who} left with exit code {code}{': ' if said else '.'}{said}")
 
-    def _leave(self, code: int) -> None:
-        comm = self.sessions[0].comm
-        if self.recorder is not None and comm.rank == 0:
-            self.recorder(code)
-        if not code or comm.size < max(2, mpi.world_size()):
-            return
-        # Launchers do not pass on codes of several ranks: MPICH's kills the others when the first
-        # leaves with one, and then reports the kill. An abort, once all have said what they had to
-        # say, is passed on by all of them.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        Lockstep(self.sessions[0]).texts(b"")
-        if comm.rank == 0:
-            end_job(code)
-        Lockstep(self.sessions[0]).texts(b"")
-
 
 def _await_others(session: Session) -> bool:
     """Sleep until all ranks have come to leave, or one makes a call; tell if all have."""
     gone = session.kept(CallState).gone
     return gone is None and session.board.await_departure(session.calls + 1, LEAVE)
-
-
-def _leave_at_once(code: int) -> NoReturn:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 @functools.cache

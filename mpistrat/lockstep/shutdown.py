@@ -36,12 +36,14 @@ class Agreement(NamedTuple):
       alone: Some rank left while others were in a call.
       speaks: This rank is the one to print the exception that it left with.
       also: How many ranks left with the same exception.
+      planned: All ranks left together, each by ``sys.exit`` with that code, which is not 0.
     """
 
     code: int
     alone: bool
     speaks: bool
     also: int
+    planned: bool = False
 
     def who(self, comm: Comm, in_job: Sequence[int]) -> str:
         """Return who left with the same, in words.
@@ -109,7 +111,10 @@ def farewell(
     printed = any("kind" in row and not row["echo"] for row in rows)
     speaks = alike[0] == lockstep.comm.rank and not (mine["echo"] and printed)
     alone = not all(row["leaving"] for row in rows)
-    return Agreement(_agreed(rows), alone, speaks, len(alike))
+    code = _agreed(rows)
+    planned = bool(code) and not alone and not any(row["group"] for row in rows)
+    planned = planned and all(row["code"] == code and "kind" not in row for row in rows)
+    return Agreement(code, alone, speaks, len(alike), planned)
 
 
 def digests(writes: Sequence[Unproved]) -> bytes:

@@ -27,7 +27,7 @@ from mpistrat.comm.posts import Posts
 from mpistrat.comm.world import default_parent
 from mpistrat.environment import environment, launched_by
 from mpistrat.errors import StrategyError
-from mpistrat.lockstep.abort import end_job
+from mpistrat.lockstep.ending import end_job
 from mpistrat.lockstep.exits import exits
 from mpistrat.lockstep.startup import begin
 from mpistrat.torch.channel import GroupChannel

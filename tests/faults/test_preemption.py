@@ -72,7 +72,7 @@ def pid(directory, rank, job):
 
 def runs(directory):
     """How many runs the checkpoint tells of."""
-    [path] = (directory / "saved").iterdir()  # one, and nothing that was not finished
+    [path] = (directory / "saved").glob("[!j]*")  # one, and nothing that was not finished
     with np.load(path) as found:
         return int(found["checkpointed_runs"])
 

@@ -23,7 +23,7 @@ def names(manager):
 
 
 def there(directory):
-    return sorted(path.name for path in directory.iterdir())
+    return sorted(path.name for path in directory.iterdir() if path.name != "job.json")
 
 
 @SIZES

@@ -37,7 +37,7 @@ def saves(directory, times, keep=None):
 
 
 def there(directory):
-    return sorted(path.name for path in directory.iterdir())
+    return sorted(path.name for path in directory.iterdir() if path.name != "job.json")
 
 
 @SIZES

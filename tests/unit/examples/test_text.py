@@ -89,7 +89,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bits(size, tmp_path):
             train(ms.MirroredStrategy(), settings, tmp_path / "parts", _Stop())
 
     run_ranks(stopped, size)
-    assert [path.name for path in (tmp_path / "parts").iterdir()] == ["ckpt-1.npz"]
+    assert [path.name for path in (tmp_path / "parts").glob("ckpt*")] == ["ckpt-1.npz"]
     assert_same_bits(run(size, tmp_path / "parts", settings), wanted)
 
 
@@ -164,7 +164,12 @@ def test_the_program_prints_its_figures_once_and_some_text(tmp_path, capsys):
         "ranks",
         "picture",
     ]
-    assert {path.name for path in tmp_path.iterdir()} == {"ckpt-1.npz", "ckpt-2.npz", "curve.png"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "ckpt-1.npz",
+        "ckpt-2.npz",
+        "curve.png",
+        "job.json",
+    }
 
 
 @pytest.mark.parametrize("words", [["--steps", "0"], ["--layers", "-1"]])

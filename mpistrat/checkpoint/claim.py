@@ -1,0 +1,307 @@
+"""A file that says which job saves in a directory, and how far it has come.
+
+It takes no lock. Whoever holds it rewrites it every 10 s, in place, in the file that it has made:
+a job that takes over puts another file there, which the job before can no longer reach. Each
+commit of a checkpoint reads whose file is there; so a job that slept, and was taken for dead, saves
+nothing any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import platform
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, final
+
+from mpistrat.board.proc import Process, ended, look, machine
+from mpistrat.cluster.job import job_id, restarts
+
+__all__ = ["NAME", "Claim", "Holder", "check", "progress_of", "take"]
+
+NAME = "job.json"
+BEAT = 10.0  # seconds between two rewritings
+STILL = 30.0  # seconds of the reader's own clock after which a number that stood still is nobody's
+_LOOK = 0.5  # seconds between two looks at a number
+_ROOM = 4096  # bytes; always as many, so that rewriting changes no size
+
+
+@final
+class Holder(NamedTuple):
+    """Who holds a claim.
+
+    Attributes:
+      host: Name of the host of its rank 0.
+      machine: This boot of it, and its namespace of pids.
+      pid: Of its rank 0.
+      born: When that started, clock ticks after boot.
+      job: Id of the batch job; empty outside of one.
+      restart: How many times that has been started again.
+      token: Of this claim alone.
+    """
+
+    host: str
+    machine: str
+    pid: int
+    born: int
+    job: str
+    restart: int
+    token: str
+
+    def __str__(self) -> str:
+        """Return it for messages."""
+        job = f"job {self.job}, restart {self.restart}, " * bool(self.job)
+        return f"{job}process {self.pid} on {self.host}"
+
+
+def myself() -> Holder:
+    """Return this process as a holder."""
+    process = look(os.getpid())
+    born = process.born if process else 0
+    where = machine(), os.getpid(), born
+    return Holder(platform.node(), *where, job_id(), restarts(), secrets.token_hex(8))
+
+
+def read(path: Path) -> dict[str, Any] | None:
+    """Return what a claim says; None if there is none. An unreadable text is ``{"text": ...}``."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(2 * _ROOM)
+    except FileNotFoundError:
+        return None
+    with contextlib.suppress(ValueError, RecursionError):
+        found = json.loads(text)
+        if isinstance(found, dict) and found.keys() >= {*Holder._fields, "number", "held"}:
+            return found
+    return {"text": text.decode(errors="replace"), "held": True}
+
+
+def holder(found: Mapping[str, Any]) -> Holder | None:
+    """Return who holds a claim that was read; None if nobody can tell."""
+    return Holder(*(found[name] for name in Holder._fields)) if "token" in found else None
+
+
+def free_at_once(
+    found: Mapping[str, Any], mine: Holder, process: Callable[[int], Process | None] = look
+) -> bool:
+    """Tell whether a claim may be taken over without waiting.
+
+    Args:
+      found: What it says.
+      mine: Who wants it.
+      process: What the system knows of a pid.
+    """
+    other = holder(found)
+    if not found["held"]:
+        return True
+    if other is None:
+        return False
+    if other.job and other.job == mine.job and mine.restart > other.restart:
+        return True
+    return other.machine == mine.machine and ended(process(other.pid), other.born)
+
+
+@final
+class Claim:
+    """The claim of this process on one directory.
+
+    Args:
+      directory: Where checkpoints are saved; made if it is not there.
+      mine: Who this is; None for this process.
+      clock: Seconds, monotonic.
+      sleep: Sleeps so many seconds.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        mine: Holder | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], object] = time.sleep,
+    ):
+        """Create it; nothing is claimed yet."""
+        self.path = directory / NAME
+        self._mine = mine or myself()
+        self._clock, self._sleep = clock, sleep
+        self._pid, self._number, self._file = os.getpid(), 0, -1
+        self._shown: dict[str, Any] = {}
+        self._over = threading.Event()
+        self._writing = threading.Lock()
+        self.users = 0  # checkpoint managers of this process
+        self.before: Mapping[str, Any] = {}  # what the last job left
+
+    def take(self) -> None:
+        """Claim the directory; wait up to 30 s to see whether another job does.
+
+        Raises:
+          FileExistsError: Another job saves there.
+          OSError: The file cannot be read or written.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        while (found := read(self.path)) is not None:
+            if not free_at_once(found, self._mine):
+                self._watch(found)
+            if self._put(over=True):
+                self.before = found
+                return
+        if not self._put(over=False):
+            self.take()  # another was quicker
+
+    def _watch(self, found: Mapping[str, Any]) -> None:
+        """Return when the number has stood still for long enough; raise if it moves."""
+        end = self._clock() + STILL
+        while self._clock() < end:
+            self._sleep(_LOOK)
+            now = read(self.path)
+            if now is None or free_at_once(now, self._mine):
+                return
+            if now != found:
+                self._refuse(now)
+
+    def _refuse(self, found: Mapping[str, Any]) -> None:
+        raise FileExistsError(
+            errno.EEXIST,
+            f"Another job saves here: {holder(found) or 'an unknown one'}, which has rewritten "
+            f"{NAME} while this one watched. Give each job a directory of its own, or end that one",
+            os.fspath(self.path.parent),
+        )
+
+    def _put(self, over: bool) -> bool:
+        """Put a file of this claim in its place; tell whether it is there."""
+        name = self.path.with_name(f".{NAME}.{secrets.token_hex(8)}")
+        # Who may read it is what the umask says.
+        self._file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+        try:
+            self._write(held=True)
+            if over:
+                name.replace(self.path)
+            else:
+                os.link(name, self.path)
+        except FileExistsError:
+            os.close(self._file)
+            return False
+        finally:
+            name.unlink(missing_ok=True)
+        found = read(self.path)
+        return found is not None and holder(found) == self._mine
+
+    def _write(self, held: bool) -> None:
+        with self._writing:
+            if self._file < 0:
+                return  # released
+            self._number += 1
+            told = {**self._mine._asdict(), "number": self._number, "held": held, **self._shown}
+            text = json.dumps(told, indent=1).encode()
+            os.pwrite(self._file, text.ljust(_ROOM - 1)[: _ROOM - 1] + b"\n", 0)
+            os.fsync(self._file)
+            if not held:
+                self._file = os.close(self._file) or -1
+
+    def show(self, **told: Any) -> None:
+        """Say more of the job, from the next rewriting on: step, rate, last save and the like."""
+        self._shown.update(told)
+
+    @property
+    def shown(self) -> Mapping[str, Any]:
+        """What is said of the job."""
+        return self._shown
+
+    def beat(self) -> None:
+        """Rewrite it; nothing that fails matters to the job."""
+        with contextlib.suppress(OSError):
+            self._write(held=True)
+
+    def keep(self) -> None:
+        """Rewrite it every 10 s, in a thread of its own."""
+
+        def beats() -> None:
+            while not self._over.wait(BEAT):
+                self.beat()
+
+        threading.Thread(target=beats, name="mpistrat-claim", daemon=True).start()
+
+    def check(self) -> None:
+        """Raise if it is no longer this process's.
+
+        Raises:
+          FileExistsError: Another job has taken it over, or it is gone.
+        """
+        found = read(self.path)
+        who = None if found is None else holder(found)
+        if who != self._mine:
+            by = "it was removed" if found is None else f"it is that of {who}"
+            raise FileExistsError(
+                errno.EEXIST,
+                f"This job no longer holds {NAME}: {by}, for this one did not rewrite it for "
+                f"{STILL:g} s or more. So it may not save here; end it, or let it save elsewhere",
+                os.fspath(self.path.parent),
+            )
+
+    def release(self) -> None:
+        """Let the next job take it at once; what it says of this one stays to be read."""
+        if self._over.is_set() or os.getpid() != self._pid:
+            return
+        self._over.set()
+        with contextlib.suppress(OSError):
+            self._write(held=False)
+
+
+# Of this process, by the real path of the directory.
+_HELD: dict[str, Claim] = {}
+_HOLDING = threading.Lock()
+
+
+def take(directory: Path) -> Claim:
+    """Claim a directory for this process, once however many managers save there.
+
+    Args:
+      directory: It is made if it is not there.
+
+    Returns:
+      The claim. Call `drop` with the directory when it is no longer wanted.
+
+    Raises:
+      FileExistsError: Another job saves there.
+      OSError: The file cannot be read or written.
+    """
+    where = os.path.realpath(directory)
+    with _HOLDING:
+        claim = _HELD.get(where)
+        if claim is None:
+            claim = Claim(Path(where))
+            claim.take()
+            claim.keep()
+            _HELD[where] = claim
+        claim.users += 1
+        return claim
+
+
+def drop(directory: str) -> None:
+    """Release the claim on a directory when nobody in this process uses it any more."""
+    with _HOLDING:
+        claim = _HELD.get(directory)
+        if claim is not None:
+            claim.users -= 1
+            if claim.users <= 0:
+                del _HELD[directory]
+                claim.release()
+
+
+def check(directory: Path) -> None:
+    """Raise FileExistsError if this process had claimed a directory, and another has it now."""
+    claim = _HELD.get(os.path.realpath(directory))
+    if claim is not None:
+        claim.check()
+
+
+def progress_of(directory: Path) -> int:
+    """Return the step that the job of a directory has told last; -1 if none has."""
+    found = read(directory / NAME) or {}
+    step = found.get("saved_step")
+    return step if isinstance(step, int) else -1

@@ -1,0 +1,120 @@
+"""The job that this process belongs to, as its batch system tells it: its name, and its end.
+
+``squeue`` and ``qstat`` are asked only by whoever calls `ends_at`, which is rank 0 of a job, every
+five minutes at most.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+
+from mpistrat.environment import counted
+
+__all__ = ["ends_at", "job_id", "restarts", "state"]
+
+_LONGEST = 20.0  # seconds until a scheduler that does not answer is given up
+
+
+def _asked(words: Sequence[str]) -> str:
+    """Return what a command of the batch system prints, or raise OSError with what it said."""
+    try:
+        done = subprocess.run(
+            words, capture_output=True, text=True, timeout=_LONGEST, stdin=subprocess.DEVNULL
+        )
+    except subprocess.TimeoutExpired:
+        raise OSError(f"{words[0]} did not answer for {_LONGEST:g} s") from None
+    if done.returncode:
+        raise OSError(f"{words[0]} ended with {done.returncode}: {done.stderr.strip()[:200]}")
+    return done.stdout
+
+
+def job_id(env: Mapping[str, str] | None = None) -> str:
+    """Return the id of the batch job; empty outside of one.
+
+    Args:
+      env: The environment, or None for that of this process.
+
+    Example:
+      >>> job_id({"SLURM_JOB_ID": "4711"}), job_id({"PBS_JOBID": "12.pbs"}), job_id({})
+      ('4711', '12.pbs', '')
+    """
+    env = os.environ if env is None else env
+    names = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
+    return next((env[name] for name in names if env.get(name)), "")
+
+
+def restarts(env: Mapping[str, str] | None = None) -> int:
+    """Return how many times Slurm has started the job again; 0 where nobody counts."""
+    env = os.environ if env is None else env
+    return counted(env.get("SLURM_RESTART_COUNT", "")) or 0
+
+
+def ends_at(
+    env: Mapping[str, str] | None = None, asked: Callable[[Sequence[str]], str] = _asked
+) -> float | None:
+    """Return when the time of the batch job ends: seconds since 1970; None if it never does.
+
+    Args:
+      env: The environment, or None for that of this process. ``SLURM_JOB_END_TIME`` tells it;
+        else ``squeue`` is asked in a Slurm job, and ``qstat`` in one of PBS.
+      asked: Runs a command, and returns what it prints.
+
+    Raises:
+      OSError: The batch system does not answer, or not so that it can be understood.
+
+    Example:
+      >>> ends_at({"SLURM_JOB_END_TIME": "1700000000"})
+      1700000000.0
+      >>> ends_at({"SLURM_JOB_ID": "7"}, lambda words: "N/A")
+    """
+    env = os.environ if env is None else env
+    told = counted(env.get("SLURM_JOB_END_TIME", ""))
+    if told:
+        return float(told)
+    if job := env.get("SLURM_JOB_ID"):
+        answer = asked(["squeue", "-h", "-j", job, "-O", "EndTime"]).strip()
+        if answer in ("N/A", "NONE", "Unknown"):
+            return None
+        with suppress(ValueError, OverflowError):
+            return time.mktime(time.strptime(answer, "%Y-%m-%dT%H:%M:%S"))
+        raise OSError(f"squeue answered {answer[:80]!r}, which is no time")
+    if job := env.get("PBS_JOBID"):
+        return _of_pbs(asked(["qstat", "-f", job]))
+    return None
+
+
+def _of_pbs(answer: str) -> float | None:
+    found = dict(re.findall(r"^\s*([\w.]+) = (.*)$", answer, re.MULTILINE))
+    walltime = found.get("Resource_List.walltime")
+    if walltime is None:
+        return None
+    with suppress(KeyError, ValueError, OverflowError):
+        began = time.mktime(time.strptime(found["stime"], "%a %b %d %H:%M:%S %Y"))
+        hours, minutes, seconds = map(int, walltime.split(":"))
+        return began + 3600 * hours + 60 * minutes + seconds
+    raise OSError("qstat told no stime, or a walltime that is no time")
+
+
+def state(
+    env: Mapping[str, str] | None = None, asked: Callable[[Sequence[str]], str] = _asked
+) -> str:
+    """Return what Slurm says of the state of this job, such as ``RUNNING``; empty elsewhere.
+
+    Args:
+      env: The environment, or None for that of this process.
+      asked: Runs a command, and returns what it prints.
+
+    Raises:
+      OSError: Slurm does not answer.
+    """
+    env = os.environ if env is None else env
+    job = env.get("SLURM_JOB_ID")
+    if not job:
+        return ""
+    found = re.search(r"JobState=(\w+)", asked(["scontrol", "show", "job", job, "-o"]))
+    return found[1] if found else ""

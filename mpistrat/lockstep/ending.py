@@ -1,0 +1,79 @@
+"""How the processes of a job end when all has been said, so that the launcher has one code."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import NoReturn
+
+from mpistrat.board.proc import ended, look, machine
+from mpistrat.comm import mpi
+from mpistrat.comm.session import Session
+from mpistrat.environment import passes_on_a_code
+from mpistrat.lockstep.lockstep import Lockstep
+
+__all__ = ["end_job", "leave", "leave_at_once"]
+
+# Seconds that launchers get to pass on what the ranks have printed; an abort may cut it off.
+_LAST_WORDS = 0.2
+# Seconds in which processes end that have finalized MPI: those of other nodes, which cannot be
+# looked at; and at most, those of this one.
+_FAR, _NEAR = 1.0, 5.0
+
+
+def end_job(code: int) -> None:
+    """End all ranks with an exit code, when launchers have passed on what was printed."""
+    time.sleep(_LAST_WORDS)
+    mpi.abort(code)
+
+
+def leave_at_once(code: int) -> NoReturn:
+    """End this process, without MPI and without what other modules do at exit."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def leave(session: Session, code: int, planned: bool) -> None:
+    """End a job of several ranks with a code other than 0; return if there is nothing to do.
+
+    Collective, after the last proof.
+
+    Args:
+      session: That of all ranks of the job; of another one nothing is done.
+      code: The exit code of the job.
+      planned: All ranks leave by themselves with that code, and MPI may be finalized.
+    """
+    comm, lockstep = session.comm, Lockstep(session)
+    if not code or comm.size < max(2, mpi.world_size()):
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if planned and passes_on_a_code():
+        _in_order(lockstep, code)
+    # Launchers do not pass on codes of several ranks: MPICH's kills the others when the first
+    # leaves with one, and then reports the kill. An abort, once all have said what they had to
+    # say, is passed on by all of them.
+    lockstep.texts(b"")
+    if comm.rank == 0:
+        end_job(code)
+    lockstep.texts(b"")
+
+
+def _in_order(lockstep: Lockstep, code: int) -> NoReturn:
+    """Finalize MPI and end; rank 0 has the code, and ends when the others have."""
+    process = look(os.getpid())
+    mine = [machine(), os.getpid(), process.born if process else 0]
+    rows = [json.loads(row) for row in lockstep.texts(json.dumps(mine).encode())]
+    mpi.finalize()
+    if lockstep.comm.rank:
+        leave_at_once(0)
+    near = [(pid, born) for where, pid, born in rows[1:] if where == mine[0] and born]
+    if len(near) + 1 < len(rows):
+        time.sleep(_FAR)
+    end = time.monotonic() + _NEAR
+    while time.monotonic() < end and not all(ended(look(pid), born) for pid, born in near):
+        time.sleep(0.01)
+    leave_at_once(code)

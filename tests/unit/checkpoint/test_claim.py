@@ -1,0 +1,265 @@
+"""One directory, one job: who may take a claim over, and who may not save any more."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import mpistrat as ms
+from mpistrat.board.proc import Process
+from mpistrat.checkpoint import claim
+from mpistrat.checkpoint.claim import Claim, Holder
+from mpistrat.testing import run_ranks
+
+pytestmark = pytest.mark.timeout(60)
+OTHER = Holder("n1", "boot-1/7", 100, 5, "4711", 0, "aa")
+MINE = Holder("n2", "boot-2/7", 200, 9, "4712", 0, "bb")
+
+
+def process(born, state="S"):
+    return lambda pid: Process(state, 1, born, "python")
+
+
+def told(holder, number=1, held=True):
+    return {**holder._asdict(), "number": number, "held": held}
+
+
+@pytest.mark.parametrize(
+    ("found", "mine", "look", "free"),
+    [
+        (told(OTHER), MINE, process(5), False),  # another host: nobody can tell at once
+        (told(OTHER, held=False), MINE, process(5), True),
+        (told(OTHER), MINE._replace(machine="boot-1/7"), process(5), False),
+        (told(OTHER), MINE._replace(machine="boot-1/7"), lambda pid: None, True),
+        (told(OTHER), MINE._replace(machine="boot-1/7"), process(6), True),  # the pid is another's
+        (told(OTHER), MINE._replace(machine="boot-1/7"), process(5, "Z"), True),
+        (told(OTHER), MINE._replace(machine="boot-1/7"), process(5, "T"), False),
+        (told(OTHER), MINE._replace(machine="boot-1/8"), lambda pid: None, False),  # a container
+        (told(OTHER), MINE._replace(job="4711"), process(5), False),
+        (told(OTHER), MINE._replace(job="4711", restart=1), process(5), True),
+        (told(OTHER._replace(restart=2)), MINE._replace(job="4711", restart=1), process(5), False),
+        (told(OTHER._replace(job="")), MINE._replace(job="", restart=1), process(5), False),
+        ({"text": "no claim", "held": True}, MINE, process(5), False),
+    ],
+)
+def test_who_may_take_it_at_once(found, mine, look, free):
+    assert claim.free_at_once(found, mine, look) is free
+
+
+class Time:
+    """A clock that goes on when somebody sleeps; then others may do something."""
+
+    def __init__(self, at=lambda now: None):
+        self.now, self._at = 0.0, at
+
+    def clock(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+        self._at(self.now)
+
+
+def made(directory, mine, at=lambda now: None):
+    clock = Time(at)
+    return Claim(directory, mine, clock.clock, clock.sleep), clock
+
+
+def test_a_job_that_rewrites_its_number_keeps_the_directory(tmp_path):
+    first, _ = made(tmp_path, OTHER)
+    first.take()
+    second, time = made(tmp_path, MINE, lambda now: first.beat() if now == 10 else None)
+    with pytest.raises(FileExistsError, match=r"job 4711, restart 0, process 100 on n1, which has"):
+        second.take()
+    assert time.now == 10
+    first.check()
+
+
+def test_a_number_that_stands_still_for_30_s_is_nobodys(tmp_path):
+    first, _ = made(tmp_path, OTHER)
+    first.take()
+    second, time = made(tmp_path, MINE)
+    second.take()
+    assert time.now == 30
+    second.check()
+    with pytest.raises(FileExistsError, match=r"no longer holds .* process 200 on n2, for this"):
+        first.check()
+    first.beat()  # in the file that it made, which nobody reads any more
+    second.check()
+    assert claim.holder(claim.read(second.path)) == MINE
+
+
+def test_what_is_released_is_free_at_once_and_tells_of_the_job_before(tmp_path):
+    first, _ = made(tmp_path, OTHER)
+    first.take()
+    first.show(saved_step=7, save_seconds=12.0)
+    first.release()
+    second, time = made(tmp_path, MINE)
+    second.take()
+    assert time.now == 0
+    assert second.before["save_seconds"] == 12.0
+    assert [path.name for path in tmp_path.iterdir()] == [claim.NAME]
+
+
+def test_an_unreadable_file_is_watched_too(tmp_path):
+    (tmp_path / claim.NAME).write_text("half a te")
+    second, time = made(tmp_path, MINE)
+    second.take()
+    assert time.now == 30
+
+
+def test_of_two_that_take_over_one_has_it(tmp_path):
+    made(tmp_path, OTHER)[0].take()
+    third, _ = made(tmp_path, MINE._replace(token="cc", pid=300, machine="boot-3/7"))
+    second, _ = made(tmp_path, MINE, lambda now: third.take() if now == 29.5 else None)
+    with pytest.raises(FileExistsError):
+        second.take()
+        second.check()
+    third.check()
+
+
+def test_a_claim_that_was_removed_is_lost(tmp_path):
+    first, _ = made(tmp_path, OTHER)
+    first.take()
+    first.path.unlink()
+    with pytest.raises(FileExistsError, match="it was removed"):
+        first.check()
+
+
+def test_it_is_read_as_json_by_people_and_the_umask_decides_who(tmp_path):
+    before = os.umask(0o027)
+    try:
+        first, _ = made(tmp_path, OTHER)
+        first.take()
+    finally:
+        os.umask(before)
+    first.show(step=1200, steps_per_second=3.5)
+    first.beat()
+    found = json.loads(first.path.read_text())
+    assert (found["step"], found["number"], found["host"]) == (1200, 2, "n1")
+    assert first.path.stat().st_mode & 0o777 == 0o640
+
+
+def manager_in(directory):
+    with ms.MirroredStrategy().scope():
+        v = ms.Variable(0)
+    return ms.CheckpointManager(ms.Checkpoint(v=v), directory, max_to_keep=2)
+
+
+def test_managers_of_one_program_share_a_claim_and_the_last_releases_it(tmp_path):
+    one, two = manager_in(tmp_path), manager_in(tmp_path)
+    assert not list(tmp_path.iterdir())  # who only reads claims nothing
+    one.save()
+    two.save()
+    assert one.claim is two.claim
+    del one
+    assert claim.read(tmp_path / claim.NAME)["held"]
+    del two
+    assert not claim.read(tmp_path / claim.NAME)["held"]
+
+
+def test_no_rank_saves_where_another_job_does(tmp_path, monkeypatch):
+    first, _ = made(tmp_path, OTHER)
+    first.take()
+    monkeypatch.setattr(claim, "_LOOK", 0.001)
+    real = claim.read
+
+    def read(path):
+        first.beat()
+        return real(path)
+
+    monkeypatch.setattr(claim, "read", read)
+
+    def program(comm):
+        with pytest.raises(FileExistsError, match="Another job saves here: job 4711"):
+            manager_in(tmp_path).save()
+
+    run_ranks(program, 2)
+    assert [path.name for path in tmp_path.iterdir()] == [claim.NAME]
+
+
+def test_no_rank_commits_after_a_takeover(tmp_path):
+    def program(comm):
+        manager = manager_in(tmp_path)
+        manager.save()
+        if comm.rank == 0:
+            manager.claim.path.unlink()
+            made(tmp_path, OTHER)[0].take()
+        with pytest.raises(FileExistsError, match=r"no longer holds job.json: it is that of job"):
+            manager.save()
+
+    run_ranks(program, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt-1.npz", claim.NAME]
+
+
+JOB = """
+import sys, time
+import mpistrat as ms
+from mpistrat.checkpoint import claim
+
+claim.BEAT, claim.STILL, claim._LOOK = 0.05, 1.0, 0.05
+with ms.OneDeviceStrategy("cpu").scope():
+    v = ms.Variable(int(sys.argv[2]))
+manager = ms.CheckpointManager(ms.Checkpoint(v=v), sys.argv[1], max_to_keep=None)
+manager.save()
+print("saved", flush=True)
+for line in sys.stdin:
+    manager.save()
+    print("saved", flush=True)
+"""
+
+
+def job(directory, value):
+    path = os.pathsep.join([str(Path(ms.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    return subprocess.Popen(
+        [sys.executable, "-c", JOB, str(directory), str(value)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+
+
+def ended(job):
+    with job:  # closes its pipes
+        job.kill()
+
+
+def test_a_job_that_was_stopped_taken_over_and_continued_does_not_commit(tmp_path):
+    first = job(tmp_path, 1)
+    assert first.stdout.readline() == "saved\n"
+    first.send_signal(signal.SIGSTOP)
+    try:
+        begin = time.monotonic()
+        second = job(tmp_path, 2)
+        assert second.stdout.readline() == "saved\n", second.communicate()
+        assert time.monotonic() - begin > 1.0
+        first.send_signal(signal.SIGCONT)
+        _, said = first.communicate("save\n", timeout=30)
+        assert first.returncode == 1
+        assert "This job no longer holds job.json" in said
+        second.communicate("save\n", timeout=30)
+        assert second.returncode == 0
+    finally:
+        for one in (first, second):
+            ended(one)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["ckpt-1.npz", "ckpt-2.npz", "ckpt-3.npz", "job.json"]
+    assert not claim.read(tmp_path / claim.NAME)["held"]
+
+
+def test_a_job_that_was_killed_leaves_the_directory_to_the_next_one_at_once(tmp_path):
+    first = job(tmp_path, 1)
+    assert first.stdout.readline() == "saved\n"
+    ended(first)
+    second, clock = made(tmp_path, None)
+    second.take()
+    assert clock.now == 0

@@ -1,0 +1,128 @@
+"""A signal is noted at once, whatever the main thread does, and others' ways to hear it stay."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+
+import pytest
+
+from mpistrat.checkpoint import notice
+from mpistrat.checkpoint.notice import Notice
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(autouse=True)
+def _nobody_listens():
+    """Handlers of other tests that have left, and would stay until the process ends."""
+    for ear in notice._ears:
+        assert ear.close()
+    notice._ears.clear()
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+
+@pytest.fixture
+def heard():
+    """A notice that listens to SIGUSR1; all is as before when the test ends."""
+    kept = signal.getsignal(signal.SIGUSR1)
+    found = Notice()
+    found.listen([signal.SIGUSR1], "a test")
+    yield found
+    found.left = False
+    found.end()
+    assert signal.getsignal(signal.SIGUSR1) == kept
+    assert not notice._ears
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+CHILD = """
+import os, signal, sys, time
+os.write(1, time.monotonic_ns().to_bytes(8, "little"))
+os.kill(int(sys.argv[1]), signal.SIGUSR1)
+time.sleep(0.2)
+"""
+
+
+def waited(heard):
+    """Seconds until a signal was noted, and until the main thread came back from a wait in C."""
+    noted = []
+    heard.tell = lambda why: noted.append((time.monotonic_ns(), why))
+    read, write = os.pipe()
+    words = [sys.executable, "-S", "-c", CHILD, str(os.getpid())]
+    actions = [(os.POSIX_SPAWN_DUP2, write, 1)]
+    pid = os.posix_spawn(sys.executable, words, os.environ, file_actions=actions)
+    # No handler of Python runs in it, and no signal cuts it short, as in MPI and in kernels.
+    assert ctypes.CDLL(None).waitpid(pid, None, 0) == pid
+    back, sent = time.monotonic_ns(), int.from_bytes(os.read(read, 8), "little")
+    os.close(read)
+    os.close(write)
+    assert {why for _, why in noted} == {"SIGUSR1"}
+    return (noted[0][0] - sent) / 1e9, (back - sent) / 1e9
+
+
+def test_it_is_noted_within_50_ms_while_the_main_thread_waits_in_c(heard):
+    signal.siginterrupt(signal.SIGUSR1, False)
+    times = [waited(heard) for _ in range(3)]
+    assert all(noted < back for noted, back in times)
+    assert all(back >= 0.2 for _, back in times)
+    assert min(noted for noted, _ in times) < 0.05, times
+
+
+def test_a_descriptor_that_was_there_gets_its_bytes_and_is_put_back():
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    signal.set_wakeup_fd(write)
+    kept = signal.getsignal(signal.SIGUSR1)
+    found = Notice()
+    found.listen([signal.SIGUSR1], "a test")
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert os.read(read, 1) == bytes([signal.SIGUSR1])
+    found.end()
+    assert signal.set_wakeup_fd(-1) == write
+    assert signal.getsignal(signal.SIGUSR1) == kept
+    os.close(read)
+    os.close(write)
+
+
+def test_one_that_came_later_stays():
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    found = Notice()
+    found.listen([signal.SIGUSR1], "a test")
+    [ear] = notice._ears
+    mine = signal.set_wakeup_fd(write)
+    found.end()
+    assert signal.set_wakeup_fd(mine) == write
+    assert notice._ears == [ear]  # who took its place may put it back
+    assert ear.close()
+    notice._ears.remove(ear)
+    assert signal.set_wakeup_fd(-1) == -1
+    os.close(read)
+    os.close(write)
+
+
+def test_a_forked_child_dies_of_its_own_signal_and_tells_nobody(heard):
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(30)
+        os._exit(0)
+    time.sleep(0.05)
+    os.kill(pid, signal.SIGUSR1)
+    _, status = os.waitpid(pid, 0)
+    assert os.WIFSIGNALED(status)
+    assert os.WTERMSIG(status) == signal.SIGUSR1
+    assert not heard.why
+
+
+def test_two_signals_are_one_notice_and_one_line(heard, capfd):
+    for _ in range(3):
+        os.kill(os.getpid(), signal.SIGUSR1)
+    end = time.monotonic() + 20
+    while not heard.why and time.monotonic() < end:
+        time.sleep(0.001)
+    time.sleep(0.02)
+    assert capfd.readouterr().err.count("got SIGUSR1") == 1
