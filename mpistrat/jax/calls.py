@@ -14,6 +14,7 @@ from typing import Any, final
 
 import jax
 from jax._src import dispatch
+from jax.experimental.xla_metadata import set_xla_metadata
 
 from mpistrat.arrays import Array, as_array
 from mpistrat.comm.callsite import standing_for
@@ -32,7 +33,14 @@ __all__ = ["Site", "TracedCall", "parts_here"]
 
 
 # Traces of one strategy are of no use to another, so JAX is told to keep them apart.
-_ruling = jax.make_user_context(None)
+if hasattr(jax, "make_user_context"):
+    _ruling = jax.make_user_context(None)
+else:  # before JAX 0.7: what is said of the operations keeps traces apart as well
+
+    def _ruling(lockstep: Any) -> Any:
+        return set_xla_metadata(mpistrat=str(id(lockstep)))
+
+
 beside(lambda strategy: _ruling(strategy.parts.lockstep))
 
 

@@ -94,14 +94,14 @@ def _lowered(ctx: Any, *args: Any, call: TracedCall) -> Sequence[Any]:
             f"{call!r} was traced for {platform}; collectives of mpistrat can be traced for the "
             "CPU only. Call it between two transformed functions, or set JAX_PLATFORMS=cpu."
         )
-    lower = jax.ffi.build_ffi_lowering_function(
+    lower = jax.ffi.ffi_lowering(
         "xla_buffer_python_cpu_callback",
         has_side_effect=True,
         result_types=[mlir.token_type(), *types],
     )
     there = ctx.replace(avals_in=[token, *ctx.avals_in], avals_out=[token, *ctx.avals_out])
     results: list[Any]
-    done, *results = lower(there, ctx.tokens_in.get(_EFFECT), *args, index=index).results
+    done, *results = lower(there, ctx.tokens_in.get(_EFFECT), *args, index=index)
     ctx.set_tokens_out(mlir.TokenSet({_EFFECT: done}))
     return results
 
