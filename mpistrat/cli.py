@@ -8,9 +8,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from mpistrat.commands import doctor, run, warm
-from mpistrat.commands import doctor, drill, run
-from mpistrat.commands import batch, doctor, run, scaling
+from mpistrat.commands import batch, doctor, drill, run, scaling, warm
 from mpistrat.errors import MpistratError
 
 __all__ = ["COMMANDS", "main"]
