@@ -77,6 +77,19 @@ def test_a_program_that_does_not_save_or_fails(tmp_path):
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(signal.SIGKILL, ["--steps", "300"]), (signal.SIGUSR1, ["--leave", "--steps", "1000"])],
+    ids=["SIGKILL", "SIGUSR1"],
+)
+def test_twenty_interruptions(number, words, tmp_path):
+    lines = list(play(drill(JOB, *words, kills=20, number=number), tmp_path))
+    print("\n".join(lines))
+    assert "the same as in peace to the bit" in lines[-1]
+    assert sum(code != 0 for code in codes(lines)) >= 15
+
+
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 @pytest.mark.skipif(
     "--checkpoint" not in Path(digits.__file__).read_text(), reason="digits does not save yet"
