@@ -96,7 +96,7 @@ def test_twenty_interruptions(number, words, tmp_path):
 )
 @pytest.mark.parametrize("seed", range(2))
 def test_digits_after_twenty_kills(seed, tmp_path):
-    words = ("-m", "mpistrat.examples.digits", "--epochs", "60", "--checkpoint", "{dir}")
+    words = ("-m", "mpistrat.examples.digits", "--epochs", "30", "--checkpoint", "{dir}")
     program = (*words, "--output", str(tmp_path / "curves.png"))
     place = tmp_path / "drill"
     place.mkdir()
