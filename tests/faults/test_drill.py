@@ -17,7 +17,7 @@ JOB = str(Path(__file__).parent / "programs" / "drilled_job.py")
 
 pytestmark = [
     pytest.mark.job,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1200),
     pytest.mark.skipif(sys.platform != "linux", reason="processes are found by /proc"),
     pytest.mark.skipif(launched_by() is not None, reason="this process is itself a rank of a job"),
 ]
@@ -90,7 +90,6 @@ def test_twenty_interruptions(number, words, tmp_path):
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(1200)
 @pytest.mark.skipif(
     "--checkpoint" not in Path(digits.__file__).read_text(), reason="digits does not save yet"
 )
