@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,11 +18,12 @@ __all__ = ["differences", "newest"]
 def newest(directory: Path) -> dict[str, Path]:
     """Return the newest checkpoint of each name below a directory, by directory and name."""
     found: dict[str, tuple[int, Path]] = {}
-    for path in directory.rglob("*"):
-        parts = files.parted(path)
-        if parts is not None:
-            name = (path.parent.relative_to(directory) / parts[0]).as_posix()
-            found[name] = max(found.get(name, (-1, path)), (parts[1], path))
+    for place, *there in os.walk(directory):  # which passes over what is being removed
+        for path in (Path(place, name) for names in there for name in names):
+            parts = files.parted(path)
+            if parts is not None:
+                name = (path.parent.relative_to(directory) / parts[0]).as_posix()
+                found[name] = max(found.get(name, (-1, path)), (parts[1], path))
     return {name: path for name, (_, path) in sorted(found.items())}
 
 

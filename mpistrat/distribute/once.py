@@ -39,9 +39,9 @@ def once(fn: Callable[..., Any], *args: Any, max_seconds: float = 3600.0) -> Any
         watchdog ends the job, as it does after ``MPISTRAT_TIMEOUT`` elsewhere.
 
     Returns:
-      What `fn` has returned, alike on all ranks, the first included: ``None``, numbers, texts,
-      bytes, paths, arrays (tensors come as NumPy arrays), and dicts with texts for keys, lists and
-      tuples of such. Everything travels in one message, so large data belong in a file.
+      What `fn` has returned, alike on all ranks, the first included. It may be ``None``, numbers,
+      texts, bytes, paths, arrays (tensors come as NumPy arrays), and dicts with texts for keys,
+      lists and tuples of such. Everything travels in one message, so large data belong in a file.
 
     Raises:
       Exception: What `fn` has raised, on the rank that called it; on the others a `RemoteError`

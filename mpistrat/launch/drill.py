@@ -137,13 +137,13 @@ def moments(saved: float, whole: float, kills: int) -> Moments:
 
     Example:
       >>> moments(2.0, 10.0, 4)
-      Moments(early=2.0, wait=3.0, window=1.8)
-      >>> moments(10.0, 10.0, 3)  # saves at its end only, or when it gets a signal
-      Moments(early=10.0, wait=2.5, window=2.0)
+      Moments(early=2.0, wait=10.0, window=1.8)
+      >>> moments(12.0, 12.0, 3)  # saves at its end only, or when it gets a signal
+      Moments(early=12.0, wait=2.0, window=2.4)
     """
     if saved > 0.9 * whole:
-        return Moments(saved, whole / 4, 0.6 * whole / kills)
-    return Moments(saved, 1.5 * saved, 0.9 * (whole - saved) / kills)
+        return Moments(saved, whole / (kills + 3), 0.6 * whole / kills)
+    return Moments(saved, whole, 0.9 * (whole - saved) / kills)
 
 
 def words(program: Sequence[str], directory: Path) -> list[str]:

@@ -17,7 +17,7 @@ JOB = str(Path(__file__).parent / "programs" / "drilled_job.py")
 
 pytestmark = [
     pytest.mark.job,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1200),
     pytest.mark.skipif(sys.platform != "linux", reason="processes are found by /proc"),
     pytest.mark.skipif(launched_by() is not None, reason="this process is itself a rank of a job"),
 ]
@@ -77,13 +77,25 @@ def test_a_program_that_does_not_save_or_fails(tmp_path):
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(signal.SIGKILL, ["--steps", "300"]), (signal.SIGUSR1, ["--leave", "--steps", "1000"])],
+    ids=["SIGKILL", "SIGUSR1"],
+)
+def test_twenty_interruptions(number, words, tmp_path):
+    lines = list(play(drill(JOB, *words, kills=20, number=number), tmp_path))
+    print("\n".join(lines))
+    assert "the same as in peace to the bit" in lines[-1]
+    assert sum(code != 0 for code in codes(lines)) >= 15
+
+
+@pytest.mark.nightly
 @pytest.mark.skipif(
     "--checkpoint" not in Path(digits.__file__).read_text(), reason="digits does not save yet"
 )
 @pytest.mark.parametrize("seed", range(2))
 def test_digits_after_twenty_kills(seed, tmp_path):
-    words = ("-m", "mpistrat.examples.digits", "--epochs", "60", "--checkpoint", "{dir}")
+    words = ("-m", "mpistrat.examples.digits", "--epochs", "30", "--checkpoint", "{dir}")
     program = (*words, "--output", str(tmp_path / "curves.png"))
     place = tmp_path / "drill"
     place.mkdir()
