@@ -123,3 +123,15 @@ def test_programs_start_without_mpistrat_run(slurm, shared, pmi):
     assert len(last) == 3, job.log
     assert last[0] == last[1] == last[2]
     assert [line.split()[-1] for line in lines(job, "ranks")] == ["4", "4", "1"]
+
+
+def test_ranks_that_do_not_find_each_other_do_not_start(slurm, shared):
+    (shared / "alone.py").write_text("import mpistrat as ms; ms.MirroredStrategy(); print('in')")
+    words = ["srun", "-n2", "--mpi=none", sys.executable, "alone.py"]
+    done = slurm.command(*words, cwd=shared)
+    assert done.returncode == 1, done.stderr
+    assert "2 ranks were started, but MPI says that this job has 1" in done.stderr
+    assert not done.stdout
+    done = slurm.command(*words, cwd=shared, env={"MPISTRAT_RANKS": "1"})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["in", "in"]

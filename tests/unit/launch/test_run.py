@@ -328,3 +328,19 @@ def test_doubtful_pairs_are_remarked(launcher, loaded, note):
         Library(of_library(loaded), loaded, ""),
     )
     assert (note in plan_note(*pair)) if note else plan_note(*pair) == ""
+
+
+@pytest.mark.parametrize(("ranks", "code"), [("", 1), ("1", 0)])
+def test_a_rank_that_finds_no_other_is_refused_unless_it_is_meant(ranks, code, tmp_path):
+    program = tmp_path / "alone.py"
+    program.write_text("import mpistrat as ms; ms.MirroredStrategy(); print('in')")
+    # As `srun --mpi=none` starts two of it.
+    env = {
+        **os.environ,
+        "SLURM_STEP_NUM_TASKS": "2",
+        **({"MPISTRAT_RANKS": ranks} if ranks else {}),
+    }
+    words = [sys.executable, str(program)]
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code, done.stderr
+    assert ("2 ranks were started" in done.stderr) == (code == 1)
