@@ -63,6 +63,8 @@ def test_an_installation_as_a_module(tmp_path):
         ["cmake", "--install", build, "--prefix", prefix],
     ):
         subprocess.run(command, check=True, capture_output=True, timeout=100)
+    [module] = (prefix / "share" / "modulefiles" / "mpistrat").iterdir()
+    assert module.name == f"{mpistrat.__version__}.lua"
     scripts = sorted((prefix / "share" / "mpistrat" / "hpc_jobs").iterdir())
     assert [s.name for s in scripts] == sorted(s.name for s in ROOT.glob("hpc_jobs/*.sbatch"))
     for script in scripts:
