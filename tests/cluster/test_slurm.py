@@ -47,7 +47,7 @@ class TestRun:
         job = slurm.submit(shared, f"{RUN} who.py; echo code $?", *HALF)
         job.until("COMPLETED")
         [call] = lines(job, "mpistrat: ")
-        assert f" srun --mpi={pmi} -K1 --export=ALL --nodes=2 --ntasks=4 " in call
+        assert f" srun --mpi={pmi} -K1 -X --export=ALL --nodes=2 --ntasks=4 " in call
         assert ranks(job.log) == EVERYBODY
         assert "code 0" in job.log
         assert sorted(path.name for path in shared.iterdir()) == ["job.sh", "log", "who.py"]
@@ -135,3 +135,15 @@ def test_ranks_that_do_not_find_each_other_do_not_start(slurm, shared):
     done = slurm.command(*words, cwd=shared, env={"MPISTRAT_RANKS": "1"})
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["in", "in"]
+
+
+def test_an_interrupt_ends_the_job_at_once(slurm, shared):
+    (shared / "sleeps.py").write_text(
+        "import time, mpistrat as ms; ms.MirroredStrategy(); print('in', flush=True)\n"
+        "time.sleep(99)"
+    )
+    body = f"timeout --foreground --preserve-status -s INT 20 {RUN} sleeps.py; echo code $?"
+    job = slurm.submit(shared, body, *HALF)
+    job.until("COMPLETED", timeout=60)
+    assert job.log.count("in\n") == 4
+    assert "code 130" in job.log
