@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 RUNGS = (HERE / "mpi", HERE / "doors" / "torch" / "ranks")
 LAUNCH = HERE / "unit" / "launch"
 # Programs that tests start as jobs; they are no modules to look for examples in.
-PROGRAMS = HERE / "faults" / "programs"
+PROGRAMS = (HERE / "faults" / "programs", HERE / "cluster" / "programs")
 # Of pyproject.toml: what `python -m pytest` runs.
 DEFAULT = "not mpi and not nightly and not cluster"
 JOBS = "jobs"  # the unit of work of all tests that start ranks
@@ -39,7 +39,7 @@ def pytest_ignore_collect(collection_path, config):
     """Leave what ranks run to those who start them, unless this pytest is a rank."""
     if collection_path in RUNGS and not config.getoption("--with-mpi"):
         return True
-    if collection_path == PROGRAMS:
+    if collection_path in PROGRAMS:
         return True
     return None
 

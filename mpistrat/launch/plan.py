@@ -145,12 +145,13 @@ def by_srun(
     Example:
       >>> place = Allocation("Slurm", ("n1", "n2"), (2, 2))
       >>> print(by_srun("pmi2", place, Wishes(), ["train"], {}))
-      srun --mpi=pmi2 -K1 --export=ALL --nodes=2 --ntasks=4 --distribution=block train
+      srun --mpi=pmi2 -K1 -X --export=ALL --nodes=2 --ntasks=4 --distribution=block train
     """
     job = shape(wishes, place)
     # -K1: when one rank dies the others are ended; else they wait for it until the time limit.
+    # -X: an interrupt goes to the ranks, instead of a question whether it was meant.
     # --export: also in a job that was handed in with --export=NONE.
-    words = ["srun", *([f"--mpi={pmi}"] if pmi else []), "-K1", "--export=ALL"]
+    words = ["srun", *([f"--mpi={pmi}"] if pmi else []), "-K1", "-X", "--export=ALL"]
     if place.in_step:
         words.append("--overlap")  # the shell holds the cores, which ranks would wait for
     words += [f"--nodes={len(job.hosts)}", f"--ntasks={job.ranks}"]

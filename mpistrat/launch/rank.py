@@ -18,7 +18,6 @@ from pathlib import Path
 
 from mpistrat.comm.mpi import before_abort, library
 from mpistrat.comm.session import Session
-from mpistrat.errors import PreflightError
 from mpistrat.launch.output import Output, redirect
 from mpistrat.launch.roster import shared_files, sign_in
 from mpistrat.lockstep.exits import code_of, exits
@@ -53,7 +52,6 @@ def main(argv: Sequence[str]) -> None:
             out.recorder = lambda code: _record(chosen.record, code)
             before_abort(lambda code: _record(chosen.record, code))
             sign_in(Path(chosen.record).parent, session.comm.rank, files)
-        _check_size(chosen.ranks, session.comm.size)
         session.release()  # it belongs to whoever makes the first strategy, as without the runner
         _run(list(argv))
     except BaseException as error:
@@ -82,15 +80,6 @@ def _output(argv: list[str]) -> tuple[Output, list[str]]:
 def _ours(code: object) -> bool:
     name = getattr(code, "co_filename", "")
     return name in (__file__, runpy.__file__) or name.startswith("<frozen runpy")
-
-
-def _check_size(wanted: int, got: int) -> None:
-    if wanted and wanted != got:
-        raise PreflightError(
-            f"{wanted} ranks were started, but MPI says that this job has {got}: the launcher is "
-            "not of the MPI that mpi4py uses, so each rank is a job of its own. `mpistrat doctor` "
-            "shows both."
-        )
 
 
 def _record(path: str, code: int) -> None:

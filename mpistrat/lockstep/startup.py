@@ -19,7 +19,15 @@ from mpistrat.board.observer import Limits
 from mpistrat.comm.base import Comm
 from mpistrat.comm.callsite import ranks_text
 from mpistrat.comm.mpi import MPIComm, world_size
-from mpistrat.environment import MASK_BYTES, cores_of, installed, launched_by, mask_of, quota
+from mpistrat.environment import (
+    MASK_BYTES,
+    cores_of,
+    installed,
+    job_size,
+    launched_by,
+    mask_of,
+    quota,
+)
 from mpistrat.errors import OptionError, PreflightError
 from mpistrat.kernels.threads import Team
 from mpistrat.lockstep.exits import exits
@@ -89,7 +97,7 @@ def begin(lockstep: Lockstep) -> None:
 
     Raises:
       OptionError: A variable ``MPISTRAT_*`` cannot be used.
-      PreflightError: The ranks run different versions or options.
+      PreflightError: The ranks run different versions or options, or have not found each other.
     """
     session = lockstep.session
     if session.begun:
@@ -114,6 +122,7 @@ def begin(lockstep: Lockstep) -> None:
             session.board = Board.on(session.comm.mpi, limits, node, launched, session.others)
         # After the board: what is registered last is called first at exit.
         exits().arm(session)
+        failure = failure or _apart(session.options.ranks, world_size())
     if fault is not None and _world(session.comm):
         Injection(session, fault)
     if failure is not None or parallel:
@@ -124,6 +133,20 @@ def begin(lockstep: Lockstep) -> None:
     threads = session.options.threads or _cores(session.comm)
     session.team = Team(threads) if threads > 1 else None
     session.begun = True
+
+
+def _apart(asked: int, size: int) -> PreflightError | None:
+    """Return what to say if a launcher has started more ranks than have found each other."""
+    started = asked or (job_size() or 1 if size == 1 else size)
+    if started == size:
+        return None
+    return PreflightError(
+        f"{started} ranks were started, but MPI says that this job has {size}: launcher and MPI "
+        "library do not speak with each other, so each rank is a job of its own. Under srun give "
+        "what the library speaks, --mpi=pmi2 for MPICH, MVAPICH and Intel MPI, --mpi=pmix for "
+        "Open MPI; `mpistrat run` chooses launcher and words, `mpistrat doctor` shows both. If "
+        "jobs of one rank are meant, set MPISTRAT_RANKS=1."
+    )
 
 
 def _cores(comm: Comm) -> int:

@@ -47,7 +47,7 @@ class TestRun:
         job = slurm.submit(shared, f"{RUN} who.py; echo code $?", *HALF)
         job.until("COMPLETED")
         [call] = lines(job, "mpistrat: ")
-        assert f" srun --mpi={pmi} -K1 --export=ALL --nodes=2 --ntasks=4 " in call
+        assert f" srun --mpi={pmi} -K1 -X --export=ALL --nodes=2 --ntasks=4 " in call
         assert ranks(job.log) == EVERYBODY
         assert "code 0" in job.log
         assert sorted(path.name for path in shared.iterdir()) == ["job.sh", "log", "who.py"]
@@ -123,3 +123,27 @@ def test_programs_start_without_mpistrat_run(slurm, shared, pmi):
     assert len(last) == 3, job.log
     assert last[0] == last[1] == last[2]
     assert [line.split()[-1] for line in lines(job, "ranks")] == ["4", "4", "1"]
+
+
+def test_ranks_that_do_not_find_each_other_do_not_start(slurm, shared):
+    (shared / "alone.py").write_text("import mpistrat as ms; ms.MirroredStrategy(); print('in')")
+    words = ["srun", "-n2", "--mpi=none", sys.executable, "alone.py"]
+    done = slurm.command(*words, cwd=shared)
+    assert done.returncode == 1, done.stderr
+    assert "2 ranks were started, but MPI says that this job has 1" in done.stderr
+    assert not done.stdout
+    done = slurm.command(*words, cwd=shared, env={"MPISTRAT_RANKS": "1"})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["in", "in"]
+
+
+def test_an_interrupt_ends_the_job_at_once(slurm, shared):
+    (shared / "sleeps.py").write_text(
+        "import time, mpistrat as ms; ms.MirroredStrategy(); print('in', flush=True)\n"
+        "time.sleep(99)"
+    )
+    body = f"timeout --foreground --preserve-status -s INT 20 {RUN} sleeps.py; echo code $?"
+    job = slurm.submit(shared, body, *HALF)
+    job.until("COMPLETED", timeout=60)
+    assert job.log.count("in\n") == 4
+    assert "code 130" in job.log

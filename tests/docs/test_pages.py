@@ -123,3 +123,24 @@ def test_exit_codes():
         (interrupted, "Ctrl-C"),
     ]:
         assert word in shown[code]
+
+
+def test_the_faq_quotes_what_is_said():
+    """Our own error texts in the titles of the FAQ, but for the numbers and names in them."""
+    text = page("faq")
+    ours = (
+        "launcher and library belong to different MPIs",
+        "has no working MPI library",
+        "this process already is one rank of a job",
+        "how many ranks? Outside of an allocation only -n N can tell",
+        "the launcher reports success, but not every rank has left the program in order",
+        "ranks were started, but MPI says that this job has",
+    )
+    source = "".join(
+        re.sub(r'"\n\s*f?"', "", path.read_text())
+        for room in ("launch", "lockstep")
+        for path in (Path(ms.__file__).parent / room).glob("*.py")
+    )
+    for words in ours:
+        assert words in text
+        assert words in source, words

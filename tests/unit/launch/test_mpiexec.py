@@ -166,3 +166,28 @@ def test_a_file_that_shadows_a_module_is_named(name, tmp_path, monkeypatch):
     with pytest.raises(LaunchError, match=rf"Error: .*\n.*{name}\.py\. Rename") as caught:
         mpiexec.library.__wrapped__()
     assert "no working MPI" not in str(caught.value)
+
+
+def test_the_launcher_of_a_library_is_looked_for_where_the_library_is(tmp_path, monkeypatch):
+    """As Debian has it: below lib; launchers of several MPIs, with their names, in bin."""
+    (tmp_path / "lib" / "arch").mkdir(parents=True)
+    wrong = pretender(tmp_path / "bin", TEXTS["MPICH"])
+    right = Path(pretender(tmp_path / "other", "mpiexec (OpenRTE) 4.1.4"))
+    right = right.rename(tmp_path / "bin" / "mpiexec.openmpi")
+    text = "Open MPI v4.1.4"
+    loaded = mpiexec.Library(of_library(text), text, str(tmp_path / "lib" / "arch" / "libmpi.so"))
+    monkeypatch.setattr(mpiexec, "library", lambda: loaded)
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    found = mpiexec.candidates(loaded)
+    assert found.index(wrong) < found.index(str(right))
+    assert find(found)[0].path == str(right)
+
+
+def test_the_library_of_debians_mpich_is_explained(tmp_path, fresh_probe):
+    python = tmp_path / "python"
+    text = "ImportError: libmpi.so.12: cannot open shared object file: No such file or directory"
+    python.write_text(f"#!/bin/sh\necho '{text}' >&2\nexit 1\n")
+    python.chmod(0o755)
+    with pytest.raises(LaunchError, match=r"ln -sf .*libmpich\.so\.12"):
+        library(str(python))

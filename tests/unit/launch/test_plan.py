@@ -48,7 +48,7 @@ JSC = "MPI plugin types are...\n\tpspmix\n\tnone\n\tpspmi\n"
 )
 def test_srun(place, wishes, wanted):
     call = str(by_srun("pmix", place, wishes, ["a b"], {}))
-    assert call == f"srun --mpi=pmix -K1 --export=ALL {wanted} --distribution=block 'a b'"
+    assert call == f"srun --mpi=pmix -K1 -X --export=ALL {wanted} --distribution=block 'a b'"
 
 
 def test_words_for_srun_come_last_so_that_they_win():

@@ -14,6 +14,7 @@ import pytest
 from mpistrat.errors import LaunchError
 from mpistrat.launch.flavours import of_launcher, of_library
 from mpistrat.launch.mpiexec import Launcher, Library, find
+from mpistrat.launch.plan import Wishes
 from mpistrat.launch.process import run_job
 from mpistrat.launch.run import plan_note, python_program, refuse_inside, run
 
@@ -328,3 +329,32 @@ def test_doubtful_pairs_are_remarked(launcher, loaded, note):
         Library(of_library(loaded), loaded, ""),
     )
     assert (note in plan_note(*pair)) if note else plan_note(*pair) == ""
+
+
+@pytest.mark.parametrize(("ranks", "code"), [("", 1), ("1", 0)])
+def test_a_rank_that_finds_no_other_is_refused_unless_it_is_meant(ranks, code, tmp_path):
+    program = tmp_path / "alone.py"
+    program.write_text("import mpistrat as ms; ms.MirroredStrategy(); print('in')")
+    # As `srun --mpi=none` starts two of it.
+    env = {
+        **os.environ,
+        "SLURM_STEP_NUM_TASKS": "2",
+        **({"MPISTRAT_RANKS": ranks} if ranks else {}),
+    }
+    words = [sys.executable, str(program)]
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code, done.stderr
+    assert ("2 ranks were started" in done.stderr) == (code == 1)
+
+
+def test_hosts_of_a_file(tmp_path, capfd):
+    file = tmp_path / "hosts"
+    with pytest.raises(LaunchError, match=r"the list of hosts cannot be used: .*hosts"):
+        run(2, ["x"], module=True, hostfile=str(file), dry_run=True)
+    file.write_text("here:2\nthere:2\n")
+    assert run(None, ["x"], module=True, hostfile=str(file), dry_run=True) == 0
+    assert "here:2,there:2 " in capfd.readouterr().err
+    with pytest.raises(LaunchError, match="not inside an allocation of Slurm"):
+        run(2, ["x"], module=True, wishes=Wishes(launcher="srun"))
+    with pytest.raises(LaunchError, match="only -n N can tell"):
+        run(None, ["x"], module=True)
