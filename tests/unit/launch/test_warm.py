@@ -26,7 +26,7 @@ def program(comm):
     strategy.run(ms.optim.Adam(0.1).apply_gradients, args=([(g, w)],))
     strategy.run(lambda: ms.get_replica_context().all_reduce("mean", g))
 
-run_ranks(program, 2)
+run_ranks(program, 2, timeout=250)
 """
 
 
@@ -36,7 +36,7 @@ def run(*call, **env):
         env={**os.environ, **env},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=600,
     )
     assert got.returncode == 0, got.stderr
     return got.stdout
@@ -61,7 +61,7 @@ class TestWarm:
         assert "Numba is not wanted" in said
 
     @pytest.mark.nightly
-    @pytest.mark.timeout(300)
+    @pytest.mark.timeout(900)
     @pytest.mark.skipif(not warm.compiling(), reason="without Numba nothing is compiled")
     def test_a_program_compiles_nothing_afterwards(self, tmp_path):
         def made(place, program):
