@@ -68,8 +68,6 @@ class TestWarm:
             run("-c", program, NUMBA_CACHE_DIR=str(place))
             return {path.name for path in place.rglob("*.nbc")}
 
-        cold, place = tmp_path / "cold", tmp_path / "warm"
-        wanted = made(cold, STEP)
-        warmed = made(place, "from mpistrat.launch import warm; warm.kernels()")
-        assert set() < wanted < warmed
-        assert made(place, STEP) == warmed
+        warmed = made(tmp_path, "from mpistrat.launch import warm; warm.kernels()")
+        assert {"adam", "blocks", "loops", "passes"} <= {name.split(".")[0] for name in warmed}
+        assert made(tmp_path, STEP) == warmed
