@@ -30,7 +30,7 @@ def file_of(package: str) -> str:
     Args:
       package: The directory of the package.
     """
-    tag = f"{sys.implementation.cache_tag}{'.opt' if sys.flags.optimize else ''}"
+    tag = f"{sys.implementation.cache_tag}.opt-{sys.flags.optimize}"
     return f"{package}/__pycache__/all-modules.{tag}.bundle"
 
 

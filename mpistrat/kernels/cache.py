@@ -24,7 +24,7 @@ from typing import Any, final
 
 __all__ = ["attach", "cached", "held", "node_directory"]
 
-_LONGEST = 60.0  # seconds to wait for a process that compiles; then this one does it, too
+_LONGEST = 20.0  # seconds to wait for a process that compiles; then this one does it, too
 _PAUSE = 0.02
 
 # The locks of this process: one for each kernel that it is compiling.

@@ -71,7 +71,10 @@ def _launcher(job: Job) -> Finding:
     if job.mismatch:
         mend = "module load the MPI that mpi4py loads, or set MPI4PY_LIBMPI to its libmpi.so"
         return Finding("launcher", job.mismatch, NOTE if job.ranks else BAD, mend)
-    return Finding("launcher", job.command or "none was needed")
+    if job.within:
+        text = f"none was tried: this process is a rank itself, started by {job.within}"
+        return Finding("launcher", text)
+    return Finding("launcher", job.command)
 
 
 def _start(job: Job) -> Finding:
@@ -92,6 +95,8 @@ def _ranks(job: Job) -> Finding:
     name = "ranks"
     if job.sizes and set(job.sizes) == {job.wanted}:
         return Finding(name, "found each other by MPI")
+    if job.within:
+        return Finding(name, "not tried; `mpistrat doctor` in the shell of the allocation does")
     if len(job.sizes) > 1:
         text = f"{len(job.sizes)} jobs of {_alike(list(map(str, job.sizes)))} instead of one"
         return Finding(name, text, BAD, _OTHER)
@@ -210,7 +215,7 @@ def _directories(job: Job) -> Finding:
         rank, path = unseen[0]
         text = f"{path} is not the same directory on {rank.host}: records and checkpoints get lost"
         return Finding("directories", text, BAD, "give a directory on the shared file system")
-    return Finding("directories", "seen by all ranks")
+    return Finding("directories", f"{', '.join(job.directories) or 'none'}: seen by all ranks")
 
 
 def _ends(job: Job) -> Finding:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import secrets
 import shutil
 import subprocess
@@ -139,7 +140,8 @@ def gather(
       ranks: How many; None for those of this allocation, or 2.
       launcher: A launcher and its options, to which ``-n N`` is added; empty for the one that
         `mpistrat run` would take.
-      directories: Those that all ranks should see.
+      directories: Those that all ranks should see; none for the one that this process is in, if it
+        can be written.
 
     Raises:
       LaunchError: One of the directories cannot be written.
@@ -155,8 +157,7 @@ def gather(
     }
     within = launched_by()
     if within is not None:
-        note = f"none was tried: this process is a rank itself, started by {within}"
-        return Job(1, command=note, ranks=(collect(),), sizes=(1,), **facts)
+        return Job(1, ranks=(collect(),), within=within, **facts)
 
     def command(program: Sequence[str]) -> Command:
         if launcher:
@@ -169,10 +170,12 @@ def gather(
     except LaunchError as error:
         if not launcher:
             return Job(count, mismatch=str(error), **facts)
-    with _written(directories) as files:
+    here = [str(Path.cwd())] if os.access(Path.cwd(), os.W_OK) else []
+    with _written(directories or here) as files:
         tell = command(["sh", "-c", _TELL, sys.executable, *files])
         said, trouble = _output(tell)
     told, failed = parse(said)
+    facts["directories"] = tuple(str(Path(file).parent) for file in files)
     facts |= {"command": str(command(["python"])), "ranks": told, "failed": failed}
     if len(told) == count:
         said, trouble = _output(command([sys.executable, "-c", _MEASURE]))

@@ -99,6 +99,8 @@ class Job(NamedTuple):
       between: Between two hosts.
       pmix: Version of PMIx, or an empty string.
       slurm: What ``scontrol show config`` prints, in an allocation; else an empty string.
+      within: What has started this process as a rank, so that it starts none; or an empty string.
+      directories: Those that ranks were asked to see.
       kills: Whether the launcher ends the job when one rank ends badly, as far as is known.
     """
 
@@ -113,6 +115,8 @@ class Job(NamedTuple):
     between: Measured | None = None
     pmix: str = ""
     slurm: str = ""
+    within: str = ""
+    directories: tuple[str, ...] = ()
     kills: bool = True
 
     @property

@@ -16,6 +16,7 @@ from mpistrat.testing import run_ranks
 
 __all__ = ["kernels", "modules", "warm"]
 
+_LONGEST = 1800.0  # seconds; compiling takes one processor a minute
 _LARGE = 2**18  # elements: enough to be shared among ranks and cut into blocks
 
 
@@ -56,7 +57,7 @@ def kernels() -> str:
     if not compiling():
         return "not compiled: Numba is not wanted or not installed"
     begin = time.perf_counter()
-    run_ranks(_steps, 2)
+    run_ranks(_steps, 2, timeout=_LONGEST)
     return f"compiled, or found, in {time.perf_counter() - begin:.1f} s"
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from importlib import metadata
+
 import pytest
 
-from mpistrat.environment import environment, job_size, launched_by
+from mpistrat.environment import allocation, environment, installed, job_size, launched_by
 
 
 @pytest.mark.parametrize(
@@ -38,3 +40,42 @@ def test_the_environment_is_copied(monkeypatch):
     copy = environment({"MINE": "1"})
     assert copy["MINE"] == "1"
     assert "MINE" not in environment({})
+
+
+@pytest.mark.parametrize(
+    ("env", "ranks"),
+    [
+        ({}, None),
+        ({"SLURM_NTASKS": "8"}, None),  # as an IDE over ssh may leave it
+        ({"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_NTASKS": "8"}, 8),
+        ({"SLURM_JOB_ID": "7", "SLURM_NNODES": "2"}, 2),
+        ({"SLURM_JOB_ID": "7"}, 1),
+    ],
+    ids=str,
+)
+def test_the_ranks_of_an_allocation(env, ranks):
+    assert allocation(env) == ranks
+
+
+def test_versions_are_those_of_the_metadata():
+    names = ("numpy", "optree", "mpi4py")
+    assert installed(names) == {name: metadata.version(name) for name in names}
+
+
+def test_versions_are_found_as_different_installers_leave_them(tmp_path):
+    early, late = tmp_path / "early", tmp_path / "late"
+    for path in (
+        early / "NumPy-1.26.4.dist-info",
+        late / "numpy-2.0.dist-info",  # hidden by the first
+        late / "numba-0.56.4.egg-info",  # Debian's
+        late / "mpi4py-4.1-py3.11.egg-info",
+        late / "optree-0.1+local.dist-info",
+        late / "other-1.0.dist-info",
+        late / "numpy.libs",
+    ):
+        path.mkdir(parents=True)
+    places = [str(tmp_path / "none.zip"), str(early), str(late)]
+    assert installed(("numpy", "numba", "mpi4py", "optree", "mpistrat"), places) == {
+        **{"numpy": "1.26.4", "numba": "0.56.4"},
+        **{"mpi4py": "4.1", "optree": "0.1+local"},
+    }

@@ -227,6 +227,7 @@ class TestNode:
         (tmp_path / f"mpistrat-{os.geteuid()}").symlink_to(tmp_path / "elsewhere")
         assert cache.node_directory() is None
 
+    @pytest.mark.nightly
     def test_code_beside_a_source_that_cannot_be_written_is_found(self, program, tmp_path):
         program(CALL.format(dtype="f8"), NUMBA_CACHE_DIR="")  # as `mpistrat warm` does
         env = {"NUMBA_CACHE_DIR": "", "TMPDIR": str(tmp_path / "cache")}

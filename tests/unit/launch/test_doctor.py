@@ -294,7 +294,9 @@ class TestGather:
     def test_from_a_rank_nothing_is_started(self, monkeypatch):
         monkeypatch.setattr(doctor, "launched_by", lambda: "srun")
         job = doctor.gather()
-        assert "srun" in job.command
+        found = {one.name: one.text for one in examine(job)}
+        assert "started by srun" in found["launcher"]
+        assert "not tried" in found["ranks"]
         assert [one.name for one in examine(job) if one.level == BAD] == []
 
     def test_without_a_launcher_the_reason_is_told(self, monkeypatch):
