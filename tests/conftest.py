@@ -23,7 +23,8 @@ RUNGS = (HERE / "mpi", HERE / "doors" / "torch" / "ranks")
 LAUNCH = HERE / "unit" / "launch"
 # Programs that tests start as jobs; they are no modules to look for examples in.
 PROGRAMS = HERE / "faults" / "programs"
-DEFAULT = "not mpi and not nightly"  # of pyproject.toml: what `python -m pytest` runs
+# Of pyproject.toml: what `python -m pytest` runs.
+DEFAULT = "not mpi and not nightly and not cluster"
 JOBS = "jobs"  # the unit of work of all tests that start ranks
 # What starts ranks, by its name and the module that it is from.
 LAUNCHERS = {"find": "mpistrat.launch.mpiexec", "run": "mpistrat.launch.run"}

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any, final
 
 from mpistrat.board.reporter import say
+from mpistrat.comm import callsite
 from mpistrat.environment import launched_by
 from mpistrat.lockstep.lockstep import Lockstep
 
@@ -108,8 +109,10 @@ def told_to(lockstep: Lockstep, why: str) -> str:
       lockstep: Of all of them.
       why: What has told this one; empty if nothing has.
     """
-    rows = enumerate(lockstep.texts(why.encode()))
-    return ", ".join(f"rank {lockstep.ranks[i]} by {row.decode()}" for i, row in rows if row)
+    by: dict[str, list[int]] = {}
+    for replica, row in enumerate(lockstep.texts(why.encode())):
+        by.setdefault(row.decode(), []).append(lockstep.ranks[replica])
+    return ", ".join(f"{callsite.ranks_text(ranks)} by {row}" for row, ranks in by.items() if row)
 
 
 @final

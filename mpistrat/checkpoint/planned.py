@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, Self, final
+from typing import Any, NoReturn, final
 
 from mpistrat.board.reporter import say
 from mpistrat.checkpoint.checkpoint import owner_of
@@ -152,7 +152,7 @@ class Preemption:
         self._notice = Notice(self._lockstep.ranks[self._lockstep.comm.rank], grace)
         self._time: TimeLeft | None = None
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Preemption:
         """Claim the directory, and listen. Collective."""
         with self._lockstep.preparing("preemption"):
             if self._manager._notice is not None:
