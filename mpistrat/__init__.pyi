@@ -12,6 +12,7 @@ from mpistrat import vjp as vjp
 from mpistrat.checkpoint.checkpoint import Checkpoint as Checkpoint
 from mpistrat.checkpoint.files import latest_checkpoint as latest_checkpoint
 from mpistrat.checkpoint.manager import CheckpointManager as CheckpointManager
+from mpistrat.checkpoint.planned import preemption as preemption
 from mpistrat.collectives.communication import (
     CommunicationImplementation as CommunicationImplementation,
 )

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from mpistrat.commands import batch, doctor, drill, run, scaling, warm
+from mpistrat.commands import doctor, requeue, run
 from mpistrat.errors import MpistratError
 
 __all__ = ["COMMANDS", "main"]
@@ -20,6 +21,7 @@ COMMANDS: dict[str, ModuleType] = {
     "drill": drill,
     "batch": batch,
     "scaling": scaling,
+    "requeue": requeue,
 }
 
 

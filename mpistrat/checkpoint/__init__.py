@@ -5,6 +5,7 @@
 - `tree`: the variables of a program by name.
 - `checkpoint`: `Checkpoint`, which all ranks save and restore together (`saving`, `restoring`).
 - `manager`: `CheckpointManager`, which keeps the newest few.
-- `preemption`: `PreemptionCheckpointHandler`, which saves when the job is about to be ended;
-  `notice`: how it hears of that.
+- `claim`: the file that says which job saves in a directory.
+- `planned`: `preemption`, which saves and leaves when the job is about to be ended; `notice`: how
+  it hears of that. `preemption`: `PreemptionCheckpointHandler`, the same under TensorFlow's name.
 """

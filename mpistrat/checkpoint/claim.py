@@ -16,6 +16,7 @@ import platform
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, final
@@ -29,6 +30,7 @@ NAME = "job.json"
 BEAT = 10.0  # seconds between two rewritings
 STILL = 30.0  # seconds of the reader's own clock after which a number that stood still is nobody's
 _LOOK = 0.5  # seconds between two looks at a number
+_LASTING = ("saved", "saved_step", "save_seconds")
 _ROOM = 4096  # bytes; always as many, so that rewriting changes no size
 
 
@@ -132,8 +134,8 @@ class Claim:
         self._pid, self._number, self._file = os.getpid(), 0, -1
         self._shown: dict[str, Any] = {}
         self._over = threading.Event()
-        self._writing = threading.Lock()
-        self.users = 0  # checkpoint managers of this process
+        self._writing = threading.RLock()  # a collection of garbage may release it amid a write
+        self.users: set[int] = set()  # of this process
         self.before: Mapping[str, Any] = {}  # what the last job left
 
     def take(self) -> None:
@@ -147,6 +149,8 @@ class Claim:
         while (found := read(self.path)) is not None:
             if not free_at_once(found, self._mine):
                 self._watch(found)
+            # Until this job has saved, what the one before has saved is the last.
+            self._shown = {name: found[name] for name in _LASTING if name in found}
             if self._put(over=True):
                 self.before = found
                 return
@@ -201,7 +205,8 @@ class Claim:
             os.pwrite(self._file, text.ljust(_ROOM - 1)[: _ROOM - 1] + b"\n", 0)
             os.fsync(self._file)
             if not held:
-                self._file = os.close(self._file) or -1
+                os.close(self._file)
+                self._file = -1
 
     def show(self, **told: Any) -> None:
         """Say more of the job, from the next rewriting on: step, rate, last save and the like."""
@@ -243,6 +248,11 @@ class Claim:
                 os.fspath(self.path.parent),
             )
 
+    @property
+    def released(self) -> bool:
+        """Whether the next job may take it."""
+        return self._over.is_set()
+
     def release(self) -> None:
         """Let the next job take it at once; what it says of this one stays to be read."""
         if self._over.is_set() or os.getpid() != self._pid:
@@ -254,43 +264,43 @@ class Claim:
 
 # Of this process, by the real path of the directory.
 _HELD: dict[str, Claim] = {}
-_HOLDING = threading.Lock()
+_TAKING = threading.Lock()
 
 
-def take(directory: Path) -> Claim:
+def take(directory: Path, user: object) -> Claim:
     """Claim a directory for this process, once however many managers save there.
 
     Args:
       directory: It is made if it is not there.
+      user: Who saves there; when all of them are gone, the claim is released.
 
     Returns:
-      The claim. Call `drop` with the directory when it is no longer wanted.
+      The claim.
 
     Raises:
       FileExistsError: Another job saves there.
       OSError: The file cannot be read or written.
     """
     where = os.path.realpath(directory)
-    with _HOLDING:
+    with _TAKING:
         claim = _HELD.get(where)
-        if claim is None:
+        if claim is not None:
+            claim.users.add(id(user))
+        if claim is None or claim.released:
             claim = Claim(Path(where))
+            claim.users.add(id(user))
             claim.take()
             claim.keep()
             _HELD[where] = claim
-        claim.users += 1
-        return claim
+    weakref.finalize(user, _drop, claim, id(user))
+    return claim
 
 
-def drop(directory: str) -> None:
-    """Release the claim on a directory when nobody in this process uses it any more."""
-    with _HOLDING:
-        claim = _HELD.get(directory)
-        if claim is not None:
-            claim.users -= 1
-            if claim.users <= 0:
-                del _HELD[directory]
-                claim.release()
+def _drop(claim: Claim, user: int) -> None:
+    """Release a claim whose last user is gone. It may run amid anything, so it takes no lock."""
+    claim.users.discard(user)
+    if not claim.users:
+        claim.release()
 
 
 def check(directory: Path) -> None:

@@ -7,18 +7,17 @@ import json
 import os
 import sys
 import time
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, final
 
 from mpistrat.checkpoint import files
 from mpistrat.checkpoint.checkpoint import Checkpoint, owner_of, restore, save
-from mpistrat.checkpoint.claim import Claim, drop, take
+from mpistrat.checkpoint.claim import Claim, take
 from mpistrat.checkpoint.saving import patient, seen
 from mpistrat.errors import CheckpointError
 
-__all__ = ["CheckpointManager"]
+__all__ = ["CheckpointManager", "step_of"]
 
 
 @final
@@ -101,6 +100,7 @@ class CheckpointManager:
         seen([files.numbered(self._directory, self._name, 0), *map(Path, self._there)])
         self._claimed = False
         self.claim: Claim | None = None  # on replica 0
+        self._notice: Any = None  # a `Preemption`, in the body of one
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -145,7 +145,7 @@ class CheckpointManager:
         path, self._there = save(self._checkpoint, self._directory / self._name, number, self._keep)
         if self.claim is not None:
             seconds = round(time.monotonic() - began, 3)
-            self.claim.show(saved=path, save_seconds=seconds, **_step(self._checkpoint))
+            self.claim.show(saved=path, save_seconds=seconds, saved_step=step_of(self._checkpoint))
             self.claim.beat()
         return path
 
@@ -162,8 +162,7 @@ class CheckpointManager:
         if lockstep.comm.rank == 0:
             try:
                 with patient(lockstep, f"claim {self._directory}", 0):
-                    self.claim = take(self._directory)
-                weakref.finalize(self, drop, os.path.realpath(self._directory))
+                    self.claim = take(self._directory, self)
             except Exception as error:
                 failure = error
         lockstep.prove(f"CheckpointManager({str(self._directory)!r}), its claim", failure=failure)
@@ -221,12 +220,12 @@ class CheckpointManager:
         return f"CheckpointManager({self.directory!r}, {self._name!r}, {len(self._there)} there)"
 
 
-def _step(checkpoint: Checkpoint) -> dict[str, int]:
+def step_of(checkpoint: Checkpoint) -> int | None:
     """Return the step that the program counts in its checkpoint, if it does."""
     for name in ("step", "checkpointed_runs"):
         with contextlib.suppress(TypeError, ValueError):
-            return {"saved_step": int(getattr(checkpoint, name, None))}  # type: ignore[arg-type]
-    return {}
+            return int(getattr(checkpoint, name, None))  # type: ignore[arg-type]
+    return None
 
 
 def _checked_name(name: Any) -> str:

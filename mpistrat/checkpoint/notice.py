@@ -17,8 +17,13 @@ from types import FrameType
 from typing import Any, final
 
 from mpistrat.board.reporter import say
+from mpistrat.comm import callsite
+from mpistrat.environment import launched_by
+from mpistrat.lockstep.lockstep import Lockstep
 
-__all__ = ["Notice", "numbers_of"]
+__all__ = ["EXIT_CODE", "Notice", "numbers_of", "told_to"]
+
+EXIT_CODE = 42  # TensorFlow's, outside of Google's cloud
 
 _POLL = 1.0  # seconds between two questions to a function
 _NONE = -1  # no descriptor, to signal.set_wakeup_fd
@@ -97,6 +102,19 @@ def numbers_of(given: Sequence[int | str], name: str) -> tuple[signal.Signals, .
     return tuple(found)
 
 
+def told_to(lockstep: Lockstep, why: str) -> str:
+    """Return, in words, which ranks were told to end, and by what. Collective.
+
+    Args:
+      lockstep: Of all of them.
+      why: What has told this one; empty if nothing has.
+    """
+    by: dict[str, list[int]] = {}
+    for replica, row in enumerate(lockstep.texts(why.encode())):
+        by.setdefault(row.decode(), []).append(lockstep.ranks[replica])
+    return ", ".join(f"{callsite.ranks_text(ranks)} by {row}" for row, ranks in by.items() if row)
+
+
 @final
 class Notice:
     """What has told this rank that it is about to be ended.
@@ -151,6 +169,12 @@ class Notice:
                 f"{who} was made in the thread {threading.current_thread().name!r}, but Python "
                 "gives signals to the main thread only. Make it there, or give no signal and "
                 "a function that is asked."
+            )
+        mpirun = launched_by() == "mpiexec of Open MPI"
+        if mpirun and self._rank == 0 and signal.SIGTERM in numbers:
+            say(
+                "mpistrat: mpirun of Open MPI leaves 0.25 s between SIGTERM and SIGKILL, in which "
+                "little can be saved; let the batch system send SIGUSR1, and listen to that."
             )
         for number in numbers:
             before = signal.signal(number, self.heard)

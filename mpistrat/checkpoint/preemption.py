@@ -11,14 +11,13 @@ As: ``tf.distribute.experimental.PreemptionCheckpointHandler``, failure_handling
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import sys
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, final
 
@@ -26,7 +25,7 @@ import numpy as np
 
 from mpistrat.checkpoint.checkpoint import Checkpoint, owner_of, refuse_alone
 from mpistrat.checkpoint.manager import CheckpointManager
-from mpistrat.checkpoint.notice import Notice, numbers_of
+from mpistrat.checkpoint.notice import EXIT_CODE, Notice, numbers_of, told_to
 from mpistrat.cluster.resolver import ClusterResolver
 from mpistrat.distribute.arguments import check_kind
 from mpistrat.distribute.mode import cross_replica
@@ -35,7 +34,6 @@ from mpistrat.lockstep.lockstep import Lockstep
 
 __all__ = ["PreemptionCheckpointHandler", "PreemptionWatcher", "TerminationConfig"]
 
-EXIT_CODE = 42  # TensorFlow's, outside of Google's cloud
 _RUNS = "checkpointed_runs"
 _SAVE_TIME = 3 * 2  # runs kept in reserve at the end of the grace period, as in TensorFlow
 
@@ -276,9 +274,8 @@ class PreemptionCheckpointHandler:
             lockstep = self._lockstep
             if not lockstep.prove(call, failure=failure, more=new or late).more:
                 return
-            told = [json.loads(row) for row in lockstep.texts(json.dumps([why, late]).encode())]
-            who = [(lockstep.ranks[i], why) for i, (why, _) in enumerate(told) if why]
-            last = not self._config.grace_period or any(row[1] for row in told)
+            who = told_to(lockstep, why)
+            last = not self._config.grace_period or any(lockstep.texts(b"late" * late))
             self._save(args, kwargs)
             self._saved = not last
             if lockstep.comm.rank == 0:
@@ -302,13 +299,12 @@ class PreemptionCheckpointHandler:
             self._manager.save(*args, **kwargs)
         self._saving = time.monotonic() - began
 
-    def _say(self, who: Sequence[tuple[int, str]], last: bool) -> None:
-        ranks = ", ".join(f"rank {rank} by {why}" for rank, why in who)
+    def _say(self, who: str, last: bool) -> None:
         path = "by save_fn"
         if self._config.save_fn is None and self._manager is not None:
             path = f"as {self._manager.latest_checkpoint}"
         then = "leaving" if last else "going on until the grace period ends"
-        text = f"mpistrat: told to end ({ranks}): saved {path} after {self._counter} runs; {then}."
+        text = f"mpistrat: told to end ({who}): saved {path} after {self._counter} runs; {then}."
         with contextlib.suppress(OSError, ValueError):  # nobody may be there to read it
             print(text, file=sys.stderr, flush=True)
 

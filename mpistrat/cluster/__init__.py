@@ -10,6 +10,7 @@ The rank always comes from MPI; a resolver only adds names (job, task, address).
   Slurm's environment, whose lists `hostlist` reads. `clouds`: from Kubernetes and Compute Engine.
 - `roles`: which task is the chief, and who counts as a worker. `tasks`: whether the names that
   resolvers give to ranks fit the ranks.
+- `job`: the batch job, as Slurm or PBS tells it: its id, and when its time ends.
 - `tf_config`: the text of ``TF_CONFIG``; `mpistrat.launch.tf_config` asks the ranks for it.
 
 To add a resolver: one file here, one line in `mpistrat.cluster_resolver` and one test class.

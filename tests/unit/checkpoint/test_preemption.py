@@ -14,6 +14,7 @@ import mpistrat as ms
 from mpistrat.checkpoint import notice, preemption
 from mpistrat.cluster.spec import ClusterSpec
 from mpistrat.cluster_resolver import SimpleClusterResolver
+from mpistrat.comm.callsite import ranks_text
 from mpistrat.experimental import (
     PreemptionCheckpointHandler,
     PreemptionWatcher,
@@ -101,7 +102,7 @@ def test_told_on_one_rank_all_leave_at_one_step_and_go_on_there(size, rank, tmp_
     assert run_ranks(program, size) == [((3, 3), 10, 10)] * size
     said = capfd.readouterr().err
     assert said.count("mpistrat: told to end (") == 1
-    who = f"rank {rank or 0} by termination_watcher_fn"
+    who = f"{ranks_text(range(size) if rank is None else [rank])} by termination_watcher_fn"
     assert who in said
     assert "ckpt-1.npz after 3 runs; leaving." in said
     assert [path.name for path in tmp_path.glob("ckpt*")] == ["ckpt-1.npz"]

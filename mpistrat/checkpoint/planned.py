@@ -1,0 +1,336 @@
+"""Leaving before the job is ended, at a step where all ranks have saved."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn, final
+
+from mpistrat.board.reporter import say
+from mpistrat.checkpoint.checkpoint import owner_of
+from mpistrat.checkpoint.claim import Claim
+from mpistrat.checkpoint.manager import CheckpointManager, step_of
+from mpistrat.checkpoint.notice import EXIT_CODE, Notice, numbers_of, told_to
+from mpistrat.cluster.job import ends_at
+from mpistrat.distribute.arguments import check_kind
+from mpistrat.distribute.mode import cross_replica
+
+__all__ = ["Preemption", "preemption"]
+
+_ASK = 300.0  # seconds between two questions to the batch system
+_FIRST, _EVERY = 60.0, 1800.0  # seconds until the first line about the time that is left, and more
+_Ends = float | Callable[[], float | None] | None
+
+
+def in_words(seconds: float) -> str:
+    """Return a length of time for people.
+
+    Example:
+      >>> in_words(18600), in_words(754), in_words(12.3)
+      ('5 h 10 min', '12 min 34 s', '12 s')
+    """
+    whole = round(max(0.0, seconds))
+    if whole >= 3600:
+        return f"{whole // 3600} h {whole % 3600 // 60} min"
+    return f"{whole // 60} min {whole % 60} s" if whole >= 60 else f"{whole} s"
+
+
+@final
+class TimeLeft:
+    """Knows when the time of the job ends, and whether all steps will be made before; on rank 0.
+
+    Args:
+      ends: When, as `preemption` takes it.
+      grace: Seconds before that at which the job is to leave.
+      claim: Says how long saving took, and gets told what is known.
+      clock: Seconds, monotonic.
+      wall: Seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        ends: _Ends,
+        grace: float,
+        claim: Claim,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ):
+        """Create it; nobody is asked yet."""
+        self.step: int | None = None
+        self.steps: int | None = None
+        self._ends, self._grace, self._claim = ends, grace, claim
+        self._clock, self._wall = clock, wall
+        self._asked, self._silent = -_ASK, False
+        self._at: float | None = None
+        self._began: tuple[int, float] | None = None
+        self._line = clock() + _FIRST
+
+    def _left(self) -> float | None:
+        """Return the seconds that are left; ask whoever knows, every five minutes at most."""
+        now = self._clock()
+        if now - self._asked >= _ASK:
+            self._asked = now
+            try:
+                found = self._ends() if callable(self._ends) else self._ends
+                self._at = None if found is None else now + found - self._wall()
+            except Exception as error:
+                if not self._silent:
+                    say(f"mpistrat: when the time of this job ends is not known: {error}.")
+                self._silent = True
+        return None if self._at is None else self._at - now
+
+    def _rate(self) -> float | None:
+        """Return steps per second since the first one that was told."""
+        if self.step is None:
+            return None
+        now = self._clock()
+        if self._began is None:
+            self._began = self.step, now
+        first, at = self._began
+        return (self.step - first) / (now - at) if self.step > first and now > at else None
+
+    def __call__(self) -> float | None:
+        """Return the seconds that are left if it is time to leave, and else None."""
+        left, rate = self._left(), self._rate()
+        saving = float(self._claim.shown.get("save_seconds", 0.0))
+        rest = None
+        if rate and self.step is not None and self.steps is not None:
+            rest = max(0, self.steps - self.step) / rate
+        self._show(left, rate, rest)
+        if self._clock() >= self._line and (rest is not None or left is not None):
+            self._line = self._clock() + _EVERY
+            say(self._text(left, rest, saving))
+        needs = max(self._grace, 2 * saving + (2 / rate if rate else 0.0))
+        return None if left is None or left > needs else max(left, 1e-3)
+
+    def _show(self, left: float | None, rate: float | None, rest: float | None) -> None:
+        told = {"step": self.step, "steps": self.steps, "steps_per_second": rate}
+        told |= {"done_in_seconds": rest, "job_ends_in_seconds": left}
+        self._claim.show(
+            **{
+                name: round(value, 3) if isinstance(value, float) else value
+                for name, value in told.items()
+                if value is not None
+            }
+        )
+
+    def _text(self, left: float | None, rest: float | None, saving: float) -> str:
+        parts = [] if rest is None else [f"at this rate done in {in_words(rest)}"]
+        parts += [] if left is None else [f"the job ends in {in_words(left)}"]
+        parts.append(f"last save {in_words(saving)}, notice {in_words(self._grace)}")
+        return f"mpistrat: {'; '.join(parts)}."
+
+
+@final
+class Preemption:
+    """What `preemption` returns: a context manager that saves and leaves when a rank is told to.
+
+    Attributes:
+      grace: Seconds from a notice to the end.
+    """
+
+    def __init__(
+        self,
+        manager: CheckpointManager,
+        numbers: tuple[signal.Signals, ...],
+        grace: float,
+        stop_file: Path | None,
+        ends: _Ends,
+        test: Callable[[], Any] | None,
+    ):
+        """Create it; nothing is listened to before the body begins."""
+        self._manager, self.grace, self._numbers = manager, grace, numbers
+        self._stop_file, self._ends, self._test = stop_file, ends, test
+        self._strategy = owner_of(manager.checkpoint)[0]
+        self._lockstep = self._strategy.parts.lockstep
+        self._notice = Notice(self._lockstep.ranks[self._lockstep.comm.rank], grace)
+        self._time: TimeLeft | None = None
+
+    def __enter__(self) -> Preemption:
+        """Claim the directory, and listen. Collective."""
+        with self._lockstep.preparing("preemption"):
+            if self._manager._notice is not None:
+                raise ValueError("preemption: this manager is in the body of another one already.")
+        self._manager.take()
+        watchers: dict[str, Callable[[], Any]] = {}
+        if self._test is not None:
+            watchers["the test of the program"] = self._test
+        claim = self._manager.claim
+        if claim is not None:  # on rank 0, which alone asks for files and schedulers
+            if self._stop_file is not None:
+                watchers[f"the file {self._stop_file}"] = self._stop_file.exists
+            self._time = TimeLeft(self._ends, self.grace, claim)
+            watchers["the end of the job's time"] = self._time
+            self._warn(claim)
+        with self._lockstep.preparing("preemption"):
+            if self._numbers:
+                self._notice.listen(self._numbers, "preemption")
+        self._notice.watch({name: _quiet(name, call) for name, call in watchers.items()})
+        self._manager._notice = self
+        return self
+
+    def _warn(self, claim: Claim) -> None:
+        took = claim.before.get("save_seconds")
+        if isinstance(took, int | float) and took > self.grace:
+            say(
+                f"mpistrat: the last save of the job before took {in_words(took)}, but grace is "
+                f"{in_words(self.grace)}: what is told that late cannot be saved. Let the batch "
+                "system tell earlier, and give that as grace."
+            )
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Listen no more; handlers that were there are put back."""
+        self._notice.end()
+        self._manager._notice = None
+
+    def asked(self, step: int | None = None, steps: int | None = None) -> str:
+        """Return what has told this rank that its job is to end; empty if nothing has.
+
+        Never communicates. Whoever calls it tells the other ranks, saves and calls `leave` with
+        them.
+
+        Args:
+          step: The step that is next, for what is said of the time that is left; None for the
+            ``step`` of the checkpoint, if it has one.
+          steps: How many there are to be.
+        """
+        if self._time is not None:
+            found = step_of(self._manager.checkpoint) if step is None else step
+            self._time.step, self._time.steps = found, steps
+        return self._notice.why
+
+    def step(self, step: int | None = None, steps: int | None = None) -> None:
+        """Save and leave if any rank is told to end; for loops without `CheckpointManager.resume`.
+
+        Collective: all ranks call it, in cross-replica code, once in each step.
+
+        Args:
+          step: As `asked` takes it.
+          steps: As `asked` takes it.
+
+        Raises:
+          SystemExit: With code 42, on every rank, when the checkpoint is there.
+          OSError: It could not be written; the next call tries again.
+
+        Cost: one proof.
+        """
+        call = "preemption.step"
+        with cross_replica(self._strategy, call, "it outside of run()"):
+            if not self._lockstep.prove(call, more=bool(self.asked(step, steps))).more:
+                return
+            self._manager.save()
+        self.leave()
+
+    def leave(self) -> NoReturn:
+        """Say who was told, and leave with code 42; the checkpoint is there. Collective.
+
+        Raises:
+          SystemExit: On every rank.
+        """
+        who = told_to(self._lockstep, self._notice.why)
+        claim = self._manager.claim
+        if claim is not None:
+            path = self._manager.latest_checkpoint
+            with contextlib.suppress(OSError, ValueError):  # nobody may be there to read it
+                text = f"mpistrat: told to end ({who}): saved as {path}; leaving with {EXIT_CODE}."
+                print(text, file=sys.stderr, flush=True)
+            claim.show(left_because=who)
+            claim.release()
+        self._notice.left = True
+        sys.exit(EXIT_CODE)
+
+
+def _quiet(name: str, watcher: Callable[[], Any]) -> Callable[[], Any]:
+    """Return a function that answers None from the first time on that `watcher` fails."""
+    failed = False
+
+    def ask() -> Any:
+        nonlocal failed
+        try:
+            return None if failed else watcher()
+        except Exception as error:
+            failed = True
+            say(f"mpistrat: {name} is not asked any more: {type(error).__name__}: {error}")
+            return None
+
+    return ask
+
+
+def preemption(
+    manager: CheckpointManager,
+    *,
+    signals: Iterable[int | str] = ("SIGUSR1", "SIGTERM"),
+    grace: float = 120.0,
+    stop_file: str | os.PathLike[str] | None = None,
+    ends: float | Callable[[], float | None] | None = ends_at,
+    test: Callable[[], Any] | None = None,
+) -> Preemption:
+    """Save and leave with exit code 42 when the job is about to be ended.
+
+    Used with ``with``. One rank's notice is enough: it is noted at once, said on stderr, and acted
+    on at the next step, where all ranks save and leave. `CheckpointManager.resume` looks at each
+    step; a loop of another kind calls `Preemption.step`. Handlers of signals that were there are
+    called too, and put back.
+
+    Collective: making it is, and entering, which claims the directory.
+
+    Args:
+      manager: Saves.
+      signals: Which ones tell; names or numbers. Slurm sends SIGTERM, and what ``--signal`` says.
+        mpirun of Open MPI leaves 0.25 s after SIGTERM: there let SIGUSR1 be sent.
+      grace: Seconds from a notice to the end, as the batch system was asked for them, such as by
+        ``--signal=B:USR1@120``. So long before the end of the job's time it leaves too; earlier
+        if two saves and two steps take longer.
+      stop_file: A file that tells when somebody makes it; rank 0 looks every second. It stays.
+      ends: When the time of the job ends: seconds since 1970; a function that returns that, which
+        rank 0 calls at the start and every five minutes; or None for never. As it is, Slurm and PBS
+        are asked.
+      test: Tells when it returns something true; called every second in a thread, on every rank.
+        What it raises is said on stderr, and it is not called any more.
+
+    Returns:
+      The context manager.
+
+    Raises:
+      TypeError: An argument is of another kind.
+      ValueError: `grace` is not positive; a signal is unknown, or cannot be handled; this is not
+        the main thread, which is the one that gets signals.
+      FileExistsError: Another job saves in the directory.
+
+    Cost: three proofs; then nothing but what `Preemption.step` or ``resume`` costs.
+
+    Example:
+      >>> import tempfile, mpistrat as ms
+      >>> v = ms.Variable(0)
+      >>> manager = ms.CheckpointManager(ms.Checkpoint(v=v), tempfile.mkdtemp(), max_to_keep=2)
+      >>> with ms.preemption(manager, grace=60.0) as leaving:
+      ...     for step in range(3):
+      ...         _ = v.assign_add(1)
+      ...         leaving.step(step + 1, 3)
+    """
+    check_kind("manager", manager, CheckpointManager)
+    lockstep = owner_of(manager.checkpoint)[0].parts.lockstep
+    with lockstep.preparing("preemption"):
+        numbers = numbers_of(tuple(signals), "preemption")
+        if isinstance(grace, bool) or not isinstance(grace, int | float):
+            raise TypeError(f"preemption: grace must be seconds, got {grace!r:.60}.")
+        if not 0 < grace < float("inf"):
+            raise ValueError(f"preemption: grace must be seconds, more than 0, got {grace!r}.")
+        if test is not None and not callable(test):
+            raise TypeError(f"preemption: test must be a function or None, got {test!r:.60}.")
+        if not (ends is None or callable(ends) or isinstance(ends, int | float)):
+            raise TypeError(f"preemption: ends must be a time or a function, got {ends!r:.60}.")
+        path = None if stop_file is None else Path(stop_file)
+    lockstep.prove(f"preemption, grace {grace}, stop_file {path}")
+    return Preemption(manager, numbers, float(grace), path, ends, test)

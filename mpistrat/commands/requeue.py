@@ -1,0 +1,46 @@
+"""Tell a batch script whether to start its job again, by how it ended.
+
+Prints "yes: REASON" and ends with 0, or "no: REASON" and ends with 1. Yes after 42 (told to end,
+and saved); after 75 (ranks waited for one another) at most twice; no after any other code, when the
+job was cancelled, and after 3 restarts that came to no new step. How each start has ended is kept
+in FILE.ends, which belongs to one job id.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+__all__ = ["main", "options"]
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    text = "the file that MPISTRAT_RECORD named, where all nodes see it"
+    parser.add_argument("--record", metavar="FILE", type=Path, required=True, help=text)
+    text = "what the launcher ended with; what the record says goes before it"
+    parser.add_argument("--code", metavar="N", type=int, required=True, help=text)
+    text = "where the job saves; tells whether it comes on"
+    parser.add_argument("--checkpoint", metavar="DIR", type=Path, help=text)
+    text = "no, if this file is there"
+    parser.add_argument("--stop-file", metavar="FILE", type=Path, help=text)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print the answer."""
+    from mpistrat.checkpoint.claim import progress_of
+    from mpistrat.cluster.job import job_id, state
+    from mpistrat.launch.requeue import decide, remember
+
+    step = -1 if args.checkpoint is None else progress_of(args.checkpoint)
+    try:
+        told = state()
+        ends = remember(args.record, args.code, job_id(), step)
+    except OSError as error:
+        print(f"no: {error}")
+        return 1
+    yes, why = decide(ends, told)
+    if args.stop_file is not None and args.stop_file.exists():
+        yes, why = False, f"the file {args.stop_file} is there"
+    print(f"{'yes' if yes else 'no'}: {why}")
+    return 0 if yes else 1

@@ -1,0 +1,92 @@
+"""Whether a batch script is to start its job once more, by how the job ended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["End", "decide", "remember"]
+
+PREEMPTED, HANG = 42, 75
+_HANGS = 2  # restarts after ranks that waited for one another
+_STUCK = 3  # restarts without a new step
+_MOST = 100  # ends that are remembered
+_CANCELLED = ("CANCELLED", "TIMEOUT", "DEADLINE")
+
+
+class End(NamedTuple):
+    """How one start of the job has ended.
+
+    Attributes:
+      code: Its exit code.
+      step: The step of the newest checkpoint; -1 if nobody knows.
+    """
+
+    code: int
+    step: int
+
+
+def decide(ends: Sequence[End], state: str = "") -> tuple[bool, str]:
+    """Return whether to start the job again, and why.
+
+    Args:
+      ends: Of all starts of this job, the last one last.
+      state: What Slurm says of the job, such as ``RUNNING``; empty if nobody knows.
+
+    Example:
+      >>> decide([End(42, 10)])
+      (True, 'it left with 42 after saving')
+      >>> decide([End(1, 10)])
+      (False, 'exit code 1 would come again')
+      >>> decide([End(42, 10)], "CANCELLED")
+      (False, 'the job is CANCELLED')
+    """
+    last = ends[-1]
+    if state in _CANCELLED:
+        return False, f"the job is {state}"
+    if last.code == 0:
+        return False, "it is done"
+    if last.code not in (PREEMPTED, HANG):
+        return False, f"exit code {last.code} would come again"
+    here = [end.step for end in ends[-_STUCK - 1 :]]
+    if last.step >= 0 and len(here) > _STUCK and max(here) <= here[0]:
+        return False, f"{_STUCK} restarts have not come beyond step {last.step}"
+    if last.code == PREEMPTED:
+        return True, "it left with 42 after saving"
+    hangs = sum(end.code == HANG for end in ends)
+    if hangs > _HANGS:
+        return False, f"its ranks have waited for one another {hangs} times (exit code 75)"
+    return True, f"its ranks waited for one another (exit code 75), {hangs} of at most {_HANGS}"
+
+
+def remember(record: Path, code: int, job: str, step: int) -> list[End]:
+    """Note how a start of a job has ended, beside its record, and return all of its ends.
+
+    Args:
+      record: The file that ``MPISTRAT_RECORD`` names. What it says goes before `code`; it is
+        removed, so that the next start does not find it.
+      code: What the launcher ended with.
+      job: The id of the batch job; ends of another one are forgotten.
+      step: The step of the newest checkpoint; -1 if nobody knows.
+
+    Raises:
+      OSError: The notes cannot be written.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        code = int(record.read_text("ascii"))
+    notes = record.with_name(f"{record.name}.ends")
+    ends: list[End] = []
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        found = json.loads(notes.read_text("ascii"))
+        if isinstance(found, dict) and found.get("job") == job:
+            ends = [End(int(one), int(two)) for one, two in found["ends"]]
+    ends = [*ends, End(code, step)][-_MOST:]
+    part = notes.with_name(f".{notes.name}.{os.getpid()}")
+    part.write_text(json.dumps({"job": job, "ends": ends}), "ascii")
+    part.replace(notes)
+    record.unlink(missing_ok=True)
+    return ends
