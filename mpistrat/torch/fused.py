@@ -124,6 +124,8 @@ class FusedOptimizer:
         with as_replica(gradients.strategy), torch.no_grad():
             with parts.lockstep.preparing("FusedOptimizer.step"):
                 gradients.check()
+                if gradients.wrong is not None:
+                    raise gradients.wrong
                 self._check_names()
                 self._check()
                 mine = np.array([*gradients.ready(), gradients.passes], np.int32)

@@ -564,6 +564,45 @@ def test_what_has_no_answer_is_an_error_that_says_so():
     run_ranks(program, 2)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_loss_whose_rows_are_not_known_is_an_error_on_all_ranks(fused):
+    def program(comm):
+        model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+        model = mt.replicate(model, ms.MirroredStrategy())
+        optimizer = mt.FusedOptimizer(model, ms.optim.SGD(0.1)) if fused else None
+
+        def refused(match, loss):
+            with pytest.raises(ms.errors.ContextError, match=match):
+                loss.backward()
+                if fused:
+                    optimizer.step()
+            model.zero_grad()
+            if fused:
+                optimizer.zero_grad()
+
+        refused("no output of the model", model[0](rows(2, 1)).mean())
+        # On rank 1 only, as one batch there is smaller.
+        counts = [(2, 2), (2, 1)][comm.rank]
+        refused(r"with 2, 1 rows|with 1, 2 rows", sum(model(rows(n, 1)).mean() for n in counts))
+        # The loss of each is right.
+        one, two = (torch.full((n, 3), float(n)) for n in counts)
+        if fused:
+            model(one).mean().backward()
+            return optimizer.step()
+        for x in (one, two):
+            model(x).mean().backward()
+        # Of the second, 2 rows of 2 and 1 row of 1.
+        slope = model[1].weight.detach()[0] * (2 + 5 / 3)
+        torch.testing.assert_close(model[0].weight.grad, slope[:, None].expand(2, 3))
+        # Calls of as many rows are one loss, whatever they have.
+        model.zero_grad()
+        (model(one).mean() + 3 * model(one + 1).mean()).backward()
+        slope = model[1].weight.detach()[0] * (2 + 9)
+        torch.testing.assert_close(model[0].weight.grad, slope[:, None].expand(2, 3))
+
+    run_ranks(program, 2)
+
+
 def test_a_backward_pass_that_differs_between_ranks_is_told():
     def program(comm):
         model = mt.replicate(nn.Linear(2, 1), ms.MirroredStrategy())
