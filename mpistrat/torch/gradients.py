@@ -25,29 +25,14 @@ from mpistrat.distribute.mode import Mode, Replica, current, entered, same_strat
 from mpistrat.distribute.reduce import in_replica
 from mpistrat.distribute.state import check_same
 from mpistrat.errors import ContextError, LeafTypeError
-from mpistrat.torch.rows import nothing, tensors_in
-from mpistrat.torch.tensors import as_array
+from mpistrat.torch.rows import nothing, tensors_in, without_weight
+from mpistrat.torch.tensors import as_array, in_storage_order
 
-__all__ = ["Gradients", "as_replica", "in_storage_order"]
+__all__ = ["Gradients", "as_replica"]
 
 
 def _nobody() -> None:
     """Return what is left of a backward pass when there is none."""
-
-
-def in_storage_order(tensor: Any) -> tuple[Any, list[int]]:
-    """Return a tensor with its dimensions in the order of memory, and the way back.
-
-    Args:
-      tensor: One that lies in memory without gaps, in whatever order of dimensions.
-
-    Returns:
-      The tensor, contiguous, and the order to `permute` it by to have the one that was given.
-    """
-    order = sorted(range(tensor.ndim), key=lambda i: -tensor.stride(i))
-    if tensor.is_contiguous() or not tensor.permute(order).is_contiguous():
-        order = list(range(tensor.ndim))
-    return tensor.permute(order).contiguous(), [order.index(i) for i in range(tensor.ndim)]
 
 
 def as_replica(strategy: Any) -> Any:
@@ -297,26 +282,9 @@ class Gradients:
                 self.params[i].grad = self._kept.pop(i)
                 self._waiting.add(i)
             return
-        self.wrong = self.wrong or self._without_weight()
+        if self._seen and not self._blind:
+            self.wrong = self.wrong or without_weight(self._calls)
         self._count(rows if rows or not self._seen else self._last)
-
-    def _without_weight(self) -> ContextError | None:
-        """Return why it cannot be told how many rows this pass stands for, or None."""
-        if self._seen and not self._calls and not self._blind:
-            return ContextError(
-                "gradients came by a backward pass through no output of the model, so it is not "
-                "known of how many rows they are the mean. Call the model itself, not a part of "
-                "it (model.encoder(x)) or model.forward; add penalties of weights to the loss of "
-                "the batch."
-            )
-        if len(set(self._calls)) > 1:
-            each = ", ".join(f"{rows:g}" for rows in self._calls)
-            return ContextError(
-                f"this loss comes from calls of the model with {each} rows: they have one weight, "
-                "so their numbers of rows have to be equal. Make it one call, or call backward() "
-                "for the loss of each."
-            )
-        return None
 
     def _count(self, rows: float) -> None:
         """Count a pass, and fold if it is time."""
