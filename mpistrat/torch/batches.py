@@ -56,6 +56,7 @@ def batches(
     shuffle: bool = False,
     seed: int = 0,
     drop_last: bool = False,
+    workers: int = 0,
 ) -> TensorBatches:
     """Divide batches over the ranks, as tensors: in the place of ``torch.utils.data.DataLoader``.
 
@@ -69,6 +70,10 @@ def batches(
       shuffle: Take the rows in another order in each epoch, alike on all ranks.
       seed: Of these orders.
       drop_last: Leave out the last batch of an epoch, if it has fewer rows.
+      workers: How many threads read the items of a dataset of PyTorch, two batches ahead; 0 reads
+        when a batch is asked for. Threads, as a process that has started MPI must not fork:
+        ``__getitem__`` is called in several at once, and those gain that read files, decode
+        pictures or do else what leaves Python's lock.
 
     Returns:
       An iterable of trees of tensors, one epoch each time: of a batch of L rows, replica i of n has
@@ -77,7 +82,7 @@ def batches(
     Raises:
       ContextError: No strategy rules here, in a job of several ranks.
       DataError: `data` is not a source of a dataset, or is a ``DataLoader`` with an order of its
-        own; or the batch size is not 1 or more.
+        own; or the batch size is not 1 or more; or `workers` are for another source.
       LockstepError: The ranks have other data.
 
     Cost: one proof, and one a batch. `mpistrat.Dataset` has what is not here: maps, caches,
@@ -104,11 +109,18 @@ def batches(
             "shuffle=True) has one order on all ranks."
         )
     is_map_style = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    rows = None
     if is_map_style and not isinstance(data, tuple | dict) and not hasattr(data, "shape"):
-        data = rows_of(data) or data
+        rows = rows_of(data, workers)
+        data = rows or data
+    if workers and rows is None:
+        raise DataError(
+            f"workers={workers} read the items of a map-style dataset of PyTorch, and this is "
+            f"{type(data).__name__}. Give its dataset, or ms.Dataset(...).prefetch(2)."
+        )
     dataset = data if isinstance(data, Dataset) else Dataset(data)
     if shuffle:
         dataset = dataset.shuffle(seed=seed)
     if batch_size is not None:
         dataset = dataset.batch(batch_size, drop_remainder=drop_last)
-    return TensorBatches(dataset, strategy)
+    return TensorBatches(dataset.prefetch(2) if workers else dataset, strategy)

@@ -12,7 +12,9 @@ from mpistrat.distribute.reduce import in_replica
 from mpistrat.distribute.state import check_same
 from mpistrat.distribute.variables import Variable
 from mpistrat.errors import ContextError, LeafTypeError
+from mpistrat.lockstep.guards import warn
 from mpistrat.optim.optimizer import Optimizer
+from mpistrat.sharedmem.overlay import tells_of_writes
 from mpistrat.torch.gradients import as_replica
 from mpistrat.torch.replicate import gradients_of
 from mpistrat.torch.tensors import as_array, tensor_of
@@ -49,8 +51,11 @@ class FusedOptimizer:
     Raises:
       TypeError: `model` is not replicated, or `optimizer` is not of `mpistrat.optim`.
       LeafTypeError: A parameter that requires grad is neither float32 nor float64.
-      ContextError: ``/proc/self/pagemap`` cannot be read on a node.
       LockstepError: The ranks have other models or optimizers.
+
+    Warns:
+      RuntimeWarning: ``/proc/self/pagemap`` cannot be read on a node, so each rank has its own
+        copy of weights and state.
 
     Cost: one copy of the weights, and the state.
 
@@ -90,17 +95,16 @@ class FusedOptimizer:
                 "MAX", int(not all(p.is_contiguous() for p in gradients.params))
             ):
                 gradients.make_room()
-            self.variables = {
-                name: _moved(name, p)
-                for name, p in zip(gradients.names, gradients.params, strict=True)
-            }
+            copies = strategy.parts.reducer.node.arena.copies
+            copies.sharing = self._watched()
             try:
-                with strategy.parts.lockstep.preparing("FusedOptimizer"):
-                    self._probe()
-            except Exception:
-                gradients.deferred = False
-                raise
-            optimizer.build(self.variables.values())
+                self.variables = {
+                    name: _moved(name, p)
+                    for name, p in zip(gradients.names, gradients.params, strict=True)
+                }
+                optimizer.build(self.variables.values())
+            finally:
+                copies.sharing = True
         self._note()
         gradients.renewed = self._renew
 
@@ -124,6 +128,8 @@ class FusedOptimizer:
         with as_replica(gradients.strategy), torch.no_grad():
             with parts.lockstep.preparing("FusedOptimizer.step"):
                 gradients.check()
+                if gradients.wrong is not None:
+                    raise gradients.wrong
                 self._check_names()
                 self._check()
                 mine = np.array([*gradients.ready(), gradients.passes], np.int32)
@@ -187,17 +193,22 @@ class FusedOptimizer:
             value = self.variables[name].component()
             check_same(self._gradients.strategy.parts, {name: value})
 
-    def _probe(self) -> None:
-        """Raise ContextError where the system does not tell which weights were written to."""
-        storages = [v.storage for v in self.variables.values()]
-        try:
-            any(one.written() for one in storages if isinstance(one, NodeStorage))
-        except OSError as error:
-            raise ContextError(
-                "FusedOptimizer has to know when a rank writes to its weights, and the system does "
-                f"not tell: {error}. Make /proc/self/pagemap readable, or use an optimizer of "
-                "torch.optim, which has weights and state once per rank."
-            ) from error
+    def _watched(self) -> bool:
+        """Tell whether the systems of all ranks tell which pages were written to. Collective."""
+        strategy = self._gradients.strategy
+        watched = bool(strategy.all_reduce("MIN", int(tells_of_writes())))
+        if not watched:
+            warn(
+                strategy.parts.lockstep,
+                "FusedOptimizer",
+                "/proc/self/pagemap, which tells what a rank has written to, cannot be read on "
+                "every node. So each rank has its own copy of the weights and their state, and "
+                "what a rank writes to a weight itself is found only when a copy is compared, "
+                "every MPISTRAT_CHECK_EVERY steps.",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+        return watched
 
     def _check_names(self) -> None:
         if list(self.variables) != self._gradients.names:

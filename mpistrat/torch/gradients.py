@@ -25,29 +25,14 @@ from mpistrat.distribute.mode import Mode, Replica, current, entered, same_strat
 from mpistrat.distribute.reduce import in_replica
 from mpistrat.distribute.state import check_same
 from mpistrat.errors import ContextError, LeafTypeError
-from mpistrat.torch.rows import nothing, tensors_in
-from mpistrat.torch.tensors import as_array
+from mpistrat.torch.rows import nothing, tensors_in, without_weight
+from mpistrat.torch.tensors import as_array, in_storage_order
 
-__all__ = ["Gradients", "as_replica", "in_storage_order"]
+__all__ = ["Gradients", "as_replica"]
 
 
 def _nobody() -> None:
     """Return what is left of a backward pass when there is none."""
-
-
-def in_storage_order(tensor: Any) -> tuple[Any, list[int]]:
-    """Return a tensor with its dimensions in the order of memory, and the way back.
-
-    Args:
-      tensor: One that lies in memory without gaps, in whatever order of dimensions.
-
-    Returns:
-      The tensor, contiguous, and the order to `permute` it by to have the one that was given.
-    """
-    order = sorted(range(tensor.ndim), key=lambda i: -tensor.stride(i))
-    if tensor.is_contiguous() or not tensor.permute(order).is_contiguous():
-        order = list(range(tensor.ndim))
-    return tensor.permute(order).contiguous(), [order.index(i) for i in range(tensor.ndim)]
 
 
 def as_replica(strategy: Any) -> Any:
@@ -82,6 +67,7 @@ class Gradients:
       versions: Of the views, when the last pass ended.
       variables: What has the memory of parameters, by the identity of these.
       renewed: Is called when all weights were given anew.
+      wrong: Why the gradients that were added up have no weight, if so.
     """
 
     def __init__(self, model: Any, strategy: Any, rows: Callable[..., float]):
@@ -98,9 +84,12 @@ class Gradients:
         self.versions: list[int] = []
         self._waiting: set[int] = set()
         self._kept: dict[int, Any] = {}
-        self._pass, self._folds, self._last, self._now = 0, 0, 1.0, 0.0
+        self._pass, self._folds, self._last = 0, 0, 1.0
+        self._calls: list[float] = []
+        self._blind = False
         self.variables: dict[int, Any] = {}
         self.renewed: Callable[[], None] = lambda: None
+        self.wrong: ContextError | None = None
         self.begin_alike()
 
     # The parameters
@@ -208,11 +197,12 @@ class Gradients:
             self._begin()
             if counted != self._pass:
                 counted = self._pass
-                self._now += rows
+                self._calls.append(rows)
 
-        for one in tensors_in(out):
-            if one.grad_fn is not None:
-                one.register_hook(came)
+        watched = [one for one in tensors_in(out) if one.grad_fn is not None]
+        self._blind = not watched  # by what a backward pass comes through it is not known
+        for one in watched:
+            one.register_hook(came)
 
     def _nothing(self, args: Any, kwargs: Any) -> Any:
         return nothing(self._model, args, kwargs)
@@ -224,7 +214,7 @@ class Gradients:
             return
         end = functools.partial(self._end)
         self._ending = weakref.ref(end)  # PyTorch drops it when the pass fails
-        self._seen, self._now = False, 0.0
+        self._seen, self._calls = False, []
         self._pass += 1
         self._unhook()
         if self.passes and self._dropped():
@@ -254,7 +244,7 @@ class Gradients:
         if i in self._waiting:
             self._waiting.remove(i)
             self._kept[i], p.grad = p.grad.clone(), None
-        now = self._now or self._last
+        now = sum(self._calls) or self._last
         same = now == self._base or not self._base
         return gradient if same else gradient * (now / self._base)
 
@@ -286,12 +276,15 @@ class Gradients:
     def _end(self) -> None:
         self._ending = _nobody
         self._unhook()
-        if not self._seen and self._now:  # torch.autograd.grad, which leaves p.grad alone
+        rows = sum(self._calls)
+        if not self._seen and rows:  # torch.autograd.grad, which leaves p.grad alone
             for i in [i for i in self._kept if self.params[i].grad is None]:
                 self.params[i].grad = self._kept.pop(i)
                 self._waiting.add(i)
             return
-        self._count(self._now if self._now or not self._seen else self._last)
+        if self._seen and not self._blind:
+            self.wrong = self.wrong or without_weight(self._calls)
+        self._count(rows if rows or not self._seen else self._last)
 
     def _count(self, rows: float) -> None:
         """Count a pass, and fold if it is time."""
@@ -334,6 +327,10 @@ class Gradients:
     def _fold(self) -> None:
         parts = self.strategy.parts
         parts.lockstep.check()
+        if self.wrong is not None:
+            wrong = self.wrong
+            self.forget()
+            parts.lockstep.refuse("backward", wrong)
         self._used.copy_(torch.tensor(self.ready(), dtype=torch.float32))
         with as_replica(self.strategy):
             passes = self.passes
@@ -355,6 +352,7 @@ class Gradients:
         """Begin anew with adding up."""
         self.passes, self._base, self.weight = 0, 0.0, 0.0
         self.versions = []
+        self.wrong = None
         self._waiting, self._kept = set(), {}
 
     def _compare(self) -> None:

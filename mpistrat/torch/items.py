@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, final
 
 import numpy as np
@@ -21,8 +22,10 @@ class _Items:
     Rows that were read last are kept: each leaf of a tree asks for the same ones in turn.
     """
 
-    def __init__(self, dataset: Any):
+    def __init__(self, dataset: Any, workers: int):
         """Read the first item, which tells what an item is."""
+        self._workers = workers
+        self._pool = ThreadPoolExecutor(workers, "mpistrat-items") if workers > 1 else None
         self.count = len(dataset)
         if not self.count:
             raise DataError(f"{type(dataset).__name__} has no items, so nobody knows what one is.")
@@ -43,15 +46,24 @@ class _Items:
         """Return the leaves of the items of these rows, each stacked."""
         wanted = tuple(map(int, rows))
         if self._last[0] != wanted:
-            if hasattr(self._dataset, "__getitems__"):
-                items = self._dataset.__getitems__(list(wanted))
-            else:
-                items = [self._dataset[row] for row in wanted]
+            items = self._read(list(wanted))
             each = [nest.up_to(self.structure, item, "an item") for item in items]
             columns = zip(*each, strict=True)
             stacked = [np.stack([self._leaf(x, i) for x in c]) for i, c in enumerate(columns)]
             self._last = wanted, stacked
         return self._last[1]
+
+    def _read(self, rows: list[int]) -> list[Any]:
+        if self._pool is None or len(rows) < 2:
+            return self._some(rows)
+        each = -(-len(rows) // self._workers)
+        parts = [rows[at : at + each] for at in range(0, len(rows), each)]
+        return [item for part in self._pool.map(self._some, parts) for item in part]
+
+    def _some(self, rows: list[int]) -> list[Any]:
+        if hasattr(self._dataset, "__getitems__"):
+            return list(self._dataset.__getitems__(rows))
+        return [self._dataset[row] for row in rows]
 
 
 @final
@@ -77,11 +89,12 @@ class _Leaf:
         return np.asarray(self[:], dtype)
 
 
-def rows_of(dataset: Any) -> Any:
+def rows_of(dataset: Any, workers: int = 0) -> Any:
     """Return a tree of what reads like arrays, for `mpistrat.Dataset`; None of what is no dataset.
 
     Args:
       dataset: A map-style dataset: it has a length, and items by number.
+      workers: How many threads read the items; up to 1 is the one that asks.
 
     Raises:
       DataError: It has no items, or one is neither tensors nor numbers.
@@ -89,7 +102,7 @@ def rows_of(dataset: Any) -> Any:
     iterable = isinstance(dataset, torch.utils.data.IterableDataset)
     if iterable or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         return None
-    items = _Items(dataset)
+    items = _Items(dataset, workers)
     leaves: list[Any] = [_Leaf(items, i) for i in range(len(items.first))]
     tree = nest.unflatten(items.structure, leaves)
     return tuple(tree) if isinstance(tree, list) else tree

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mpistrat import nest
 from mpistrat.errors import ContextError
 
-__all__ = ["first_rows", "nothing", "tensors_in"]
+__all__ = ["first_rows", "nothing", "tensors_in", "without_weight"]
 
 
 def tensors_in(value: Any) -> Iterator[Any]:
@@ -39,6 +39,29 @@ def first_rows(*args: Any, **kwargs: Any) -> float:
     """Return the first dimension of the first tensor in the arguments of a model; 1 without any."""
     found = next((x for x in tensors_in([*args, *kwargs.values()]) if x.ndim), None)
     return 1 if found is None else len(found)
+
+
+def without_weight(calls: list[float]) -> ContextError | None:
+    """Return why it is not known of how many rows a loss is the mean; None if it is.
+
+    Args:
+      calls: The rows of each call of the model that its backward pass came through.
+    """
+    if not calls:
+        return ContextError(
+            "gradients came by a backward pass through no output of the model, so it is not known "
+            "of how many rows they are the mean. Call the model itself, not a part of it "
+            "(model.encoder(x)) or model.forward; add penalties of weights to the loss of the "
+            "batch."
+        )
+    if len(set(calls)) > 1:
+        each = ", ".join(f"{rows:g}" for rows in calls)
+        return ContextError(
+            f"this loss comes from calls of the model with {each} rows: they have one weight, so "
+            "their numbers of rows have to be equal. Make it one call, or call backward() for the "
+            "loss of each."
+        )
+    return None
 
 
 def nothing(model: Any, args: Any, kwargs: Any) -> Any:

@@ -82,6 +82,9 @@ def _module(model: Any) -> dict[str, Any]:
 
 def _optimizer(optimizer: Any) -> dict[str, Any]:
     """Return state and groups; of a parameter without state yet, the names that it will have."""
+    groups = {str(i): dict(_numbers(group)) for i, group in enumerate(optimizer.param_groups)}
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return {"state": {"0": _history(optimizer)}, "groups": groups}
     params = [p for group in optimizer.param_groups for p in group["params"]]
     new = _first(optimizer, [p for p in params if p.requires_grad and not optimizer.state.get(p)])
     state = {}
@@ -92,8 +95,49 @@ def _optimizer(optimizer: Any) -> dict[str, Any]:
                 **dict(_numbers(of_one)),
                 "begun": _begun(optimizer.state, p, of_one),
             }
-    groups = {str(i): dict(_numbers(group)) for i, group in enumerate(optimizer.param_groups)}
     return {"state": state, "groups": groups}
+
+
+def _history(optimizer: Any) -> dict[str, Cell]:
+    """Return the state of LBFGS: its lists as arrays for as many directions as there may be."""
+    group = optimizer.param_groups[0]
+    first, room = group["params"][0], group["history_size"]
+    size = sum(2 * p.numel() if p.is_complex() else p.numel() for p in group["params"])
+    numbers = {"func_evals": int, "n_iter": int, "t": float, "H_diag": float, "prev_loss": float}
+    rows = {"old_dirs": (room, size), "old_stps": (room, size), "ro": (room,)}
+    shapes = {**rows, "d": (size,), "prev_flat_grad": (size,)}
+    dtype = first.real.dtype if first.is_complex() else first.dtype
+    written: dict[str, Any] = {}
+
+    def read(key: str) -> Array:
+        state = optimizer.state.get(first, {})
+        if key == "count":
+            return np.array(len(state.get("old_dirs", ())) if "d" in state else -1, np.int64)
+        if key in numbers:
+            return np.array(numbers[key](state.get(key) or 0), np.dtype(numbers[key]))
+        found = torch.zeros(shapes[key], dtype=dtype)
+        if key in state:
+            held = state[key][:room] if key in rows else [state[key]]
+            for place, one in zip(found if key in rows else [found], held, strict=False):
+                place.copy_(one)
+        return as_array(found, key)
+
+    def write(key: str, values: Array) -> None:
+        if key in shapes:
+            written[key] = torch.empty(shapes[key], dtype=dtype)
+            as_array(written[key], key)[...] = values
+        else:
+            written[key] = values.item()
+        if len(written) == len(keys):  # only all of it is a state
+            count = written.pop("count")
+            for one in rows:
+                written[one] = [row.clone() for row in written[one][: max(count, 0)]]
+            counts = {one: written[one] for one in ("func_evals", "n_iter")}
+            optimizer.state[first] = dict(written) if count >= 0 else counts
+            written.clear()
+
+    keys, of = [*numbers, *shapes, "count"], functools.partial
+    return {key: Cell(key, of(read, key), of(write, key)) for key in keys}
 
 
 def _begun(states: Any, p: Any, of_one: dict[str, Any]) -> Cell:

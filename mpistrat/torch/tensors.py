@@ -18,7 +18,16 @@ from mpistrat.errors import LeafTypeError
 from mpistrat.torch.items import rows_of
 from mpistrat.torch.states import parts_of
 
-__all__ = ["as_array", "as_buffer", "as_given", "parts_of", "rows_of", "spec", "tensor_of"]
+__all__ = [
+    "as_array",
+    "as_buffer",
+    "as_given",
+    "in_storage_order",
+    "parts_of",
+    "rows_of",
+    "spec",
+    "tensor_of",
+]
 
 _BFLOAT16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
 # By identity: tensors of `Strategy.buffers`, and the arrays that are known by theirs.
@@ -96,6 +105,21 @@ def tensor_of(array: Array) -> torch.Tensor:
     if is_bfloat16(array.dtype):
         return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
     return torch.from_numpy(array)
+
+
+def in_storage_order(tensor: Any) -> tuple[Any, list[int]]:
+    """Return a tensor with its dimensions in the order of memory, and the way back.
+
+    Args:
+      tensor: One that lies in memory without gaps, in whatever order of dimensions.
+
+    Returns:
+      The tensor, contiguous, and the order to `permute` it by to have the one that was given.
+    """
+    order = sorted(range(tensor.ndim), key=lambda i: -tensor.stride(i))
+    if tensor.is_contiguous() or not tensor.permute(order).is_contiguous():
+        order = list(range(tensor.ndim))
+    return tensor.permute(order).contiguous(), [order.index(i) for i in range(tensor.ndim)]
 
 
 def as_buffer(array: Array) -> Any:

@@ -1,16 +1,19 @@
 """Torch's own suite for backends, hosted by ranks of MPI: one ``mpiexec`` for each test.
 
     python tests/doors/torch/hosted.py --ranks 4 [--backend gloo] [--only all_reduce] [--every 8]
+    python tests/doors/torch/hosted.py --ranks 4 --record tests/doors/torch/hosted.tsv
 
 It prints each test that fails or hangs, and how many passed and were skipped; what GPUs, or the
 literal name of another backend, gate is counted apart. `STANDS_OUT` says why a test may differ
-from gloo's.
+from gloo's. The table `TABLE` has how each test went here, and with gloo where it did not pass
+here; ``--record`` goes on with a table that has been begun.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import functools
 import inspect
 import json
 import os
@@ -22,6 +25,7 @@ from pathlib import Path
 
 LIMIT = 60  # seconds for one test
 SUITE = "torch.testing._internal.distributed.distributed_test"
+TABLE = Path(__file__).with_name("hosted.tsv")  # on 4 ranks: test, mpistrat, gloo, why
 
 # Tests that pass with gloo and not here, each with its reason.
 STANDS_OUT: dict[str, str] = {}
@@ -55,17 +59,30 @@ def cases(directory, backend, size):
     return Hosted, suite, common
 
 
-def names():
-    """The tests of the suite, without starting anything."""
+@functools.cache
+def tests():
+    """The tests of the suite by their names, without starting anything."""
     before = dict(os.environ)
     try:
         hosted, _, _ = cases("", "gloo", 4)
     finally:
         os.environ.clear()
         os.environ.update(before)
-    return sorted(
-        name for name, _ in inspect.getmembers(hosted, callable) if name.startswith("test_")
-    )
+    found = inspect.getmembers(hosted, callable)
+    return {name: test for name, test in found if name.startswith("test_")}
+
+
+def names():
+    """The names of the tests, in order."""
+    return sorted(tests())
+
+
+def of_gpus(name):
+    """Tell whether a test is skipped where there is no GPU, by its name or its decorators."""
+    if "cuda" in name or "nccl" in name:  # some of these look for no GPU before they use one
+        return True
+    head = inspect.getsource(tests()[name]).split("def ")[0]
+    return "skip_if_no_gpu" in head or "skip_if_lt_x_gpu" in head
 
 
 def run_here(name, backend, directory):
@@ -117,7 +134,7 @@ def run_here(name, backend, directory):
 
 def run_one(name, backend, size):
     """Run one test on several ranks; return how it went, and why."""
-    if "cuda" in name or "nccl" in name:  # some of these look for no GPU before they use one
+    if of_gpus(name):
         return "skipped", "GPU"
     from mpistrat.launch.mpiexec import find
     from mpistrat.launch.process import run_job
@@ -149,6 +166,36 @@ def gate(reason):
     return "another backend's name" if "backend" in low else reason[:60]
 
 
+def recorded(path=TABLE):
+    """Return the rows of a table by the names of the tests: mpistrat, gloo, why."""
+    lines = path.read_text().splitlines()[1:] if path.exists() else []
+    return {name: rest for name, *rest in (line.split("\t") for line in lines)}
+
+
+def reason(how, why):
+    """Return in one line why a test did not pass."""
+    if how == "skipped":
+        return gate(why)
+    lines = [line.strip() for line in why.splitlines() if "Error" in line or "Exception" in line]
+    return (lines or why.splitlines() or [""])[-1].replace("\t", " ")[:150]
+
+
+def record(path, chosen, size, seconds):
+    """Write a row for each test that has none, until `seconds` are over."""
+    known, end = recorded(path), time.monotonic() + seconds
+    if not known:
+        path.write_text("test\tmpistrat\tgloo\twhy\n")
+    for name in [name for name in chosen if name not in known]:
+        if time.monotonic() > end:
+            break
+        how, why = run_one(name, "mpistrat", size)
+        said, beside = reason(how, why), ""
+        if how != "passed" and said != "GPUs":
+            beside, _ = run_one(name, "gloo", size)
+        with path.open("a") as table:
+            table.write(f"{name}\t{how}\t{beside}\t{said}\n")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backend", default="mpistrat")
@@ -156,12 +203,16 @@ def main():
     parser.add_argument("--only", default="", help="a part of the names")
     parser.add_argument("--every", type=int, default=1, help="only each so many-th")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no test after these")
+    parser.add_argument("--record", type=Path, metavar="PATH", help="write the table")
     parser.add_argument("--one", nargs=2, metavar=("NAME", "DIRECTORY"), help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:
         run_here(given.one[0], given.backend, given.one[1])
         return 0
     chosen = [name for name in names() if given.only in name][:: given.every]
+    if given.record:
+        record(given.record, chosen, given.ranks, given.seconds)
+        return 0
     counts, gates, bad = collections.Counter(), collections.Counter(), []
     end = time.monotonic() + given.seconds
     for name in chosen:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -46,6 +48,32 @@ def test_each_rank_reads_its_own_items_once(size):
         return rows.tolist()
 
     run_ranks(program, size)
+
+
+class Meeting(Squares):
+    """Of a batch of four, two items are read at a time, or the test fails."""
+
+    def __init__(self):
+        super().__init__(9)  # item 0 tells what an item is
+        self.two = threading.Barrier(2, timeout=10)
+
+    def __getitem__(self, index):
+        if self.read:
+            self.two.wait()
+        return super().__getitem__(index)
+
+
+def test_workers_read_beside_each_other():
+    def program(comm):
+        strategy = ms.MirroredStrategy()
+        data = torch.utils.data.Subset(Meeting(), range(1, 9))
+        found = list(mt.batches(data, strategy, batch_size=8, workers=2))
+        assert len(found) == 1
+        return found[0]["y"].tolist()
+
+    assert run_ranks(program, 2) == [[1, 4, 9, 16], [25, 36, 49, 64]]
+    with pytest.raises(ms.DataError, match=r"workers=2 read the items.*tuple"):
+        mt.batches((np.arange(4),), ms.OneDeviceStrategy("cpu"), batch_size=2, workers=2)
 
 
 def test_it_is_a_source_of_a_dataset_with_all_its_steps():

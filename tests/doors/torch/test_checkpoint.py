@@ -164,10 +164,53 @@ def test_a_checkpoint_before_the_first_step_changes_nothing_there_and_after_rest
     assert torch.equal(some_steps(model, optimizer, [3]), wanted)
 
 
+class WithClosure(torch.optim.SGD):
+    def step(self, closure):
+        return closure()
+
+
 def test_an_optimizer_whose_state_is_not_known_before_a_step_is_an_error_that_says_so():
-    optimizer = torch.optim.LBFGS(filled().parameters())
-    with pytest.raises(ms.errors.LeafTypeError, match="LBFGS cannot be saved"):
+    optimizer = WithClosure(filled().parameters(), 0.1)
+    with pytest.raises(ms.errors.LeafTypeError, match="WithClosure cannot be saved"):
         ms.Checkpoint(optimizer=optimizer).variables()
+
+
+@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+def test_the_history_of_lbfgs_goes_on(tmp_path, search):
+    inputs, wanted = torch.rand(2, 8, 3, generator=torch.Generator().manual_seed(0)).unbind()
+
+    def made():
+        model = filled()
+        optimizer = torch.optim.LBFGS(
+            model.parameters(), lr=0.3, max_iter=2, history_size=2, line_search_fn=search
+        )
+        return model, optimizer, ms.Checkpoint(model=model, optimizer=optimizer)
+
+    def steps(model, optimizer, count):
+        def closure():
+            optimizer.zero_grad()
+            loss = (model(inputs).sin() - wanted[:, :2]).square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(count):
+            optimizer.step(closure)
+        return model.weight.detach().clone()
+
+    model, optimizer, checkpoint = made()
+    paths = [checkpoint.save(tmp_path / "start")]
+    ends = []
+    for count in (1, 1, 3):  # without a history, with some of it, with all that is kept
+        ends.append(steps(model, optimizer, count))
+        paths.append(checkpoint.save(tmp_path / "later"))
+    ends.append(steps(model, optimizer, 2))
+    assert len(optimizer.state[next(iter(model.parameters()))]["old_dirs"]) == 2
+    for path, count, end in zip(paths, (1, 1, 3, 2), ends, strict=True):
+        for fresh in (True, False):  # also of an optimizer that has made steps
+            if fresh:
+                model, optimizer, checkpoint = made()
+            checkpoint.restore(path).assert_consumed()
+            assert torch.equal(steps(model, optimizer, count), end)
 
 
 def test_a_parameter_that_was_not_used_yet_has_the_same_names_when_saved_and_restored(tmp_path):

@@ -305,19 +305,44 @@ def test_a_fused_optimizer_of_other_parameters_than_now_require_grad_says_so():
     run_ranks(program, 2)
 
 
-def test_a_system_that_does_not_tell_of_writes_is_an_error_at_the_start(monkeypatch):
+def test_where_the_system_does_not_tell_of_writes_each_rank_has_its_own_copy(monkeypatch):
     def refused(*_):
         raise PermissionError(13, "Permission denied", "/proc/self/pagemap")
 
-    monkeypatch.setattr("mpistrat.sharedmem.overlay.Overlay.written", refused)
+    monkeypatch.setattr("mpistrat.sharedmem.overlay._page_table", refused)
+    monkeypatch.setenv("MPISTRAT_CHECK_EVERY", "2")
+
+    def model_of(comm, strategy):
+        model = nn.Linear(300, 300)
+        with torch.no_grad():
+            model.weight.copy_(torch.linspace(0, 1, 90_000).reshape(300, 300))
+            model.bias.zero_()
+        return mt.replicate(model, strategy)
+
+    def steps(model, optimizer, comm, count):
+        for step in range(count):
+            model(torch.ones(2, 300) * step + comm.rank).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.weight.detach().clone()
 
     def program(comm):
-        model = mt.replicate(nn.Linear(300, 300), ms.MirroredStrategy())
-        with pytest.raises(ms.errors.ContextError, match=r"pagemap.*torch\.optim"):
-            mt.FusedOptimizer(model, ms.optim.SGD(0.1))
-        torch.optim.SGD(model.parameters(), 0.1)
-        model(torch.ones(2, 300) + 2 * comm.rank).mean().backward()
-        torch.testing.assert_close(model.weight.grad, torch.full((300, 300), 2 / 300))
+        strategy = ms.MirroredStrategy()
+        model = model_of(comm, strategy)
+        how = pytest.warns(RuntimeWarning, match=r"pagemap.*own copy")
+        with how if comm.rank == 0 else contextlib.nullcontext():
+            optimizer = mt.FusedOptimizer(model, ms.optim.Adam(0.01))
+        found = steps(model, optimizer, comm, 3)
+        plain = model_of(comm, strategy)
+        wanted = steps(plain, torch.optim.Adam(plain.parameters(), 0.01), comm, 3)
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+        with strategy.scope():
+            large = ms.Variable(np.zeros((300, 300)))  # of others the ranks of a node have one
+        assert type(large.storage) is not type(optimizer.variables["weight"].storage)
+        if comm.rank == 1:
+            model.weight.data.add_(1)
+        with pytest.raises(ms.errors.DivergenceError, match="weight"):
+            steps(model, optimizer, comm, 300)
 
     run_ranks(program, 2)
 
@@ -560,6 +585,45 @@ def test_what_has_no_answer_is_an_error_that_says_so():
             )
         with pytest.raises(ms.errors.LeafTypeError, match="lazy"):
             mt.replicate(nn.LazyLinear(3), strategy)
+
+    run_ranks(program, 2)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_loss_whose_rows_are_not_known_is_an_error_on_all_ranks(fused):
+    def program(comm):
+        model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+        model = mt.replicate(model, ms.MirroredStrategy())
+        optimizer = mt.FusedOptimizer(model, ms.optim.SGD(0.1)) if fused else None
+
+        def refused(match, loss):
+            with pytest.raises(ms.errors.ContextError, match=match):
+                loss.backward()
+                if fused:
+                    optimizer.step()
+            model.zero_grad()
+            if fused:
+                optimizer.zero_grad()
+
+        refused("no output of the model", model[0](rows(2, 1)).mean())
+        # On rank 1 only, as one batch there is smaller.
+        counts = [(2, 2), (2, 1)][comm.rank]
+        refused(r"with 2, 1 rows|with 1, 2 rows", sum(model(rows(n, 1)).mean() for n in counts))
+        # The loss of each is right.
+        one, two = (torch.full((n, 3), float(n)) for n in counts)
+        if fused:
+            model(one).mean().backward()
+            return optimizer.step()
+        for x in (one, two):
+            model(x).mean().backward()
+        # Of the second, 2 rows of 2 and 1 row of 1.
+        slope = model[1].weight.detach()[0] * (2 + 5 / 3)
+        torch.testing.assert_close(model[0].weight.grad, slope[:, None].expand(2, 3))
+        # Calls of as many rows are one loss, whatever they have.
+        model.zero_grad()
+        (model(one).mean() + 3 * model(one + 1).mean()).backward()
+        slope = model[1].weight.detach()[0] * (2 + 9)
+        torch.testing.assert_close(model[0].weight.grad, slope[:, None].expand(2, 3))
 
     run_ranks(program, 2)
 
