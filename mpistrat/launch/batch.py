@@ -1,0 +1,235 @@
+"""A batch job described, and refused if no script can be written of it.
+
+What a user gives becomes a directive of the scheduler, which has to be a word of a small alphabet,
+as schedulers do not read quotes alike; or a word of the shell, which `batch_script` quotes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+from pathlib import PurePath
+from typing import final
+
+from mpistrat.errors import LaunchError
+
+__all__ = ["Job", "check_line", "words"]
+
+_WORD = re.compile(r"[A-Za-z0-9_.,:=%@+/\[\]&|*()-]+")  # no blank, quote, backslash, $ or #
+_TIME = re.compile(r"(?:(\d+)-)?(\d{1,3}):([0-5]\d):([0-5]\d)")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What a job script is made of.
+
+    Attributes:
+      program: A script, or ``-m`` and a module, then its arguments. ``{task}`` in them is the
+        number of the array's task, ``{local}`` the directory of what was staged.
+      scheduler: ``slurm`` or ``pbs``.
+      name: The name of the job, and of its output.
+      nodes: Number of nodes.
+      per_node: Ranks on each node.
+      cores: Cores of each rank.
+      time: The limit, ``[days-]hours:minutes:seconds``.
+      account: Whom the time is charged to, if the site asks.
+      partition: The partition of Slurm, the queue of PBS.
+      module: Environment modules to load, in this order.
+      venv: A virtual environment, relative to where the job is submitted or absolute.
+      conda: The name or path of a conda environment.
+      container: An image that Apptainer runs the program in.
+      launcher: ``srun``, ``run`` (`mpistrat run`) or ``none``: the program is started once, and
+        starts ranks itself. Empty for the scheduler's own: ``srun``, with PBS ``run``.
+      pmi: How ``srun`` tells the ranks of each other: ``pmi2``, ``pmix``; empty for the site's own.
+      checkpoint: A directory, given to the program as ``--checkpoint``; each task of an array has
+        its own below it.
+      notice: Seconds before the end of the time at which the ranks get SIGUSR1; 0 for none.
+      requeue: What goes on after a planned leave: ``yes`` requeues this job, ``chain`` submits the
+        next one, ``no``. Empty for ``yes``, with PBS ``chain``, without a checkpoint ``no``.
+      array: Numbers of tasks, such as ``0-7`` or ``0-7%2``, of which at most 2 run at once.
+      each: Arguments of one task each, instead of `array`; numbered from 0.
+      after: Jobs that have to end well before this one begins.
+      stage: Files that each node gets a copy of on its own disk; archives are unpacked.
+      directive: Further words for the scheduler, such as ``--constraint=haswell``.
+      file: The name of the script; a chain of PBS submits it again.
+    """
+
+    program: tuple[str, ...]
+    scheduler: str = "slurm"
+    name: str = "mpistrat"
+    nodes: int = 1
+    per_node: int = 1
+    cores: int = 1
+    time: str = "01:00:00"
+    account: str = ""
+    partition: str = ""
+    module: tuple[str, ...] = ()
+    venv: str = ""
+    conda: str = ""
+    container: str = ""
+    launcher: str = ""
+    pmi: str = ""
+    checkpoint: str = ""
+    notice: int = 120
+    requeue: str = ""
+    array: str = ""
+    each: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    stage: tuple[str, ...] = ()
+    directive: tuple[str, ...] = ()
+    file: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be written, and fill in what follows from the rest.
+
+        Raises:
+          LaunchError: A value cannot be used; the text says which, and what to give.
+        """
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            for text in value if isinstance(value, tuple) else (value,):
+                check_line(field.name, str(text))
+        for field_name in ("name", "account", "partition", "pmi", "array"):
+            _check_word(field_name, getattr(self, field_name))
+        for field_name in ("module", "after", "directive"):
+            for text in getattr(self, field_name):
+                _check_word(field_name, text or " ")
+        for words in self.each:
+            _check_quotes(words)
+        for path in self.stage:
+            if not PurePath(path).name:
+                _refuse("stage", path, "a file")
+        _check_counts(self)
+        _check_together(self)
+
+    @property
+    def starts(self) -> str:
+        """What starts the ranks: the launcher that was chosen, or the scheduler's own."""
+        return self.launcher or ("srun" if self.scheduler == "slurm" else "run")
+
+    @property
+    def again(self) -> str:
+        """What goes on after a planned leave: what was chosen, or what the scheduler allows."""
+        goes_on = "yes" if self.scheduler == "slurm" else "chain"
+        return self.requeue or (goes_on if self.checkpoint else "no")
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are."""
+        return self.nodes * self.per_node
+
+    @property
+    def tasks(self) -> str:
+        """The numbers of the tasks of the array; empty without one."""
+        return f"0-{len(self.each) - 1}" if self.each else self.array
+
+
+def check_line(name: str, text: str) -> None:
+    """Refuse a text that is more than one line.
+
+    Args:
+      name: The option that it was given for.
+      text: The text.
+
+    Raises:
+      LaunchError: It has a newline or another control character.
+    """
+    if _CONTROL.search(text):
+        _refuse(name, text, "text without newlines and control characters")
+
+
+def _refuse(name: str, value: object, wanted: str) -> None:
+    raise LaunchError(f"--{name.replace('_', '-')} {value!r} cannot be used; give {wanted}.")
+
+
+def _check_word(name: str, text: str) -> None:
+    if text and not _WORD.fullmatch(text):
+        _refuse(name, text, "letters, digits and . , : = % @ + / [ ] & | * ( ) _ -, without blanks")
+
+
+def _check_quotes(words: str) -> None:
+    try:
+        shlex.split(words)
+    except ValueError:
+        _refuse("each", words, "words with quotes that are closed, as in a shell")
+
+
+def _check_counts(job: Job) -> None:
+    for name in ("nodes", "per_node", "cores"):
+        if getattr(job, name) < 1:
+            _refuse(name, getattr(job, name), "an integer of at least 1")
+    if not 0 <= job.notice <= 65535:
+        _refuse("notice", job.notice, "seconds from 0 to 65535")
+    if not _TIME.fullmatch(job.time):
+        _refuse("time", job.time, "[days-]hours:minutes:seconds, as 02:00:00 or 1-12:00:00")
+    choices = {
+        "scheduler": ("slurm", "pbs"),
+        "launcher": ("", "srun", "run", "none"),
+        "requeue": ("", "yes", "chain", "no"),
+    }
+    for name, known in choices.items():
+        if getattr(job, name) not in known:
+            _refuse(name, getattr(job, name), " or ".join(filter(None, known)))
+    if job.array and not re.fullmatch(r"\d+([-,:]\d+)*(%\d+)?", job.array):
+        _refuse("array", job.array, "numbers of tasks, as 0-7, 1,3,5 or 0-7%2")
+
+
+def _check_together(job: Job) -> None:
+    pbs = job.scheduler == "pbs"
+    rules = (
+        (not job.program, "there is no program: give a script, or -m and a module, after --"),
+        (bool(job.venv and job.conda), "--venv and --conda: give one of the two"),
+        (bool(job.each and job.array), "--each makes the array itself; leave --array out"),
+        (
+            job.launcher == "none" and bool(job.checkpoint),
+            "--checkpoint is for ranks that the script starts; with --launcher none write it among "
+            "the words of the program",
+        ),
+        (job.again != "no" and not job.checkpoint, "--requeue needs --checkpoint DIR"),
+        (pbs and job.starts == "srun", "srun belongs to Slurm; with PBS give --launcher run"),
+        (
+            pbs and job.again == "yes",
+            "PBS lets only its operators requeue a running job; give --requeue chain",
+        ),
+        (
+            pbs and job.again == "chain" and bool(job.tasks),
+            "PBS cannot submit one task of an array again; give --requeue no, and submit the array "
+            "once more: what has finished ends at once",
+        ),
+        (
+            pbs and job.again == "chain" and not job.file,
+            "a chain of PBS submits its own file again; say with -o FILE where it lies",
+        ),
+        (
+            pbs and bool(job.stage),
+            "PBS stages by itself: --directive=-Wstagein=LOCAL@HOST:REMOTE instead of --stage",
+        ),
+    )
+    for wrong, text in rules:
+        if wrong:
+            raise LaunchError(f"{text}.")
+
+
+# The fields whose options have other names.
+_NAMES = {"scheduler": "for", "per_node": "per-node"}
+
+
+def words(job: Job) -> list[str]:
+    """Return the words after ``mpistrat batch`` that describe a job, without what is as by default.
+
+    Example:
+      >>> words(Job(("train.py", "--fast"), nodes=2, module=("gcc", "mpi")))
+      ['--nodes=2', '--module=gcc', '--module=mpi', '--', 'train.py', '--fast']
+    """
+    said = []
+    for field in dataclasses.fields(job):
+        value = getattr(job, field.name)
+        if field.name in ("program", "file") or value == field.default:
+            continue
+        option = _NAMES.get(field.name, field.name)
+        values = value if isinstance(value, tuple) else (value,)
+        said += [f"--{option}={one}" for one in values]
+    return [*said, *(["-o", job.file] if job.file else []), "--", *job.program]

@@ -1,0 +1,252 @@
+"""The text of a batch script, for bash under Slurm or PBS; nothing but text is made here."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import PurePath
+
+from mpistrat.launch.batch import Job, check_line
+
+__all__ = ["render"]
+
+_ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.xz")
+_PYTHON = ("python", "python3")
+
+
+def render(job: Job, made_by: Sequence[str] = ()) -> str:
+    """Return the text of a job script, for bash.
+
+    Args:
+      job: What to run.
+      made_by: The words of the command that describes it, for the script's second line.
+
+    Raises:
+      LaunchError: `made_by` has control characters.
+
+    Example:
+      >>> from mpistrat.launch.batch import Job
+      >>> print(render(Job(("train.py",), nodes=2, time="00:10:00")).splitlines()[1])
+      #SBATCH --job-name=mpistrat
+    """
+    check_line("made_by", " ".join(made_by))
+    head = ["#!/bin/bash", *([f"# {shlex.join(made_by)}"] if made_by else [])]
+    parts = (
+        [*head, *(_slurm(job) if job.scheduler == "slurm" else _pbs(job))],
+        _environment(job),
+        _staged(job),
+        _trials(job),
+        _resumable(job),
+        _call(job),
+        _again(job),
+    )
+    return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
+
+
+def _slurm(job: Job) -> list[str]:
+    """Return the directives of Slurm."""
+    words = [
+        f"--job-name={job.name}",
+        f"--nodes={job.nodes}",
+        f"--ntasks-per-node={job.per_node}",
+        f"--cpus-per-task={job.cores}",
+        f"--time={job.time}",
+        f"--output=slurm-%x-{'%A_%a' if job.tasks else '%j'}.out",
+    ]
+    for name, value in (("account", job.account), ("partition", job.partition)):
+        words += [f"--{name}={value}"] if value else []
+    words += [f"--array={job.tasks}"] if job.tasks else []
+    words += [f"--dependency=afterok:{':'.join(job.after)}"] if job.after else []
+    if job.checkpoint:
+        words += ["--open-mode=append"]
+        words += [f"--signal=USR1@{job.notice}"] if job.notice else []
+    words += ["--requeue" if job.again == "yes" else "--no-requeue"]
+    return [f"#SBATCH {word}" for word in (*words, *job.directive)]
+
+
+def _pbs(job: Job) -> list[str]:
+    """Return the directives of PBS."""
+    rank_cores = job.per_node * job.cores
+    chunk = f"{job.nodes}:ncpus={rank_cores}:mpiprocs={job.per_node}:ompthreads={job.cores}"
+    words = [
+        f"-N {job.name}",
+        f"-l select={chunk}",
+        "-l place=scatter",
+        f"-l walltime={_hours(job.time)}",
+        "-j oe",
+    ]
+    words += [f"-A {job.account}"] if job.account else []
+    words += [f"-q {job.partition}"] if job.partition else []
+    words += [f"-J {job.tasks}"] if job.tasks else []
+    words += [f"-W depend=afterok:{':'.join(job.after)}"] if job.after else []
+    words += ["-r y" if job.checkpoint or job.tasks else "-r n"]  # when a node fails
+    return [f"#PBS {word}" for word in (*words, *job.directive)]
+
+
+def _hours(time: str) -> str:
+    """Return a time without days.
+
+    Example:
+      >>> _hours("1-12:00:00")
+      '36:00:00'
+    """
+    days, _, rest = time.rpartition("-")
+    hours, _, rest = rest.partition(":")
+    return f"{int(days or 0) * 24 + int(hours):02}:{rest}"
+
+
+def _environment(job: Job) -> list[str]:
+    """Return how the script comes to where the program lives."""
+    where = "SLURM_SUBMIT_DIR" if job.scheduler == "slurm" else "PBS_O_WORKDIR"
+    lines = ["set -eo pipefail", f'cd "${where}"']
+    lines += [f"module load {shlex.quote(name)}" for name in job.module]
+    if job.venv:
+        lines += [f"source {shlex.quote(_file(f'{PurePath(job.venv)}/bin/activate'))}"]
+    if job.conda:
+        lines += ['source "$(conda info --base)/etc/profile.d/conda.sh"']
+        lines += [f"conda activate {shlex.quote(job.conda)}"]
+    lines += ["set -u", "# Threads of BLAS: the cores of a rank. Else each rank takes all cores."]
+    lines += [f"export OMP_NUM_THREADS={job.cores}"]
+    if job.scheduler == "slurm":
+        lines += [f"export SRUN_CPUS_PER_TASK={job.cores}  # srun does not take it from sbatch"]
+    return lines
+
+
+def _staged(job: Job) -> list[str]:
+    """Return how files come to the disk of each node."""
+    if not job.stage:
+        return []
+    lines = [
+        "# A copy for every node, on its own disk, removed at the end.",
+        "local_copy=/tmp/job-$SLURM_JOB_ID",
+        'each_node=(srun --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --cpus-per-task=1)',
+        """trap '"${each_node[@]}" rm -rf "$local_copy"' EXIT""",
+        '"${each_node[@]}" mkdir -p "$local_copy"',
+    ]
+    for path in job.stage:
+        name = shlex.quote(PurePath(path).name)
+        lines += [f'sbcast --force {shlex.quote(_file(path))} "$local_copy"/{name}']
+        if path.endswith(_ARCHIVES):
+            lines += [f'"${{each_node[@]}}" tar -xf "$local_copy"/{name} -C "$local_copy"']
+    return lines
+
+
+def _file(path: str) -> str:
+    """Return a path that no program takes for an option.
+
+    Example:
+      >>> _file("-x"), _file("data.npz")
+      ('./-x', 'data.npz')
+    """
+    return f"./{path}" if path.startswith("-") else path
+
+
+def _index(job: Job) -> str:
+    return "$SLURM_ARRAY_TASK_ID" if job.scheduler == "slurm" else "$PBS_ARRAY_INDEX"
+
+
+def _trials(job: Job) -> list[str]:
+    """Return what each task of an array is given."""
+    if not job.each:
+        return []
+    lines = ["# What each task of the array is given.", f'case "{_index(job)}" in']
+    lines += [
+        f"{number}) trial=({shlex.join(shlex.split(words))}) ;;"
+        for number, words in enumerate(job.each)
+    ]
+    return [*lines, "esac"]
+
+
+def _resumable(job: Job) -> list[str]:
+    """Return what a job prepares that goes on after it was ended."""
+    if not job.checkpoint:
+        return []
+    below = f'/"{_index(job)}"' if job.tasks else ""
+    lines = [f"checkpoint={shlex.quote(_file(job.checkpoint))}{below}"]
+    return [
+        *lines,
+        "# Where the ranks write the code that they agreed on; launchers change it.",
+        'mkdir -p "$checkpoint"/.job',
+        'export MPISTRAT_RECORD="$checkpoint"/.job/record',
+        'rm -f "$MPISTRAT_RECORD"',
+        "# The ranks are told that the time ends; this shell waits for them.",
+        "trap : USR1 TERM",
+    ]
+
+
+def _words(job: Job) -> str:
+    """Return the words of the program, quoted but for what the script fills in."""
+    known = {}
+    if job.tasks:
+        known["{task}"] = f'"{_index(job)}"'
+    if job.stage:
+        known["{local}"] = '"$local_copy"'
+    words = [_filled(word, known) for word in job.program]
+    words += ['"${trial[@]}"'] if job.each else []
+    words += ["--checkpoint", '"$checkpoint"'] if job.checkpoint else []
+    return " ".join([*words, *(['"$@"'] if job.scheduler == "slurm" else [])])
+
+
+def _filled(word: str, known: dict[str, str]) -> str:
+    r"""Return one word for the shell, in which what stands in braces and is known is filled in.
+
+    Example:
+      >>> _filled("a b{task}", {"{task}": '"$I"'})
+      '\'a b\'"$I"'
+    """
+    if not known or not word:
+        return shlex.quote(word)
+    parts = re.split("(" + "|".join(map(re.escape, known)) + ")", word)
+    return "".join(known.get(part) or shlex.quote(part) for part in parts if part)
+
+
+def _call(job: Job) -> list[str]:
+    """Return the line that starts the ranks."""
+    rank = f"{_inside(job)}python3 -m mpistrat.launch.rank"
+    program = _words(job)
+    if job.starts == "none":
+        line = f"{_inside(job)}python3 {program}"
+    elif job.starts == "srun":
+        pmi = f' --mpi="${{SLURM_MPI_TYPE:-{job.pmi}}}"' if job.pmi else ""
+        line = f"srun -K1{pmi} --distribution=block {rank} {program}"
+    elif job.container:  # the host's launcher, which starts a container for each rank
+        line = f"mpiexec -n {job.ranks} {rank} {program}"
+    else:
+        line = f"python3 -m mpistrat run -n {job.ranks} {program}"
+    start = ["# -K1: when one rank dies the others end too."] if job.starts == "srun" else []
+    return [*start, "code=0", f"{line} || code=$?"] if job.checkpoint else [*start, line]
+
+
+def _inside(job: Job) -> str:
+    """Return the words before a command that runs in the container, if there is one."""
+    return f"apptainer exec {shlex.quote(_file(job.container))} " if job.container else ""
+
+
+def _again(job: Job) -> list[str]:
+    """Return how a job that was ended early goes on."""
+    if not job.checkpoint:
+        return []
+    if job.again == "no":
+        return ['exit "$code"']
+    number, chosen = '"$SLURM_JOB_ID"', ""
+    if job.tasks:
+        number = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"'
+        chosen = ' --array="$SLURM_ARRAY_TASK_ID"'
+    runs = f'[ "$(squeue -h -j {number} -o %T)" = RUNNING ]'
+    if job.scheduler == "pbs":
+        runs = "qstat -f \"$PBS_JOBID\" | grep -q 'job_state = R'"
+        again = f'qsub -W depend=afterany:"$PBS_JOBID" {shlex.quote(_file(job.file))}'
+    elif job.again == "yes":
+        again = f"scontrol requeue {number}"
+    else:
+        again = f'sbatch --dependency=afterany:"$SLURM_JOB_ID"{chosen} "$0" "$@"'
+    asked = f'{_inside(job)}python3 -m mpistrat requeue --record "$MPISTRAT_RECORD" --code "$code"'
+    return [
+        "# Once more after a planned leave, or twice after a hang; never after scancel or qdel.",
+        f"if {runs} &&",
+        f"    {asked}; then",
+        f"    {again}",
+        "fi",
+        'exit "$code"',
+    ]
