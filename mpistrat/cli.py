@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from mpistrat.commands import batch, doctor, run
+from mpistrat.commands import batch, doctor, run, scaling
 from mpistrat.errors import MpistratError
 
 __all__ = ["COMMANDS", "main"]
@@ -17,6 +17,7 @@ COMMANDS: dict[str, ModuleType] = {
     "run": run,
     "doctor": doctor,
     "batch": batch,
+    "scaling": scaling,
 }
 
 

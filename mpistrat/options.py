@@ -65,6 +65,8 @@ class Options:
         ``MPISTRAT_RANKS``; `mpistrat run` sets it.
       record: A file for the exit code, written when all ranks have left. ``MPISTRAT_RECORD``;
         `mpistrat run` sets it, and counts a job that has not written it as failed.
+      measure: A file for what the job came to: ranks, nodes, seconds, steps. ``MPISTRAT_MEASURE``;
+        `mpistrat scaling` sets it.
       grace: Seconds that a rank which leaves with a failure waits for the others to make a call,
         before it ends the job. ``MPISTRAT_GRACE``.
       warn: Seconds after which a rank that the others wait for is named. ``MPISTRAT_WARN``.
@@ -92,6 +94,7 @@ class Options:
     threads: int = _knob(0, _count, "a number of threads, or 0 for the cores of the rank")
     ranks: int = _knob(0, _count, "a number of ranks")
     record: str = _knob("", str, "a file name")
+    measure: str = _knob("", str, "a file name")
     grace: float = _knob(30.0, _seconds, "seconds, more than 0")
     warn: float = _knob(60.0, _seconds, "seconds, more than 0")
     timeout: float = _knob(1800.0, _seconds, "seconds, more than 0")

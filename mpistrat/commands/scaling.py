@@ -1,0 +1,90 @@
+"""Measure a program at several numbers of ranks or nodes: speed-up, efficiency, core-hours.
+
+Runs it by `mpistrat run`, one run after the other: here, or in the allocation that this is started
+in. Give words that make a run short and the work of all runs the same. Each run begins anew, so let
+it not resume. Takes the number per second that the program prints last ("examples per second 1,234"
+on a line), else the steps per second that mpistrat counts, else the time of the whole run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpistrat.commands.arguments import positive, seconds
+
+if TYPE_CHECKING:
+    from mpistrat.launch.scaling import Row
+
+__all__ = ["main", "options"]
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    """Return numbers in rising order."""
+    return tuple(sorted({positive(part) for part in text.split(",")}))
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    where = parser.add_mutually_exclusive_group()
+    text = "numbers of ranks, as 1,2,4; by default 1, 2, 4 ... up to the cores of this machine"
+    where.add_argument("--ranks", metavar="N,...", type=_counts, help=text)
+    text = "numbers of nodes instead, with --per-node ranks on each"
+    where.add_argument("--nodes", metavar="N,...", type=_counts, help=text)
+    parser.add_argument("--per-node", metavar="N", type=positive, default=1, help="1")
+    text = "cores of each rank, so many threads has its BLAS in every run; 1"
+    parser.add_argument("--cores", metavar="N", type=positive, default=1, help=text)
+    text = "write the table to NAME.csv and NAME.json, and the picture to NAME.png"
+    parser.add_argument("--output", metavar="NAME", type=Path, help=text)
+    parser.add_argument("--timeout", metavar="S", type=seconds, help="end a run after S seconds")
+    text = "-- and the program: a script, or -m and a module, then its arguments"
+    parser.add_argument("program", metavar="PROGRAM ...", nargs=argparse.REMAINDER, help=text)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run the study."""
+    from mpistrat.errors import LaunchError
+    from mpistrat.launch.mpiexec import cores
+    from mpistrat.launch.scaling import Study, doubling, measure, rows, table
+
+    program = tuple(args.program[1:] if args.program[:1] == ["--"] else args.program)
+    if not program:
+        print("mpistrat scaling: error: give -- and a program to run", file=sys.stderr)
+        return 2
+    counts = args.nodes or args.ranks or doubling(max(1, cores() // args.cores))
+    per_node = args.per_node if args.nodes else None
+    study = Study(program, counts, per_node, args.cores, args.timeout)
+    runs, code = [], 0
+    try:
+        for run in measure(study, lambda text: print(text, file=sys.stderr, flush=True)):
+            runs.append(run)
+    except LaunchError as error:  # what was measured before it is shown
+        print(f"mpistrat scaling: error: {error}", file=sys.stderr)
+        code = 1
+    if runs:
+        kind, lines = rows(study, runs)
+        print(table(kind, lines))
+        if args.output is not None:
+            _write(args.output, kind, lines)
+    return code
+
+
+def _write(output: Path, kind: str, lines: list[Row]) -> None:
+    from mpistrat.launch.scaling import draw
+
+    output.parent.mkdir(parents=True, exist_ok=True)
+    name = kind.replace(" ", "_")
+    found = [{name if k == "rate" else k: v for k, v in row._asdict().items()} for row in lines]
+    output.with_name(f"{output.name}.json").write_text(json.dumps(found, indent=1) + "\n")
+    with output.with_name(f"{output.name}.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, found[0].keys())
+        writer.writeheader()
+        writer.writerows(found)
+    try:
+        draw(kind, lines, output.with_name(f"{output.name}.png"))
+    except ImportError:
+        print("no picture: it needs matplotlib (pip install matplotlib)", file=sys.stderr)

@@ -1,0 +1,259 @@
+"""`mpistrat scaling`: the same program at several numbers of ranks or nodes, and what that gained.
+
+The number of a run is what the program prints, a line such as ``examples per second  60,301``; else
+the steps per second that mpistrat counts; else the time from start to end, start-up included. All
+runs of a study have the same kind of number. Nothing is extrapolated.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mpistrat.environment import environment
+from mpistrat.errors import LaunchError
+
+__all__ = ["Row", "Run", "Study", "command", "doubling", "draw", "measure", "rows", "table"]
+
+_PRINTED = re.compile(r"^\W*(\w+ per second)\b\W*([0-9][0-9,_]*\.?[0-9]*)", re.MULTILINE | re.I)
+
+
+class Study(NamedTuple):
+    """What is to be run.
+
+    Attributes:
+      program: A script, or ``-m`` and a module, then its arguments.
+      counts: Numbers of ranks, or of nodes if `per_node` is given, the least first.
+      per_node: Ranks on each node, or None.
+      cores: Cores of each rank, which are its threads of BLAS in every run.
+      timeout: Seconds after which a run is ended, or None.
+    """
+
+    program: tuple[str, ...]
+    counts: tuple[int, ...]
+    per_node: int | None = None
+    cores: int = 1
+    timeout: float | None = None
+
+
+class Run(NamedTuple):
+    """What one run came to.
+
+    Attributes:
+      ranks: How many there were.
+      nodes: On how many nodes they were, by the names of the hosts.
+      cores: Cores that the ranks could run on, on all nodes.
+      seconds: From the start of the launcher to its end.
+      rates: Numbers per second by what they count, the one to take first.
+    """
+
+    ranks: int
+    nodes: int
+    cores: int
+    seconds: float
+    rates: dict[str, float]
+
+
+class Row(NamedTuple):
+    """One line of the table.
+
+    Attributes:
+      ranks: Number of ranks.
+      nodes: Number of nodes.
+      rate: What was counted, per second.
+      speedup: `rate` divided by that of the first row.
+      efficiency: `speedup` divided by how many times as many ranks there are as in the first row.
+      core_hours: Cores of all ranks times the time of the run, start-up included, in hours.
+      crowded: More ranks than cores: what it says of scaling is nothing.
+    """
+
+    ranks: int
+    nodes: int
+    rate: float
+    speedup: float
+    efficiency: float
+    core_hours: float
+    crowded: bool
+
+
+def doubling(most: int) -> tuple[int, ...]:
+    """Return 1, 2, 4 and so on, up to and with `most`.
+
+    Example:
+      >>> doubling(6)
+      (1, 2, 4, 6)
+    """
+    counts = [1]
+    while 2 * counts[-1] < most:
+        counts.append(2 * counts[-1])
+    return tuple(dict.fromkeys([*counts, most]))
+
+
+def command(study: Study, count: int) -> list[str]:
+    """Return the words of ``mpistrat run`` for one run of a study.
+
+    Example:
+      >>> command(Study(("train.py",), (1, 2)), 2)
+      ['run', '-n', '2', 'train.py']
+      >>> command(Study(("-m", "train"), (1, 2), per_node=8), 2)
+      ['run', '-n', '16', '--nodes', '2', '--per-node', '8', '-m', 'train']
+    """
+    words = ["run", "-n", str(count * (study.per_node or 1))]
+    if study.per_node is not None:
+        words += ["--nodes", str(count), "--per-node", str(study.per_node)]
+    words += [] if study.timeout is None else ["--timeout", f"{study.timeout:g}"]
+    return [*words, *study.program]
+
+
+def printed(text: str) -> dict[str, float]:
+    """Return the numbers per second that a program has printed, the last of each kind.
+
+    Example:
+      >>> printed("examples per second  60,301 (median epoch)")
+      {'examples per second': 60301.0}
+    """
+    found = ((name.lower(), number) for name, number in _PRINTED.findall(text))
+    numbers = {name: float(re.sub("[,_]", "", number)) for name, number in found}
+    return {name: number for name, number in numbers.items() if number > 0}
+
+
+def measure(study: Study, say: Callable[[str], None]) -> Iterator[Run]:
+    """Run a study, one run after the other.
+
+    Args:
+      study: What to run.
+      say: Is given what the program prints, and a line before each run.
+
+    Yields:
+      What each run came to.
+
+    Raises:
+      LaunchError: A run has failed, or was on fewer ranks or nodes than were asked for.
+    """
+    for count in study.counts:
+        words = command(study, count)
+        say(f"mpistrat {' '.join(words)}")
+        with tempfile.TemporaryDirectory(prefix="mpistrat-", dir=Path.cwd()) as directory:
+            told = Path(directory, "measured")
+            extra = {"MPISTRAT_MEASURE": str(told), "OMP_NUM_THREADS": str(study.cores)}
+            begin = time.perf_counter()
+            got = subprocess.run(
+                [sys.executable, "-m", "mpistrat", *words],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                env=environment(extra),
+                check=False,
+            )
+            seconds = time.perf_counter() - begin
+            text = got.stdout.decode(errors="replace")
+            say(text.rstrip("\n"))
+            found = json.loads(told.read_text()) if told.exists() else {}
+        if got.returncode:
+            raise LaunchError(f"the run on {count} has failed with exit code {got.returncode}.")
+        yield _checked(study, count, found, seconds, text)
+
+
+def _checked(study: Study, count: int, found: dict[str, Any], seconds: float, text: str) -> Run:
+    """Return what a run came to, if it was where it should have been."""
+    ranks = count * (study.per_node or 1)
+    if not found:
+        raise LaunchError(
+            "the run has not told how many ranks and nodes it had, so it counts for nothing: the "
+            "directory in which `mpistrat scaling` is started has to be seen by all nodes."
+        )
+    if found["ranks"] != ranks or (study.per_node is not None and found["nodes"] != count):
+        wanted = f"{ranks} ranks" + (f" on {count} nodes" if study.per_node else "")
+        raise LaunchError(
+            f"{wanted} were asked for, and there were {found['ranks']} on {found['nodes']}, so the "
+            "run counts for nothing. Ask the batch system for as many nodes as the study wants."
+        )
+    rates = printed(text)
+    if found["steps_per_second"] is not None:
+        rates.setdefault("steps per second", found["steps_per_second"])
+    rates["runs per second"] = 1 / seconds
+    return Run(ranks, found["nodes"], found["cores"], seconds, rates)
+
+
+def rows(study: Study, runs: Sequence[Run]) -> tuple[str, list[Row]]:
+    """Return what was counted, and the lines of the table.
+
+    Args:
+      study: What was run.
+      runs: What the runs came to, at least one.
+
+    Raises:
+      LaunchError: The runs have no kind of number in common.
+    """
+    kind = next(k for k in runs[0].rates if all(k in run.rates for run in runs))
+    first = runs[0]
+    lines = []
+    for run in runs:
+        speedup = run.rates[kind] / first.rates[kind]
+        used = run.ranks * study.cores
+        lines.append(
+            Row(
+                run.ranks,
+                run.nodes,
+                run.rates[kind],
+                speedup,
+                speedup * first.ranks / run.ranks,
+                used * run.seconds / 3600,
+                used > run.cores,
+            )
+        )
+    return kind, lines
+
+
+def table(kind: str, lines: Sequence[Row]) -> str:
+    """Return the table as text.
+
+    Example:
+      >>> print(table("steps per second", [Row(1, 1, 10.0, 1.0, 1.0, 0.001, False)]))
+       ranks  nodes  steps per second  speed-up  efficiency  core-hours
+           1      1              10.0      1.00       100 %      0.0010
+    """
+    width = max(len(kind), 12)
+    text = [f" ranks  nodes  {kind:>{width}}  speed-up  efficiency  core-hours"]
+    for row in lines:
+        digits = 0 if row.rate >= 1000 else 1 if row.rate >= 10 else 4
+        text.append(
+            f"{row.ranks:6}  {row.nodes:5}  {row.rate:{width},.{digits}f}  {row.speedup:8.2f}  "
+            f"{row.efficiency:8.0%}  {row.core_hours:11.4f}".replace("%", " %")
+            + ("  more ranks than cores" if row.crowded else "")
+        )
+    return "\n".join(text)
+
+
+def draw(kind: str, lines: Sequence[Row], path: Path) -> None:
+    """Draw speed-up over ranks, beside the line that would be perfect up to the last run.
+
+    Args:
+      kind: What was counted.
+      lines: The table.
+      path: Where the picture goes.
+
+    Raises:
+      ImportError: matplotlib is not installed.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5, 4), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    ranks = [row.ranks for row in lines]
+    ideal = [row.ranks / lines[0].ranks for row in lines]
+    axes.plot(ranks, ideal, color="0.7", label="perfect")
+    axes.plot(ranks, [row.speedup for row in lines], marker="o", label=kind)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.set_xticks(ranks, [f"{row.ranks}\n{row.nodes}" for row in lines])
+    axes.set(xlabel="ranks, and below them nodes", ylabel=f"speed-up over {ranks[0]} ranks")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.legend()
+    figure.savefig(path)
