@@ -64,7 +64,6 @@ THIN = {
     "compat/v1/distribute/experimental.py": "tf.compat.v1.distribute has a module of that name",
     "experimental/coordinator.py": "tf.distribute has a module of that name",
     "experimental/rpc.py": "tf.distribute has a module of that name",
-    "commands/arguments.py": "types that subcommands share",
     "testing/faults.py": "grows with the faults",
 }
 COMING: set[str] = set()  # rooms that are being built

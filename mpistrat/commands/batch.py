@@ -78,9 +78,8 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Write the script."""
-    from mpistrat.launch.batch import Job, words
+    from mpistrat.launch.batch import Job, submit, words
     from mpistrat.launch.batch_script import render
-    from mpistrat.launch.submit import submit
 
     given = _given(args)
     if args.submit:

@@ -1,4 +1,4 @@
-"""A batch job described, and refused if no script can be written of it.
+"""A batch job: described, refused if no script can be written of it, and handed in.
 
 What a user gives becomes a directive of the scheduler, which has to be a word of a small alphabet,
 as schedulers do not read quotes alike; or a word of the shell, which `batch_script` quotes.
@@ -9,15 +9,19 @@ from __future__ import annotations
 import dataclasses
 import re
 import shlex
+import subprocess
 from pathlib import PurePath
 from typing import final
 
+from mpistrat.environment import environment
 from mpistrat.errors import LaunchError
 
-__all__ = ["Job", "check_line", "words"]
+__all__ = ["Job", "check_line", "submit", "words"]
 
 _WORD = re.compile(r"[A-Za-z0-9_.,:=%@+/\[\]&|*()-]+")  # no blank, quote, backslash, $ or #
 _TIME = re.compile(r"(?:(\d+)-)?(\d{1,3}):([0-5]\d):([0-5]\d)")
+_COMMANDS = {"slurm": "sbatch", "pbs": "qsub"}
+_PATIENCE = 120.0  # seconds; a scheduler under load takes a minute
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
 
 
@@ -233,3 +237,43 @@ def words(job: Job) -> list[str]:
         values = value if isinstance(value, tuple) else (value,)
         said += [f"--{option}={one}" for one in values]
     return [*said, *(["-o", job.file] if job.file else []), "--", *job.program]
+
+
+def submit(scheduler: str, file: str) -> str:
+    """Submit a job script.
+
+    Args:
+      scheduler: ``slurm`` or ``pbs``.
+      file: The script.
+
+    Returns:
+      What the scheduler said: the number of the job.
+
+    Raises:
+      LaunchError: The scheduler's command is not here, refuses the script, or does not answer.
+    """
+    command = _COMMANDS[scheduler]
+    try:
+        got = subprocess.run(
+            [command, f"./{file}" if file.startswith("-") else file],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_PATIENCE,
+            env=environment({}),
+            check=False,
+        )
+    except FileNotFoundError:
+        raise LaunchError(
+            f"{file} is written and not submitted: there is no {command} here. Submit it on a "
+            "login node of the cluster."
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise LaunchError(
+            f"{command} {file} has not answered for {_PATIENCE:g} s; it may have been submitted "
+            "nevertheless: ask the scheduler which jobs there are."
+        ) from None
+    if got.returncode:
+        said = got.stderr.strip() or got.stdout.strip()
+        raise LaunchError(f"{command} {file} failed with exit code {got.returncode}: {said}")
+    return got.stdout.strip()

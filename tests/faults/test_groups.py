@@ -13,6 +13,7 @@ from mpistrat.launch.process import run_job
 from mpistrat.launch.run import python_program
 
 JOB = Path(__file__).parent / "programs" / "groups_job.py"
+SWEEP = Path(__file__).parents[2] / "hpc_jobs" / "sweep.py"
 LONGEST = 60
 SHORT = {"MPISTRAT_WARN": "0.5", "MPISTRAT_TIMEOUT": "2", "MPISTRAT_GRACE": "1"}
 pytestmark = [
@@ -104,3 +105,22 @@ def test_who_calls_those_that_have_left_is_told(ranks_per_node, tmp_path):
     assert code == 1, said
     assert len(re.findall(r"rank [13] was told: replica 0 raised ValueError", said)) == 2
     assert "MPISTRAT_GRACE" not in said
+
+
+def test_the_sweep_of_the_batch_jobs(tmp_path):
+    """One trial of four fails, and its group goes on to the next; a second start trains no more."""
+    pytest.importorskip("sklearn", reason="the sweep needs scikit-learn: not run")
+    words = [str(SWEEP), "--epochs", "1", "--checkpoint", str(tmp_path / "runs")]
+    program = python_program([*words, "100", "0.1", "0.2", "0.4"], module=False)
+    said = []
+    for _ in range(2):
+        with (tmp_path / "said").open("wb+") as output:
+            outcome = run_job(find()[0].command(4, program), LONGEST, output)
+            output.seek(0)
+            text = output.read().decode(errors="replace")
+        assert outcome.code == 1, text
+        said.append(sorted(re.findall("^trial .*", text, re.MULTILINE)))
+    failed = "trial 0: rate 100, ranks 2: failed: ValueError: a learning rate of 100.0 diverges"
+    assert said[0][0] == failed
+    assert sum(", ranks 2: test accuracy 0." in line for line in said[0]) == 3
+    assert said[0] == said[1]
