@@ -16,7 +16,6 @@ from pathlib import Path
 from mpistrat.comm.mpi import before_abort, library
 from mpistrat.comm.session import Session
 from mpistrat.errors import PreflightError
-from mpistrat.launch.measured import Measured
 from mpistrat.launch.roster import shared_files, sign_in
 from mpistrat.lockstep.exits import code_of, exits
 from mpistrat.lockstep.lockstep import Lockstep
@@ -36,15 +35,14 @@ def main(argv: Sequence[str]) -> None:
     files = shared_files() - before  # MPI's; of a job that fails, its launcher removes them
     out = exits()
     try:
-        lockstep = Lockstep(session)
-        begin(lockstep)
+        begin(Lockstep(session))
         chosen = session.options
-        measured = Measured(lockstep, chosen.measure) if chosen.measure else None
         if chosen.record:
-            out.recorder = lambda code: _record(chosen.record, code, measured)
+            out.recorder = lambda code: _record(chosen.record, code)
             before_abort(lambda code: _record(chosen.record, code))
-            if chosen.ranks:  # `mpistrat run` waits for them; a batch script needs no such files
-                sign_in(Path(chosen.record).parent, session.comm.rank, files)
+            sign_in(Path(chosen.record).parent, session.comm.rank, files)
+        if chosen.measure:
+            _measure(session, chosen.measure)
         _check_size(chosen.ranks, session.comm.size)
         session.release()  # it belongs to whoever makes the first strategy, as without the runner
         _run(list(argv))
@@ -74,9 +72,23 @@ def _check_size(wanted: int, got: int) -> None:
         )
 
 
-def _record(path: str, code: int, measured: Measured | None = None) -> None:
-    if measured is not None and not code:
-        measured.write()
+def _measure(session: Session, path: str) -> None:
+    """Let rank 0 write what the job came to when it leaves."""
+    from mpistrat.launch.measured import Measured  # few jobs need it
+
+    measured, out = Measured(Lockstep(session), path), exits()
+    before = out.recorder
+
+    def write(code: int) -> None:
+        if before is not None:
+            before(code)
+        if not code:
+            measured.write()
+
+    out.recorder = write
+
+
+def _record(path: str, code: int) -> None:
     with contextlib.suppress(OSError):  # on another host than the launcher's
         Path(path).write_text(f"{code}\n", encoding="ascii")
 
