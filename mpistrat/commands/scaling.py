@@ -59,6 +59,8 @@ def main(args: argparse.Namespace) -> int:
     per_node = args.per_node if args.nodes else None
     study = Study(program, counts, per_node, args.cores, args.timeout)
     runs, code = [], 0
+    if args.output is not None:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
     try:
         for run in measure(study, lambda text: print(text, file=sys.stderr, flush=True)):
             runs.append(run)
@@ -76,7 +78,6 @@ def main(args: argparse.Namespace) -> int:
 def _write(output: Path, kind: str, lines: list[Row]) -> None:
     from mpistrat.launch.scaling import draw
 
-    output.parent.mkdir(parents=True, exist_ok=True)
     name = kind.replace(" ", "_")
     found = [{name if k == "rate" else k: v for k, v in row._asdict().items()} for row in lines]
     output.with_name(f"{output.name}.json").write_text(json.dumps(found, indent=1) + "\n")
