@@ -70,7 +70,8 @@ def options(parser: argparse.ArgumentParser) -> None:
         )
     text = "SIGUSR1 so long before the end of the time; 120, 0 for none"
     parser.add_argument("--notice", metavar="S", type=int, default=absent, help=text)
-    parser.add_argument("-o", dest="file", metavar="FILE", default=absent, help="the file to write")
+    names, text = ("-o", "--output"), "the file to write"
+    parser.add_argument(*names, dest="file", metavar="FILE", default=absent, help=text)
     parser.add_argument("--submit", action="store_true", help="submit the script")
     text = "-- and the program: a script, or -m and a module, then its arguments"
     parser.add_argument("program", metavar="PROGRAM ...", nargs=argparse.REMAINDER, help=text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -164,6 +165,23 @@ def test_files_that_cannot_be_read(text, said, tmp_path, capsys):
         file.write_text(text)
     assert cli.main(["batch", "--file", str(file), "--", "a.py"]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_what_the_pages_show_can_be_written(tmp_path, monkeypatch, capsys):
+    text = (ROOT / "docs/batch.md").read_text().replace("\\\n", " ")
+    monkeypatch.chdir(tmp_path)
+    calls = re.findall(r"^mpistrat batch (.*)$", text, re.MULTILINE)
+    assert len(calls) == 2
+    for call in calls:
+        written(shlex.split(call), capsys)
+    (ini,) = re.findall(r"^```ini\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    Path("job.ini").write_text(ini)
+    assert "--module=gcc/13 --module=openmpi/5" in written(["--file", "job.ini"], capsys)
+    options = re.findall(r"`(--[a-z-]+)", text.partition("## Longer")[0])
+    with pytest.raises(SystemExit):
+        cli.main(["batch", "--help"])
+    help_ = capsys.readouterr().out
+    assert not [option for option in options if option not in help_]
 
 
 # Whatever a user may write in one line.

@@ -1,0 +1,90 @@
+"""Scripts that `mpistrat batch` writes, on a real Slurm."""
+
+from __future__ import annotations
+
+import csv
+import re
+from pathlib import Path
+
+import pytest
+
+from mpistrat.launch.batch import Job
+from mpistrat.launch.batch_script import render
+
+scheduler = pytest.importorskip("slurm", reason="tests/cluster is not set up")
+pytestmark = pytest.mark.nightly
+PROGRAM = str(Path(__file__).parent / "programs" / "leaving.py")
+
+
+def hand_in(slurm, pmi, shared, program, **fields):
+    """Submit the script of a job of 2 nodes x 2 ranks."""
+    shape = {"nodes": 2, "per_node": 2, "time": "00:05:00", "pmi": pmi}
+    text = render(Job(tuple(map(str, program)), **{**shape, **fields}))
+    (shared / "job.sbatch").write_text(text)
+    words = ["--parsable", "--output=log", "--open-mode=append", "job.sbatch"]
+    number = slurm("sbatch", *words, cwd=shared).strip()
+    return scheduler.Job(slurm, number, shared)
+
+
+def test_it_goes_on_after_its_time(slurm, shared, pmi):
+    """Twice told that time ends: every step is made once, over three starts of one job."""
+    job = hand_in(
+        slurm, pmi, shared, (PROGRAM, 100), time="00:01:00", notice=40, checkpoint="my runs"
+    )
+    job.until("COMPLETED", timeout=300)
+    assert int(job.facts()["Restarts"]) >= 1, job.story()
+    assert re.findall(r"^step (\d+)$", job.log, re.MULTILINE) == [str(n) for n in range(100)]
+    assert job.log.count("begins at 0 on 4\n") == 1
+
+
+def test_a_chain_is_jobs_one_after_the_other(slurm, shared, pmi):
+    job = hand_in(slurm, pmi, shared, (PROGRAM, 30), checkpoint="runs", requeue="chain")
+    job.until_says("step 3\n")
+    slurm("scancel", "--signal=USR1", job.number)
+    job.until("FAILED", timeout=60)
+    following = scheduler.Job(slurm, str(int(job.number) + 1), shared)
+    following.until("COMPLETED", timeout=90)
+    logs = "".join(path.read_text() for path in [shared / "log", *shared.glob("slurm-*.out")])
+    assert sorted(map(int, re.findall(r"^step (\d+)$", logs, re.MULTILINE))) == list(range(30))
+
+
+def test_scancel_stays_ended(slurm, shared, pmi):
+    job = hand_in(slurm, pmi, shared, (PROGRAM, 1000), checkpoint="runs")
+    job.until_says("step 2\n")
+    slurm("scancel", job.number)
+    job.until("CANCELLED", timeout=60)
+    slurm.until_idle()
+    assert job.states() == ["CANCELLED"]
+
+
+def test_an_array_has_directories_of_its_own(slurm, shared, pmi):
+    job = hand_in(
+        slurm, pmi, shared, (PROGRAM,), nodes=1, each=("1", "2"), checkpoint="runs", requeue="no"
+    )
+    job.until("COMPLETED", timeout=90)
+    assert {"ends at 1", "ends at 2"} <= set(job.log.splitlines())
+    assert sorted(path.name for path in (shared / "runs").iterdir()) == ["0", "1"]
+
+
+def test_staged_files_are_on_each_node_while_it_runs(slurm, shared, pmi, hosts):
+    (shared / "data set.txt").write_text("data")
+    program = shared / "read.py"
+    program.write_text(
+        "import sys, mpistrat as ms\nfrom pathlib import Path\n"
+        "print(ms.MirroredStrategy().rank, *map(Path.read_text, map(Path, sys.argv[1:])))\n"
+    )
+    job = hand_in(slurm, pmi, shared, (program, "{local}/data set.txt"), stage=("data set.txt",))
+    job.until("COMPLETED", timeout=60)
+    assert len(re.findall(r"^\d data$", job.log, re.MULTILINE)) == 4
+    for name in hosts.names:
+        assert hosts.run(name, "ls", f"/tmp/job-{job.number}").returncode != 0
+
+
+def test_a_scaling_study_of_nodes(slurm, shared, pmi):
+    study = ["-m", "mpistrat", "scaling", "--nodes", "1,2", "--per-node", "2", "--output", "s/a"]
+    program = ["--", Path(__file__).parents[2] / "docs" / "programs" / "fit_mpistrat.py"]
+    job = hand_in(slurm, pmi, shared, (*study, *program), launcher="none")
+    job.until("COMPLETED", timeout=120)
+    with (shared / "s/a.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["ranks"], row["nodes"]) for row in rows] == [("2", "1"), ("4", "2")], job.story()
