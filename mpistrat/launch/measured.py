@@ -1,6 +1,6 @@
 """What a job came to, in a file: how many ranks where, and how quick its steps were.
 
-``MPISTRAT_MEASURE`` names the file; rank 0 writes it when all ranks leave. The format is JSON::
+``MPISTRAT_MEASURE`` names the file; rank 0 writes it at its end. The format is JSON::
 
     {"ranks": 4, "nodes": 2, "cores": 4, "seconds": 12.3, "steps": 500, "steps_per_second": 61.0}
 
@@ -11,6 +11,7 @@ first waits for what is loaded or compiled on first use; it is null where there 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import socket
@@ -46,6 +47,9 @@ class Measured:
             masks[host] = masks.get(host, 0) | mask
         cores = sum(bin(mask).count("1") for mask in masks.values())
         self._where = {"ranks": len(rows), "nodes": len(masks), "cores": cores}
+        if lockstep.comm.rank:
+            return
+        atexit.register(self.write)
         if lockstep.hooks.on_fn is None:  # else a fault is injected there
             lockstep.hooks.on_fn = self._step
 

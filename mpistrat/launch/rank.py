@@ -36,13 +36,15 @@ def main(argv: Sequence[str]) -> None:
     out = exits()
     try:
         begin(Lockstep(session))
+        if session.options.measure:
+            from mpistrat.launch.measured import Measured  # few jobs need it
+
+            Measured(Lockstep(session), session.options.measure)
         chosen = session.options
         if chosen.record:
             out.recorder = lambda code: _record(chosen.record, code)
             before_abort(lambda code: _record(chosen.record, code))
             sign_in(Path(chosen.record).parent, session.comm.rank, files)
-        if chosen.measure:
-            _measure(session, chosen.measure)
         _check_size(chosen.ranks, session.comm.size)
         session.release()  # it belongs to whoever makes the first strategy, as without the runner
         _run(list(argv))
@@ -70,22 +72,6 @@ def _check_size(wanted: int, got: int) -> None:
             "not of the MPI that mpi4py uses, so each rank is a job of its own. `mpistrat doctor` "
             "shows both."
         )
-
-
-def _measure(session: Session, path: str) -> None:
-    """Let rank 0 write what the job came to when it leaves."""
-    from mpistrat.launch.measured import Measured  # few jobs need it
-
-    measured, out = Measured(Lockstep(session), path), exits()
-    before = out.recorder
-
-    def write(code: int) -> None:
-        if before is not None:
-            before(code)
-        if not code:
-            measured.write()
-
-    out.recorder = write
 
 
 def _record(path: str, code: int) -> None:

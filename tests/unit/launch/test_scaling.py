@@ -134,6 +134,7 @@ class TestRuns:
 
 
 def test_steps_are_counted_from_the_second_on(tmp_path, monkeypatch):
+    monkeypatch.setattr("mpistrat.launch.measured.atexit.register", lambda fn: None)
     clock = iter([0.0, 10.0, 20.0, 21.0, 22.0, 30.0])
 
     def program(comm):
