@@ -213,7 +213,8 @@ def _call(job: Job) -> list[str]:
     elif job.container:  # the host's launcher, which starts a container for each rank
         line = f"mpiexec -n {job.ranks} {rank} {program}"
     else:
-        line = f"python3 -m mpistrat run -n {job.ranks} {program}"
+        # What follows the last -- goes to the launcher.
+        line = f"python3 -m mpistrat run -n {job.ranks} {program}{' --' * ('--' in job.program)}"
     start = ["# -K1: when one rank dies the others end too."] if job.starts == "srun" else []
     return [*start, "code=0", f"{line} || code=$?"] if job.checkpoint else [*start, line]
 
