@@ -230,23 +230,31 @@ def _again(job: Job) -> list[str]:
         return []
     if job.again == "no":
         return ['exit "$code"']
-    number, chosen = '"$SLURM_JOB_ID"', ""
+    number, chosen, one_job = '"$SLURM_JOB_ID"', "", ""
+    lines = [
+        "# Once more after a planned leave, or twice after a hang; never after scancel or qdel."
+    ]
     if job.tasks:
         number = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"'
         chosen = ' --array="$SLURM_ARRAY_TASK_ID"'
     runs = f'[ "$(squeue -h -j {number} -o %T)" = RUNNING ]'
-    if job.scheduler == "pbs":
-        runs = "qstat -f \"$PBS_JOBID\" | grep -q 'job_state = R'"
-        again = f'qsub -W depend=afterany:"$PBS_JOBID" {shlex.quote(_file(job.file))}'
-    elif job.again == "yes":
+    if job.again == "yes":
         again = f"scontrol requeue {number}"
-    else:
+    elif job.scheduler == "slurm":
         again = f'sbatch --dependency=afterany:"$SLURM_JOB_ID"{chosen} "$0" "$@"'
-    asked = f'{_inside(job)}python3 -m mpistrat requeue --record "$MPISTRAT_RECORD" --code "$code"'
+    else:
+        runs = "qstat -f \"$PBS_JOBID\" | grep -q 'job_state = R'"
+        again = 'qsub -W depend=afterany:"$PBS_JOBID" -v FIRST_JOB="$FIRST_JOB" '
+        again += shlex.quote(_file(job.file))
+    if job.again == "chain":  # all jobs of a chain count as one
+        own = "SLURM_JOB_ID" if job.scheduler == "slurm" else "PBS_JOBID"
+        lines += [f'export FIRST_JOB="${{FIRST_JOB:-${own}}}"']
+        one_job = 'env -u SLURM_JOB_ID PBS_JOBID="$FIRST_JOB" '
     return [
-        "# Once more after a planned leave, or twice after a hang; never after scancel or qdel.",
+        *lines,
         f"if {runs} &&",
-        f"    {asked}; then",
+        f'    {one_job}{_inside(job)}python3 -m mpistrat requeue --record "$MPISTRAT_RECORD" \\',
+        '        --code "$code" --checkpoint "$checkpoint"; then',
         f"    {again}",
         "fi",
         'exit "$code"',
