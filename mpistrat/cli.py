@@ -10,6 +10,7 @@ from types import ModuleType
 
 from mpistrat.commands import batch, doctor, drill, run, scaling, warm
 from mpistrat.commands import doctor, requeue, run
+from mpistrat.commands import batch, doctor, run, scaling
 from mpistrat.errors import MpistratError
 
 __all__ = ["COMMANDS", "main"]
@@ -22,6 +23,8 @@ COMMANDS: dict[str, ModuleType] = {
     "batch": batch,
     "scaling": scaling,
     "requeue": requeue,
+    "batch": batch,
+    "scaling": scaling,
 }
 
 
