@@ -1,11 +1,12 @@
 """Trains a language model on the source text of Python's standard library, and lets it write.
 
     python -m mpistrat.examples.text
-    mpistrat run -n 2 -m mpistrat.examples.text --output run
+    mpistrat run -n 2 -m mpistrat.examples.text --checkpoint run
 
 All that a longer training run wants is here: schedule, clipping, accumulation, a moving average of
-the weights, evaluation, early stopping, and checkpoints. Who starts it again with the same output
-directory goes on where the last start stopped, at any number of ranks.
+the weights, evaluation, early stopping, and checkpoints. Who starts it again with the same
+``--checkpoint`` goes on where the last start stopped, at any number of ranks, and further with more
+``--steps``.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ import numpy as np
 
 import mpistrat as ms
 from mpistrat.examples import text_model
-from mpistrat.examples.curves import draw_losses
 from mpistrat.examples.progress import ProgressBar
+from mpistrat.examples.settings import begun, count
 
 __all__ = [
     "HELD_OUT",
@@ -92,14 +93,14 @@ class TextResult(NamedTuple):
 
     Attributes:
       weights: The moving average of the parameters, NumPy arrays, on every rank the same.
-      history: A row per evaluation: updates until then, training loss since the last evaluation,
-        loss on the held-out text; losses are nats per symbol.
+      history: At each evaluation, by the updates until then: ``training`` loss since the last
+        evaluation, and loss on the ``held_out`` text, both in nats per symbol.
       rate: Symbols per second that all ranks together have trained on; a median, 0 if there was
         nothing to do.
     """
 
     weights: dict[str, Any]
-    history: Any
+    history: ms.History
     rate: float
 
 
@@ -176,19 +177,21 @@ class Trainer:
       strategy: On whose replicas.
       settings: The same on all ranks.
       directory: Where checkpoints are; if there is one, the newest is restored.
+      pieces: The text to train on; its place is saved.
     """
 
-    def __init__(self, strategy: ms.Strategy, settings: TextSettings, directory: Path):
+    def __init__(
+        self, strategy: ms.Strategy, settings: TextSettings, directory: Path, pieces: Any = None
+    ):
         """Create the variables, and restore them."""
         self.strategy, self.settings = strategy, settings
         chosen = (settings.channels, settings.layers, settings.seed, settings.dtype)
-        evaluations = -(-settings.steps // settings.every)
         with strategy.scope():
             self.model = {
                 name: ms.Variable(value, name=name)
                 for name, value in text_model.initial(SYMBOLS, *chosen).items()
             }
-            self.history = ms.Variable(np.full((evaluations, 3), np.nan), name="history")
+            self.history = ms.History()
             self.loss = ms.metrics.Mean(name="loss")
         warm = max(settings.steps // 10, 1)
         fall = ms.optim.Cosine(settings.lr, max(settings.steps - warm, 1), settings.lr / 100)
@@ -202,41 +205,41 @@ class Trainer:
         )
         self.optimizer.build(self.model.values())
         self.gradients = strategy.gradient_buffers(self.model)
-        saved = ms.Checkpoint(model=self.model, optimizer=self.optimizer, history=self.history)
+        saved = ms.Checkpoint(
+            model=self.model,
+            optimizer=self.optimizer,
+            loss=self.loss,
+            history=self.history,
+            data=pieces,
+        )
         # The best one is among these: training stops before it would have to go.
-        self.manager = ms.CheckpointManager(saved, directory, max_to_keep=settings.patience + 1)
-        try:
-            self.manager.restore_or_initialize()
-        except ms.StructureError as error:
-            raise ms.StructureError(
-                f"{directory} has a run with other settings. Give the same --steps, --every, "
-                f"--channels, --layers and --dtype, or another --output. {error}"
-            ) from error
+        every = f"{settings.every * settings.accumulate} steps"
+        keep = settings.patience + 1
+        self.manager = ms.CheckpointManager(saved, directory, max_to_keep=keep, every=every)
+        self.goes_on = begun(self.manager, {name: getattr(settings, name) for name in SAME})
 
     @property
     def done(self) -> int:
         """How many updates were made, in all starts together."""
         return int(self.optimizer.iterations)
 
-    def rows(self) -> Any:
-        """Return the history until now."""
-        return self.history.numpy()[: -(-self.done // self.settings.every)]
-
     def learn(self, batches: Iterable[Any], progress: ProgressBar) -> float:
-        """Train on global batches, and return the mean of their losses."""
-        self.loss.reset_state()
+        """Train on global batches, and return the mean of all losses since the last evaluation."""
         for batch in batches:
             self.strategy.run(self._step, args=(batch,))
             progress.step()
-        return float(self.loss.result())
+        mean = float(self.loss.result())
+        self.loss.reset_state()
+        return mean
 
     def judge(self, batches: Iterable[Any]) -> float:
         """Return the mean loss of the averaged weights."""
-        self.loss.reset_state()
         average = {name: self.optimizer.average(value) for name, value in self.model.items()}
         for batch in batches:
             self.strategy.run(self._score, args=(average, batch))
-        return float(self.loss.result())
+        mean = float(self.loss.result())
+        self.loss.reset_state()
+        return mean
 
     def save(self, *figures: float) -> None:
         """Add a row to the history, and save a checkpoint."""
