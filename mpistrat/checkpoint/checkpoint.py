@@ -7,7 +7,7 @@ import functools
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from mpistrat.checkpoint import files, restoring, saving, tree
 from mpistrat.checkpoint.restoring import Restored
@@ -82,6 +82,14 @@ class Checkpoint:
                     f"Checkpoint({name}=...): that name is taken; give the tree another one."
                 )
             setattr(self, name, value)
+
+    if TYPE_CHECKING:  # attributes are what the program makes of them
+
+        def __getattr__(self, name: str) -> Any:
+            """Return what was given by that name."""
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            """Give something a name."""
 
     def variables(self) -> dict[str, Variable]:
         """Return all variables by the names that they have in files. Never communicates.

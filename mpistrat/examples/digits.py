@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import itertools
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +26,7 @@ import numpy as np
 import mpistrat
 from mpistrat.examples import mlp
 from mpistrat.examples.progress import ProgressBar
-from mpistrat.examples.settings import begun, count
+from mpistrat.examples.settings import count, left
 from mpistrat.metrics import Mean
 from mpistrat.optim import SGD, Linear, Optimizer
 
@@ -37,6 +36,7 @@ SEEDS = (0, 1, 2, 3, 4)  # the median of their test accuracies is at least 0.97
 TRAINING = 1409  # 22 batches of 64, and one image
 MOMENTUM = 0.9
 ENOUGH = 512 * 1024  # images of a batch times hidden units: so much work is worth sharing
+SAME = ("batch", "seed", "lr", "hidden")
 NEEDED = ("matplotlib", "sklearn", "tqdm")
 PANELS = {
     "mean cross-entropy (nats per example)": ["loss"],
@@ -140,7 +140,7 @@ def train(
         model=model, optimizer=optimizer, metrics=metrics, history=history, data=shuffled, step=0
     )
     begin = time.perf_counter(), *strategy.time_spent()
-    for x, y in _left(state, batches, settings, progress):
+    for x, y in left(state, batches, settings, SAME, progress.say):
         strategy.run(step, args=(model, optimizer, metrics[:2], x, y))
         progress.step()
         state.step += 1
@@ -158,17 +158,6 @@ def train(
         begin = time.perf_counter(), *strategy.time_spent()
     final = mlp.Parameters(*(variable.numpy() for variable in model))
     return Result(final, history, history.last("test_accuracy"))
-
-
-def _left(state: Any, batches: Any, settings: Settings, progress: ProgressBar) -> Iterator[Any]:
-    """Return the batches that are to come: all, or those after the newest checkpoint."""
-    if not settings.checkpoint:
-        return itertools.chain.from_iterable(itertools.repeat(batches, settings.epochs))
-    manager = mpistrat.CheckpointManager(state, settings.checkpoint, max_to_keep=2)
-    same = {name: getattr(settings, name) for name in ("batch", "seed", "lr", "hidden")}
-    if path := begun(manager, same):
-        progress.say(f"goes on after step {state.step}, as saved in {path}")
-    return manager.resume(batches, settings.epochs)
 
 
 def line(history: mpistrat.History, epochs: int) -> str:

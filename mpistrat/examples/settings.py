@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import mpistrat as ms
 
-__all__ = ["begun", "count"]
+__all__ = ["begun", "count", "left", "parsed"]
 
 
 def count(text: str) -> int:
@@ -17,6 +18,23 @@ def count(text: str) -> int:
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"wanted 1 or more, got {text}")
     return int(text)
+
+
+def parsed(
+    parser: argparse.ArgumentParser, output: str, argv: Sequence[str] | None
+) -> tuple[dict[str, Any], Path, Path]:
+    """Return the options of a program, its directory of output, and that of its checkpoints."""
+    parser.add_argument(
+        "--output", type=Path, default=Path(output), help="directory of what is written"
+    )
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        help="directory of checkpoints, from which it goes on; that of the output if none is given",
+    )
+    options = vars(parser.parse_args(argv))
+    written, checkpoint = options.pop("output"), options.pop("checkpoint")
+    return options, written, checkpoint or written
 
 
 def begun(manager: ms.CheckpointManager, given: Mapping[str, Any]) -> str | None:
@@ -47,3 +65,29 @@ def begun(manager: ms.CheckpointManager, given: Mapping[str, Any]) -> str | None
             "another directory."
         )
     return path
+
+
+def left(
+    state: Any,
+    batches: Any,
+    settings: Any,
+    same: Sequence[str],
+    say: Callable[[str], None],
+) -> Iterator[Any]:
+    """Return the batches that are to come: of all epochs, or after the newest checkpoint.
+
+    Collective: all ranks call it.
+
+    Args:
+      state: The checkpoint, with a number ``step``.
+      batches: What was distributed.
+      settings: Have ``epochs``, and ``checkpoint``, a directory or nothing.
+      same: Names of the settings that have to be those with which the run was begun.
+      say: Called with what is to be told, on all ranks.
+    """
+    if not settings.checkpoint:
+        return itertools.chain.from_iterable(itertools.repeat(batches, settings.epochs))
+    manager = ms.CheckpointManager(state, settings.checkpoint, max_to_keep=2)
+    if path := begun(manager, {name: getattr(settings, name) for name in same}):
+        say(f"goes on after step {state.step}, as saved in {path}")
+    return manager.resume(batches, settings.epochs)
