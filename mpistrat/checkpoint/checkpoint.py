@@ -324,12 +324,19 @@ def _owner(mine: Mapping[str, Any]) -> Any:
 
 def owner_of(checkpoint: Checkpoint) -> tuple[Any, Exception | None]:
     """Return the strategy that is to be told of a call, and what is wrong with the trees."""
+    return _looked(checkpoint)[:2]
+
+
+def _looked(checkpoint: Checkpoint) -> tuple[Any, Exception | None, tree.Found]:
+    """Return what `owner_of` does, and what is to be saved."""
     try:
-        return checkpoint.strategy, None
+        found = checkpoint._found()
+        return _owner(found.entries), None, found
     except Exception as error:
         # The others may have made good trees of the same variables, and wait for that strategy.
-        found = tree.first(checkpoint._root, checkpoint._trees())
-        return (current_strategy() if found is None else found.strategy), error
+        some = tree.first(checkpoint._root, checkpoint._trees())
+        strategy = current_strategy() if some is None else some.strategy
+        return strategy, error, tree.Found({}, {})
 
 
 def refuse_alone(strategy: Any, name: str) -> None:
@@ -347,12 +354,10 @@ def _cross(
     checkpoint: Checkpoint, name: str, saves: bool = False
 ) -> Iterator[tuple[Lockstep, dict[str, Any], dict[str, Any]]]:
     """Run the body in cross-replica code of the checkpoint's strategy, with what it saves."""
-    found = tree.Found({}, {})
-    strategy, failure = owner_of(checkpoint)
+    strategy, failure, found = _looked(checkpoint)
     try:
         if failure is not None:
             raise failure
-        found = checkpoint._found()
         if not found.entries:
             raise StructureError(f"{name}: the checkpoint holds no variables.")
         if saves:

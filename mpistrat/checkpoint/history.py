@@ -88,6 +88,9 @@ class History:
     def last(self, name: str) -> float:
         """Return the newest value of a curve.
 
+        Args:
+          name: Of the curve.
+
         Raises:
           KeyError: There is none.
         """

@@ -81,7 +81,7 @@ class CheckpointManager:
             )
         self._checkpoint = checkpoint
         strategy, failing = owner_of(checkpoint)
-        lockstep = strategy.parts.lockstep
+        self._lockstep = lockstep = strategy.parts.lockstep
         if failing is not None:
             lockstep.refuse("CheckpointManager", failing)
         with lockstep.preparing("CheckpointManager"):
@@ -146,8 +146,7 @@ class CheckpointManager:
         Raises:
           ValueError: There are newer ones than that number, or it is not an integer.
         """
-        lockstep = owner_of(self._checkpoint)[0].parts.lockstep
-        with lockstep.preparing("CheckpointManager.save"):
+        with self._lockstep.preparing("CheckpointManager.save"):
             number = _checked_number("checkpoint_number", checkpoint_number, 0)
         path, self._there = save(self._checkpoint, self._directory / self._name, number, self._keep)
         self._begun()
@@ -168,8 +167,7 @@ class CheckpointManager:
         Cost: one proof; `resume` asks in the proof of the step.
         """
         self._pace.step()
-        lockstep = owner_of(self._checkpoint)[0].parts.lockstep
-        told = lockstep.share("CheckpointManager.due", b"due" if self._pace.due else b"not")
+        told = self._lockstep.share("CheckpointManager.due", b"due" if self._pace.due else b"not")
         return bool(told[0] == b"due")
 
     def resume(self, data: Any, epochs: int = 1) -> Iterator[Any]:
@@ -214,8 +212,7 @@ class CheckpointManager:
 
         Cost: what restoring costs; each step one proof, as without it.
         """
-        lockstep = owner_of(self._checkpoint)[0].parts.lockstep
-        return resumed(self, lockstep, data, epochs)
+        return resumed(self, self._lockstep, data, epochs)
 
     def restore_or_initialize(self) -> str | None:
         """Restore the newest checkpoint that can be read, or call `init_fn` if there is none.

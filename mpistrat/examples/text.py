@@ -205,13 +205,8 @@ class Trainer:
         )
         self.optimizer.build(self.model.values())
         self.gradients = strategy.gradient_buffers(self.model)
-        saved = ms.Checkpoint(
-            model=self.model,
-            optimizer=self.optimizer,
-            loss=self.loss,
-            history=self.history,
-            data=pieces,
-        )
+        state = {"model": self.model, "optimizer": self.optimizer, "loss": self.loss}
+        saved = ms.Checkpoint(**state, history=self.history, data=pieces)
         # The best one is among these: training stops before it would have to go.
         every = f"{settings.every * settings.accumulate} steps"
         keep = settings.patience + 1
@@ -303,9 +298,8 @@ def train(
         if evaluate:
             seconds = time.perf_counter() - begin
             rates.append(calls * settings.batch * settings.length / seconds)
-            trainer.history.append(
-                trainer.done, training=trainer.mean(), held_out=trainer.judge(tests)
-            )
+            losses = {"training": trainer.mean(), "held_out": trainer.judge(tests)}
+            trainer.history.append(trainer.done, **losses)
             progress.say(line(trainer.history.table()[-1], settings.steps, rates[-1]))
             begin, calls = time.perf_counter(), 0
     if rates and trainer.done % settings.every:
@@ -331,7 +325,8 @@ def _options(argv: Sequence[str] | None) -> tuple[TextSettings, Path, Path]:
     for name, usual in TextSettings()._asdict().items():
         kind = KINDS.get(name, count)
         parser.add_argument(f"--{name}", type=kind, default=usual, help=MEANINGS[name])
-    return TextSettings(**(options := parsed(parser, "text", argv))[0]), *options[1:]
+    options, output, directory = parsed(parser, "text", argv)
+    return TextSettings(**options), output, directory
 
 
 def main(argv: Sequence[str] | None = None) -> int:
