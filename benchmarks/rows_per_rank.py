@@ -37,7 +37,7 @@ def measured(trainer: text.Trainer, pieces: Any, rows: int, steps: int) -> tuple
     try:
         for batch in strategy.experimental_distribute_dataset(dataset):
             begin = time.process_time()
-            trainer.learn([batch], text.ProgressBar(0, shown=False))
+            trainer.learn(batch)
             whole.append(time.process_time() - begin)
     finally:
         text_model.gradients = real

@@ -308,7 +308,7 @@ def _digits(job: Job, batch: int, limits: Mapping[int, float]) -> Case:
 
     def trained(strategy: ms.Strategy) -> float:
         # The second epoch: in the first, what is made once is made.
-        return float(digits.train(strategy, settings).history[-1].seconds) / steps
+        return float(digits.train(strategy, settings).history.last("seconds")) / steps
 
     def all_of_us(number: int) -> tuple[float, bool]:
         job.comm.Barrier()

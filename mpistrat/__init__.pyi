@@ -11,6 +11,7 @@ from mpistrat import testing as testing
 from mpistrat import vjp as vjp
 from mpistrat.checkpoint.checkpoint import Checkpoint as Checkpoint
 from mpistrat.checkpoint.files import latest_checkpoint as latest_checkpoint
+from mpistrat.checkpoint.history import History as History
 from mpistrat.checkpoint.manager import CheckpointManager as CheckpointManager
 from mpistrat.checkpoint.planned import preemption as preemption
 from mpistrat.collectives.communication import (

@@ -8,9 +8,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from mpistrat.commands import batch, doctor, drill, run, scaling, warm
-from mpistrat.commands import doctor, requeue, run
-from mpistrat.commands import batch, doctor, run, scaling
+from mpistrat.commands import batch, doctor, drill, requeue, run, scaling, warm
 from mpistrat.errors import MpistratError
 
 __all__ = ["COMMANDS", "main"]
@@ -23,8 +21,6 @@ COMMANDS: dict[str, ModuleType] = {
     "batch": batch,
     "scaling": scaling,
     "requeue": requeue,
-    "batch": batch,
-    "scaling": scaling,
 }
 
 

@@ -22,8 +22,11 @@ class Cell:
     Args:
       name: What messages call it.
       read: Returns it, as an array.
-      write: Takes an array of the same dtype and shape, which is replica 0's.
+      write: Takes an array of the same dtype and shape, which is replica 0's and is written to
+        later.
       strategy: Whose ranks have it; None if nobody said.
+      free: The array in a file may have another first axis than that of the program.
+      values: The `Values` that it holds, if it is they.
     """
 
     on_read = False
@@ -35,9 +38,11 @@ class Cell:
         read: Callable[[], Array],
         write: Callable[[Array], None],
         strategy: Any = None,
+        free: bool = False,
+        values: Any = None,
     ):
         """Read nothing yet."""
-        self.name, self.strategy = name, strategy
+        self.name, self.strategy, self.free, self.values = name, strategy, free, values
         self._read, self._write = read, write
 
     @property
@@ -56,7 +61,7 @@ class Cell:
 
     def spec(self) -> str:
         """Return name, dtype and shape, as messages and proofs show them."""
-        return f"{self.name!r} {spec_text(self.array)}"
+        return f"{self.name!r} {spec_text(self.array[:0] if self.free else self.array)}"
 
     def store(self, kind: str, values: Array, rows: Array | None) -> None:
         """Write the value.

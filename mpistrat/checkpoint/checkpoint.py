@@ -1,12 +1,13 @@
-"""`Checkpoint`: the values of variables, saved and restored by all ranks together."""
+"""`Checkpoint`: the state of a program, saved and restored by all ranks together."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from mpistrat.checkpoint import files, restoring, saving, tree
 from mpistrat.checkpoint.restoring import Restored
@@ -25,17 +26,32 @@ _Path = str | os.PathLike[str]
 
 @final
 class Checkpoint:
-    """Variables under names that do not change, to be saved and restored.
+    """The state of a program under names that do not change, to be saved and restored.
 
     A checkpoint is one file, written by replica 0. It is the same whatever the number of ranks, and
     may be restored at any other. It is there whole or not at all; every byte of it has a checksum.
 
+    Each argument becomes an attribute, and attributes that are set later are saved too. Numbers and
+    texts live there: ``checkpoint.step += 1`` counts, and restoring assigns what was saved. They
+    have to be the same on all ranks, which each save proves.
+
     Args:
       root: An object or mapping whose own variables are saved too; None for none.
-      **kwargs: Variables, and dicts, lists, tuples and objects of the program's own classes that
-        hold variables; metrics; optimizers, once they are built; modules, optimizers and schedulers
-        of PyTorch, tensors and generators, of which replica 0's are saved. Each becomes an
-        attribute; attributes that are set later are saved too.
+      **kwargs: What is to be saved, and dicts, lists and tuples of it:
+
+        - variables, metrics, and optimizers once they are built;
+        - numbers (int, float, bool, complex, those of NumPy), texts and None; a list or dict of
+          only these may grow;
+        - arrays and generators of NumPy, of which replica 0's are saved;
+        - a `Dataset`, or what was distributed of it: the place in it, see
+          `CheckpointManager.resume`; a `History`;
+        - modules, optimizers and schedulers of PyTorch, tensors and generators; a
+          ``mpistrat.jax.TrainState``;
+        - objects with the methods ``checkpoint_state()``, which returns any of this, mostly a dict,
+          and ``restore_state(state)``, which is given the same with the values of the file. Arrays
+          in it are new ones, and their first axis may have changed;
+        - other objects of the program's own classes: their attributes that are variables, metrics,
+          optimizers, or have these two methods; others are passed over.
 
     Raises:
       ValueError: A name is that of a method, or begins with an underscore.
@@ -67,13 +83,28 @@ class Checkpoint:
                 )
             setattr(self, name, value)
 
+    if TYPE_CHECKING:  # attributes are what the program makes of them
+
+        def __getattr__(self, name: str) -> Any:
+            """Return what was given by that name."""
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            """Give something a name."""
+
     def variables(self) -> dict[str, Variable]:
         """Return all variables by the names that they have in files. Never communicates.
 
+        Arrays that are no variables are among them, with the attributes that saving asks for.
+
         Raises:
-          StructureError: A tree holds no variable, or something else, or two with one name.
+          StructureError: A tree holds nothing to save, or what cannot be saved, or two with one
+            name.
         """
         return tree.variables(self._root, self._trees())
+
+    def _found(self) -> tree.Found:
+        """Return all that is to be saved."""
+        return tree.entries(self._root, self._trees(), functools.partial(setattr, self))
 
     def _trees(self) -> dict[str, Any]:
         return {name: held for name, held in vars(self).items() if not name.startswith("_")}
@@ -85,7 +116,7 @@ class Checkpoint:
         Raises:
           StrategyError: They belong to several.
         """
-        return _owner(self.variables())
+        return _owner(self._found().entries)
 
     @property
     def save_counter(self) -> int:
@@ -111,11 +142,11 @@ class Checkpoint:
             has saved, or has found when it restored one or made a `CheckpointManager`. Nothing is
             written.
           ContextError: Called in replica code.
-          StructureError: A tree holds no variable, or something else.
+          StructureError: A tree holds nothing to save, or what cannot be saved.
           StrategyError: The variables belong to several strategies.
           ValueError: `file_prefix` names no file.
           TypeError: It is not a text or path.
-          LockstepError: The ranks save different variables, or elsewhere.
+          LockstepError: The ranks save different variables, numbers or texts, or elsewhere.
 
         Cost: three proofs; one rank writes, and waits for the disk. ON_READ variables are reduced
         first. Slots of an optimizer with ``shard="all"`` are gathered, one after the other; replica
@@ -134,14 +165,14 @@ class Checkpoint:
         Returns:
           The path.
         """
-        with _cross(self, "Checkpoint.write", saves=True) as (lockstep, mine):
+        with _cross(self, "Checkpoint.write", saves=True) as (lockstep, mine, _):
             with lockstep.preparing("Checkpoint.write"):
                 path = _file("Checkpoint.write", "file_prefix", file_prefix)
             saving.overwrite(lockstep, mine, path, self._counter)
         return os.fspath(path)
 
     def restore(self, save_path: _Path | None, partial: bool = False) -> Restored:
-        """Give every variable the value that it has in a file, or none of them.
+        """Give everything the value that it has in a file, or nothing.
 
         Collective: all ranks call it, in cross-replica code.
 
@@ -191,13 +222,20 @@ class Checkpoint:
     def _restored(
         self, name: str, given: _Path | None, partial: bool, number: int | None = None
     ) -> tuple[Restored, int]:
-        with _cross(self, name) as (lockstep, mine):
+        with _cross(self, name) as (lockstep, mine, stateful):
             with lockstep.preparing(name):
                 path = None if given is None else _file(name, "save_path", given)
-            if path is not None:
-                return restoring.restore(lockstep, mine, path, bool(partial), number)
-            lockstep.prove(f"{name}(None)")
-        return Restored(None), 0
+            if path is None:
+                lockstep.prove(f"{name}(None)")
+                return Restored(None), 0
+            done, counter = restoring.restore(lockstep, mine, path, bool(partial), number)
+            if stateful and done.path is not None:
+                with lockstep.preparing(name):
+                    for begin, (_, give) in stateful.items():
+                        if not any(f"{each}/".startswith(f"{begin}/") for each in done.missing):
+                            give()
+                lockstep.prove(f"{name}, and restore_state of {', '.join(stateful)}")
+        return done, counter
 
     def __repr__(self) -> str:
         """Return the names of the trees."""
@@ -221,7 +259,7 @@ def save(
     Returns:
       The path, and the paths of all that are there, the oldest first.
     """
-    with _cross(checkpoint, "Checkpoint.save", saves=True) as (lockstep, mine):
+    with _cross(checkpoint, "Checkpoint.save", saves=True) as (lockstep, mine, _):
         with lockstep.preparing("Checkpoint.save"):
             prefix = files.checked_path("Checkpoint.save", "file_prefix", file_prefix)
             if prefix.name in ("", "..") or prefix.name.startswith(".") or _ends(file_prefix):
@@ -269,7 +307,7 @@ def _file(call: str, argument: str, given: Any) -> Path:
     return path if path.name.endswith(files.SUFFIX) else path.with_name(path.name + files.SUFFIX)
 
 
-def _owner(mine: Mapping[str, Variable]) -> Any:
+def _owner(mine: Mapping[str, Any]) -> Any:
     owners: dict[int, tuple[str, Any]] = {}
     for name, variable in mine.items():
         if variable.strategy is None:  # of no variable, and of whatever strategy the others are
@@ -286,12 +324,19 @@ def _owner(mine: Mapping[str, Variable]) -> Any:
 
 def owner_of(checkpoint: Checkpoint) -> tuple[Any, Exception | None]:
     """Return the strategy that is to be told of a call, and what is wrong with the trees."""
+    return _looked(checkpoint)[:2]
+
+
+def _looked(checkpoint: Checkpoint) -> tuple[Any, Exception | None, tree.Found]:
+    """Return what `owner_of` does, and what is to be saved."""
     try:
-        return checkpoint.strategy, None
+        found = checkpoint._found()
+        return _owner(found.entries), None, found
     except Exception as error:
         # The others may have made good trees of the same variables, and wait for that strategy.
-        found = tree.first(checkpoint._root, checkpoint._trees())
-        return (current_strategy() if found is None else found.strategy), error
+        some = tree.first(checkpoint._root, checkpoint._trees())
+        strategy = current_strategy() if some is None else some.strategy
+        return strategy, error, tree.Found({}, {})
 
 
 def refuse_alone(strategy: Any, name: str) -> None:
@@ -307,15 +352,13 @@ def refuse_alone(strategy: Any, name: str) -> None:
 @contextlib.contextmanager
 def _cross(
     checkpoint: Checkpoint, name: str, saves: bool = False
-) -> Iterator[tuple[Lockstep, dict[str, Variable]]]:
-    """Run the body in cross-replica code of the checkpoint's strategy, with its variables."""
-    mine: dict[str, Variable] = {}
-    strategy, failure = owner_of(checkpoint)
+) -> Iterator[tuple[Lockstep, dict[str, Any], dict[str, Any]]]:
+    """Run the body in cross-replica code of the checkpoint's strategy, with what it saves."""
+    strategy, failure, found = _looked(checkpoint)
     try:
         if failure is not None:
             raise failure
-        mine = checkpoint.variables()
-        if not mine:
+        if not found.entries:
             raise StructureError(f"{name}: the checkpoint holds no variables.")
         if saves:
             refuse_alone(strategy, name)
@@ -327,4 +370,4 @@ def _cross(
     with cross_replica(strategy, name, "it after run()"):
         if failure is not None:
             strategy.parts.lockstep.refuse(name, failure)
-        yield strategy.parts.lockstep, mine
+        yield strategy.parts.lockstep, *found

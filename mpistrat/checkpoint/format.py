@@ -66,6 +66,10 @@ class Entry(NamedTuple):
         """Return the entry of an array."""
         return Entry(dtype_name(array.dtype), array.shape)
 
+    def fits(self, other: Entry) -> bool:
+        """Tell whether it differs in the length of the first axis at most."""
+        return self.dtype == other.dtype and self.shape[1:] == other.shape[1:] and bool(self.shape)
+
     def __str__(self) -> str:
         """Return it as messages show dtypes and shapes."""
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"

@@ -7,15 +7,17 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, final
 
 from mpistrat.checkpoint import files
 from mpistrat.checkpoint.checkpoint import Checkpoint, owner_of, restore, save
 from mpistrat.checkpoint.claim import Claim, take
+from mpistrat.checkpoint.resume import Pace, resumed
 from mpistrat.checkpoint.saving import patient, seen
 from mpistrat.errors import CheckpointError
+from mpistrat.lockstep.lockstep import Lockstep
 
 __all__ = ["CheckpointManager", "step_of"]
 
@@ -32,11 +34,15 @@ class CheckpointManager:
       max_to_keep: How many may be there, those of earlier runs included; None for any number.
       checkpoint_name: What comes before the numbers.
       init_fn: Called, on every rank, by `restore_or_initialize` if there is nothing to restore.
+      every: How often `resume` saves, and when `due` says so: seconds, or a text such as ``"10
+        min"`` or ``"500 steps"``. Time is that of replica 0's monotonic clock. None for the end of
+        each epoch.
 
     Raises:
-      TypeError: `checkpoint` is not a `Checkpoint`, `directory` not a text or path, or `init_fn`
-        not a function.
-      ValueError: `max_to_keep` is not a positive integer, or `checkpoint_name` cannot name a file.
+      TypeError: `checkpoint` is not a `Checkpoint`, `directory` not a text or path, `init_fn` not a
+        function, or `every` neither number nor text.
+      ValueError: `max_to_keep` is not a positive integer, `checkpoint_name` cannot name a file, or
+        `every` is no time.
       OSError: The directory cannot be read.
       LockstepError: The ranks name different directories.
 
@@ -68,6 +74,7 @@ class CheckpointManager:
         *,
         checkpoint_name: str = "ckpt",
         init_fn: Callable[[], Any] | None = None,
+        every: float | str | None = None,
     ):
         """Create a manager, and find the checkpoints that are there."""
         if not isinstance(checkpoint, Checkpoint):
@@ -76,7 +83,7 @@ class CheckpointManager:
             )
         self._checkpoint = checkpoint
         strategy, failing = owner_of(checkpoint)
-        lockstep = strategy.parts.lockstep
+        self._lockstep = lockstep = strategy.parts.lockstep
         if failing is not None:
             lockstep.refuse("CheckpointManager", failing)
         with lockstep.preparing("CheckpointManager"):
@@ -87,6 +94,17 @@ class CheckpointManager:
             if init_fn is not None and not callable(init_fn):
                 raise TypeError(f"init_fn must be a function or None, got {init_fn!r:.60}.")
             self._init_fn = init_fn
+            self._pace = Pace(every)
+        self._current = False  # the program has what is saved, or something newer
+        self._claimed = False
+        self.claim: Claim | None = None  # on replica 0
+        self._notice: Any = None  # a `Preemption`, in the body of one
+        call = f"CheckpointManager({str(self._directory)!r}, {self._name!r}, keep {keep})"
+        self._there = self._look(lockstep, f"{call}, every {every}" if every else call)
+        seen([files.numbered(self._directory, self._name, 0), *map(Path, self._there)])
+
+    def _look(self, lockstep: Lockstep, call: str) -> list[str]:
+        """Return what replica 0 finds."""
         there, failure = [], None
         if lockstep.comm.rank == 0:
             try:
@@ -94,13 +112,8 @@ class CheckpointManager:
                 there = list(map(os.fspath, found.values()))
             except Exception as error:
                 failure = error
-        call = f"CheckpointManager({str(self._directory)!r}, {self._name!r}, keep {keep})"
-        told = lockstep.share(call, json.dumps(there).encode(), failure)[0]
-        self._there: list[str] = json.loads(told)
-        seen([files.numbered(self._directory, self._name, 0), *map(Path, self._there)])
-        self._claimed = False
-        self.claim: Claim | None = None  # on replica 0
-        self._notice: Any = None  # a `Preemption`, in the body of one
+        told: list[str] = json.loads(lockstep.share(call, json.dumps(there).encode(), failure)[0])
+        return told
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -137,8 +150,7 @@ class CheckpointManager:
         Raises:
           ValueError: There are newer ones than that number, or it is not an integer.
         """
-        lockstep = owner_of(self._checkpoint)[0].parts.lockstep
-        with lockstep.preparing("CheckpointManager.save"):
+        with self._lockstep.preparing("CheckpointManager.save"):
             number = _checked_number("checkpoint_number", checkpoint_number, 0)
         self.take()
         began = time.monotonic()
@@ -147,6 +159,7 @@ class CheckpointManager:
             seconds = round(time.monotonic() - began, 3)
             self.claim.show(saved=path, save_seconds=seconds, saved_step=step_of(self._checkpoint))
             self.claim.beat()
+        self._begun()
         return path
 
     def take(self) -> None:
@@ -158,7 +171,7 @@ class CheckpointManager:
         """
         if self._claimed:
             return
-        lockstep, failure = owner_of(self._checkpoint)[0].parts.lockstep, None
+        lockstep, failure = self._lockstep, None
         if lockstep.comm.rank == 0:
             try:
                 with patient(lockstep, f"claim {self._directory}", 0):
@@ -167,6 +180,68 @@ class CheckpointManager:
                 failure = error
         lockstep.prove(f"CheckpointManager({str(self._directory)!r}), its claim", failure=failure)
         self._claimed = True
+
+    def _begun(self) -> None:
+        self._current = True
+        self._pace.begin()
+
+    def due(self) -> bool:
+        """Tell whether it is time to save, as `every` says; for loops without `resume`.
+
+        Collective: all ranks call it, once a step, and get the same answer.
+
+        Raises:
+          LockstepError: The ranks make different calls.
+
+        Cost: one proof; `resume` asks in the proof of the step.
+        """
+        self._pace.step()
+        told = self._lockstep.share("CheckpointManager.due", b"due" if self._pace.due else b"not")
+        return bool(told[0] == b"due")
+
+    def resume(self, data: Any, epochs: int = 1) -> Iterator[Any]:
+        """Restore the newest checkpoint, and return the batches that are still to come.
+
+        Collective: all ranks call it and iterate alike, in cross-replica code. ::
+
+            checkpoint = ms.Checkpoint(model=model, optimizer=optimizer, data=dataset, step=0)
+            manager = ms.CheckpointManager(checkpoint, "runs/a", max_to_keep=3, every="10 min")
+            for batch in manager.resume(strategy.experimental_distribute_dataset(dataset), 20):
+                strategy.run(step, args=(batch,))
+                checkpoint.step += 1
+
+        First come those that are left of the epoch in which the checkpoint was saved, then the
+        following epochs: in the same order of global batches, whatever the number of ranks is now
+        and was then. Shuffles without a seed go on with that of the checkpoint until the epoch
+        ends. What a source in memory or of files has behind it is not read again; an iterable is
+        read, and what it gives is dropped.
+
+        A batch counts when the body of the loop has ended, so that one that is left by ``break``
+        or an exception, as one during which the program itself calls `save`, comes again. To stop
+        for good, ask at the beginning of the body. Between two bodies it saves when that is due, at
+        the end of each epoch if `every` is None, and always at the end of the last one. A run that
+        has ended goes on when it is started with more epochs.
+
+        Args:
+          data: What ``experimental_distribute_dataset`` returned. The dataset that was distributed
+            is part of the checkpoint, as are all things that the body changes.
+          epochs: How many epochs there are in all, those of earlier starts included.
+
+        Returns:
+          An iterator. If this manager has restored or saved before, nothing is restored again, and
+          the dataset goes on where it stands.
+
+        Raises:
+          TypeError: `data` is something else.
+          ValueError: `epochs` is less than 0.
+          StructureError: The checkpoint does not hold the dataset; or as `restore_or_initialize`.
+          CheckpointError: As `restore_or_initialize`, as OSError.
+          DataError: At the first batch: each rank reads data of its own; or the checkpoint was
+            saved amid an epoch of another dataset.
+
+        Cost: what restoring costs; each step one proof, as without it.
+        """
+        return resumed(self, self._lockstep, data, epochs)
 
     def restore_or_initialize(self) -> str | None:
         """Restore the newest checkpoint that can be read, or call `init_fn` if there is none.
@@ -205,6 +280,7 @@ class CheckpointManager:
                 with contextlib.suppress(OSError, ValueError):
                     text = f"{path} was restored, because newer ones cannot be read: "
                     print(f"mpistrat: {text}{'; '.join(bad)}", file=sys.stderr, flush=True)
+            self._begun()
             return path
         if bad:
             raise CheckpointError(
@@ -213,6 +289,7 @@ class CheckpointManager:
             )
         if self._init_fn is not None:
             self._init_fn()
+        self._begun()
         return None
 
     def __repr__(self) -> str:

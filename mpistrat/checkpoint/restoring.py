@@ -9,17 +9,18 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 
 from mpistrat.arrays import Array
 from mpistrat.checkpoint import files, format
 from mpistrat.checkpoint.saving import patient, seen, specs
+from mpistrat.checkpoint.values import NAME, Values
 from mpistrat.distribute.kinds import VariableAggregation
 from mpistrat.distribute.variables import Variable
 from mpistrat.distribute.writes import exact_share
-from mpistrat.errors import StructureError
+from mpistrat.errors import CheckpointError, StructureError
 from mpistrat.lockstep.lockstep import Lockstep
 
 __all__ = ["Restored", "restore"]
@@ -107,33 +108,60 @@ def restore(
       StructureError: It does not fit the variables.
     """
     call = f"Checkpoint.restore({str(path)!r}, partial={partial}) of {specs(mine)}"
-    with lockstep.preparing(call):
-        # All the memory that ranks need for it, before anything is written.
-        scratch = np.empty(max(v.storage.array.nbytes for v in mine.values()), np.uint8)
-    found, failure = None, None
+    told, failure = b"", None
+    arrays: dict[str, Array] = {}
     if lockstep.comm.rank == 0:
-        found, failure = _read(lockstep, mine, path, partial)
-    told = b"" if found is None else _told(found, mine, path)
-    counter, missing, unused, newest = json.loads(lockstep.share(call, told, failure)[0])
+        told, arrays, failure = _read(lockstep, mine, path, partial)
+    counter, missing, unused, newest, shapes = json.loads(lockstep.share(call, told, failure)[0])
     if number not in (None, counter):
         return Restored(None), counter
+    taken = sorted(set(mine) - set(missing))
+    with lockstep.preparing(call):
+        # All the memory that ranks need for it, before anything is written.
+        likes = {name: _like(mine[name], shapes.get(name)) for name in taken}
+        scratch = np.empty(max((each.nbytes for each in likes.values()), default=0), np.uint8)
     seen([path, path.with_name(newest)])
-    for name in sorted(set(mine) - set(missing)):
-        _give(lockstep, mine[name], None if found is None else found.arrays[name], scratch)
+    for name in taken:
+        _give(lockstep, mine[name], likes[name], arrays.get(name), scratch)
+    if NAME in missing:
+        missing.remove(NAME)
+        cell: Any = mine[NAME]
+        missing += cell.values.wanted
     return Restored(os.fspath(path), tuple(missing), tuple(unused)), counter
+
+
+def _like(variable: Any, shape: Sequence[int] | None) -> Array:
+    """Return an array as the variable will be; one that may change in shape is not in memory."""
+    array: Array = variable.storage.array
+    return array if shape is None else np.broadcast_to(np.zeros((), array.dtype), shape)
 
 
 def _read(
     lockstep: Lockstep, mine: Mapping[str, Variable], path: Path, partial: bool
-) -> tuple[format.Contents | None, BaseException | None]:
-    """Read the file; return also what that failed with, which all ranks have to know."""
+) -> tuple[bytes, dict[str, Array], BaseException | None]:
+    """Read the file; return what to tell all ranks, the arrays, and what that failed with."""
+    wanted = {name: variable.storage.array for name, variable in mine.items()}
+    free = [name for name, each in mine.items() if getattr(each, "free", False)]
+
+    def check(there: Mapping[str, format.Entry]) -> None:
+        wanted.setdefault(NAME, Values({}).cell().array)
+        for name in {NAME, *free}:
+            entry, here = there.get(name), wanted[name]
+            if entry is not None and entry.fits(format.Entry.of(here)):
+                wanted[name] = np.broadcast_to(np.zeros((), here.dtype), entry.shape)
+        _compare(path, there, wanted, partial)
+
     try:
         with patient(lockstep, f"read {path}", _size(path)):
-            wanted = {name: v.storage.array for name, v in mine.items()}
-            found = format.read(path, wanted, lambda there: _compare(path, there, mine, partial))
+            found = format.read(path, wanted, check)
+            values = _compare_values(path, found.arrays.get(NAME), mine.get(NAME), partial)
     except BaseException as error:
-        return None, error
-    return found, None
+        return b"", {}, error
+    shapes = {name: found.entries[name].shape for name in free if name in found.arrays}
+    missing = [name for name in mine if name not in found.arrays] + values[0]
+    unused = [name for name in found.entries if name not in (NAME, *mine)] + values[1]
+    told = [found.counter, missing, unused, _newest(path).name, shapes]
+    return json.dumps(told).encode(), found.arrays, None
 
 
 def _size(path: Path) -> int:
@@ -148,27 +176,46 @@ def _size(path: Path) -> int:
 
 
 def _compare(
-    path: Path, found: Mapping[str, format.Entry], mine: Mapping[str, Variable], partial: bool
+    path: Path, found: Mapping[str, format.Entry], mine: Mapping[str, Array], partial: bool
 ) -> None:
     wrong = []
-    for name, variable in mine.items():
-        here, there = format.Entry.of(variable.storage.array), found.get(name)
+    for name, array in mine.items():
+        here, there = format.Entry.of(array), found.get(name)
         if there is not None and there != here:
             wrong.append(f"{name!r} is {there} there and {here} here")
     if not partial:
-        new = [name for name in mine if name not in found and name not in _COUNTERS]
-        wrong += [f"{name!r} is not in the file" for name in new]
-        extra = [name for name in found if name not in mine and name not in _COUNTERS]
-        wrong += [f"{name!r} is only in the file" for name in extra]
+        known = _COUNTERS | {NAME}
+        new = [name for name in mine if name not in found and name not in known]
+        extra = [name for name in found if name not in mine and name not in known]
+        wrong += _sided(new, extra)
+    _refuse(path, wrong, partial)
+
+
+def _compare_values(
+    path: Path, there: Array | None, cell: Any, partial: bool
+) -> tuple[list[str], list[str]]:
+    """Return the names of values that the file lacks, and of those that only it has."""
+    mine = Values({}) if cell is None else cell.values
+    if there is None:
+        lacks, extra, odd = mine.wanted, [], []
+    else:
+        try:
+            lacks, extra, odd = mine.wrong(there)
+        except ValueError as error:
+            raise CheckpointError(f"{path} is damaged, or not a checkpoint: {error}") from error
+    _refuse(path, odd + ([] if partial else _sided(lacks, extra)), partial)
+    return lacks if there is not None else [], extra
+
+
+def _sided(new: Sequence[str], extra: Sequence[str]) -> list[str]:
+    texts = [f"{name!r} is not in the file" for name in new]
+    return texts + [f"{name!r} is only in the file" for name in extra]
+
+
+def _refuse(path: Path, wrong: Sequence[str], partial: bool) -> None:
     if wrong:
         hint = "" if partial else " What one side only has may be passed over: partial=True."
         raise StructureError(f"{path} does not fit these variables: {listed(wrong)}.{hint}")
-
-
-def _told(found: format.Contents, mine: Mapping[str, Variable], path: Path) -> bytes:
-    missing = [name for name in mine if name not in found.arrays]
-    unused = [name for name in found.entries if name not in mine]
-    return json.dumps([found.counter, missing, unused, _newest(path).name]).encode()
 
 
 def _newest(path: Path) -> Path:
@@ -183,9 +230,10 @@ def _newest(path: Path) -> Path:
     return path
 
 
-def _give(lockstep: Lockstep, variable: Variable, array: Array | None, scratch: Array) -> None:
+def _give(
+    lockstep: Lockstep, variable: Variable, like: Array, array: Array | None, scratch: Array
+) -> None:
     """Give a variable the value that replica 0 has read."""
-    like = variable.storage.array
     room = scratch[: like.nbytes]
     if array is not None:
         room[:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)

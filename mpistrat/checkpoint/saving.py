@@ -14,6 +14,7 @@ import numpy as np
 
 from mpistrat.arrays import Array
 from mpistrat.checkpoint import claim, files, format
+from mpistrat.checkpoint.values import NAME
 from mpistrat.distribute.kinds import VariableAggregation
 from mpistrat.distribute.variables import Variable
 from mpistrat.lockstep.lockstep import Lockstep
@@ -37,9 +38,16 @@ def patient(lockstep: Lockstep, what: str, nbytes: int) -> Any:
     return lockstep.session.board.long_operation(what, _PATIENCE + nbytes * _SLOWEST)
 
 
-def specs(mine: Mapping[str, Variable]) -> str:
-    """Return a text that is equal on all ranks exactly if their variables are alike."""
-    text = "; ".join(f"{name} {variable.spec()}" for name, variable in mine.items())
+def specs(mine: Mapping[str, Variable], values: bool = False) -> str:
+    """Return a text that is equal on all ranks exactly if their variables are alike.
+
+    Args:
+      mine: The variables.
+      values: Numbers and texts have to be equal, too.
+    """
+    cell: Any = mine.get(NAME)
+    text = f"{cell.values.shown()}; " if values and cell is not None else ""
+    text += "; ".join(f"{name} {variable.spec()}" for name, variable in mine.items())
     if len(text) > _SHOWN:
         digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest()
         text = f"{text[:_SHOWN]}... {digest}"
@@ -58,7 +66,7 @@ def overwrite(lockstep: Lockstep, mine: Mapping[str, Variable], path: Path, coun
     Raises:
       OSError: It cannot be written; on every rank.
     """
-    call = f"Checkpoint.write({str(path)!r}) of {specs(mine)}"
+    call = f"Checkpoint.write({str(path)!r}) of {specs(mine, True)}"
     values, _ = _values(lockstep, mine, call)
     failure = None
     if lockstep.comm.rank == 0:
@@ -93,7 +101,7 @@ def save(
       FileExistsError: There is a newer one that this program does not know of.
       ValueError: There are newer ones than `number`.
     """
-    call = f"Checkpoint.save({str(prefix)!r}, number {number}) of {specs(mine)}"
+    call = f"Checkpoint.save({str(prefix)!r}, number {number}) of {specs(mine, True)}"
     values, known = _values(lockstep, mine, call, prefix)
     chosen, failure = b"", None
     if lockstep.comm.rank == 0:

@@ -1,91 +1,241 @@
-"""The variables of a program by name.
+"""What a program gives to a checkpoint, by name.
 
-A name is the way to a variable: keys of mappings, places in sequences and attributes of objects,
+A name is the way to a value: keys of mappings, places in sequences and attributes of objects,
 with ``/`` between them. It does not depend on the order in which things were made.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import sys
 import types
 import urllib.parse
-from collections.abc import Iterator, Mapping, Sequence, Set
-from typing import Any, cast
+from collections.abc import Callable, Mapping, MutableMapping, Sequence, Set
+from typing import Any, NamedTuple, cast, final
 
-from mpistrat.arrays import kind_of
+import numpy as np
+
+from mpistrat.arrays import Array, as_array, kind_of
 from mpistrat.checkpoint.cells import Cell
+from mpistrat.checkpoint.values import (
+    NAME,
+    Value,
+    Values,
+    decode,
+    encode,
+    generator_value,
+    is_generator,
+)
 from mpistrat.distribute.strategy import Strategy
 from mpistrat.distribute.variables import Variable
 from mpistrat.errors import StructureError
+from mpistrat.feed.dataset import Dataset
+from mpistrat.feed.distributed import DistributedDataset
 from mpistrat.metrics import Metric
 from mpistrat.optim.optimizer import Optimizer
 
-__all__ = ["first", "variables"]
+__all__ = ["Found", "entries", "first", "variables"]
 
 # The attributes of their objects, as of those of Python's own modules, are their own affair.
 _CLOSED = {"mpistrat", "numpy", "numba", "mpi4py"}
 _TEXTS = (str, bytes, bytearray, memoryview, range)  # sequences that hold no variables
+_ADVICE = (
+    "Variables, arrays, numbers, texts, generators of NumPy, datasets, metrics and optimizers are "
+    "saved, and dicts, lists and tuples of them; a class of your own joins by two methods, "
+    "checkpoint_state() and restore_state(state). Else leave it out."
+)
+_Assign = Callable[[Any], None]
+
+
+@final
+class Found(NamedTuple):
+    """What was found.
+
+    Attributes:
+      entries: What is saved as arrays, by name; numbers and texts are one of them.
+      stateful: Objects with ``restore_state``, by the name that what is in them begins with, and
+        what calls it once all values are there.
+    """
+
+    entries: dict[str, Variable | Cell]
+    stateful: dict[str, tuple[Any, Callable[[], None]]]
 
 
 def variables(root: Any, trees: Mapping[str, Any]) -> dict[str, Variable]:
-    """Return all variables below an object and some trees, by name, sorted.
+    """Return all variables below an object and some trees, by name; see `entries`."""
+    found = entries(root, trees).entries
+    return {name: cast("Variable", each) for name, each in found.items() if name != NAME}
 
-    Mappings, lists and tuples are looked into, and so are the attributes of objects of the
-    program's own classes. Attributes that hold no variables are passed over.
+
+def entries(root: Any, trees: Mapping[str, Any], assign: Any = None) -> Found:
+    """Return all that is to be saved below an object and some trees, by name, sorted.
+
+    Mappings, lists and tuples are looked into. So are the attributes of objects of the program's
+    own classes, but of these only variables are taken, and objects with ``checkpoint_state``; other
+    attributes are passed over.
 
     Args:
       root: What is in it has names of its own; None for nothing.
       trees: What is in each has names that begin with its key.
+      assign: ``assign(key, value)`` puts a value in the place of one of `trees`.
 
     Raises:
-      StructureError: A mapping or sequence that was given holds something else than variables, or
-        one of `trees` no variable at all, or two ways have one name.
+      StructureError: A mapping or sequence that was given holds what cannot be saved, or one of
+        `trees` nothing at all, or two ways have one name.
     """
-    found: dict[str, Variable] = {}
-    given = [("", root), *((_part(key), tree) for key, tree in trees.items())]
-    for begin, tree in given:
-        above = len(found)
-        for name, variable in _walk(tree, begin, True, {}):
-            if name in found:
-                raise StructureError(f"two variables of the checkpoint have the name {name!r}.")
-            found[name] = variable
-        if isinstance(tree, Optimizer) and len(found) == above:
+    walk = _Walk()
+    given = [("", "", root), *((_part(key), key, tree) for key, tree in trees.items())]
+    for begin, key, tree in given:
+        above = len(walk.names)
+        if tree is None and not key:
+            continue
+        walk.seen = {}
+        walk.visit(tree, begin, True, functools.partial(assign or _fixed, key))
+        if isinstance(tree, Optimizer) and len(walk.names) == above:
             raise StructureError(
                 f"{begin or 'the root'} of the checkpoint ({type(tree).__name__}) has no state "
                 "yet; create it first: optimizer.build(variables)."
             )
-        if tree is not None and len(found) == above:
+        if len(walk.names) == above:
             raise StructureError(
                 f"{begin or 'the root'} of the checkpoint ({type(tree).__name__}) holds no "
-                "variable, so nothing of it would be saved. Give mpistrat.Variable, or dicts, "
-                "lists and objects of your own classes that hold them."
+                f"variable, so nothing of it would be saved. {_ADVICE}"
             )
-    return dict(sorted(found.items()))
+    if walk.values:
+        walk.arrays[NAME] = Values(walk.values).cell()
+    return Found(dict(sorted(walk.arrays.items())), walk.stateful)
 
 
 def first(root: Any, trees: Mapping[str, Any]) -> Variable | None:
     """Return some variable of what cannot all be saved, if there is one."""
-    return next((v for t in (root, *trees.values()) for _, v in _walk(t, "", False, {})), None)
+    for tree in (root, *trees.values()):
+        walk = _Walk()
+        with contextlib.suppress(Exception):  # it has been told already
+            walk.visit(tree, "", False, _fixed)
+        found = (each for each in walk.arrays.values() if each.strategy is not None)
+        if (one := next(found, None)) is not None:
+            return cast("Variable", one)
+    return None
 
 
-def _walk(
-    value: Any, path: str, given: bool, seen: dict[int, Any]
-) -> Iterator[tuple[str, Variable]]:
-    """Find variables below `value`; `given` tells that the program meant all of it to be saved."""
-    if isinstance(value, Variable | Cell):
-        yield path, cast("Variable", value)
-    elif value is not None and id(value) not in seen:
-        children = _children(value)
-        if children is None and given:
+def _fixed(*_: Any) -> None:
+    raise StructureError("what was saved cannot be put where it was: its holder takes no values.")
+
+
+class _Walk:
+    """Goes through what is given, and notes what is to be saved."""
+
+    def __init__(self) -> None:
+        self.arrays: dict[str, Variable | Cell] = {}
+        self.values: dict[str, Value] = {}
+        self.stateful: dict[str, tuple[Any, Callable[[], None]]] = {}
+        self.names: set[str] = set()
+        self.seen: dict[int, Any] = {}
+        self.loose = False  # below an object that is told of its state: arrays may change in shape
+
+    def note(self, name: str, each: Any) -> None:
+        if name in self.names or name == NAME:
+            raise StructureError(f"two variables of the checkpoint have the name {name!r}.")
+        self.names.add(name)
+        (self.values if isinstance(each, Value) else self.arrays)[name] = each
+
+    def visit(self, value: Any, path: str, given: bool, assign: _Assign) -> None:
+        """Note what is in `value`; `given` tells that the program meant all of it to be saved."""
+        if isinstance(value, DistributedDataset):
+            value = value.origin
+        if isinstance(value, Variable | Cell):
+            self.note(path, value)
+        elif given and (leaf := self._leaf(value, path, assign)) is not None:
+            self.note(path, leaf)
+        elif value is not None and id(value) not in self.seen:
+            self.seen[id(value)] = value  # kept alive: another object could have its number
+            if _tells(value) and (given or not isinstance(value, Dataset)):
+                self._told(value, path)
+                return
+            children = _children(value)
+            if children is None and given:
+                raise StructureError(
+                    f"{path!r} of the checkpoint is {value!r:.60} ({type(value).__name__}), which "
+                    f"cannot be saved. {_ADVICE}"
+                )
+            given = given and isinstance(value, Mapping | Sequence)
+            places = _places(value, assign) if given else _fixed
+            for key in sorted(children or (), key=str):
+                below = f"{path}/{_part(key)}" if path else _part(key)
+                child = (children or {})[key]
+                self.visit(child, below, given, functools.partial(places, key))
+
+    def _leaf(self, value: Any, path: str, assign: _Assign) -> Value | Cell | None:
+        if is_generator(value):
+            try:
+                return generator_value(value)
+            except TypeError as error:
+                raise StructureError(f"{path!r} of the checkpoint: {error}.") from None
+        if isinstance(value, np.ndarray):
+            return _array(value, path, assign, self.loose and value.ndim > 0)
+        try:
+            told = encode(value)
+        except TypeError:
+            return None
+
+        def write(found: Any) -> None:
+            if isinstance(value, list) and isinstance(found, list):
+                value[:] = found  # whoever else has it sees it, too
+            elif isinstance(value, dict) and isinstance(found, dict):
+                value.clear()
+                value.update(found)
+            else:
+                assign(found)
+
+        return Value(told, decode, write)
+
+    def _told(self, value: Any, path: str) -> None:
+        holder = [value.checkpoint_state()]
+        loose, self.loose = self.loose, True
+        above = set(self.names)
+        self.visit(holder[0], path, True, functools.partial(holder.__setitem__, 0))
+        self.loose = loose
+        if self.names == above:
             raise StructureError(
-                f"{path!r} of the checkpoint is {value!r:.60} ({type(value).__name__}); only "
-                "variables are saved. Make it an mpistrat.Variable, or leave it out."
+                f"checkpoint_state() of {path!r} ({type(value).__name__}) returned nothing to save."
             )
-        seen[id(value)] = value  # kept alive: another object could have its number
-        given = given and isinstance(value, Mapping | Sequence)
-        for key in sorted(children or (), key=str):
-            below = f"{path}/{_part(key)}" if path else _part(key)
-            yield from _walk((children or {})[key], below, given, seen)
+        self.stateful[path] = value, lambda: value.restore_state(holder[0])
+
+
+def _array(value: Array, path: str, assign: _Assign, free: bool) -> Cell:
+    read = functools.partial(as_array, value, path)
+    read()  # what cannot be saved is told now
+
+    def write(found: Array) -> None:
+        if free or found.shape != value.shape or not value.flags.writeable:
+            assign(found.copy())
+        else:
+            np.copyto(value, found)
+
+    return Cell(path, read, write, free=free)
+
+
+def _places(value: Any, assign: _Assign) -> Callable[[Any, Any], None]:
+    """Return what puts an item in its place in a container."""
+    if isinstance(value, tuple):
+        names = getattr(value, "_fields", range(len(value)))
+        items = dict(zip(names, value, strict=True))
+
+        def put(key: Any, item: Any) -> None:
+            items[key] = item
+            assign(value._replace(**items) if hasattr(value, "_replace") else tuple(items.values()))
+
+        return put
+    if isinstance(value, MutableMapping | list) or hasattr(type(value), "__setitem__"):
+        return value.__setitem__  # type: ignore[no-any-return]
+    return _fixed
+
+
+def _tells(value: Any) -> bool:
+    """Tell whether an object says by itself what its state is."""
+    kind = type(value)
+    return callable(getattr(kind, "checkpoint_state", None)) and hasattr(kind, "restore_state")
 
 
 def _children(value: Any) -> Mapping[Any, Any] | None:

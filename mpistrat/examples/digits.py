@@ -1,7 +1,10 @@
 """Trains a classifier of handwritten digits: one program, the same answer on any number of ranks.
 
     python -m mpistrat.examples.digits
-    mpistrat run -n 2 -m mpistrat.examples.digits
+    mpistrat run -n 2 -m mpistrat.examples.digits --checkpoint digits
+
+Who starts it again with the same ``--checkpoint`` goes on after the last whole epoch, on any number
+of ranks; a run that has ended goes on with more ``--epochs``.
 
 The data are scikit-learn's 1,797 images of 8 x 8 pixels. 1,409 of them are trained on, in global
 batches of 64; the last batch of every epoch has one image, so all replicas but one meet an empty
@@ -22,8 +25,8 @@ import numpy as np
 
 import mpistrat
 from mpistrat.examples import mlp
-from mpistrat.examples.curves import Epoch, draw
 from mpistrat.examples.progress import ProgressBar
+from mpistrat.examples.settings import count, left
 from mpistrat.metrics import Mean
 from mpistrat.optim import SGD, Linear, Optimizer
 
@@ -33,7 +36,12 @@ SEEDS = (0, 1, 2, 3, 4)  # the median of their test accuracies is at least 0.97
 TRAINING = 1409  # 22 batches of 64, and one image
 MOMENTUM = 0.9
 ENOUGH = 512 * 1024  # images of a batch times hidden units: so much work is worth sharing
+SAME = ("batch", "seed", "lr", "hidden")
 NEEDED = ("matplotlib", "sklearn", "tqdm")
+PANELS = {
+    "mean cross-entropy (nats per example)": ["loss"],
+    "part of the images that is classified right": ["accuracy", "test_accuracy"],
+}
 ADVICE = "This example needs scikit-learn, matplotlib and tqdm: pip install 'mpistrat[examples]'"
 
 
@@ -47,6 +55,7 @@ class Settings(NamedTuple):
       lr: Learning rate at the beginning; it falls in a straight line, to 0 after the last epoch.
       hidden: Units in the hidden layer.
       output: Where the picture goes.
+      checkpoint: A directory for checkpoints, from which it goes on; empty for none.
     """
 
     epochs: int = 20
@@ -55,6 +64,7 @@ class Settings(NamedTuple):
     lr: float = 0.15
     hidden: int = 128
     output: str = "digits.png"
+    checkpoint: str = ""
 
 
 class Result(NamedTuple):
@@ -62,12 +72,15 @@ class Result(NamedTuple):
 
     Attributes:
       parameters: The final parameters, NumPy arrays, on every rank the same.
-      history: One entry per epoch.
+      history: For each epoch, from 1: ``loss``, the mean cross-entropy in nats of all training
+        examples, each when its turn came; ``accuracy``, the part of them that was classified right
+        then; ``test_accuracy`` after the epoch; and of the time to train, without the test,
+        ``seconds``, and those that this rank was ``waiting`` and ``communicating``.
       accuracy: The part of the test images that is classified right in the end.
     """
 
     parameters: mlp.Parameters
-    history: list[Epoch]
+    history: mpistrat.History
     accuracy: float
 
 
@@ -121,29 +134,39 @@ def train(
         start = mlp.initial(64, settings.hidden, 10, settings.seed)
         model = mlp.Parameters(*map(mpistrat.Variable, start))
         metrics = [Mean(name) for name in ("loss", "accuracy", "test_accuracy")]
-    history: list[Epoch] = []
-    for number in range(1, settings.epochs + 1):
-        begin = time.perf_counter(), *strategy.time_spent()
-        for x, y in batches:
-            strategy.run(step, args=(model, optimizer, metrics[:2], x, y))
-            progress.step()
+        history = mpistrat.History()
+    optimizer.build(model)
+    state = mpistrat.Checkpoint(
+        model=model, optimizer=optimizer, metrics=metrics, history=history, data=shuffled, step=0
+    )
+    begin = time.perf_counter(), *strategy.time_spent()
+    for x, y in left(state, batches, settings, SAME, progress.say):
+        strategy.run(step, args=(model, optimizer, metrics[:2], x, y))
+        progress.step()
+        state.step += 1
+        if state.step % steps:
+            continue
         times = np.subtract((time.perf_counter(), *strategy.time_spent()), begin).tolist()
         for x, y in tests:
             strategy.run(score, args=(model, metrics[2], x, y))
-        history.append(Epoch(number, *(metric.result() for metric in metrics), *times))
+        figures = {metric.name: metric.result() for metric in metrics}
+        spent = zip(("seconds", "waiting", "communicating"), times, strict=True)
+        history.append(state.step // steps, **figures, **dict(spent))
         for metric in metrics:
             metric.reset_state()
-        progress.say(line(history[-1], settings.epochs))
+        progress.say(line(history, settings.epochs))
+        begin = time.perf_counter(), *strategy.time_spent()
     final = mlp.Parameters(*(variable.numpy() for variable in model))
-    return Result(final, history, history[-1].test_accuracy)
+    return Result(final, history, history.last("test_accuracy"))
 
 
-def line(epoch: Epoch, epochs: int) -> str:
-    """Return what is printed about one epoch."""
+def line(history: mpistrat.History, epochs: int) -> str:
+    """Return what is printed about the last epoch."""
+    number = history["loss"][0][-1]
     return (
-        f"epoch {epoch.number:{len(str(epochs))}} of {epochs}   loss {epoch.loss:.4f}   "
-        f"train accuracy {epoch.accuracy:.4f}   test accuracy {epoch.test_accuracy:.4f}   "
-        f"{epoch.seconds:.2f} s"
+        f"epoch {number:{len(str(epochs))}} of {epochs}   loss {history.last('loss'):.4f}   "
+        f"train accuracy {history.last('accuracy'):.4f}   "
+        f"test accuracy {history.last('test_accuracy'):.4f}   {history.last('seconds'):.2f} s"
     )
 
 
@@ -158,24 +181,19 @@ def require() -> None:
         raise ImportError(ADVICE)
 
 
-def _count(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"wanted 1 or more, got {text}")
-    return int(text)
-
-
 def _settings(argv: Sequence[str] | None) -> Settings:
     parser = argparse.ArgumentParser(
         prog="python -m mpistrat.examples.digits",
         description="Train a classifier of handwritten digits, on one rank or on many.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--epochs", type=_count, help="times over the images")
-    parser.add_argument("--batch", type=_count, help="images in a whole batch")
+    parser.add_argument("--epochs", type=count, help="times over the images")
+    parser.add_argument("--batch", type=count, help="images in a whole batch")
     parser.add_argument("--seed", type=int, help="of test set, start and order")
     parser.add_argument("--lr", type=float, help="learning rate at the beginning")
-    parser.add_argument("--hidden", type=_count, help="hidden units")
+    parser.add_argument("--hidden", type=count, help="hidden units")
     parser.add_argument("--output", help="where the picture goes")
+    parser.add_argument("--checkpoint", help="directory of checkpoints, from which it goes on")
     parser.set_defaults(**Settings()._asdict())
     return Settings(**vars(parser.parse_args(argv)))
 
@@ -197,22 +215,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     # the cores, threads that wait for one another make every product many times slower.
     with threadpool_limits(1), ProgressBar(steps, strategy.rank == 0) as progress:
         result = train(strategy, settings, progress)
+    title = f"Handwritten digits: test accuracy {result.accuracy:.4f}"
+    title += f", ranks: {strategy.num_replicas_in_sync}"
+    result.history.draw(settings.output, PANELS, title=title, x="epoch")
     on_first(strategy, report, result, settings, strategy.num_replicas_in_sync)
     return 0
 
 
 def report(result: Result, settings: Settings, ranks: int) -> None:
-    """Draw the curves and print the summary."""
-    title = f"Handwritten digits: test accuracy {result.accuracy:.4f}, ranks: {ranks}"
-    draw(result.history, title, settings.output)
+    """Print the summary."""
+    table = result.history.table("seconds", "waiting", "communicating")[:, 1:]
     # The median, because the first epoch also waits for what is loaded or compiled on first use.
-    epoch = sorted(result.history, key=lambda epoch: epoch.seconds)[len(result.history) // 2]
-    waiting, communicating = epoch.waiting / epoch.seconds, epoch.communicating / epoch.seconds
+    seconds, *parts = sorted(table.tolist())[len(table) // 2]
+    waiting, communicating = np.divide(parts, seconds)
     few = "too little work in a step to share; --batch 512 --hidden 1024 has enough"
     many = "make a step quicker, where each has a core"
     print(
         f"test accuracy        {result.accuracy:.4f}",
-        f"examples per second  {TRAINING / epoch.seconds:,.0f} (median epoch)",
+        f"examples per second  {TRAINING / seconds:,.0f} (median epoch)",
         f"computing            {1 - waiting - communicating:.0%} of a step (rank 0)",
         f"waiting              {waiting:.0%}, for other ranks",
         f"communicating        {communicating:.0%}",

@@ -1,10 +1,11 @@
 """Trains a classifier of handwritten digits with JAX and optax: one program, any number of ranks.
 
     python -m mpistrat.examples.digits_jax
-    mpistrat run -n 2 -m mpistrat.examples.digits_jax --net conv
+    mpistrat run -n 2 -m mpistrat.examples.digits_jax --net conv --checkpoint conv
 
 The data, and how they are shared out, are those of `mpistrat.examples.digits`. A step is a jitted
-gradient, an all-reduce weighted by the examples of this replica, and a jitted update.
+gradient, an all-reduce weighted by the examples of this replica, and a jitted update. Who starts it
+again with the same ``--checkpoint`` goes on after the last whole epoch.
 """
 
 from __future__ import annotations
@@ -23,9 +24,12 @@ import optax
 import mpistrat
 import mpistrat.jax as mj
 from mpistrat.examples.digits import MOMENTUM, TRAINING, load, on_first
+from mpistrat.examples.settings import left
 from mpistrat.metrics import Mean
 
 __all__ = ["NETS", "Choices", "Trained", "main", "train"]
+
+SAME = ("batch", "seed", "lr", "net")
 
 
 class Choices(NamedTuple):
@@ -37,6 +41,7 @@ class Choices(NamedTuple):
       seed: Rules the choice of the test images, the initial parameters and the order of examples.
       lr: Learning rate at the beginning; it falls to 0.
       net: A key of `NETS`.
+      checkpoint: A directory for checkpoints, from which it goes on; empty for none.
     """
 
     epochs: int = 20
@@ -44,6 +49,7 @@ class Choices(NamedTuple):
     seed: int = 0
     lr: float = 0.15
     net: str = "mlp"
+    checkpoint: str = ""
 
 
 class Trained(NamedTuple):
@@ -128,31 +134,35 @@ def train(
     gradient, update, hits = _jitted(NETS[settings.net][1], optimizer)
 
     def step(x: Any, y: Any) -> None:
-        gradients, losses = gradient(model["parameters"], x.astype(np.float32), y)
+        gradients, losses = gradient(model.value["parameters"], x.astype(np.float32), y)
         gradients = mj.all_reduce("mean", gradients, weight=len(y))
-        model["parameters"], model["state"] = update(*model.values(), gradients)
+        parameters, state = update(*model.value.values(), gradients)
+        model.value = {"parameters": parameters, "state": state}
         loss.update_state(losses)
 
     def score(x: Any, y: Any) -> None:
-        accuracy.update_state(hits(model["parameters"], x.astype(np.float32), y))
+        accuracy.update_state(hits(model.value["parameters"], x.astype(np.float32), y))
 
     images, tests = map(mpistrat.Dataset, load(settings.seed))
     shuffled = images.shuffle(seed=settings.seed).batch(settings.batch)
     batches = strategy.experimental_distribute_dataset(shuffled)
     with strategy.scope():
         parameters = mj.replicate(NETS[settings.net][0](jax.random.key(settings.seed)))
-        model = {"parameters": parameters, "state": optimizer.init(parameters)}
-        loss, accuracy = Mean("loss"), Mean("accuracy")
-    history = []
-    for epoch in range(1, settings.epochs + 1):
-        for part in batches:
-            strategy.run(step, args=part)
-        history.append(float(loss.result()))
-        loss.reset_state()
-        say(f"epoch {epoch} of {settings.epochs}   loss {history[-1]:.4f}")
+        model = mj.TrainState({"parameters": parameters, "state": optimizer.init(parameters)})
+        loss, accuracy, history = Mean("loss"), Mean("accuracy"), mpistrat.History()
+    saved = mpistrat.Checkpoint(model=model, loss=loss, history=history, data=shuffled, step=0)
+    for part in left(saved, batches, settings, SAME, say):
+        strategy.run(step, args=part)
+        saved.step += 1
+        if saved.step % steps == 0:
+            epoch = saved.step // steps
+            history.append(epoch, loss=loss.result())
+            loss.reset_state()
+            say(f"epoch {epoch} of {settings.epochs}   loss {history.last('loss'):.4f}")
     for part in strategy.experimental_distribute_dataset(tests.batch(settings.batch)):
         strategy.run(score, args=part)
-    return Trained(model["parameters"], history, float(accuracy.result()))
+    losses = history["loss"][1].tolist()
+    return Trained(model.value["parameters"], losses, float(accuracy.result()))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -166,6 +176,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, help="images in a whole batch")
     parser.add_argument("--seed", type=int, help="of test set, start and order")
     parser.add_argument("--lr", type=float, help="learning rate at the beginning")
+    parser.add_argument("--checkpoint", help="directory of checkpoints, from which it goes on")
     parser.add_argument("--net", choices=NETS, help="layers: dense ones, or convolutions")
     parser.set_defaults(**Choices()._asdict())
     settings = Choices(**vars(parser.parse_args(argv)))

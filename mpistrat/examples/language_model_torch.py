@@ -1,17 +1,17 @@
 """Trains a small transformer of PyTorch on the source text of Python's standard library.
 
     python -m mpistrat.examples.language_model_torch
-    mpistrat run -n 2 -m mpistrat.examples.language_model_torch --output run
+    mpistrat run -n 2 -m mpistrat.examples.language_model_torch --checkpoint run
 
 The text, the evaluation and what is written are those of `mpistrat.examples.text`; model and loop
-are PyTorch. Who starts it again with the same output directory goes on where the last start
-stopped, at any number of ranks, and the losses are the same at every number of ranks, to rounding.
+are PyTorch. Who starts it again with the same ``--checkpoint`` goes on where the last start
+stopped, at any number of ranks, and further with more ``--steps``; the losses are the same at every
+number of ranks, to rounding.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import sys
 import time
 from collections.abc import Sequence
@@ -26,8 +26,8 @@ from torch.nn import functional
 import mpistrat as ms
 import mpistrat.torch as mt
 from mpistrat.examples import text
-from mpistrat.examples.curves import draw_losses
 from mpistrat.examples.progress import ProgressBar
+from mpistrat.examples.settings import begun, parsed
 
 __all__ = ["TransformerResult", "TransformerSettings", "main", "train"]
 
@@ -59,17 +59,20 @@ MEANINGS = {
 }
 
 
+SAME = ("batch", "length", "channels", "heads", "layers", "lr", "every", "seed")
+
+
 class TransformerResult(NamedTuple):
     """What training came to.
 
     Attributes:
-      history: A row per evaluation: updates until then, training loss since the last evaluation,
-        loss on the held-out text; losses are nats per symbol.
+      history: At each evaluation, by the updates until then: ``training`` loss since the last
+        evaluation, and loss on the ``held_out`` text, both in nats per symbol.
       losses: The loss of each update of this start.
       rate: Symbols per second that all ranks together have trained on; 0 without an update.
     """
 
-    history: Any
+    history: ms.History
     losses: list[float]
     rate: float
 
@@ -142,7 +145,9 @@ def loss_of(model: Any, batch: Any) -> Any:
 class _Training:
     """The model with all that its training needs and changes. Collective: making it is."""
 
-    def __init__(self, strategy: ms.Strategy, settings: TransformerSettings, directory: Path):
+    def __init__(
+        self, strategy: ms.Strategy, settings: TransformerSettings, directory: Path, data: Any
+    ):
         """Make the model, and restore what is in the directory."""
         self.strategy = strategy
         self.model = mt.replicate(initial(settings), strategy)
@@ -154,12 +159,18 @@ class _Training:
                 ms.optim.WarmUp(fall, warm), beta_2=0.98, clip=ms.optim.ClipByGlobalNorm(1.0)
             ),
         )
-        evaluations = -(-settings.steps // settings.every)
         with strategy.scope():
-            self.history = ms.Variable(np.full((evaluations, 3), np.nan), name="history")
-        saved = ms.Checkpoint(model=self.model, optimizer=self.optimizer, history=self.history)
-        self.manager = ms.CheckpointManager(saved, directory, max_to_keep=3)
-        self.manager.restore_or_initialize()
+            self.history = ms.History()
+        saved = ms.Checkpoint(
+            model=self.model,
+            optimizer=self.optimizer,
+            history=self.history,
+            data=data,
+        )
+        self.manager = ms.CheckpointManager(
+            saved, directory, max_to_keep=3, every=f"{settings.every} steps"
+        )
+        self.goes_on = begun(self.manager, {name: getattr(settings, name) for name in SAME})
 
     @property
     def done(self) -> int:
@@ -173,17 +184,13 @@ class _Training:
         means: list[float] = (sums[:, 0] / sums[:, 1]).tolist()
         return means
 
-    def learn(self, batches: Any, progress: ProgressBar) -> list[float]:
-        """Train on batches, and return their losses."""
-        found = []
-        for batch in batches:
-            loss = loss_of(self.model, batch)
-            loss.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            found.append((loss.item(), len(batch)))
-            progress.step()
-        return self.mean(found)
+    def learn(self, batch: Any) -> tuple[float, int]:
+        """Train on a batch, and return the loss of this rank's rows, and how many they are."""
+        loss = loss_of(self.model, batch)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item(), len(batch)
 
     def judge(self, batches: Any) -> float:
         """Return the mean loss of batches."""
@@ -215,26 +222,31 @@ def _train(
     progress = progress or ProgressBar(0, shown=False)
     pieces = ms.Dataset(text.read(strategy, text.TRAINING, settings.length))
     tests = ms.Dataset(text.read(strategy, text.HELD_OUT, settings.length)).batch(settings.batch)
-    run = _Training(strategy, settings, directory)
-    if run.done:
-        progress.say(f"goes on after update {run.done}, as saved in {directory}")
     endless = pieces.shuffle(seed=settings.seed).repeat().batch(settings.batch)
-    batches = iter(mt.batches(endless.skip(run.done), strategy))
-    held_out, losses, seconds = mt.batches(tests, strategy), [], 0.0
-    while (done := run.done) < settings.steps:
-        begin = time.perf_counter()
-        some = itertools.islice(batches, min(settings.every, settings.steps - done))
-        new = run.learn(some, progress)
+    batches, held_out = mt.batches(endless, strategy), mt.batches(tests, strategy)
+    run = _Training(strategy, settings, directory, endless)
+    if run.goes_on:
+        progress.say(f"goes on after update {run.done}, as saved in {directory}")
+    losses: list[float] = []
+    found: list[tuple[float, int]] = []
+    seconds, rate, begin = 0.0, 0.0, time.perf_counter()
+    for batch in run.manager.resume(batches):
+        if run.done >= settings.steps:  # asked before the batch is used, which does not count then
+            break
+        found.append(run.learn(batch))
+        progress.step()
+        if run.done % settings.every and run.done < settings.steps:
+            continue
         seconds += time.perf_counter() - begin
+        new, found = run.mean(found), []
         losses += new
-        rows = run.history.numpy().copy()
-        rows[(run.done - 1) // settings.every] = run.done, np.mean(new), run.judge(held_out)
-        run.history.assign(rows)
-        run.manager.save()
+        run.history.append(run.done, training=np.mean(new), held_out=run.judge(held_out))
         rate = len(losses) * settings.batch * settings.length / seconds
-        progress.say(text.line(rows[(run.done - 1) // settings.every], settings.steps, rate))
-    rate = len(losses) * settings.batch * settings.length / seconds if losses else 0.0
-    return TransformerResult(run.history.numpy(), losses, rate), run.model
+        progress.say(text.line(run.history.table()[-1], settings.steps, rate))
+        begin = time.perf_counter()
+    if losses and run.done % settings.every:
+        run.manager.save()
+    return TransformerResult(run.history, losses, rate), run.model
 
 
 def generate(model: Any, begin: Any, length: int, seed: int, temperature: float = 0.7) -> Any:
@@ -258,13 +270,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     for name, usual in TransformerSettings()._asdict().items():
         parser.add_argument(f"--{name}", type=type(usual), default=usual, help=MEANINGS[name])
-    parser.add_argument("--output", type=Path, default="transformer", help="directory of results")
-    options = vars(parser.parse_args(argv))
-    output = options.pop("output")
+    options, output, directory = parsed(parser, "transformer", argv)
     settings, strategy = TransformerSettings(**options), ms.MultiWorkerMirroredStrategy()
     strategy.run(text.require)
     with ProgressBar(settings.steps, strategy.rank == 0) as progress:
-        result, model = _train(strategy, settings, output, progress)
+        result, model = _train(strategy, settings, directory, progress)
+    text.draw(result.history, output / "curve.png")
     if strategy.rank == 0:
         report(result, model, settings, output / "curve.png")
     return 0
@@ -273,9 +284,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def report(
     result: TransformerResult, model: Any, settings: TransformerSettings, picture: Path
 ) -> None:
-    """Draw the curve, let the model write, and print the summary."""
-    last = result.history[-1, 2]
-    draw_losses(result.history, f"Python's source text: held-out loss {last:.3f}", picture)
+    """Let the model write, and print the summary."""
+    last = result.history.last("held_out")
     written = generate(model, text.encoded(text.BEGIN), 400, settings.seed)
     print(f"\n{text.decoded(written)}\n")
     print(f"held-out loss       {last:.4f} nats per symbol")

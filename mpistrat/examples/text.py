@@ -1,18 +1,18 @@
 """Trains a language model on the source text of Python's standard library, and lets it write.
 
     python -m mpistrat.examples.text
-    mpistrat run -n 2 -m mpistrat.examples.text --output run
+    mpistrat run -n 2 -m mpistrat.examples.text --checkpoint run
 
 All that a longer training run wants is here: schedule, clipping, accumulation, a moving average of
-the weights, evaluation, early stopping, and checkpoints. Who starts it again with the same output
-directory goes on where the last start stopped, at any number of ranks.
+the weights, evaluation, early stopping, and checkpoints. Who starts it again with the same
+``--checkpoint`` goes on where the last start stopped, at any number of ranks, and further with more
+``--steps``.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-import itertools
 import statistics
 import sys
 import time
@@ -24,8 +24,8 @@ import numpy as np
 
 import mpistrat as ms
 from mpistrat.examples import text_model
-from mpistrat.examples.curves import draw_losses
 from mpistrat.examples.progress import ProgressBar
+from mpistrat.examples.settings import begun, count, parsed
 
 __all__ = [
     "HELD_OUT",
@@ -84,6 +84,7 @@ MEANINGS = {
     "seed": "of the first weights, the order of the pieces and the text that is written",
     "dtype": "of the weights: float32 or float64",
 }
+SAME = ("batch", "accumulate", "length", "channels", "layers", "lr", "every", "seed", "dtype")
 KINDS = {"lr": float, "seed": int, "dtype": str}  # others are counts
 
 
@@ -92,14 +93,14 @@ class TextResult(NamedTuple):
 
     Attributes:
       weights: The moving average of the parameters, NumPy arrays, on every rank the same.
-      history: A row per evaluation: updates until then, training loss since the last evaluation,
-        loss on the held-out text; losses are nats per symbol.
+      history: At each evaluation, by the updates until then: ``training`` loss since the last
+        evaluation, and loss on the ``held_out`` text, both in nats per symbol.
       rate: Symbols per second that all ranks together have trained on; a median, 0 if there was
         nothing to do.
     """
 
     weights: dict[str, Any]
-    history: Any
+    history: ms.History
     rate: float
 
 
@@ -176,19 +177,21 @@ class Trainer:
       strategy: On whose replicas.
       settings: The same on all ranks.
       directory: Where checkpoints are; if there is one, the newest is restored.
+      pieces: The text to train on; its place is saved.
     """
 
-    def __init__(self, strategy: ms.Strategy, settings: TextSettings, directory: Path):
+    def __init__(
+        self, strategy: ms.Strategy, settings: TextSettings, directory: Path, pieces: Any = None
+    ):
         """Create the variables, and restore them."""
         self.strategy, self.settings = strategy, settings
         chosen = (settings.channels, settings.layers, settings.seed, settings.dtype)
-        evaluations = -(-settings.steps // settings.every)
         with strategy.scope():
             self.model = {
                 name: ms.Variable(value, name=name)
                 for name, value in text_model.initial(SYMBOLS, *chosen).items()
             }
-            self.history = ms.Variable(np.full((evaluations, 3), np.nan), name="history")
+            self.history = ms.History()
             self.loss = ms.metrics.Mean(name="loss")
         warm = max(settings.steps // 10, 1)
         fall = ms.optim.Cosine(settings.lr, max(settings.steps - warm, 1), settings.lr / 100)
@@ -202,55 +205,53 @@ class Trainer:
         )
         self.optimizer.build(self.model.values())
         self.gradients = strategy.gradient_buffers(self.model)
-        saved = ms.Checkpoint(model=self.model, optimizer=self.optimizer, history=self.history)
+        state = {"model": self.model, "optimizer": self.optimizer, "loss": self.loss}
+        saved = ms.Checkpoint(**state, history=self.history, data=pieces)
         # The best one is among these: training stops before it would have to go.
-        self.manager = ms.CheckpointManager(saved, directory, max_to_keep=settings.patience + 1)
-        try:
-            self.manager.restore_or_initialize()
-        except ms.StructureError as error:
-            raise ms.StructureError(
-                f"{directory} has a run with other settings. Give the same --steps, --every, "
-                f"--channels, --layers and --dtype, or another --output. {error}"
-            ) from error
+        every = f"{settings.every * settings.accumulate} steps"
+        keep = settings.patience + 1
+        self.manager = ms.CheckpointManager(saved, directory, max_to_keep=keep, every=every)
+        self.goes_on = begun(self.manager, {name: getattr(settings, name) for name in SAME})
 
     @property
     def done(self) -> int:
         """How many updates were made, in all starts together."""
         return int(self.optimizer.iterations)
 
-    def rows(self) -> Any:
-        """Return the history until now."""
-        return self.history.numpy()[: -(-self.done // self.settings.every)]
+    @property
+    def over(self) -> bool:
+        """Whether all updates were made, or no evaluation gets better."""
+        stale = self.history.names and is_stale(self.history["held_out"][1], self.settings.patience)
+        return bool(self.done >= self.settings.steps or stale)
 
-    def learn(self, batches: Iterable[Any], progress: ProgressBar) -> float:
-        """Train on global batches, and return the mean of their losses."""
+    def learn(self, batch: Any) -> bool:
+        """Train on a global batch; tell whether it is time to evaluate."""
+        before = self.done
+        self.strategy.run(self._step, args=(batch,))
+        whole = self.done % self.settings.every == 0 or self.done == self.settings.steps
+        return whole and self.done > before
+
+    def mean(self) -> float:
+        """Return the mean loss since this was asked before."""
+        mean = float(self.loss.result())
         self.loss.reset_state()
-        for batch in batches:
-            self.strategy.run(self._step, args=(batch,))
-            progress.step()
-        return float(self.loss.result())
+        return mean
 
     def judge(self, batches: Iterable[Any]) -> float:
         """Return the mean loss of the averaged weights."""
-        self.loss.reset_state()
         average = {name: self.optimizer.average(value) for name, value in self.model.items()}
         for batch in batches:
             self.strategy.run(self._score, args=(average, batch))
-        return float(self.loss.result())
-
-    def save(self, *figures: float) -> None:
-        """Add a row to the history, and save a checkpoint."""
-        rows = self.history.numpy().copy()
-        rows[(self.done - 1) // self.settings.every] = (self.done, *figures)
-        self.history.assign(rows)
-        self.manager.save()
+        return self.mean()
 
     def best(self) -> dict[str, Any]:
-        """Return the averaged weights that had the lowest loss, and forget later ones."""
-        losses = self.rows()[:, 2]
-        back = len(losses) - int(np.argmin(losses))
-        if back > 1:
-            self.manager.checkpoint.restore(self.manager.checkpoints[-back])
+        """Return the averaged weights that had the lowest loss; later ones are dropped."""
+        updates, losses = self.history["held_out"]
+        wanted, curves = updates[np.argmin(losses)], self.history.checkpoint_state()
+        older = reversed(self.manager.checkpoints)
+        while self.done != wanted:
+            self.manager.checkpoint.restore(next(older))
+        self.history.restore_state(curves)
         return {name: self.optimizer.average(v).numpy() for name, v in self.model.items()}
 
     def _step(self, batch: Any) -> None:
@@ -281,25 +282,29 @@ def train(
     pieces = ms.Dataset(read(strategy, TRAINING, settings.length))
     held_out = ms.Dataset(read(strategy, HELD_OUT, settings.length)).batch(settings.batch)
     strategy.run(lambda: directory.mkdir(parents=True, exist_ok=True))  # or fail before training
-    trainer, rates = Trainer(strategy, settings, directory), []
-    if trainer.done:
-        progress.say(f"goes on after update {trainer.done}, as saved in {directory}")
-    calls = trainer.done * settings.accumulate
     endless = pieces.shuffle(seed=settings.seed).repeat().batch(settings.batch)
-    batches = iter(strategy.experimental_distribute_dataset(endless.skip(calls)))
+    batches = strategy.experimental_distribute_dataset(endless)
     tests = strategy.experimental_distribute_dataset(held_out)
-    while (done := trainer.done) < settings.steps:
-        if is_stale(trainer.rows()[:, 2], settings.patience):
+    trainer, rates = Trainer(strategy, settings, directory, endless), []
+    if trainer.goes_on:
+        progress.say(f"goes on after update {trainer.done}, as saved in {directory}")
+    begin, calls = time.perf_counter(), 0
+    for batch in trainer.manager.resume(batches):
+        if trainer.over:  # asked before the batch is used, which does not count then
             break
-        calls = min(settings.every, settings.steps - done) * settings.accumulate
-        begin = time.perf_counter()
-        learned = trainer.learn(itertools.islice(batches, calls), progress)
-        seconds = time.perf_counter() - begin
-        rates.append(calls * settings.batch * settings.length / seconds)
-        trainer.save(learned, trainer.judge(tests))
-        progress.say(line(trainer.rows()[-1], settings.steps, rates[-1]))
-    rows = trainer.rows()
-    return TextResult(trainer.best(), rows, statistics.median(rates or [0.0]))
+        calls += 1
+        evaluate = trainer.learn(batch)
+        progress.step()
+        if evaluate:
+            seconds = time.perf_counter() - begin
+            rates.append(calls * settings.batch * settings.length / seconds)
+            losses = {"training": trainer.mean(), "held_out": trainer.judge(tests)}
+            trainer.history.append(trainer.done, **losses)
+            progress.say(line(trainer.history.table()[-1], settings.steps, rates[-1]))
+            begin, calls = time.perf_counter(), 0
+    if rates and trainer.done % settings.every:
+        trainer.manager.save()
+    return TextResult(trainer.best(), trainer.history, statistics.median(rates or [0.0]))
 
 
 def line(row: Any, steps: int, rate: float) -> str:
@@ -311,37 +316,38 @@ def line(row: Any, steps: int, rate: float) -> str:
     )
 
 
-def _count(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"wanted 1 or more, got {text}")
-    return int(text)
-
-
-def _options(argv: Sequence[str] | None) -> tuple[TextSettings, Path]:
+def _options(argv: Sequence[str] | None) -> tuple[TextSettings, Path, Path]:
     parser = argparse.ArgumentParser(
         prog="python -m mpistrat.examples.text",
         description="Train a language model on Python's source text, on one rank or on many.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     for name, usual in TextSettings()._asdict().items():
-        kind = KINDS.get(name, _count)
+        kind = KINDS.get(name, count)
         parser.add_argument(f"--{name}", type=kind, default=usual, help=MEANINGS[name])
-    parser.add_argument("--output", type=Path, default="text", help="directory of what is written")
-    options = vars(parser.parse_args(argv))
-    output = options.pop("output")
-    return TextSettings(**options), output
+    options, output, directory = parsed(parser, "text", argv)
+    return TextSettings(**options), output, directory
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; return its exit code, the same on every rank."""
-    settings, output = _options(argv)
+    settings, output, directory = _options(argv)
     strategy = ms.MirroredStrategy()
     strategy.run(require)
     with ProgressBar(settings.steps * settings.accumulate, strategy.rank == 0) as progress:
-        result = train(strategy, settings, output, progress)
-    told = (result, settings, strategy.num_replicas_in_sync, output / "curve.png")
+        result = train(strategy, settings, directory, progress)
+    picture = output / "curve.png"
+    draw(result.history, picture)
+    told = (result, settings, strategy.num_replicas_in_sync, picture)
     strategy.run(lambda: report(*told) if strategy.rank == 0 else None)  # fails on all, if it does
     return 0
+
+
+def draw(history: ms.History, picture: Path) -> None:
+    """Draw the curves. Collective."""
+    title = f"Python's source text: held-out loss {history['held_out'][1].min():.3f}"
+    panels = {"mean cross-entropy (nats per symbol)": ["training", "held_out"]}
+    history.draw(picture, panels, title=title, x="updates")
 
 
 def require() -> None:
@@ -352,9 +358,8 @@ def require() -> None:
 
 
 def report(result: TextResult, settings: TextSettings, ranks: int, picture: Path) -> None:
-    """Draw the curve, let the model write, and print the summary."""
-    best = result.history[:, 2].min()
-    draw_losses(result.history, f"Python's source text: held-out loss {best:.3f}", picture)
+    """Let the model write, and print the summary."""
+    best = result.history["held_out"][1].min()
     text = text_model.generate(result.weights, encoded(BEGIN), 600, settings.seed)
     print(f"\n{decoded(text)}\n")
     print(f"held-out loss       {best:.4f} nats per symbol")

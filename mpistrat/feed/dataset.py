@@ -8,7 +8,7 @@ import functools
 import itertools
 import numbers
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,6 +19,7 @@ from mpistrat.feed.iterators import DatasetIterator
 from mpistrat.feed.padded import PaddedBatch
 from mpistrat.feed.pieces import BatchSlice
 from mpistrat.feed.pipeline import Batches, Examples, begin
+from mpistrat.feed.places import EpochPlace, drawn
 from mpistrat.feed.policies import AutoShardPolicy, DatasetOptions
 from mpistrat.feed.prefetch import prefetched
 from mpistrat.feed.rebatch import Rebatch
@@ -79,7 +80,7 @@ class Dataset:
     INFINITE: ClassVar[int] = INFINITE
     UNKNOWN: ClassVar[int] = UNKNOWN
 
-    __slots__ = ("_depth", "_epoch", "_level", "_policy", "_seeds")
+    __slots__ = ("_depth", "_epoch", "_level", "_place", "_policy", "_seeds")
 
     def __init__(self, source: Any):
         """Create a dataset of the source; nothing is read but shapes and dtypes."""
@@ -93,6 +94,7 @@ class Dataset:
         self._depth = depth
         self._seeds = seeds
         self._epoch = 0
+        self._place: EpochPlace | None = None
         self._policy = AutoShardPolicy.AUTO
 
     def _with(self, level: Examples | Batches, seeds: int = 0) -> Dataset:
@@ -519,11 +521,27 @@ class Dataset:
     def begin_after(self, epoch: int) -> None:
         """Let the next epoch be the one after `epoch`; ranks agree on it this way."""
         self._epoch = epoch + 1
+        self._place = None
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        """Return the place in the data, as a `Checkpoint` saves it: `EpochPlace` as a dict."""
+        place = self._place or EpochPlace(self._epoch, 0, (), "")
+        return {**place._asdict(), "seeds": list(place.seeds)}
+
+    def restore_state(self, state: Mapping[str, Any]) -> None:
+        """Take the place that `checkpoint_state` returned.
+
+        `CheckpointManager.resume` goes on there; any other iteration begins that epoch anew.
+
+        Args:
+          state: What `checkpoint_state` returned.
+        """
+        place = EpochPlace(**{**state, "seeds": tuple(state["seeds"])})
+        self._epoch, self._place = place.epoch, place if place.of else None
 
     def __iter__(self) -> DatasetIterator:
         """Iterate over the whole elements of the next epoch; nothing is divided."""
-        seeds = np.random.SeedSequence().generate_state(self._seeds, np.uint64).tolist()
-        elements = self._level.elements(tuple(seeds), (self.epoch,))
+        elements = self._level.elements(drawn(self._seeds), (self.epoch,))
         self.begin_after(self.epoch)
         return DatasetIterator(prefetched(elements, self._depth), self.element_spec)
 

@@ -8,9 +8,9 @@ same number of steps.
 from __future__ import annotations
 
 import functools
-import secrets
+import operator
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn, final
 
@@ -20,8 +20,10 @@ from mpistrat import nest
 from mpistrat.arrays import digest
 from mpistrat.comm.codec import decode, encode
 from mpistrat.errors import DataError, LockstepError
+from mpistrat.feed import places
 from mpistrat.feed.dataset import Dataset
-from mpistrat.feed.iterators import ElementIterator
+from mpistrat.feed.iterators import ElementIterator, Optional
+from mpistrat.feed.places import EpochPlace
 from mpistrat.feed.reads import failed
 from mpistrat.feed.sharding import UNSEEN, Parts, Sharding, StepPart
 from mpistrat.feed.signatures import LOOK, ElementSignature, prove_dataset, refuse
@@ -31,7 +33,8 @@ from mpistrat.lockstep.lockstep import Lockstep
 
 __all__ = ["DistributedDataset", "DistributedIterator", "InputGate", "PerReplicaSpec"]
 
-_STEP = struct.Struct(f"<??q{LOOK}s{len(UNSEEN)}s")
+_STEP = struct.Struct(f"<B?q{LOOK}s{len(UNSEEN)}s")  # the first byte: _HAS, and what is told
+_HAS = 1
 _ENDED = -2  # in place of a number of rows
 _ADVICE = (
     "Every rank must hold the same dataset, and make the same of each batch. Give a seed to what "
@@ -153,22 +156,60 @@ class DistributedDataset:
     def __iter__(self) -> DistributedIterator:
         """Return an iterator over the next epoch. Unseeded shuffles take rank 0's seed."""
         self._gate.check()
+        return self._begin(None)
+
+    def _begin(self, place: EpochPlace | None) -> DistributedIterator:
         sharding, lockstep = self._sharding, self._gate.lockstep
-        needed = sharding.dataset.seeds_needed
-        mine = [self._origin.epoch, *(secrets.randbits(62) for _ in range(needed))]
-        told = lockstep.share(f"iter({self._name})", np.array(mine, np.int64).tobytes())
+        needed, passed, call = sharding.dataset.seeds_needed, 0, f"iter({self._name})"
+        if place is None:
+            mine = [self._origin.epoch, *places.drawn(needed)]
+        else:
+            passed, mine = place.passed, [place.epoch, *place.seeds]
+            call += f", of which {passed} batches are passed"
+        told = lockstep.share(call, np.array(mine, np.int64).tobytes())
         first, *shared = np.frombuffer(told[0], np.int64).tolist()
         epoch, *seeds = (first, *shared) if sharding.same else mine
         self._iterators += 1
-        with lockstep.preparing(f"iter({self._name})"):
-            parts = sharding.epoch(epoch, seeds)
+        with lockstep.preparing(call):
+            parts = sharding.epoch(epoch, seeds, passed)
         if sharding.parts is not None:
             self._origin.begin_after(epoch)
         name = f"iterator {self._iterators} of {self._name}, epoch {first}"
         found = DistributedIterator(parts, self._gate, sharding, name, self._together)
         found.watched = sharding.parts is None and self._iterators == 1 and lockstep.comm.size > 1
         found.spec = self.element_spec
+        found.place = EpochPlace(epoch, passed, tuple(seeds), self._origin.describe())
         return found
+
+    @property
+    def origin(self) -> Dataset:
+        """The dataset as the program knows it, which counts the epochs."""
+        return self._origin
+
+    def resumed(self, asks: Callable[[], int]) -> Iterator[tuple[int, Optional]]:
+        """Return an iterator over what is left of the epoch in which the dataset stands.
+
+        Between two epochs that is the next one. Collective, as iterating is. The place moves on
+        when the next element is asked for: one counts when the body of the loop has ended.
+
+        Args:
+          asks: Called at each step, and at the end of the epoch: a number of up to 7 bits that all
+            ranks are told in the handshake of the step.
+
+        Returns:
+          An iterator over pairs: what all ranks have told, their bits together, and the element;
+          once more without an element, when the epoch is over.
+
+        Raises:
+          DataError: The place cannot be known, as each rank reads data of its own; or it is
+            another dataset than that of which the epoch was begun.
+        """
+        self._gate.check()
+        with self._gate.lockstep.preparing(f"resume {self._name}"):
+            place = places.checked(self._origin, "" if self._sharding.same else self._sharding.how)
+        iterator = self._begin(place)
+        iterator.asks = asks
+        return places.passing(self._origin, iterator.place, iterator, lambda: iterator.told)
 
     @property
     def element_spec(self) -> Any:
@@ -244,6 +285,9 @@ class DistributedIterator(ElementIterator):
     Attributes:
       spec: What `element_spec` returns.
       watched: Warn if the first elements of all ranks, which bring data of their own, are the same.
+      place: Where it has begun.
+      asks: What this rank tells the others at each step, or None.
+      told: What all ranks have told at the last step.
 
     As: ``tf.distribute.DistributedIterator``.
     """
@@ -271,6 +315,9 @@ class DistributedIterator(ElementIterator):
         self._steps = 0
         self.spec: Any = None
         self.watched = False
+        self.place = EpochPlace(0, 0, (), "")
+        self.asks: Callable[[], int] | None = None
+        self.told = 0
 
     @property
     def element_spec(self) -> Any:
@@ -316,17 +363,22 @@ class DistributedIterator(ElementIterator):
         except Exception as error:
             failure = error
         lost = item is None and not self._looks.seen
+        asked = self.asks() if self.asks is not None else 0
         rows, contents = (_ENDED, UNSEEN) if item is None else (item.rows, item.contents)
         if item is not None and self.watched and not self._steps:
             contents = self._contents(item)
-        small = _STEP.pack(item is not None, lost, rows, self._looks.digest, contents)
+        small = _STEP.pack(
+            asked << 1 | (item is not None), lost, rows, self._looks.digest, contents
+        )
         call = f"next of {self._name}, step {self._steps}"
         self._steps += 1
         smalls = self._gate.lockstep.share(call, small, failure)
+        self.told = asked
         if self._sharding.same and item is not None and smalls.count(small) == len(smalls):
             return True, item.element  # nearly always, and then there is nothing to compare
         told = [_STEP.unpack(each) for each in smalls]
-        having = [has for has, *_ in told]
+        self.told = functools.reduce(operator.or_, (bits >> 1 for bits, *_ in told))
+        having = [bits & _HAS for bits, *_ in told]
         if not any(having) or (self._together and not all(having)):
             return False, None
         if self._sharding.cut:

@@ -112,9 +112,11 @@ class Batches:
             make = functools.partial(step.stream, make, seeds)
         return make(path)
 
-    def elements(self, seeds: Seeds, path: Path) -> Iterator[Any]:
-        """Iterate over the whole batches of one epoch."""
-        return Reads(self.stream(seeds, path), lambda piece: piece.cut(0, 1))
+    def elements(self, seeds: Seeds, path: Path, passed: int = 0) -> Iterator[Any]:
+        """Iterate over the whole batches of one epoch, without the first `passed`."""
+        pieces = self.stream(seeds, path)
+        left = itertools.islice(pieces, passed, None) if passed else pieces
+        return Reads(left, lambda piece: piece.cut(0, 1))
 
     def spec(self) -> Any:
         """Return the tree of `Spec` of a batch, or None if only reading could tell."""

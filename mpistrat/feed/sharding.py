@@ -84,8 +84,8 @@ class Sharding(NamedTuple):
       dataset: What this replica reads from.
       same: All ranks hold the same dataset: its description is proved, and its seeds are shared.
       cut: Every step divides one global batch, whose number of rows must agree.
-      parts: ``parts(pieces)`` gives this replica's parts of the pieces of one epoch; None to
-        iterate over the dataset itself.
+      parts: ``parts(pieces, passed)`` gives this replica's parts of the pieces of one epoch but for
+        the first `passed`; None to iterate over the dataset itself.
       rows: The rows that each replica always gets, if that is known.
     """
 
@@ -93,7 +93,7 @@ class Sharding(NamedTuple):
     dataset: Dataset
     same: bool
     cut: bool
-    parts: Callable[[Iterator[BatchSlice]], Parts] | None
+    parts: Callable[[Iterator[BatchSlice], int], Parts] | None
     rows: int | None = None
 
     def describe(self) -> str:
@@ -105,12 +105,12 @@ class Sharding(NamedTuple):
         level = self.dataset._level
         return level.sample() if self.same and isinstance(level, Batches) else b""
 
-    def epoch(self, epoch: int, seeds: Sequence[int]) -> Parts:
-        """Iterate over this replica's parts of one epoch."""
+    def epoch(self, epoch: int, seeds: Sequence[int], passed: int = 0) -> Parts:
+        """Iterate over this replica's parts of one epoch, without the first `passed` batches."""
         if self.parts is None:
             # Not a generator, which would end at the first error.
             return map(StepPart, self.dataset)
-        parts = self.parts(self.dataset.pieces(epoch, seeds))
+        parts = self.parts(self.dataset.pieces(epoch, seeds), passed)
         return prefetched(parts, self.dataset.depth) if self.dataset.depth else parts
 
 
@@ -122,7 +122,7 @@ def own(dataset: Dataset) -> Sharding:
 def calls(fn: Callable[[], Any]) -> Sharding:
     """Return the way where each replica calls a function for each element, until that has none."""
 
-    def parts(pieces: Iterator[BatchSlice]) -> Parts:
+    def parts(pieces: Iterator[BatchSlice], passed: int) -> Parts:
         return map(lambda _: StepPart(called()), itertools.repeat(None))
 
     def called() -> Any:
@@ -138,7 +138,7 @@ def calls(fn: Callable[[], Any]) -> Sharding:
 def turns(dataset: Dataset, place: ShardSpec) -> Sharding:
     """Return the way where the batches go to the replicas in turns, undivided."""
 
-    def parts(pieces: Iterator[BatchSlice]) -> Parts:
+    def parts(pieces: Iterator[BatchSlice], passed: int) -> Parts:
         rounds = (_round(pieces, place, step) for step in itertools.count())
         mine = itertools.takewhile(lambda found: found[0] is not None, rounds)
         return Reads(mine, lambda found: StepPart(found[0].cut(0, 1), contents=found[1]))
@@ -196,12 +196,13 @@ def _cut(dataset: Dataset, place: ShardSpec) -> Sharding:
 def _stepwise(
     part: Callable[[int, BatchSlice], StepPart],
     joined: Callable[[Iterator[BatchSlice]], Iterator[BatchSlice]] = iter,
-) -> Callable[[Iterator[BatchSlice]], Parts]:
+) -> Callable[[Iterator[BatchSlice], int], Parts]:
     """Return the parts that `part` makes of the number of a step and its batch."""
 
-    def parts(pieces: Iterator[BatchSlice]) -> Parts:
-        steps = itertools.count()
-        return Reads(joined(pieces), lambda piece: part(next(steps), piece))
+    def parts(pieces: Iterator[BatchSlice], passed: int) -> Parts:
+        steps = itertools.count()  # contents are looked at where ranks begin
+        left = itertools.islice(joined(pieces), passed, None) if passed else joined(pieces)
+        return Reads(left, lambda piece: part(next(steps), piece))
 
     return parts
 
@@ -236,14 +237,16 @@ def _files(dataset: Dataset, place: ShardSpec) -> Sharding:
     return Sharding(how, mine, same=False, cut=False, parts=_in_shares(dataset, place))
 
 
-def _in_shares(dataset: Dataset, place: ShardSpec) -> Callable[[Iterator[BatchSlice]], Parts]:
+def _in_shares(dataset: Dataset, place: ShardSpec) -> Callable[[Iterator[BatchSlice], int], Parts]:
     """Return the parts of a replica that goes over all of its dataset, in parts of a batch."""
     batch_size = dataset.batch_size
     if batch_size is None:
-        return lambda pieces: Reads(
+        return lambda pieces, _: Reads(
             ((piece, index) for piece in pieces for index in range(place.size)),
             lambda each: StepPart(each[0].cut(each[1], place.size)),
         )
     sizes = shares(batch_size, place.size)
     turned = sizes[place.rank :] + sizes[: place.rank]
-    return lambda pieces: Reads(rejoined(pieces, turned), lambda piece: StepPart(piece.cut(0, 1)))
+    return lambda pieces, _: Reads(
+        rejoined(pieces, turned), lambda piece: StepPart(piece.cut(0, 1))
+    )

@@ -29,13 +29,30 @@ class TensorBatches:
 
     def __init__(self, dataset: Dataset, strategy: Any):
         """Distribute a dataset."""
-        self._steps = dataset.cardinality()
+        self._steps, self._dataset = dataset.cardinality(), dataset
         self._batches = strategy.experimental_distribute_dataset(dataset)
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over one epoch."""
-        for element in self._batches:
-            yield nest.map(tensor_of, select(element))
+        yield from map(self.convert, self._batches)
+
+    @property
+    def distributed(self) -> Any:
+        """What is iterated over, for ``CheckpointManager.resume``."""
+        return self._batches
+
+    @staticmethod
+    def convert(element: Any) -> Any:
+        """Return an element as tensors."""
+        return nest.map(tensor_of, select(element))
+
+    def checkpoint_state(self) -> Any:
+        """Return the place in the data, as that of the dataset."""
+        return self._dataset.checkpoint_state()
+
+    def restore_state(self, state: Any) -> None:
+        """Take the place that `checkpoint_state` returned."""
+        self._dataset.restore_state(state)
 
     def __len__(self) -> int:
         """Return how many batches an epoch has.

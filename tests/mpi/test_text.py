@@ -32,7 +32,7 @@ def test_weights_and_figures_are_those_of_plain_numpy(world, tmp_path, monkeypat
     )
     for _ in range(2):  # the second time it is restored
         result = text.train(strategy, SHORT, directory)
-        same(world, [result.history, result.weights])
-        np.testing.assert_allclose(result.history, history, rtol=1e-9)
+        same(world, [result.history.table(), result.weights])
+        np.testing.assert_allclose(result.history.table(), history, rtol=1e-9)
         for name, value in weights.items():
             np.testing.assert_allclose(result.weights[name], value, rtol=0, atol=1e-9)

@@ -104,10 +104,10 @@ def test_all_ranks_hold_the_same_bits(size, results):
 def test_figures_of_an_epoch_count_every_example_once(size, results, plain):
     _, history = plain
     for result in results[size]:
-        assert [epoch.number for epoch in result.history] == [1, 2, 3]
-        got = [(epoch.loss, epoch.accuracy, epoch.test_accuracy) for epoch in result.history]
-        np.testing.assert_allclose(got, history, rtol=0, atol=1e-11)
-        assert result.accuracy == result.history[-1].test_accuracy
+        got = result.history.table("loss", "accuracy", "test_accuracy")
+        assert got[:, 0].tolist() == [1, 2, 3]
+        np.testing.assert_allclose(got[:, 1:], history, rtol=0, atol=1e-11)
+        assert result.accuracy == got[-1, -1]
 
 
 def test_all_replicas_but_one_meet_an_empty_batch_in_every_epoch(monkeypatch):
@@ -148,6 +148,55 @@ def test_median_accuracy_over_the_listed_seeds_is_97_percent():
     strategy = mpistrat.OneDeviceStrategy("cpu")
     found = [train(strategy, Settings(seed=seed)).accuracy for seed in SEEDS]
     assert statistics.median(found) >= 0.97, found
+
+
+def of(settings, **more):
+    """Train on two ranks, with a directory."""
+    chosen = settings._replace(**more)
+    return run_ranks(lambda comm: train(mpistrat.MirroredStrategy(), chosen), 2)[1]
+
+
+class _Stop(digits.ProgressBar):
+    """Ends training at a step, on every rank."""
+
+    def __init__(self, steps):
+        super().__init__(0, shown=False)
+        self.left = steps
+
+    def step(self):
+        self.left -= 1
+        if not self.left:
+            raise KeyboardInterrupt
+
+
+def test_a_run_goes_on_where_it_was_stopped_and_is_lengthened(results, tmp_path):
+    settings = SHORT._replace(checkpoint=str(tmp_path))
+
+    def stopped(comm):
+        with pytest.raises(KeyboardInterrupt):
+            train(mpistrat.MirroredStrategy(), settings, _Stop(40))
+
+    run_ranks(stopped, 2)
+    for found, wanted in ((of(settings), results[2][0]), (of(settings), results[2][0])):
+        figures = ("loss", "accuracy", "test_accuracy")
+        np.testing.assert_array_equal(found.history.table(*figures), wanted.history.table(*figures))
+        for got, want in zip(found.parameters, wanted.parameters, strict=True):
+            assert got.tobytes() == want.tobytes()
+    longer = of(settings, epochs=4)
+    assert longer.history["loss"][0].tolist() == [1, 2, 3, 4]
+
+
+def test_another_seed_in_a_used_directory_is_told(tmp_path):
+    settings = Settings(epochs=1, hidden=8, checkpoint=str(tmp_path))
+    of(settings)
+
+    def other(comm):
+        with pytest.raises(ValueError, match=r"begun with --seed 0, not 1, --lr 0\.15, not 0\.3\."):
+            train(mpistrat.MirroredStrategy(), settings._replace(seed=1, lr=0.3))
+        with pytest.raises(mpistrat.StructureError, match=r"float64\[64,8\] there"):
+            train(mpistrat.MirroredStrategy(), settings._replace(hidden=9))
+
+    run_ranks(other, 2)
 
 
 @pytest.mark.parametrize("words", [["--epochs", "0"], ["--batch", "-1"], ["--hidden", "x"]])

@@ -50,7 +50,7 @@ def run(size, directory, settings=TINY, progress=None):
 
 def assert_same_bits(results, wanted):
     for result in results:
-        assert result.history.tobytes() == wanted.history.tobytes()
+        assert result.history.table().tobytes() == wanted.history.table().tobytes()
         for name, value in wanted.weights.items():
             assert result.weights[name].tobytes() == value.tobytes()
 
@@ -64,32 +64,36 @@ def test_training_is_that_of_plain_numpy(size, tmp_path):
     assert history[-1, 1] < history[0, 1]  # it learns
     results = run(size, tmp_path)
     assert_same_bits(results, results[0])
-    np.testing.assert_allclose(results[0].history, history, rtol=1e-9)
+    np.testing.assert_allclose(results[0].history.table(), history, rtol=1e-9)
     for name, value in weights.items():
         np.testing.assert_allclose(results[0].weights[name], value, rtol=0, atol=1e-9)
 
 
 class _Stop(text.ProgressBar):
-    """Ends training after the first evaluation, on every rank."""
+    """Ends training after a call for a batch, on every rank."""
 
-    def __init__(self):
+    def __init__(self, calls):
         super().__init__(0, shown=False)
+        self.left = calls
 
-    def say(self, line):
-        raise KeyboardInterrupt
+    def step(self):
+        self.left -= 1
+        if not self.left:
+            raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_run_that_was_stopped_goes_on_to_the_same_bits(size, tmp_path):
+@pytest.mark.parametrize(("size", "calls"), [(1, 7), (2, 9), (2, 14)])
+def test_a_run_that_was_stopped_goes_on_to_the_same_bits(size, calls, tmp_path):
     settings = TINY._replace(dtype="float32")
     [wanted, *_] = run(size, tmp_path / "whole", settings)
 
     def stopped(comm):
         with pytest.raises(KeyboardInterrupt):
-            train(ms.MirroredStrategy(), settings, tmp_path / "parts", _Stop())
+            train(ms.MirroredStrategy(), settings, tmp_path / "parts", _Stop(calls))
 
     run_ranks(stopped, size)
-    assert [path.name for path in (tmp_path / "parts").glob("ckpt*")] == ["ckpt-1.npz"]
+    there = sorted(path.name for path in (tmp_path / "parts").glob("ckpt*"))
+    assert there == ["ckpt-1.npz", "ckpt-2.npz"][: 1 + calls // 13]
     assert_same_bits(run(size, tmp_path / "parts", settings), wanted)
 
 
@@ -105,7 +109,7 @@ def test_training_stops_early_with_the_best_weights(size, tmp_path, monkeypatch)
     monkeypatch.setattr(text.Trainer, "judge", judge)
     settings = TINY._replace(steps=5, every=1)
     for result in run(size, tmp_path, settings):
-        assert result.history[:, 2].tolist() == [3.0, 2.0, 2.5, 2.25]
+        assert result.history["held_out"][1].tolist() == [3.0, 2.0, 2.5, 2.25]
         np.testing.assert_array_equal(result.weights["output/bias"], seen[1])
     again = run(size, tmp_path, settings)  # there is nothing left to do
     assert len(seen) == 4
@@ -198,7 +202,7 @@ def test_a_picture_that_cannot_be_written_is_an_error_on_every_rank(tmp_path, mo
         with pytest.raises(OSError, match="no room"):
             text.main([*WORDS, "--output", str(tmp_path)])
 
-    monkeypatch.setattr(text, "draw_losses", fails)
+    monkeypatch.setattr(ms.History, "_draw", fails)
     run_ranks(program, 2)
 
 

@@ -1,0 +1,231 @@
+"""`History`: curves of a training run, which go on where a checkpoint was saved."""
+
+from __future__ import annotations
+
+import csv
+import io
+import operator
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+
+from mpistrat.arrays import Array
+from mpistrat.checkpoint import files
+from mpistrat.checkpoint.checkpoint import refuse_alone
+from mpistrat.checkpoint.saving import patient
+from mpistrat.distribute.default import current_strategy
+
+__all__ = ["History"]
+
+_Path = str | os.PathLike[str]
+
+
+@final
+class History:
+    """Curves by name: a number for each step, or each epoch, at which one was noted.
+
+    In a `Checkpoint` it is restored as it was saved, so what was noted after that is dropped.
+    Created in a strategy's scope it belongs to that strategy, whose replica 0 writes its files;
+    elsewhere to the default strategy.
+
+    Example:
+      >>> history = History()
+      >>> for epoch in range(3):
+      ...     history.append(epoch, loss=1 / (epoch + 1))
+      >>> history.append(2, accuracy=0.9)
+      >>> steps, values = history["loss"]
+      >>> steps.tolist(), history.last("accuracy")
+      ([0, 1, 2], 0.9)
+      >>> history.table()
+      array([[0.        , 1.        ,        nan],
+             [1.        , 0.5       ,        nan],
+             [2.        , 0.33333333, 0.9       ]])
+    """
+
+    def __init__(self) -> None:
+        """Create one without curves."""
+        self._curves: dict[str, tuple[list[int], list[float]]] = {}
+        self._strategy: Any = current_strategy()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the curves, in the order in which they came."""
+        return tuple(self._curves)
+
+    def append(self, step: int, **values: Any) -> None:
+        """Note values. Never communicates: all ranks note the same, as results of metrics are.
+
+        Args:
+          step: The number of the step or epoch; for each curve it grows.
+          **values: A number for each curve, float64; a new name begins a new curve.
+
+        Raises:
+          ValueError: A curve has that step already, or a later one. Nothing is noted then.
+          TypeError: `step` is not an integer, or a value no number.
+        """
+        at = operator.index(step)
+        numbers = {name: float(value) for name, value in values.items()}
+        for name in numbers:
+            steps = self._curves.get(name, ([], []))[0]
+            if steps and steps[-1] >= at:
+                raise ValueError(
+                    f"History.append({at}, {name}=...): {name!r} has step {steps[-1]} already, and "
+                    "steps grow. Restore the history together with the number of the step."
+                )
+        for name, number in numbers.items():
+            steps, curve = self._curves.setdefault(name, ([], []))
+            steps.append(at)
+            curve.append(number)
+
+    def __getitem__(self, name: str) -> tuple[Array, Array]:
+        """Return the steps of a curve, int64, and its values, float64; both are copies."""
+        steps, values = self._curves[name]
+        return np.array(steps, np.int64), np.array(values, np.float64)
+
+    def last(self, name: str) -> float:
+        """Return the newest value of a curve.
+
+        Args:
+          name: Of the curve.
+
+        Raises:
+          KeyError: There is none.
+        """
+        return self._curves[name][1][-1]
+
+    def table(self, *names: str) -> Array:
+        """Return a row for each step, (steps, 1 + curves), float64: the step, then the values.
+
+        Args:
+          *names: Of the curves; none for all. A value that was not noted is NaN.
+        """
+        names = names or self.names
+        rows = sorted({step for name in names for step in self._curves[name][0]})
+        place = {step: row for row, step in enumerate(rows)}
+        found = np.full((len(rows), 1 + len(names)), np.nan)
+        found[:, 0] = rows
+        for column, name in enumerate(names, 1):
+            steps, values = self._curves[name]
+            found[[place[step] for step in steps], column] = values
+        return found
+
+    def write_csv(self, path: _Path) -> None:
+        """Write all curves: a line with ``step`` and the names, then one for each step.
+
+        Collective; replica 0 writes the whole file anew, in the place of what was there. What was
+        not noted is empty; numbers are read back as the same float64.
+
+        Args:
+          path: The file; only replica 0 needs to see it.
+
+        Raises:
+          OSError: It cannot be written; on every rank. What was there is as it was.
+          StrategyError: It belongs to a strategy that knows one rank of several.
+        """
+        lines: dict[int, dict[str, Any]] = {}
+        for name, (steps, values) in self._curves.items():
+            for step, value in zip(steps, values, strict=True):
+                lines.setdefault(step, {"step": step})[name] = repr(value)
+
+        def write() -> None:
+            text = io.StringIO()
+            table = csv.DictWriter(text, ["step", *self._curves], lineterminator="\n")
+            table.writeheader()
+            table.writerows(lines[step] for step in sorted(lines))
+            with files.whole(Path(path), True) as file:
+                file.write(text.getvalue().encode())
+
+        self._first("write_csv", path, write)
+
+    def draw(
+        self,
+        path: _Path,
+        panels: Mapping[str, Sequence[str]] | None = None,
+        *,
+        title: str = "",
+        x: str = "step",
+    ) -> None:
+        """Draw the curves with matplotlib.
+
+        Collective; replica 0 draws. A panel whose values are positive and differ by a factor of
+        ten or more has a logarithmic axis.
+
+        Args:
+          path: The picture; its ending names the format.
+          panels: For each panel what its axis measures, and the names of its curves, which stand in
+            the legend with spaces in the place of underscores. None for one panel of all curves.
+          title: Stands above all.
+          x: What a step is.
+
+        Raises:
+          OSError: It cannot be written; on every rank, as all of these.
+          ImportError: There is no matplotlib.
+          KeyError: There is no such curve.
+          StrategyError: As of `write_csv`.
+        """
+        self._first("draw", path, lambda: self._draw(path, panels or {"": self.names}, title, x))
+
+    def _draw(self, path: _Path, panels: Mapping[str, Sequence[str]], title: str, x: str) -> None:
+        from matplotlib.figure import Figure  # of its own it opens no window
+        from matplotlib.ticker import LogLocator, MaxNLocator
+
+        figure = Figure(figsize=(1.5 + 4 * len(panels), 4), dpi=120, layout="constrained")
+        figure.suptitle(title)
+        places = figure.subplots(1, len(panels), squeeze=False)[0]
+        for place, (label, names) in zip(places, panels.items(), strict=True):
+            for name in names:
+                place.plot(*self[name], label=name.replace("_", " "), marker="o", markersize=3.5)
+            values = np.concatenate([self[name][1] for name in names] or [np.ones(1)])
+            place.set(xlabel=x, ylabel=label)
+            place.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+            if len(values) and values.min() > 0 and values.max() >= 10 * values.min():
+                place.set_yscale("log")
+                place.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+                place.yaxis.set_major_formatter("{x:g}")
+                place.yaxis.set_minor_formatter("")
+            place.grid(alpha=0.3, which="both")
+            if names:
+                place.legend()
+        figure.savefig(path)
+
+    def _first(self, name: str, path: _Path, fn: Callable[[], None]) -> None:
+        """Let replica 0 do it; what it raises is raised on every rank."""
+        call, lockstep = f"History.{name}({os.fspath(path)!r})", self._strategy.parts.lockstep
+        refuse_alone(self._strategy, call)
+        failure = None
+        if lockstep.comm.rank == 0:
+            try:
+                with patient(lockstep, call, 0):
+                    fn()
+            except Exception as error:
+                failure = error
+        lockstep.prove(call, failure=failure)
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        """Return all curves, as a `Checkpoint` saves them: names, and arrays of all points."""
+        steps, values = ([one for each in self._curves.values() for one in each[i]] for i in (0, 1))
+        curves = np.repeat(np.arange(len(self._curves)), [len(c[0]) for c in self._curves.values()])
+        return {
+            "names": list(self._curves),
+            "curves": curves.astype(np.int64),
+            "steps": np.array(steps, np.int64),
+            "values": np.array(values, np.float64),
+        }
+
+    def restore_state(self, state: Mapping[str, Any]) -> None:
+        """Take the curves that `checkpoint_state` returned; those that are here are dropped.
+
+        Args:
+          state: What `checkpoint_state` returned.
+        """
+        self._curves = {
+            name: tuple(state[of][state["curves"] == number].tolist() for of in ("steps", "values"))
+            for number, name in enumerate(state["names"])
+        }
+
+    def __repr__(self) -> str:
+        """Return the names of the curves."""
+        return f"History({', '.join(self._curves)})"

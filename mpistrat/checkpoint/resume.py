@@ -1,0 +1,145 @@
+"""Training that goes on where the last start stopped: batches that are left, and when to save."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias, final
+
+from mpistrat.errors import StructureError
+from mpistrat.feed import places
+from mpistrat.feed.dataset import Dataset
+from mpistrat.feed.distributed import DistributedDataset
+from mpistrat.feed.steps import whole_number
+from mpistrat.lockstep.lockstep import Lockstep
+
+__all__ = ["Pace", "resumed"]
+
+_SECONDS = {"s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_SECONDS |= {"second": 1.0, "minute": 60.0, "hour": 3600.0, "day": 86400.0}
+_TEXT = re.compile(r"(\d+(?:\.\d+)?) *([a-z]+?)s?")
+_DUE, _NOTICE = 1, 2
+_Batches: TypeAlias = DistributedDataset | Dataset
+
+
+@final
+class Pace:
+    """When the next checkpoint is due.
+
+    Args:
+      every: Seconds, a text such as ``"10 min"`` or ``"500 steps"``, or None for never.
+
+    Raises:
+      TypeError: It is neither a number nor a text.
+      ValueError: It is not more than 0, or the text names no time and no steps.
+
+    Example:
+      >>> pace = Pace("2 steps")
+      >>> [(pace.step(), pace.due)[1] for _ in range(3)]
+      [False, True, True]
+    """
+
+    def __init__(self, every: Any):
+        """Begin to count."""
+        self.never = every is None
+        self._seconds, self._steps = _parsed(every)
+        self.begin()
+
+    def begin(self) -> None:
+        """Count anew: all is saved, or restored."""
+        self._at, self._done = time.monotonic(), 0
+
+    def step(self) -> None:
+        """Count a step."""
+        self._done += 1
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time, by this rank's clock."""
+        if self._steps is not None:
+            return self._done >= self._steps
+        seconds = self._seconds if self._done else None  # before the first step nothing is new
+        return seconds is not None and time.monotonic() - self._at >= seconds
+
+
+def _parsed(every: Any) -> tuple[float | None, int | None]:
+    """Return seconds and steps, of which at least one is None."""
+    wanted = f"every must be seconds, or as '10 min' or '500 steps', or None, got {every!r:.60}."
+    if every is None:
+        return None, None
+    if isinstance(every, str):
+        found = _TEXT.fullmatch(every.strip())
+        number, unit = found.groups() if found else ("0", "")
+        if unit == "step" and number.isdigit() and int(number):
+            return None, int(number)
+        seconds = float(number) * _SECONDS.get(unit, 0.0)
+    elif isinstance(every, bool) or not isinstance(every, int | float):
+        raise TypeError(wanted)
+    else:
+        seconds = float(every)
+    if not 0 < seconds < float("inf"):
+        raise ValueError(wanted)
+    return seconds, None
+
+
+def _wanted(checkpoint: Any, data: Any, alone: bool) -> tuple[_Batches, Callable[[Any], Any]]:
+    """Return the dataset to iterate over, and what is made of its elements."""
+    batches = getattr(data, "distributed", data)
+    if not isinstance(batches, DistributedDataset | Dataset):
+        raise TypeError(
+            "CheckpointManager.resume wants what strategy.experimental_distribute_dataset returns, "
+            f"got {data!r:.60}."
+        )
+    if isinstance(batches, Dataset) and not alone:
+        raise TypeError(
+            f"CheckpointManager.resume({data!r}): every rank would see all of it. Divide it first: "
+            "strategy.experimental_distribute_dataset(dataset)."
+        )
+    origin = _origin(batches)
+    saved = [each for each, _ in checkpoint._found().stateful.values()]
+    if not any(_origin(getattr(each, "distributed", each)) is origin for each in saved):
+        raise StructureError(
+            "CheckpointManager.resume: the checkpoint does not hold the place in these data. Give "
+            f"it the dataset that was distributed: Checkpoint(..., data=dataset). It has {saved}."
+        )
+    return batches, getattr(data, "convert", lambda element: element)
+
+
+def _origin(data: Any) -> Any:
+    """Return the dataset that was distributed."""
+    return getattr(data, "origin", data)
+
+
+def resumed(manager: Any, lockstep: Lockstep, data: Any, epochs: Any) -> Iterator[Any]:
+    """Return the batches that are left; see `CheckpointManager.resume`. Collective."""
+    with lockstep.preparing("CheckpointManager.resume"):
+        batches, convert = _wanted(manager.checkpoint, data, lockstep.comm.size == 1)
+        count = whole_number("resume(epochs)", epochs, 0, ValueError)
+    lockstep.prove(f"CheckpointManager.resume({batches!r}, epochs={count})")
+    if not manager._current:
+        manager.restore_or_initialize()
+    return _batches(manager, lockstep.comm.rank, batches, convert, count)
+
+
+def _batches(
+    manager: Any, rank: int, data: _Batches, convert: Callable[[Any], Any], epochs: int
+) -> Iterator[Any]:
+    pace, origin = manager._pace, _origin(data)
+
+    def asks() -> int:
+        notice = manager._notice
+        told = _NOTICE if notice is not None and notice.asked() else 0
+        return told | (_DUE if rank == 0 and pace.due else 0)
+
+    while origin.epoch < epochs:
+        left = places.resumed(data, asks) if isinstance(data, Dataset) else data.resumed(asks)
+        for told, found in left:
+            ended = not found.has_value()
+            if told or (ended and (pace.never or origin.epoch >= epochs)):
+                manager.save()
+            if told & _NOTICE:
+                manager._notice.leave()
+            if not ended:
+                yield convert(found.get_value())
+                pace.step()

@@ -1,0 +1,93 @@
+"""Settings that a run was begun with, and those of the start that goes on with it."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import mpistrat as ms
+
+__all__ = ["begun", "count", "left", "parsed"]
+
+
+def count(text: str) -> int:
+    """Return a number of at least 1, as an option of a command."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"wanted 1 or more, got {text}")
+    return int(text)
+
+
+def parsed(
+    parser: argparse.ArgumentParser, output: str, argv: Sequence[str] | None
+) -> tuple[dict[str, Any], Path, Path]:
+    """Return the options of a program, its directory of output, and that of its checkpoints."""
+    parser.add_argument(
+        "--output", type=Path, default=Path(output), help="directory of what is written"
+    )
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        help="directory of checkpoints, from which it goes on; that of the output if none is given",
+    )
+    options = vars(parser.parse_args(argv))
+    written, checkpoint = options.pop("output"), options.pop("checkpoint")
+    return options, written, checkpoint or written
+
+
+def begun(manager: ms.CheckpointManager, given: Mapping[str, Any]) -> str | None:
+    """Restore the newest checkpoint, if the run was begun with the same settings.
+
+    Collective: all ranks call it.
+
+    Args:
+      manager: Of a checkpoint that gets an attribute ``settings``.
+      given: The settings of this start that have to be those of the run.
+
+    Returns:
+      The path of what was restored, or None for a new run.
+
+    Raises:
+      ValueError: The run has other settings.
+      StructureError: It has other ones that made other variables.
+    """
+    checkpoint: Any = manager.checkpoint
+    checkpoint.settings = dict(given)
+    path = manager.restore_or_initialize()
+    if checkpoint.settings != dict(given):
+        was = checkpoint.settings
+        other = [name for name in given if was.get(name) != given[name]]
+        told = ", ".join(f"--{name} {was.get(name)}, not {given[name]}" for name in other)
+        raise ValueError(
+            f"the run in {Path(manager.directory)} was begun with {told}. Give the same, or "
+            "another directory."
+        )
+    return path
+
+
+def left(
+    state: Any,
+    batches: Any,
+    settings: Any,
+    same: Sequence[str],
+    say: Callable[[str], None],
+) -> Iterator[Any]:
+    """Return the batches that are to come: of all epochs, or after the newest checkpoint.
+
+    Collective: all ranks call it.
+
+    Args:
+      state: The checkpoint, with a number ``step``.
+      batches: What was distributed.
+      settings: Have ``epochs``, and ``checkpoint``, a directory or nothing.
+      same: Names of the settings that have to be those with which the run was begun.
+      say: Called with what is to be told, on all ranks.
+    """
+    if not settings.checkpoint:
+        return itertools.chain.from_iterable(itertools.repeat(batches, settings.epochs))
+    manager = ms.CheckpointManager(state, settings.checkpoint, max_to_keep=2)
+    if path := begun(manager, {name: getattr(settings, name) for name in same}):
+        say(f"goes on after step {state.step}, as saved in {path}")
+    return manager.resume(batches, settings.epochs)

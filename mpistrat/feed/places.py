@@ -1,0 +1,101 @@
+"""How far a program has come in its data: what a checkpoint saves of a dataset."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, final
+
+from mpistrat.errors import DataError
+from mpistrat.feed.iterators import Optional
+from mpistrat.feed.prefetch import prefetched
+
+__all__ = ["EpochPlace", "checked", "drawn", "passing", "resumed"]
+
+
+@final
+class EpochPlace(NamedTuple):
+    """How far an epoch was passed.
+
+    Attributes:
+      epoch: Its number.
+      passed: How many global batches.
+      seeds: Of the shuffles that have none of their own.
+      of: What `Dataset.describe` said of the dataset; nothing before an epoch was begun.
+    """
+
+    epoch: int
+    passed: int
+    seeds: tuple[int, ...]
+    of: str
+
+
+def drawn(count: int) -> tuple[int, ...]:
+    """Return new seeds."""
+    return tuple(secrets.randbits(62) for _ in range(count))
+
+
+def checked(dataset: Any, own: str = "") -> EpochPlace | None:
+    """Return how far a dataset was passed; None between two epochs.
+
+    Args:
+      dataset: The dataset.
+      own: How it is divided, if nobody knows what all ranks have read.
+
+    Raises:
+      DataError: They do not; or its elements are no batches; or it is another one than that of
+        which an epoch was begun.
+    """
+    if own:
+        raise DataError(
+            f"these data cannot be resumed in the middle of an epoch: they are {own}, so each rank "
+            "knows only what it has read itself, and another number of ranks would read other "
+            "parts. Give one dataset of global batches to experimental_distribute_dataset, with a "
+            "policy that divides each batch."
+        )
+    if not dataset.batched:
+        raise DataError(
+            "an epoch of single examples cannot be resumed: how many make a step depends on the "
+            "number of ranks. Call batch(global_batch_size) first."
+        )
+    place: EpochPlace | None = dataset._place
+    if place is not None and place.of != dataset.describe():
+        raise DataError(
+            f"the checkpoint was saved after {place.passed} batches of epoch {place.epoch} of "
+            f"another dataset, so nobody knows which examples are left. It was: {place.of}. It is: "
+            f"{dataset.describe()}. Give the same source, seeds and batch size until that epoch "
+            "has ended."
+        )
+    return place
+
+
+def resumed(dataset: Any, asks: Callable[[], int]) -> Iterator[tuple[int, Optional]]:
+    """Return what ``DistributedDataset.resumed`` does, of a dataset that is not divided."""
+    place = checked(dataset)
+    if place is None:
+        place = EpochPlace(dataset.epoch, 0, drawn(dataset.seeds_needed), dataset.describe())
+    left = dataset._level.elements(place.seeds, (place.epoch,), place.passed)
+    return passing(dataset, place, prefetched(left, dataset.depth), asks)
+
+
+def passing(
+    dataset: Any, place: EpochPlace, elements: Iterator[Any], told: Callable[[], int]
+) -> Iterator[tuple[int, Optional]]:
+    """Iterate over what is left of an epoch, and note how far it has come.
+
+    Args:
+      dataset: Whose place moves on, when the next element is asked for.
+      place: Where `elements` begin.
+      elements: The elements.
+      told: Asked with each of them, and at their end.
+
+    Yields:
+      What was told, and the element; at the end no element.
+    """
+    dataset.begin_after(place.epoch)
+    dataset._place = place
+    for element in elements:
+        yield told(), Optional(element)
+        dataset._place = place = place._replace(passed=place.passed + 1)
+    dataset._place = None
+    yield told(), Optional()
