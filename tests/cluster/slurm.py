@@ -138,7 +138,7 @@ class Job:
             r"JobState=(\w+)", self.slurm("scontrol", "show", "job", self.number, "-o")
         )
 
-    def until(self, *wanted, timeout=60):
+    def until(self, *wanted, timeout=180):
         """Wait until its state is one of these, and return it; an end that is not is a failure."""
         found = []
 
