@@ -96,6 +96,30 @@ def test_digits_have_the_same_losses_on_any_number_of_ranks(net, size):
             np.testing.assert_allclose(one, other, atol=1e-4)
 
 
+@pytest.mark.job
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_digits_have_the_same_losses_on_ranks_of_mpi(tmp_path):
+    pytest.importorskip("optax", reason="wants optax")
+    pytest.importorskip("sklearn", reason="wants scikit-learn")
+    from mpistrat.launch.mpiexec import find
+    from mpistrat.launch.process import run_job
+
+    told = {}
+    for size in (1, 2, 4):
+        launcher, _ = find()
+        program = [sys.executable, "-m", "mpistrat.examples.digits_jax"]
+        printed = tmp_path / str(size)
+        with printed.open("wb") as output:
+            outcome = run_job(launcher.command(size, program), 120, output)
+        assert outcome.code == 0, printed.read_text()
+        lines = printed.read_text().splitlines()
+        told[size] = [float(line.split()[-1]) for line in lines if "loss" in line]
+    assert len(told[1]) == 20
+    for size in (2, 4):
+        np.testing.assert_allclose(told[size], told[1], rtol=1e-3, atol=1e-4)
+
+
 def test_jax_is_imported_only_where_it_is_used():
     ask = "import sys, mpistrat, mpistrat.testing; print('jax' in sys.modules)"
     got = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)

@@ -175,7 +175,7 @@ def recorded(path=TABLE):
 def reason(how, why):
     """Return in one line why a test did not pass."""
     if how == "skipped":
-        return gate(why)
+        return " ".join(gate(why).split())
     lines = [line.strip() for line in why.splitlines() if "Error" in line or "Exception" in line]
     return (lines or why.splitlines() or [""])[-1].replace("\t", " ")[:150]
 
