@@ -7,7 +7,6 @@ has saved last must be the same.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import random
 import signal
@@ -105,7 +104,7 @@ class Moments(NamedTuple):
 
     Attributes:
       early: Before this.
-      wait: Else when the run has saved, or after so long without.
+      wait: Else when the run has saved, or after so long without, if it has a handler by then.
       window: And then before so much has gone by.
     """
 
@@ -172,6 +171,17 @@ def _ranks(ranks: int) -> dict[int, int]:
     return found if len(found) == ranks else {}
 
 
+def _heeds(pid: int, number: int) -> bool:
+    """Tell whether a signal is SIGKILL, or one for which a process has a handler."""
+    if number == signal.SIGKILL:
+        return True
+    with contextlib.suppress(OSError):
+        status = Path(f"/proc/{pid}/status").read_text()
+        mask = next(row.split()[1] for row in status.splitlines() if row.startswith("SigCgt:"))
+        return bool(int(mask, 16) >> (number - 1) & 1)
+    return False
+
+
 @final
 class _Watcher(threading.Thread):
     """Looks when the ranks of a run are there, and when it saves; interrupts it in time."""
@@ -196,17 +206,21 @@ class _Watcher(threading.Thread):
         pids: dict[int, int] = {}
         while not pids and not self._over.wait(_LOOK):
             pids = _ranks(strike.ranks)
-        self.began = time.monotonic() if pids else 0.0
+        if not pids:
+            return
+        self.began = time.monotonic()
         if when is not None and strike.early:
             self._over.wait(strike.part * when.early)
         else:
-            end = self.began + (math.inf if when is None else when.wait)
-            while not (self.saved or time.monotonic() > end or self._over.wait(_LOOK)):
+            while not (self.saved or self._over.wait(_LOOK)):
                 if newest(self._directory) != self._before:
                     self.saved = time.monotonic()
+                late = when is not None and time.monotonic() > self.began + when.wait
+                if late and _heeds(pids[strike.rank], self._number):
+                    break
             if when is not None:
                 self._over.wait(strike.part * when.window)
-        if pids and when is not None and not self._over.is_set():
+        if when is not None and not self._over.is_set():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pids[strike.rank], self._number)
                 self.struck = time.monotonic()

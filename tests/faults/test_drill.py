@@ -57,7 +57,7 @@ def test_other_numbers_of_ranks(tmp_path):
 def test_planned_leaves(tmp_path):
     lines = list(play(drill(JOB, "--leave", "--steps", "90", number=signal.SIGUSR1), tmp_path))
     assert 42 in codes(lines), lines
-    assert lines[-1].endswith("the same as in peace to the bit: 4 arrays of last")
+    assert lines[-1].endswith("the same as in peace to the bit: 5 arrays of begun, last")
 
 
 @pytest.mark.nightly

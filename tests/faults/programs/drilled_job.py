@@ -30,6 +30,7 @@ def main() -> None:
         momentum = ms.Variable(np.zeros(5), name="momentum")
         seen = ms.Variable(np.zeros(EXAMPLES, np.int64), name="seen")
         done = ms.Variable(0, name="done")
+        begun = ms.Variable(0, name="begun")
     saved = dict(weights=weights, seen=seen, done=done)
     if not args.forget:
         saved["momentum"] = momentum
@@ -41,6 +42,10 @@ def main() -> None:
         handler = ms.experimental.PreemptionCheckpointHandler(
             None, checkpoint, args.checkpoint, config
         )
+        # Tells the drill that from now on a notice is heard.
+        ms.CheckpointManager(
+            ms.Checkpoint(begun=begun), args.checkpoint, 1, checkpoint_name="begun"
+        ).save()
     else:
         manager.restore_or_initialize()
 
