@@ -79,14 +79,14 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Write the script."""
-    from mpistrat.launch.batch import Job, submit, words
+    from mpistrat.launch.batch import BatchJob, submit, words
     from mpistrat.launch.batch_script import render
 
     given = _given(args)
     if args.submit:
         ending = "pbs" if given.get("scheduler") == "pbs" else "sbatch"
-        given.setdefault("file", f"{given.get('name', Job.name)}.{ending}")
-    job = Job(**given)
+        given.setdefault("file", f"{given.get('name', BatchJob.name)}.{ending}")
+    job = BatchJob(**given)
     text = render(job, ["mpistrat", "batch", *words(job)])
     if not job.file:
         print(text, end="")
@@ -123,9 +123,9 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _fields() -> set[str]:
-    from mpistrat.launch.batch import Job
+    from mpistrat.launch.batch import BatchJob
 
-    return {field.name for field in dataclasses.fields(Job)}
+    return {field.name for field in dataclasses.fields(BatchJob)}
 
 
 def _read(path: Path) -> dict[str, Any]:

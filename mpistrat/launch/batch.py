@@ -16,7 +16,7 @@ from typing import final
 from mpistrat.environment import environment
 from mpistrat.errors import LaunchError
 
-__all__ = ["Job", "check_line", "submit", "words"]
+__all__ = ["BatchJob", "check_line", "submit", "words"]
 
 _WORD = re.compile(r"[A-Za-z0-9_.,:=%@+/\[\]&|*()-]+")  # no blank, quote, backslash, $ or #
 _TIME = re.compile(r"(?:(\d+)-)?(\d{1,3}):([0-5]\d):([0-5]\d)")
@@ -27,7 +27,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
 
 @final
 @dataclasses.dataclass(frozen=True)
-class Job:
+class BatchJob:
     """What a job script is made of.
 
     Attributes:
@@ -161,7 +161,7 @@ def _check_quotes(words: str) -> None:
         _refuse("each", words, "words with quotes that are closed, as in a shell")
 
 
-def _check_counts(job: Job) -> None:
+def _check_counts(job: BatchJob) -> None:
     for name in ("nodes", "per_node", "cores"):
         if getattr(job, name) < 1:
             _refuse(name, getattr(job, name), "an integer of at least 1")
@@ -181,7 +181,7 @@ def _check_counts(job: Job) -> None:
         _refuse("array", job.array, "numbers of tasks, as 0-7, 1,3,5 or 0-7%2")
 
 
-def _check_together(job: Job) -> None:
+def _check_together(job: BatchJob) -> None:
     pbs = job.scheduler == "pbs"
     rules = (
         (not job.program, "there is no program: give a script, or -m and a module, after --"),
@@ -221,11 +221,11 @@ def _check_together(job: Job) -> None:
 _NAMES = {"scheduler": "for", "per_node": "per-node"}
 
 
-def words(job: Job) -> list[str]:
+def words(job: BatchJob) -> list[str]:
     """Return the words after ``mpistrat batch`` that describe a job, without what is as by default.
 
     Example:
-      >>> words(Job(("train.py", "--fast"), nodes=2, module=("gcc", "mpi")))
+      >>> words(BatchJob(("train.py", "--fast"), nodes=2, module=("gcc", "mpi")))
       ['--nodes=2', '--module=gcc', '--module=mpi', '--', 'train.py', '--fast']
     """
     said = []

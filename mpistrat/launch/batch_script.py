@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import PurePath
 
-from mpistrat.launch.batch import Job, check_line
+from mpistrat.launch.batch import BatchJob, check_line
 
 __all__ = ["render"]
 
@@ -15,7 +15,7 @@ _ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.xz")
 _PYTHON = ("python", "python3")
 
 
-def render(job: Job, made_by: Sequence[str] = ()) -> str:
+def render(job: BatchJob, made_by: Sequence[str] = ()) -> str:
     """Return the text of a job script, for bash.
 
     Args:
@@ -26,8 +26,8 @@ def render(job: Job, made_by: Sequence[str] = ()) -> str:
       LaunchError: `made_by` has control characters.
 
     Example:
-      >>> from mpistrat.launch.batch import Job
-      >>> print(render(Job(("train.py",), nodes=2, time="00:10:00")).splitlines()[1])
+      >>> from mpistrat.launch.batch import BatchJob
+      >>> print(render(BatchJob(("train.py",), nodes=2, time="00:10:00")).splitlines()[1])
       #SBATCH --job-name=mpistrat
     """
     check_line("made_by", " ".join(made_by))
@@ -44,7 +44,7 @@ def render(job: Job, made_by: Sequence[str] = ()) -> str:
     return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
 
 
-def _slurm(job: Job) -> list[str]:
+def _slurm(job: BatchJob) -> list[str]:
     """Return the directives of Slurm."""
     words = [
         f"--job-name={job.name}",
@@ -65,7 +65,7 @@ def _slurm(job: Job) -> list[str]:
     return [f"#SBATCH {word}" for word in (*words, *job.directive)]
 
 
-def _pbs(job: Job) -> list[str]:
+def _pbs(job: BatchJob) -> list[str]:
     """Return the directives of PBS."""
     rank_cores = job.per_node * job.cores
     chunk = f"{job.nodes}:ncpus={rank_cores}:mpiprocs={job.per_node}:ompthreads={job.cores}"
@@ -96,7 +96,7 @@ def _hours(time: str) -> str:
     return f"{int(days or 0) * 24 + int(hours):02}:{rest}"
 
 
-def _environment(job: Job) -> list[str]:
+def _environment(job: BatchJob) -> list[str]:
     """Return how the script comes to where the program lives."""
     where = "SLURM_SUBMIT_DIR" if job.scheduler == "slurm" else "PBS_O_WORKDIR"
     lines = ["set -eo pipefail", f'cd "${where}"']
@@ -113,7 +113,7 @@ def _environment(job: Job) -> list[str]:
     return lines
 
 
-def _staged(job: Job) -> list[str]:
+def _staged(job: BatchJob) -> list[str]:
     """Return how files come to the disk of each node."""
     if not job.stage:
         return []
@@ -142,11 +142,11 @@ def _file(path: str) -> str:
     return f"./{path}" if path.startswith("-") else path
 
 
-def _index(job: Job) -> str:
+def _index(job: BatchJob) -> str:
     return "$SLURM_ARRAY_TASK_ID" if job.scheduler == "slurm" else "$PBS_ARRAY_INDEX"
 
 
-def _trials(job: Job) -> list[str]:
+def _trials(job: BatchJob) -> list[str]:
     """Return what each task of an array is given."""
     if not job.each:
         return []
@@ -158,7 +158,7 @@ def _trials(job: Job) -> list[str]:
     return [*lines, "esac"]
 
 
-def _resumable(job: Job) -> list[str]:
+def _resumable(job: BatchJob) -> list[str]:
     """Return what a job prepares that goes on after it was ended."""
     if not job.checkpoint:
         return []
@@ -175,7 +175,7 @@ def _resumable(job: Job) -> list[str]:
     ]
 
 
-def _words(job: Job) -> str:
+def _words(job: BatchJob) -> str:
     """Return the words of the program, quoted but for what the script fills in."""
     known = {}
     if job.tasks:
@@ -201,7 +201,7 @@ def _filled(word: str, known: dict[str, str]) -> str:
     return "".join(known.get(part) or shlex.quote(part) for part in parts if part)
 
 
-def _call(job: Job) -> list[str]:
+def _call(job: BatchJob) -> list[str]:
     """Return the line that starts the ranks."""
     rank = f"{_inside(job)}python3 -m mpistrat.launch.rank"
     program = _words(job)
@@ -219,12 +219,12 @@ def _call(job: Job) -> list[str]:
     return [*start, "code=0", f"{line} || code=$?"] if job.checkpoint else [*start, line]
 
 
-def _inside(job: Job) -> str:
+def _inside(job: BatchJob) -> str:
     """Return the words before a command that runs in the container, if there is one."""
     return f"apptainer exec {shlex.quote(_file(job.container))} " if job.container else ""
 
 
-def _again(job: Job) -> list[str]:
+def _again(job: BatchJob) -> list[str]:
     """Return how a job that was ended early goes on."""
     if not job.checkpoint:
         return []

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from mpistrat.environment import YIELD, unsupported
-from mpistrat.launch.facts import Job, Measured, RankFacts
+from mpistrat.launch.facts import Job, LinkFacts, RankFacts
 
 __all__ = ["BAD", "CHECKS", "NOTE", "OK", "Finding", "examine"]
 
@@ -244,7 +244,7 @@ def _known(job: Job) -> Finding:
     return Finding("known faults", f"none (PMIx {job.pmix})" if job.pmix else "none")
 
 
-def _words(found: Measured) -> str:
+def _words(found: LinkFacts) -> str:
     return f"{found.latency:.1f} us, {found.bandwidth:.2f} Gbit/s"
 
 

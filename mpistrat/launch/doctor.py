@@ -20,7 +20,7 @@ from typing import Any
 
 from mpistrat.environment import allocation, environment, launched_by
 from mpistrat.errors import LaunchError
-from mpistrat.launch.facts import FAILED, Job, Measured, collect, parse
+from mpistrat.launch.facts import FAILED, Job, LinkFacts, collect, parse
 from mpistrat.launch.flavours import version
 from mpistrat.launch.mpiexec import Command, candidates, find
 from mpistrat.launch.process import run_job
@@ -106,7 +106,7 @@ def _measured(said: str) -> dict[str, Any]:
     told = [json.loads(line) for line in lines if line]
     found: dict[str, Any] = {"sizes": tuple(one["size"] for one in told)}
     for name in ("inside", "between"):
-        found[name] = next((Measured(*one[name]) for one in told if name in one), None)
+        found[name] = next((LinkFacts(*one[name]) for one in told if name in one), None)
     return found
 
 

@@ -80,7 +80,7 @@ class Strike(NamedTuple):
 
 
 @final
-class Run(NamedTuple):
+class DrillRun(NamedTuple):
     """A run that has ended.
 
     Attributes:
@@ -228,7 +228,7 @@ class _Watcher(threading.Thread):
 
 def _run(
     drill: Drill, directory: Path, log: Path, strike: Strike, when: Moments | None, limit: float
-) -> Run:
+) -> DrillRun:
     program = words(drill.program, directory)
     command = [sys.executable, "-m", "mpistrat", "run", "-n", str(strike.ranks), *program]
     watcher = _Watcher(strike, drill.signal, directory, when)
@@ -241,7 +241,7 @@ def _run(
     if outcome.interrupted:
         raise KeyboardInterrupt
     began, saved, struck = watcher.began, watcher.saved, watcher.struck
-    return Run(
+    return DrillRun(
         outcome.code,
         seconds,
         saved - began if saved else None,
@@ -259,7 +259,7 @@ def _row(name: Any, ranks: Any, ended: str, seconds: Any, saved: str) -> str:
     return f"{name:<9} {ranks:>5}  {ended:<38} {seconds:>9}  {saved}"
 
 
-def _told(name: Any, strike: Strike, run: Run, directory: Path, number: signal.Signals) -> str:
+def _told(name: Any, strike: Strike, run: DrillRun, directory: Path, number: signal.Signals) -> str:
     ended = "took too long" if run.late else f"code {run.code}"
     if run.struck is not None:
         ended = f"{number.name} to rank {strike.rank} at {run.struck:.2f} s: {ended}"
@@ -268,7 +268,7 @@ def _told(name: Any, strike: Strike, run: Run, directory: Path, number: signal.S
 
 
 def play(drill: Drill, directory: Path) -> Iterator[str]:
-    """Run the program in peace and with interruptions, and compare.
+    """DrillRun the program in peace and with interruptions, and compare.
 
     Args:
       drill: What is to be done.
@@ -314,7 +314,7 @@ def play(drill: Drill, directory: Path) -> Iterator[str]:
     yield f"after {struck} interruption{'s' * (struck != 1)} the same as in peace {how}: {what}"
 
 
-def _check(drill: Drill, run: Run, directory: Path, log: Path) -> None:
+def _check(drill: Drill, run: DrillRun, directory: Path, log: Path) -> None:
     if run.late or run.code:
         raise LaunchError(
             f"the program fails without interruptions too:\n{_tail(log)}\n    ({log})"

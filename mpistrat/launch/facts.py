@@ -21,7 +21,7 @@ from mpistrat.environment import environment, installed, mask_of, quota, yields
 from mpistrat.errors import LaunchError
 from mpistrat.launch.mpiexec import library
 
-__all__ = ["FAILED", "MARK", "Job", "Measured", "RankFacts", "collect", "parse"]
+__all__ = ["FAILED", "MARK", "Job", "LinkFacts", "RankFacts", "collect", "parse"]
 
 MARK = "mpistrat-doctor "  # begins the line of a rank
 FAILED = "mpistrat-doctor-failed "  # begins the line of a process that could not tell
@@ -72,7 +72,7 @@ class RankFacts(NamedTuple):
     unseen: tuple[str, ...]
 
 
-class Measured(NamedTuple):
+class LinkFacts(NamedTuple):
     """Messages between two ranks: how long one of 8 bytes takes, how fast 4 MiB go.
 
     Attributes:
@@ -111,8 +111,8 @@ class Job(NamedTuple):
     failed: tuple[tuple[str, str], ...] = ()
     sizes: tuple[int, ...] = ()
     trouble: str = ""
-    inside: Measured | None = None
-    between: Measured | None = None
+    inside: LinkFacts | None = None
+    between: LinkFacts | None = None
     pmix: str = ""
     slurm: str = ""
     within: str = ""

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from mpistrat import cli
 from mpistrat.errors import LaunchError
-from mpistrat.launch.batch import Job, words
+from mpistrat.launch.batch import BatchJob, words
 from mpistrat.launch.batch_script import render
 
 ROOT = Path(__file__).parents[3]
@@ -138,7 +138,7 @@ def test_every_script_of_hpc_jobs_resumes():
 )
 def test_what_is_refused(given_, said):
     with pytest.raises(LaunchError, match=said):
-        Job(**{"program": ("train.py",), **given_})
+        BatchJob(**{"program": ("train.py",), **given_})
 
 
 def test_a_file_gives_what_the_command_does_not(tmp_path, capsys):
@@ -195,7 +195,7 @@ def test_every_word_arrives_as_it_was(program, each, container, checkpoint):
     each = tuple(shlex.join([text]) for text in each)
     each = ("first", each[0]) if each else ()
     checkpoint = f"runs/{checkpoint.replace('/', '_').replace('..', '_')}" if checkpoint else ""
-    job = Job(
+    job = BatchJob(
         program, container=container, checkpoint=checkpoint, each=each, stage=("x y",), cores=3
     )
     with tempfile.TemporaryDirectory() as where:
@@ -216,7 +216,7 @@ def test_every_word_arrives_as_it_was(program, each, container, checkpoint):
 class TestAgain:
     """What a script does when the ranks have left."""
 
-    JOB = Job(("train.py",), checkpoint="runs/a")
+    JOB = BatchJob(("train.py",), checkpoint="runs/a")
 
     @pytest.mark.parametrize(
         ("verdict", "state", "calls"),
@@ -238,12 +238,12 @@ class TestAgain:
         assert asked == (wanted if state == "RUNNING" else [])
 
     def test_a_task_of_an_array_is_requeued_alone(self, tmp_path):
-        job = Job(("train.py",), checkpoint="runs/a", array="0-3")
+        job = BatchJob(("train.py",), checkpoint="runs/a", array="0-3")
         _, said = play(render(job), tmp_path, verdict=0, code=42)
         assert said[-1] == ["scontrol", "requeue", "6_1"]
 
     def test_a_chain_submits_the_script_again(self, tmp_path):
-        job = Job(("train.py",), checkpoint="runs/a", requeue="chain")
+        job = BatchJob(("train.py",), checkpoint="runs/a", requeue="chain")
         # The decision counts the jobs of a chain as one, by the number of the first.
         first = '[ "$FIRST_JOB" = 6 ] && [ "$PBS_JOBID" = 6 ] && [ -z "$SLURM_JOB_ID" ]'
         _, said = play(
@@ -259,7 +259,7 @@ class TestAgain:
 
     @pytest.mark.parametrize(("state", "goes_on"), [("R", True), ("E", False)])
     def test_a_chain_of_pbs_does_so_unless_it_was_deleted(self, state, goes_on, tmp_path):
-        job = Job(("train.py",), "pbs", nodes=2, per_node=3, checkpoint="r", file="my job.pbs")
+        job = BatchJob(("train.py",), "pbs", nodes=2, per_node=3, checkpoint="r", file="my job.pbs")
         code, said = play(render(job), tmp_path, verdict=0, code=42, state=state)
         assert code == 42
         started = ["python3", "-m", "mpistrat", "run", "-n", "6", "train.py", "--checkpoint", "r"]

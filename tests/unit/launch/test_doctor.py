@@ -17,7 +17,7 @@ from mpistrat.cli import main
 from mpistrat.errors import LaunchError
 from mpistrat.launch import doctor, facts
 from mpistrat.launch.checks import BAD, CHECKS, NOTE, OK, examine
-from mpistrat.launch.facts import Job, Measured, RankFacts, collect, parse
+from mpistrat.launch.facts import Job, LinkFacts, RankFacts, collect, parse
 from mpistrat.launch.mpiexec import find
 
 GIB = 2**30
@@ -162,7 +162,7 @@ WRONG = {
     "PMIx 5.0.0": (WELL._replace(pmix="5.0.0"), "known faults", NOTE, "CVE-2023-41915", "5.0.1"),
     "a slow network": (
         ranks(RANK._replace(rate=100.0), AWAY._replace(rate=100.0))._replace(
-            between=Measured(20.0, 9.0)
+            between=LinkFacts(20.0, 9.0)
         ),
         *("between nodes", NOTE, "20.0 us, 9.00 Gbit/s of 100", "UCX_NET_DEVICES"),
     ),
@@ -177,7 +177,7 @@ WELL_TOO = {
     "newer PMIx": WELL._replace(pmix="5.0.11"),
     "descriptors without limit": both(files=-1),
     "a rank on each node": ranks(RANK, AWAY),
-    "a fast network": ranks(RANK, AWAY)._replace(between=Measured(2.0, 9.0)),
+    "a fast network": ranks(RANK, AWAY)._replace(between=LinkFacts(2.0, 9.0)),
 }
 
 
