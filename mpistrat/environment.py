@@ -15,7 +15,6 @@ __all__ = [
     "MASK_BYTES",
     "MOST",
     "YIELD",
-    "allocation",
     "check_system",
     "cores_of",
     "counted",
@@ -149,25 +148,6 @@ def launched_by(env: Mapping[str, str] | None = None) -> str | None:
                 continue
             return mark.launcher
     return None
-
-
-def allocation(env: Mapping[str, str] | None = None) -> int | None:
-    """Return how many ranks the Slurm allocation of this process is for; None outside of one.
-
-    Args:
-      env: The environment, or None for that of this process.
-
-    Returns:
-      Its tasks if it was asked for so many, else one for each of its nodes.
-
-    Example:
-      >>> allocation({"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_NTASKS": "8"})
-      8
-    """
-    env = os.environ if env is None else env
-    if "SLURM_JOB_ID" not in env:
-        return None
-    return counted(env.get("SLURM_NTASKS", "")) or counted(env.get("SLURM_NNODES", "")) or 1
 
 
 def passes_on_a_code(env: Mapping[str, str] | None = None) -> bool:

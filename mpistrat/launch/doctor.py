@@ -18,13 +18,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from mpistrat.environment import allocation, environment, launched_by
+from mpistrat.environment import environment, launched_by
 from mpistrat.errors import LaunchError
 from mpistrat.launch.facts import FAILED, Job, LinkFacts, collect, parse
 from mpistrat.launch.flavours import version
 from mpistrat.launch.mpiexec import Command, candidates, find
+from mpistrat.launch.plan import HERE, Wishes
 from mpistrat.launch.process import run_job
-from mpistrat.launch.run import plan_note
+from mpistrat.launch.run import call_of, place_of, plan_note
 
 __all__ = ["gather"]
 
@@ -148,11 +149,11 @@ def gather(
 
     Cost: Two jobs, a few seconds.
     """
-    inside = allocation()
-    count = ranks or max(inside or 0, 2)
+    place = place_of()
+    count = ranks or max(sum(place.tasks), 2)
     facts: dict[str, Any] = {
         "pmix": version(_ask(_beside("pmix_info"), "--version")),
-        "slurm": _ask("scontrol", "show", "config") if inside else "",
+        "slurm": _ask("scontrol", "show", "config") if place is not HERE else "",
         "kills": _kills(launcher),
     }
     within = launched_by()
@@ -162,14 +163,13 @@ def gather(
     def command(program: Sequence[str]) -> Command:
         if launcher:
             return Command((*launcher, "-n", str(count), *program), {})
-        return found.command(count, program)
+        return call_of(place, Wishes(ranks=count), program, {})[0]
 
     try:
-        found, loaded = find()
-        facts["mismatch"] = "" if launcher else plan_note(found, loaded)
+        start = Path(command(["python"]).argv[0]).name
+        facts["mismatch"] = "" if launcher or start == "srun" else plan_note(*find())
     except LaunchError as error:
-        if not launcher:
-            return Job(count, mismatch=str(error), **facts)
+        return Job(count, mismatch=str(error), **facts)
     here = [str(Path.cwd())] if os.access(Path.cwd(), os.W_OK) else []
     with _written(directories or here) as files:
         tell = command(["sh", "-c", _TELL, sys.executable, *files])

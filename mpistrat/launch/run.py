@@ -19,7 +19,15 @@ from mpistrat.launch.plan import HERE, Shape, Wishes, by_mpiexec, by_srun, handi
 from mpistrat.launch.process import Outcome, run_job
 from mpistrat.launch.roster import CRASHES, Ended, Roster
 
-__all__ = ["UNRECORDED", "plan_note", "python_program", "refuse_inside", "run"]
+__all__ = [
+    "UNRECORDED",
+    "call_of",
+    "place_of",
+    "plan_note",
+    "python_program",
+    "refuse_inside",
+    "run",
+]
 
 UNRECORDED = 70  # the launcher reports success, the ranks do not
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
@@ -117,11 +125,11 @@ def run(
         program, module = _without_python(program)
     if not module and not Path(program[0]).is_file():
         raise LaunchError(f"there is no program {program[0]!r}; for a module write -m before it.")
-    place, output = _place(hostfile), output or Output()
+    place, output = place_of(hostfile), output or Output()
     wishes = (wishes or Wishes())._replace(ranks=ranks)
     job = shape(wishes, place)
     words = _with_output(program, module, output)
-    command, flag = _command(place, wishes, words, _threads(job, place))
+    command, flag = call_of(place, wishes, words, _threads(job, place))
     _say(str(command))
     if dry_run:
         return 0
@@ -130,7 +138,12 @@ def run(
     return _watched(command, flag, place, job.ranks, timeout)
 
 
-def _place(hostfile: str | None) -> Allocation:
+def place_of(hostfile: str | None = None) -> Allocation:
+    """Return the hosts for a job: those of a file, of the allocation, or this one.
+
+    Raises:
+      LaunchError: They cannot be read.
+    """
     try:
         here = allocation()
         if hostfile is not None:
@@ -147,7 +160,7 @@ def _with_output(program: Sequence[str], module: bool, output: Output) -> list[s
     return [*words[:3], *(["--label"] if output.label else []), *where, *words[3:]]
 
 
-def _command(
+def call_of(
     place: Allocation, wishes: Wishes, program: Sequence[str], env: Mapping[str, str]
 ) -> tuple[Command, str]:
     """Return the call of the launcher that fits, and its flag for variables to hand on."""

@@ -6,7 +6,7 @@ from importlib import metadata
 
 import pytest
 
-from mpistrat.environment import allocation, environment, installed, job_size, launched_by
+from mpistrat.environment import environment, installed, job_size, launched_by
 
 
 @pytest.mark.parametrize(
@@ -40,21 +40,6 @@ def test_the_environment_is_copied(monkeypatch):
     copy = environment({"MINE": "1"})
     assert copy["MINE"] == "1"
     assert "MINE" not in environment({})
-
-
-@pytest.mark.parametrize(
-    ("env", "ranks"),
-    [
-        ({}, None),
-        ({"SLURM_NTASKS": "8"}, None),  # as an IDE over ssh may leave it
-        ({"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_NTASKS": "8"}, 8),
-        ({"SLURM_JOB_ID": "7", "SLURM_NNODES": "2"}, 2),
-        ({"SLURM_JOB_ID": "7"}, 1),
-    ],
-    ids=str,
-)
-def test_the_ranks_of_an_allocation(env, ranks):
-    assert allocation(env) == ranks
 
 
 def test_versions_are_those_of_the_metadata():
