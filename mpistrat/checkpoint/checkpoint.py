@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, final
 
 from mpistrat.checkpoint import files, restoring, saving, tree
+from mpistrat.checkpoint.background import Background
 from mpistrat.checkpoint.restoring import Restored
 from mpistrat.comm.world import size_of_job
 from mpistrat.distribute.default import current_strategy
@@ -137,7 +138,7 @@ class Checkpoint:
         with _cross(self, "Checkpoint.write", saves=True) as (lockstep, mine):
             with lockstep.preparing("Checkpoint.write"):
                 path = _file("Checkpoint.write", "file_prefix", file_prefix)
-            saving.overwrite(lockstep, mine, path, self._counter)
+            path = saving.overwrite(lockstep, mine, path, self._counter)
         return os.fspath(path)
 
     def restore(self, save_path: _Path | None, partial: bool = False) -> Restored:
@@ -209,6 +210,7 @@ def save(
     file_prefix: _Path,
     number: int | None = None,
     keep: files.Retention | None = None,
+    later: Background | None = None,
 ) -> tuple[str, list[str]]:
     """Save a checkpoint under a number, as `saving.save` does. Collective.
 
@@ -217,6 +219,7 @@ def save(
       file_prefix: Directory and name.
       number: The number; None for the next one.
       keep: Removes the oldest of that name; None to keep all.
+      later: Writes while the program goes on; None to return when it is written.
 
     Returns:
       The path, and the paths of all that are there, the oldest first.
@@ -230,9 +233,9 @@ def save(
                     "such as 'run/ckpt'."
                 )
         counter = checkpoint._counter
-        counter, there = saving.save(lockstep, mine, prefix, counter, number, keep)
+        counter, path, there = saving.save(lockstep, mine, prefix, counter, number, keep, later)
         checkpoint._counter = counter
-    return os.fspath(files.numbered(prefix.parent, prefix.name, counter)), there
+    return os.fspath(path), there
 
 
 def restore(
@@ -266,7 +269,8 @@ def _file(call: str, argument: str, given: Any) -> Path:
             f"{call}({os.fspath(given)!r}): {argument} names no file; wanted a directory and a "
             "name, such as 'run/ckpt-1'."
         )
-    return path if path.name.endswith(files.SUFFIX) else path.with_name(path.name + files.SUFFIX)
+    given = path.name.endswith((files.SUFFIX, files.FOLDER))
+    return path if given else path.with_name(path.name + files.SUFFIX)
 
 
 def _owner(mine: Mapping[str, Variable]) -> Any:

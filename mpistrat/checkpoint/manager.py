@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, final
 
 from mpistrat.checkpoint import files
+from mpistrat.checkpoint.background import Background
 from mpistrat.checkpoint.checkpoint import Checkpoint, owner_of, restore, save
 from mpistrat.checkpoint.saving import seen
 from mpistrat.errors import CheckpointError
@@ -29,6 +30,10 @@ class CheckpointManager:
       directory: Where; replica 0 makes it when it first saves. The same text on every rank.
       max_to_keep: How many may be there, those of earlier runs included; None for any number.
       checkpoint_name: What comes before the numbers.
+      background: `save` returns when the state is copied, and a thread of one rank of each node
+        writes it; at most one save is on its way. What it failed with, on any rank, is raised on
+        all of them by the next call, or by `wait`, and printed at once; until then `checkpoints`
+        does not have it. The process waits for it before it ends.
       init_fn: Called, on every rank, by `restore_or_initialize` if there is nothing to restore.
 
     Raises:
@@ -66,6 +71,7 @@ class CheckpointManager:
         *,
         checkpoint_name: str = "ckpt",
         init_fn: Callable[[], Any] | None = None,
+        background: bool = False,
     ):
         """Create a manager, and find the checkpoints that are there."""
         if not isinstance(checkpoint, Checkpoint):
@@ -85,6 +91,7 @@ class CheckpointManager:
             if init_fn is not None and not callable(init_fn):
                 raise TypeError(f"init_fn must be a function or None, got {init_fn!r:.60}.")
             self._init_fn = init_fn
+            self._later = Background() if background else None
         there, failure = [], None
         if lockstep.comm.rank == 0:
             try:
@@ -92,7 +99,8 @@ class CheckpointManager:
                 there = list(map(os.fspath, found.values()))
             except Exception as error:
                 failure = error
-        call = f"CheckpointManager({str(self._directory)!r}, {self._name!r}, keep {keep})"
+        how = ", in the background" if background else ""
+        call = f"CheckpointManager({str(self._directory)!r}, {self._name!r}, keep {keep}{how})"
         told = lockstep.share(call, json.dumps(there).encode(), failure)[0]
         self._there: list[str] = json.loads(told)
         seen([files.numbered(self._directory, self._name, 0), *map(Path, self._there)])
@@ -121,7 +129,8 @@ class CheckpointManager:
         """Save the checkpoint, and then remove the oldest of those that are too many.
 
         Collective, in cross-replica code; raises and costs what `Checkpoint.save` does. What cannot
-        be removed stops nothing; replica 0 says so on stderr, once of each.
+        be removed stops nothing; replica 0 says so on stderr, once of each. With `background` it
+        waits for the save before, and costs a copy of what the first rank of each node writes.
 
         Args:
           checkpoint_number: Its number, not below those that are there; the next one if None.
@@ -131,12 +140,36 @@ class CheckpointManager:
 
         Raises:
           ValueError: There are newer ones than that number, or it is not an integer.
+          OSError: As of `Checkpoint.save`; or the save before, in the background, has failed, and
+            nothing is saved now.
         """
         lockstep = owner_of(self._checkpoint)[0].parts.lockstep
         with lockstep.preparing("CheckpointManager.save"):
             number = _checked_number("checkpoint_number", checkpoint_number, 0)
-        path, self._there = save(self._checkpoint, self._directory / self._name, number, self._keep)
+        self._settle("CheckpointManager.save")
+        prefix = self._directory / self._name
+        path, there = save(self._checkpoint, prefix, number, self._keep, self._later)
+        self._there = there if self._later is None else self._there
         return path
+
+    def wait(self) -> str | None:
+        """Wait until the save that is on its way, if one is, has ended.
+
+        Collective, unless no save is on its way.
+
+        Returns:
+          The path of the newest checkpoint, or None.
+
+        Raises:
+          OSError: It has failed; on every rank.
+        """
+        self._settle("CheckpointManager.wait")
+        return self.latest_checkpoint
+
+    def _settle(self, call: str) -> None:
+        if self._later is not None and self._later.pending:
+            lockstep = owner_of(self._checkpoint)[0].parts.lockstep
+            self._there = self._later.settle(lockstep, call)
 
     def restore_or_initialize(self) -> str | None:
         """Restore the newest checkpoint that can be read, or call `init_fn` if there is none.
@@ -155,6 +188,7 @@ class CheckpointManager:
           DataError: The newest is of another format.
           OSError: It cannot be read.
         """
+        self._settle("CheckpointManager.restore_or_initialize")
         bad: list[str] = []
         for path in reversed(self._there):
             number = (files.parted(Path(path)) or ("", 0))[1]
@@ -164,7 +198,8 @@ class CheckpointManager:
                 bad.append(str(error))
                 continue
             if done.path is None:
-                right = files.numbered(self._directory, self._name, holds)
+                suffix = Path(path).suffix
+                right = files.numbered(self._directory, self._name, holds, suffix)
                 raise CheckpointError(
                     f"{path} holds checkpoint number {holds}, not {number}: it has been renamed, "
                     f"or replaced by a copy of {right.name}. Give each file of {self.directory} the"

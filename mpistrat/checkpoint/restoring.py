@@ -1,4 +1,7 @@
-"""Reading a checkpoint: replica 0 reads and checks all of it before any rank writes anything."""
+"""Reading a checkpoint: all of it is read and checked before any rank writes anything.
+
+Replica 0 reads a file, and broadcasts; of a directory each node reads all of it (`gathering`).
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,10 @@ from typing import NamedTuple, final
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.checkpoint import files, format
-from mpistrat.checkpoint.saving import patient, seen, specs
+from mpistrat.checkpoint import files, format, sharded
+from mpistrat.checkpoint.gathering import gather
+from mpistrat.checkpoint.saving import seen, specs
+from mpistrat.checkpoint.shares import patient
 from mpistrat.distribute.kinds import VariableAggregation
 from mpistrat.distribute.variables import Variable
 from mpistrat.distribute.writes import exact_share
@@ -110,30 +115,54 @@ def restore(
     with lockstep.preparing(call):
         # All the memory that ranks need for it, before anything is written.
         scratch = np.empty(max(v.storage.array.nbytes for v in mine.values()), np.uint8)
-    found, failure = None, None
+    found, failure, manifest = None, None, b""
     if lockstep.comm.rank == 0:
-        found, failure = _read(lockstep, mine, path, partial)
+        path = files.stored(path)
+        found, manifest, failure = _read(lockstep, mine, path, partial)
     told = b"" if found is None else _told(found, mine, path)
-    counter, missing, unused, newest = json.loads(lockstep.share(call, told, failure)[0])
+    told, _, manifest = lockstep.share(call, told + b"\n" + manifest, failure)[0].partition(b"\n")
+    counter, missing, unused, newest, stored = json.loads(told)
+    path, what = path.with_name(stored), sharded.parse(manifest) if manifest else None
     if number not in (None, counter):
+        if what is not None:
+            gather(lockstep, call, path, what, ())  # or the manifest is of another one
         return Restored(None), counter
     seen([path, path.with_name(newest)])
-    for name in sorted(set(mine) - set(missing)):
-        _give(lockstep, mine[name], None if found is None else found.arrays[name], scratch)
+    names = sorted(set(mine) - set(missing))
+    if what is not None:
+        arrays = gather(lockstep, call, path, what, names)
+        for name in names:
+            _give(lockstep, mine[name], arrays[name])
+    else:
+        for name in names:
+            array = None if found is None else found.arrays[name]
+            _give(lockstep, mine[name], _broadcast(lockstep, mine[name], array, scratch))
     return Restored(os.fspath(path), tuple(missing), tuple(unused)), counter
 
 
 def _read(
     lockstep: Lockstep, mine: Mapping[str, Variable], path: Path, partial: bool
-) -> tuple[format.Contents | None, BaseException | None]:
-    """Read the file; return also what that failed with, which all ranks have to know."""
+) -> tuple[format.Contents | None, bytes, BaseException | None]:
+    """Read the file, or the manifest of a directory; return also what that failed with."""
+
+    def check(there: Mapping[str, format.Entry]) -> None:
+        _compare(path, there, mine, partial)
+
     try:
+        if path.name.endswith(files.FOLDER):
+            manifest, what = sharded.look(path)
+            check(what.entries)
+            fits = {
+                name: np.empty(0)
+                for name, entry in what.entries.items()
+                if name in mine and format.Entry.of(mine[name].storage.array) == entry
+            }
+            return format.Contents(what.entries, fits, what.counter), manifest, None
         with patient(lockstep, f"read {path}", _size(path)):
             wanted = {name: v.storage.array for name, v in mine.items()}
-            found = format.read(path, wanted, lambda there: _compare(path, there, mine, partial))
+            return format.read(path, wanted, check), b"", None
     except BaseException as error:
-        return None, error
-    return found, None
+        return None, b"", error
 
 
 def _size(path: Path) -> int:
@@ -168,7 +197,8 @@ def _compare(
 def _told(found: format.Contents, mine: Mapping[str, Variable], path: Path) -> bytes:
     missing = [name for name in mine if name not in found.arrays]
     unused = [name for name in found.entries if name not in mine]
-    return json.dumps([found.counter, missing, unused, _newest(path).name]).encode()
+    newest = _newest(path).name
+    return json.dumps([found.counter, missing, unused, newest, path.name]).encode()
 
 
 def _newest(path: Path) -> Path:
@@ -183,17 +213,22 @@ def _newest(path: Path) -> Path:
     return path
 
 
-def _give(lockstep: Lockstep, variable: Variable, array: Array | None, scratch: Array) -> None:
-    """Give a variable the value that replica 0 has read."""
+def _broadcast(
+    lockstep: Lockstep, variable: Variable, array: Array | None, scratch: Array
+) -> Array:
+    """Return the value that replica 0 has read. Collective."""
     like = variable.storage.array
     room = scratch[: like.nbytes]
     if array is not None:
         room[:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    call = f"restore({variable.spec()})"
-    lockstep.prove(call)
+    lockstep.prove(f"restore({variable.spec()})")
     lockstep.comm.bcast(room, 0)
-    value = room.view(like.dtype).reshape(like.shape)
+    return room.view(like.dtype).reshape(like.shape)
+
+
+def _give(lockstep: Lockstep, variable: Variable, value: Array) -> None:
+    """Give a variable a value that all ranks have."""
     if variable.on_read and variable.aggregation is VariableAggregation.SUM:
-        fold = functools.partial(variable.folded, f"{call}, its sum")
+        fold = functools.partial(variable.folded, f"restore({variable.spec()}), its sum")
         value = exact_share(fold, lockstep.comm.rank, lockstep.comm.size, value)
     variable.store("assign", value, None)
