@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from mpistrat.commands import doctor, run
+from mpistrat.commands import checkpoint, doctor, run
 from mpistrat.errors import MpistratError
 
 __all__ = ["COMMANDS", "main"]
@@ -16,6 +16,7 @@ __all__ = ["COMMANDS", "main"]
 COMMANDS: dict[str, ModuleType] = {
     "run": run,
     "doctor": doctor,
+    "checkpoint": checkpoint,
 }
 
 

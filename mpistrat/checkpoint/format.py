@@ -35,7 +35,7 @@ import numpy as np
 from mpistrat.arrays import Array, dtype_name, is_bfloat16
 from mpistrat.errors import CheckpointError, DataError, StructureError
 
-__all__ = ["FORMAT", "Contents", "Entry", "dtype_of", "entry", "likes", "read", "write"]
+__all__ = ["FORMAT", "Contents", "Entry", "dtype_of", "entry", "likes", "read", "stored", "write"]
 
 FORMAT = 1
 _MANIFEST = "manifest.json"
@@ -95,7 +95,7 @@ class Contents(NamedTuple):
     counter: int
 
 
-def _stored(array: Array) -> Array:
+def stored(array: Array) -> Array:
     """Return the array in a dtype that .npy knows."""
     return array.view(np.uint16) if is_bfloat16(array.dtype) else array
 
@@ -118,7 +118,7 @@ def write(file: IO[bytes], arrays: Mapping[str, Array], counter: int) -> None:
         for name, array in arrays.items():
             info = zipfile.ZipInfo(f"{name}.npy", _EARLIEST)
             with archive.open(info, "w", force_zip64=True) as member:
-                flat = np.ascontiguousarray(_stored(array))
+                flat = np.ascontiguousarray(stored(array))
                 header = np.lib.format.header_data_from_array_1_0(flat)
                 np.lib.format.write_array_header_1_0(member, {**header, "shape": array.shape})
                 data = flat.reshape(-1).view(np.uint8).data
@@ -352,7 +352,7 @@ def _array(member: IO[bytes], like: Array, size: int) -> Array:
     if version != (1, 0):
         raise ValueError(f"an array is of .npy format {version}")
     shape, fortran, dtype = np.lib.format.read_array_header_1_0(member)
-    expected = _stored(like)
+    expected = stored(like)
     native = dtype.newbyteorder("=")
     if shape != like.shape or fortran or native != expected.dtype:
         raise ValueError("an array is not as the manifest says")
