@@ -47,11 +47,12 @@ class Background:
 
     Attributes:
       pending: One has been begun, and `settle` has not been called since; equal on all ranks.
+      given_up: Another rank has failed to write its part, so there is nothing to wait for.
     """
 
     def __init__(self) -> None:
         """Create one that has nothing to write."""
-        self.pending = False
+        self.pending, self.given_up = False, threading.Event()
         self._memory = np.empty(0, np.uint8)
         self._thread: threading.Thread | None = None
         self._there: list[str] = []
@@ -72,6 +73,7 @@ class Background:
             paths of all that are there.
         """
         self.pending, self._there, self._failure = True, [], None
+        self.given_up.clear()
         if work is not None:
             # Not a daemon: the interpreter waits for it before it ends.
             self._thread = threading.Thread(
@@ -101,16 +103,25 @@ class Background:
         Raises:
           OSError: It has failed, on some rank; raised on all.
         """
-        if self._thread is not None:
-            with patient(lockstep, f"{call}, the save before it", self._memory.nbytes):
-                self._thread.join()
-        self._thread, self.pending = None, False
+        what = f"{call}, the save before it"
+        with patient(lockstep, what, self._memory.nbytes):
+            if lockstep.comm.rank:
+                self._join()
+            # Replica 0 waits for what the others leave beside the data, if they have left it.
+            parts = lockstep.share(f"{what}, parts", b"failed" if self._failure else b"")
+            if any(parts[1:]):
+                self.given_up.set()
+            self._join()
+        self.pending = False
         told = json.dumps(self._there).encode()
         failure, self._failure = self._failure, None
-        found: list[str] = json.loads(
-            lockstep.share(f"{call}, the save before it", told, failure)[0]
-        )
+        found: list[str] = json.loads(lockstep.share(what, told, failure)[0])
         return found
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+        self._thread = None
 
 
 def copy(
@@ -118,7 +129,7 @@ def copy(
     mine: Mapping[str, Variable],
     job: Job,
     call: str,
-    room: Callable[[int], Array],
+    later: Background,
 ) -> Callable[[], None] | None:
     """Copy what is to be written, and return what a thread of this rank does then. Collective.
 
@@ -127,7 +138,7 @@ def copy(
       mine: What is saved.
       job: Where.
       call: What saves it.
-      room: Returns memory of so many bytes.
+      later: Has memory for the copy.
 
     Returns:
       What writes the file of this node, and on replica 0 names the directory; None if this rank
@@ -141,7 +152,7 @@ def copy(
     memory, at, copies = np.empty(0, np.uint8), 0, []
     failure = attempt(job, job.check_seen)
     try:
-        memory = room(sum(region.nbytes for region, pieces in rows if pieces))
+        memory = later.room(sum(region.nbytes for region, pieces in rows if pieces))
     except MemoryError as error:
         failure = error
     for region, pieces in rows:
@@ -159,30 +170,34 @@ def copy(
         raise
     if not copies and job.folder is None:
         return None
-    return lambda: _write_copy(job, copies)
+    return lambda: _write_copy(job, copies, later.given_up)
 
 
-def _write_copy(job: Job, copies: Iterable[tuple[list[Stretch], Array]]) -> None:
+def _write_copy(
+    job: Job, copies: Iterable[tuple[list[Stretch], Array]], given_up: threading.Event
+) -> None:
     """Write the file of this node; on replica 0 wait for the others, and name the directory."""
-    file, number = DataFile(job), sorted(set(job.leaders)).index(job.rank)
+    file, firsts = DataFile(job), sorted(set(job.leaders))
+    number = firsts.index(job.rank)
     try:
         for pieces, data in copies:
             file.put(pieces, data)
         file.close()
-        if job.folder is not None:
-            firsts = sorted(set(job.leaders))[: len(sharded.sizes_of(job.regions))]
-            others = {rank: _heard(job, one) for one, rank in enumerate(firsts) if one}
-            told = [others.get(rank, b"") for rank in range(len(job.leaders))]
-            commit(job, [b"".join(file.sums), *told[1:]], spread=False)
+        if job.folder is None:
+            _tell(job, number, {"sums": b"".join(file.sums).hex()})
+            return
+        told = [b""] * len(job.leaders)
+        for one in range(1, len(sharded.sizes_of(job.regions))):
+            told[firsts[one]] = _heard(job, one, given_up)
+        commit(job, [b"".join(file.sums), *told[1:]], spread=False)
     except Exception as error:
         if job.folder is None:
-            _tell(job, number, {"failed": f"rank {job.rank}, {platform.node()}: {error}"})
+            with contextlib.suppress(OSError):  # all ranks are told by the next call
+                _tell(job, number, {"failed": f"rank {job.rank}, {platform.node()}: {error}"})
         raise unwritten(job.path, error) from error
     finally:
         if job.folder is not None:
             job.folder.drop()
-    if job.folder is None:
-        _tell(job, number, {"sums": b"".join(file.sums).hex()})
 
 
 def _tell(job: Job, number: int, told: Mapping[str, str]) -> None:
@@ -192,7 +207,7 @@ def _tell(job: Job, number: int, told: Mapping[str, str]) -> None:
     new.rename(job.part / f"data-{number}.done")
 
 
-def _heard(job: Job, number: int) -> bytes:
+def _heard(job: Job, number: int, given_up: threading.Event) -> bytes:
     """Return the checksums of another node's file when they are there."""
     word = job.part / f"data-{number}.done"
     until = time.monotonic() + PATIENCE + job.nbytes * SLOWEST
@@ -202,9 +217,8 @@ def _heard(job: Job, number: int) -> bytes:
             told = json.loads(word.read_text())
             word.unlink()
             break
-        if time.monotonic() > until:
-            raise OSError(errno.ETIMEDOUT, f"Nothing is heard of {sharded.data_file(number)}")
-        time.sleep(_LOOKS)
+        if given_up.wait(_LOOKS) or time.monotonic() > until:
+            raise OSError(errno.EIO, f"Nothing is heard of {sharded.data_file(number)}")
     if "failed" in told:
         raise OSError(errno.EIO, told["failed"])
     return bytes.fromhex(told["sums"])

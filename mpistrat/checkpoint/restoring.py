@@ -122,7 +122,7 @@ def restore(
     told = b"" if found is None else _told(found, mine, path)
     told, _, manifest = lockstep.share(call, told + b"\n" + manifest, failure)[0].partition(b"\n")
     counter, missing, unused, newest, stored = json.loads(told)
-    path, what = path.with_name(stored), sharded.parse(manifest) if manifest else None
+    path, what = path.with_name(stored), sharded.parsed(path, manifest) if manifest else None
     if number not in (None, counter):
         if what is not None:
             gather(lockstep, call, path, what, ())  # or the manifest is of another one

@@ -188,7 +188,7 @@ def _later(
     """Copy, and return what a thread of this rank writes; None for nothing. Collective."""
     if path.name.endswith(files.FOLDER):
         job = shares.open_job(lockstep, mine, call, path, counter, replace)
-        work = copy(lockstep, mine, job, call, later.room)
+        work = copy(lockstep, mine, job, call, later)
     else:
         # Up to 64 MB; what is new memory need not be copied again.
         values = {key: np.array(value) for key, value in _values(lockstep, mine).items()}

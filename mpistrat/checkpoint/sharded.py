@@ -46,7 +46,7 @@ __all__ = [
     "fetch",
     "formed",
     "look",
-    "parse",
+    "parsed",
     "plan",
     "read",
     "read_all",
@@ -212,13 +212,7 @@ def text_of(manifest: Manifest) -> bytes:
     return body + _TAIL % checksum(body).hex().encode()
 
 
-def parse(data: bytes) -> Manifest:
-    """Return what the bytes of a manifest say.
-
-    Raises:
-      ValueError: It is damaged, or its parts do not fit.
-      DataError: It is of another format.
-    """
+def _parsed(data: bytes) -> Manifest:
     body = data[: -len(_TAIL % bytes(2 * SUM))]
     if data[len(body) :] != _TAIL % checksum(body).hex().encode():
         raise ValueError(f"{MANIFEST} has been changed, or is not whole")
@@ -277,37 +271,52 @@ def look(path: Path) -> tuple[bytes, Manifest]:
     """
     there = {one.name for one in path.iterdir() if not one.name.startswith(".")}
     sizes = {one: _size(path, one) for one in sorted(there)}
+    if MANIFEST not in sizes:
+        raise _damaged(path, f"there is no {MANIFEST} in it")
+    if sizes[MANIFEST] > max(_ROOM, sum(sizes.values()) - sizes[MANIFEST]):
+        raise _damaged(path, f"{MANIFEST} has {sizes[MANIFEST]} bytes")
+    data = (path / MANIFEST).read_bytes()
+    manifest = parsed(path, data)
+    wanted = {data_file(number): size for number, size in enumerate(manifest.sizes)}
+    wrong = [f"{one} is missing" for one in sorted(wanted.keys() - there)[:9]]
+    wrong += [f"{one} is not of this one" for one in sorted(there - {*wanted, MANIFEST})[:9]]
+    for name in sorted(wanted.keys() & there):
+        if sizes[name] != wanted[name]:
+            wrong.append(f"{name} has {sizes[name]} bytes, and should have {wanted[name]}")
+    if wrong:
+        raise _damaged(path, "; ".join(wrong))
+    return data, manifest
+
+
+def parsed(path: Path, data: bytes) -> Manifest:
+    """Return what the bytes of a manifest say.
+
+    Args:
+      path: The directory that it is of.
+      data: The bytes.
+
+    Raises:
+      CheckpointError: It is damaged, or its parts do not fit.
+      DataError: It is of another format.
+    """
     try:
-        if MANIFEST not in sizes:
-            raise ValueError(f"there is no {MANIFEST} in it")
-        most = max(_ROOM, sum(sizes.values()) - sizes[MANIFEST])
-        if sizes[MANIFEST] > most:
-            raise ValueError(f"{MANIFEST} has {sizes[MANIFEST]} bytes")
-        data = (path / MANIFEST).read_bytes()
-        manifest = parse(data)
-        wanted = {data_file(number): size for number, size in enumerate(manifest.sizes)}
-        missing, extra = sorted(wanted.keys() - there), sorted(there - {*wanted, MANIFEST})
-        if missing or extra:
-            text = [f"{one} is missing" for one in missing[:9]]
-            raise ValueError("; ".join(text + [f"{one} is not of this one" for one in extra[:9]]))
-        for name, size in wanted.items():
-            if sizes[name] != size:
-                raise ValueError(f"{name} has {sizes[name]} bytes, and should have {size}")
-    except (OSError, MemoryError):
-        raise
+        return _parsed(data)
     except DataError as error:
         raise DataError(f"{path} {error}") from None
+    except MemoryError:  # which says nothing against it
+        raise
     except Exception as error:  # whatever the parts say of bytes that make no sense to them
-        raise CheckpointError(
-            f"{path} is damaged, or not a checkpoint: {str(error) or type(error).__name__}"
-        ) from error
-    return data, manifest
+        raise _damaged(path, str(error) or type(error).__name__) from error
+
+
+def _damaged(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(f"{path} is damaged, or not a checkpoint: {why}")
 
 
 def _size(path: Path, name: str) -> int:
     status = (path / name).stat()
     if not stat.S_ISREG(status.st_mode):
-        raise CheckpointError(f"{path} is damaged: {name} in it is not a regular file.")
+        raise _damaged(path, f"{name} in it is not a regular file")
     return status.st_size
 
 

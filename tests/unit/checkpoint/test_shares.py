@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import ml_dtypes
@@ -19,7 +18,7 @@ import pytest
 from every import every
 
 import mpistrat as ms
-from mpistrat.checkpoint import background, sharded, shares
+from mpistrat.checkpoint import background, files, folders, sharded
 from mpistrat.checkpoint.cells import Cell
 from mpistrat.compat import tf
 from mpistrat.testing import run_ranks
@@ -73,8 +72,8 @@ def there(directory):
     return sorted(path.name for path in directory.iterdir())
 
 
-@every("restored_on", [(1, 0), (2, 0), (3, 0), (4, 2), (3, 1)])
-@every("saved_on", [(1, 0), (2, 0), (3, 0), (4, 2), (3, 1), (5, 2)])
+@every("restored_on", [(1, 0), (3, 0), (4, 2)])
+@every("saved_on", [(1, 0), (3, 0), (5, 2)])
 @every("background", [False, True])
 def test_what_was_saved_is_what_reads(background, saved_on, restored_on, tmp_path, monkeypatch):
     directory = tmp_path / f"{saved_on}-{background}"
@@ -195,13 +194,13 @@ def damage(directory, how, what, victims):
     return set(victims)
 
 
-@every("size", [1, 2, 3])
+@pytest.mark.parametrize("sizes", [(2,), pytest.param((1, 3), marks=pytest.mark.nightly)])
 @every("victims", VICTIMS)
 @every("what", OBJECTS)
 @every("how", DAMAGE)
-def test_the_newest_good_one_is_restored_or_none(how, what, victims, size, three, tmp_path, capfd):
-    """144 cases."""
-    directory = tmp_path / f"{how}-{what}-{len(victims)}-{size}"
+def test_the_newest_good_one_is_restored_or_none(how, what, victims, sizes, three, tmp_path, capfd):
+    """48 cases for each number of ranks."""
+    directory = tmp_path / f"{how}-{what}-{len(victims)}"
     shutil.copytree(three, directory)
     broken = damage(directory, how, what, victims)
     names_exchanged = how == "swap" and what == "."
@@ -221,7 +220,7 @@ def test_the_newest_good_one_is_restored_or_none(how, what, victims, size, three
         assert not begun
         return Path(path).name, np.asarray(checkpoint.w).tobytes()
 
-    for found in run_ranks(program, size, timeout=20):
+    for found in (one for size in sizes for one in run_ranks(program, size, timeout=20)):
         if names_exchanged and isinstance(found, str):
             assert "Give each file" in found
         elif good:
@@ -269,3 +268,275 @@ def test_what_does_not_belong_there_is_found(three, tmp_path):
     os.mkfifo(path / "data-0.bin")
     with pytest.raises(ms.CheckpointError, match=r"data-0\.bin in it is not a regular file"):
         sharded.read_all(path)
+
+
+STEPS = ("open", "fsync", "mkdir", "rename", "pwrite", "unlink", "rmdir", "preadv")
+
+
+def steps(patch, act):
+    """Call ``act(n)`` before the n-th step that any rank takes; return the count."""
+    count, lock = [0], threading.Lock()
+
+    def watched(real):
+        def step(*args, **kwargs):
+            with lock:
+                count[0] += 1
+                number = count[0]
+            act(number)
+            return real(*args, **kwargs)
+
+        return step
+
+    for name in STEPS:
+        patch.setattr(os, name, watched(getattr(os, name)))
+    patch.setattr(folders, "_swap", watched(folders._swap))
+    return count
+
+
+def saves(directory, scale, number, background=False):
+    """A program that saves once; returns what it was told."""
+
+    def program(comm):
+        checkpoint = made(comm, scale)
+        manager = ms.CheckpointManager(checkpoint, directory, 2, background=background)
+        try:
+            manager.save(number)
+            manager.wait()
+        except OSError as error:
+            return str(error)
+        return ""
+
+    return program
+
+
+def scales(directory):
+    """By number, what the values of each checkpoint that is there are times those above."""
+    found = {}
+    for number, path in files.saved(directory, "ckpt").items():
+        arrays = sharded.read_all(path).arrays
+        found[number] = round(arrays["w"][0, 0] / W[0, 0])
+        np.testing.assert_array_equal(arrays["b"], B * found[number])
+    return found
+
+
+def hidden(directory):
+    return [path.name for path in directory.iterdir() if path.name.startswith(".")]
+
+
+OLD = {1: 1}
+NIGHTLY = [(2, False, 1), (1, False, None)]
+WAYS = [
+    (2, False, None),  # ranks, in the background, number
+    (2, True, None),
+    *(pytest.param(way, marks=pytest.mark.nightly) for way in NIGHTLY),
+]
+CODES = [errno.EIO, pytest.param(errno.ENOSPC, marks=pytest.mark.nightly)]
+
+
+@pytest.fixture
+def coarse(monkeypatch):
+    """Have fewer steps."""
+    monkeypatch.setattr(sharded, "CHUNK", 1 << 13)
+    monkeypatch.setenv("MPISTRAT_RANKS_PER_NODE", "1")
+
+
+def swept(directory, old, way, act):
+    """Count the steps of a save, and do it once for each, with ``act(step)`` at that."""
+    size, background, number = way
+    with pytest.MonkeyPatch.context() as patch:
+        shutil.copytree(old, directory / "count")
+        count = steps(patch, lambda n: None)
+        run_ranks(saves(directory / "count", 2, number, background), size)
+    for last in range(1, count[0] + 2):
+        here = directory / str(last)
+        shutil.copytree(old, here)
+        yield here, last, lambda n, last=last: act() if n == last else None
+    assert count[0] > 12
+
+
+@pytest.fixture
+def old(tmp_path, coarse):
+    run_ranks(saves(tmp_path / "old", 1, None), 2)
+    assert scales(tmp_path / "old") == OLD
+    return tmp_path / "old"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_process_that_ends_at_any_step_leaves_old_and_new_whole(way, old, tmp_path):
+    size, background, number = way
+    new, seen = ({1: 2} if number else {1: 1, 2: 2}), []
+    for directory, _, act in swept(tmp_path, old, way, lambda: os._exit(9)):
+        child = os.fork()
+        if not child:
+            try:
+                steps(pytest.MonkeyPatch(), act)
+                run_ranks(saves(directory, 2, number, background), size)
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        found = scales(directory)
+        assert found in (OLD, new)
+        seen.append(found == new)
+        run_ranks(saves(directory, 3, None), 1)  # the next one clears up
+        assert not hidden(directory)
+    assert True in seen
+    assert False in seen
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("code", CODES)
+def test_an_error_at_any_step_is_raised_on_all_ranks_or_does_no_harm(code, way, old, tmp_path):
+    size, background, number = way
+    new, failed = ({1: 2} if number else {1: 1, 2: 2}), 0
+
+    def fail():
+        raise OSError(code, os.strerror(code))
+
+    for directory, last, act in swept(tmp_path, old, way, fail):
+        with pytest.MonkeyPatch.context() as patch:
+            steps(patch, act)
+            told = run_ranks(saves(directory, 2, number, background), size, timeout=30)
+        assert all(told) or not any(told), told
+        failed += bool(told[0])
+        found = scales(directory)
+        assert found == (OLD if told[0] and not number else new) or (number and found == OLD), last
+        assert not told[0] or "ckpt-" in told[0]
+    assert failed > 5
+
+
+def test_a_node_that_does_not_see_the_directory_is_named(tmp_path, coarse, monkeypatch):
+    blind, real = set(), Path.is_dir
+
+    def is_dir(path):
+        return not (threading.get_ident() in blind and path.name.endswith(".part")) and real(path)
+
+    monkeypatch.setattr(Path, "is_dir", is_dir)
+
+    def program(comm):
+        if comm.rank == 2:
+            blind.add(threading.get_ident())
+        for later in (False, True):
+            manager = ms.CheckpointManager(made(comm), tmp_path, 2, background=later)
+            with pytest.raises(OSError, match=r"Node .* \(rank 2\) does not see .*ckpt-\d"):
+                manager.save()
+
+    run_ranks(program, 3)
+    assert there(tmp_path) == []
+
+
+def test_what_is_all_old_or_new_reaches_the_disk_before_its_name(tmp_path, coarse, monkeypatch):
+    """A loss of power: all that is named has been forced to the disk before, and the name after."""
+    events = []
+    fsync, rename = os.fsync, os.rename
+
+    def forced(descriptor):
+        events.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+        fsync(descriptor)
+
+    def named(one, two, **more):
+        events.append(f"named {Path(two).name}")
+        rename(one, two, **more)
+
+    monkeypatch.setattr(os, "fsync", forced)
+    monkeypatch.setattr(os, "rename", named)
+    run_ranks(saves(tmp_path, 1, None), 2)
+    name = events.index("named ckpt-1.arrays")
+    before = {event for event in events[:name] if not event.endswith(".part")}
+    assert {"data-0.bin", "data-1.bin", "manifest.json"} <= before
+    assert events[name - 1].endswith(".part")
+    assert tmp_path.name in events[name + 1 :]
+
+
+@every("size", [1, 2, 3])
+@every("large", [False, True])
+def test_an_error_in_the_background_is_raised_by_the_next_call(large, size, tmp_path, capfd):
+    directory = tmp_path / f"{large}-{size}"
+
+    def program(comm):
+        with ms.MirroredStrategy().scope():
+            v = ms.Variable(np.ones(1000 if large else 2))
+        manager = ms.CheckpointManager(ms.Checkpoint(v=v), directory, 2, background=True)
+        assert manager.wait() is None
+        first = manager.save()
+        assert manager.latest_checkpoint in (None, first)
+        manager.wait()
+        if comm.rank == 0:
+            directory.rename(f"{directory}.away")
+            directory.touch()  # a file: nothing can be written into it
+        comm.barrier()
+        told = []
+        for _ in range(2):
+            try:
+                manager.save()
+                manager.wait()
+            except OSError as error:
+                told.append(str(error))
+        if comm.rank == 0:
+            directory.unlink()
+            Path(f"{directory}.away").rename(directory)
+        comm.barrier()
+        assert manager.restore_or_initialize() == first
+        manager.save()
+        assert len(told) == 2
+        assert all("was not written" in text for text in told)
+        return Path(manager.wait()).name
+
+    end = "arrays" if large else "npz"
+    found = run_ranks(program, size)
+    assert len(set(found)) == 1
+    assert found[0].endswith(end)
+
+
+SLOW = """
+import sys, time
+import numpy as np, mpistrat as ms
+from mpistrat.checkpoint import files
+whole = files.whole
+def slow(path, replace):
+    time.sleep(0.5)
+    return whole(path, replace)
+files.whole = slow
+v = ms.Variable(np.arange(5.0))
+manager = ms.CheckpointManager(ms.Checkpoint(v=v), sys.argv[1], 2, background=True)
+begin = time.monotonic()
+manager.save()
+v.assign(np.zeros(5))
+assert time.monotonic() - begin < 0.5
+assert manager.checkpoints == []
+"""
+
+
+def test_the_process_waits_for_what_is_on_its_way(tmp_path):
+    subprocess.run([sys.executable, "-c", SLOW, str(tmp_path)], check=True, timeout=60)
+    with np.load(tmp_path / "ckpt-1.npz") as found:
+        np.testing.assert_array_equal(found["v"], np.arange(5.0))
+
+
+MILLION = pytest.param(1_000_000, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)])
+
+
+@pytest.mark.parametrize("count", [10_000, MILLION])
+def test_whatever_a_manifest_says_is_read_or_refused(count, three, tmp_path):
+    """Texts that are damaged and, with a right checksum, values that make no sense."""
+    whole = (three / "ckpt-1.arrays" / "manifest.json").read_bytes()
+    rng = np.random.default_rng(count)
+    odd = [None, -1, 0, 3.5, 1 << 62, 10**30, "", "x", "../w", [], [1], {}, {"a": 1}, "0" * 32]
+    body = whole[: whole.rindex(b',\n "checksum"')]
+    tail = len(whole) - len(body)
+    for number in range(count):
+        if number % 2:
+            bad = bytearray(body)
+            for at in rng.integers(len(bad), size=rng.integers(1, 4)):
+                bad[at] = rng.integers(256)
+        else:
+            row = json.loads(body + b"}")
+            every = [row, row["arrays"], *row["arrays"].values()]
+            where = every[rng.integers(len(every))]
+            key = list(where)[rng.integers(len(where))]
+            where[key] = odd[rng.integers(len(odd))]
+            bad = bytearray(json.dumps(row)[:-1].encode())
+        sealed = sharded.checksum(bytes(bad)).hex().encode()
+        data = bytes(bad) + b',\n "checksum": "%s"\n}\n' % sealed
+        assert len(data) - len(bad) == tail
+        with contextlib.suppress(ms.CheckpointError, ms.DataError):
+            sharded.parsed(tmp_path, data)
