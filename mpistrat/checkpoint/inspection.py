@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.arrays import Array
+from mpistrat.arrays import Array, is_bfloat16
 from mpistrat.checkpoint import files, format, sharded
 from mpistrat.checkpoint.format import Contents, Entry
 from mpistrat.errors import CheckpointError, DataError
@@ -81,14 +81,23 @@ def list_of(directory: str) -> Told:
 
 
 def show_of(given: str) -> Told:
-    """Tell name, dtype and shape of each array, and the values of single numbers."""
+    """Tell name, dtype and shape of each array, single numbers, and how many are not finite."""
     path = _one(given)
     found = sharded.read_all(path)
     lines = [f"{path}: save number {found.counter}, {len(found.entries)} arrays"]
     for name, entry in found.entries.items():
-        number = f" = {found.arrays[name]}" if entry.shape == () else ""
+        array = found.arrays[name]
+        number = f" = {array}" if entry.shape == () else ""
+        if (bad := _not_finite(array)) and entry.shape:
+            number = f": {bad} of {array.size} are not finite"
         lines.append(f"  {name} {entry}{number}")
     return lines, 0
+
+
+def _not_finite(array: Array) -> int:
+    if array.dtype.kind not in "fc" and not is_bfloat16(array.dtype):
+        return 0
+    return int(array.size - np.isfinite(array).sum())
 
 
 def verify_of(given: str) -> Told:

@@ -13,7 +13,7 @@ __all__ = ["main", "options"]
 
 _ACTS = {
     "list": ("DIR", "each checkpoint of a directory: number, time, bytes, and what is wrong"),
-    "show": ("PATH", "names, dtypes, shapes, and single numbers"),
+    "show": ("PATH", "names, dtypes, shapes, single numbers, and how many are not finite"),
     "verify": ("PATH", "read every byte"),
     "diff": ("PATH OTHER", "what differs between two"),
     "export": ("PATH OUT", "write OUT, which ends with .safetensors or .npz"),

@@ -82,6 +82,15 @@ def test_show_and_diff(there, capsys):
     assert told(capsys, "diff", there, there)[0] == 0
 
 
+def test_what_is_not_finite_is_told(tmp_path, capsys):
+    v = ms.Variable(np.array([1.0, np.nan, np.inf]))
+    half = ms.Variable(np.array([np.nan, 1.0]).astype(ml_dtypes.bfloat16))
+    ms.Checkpoint(v=v, half=half).save(tmp_path / "ckpt")
+    said = told(capsys, "show", tmp_path)[1].out
+    assert "v float64[3]: 2 of 3 are not finite" in said
+    assert "half bfloat16[2]: 1 of 2 are not finite" in said
+
+
 def test_export(there, capsys, monkeypatch):
     code, _ = told(capsys, "export", there / "ckpt-1", there / "out.npz")
     assert code == 0
