@@ -28,8 +28,9 @@ _Path = str | os.PathLike[str]
 class Checkpoint:
     """Variables under names that do not change, to be saved and restored.
 
-    A checkpoint is one file, written by replica 0. It is the same whatever the number of ranks, and
-    may be restored at any other. It is there whole or not at all; every byte of it has a checksum.
+    A checkpoint is one file, written by replica 0, or from 64 MB on a directory, written by all. It
+    may be restored at any number of ranks. It is there whole or not at all; every byte of it has a
+    checksum.
 
     Args:
       root: An object or mapping whose own variables are saved too; None for none.
@@ -99,15 +100,16 @@ class Checkpoint:
         Collective: all ranks call it, in cross-replica code.
 
         Args:
-          file_prefix: Directory and name, such as ``"run/ckpt"``; the same text on every rank. Only
-            replica 0 needs to see the directory, and makes it.
+          file_prefix: Directory and name, such as ``"run/ckpt"``; the same text on every rank.
+            Replica 0 makes the directory; below 64 MB only that rank needs to see it.
 
         Returns:
-          The path, ``run/ckpt-N.npz``. N is one more than `save_counter`, or than the highest
-          number that is there.
+          The path, ``run/ckpt-N.npz``, or ``run/ckpt-N.arrays`` of a directory. N is one more than
+          `save_counter`, or than the highest number that is there.
 
         Raises:
-          OSError: It cannot be written; on every rank. What was there is as it was.
+          OSError: It cannot be written, or a node does not see the directory of a large one; on
+            every rank. What was there is as it was.
           FileExistsError: Another job saves under this name: there is a newer one than this program
             has saved, or has found when it restored one or made a `CheckpointManager`. Nothing is
             written.
@@ -118,9 +120,10 @@ class Checkpoint:
           TypeError: It is not a text or path.
           LockstepError: The ranks save different variables, or elsewhere.
 
-        Cost: three proofs; one rank writes, and waits for the disk. ON_READ variables are reduced
-        first. Slots of an optimizer with ``shard="all"`` are gathered, one after the other; replica
-        0 keeps them until they are written.
+        Cost: three proofs; one rank writes, and waits for the disk. From 64 MB on two more, and all
+        ranks write their share. ON_READ variables are reduced first. Slots of an optimizer with
+        ``shard="all"`` are gathered, one after the other; of a file replica 0 keeps them until they
+        are written.
         """
         return save(self, file_prefix)[0]
 
@@ -152,8 +155,8 @@ class Checkpoint:
         saved, and where it does not, replica 0 gets everything, and the others 0.
 
         Args:
-          save_path: What `save` returned, with or without ``.npz``; only replica 0 needs to see the
-            file. None, as `latest_checkpoint` gives where there is none, restores nothing.
+          save_path: What `save` returned, with or without its ending; only replica 0 needs to see a
+            file, all nodes a directory. None, as `latest_checkpoint` gives where there is none, restores nothing.
           partial: Variables that are not in the file stay as they are, and what only the file has
             is left there; else both are errors. dtypes and shapes have to be equal anyway.
 
@@ -173,7 +176,8 @@ class Checkpoint:
         Ctrl-C while values are on their way may leave some that have come; restore again.
 
         Cost: replica 0 reads the whole file into its memory; then a proof and an ``MPI_Bcast`` for
-        each variable, and an all-reduce of what is an ON_READ sum of floating point.
+        each variable, and an all-reduce of what is an ON_READ sum of floating point. The ranks of a
+        node read a directory into memory that they share, each a part; there are no broadcasts.
         """
         return restore(self, save_path, partial)[0]
 
