@@ -156,7 +156,8 @@ class Checkpoint:
 
         Args:
           save_path: What `save` returned, with or without its ending; only replica 0 needs to see a
-            file, all nodes a directory. None, as `latest_checkpoint` gives where there is none, restores nothing.
+            file, all nodes a directory. None, as `latest_checkpoint` gives where there is none,
+            restores nothing.
           partial: Variables that are not in the file stay as they are, and what only the file has
             is left there; else both are errors. dtypes and shapes have to be equal anyway.
 
