@@ -20,7 +20,7 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,6 +51,7 @@ __all__ = [
     "read",
     "read_all",
     "sizes_of",
+    "take",
     "text_of",
 ]
 
@@ -370,19 +371,26 @@ def read(
         if isinstance(error, MpistratError):
             raise
         raise CheckpointError(f"{path}: {error}") from error
-    rooms = {
-        region.name: np.empty(region.room, np.uint8)
-        for region in manifest.regions
-        if region.name in wanted and Entry.of(wanted[region.name]) == region.entry
-    }
+    fits = [n for n, one in manifest.entries.items() if n in wanted and Entry.of(wanted[n]) == one]
+    return Contents(manifest.entries, take(path, manifest, fits, True), manifest.counter)
+
+
+def take(path: Path, manifest: Manifest, names: Container[str], rest: bool) -> dict[str, Array]:
+    """Read arrays of a directory, and check them; with `rest` check the others too.
+
+    Raises:
+      OSError: As of `fetch`.
+      CheckpointError: As of `fetch`.
+    """
+    regions = [region for region in manifest.regions if region.name in names]
+    rooms = {region.name: np.empty(region.room, np.uint8) for region in regions}
 
     def room(piece: Stretch) -> Array | None:
         found = rooms.get(piece.region.name)
         return None if found is None else found[piece.start : piece.stop]
 
-    fetch(path, manifest.pieces(), room)
-    found = {name: formed(Entry.of(wanted[name]), one) for name, one in rooms.items()}
-    return Contents(manifest.entries, found, manifest.counter)
+    fetch(path, (one for one in manifest.pieces() if rest or one.region.name in rooms), room)
+    return {region.name: formed(region.entry, rooms[region.name]) for region in regions}
 
 
 def formed(like: Entry, room: Array) -> Array:
