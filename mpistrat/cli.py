@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from mpistrat.commands import batch, doctor, drill, requeue, run, scaling, warm
+from mpistrat.commands import batch, checkpoint, doctor, drill, requeue, run, scaling, warm
 from mpistrat.errors import MpistratError
 
 __all__ = ["COMMANDS", "main"]
@@ -21,6 +21,7 @@ COMMANDS: dict[str, ModuleType] = {
     "batch": batch,
     "scaling": scaling,
     "requeue": requeue,
+    "checkpoint": checkpoint,
 }
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from mpistrat.checkpoint import files, restoring, saving, tree
+from mpistrat.checkpoint.background import Background
 from mpistrat.checkpoint.restoring import Restored
 from mpistrat.comm.world import size_of_job
 from mpistrat.distribute.default import current_strategy
@@ -28,8 +29,9 @@ _Path = str | os.PathLike[str]
 class Checkpoint:
     """The state of a program under names that do not change, to be saved and restored.
 
-    A checkpoint is one file, written by replica 0. It is the same whatever the number of ranks, and
-    may be restored at any other. It is there whole or not at all; every byte of it has a checksum.
+    A checkpoint is one file, written by replica 0, or from 64 MB on a directory, written by all. It
+    may be restored at any number of ranks. It is there whole or not at all; every byte of it has a
+    checksum.
 
     Each argument becomes an attribute, and attributes that are set later are saved too. Numbers and
     texts live there: ``checkpoint.step += 1`` counts, and restoring assigns what was saved. They
@@ -129,15 +131,16 @@ class Checkpoint:
         Collective: all ranks call it, in cross-replica code.
 
         Args:
-          file_prefix: Directory and name, such as ``"run/ckpt"``; the same text on every rank. Only
-            replica 0 needs to see the directory, and makes it.
+          file_prefix: Directory and name, such as ``"run/ckpt"``; the same text on every rank.
+            Replica 0 makes the directory; below 64 MB only that rank needs to see it.
 
         Returns:
-          The path, ``run/ckpt-N.npz``. N is one more than `save_counter`, or than the highest
-          number that is there.
+          The path, ``run/ckpt-N.npz``, or ``run/ckpt-N.arrays`` of a directory. N is one more than
+          `save_counter`, or than the highest number that is there.
 
         Raises:
-          OSError: It cannot be written; on every rank. What was there is as it was.
+          OSError: It cannot be written, or a node does not see the directory of a large one; on
+            every rank. What was there is as it was.
           FileExistsError: Another job saves under this name: there is a newer one than this program
             has saved, or has found when it restored one or made a `CheckpointManager`. Nothing is
             written.
@@ -148,9 +151,10 @@ class Checkpoint:
           TypeError: It is not a text or path.
           LockstepError: The ranks save different variables, numbers or texts, or elsewhere.
 
-        Cost: three proofs; one rank writes, and waits for the disk. ON_READ variables are reduced
-        first. Slots of an optimizer with ``shard="all"`` are gathered, one after the other; replica
-        0 keeps them until they are written.
+        Cost: three proofs; one rank writes, and waits for the disk. From 64 MB on two more, and all
+        ranks write their share. ON_READ variables are reduced first. Slots of an optimizer with
+        ``shard="all"`` are gathered, one after the other; of a file replica 0 keeps them until they
+        are written.
         """
         return save(self, file_prefix)[0]
 
@@ -168,7 +172,7 @@ class Checkpoint:
         with _cross(self, "Checkpoint.write", saves=True) as (lockstep, mine, _):
             with lockstep.preparing("Checkpoint.write"):
                 path = _file("Checkpoint.write", "file_prefix", file_prefix)
-            saving.overwrite(lockstep, mine, path, self._counter)
+            path = saving.overwrite(lockstep, mine, path, self._counter)
         return os.fspath(path)
 
     def restore(self, save_path: _Path | None, partial: bool = False) -> Restored:
@@ -182,8 +186,9 @@ class Checkpoint:
         saved, and where it does not, replica 0 gets everything, and the others 0.
 
         Args:
-          save_path: What `save` returned, with or without ``.npz``; only replica 0 needs to see the
-            file. None, as `latest_checkpoint` gives where there is none, restores nothing.
+          save_path: What `save` returned, with or without its ending; only replica 0 needs to see a
+            file, all nodes a directory. None, as `latest_checkpoint` gives where there is none,
+            restores nothing.
           partial: Variables that are not in the file stay as they are, and what only the file has
             is left there; else both are errors. dtypes and shapes have to be equal anyway.
 
@@ -203,7 +208,8 @@ class Checkpoint:
         Ctrl-C while values are on their way may leave some that have come; restore again.
 
         Cost: replica 0 reads the whole file into its memory; then a proof and an ``MPI_Bcast`` for
-        each variable, and an all-reduce of what is an ON_READ sum of floating point.
+        each variable, and an all-reduce of what is an ON_READ sum of floating point. The ranks of a
+        node read a directory into memory that they share, each a part; there are no broadcasts.
         """
         return restore(self, save_path, partial)[0]
 
@@ -247,6 +253,7 @@ def save(
     file_prefix: _Path,
     number: int | None = None,
     keep: files.Retention | None = None,
+    later: Background | None = None,
 ) -> tuple[str, list[str]]:
     """Save a checkpoint under a number, as `saving.save` does. Collective.
 
@@ -255,6 +262,7 @@ def save(
       file_prefix: Directory and name.
       number: The number; None for the next one.
       keep: Removes the oldest of that name; None to keep all.
+      later: Writes while the program goes on; None to return when it is written.
 
     Returns:
       The path, and the paths of all that are there, the oldest first.
@@ -268,9 +276,9 @@ def save(
                     "such as 'run/ckpt'."
                 )
         counter = checkpoint._counter
-        counter, there = saving.save(lockstep, mine, prefix, counter, number, keep)
+        counter, path, there = saving.save(lockstep, mine, prefix, counter, number, keep, later)
         checkpoint._counter = counter
-    return os.fspath(files.numbered(prefix.parent, prefix.name, counter)), there
+    return os.fspath(path), there
 
 
 def restore(
@@ -304,7 +312,8 @@ def _file(call: str, argument: str, given: Any) -> Path:
             f"{call}({os.fspath(given)!r}): {argument} names no file; wanted a directory and a "
             "name, such as 'run/ckpt-1'."
         )
-    return path if path.name.endswith(files.SUFFIX) else path.with_name(path.name + files.SUFFIX)
+    given = path.name.endswith((files.SUFFIX, files.FOLDER))
+    return path if given else path.with_name(path.name + files.SUFFIX)
 
 
 def _owner(mine: Mapping[str, Any]) -> Any:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from mpistrat.arrays import Array, bits
-from mpistrat.checkpoint import files, format
+from mpistrat.checkpoint import files, format, sharded
 
 __all__ = ["differences", "newest"]
 
@@ -52,7 +52,7 @@ def differences(
     lines = [f"{name}: was saved in peace only" for name in mine.keys() - theirs]
     compared = 0
     for name in mine.keys() & theirs:
-        wanted, found = (format.read_all(path).arrays for path in (mine[name], theirs[name]))
+        wanted, found = (sharded.read_all(path).arrays for path in (mine[name], theirs[name]))
         for key in sorted(wanted.keys() | found):
             if any(fnmatch.fnmatchcase(key, pattern) for pattern in ignore):
                 continue

@@ -1,9 +1,10 @@
 """The files of checkpoints: their names and numbers, and how one comes to be there whole.
 
-A file is written under a name that begins with a dot, its bytes are forced to the disk, and then it
-gets its own name, which the directory is made to keep too. So a name that looks like a checkpoint
-is one, at whatever moment the program or the machine stops. Order is that of the numbers in the
-names; clocks are not asked.
+A small checkpoint is a file, a large one a directory (`folders`). Either is written under a name
+that begins with a dot, its bytes are forced to the disk, and then it gets its own name, which the
+directory above is made to keep too. So a name that looks like a checkpoint is one, at whatever
+moment the program or the machine stops. Order is that of the numbers in the names; clocks are not
+asked. Who may read it is the umask's affair.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import errno
 import fcntl
 import os
 import re
+import secrets
+import shutil
 import stat
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, final
@@ -23,22 +25,32 @@ from typing import IO, Any, final
 from mpistrat.errors import CheckpointError
 
 __all__ = [
+    "FOLDER",
+    "NO_LINKS",
+    "PART",
     "SUFFIX",
     "Retention",
+    "begin",
     "checked_path",
+    "discard",
+    "forget_other",
     "latest_checkpoint",
     "numbered",
+    "other",
     "parted",
+    "remove",
     "saved",
+    "stored",
+    "sync_directory",
     "whole",
 ]
 
-SUFFIX = ".npz"
-_NAME = re.compile(rf"(.+)-(\d{{1,18}}){re.escape(SUFFIX)}")
-_PART = ".part"
+SUFFIX, FOLDER = ".npz", ".arrays"  # of a file, and of a directory
+_NAME = re.compile(rf"(.+)-(\d{{1,18}})({re.escape(SUFFIX)}|{re.escape(FOLDER)})")
+PART = ".part"
 _TRIES = 20  # files that others may remove before one that is being written is locked
 # What a file system says that has no links (FAT, some network ones).
-_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 
 def checked_path(call: str, argument: str, given: Any) -> Path:
@@ -63,14 +75,31 @@ def checked_path(call: str, argument: str, given: Any) -> Path:
     return Path(text)
 
 
-def numbered(directory: Path, name: str, number: int) -> Path:
-    """Return the path of a checkpoint.
+def numbered(directory: Path, name: str, number: int, suffix: str = SUFFIX) -> Path:
+    """Return the path of a checkpoint that is a file, or with `FOLDER` as suffix a directory.
 
     Example:
       >>> numbered(Path("run"), "ckpt", 3).as_posix()
       'run/ckpt-3.npz'
     """
-    return directory / f"{name}-{number}{SUFFIX}"
+    return directory / f"{name}-{number}{suffix}"
+
+
+def other(path: Path) -> Path:
+    """Return what a checkpoint would be called if it were of the other kind.
+
+    Example:
+      >>> other(Path("run/ckpt-3.npz")).as_posix()
+      'run/ckpt-3.arrays'
+    """
+    is_file = path.name.endswith(SUFFIX)
+    base = path.name.removesuffix(SUFFIX if is_file else FOLDER)
+    return path.with_name(base + (FOLDER if is_file else SUFFIX))
+
+
+def stored(path: Path) -> Path:
+    """Return the path of a checkpoint, or of the other kind if only that is there."""
+    return other(path) if not os.path.lexists(path) and os.path.lexists(other(path)) else path
 
 
 def parted(path: Path) -> tuple[str, int] | None:
@@ -177,7 +206,7 @@ class Retention:
 
     def _removed(self, path: Path) -> bool:
         try:
-            path.unlink(missing_ok=True)
+            remove(path)
         except OSError as error:
             if path not in self._told:
                 self._told.add(path)
@@ -198,16 +227,14 @@ def whole(path: Path, replace: bool) -> Iterator[IO[bytes]]:
       replace: Take the place of a file that is there; else that is an error.
 
     Yields:
-      The file, open for binary writing, of mode 0600.
+      The file, open for binary writing, of mode 0666 without the bits of the umask.
 
     Raises:
       OSError: It cannot be written. `path` is as it was.
       FileExistsError: It is there, and is not to be replaced; or another job has removed what was
         being written.
     """
-    _make(path.parent)
-    _sweep(path)
-    descriptor, name = _part(path)
+    descriptor, name = begin(path)
     try:
         with os.fdopen(descriptor, "w+b") as file:
             yield file
@@ -218,7 +245,7 @@ def whole(path: Path, replace: bool) -> Iterator[IO[bytes]]:
         with contextlib.suppress(OSError):  # else the next save removes it
             Path(name).unlink()
     try:
-        _sync_directory(path.parent)
+        sync_directory(path.parent)
     except OSError:
         if not replace:
             path.unlink(missing_ok=True)  # what is told to have failed must not be restored
@@ -232,13 +259,34 @@ def _make(directory: Path) -> None:
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory))
     directory.mkdir(parents=True, exist_ok=True)
     for one in missing:
-        _sync_directory(one.parent)
+        sync_directory(one.parent)
 
 
-def _part(path: Path) -> tuple[int, str]:
-    """Make the file to write to, which is locked, so that other jobs do not take it for left."""
+def begin(path: Path, folder: bool = False) -> tuple[int, str]:
+    """Make what is to be written to, in a directory that is made too.
+
+    It is locked, so that other jobs do not take it for left; what such jobs have left is removed.
+
+    Args:
+      path: What it will be called.
+      folder: Make a directory, not a file.
+
+    Returns:
+      Its descriptor, open for reading and writing if it is a file, and its path until then.
+
+    Raises:
+      OSError: It cannot be made.
+    """
+    _make(path.parent)
+    _sweep(path)
     for _ in range(_TRIES):
-        descriptor, name = tempfile.mkstemp(_PART, f".{path.name}.", path.parent)
+        name = os.fspath(path.with_name(f".{path.name}.{secrets.token_hex(4)}{PART}"))
+        if folder:
+            Path(name).mkdir()  # of mode 0777 without the bits of the umask
+            descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        else:
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            descriptor = os.open(name, flags, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             swept = not os.fstat(descriptor).st_nlink
@@ -250,8 +298,32 @@ def _part(path: Path) -> tuple[int, str]:
             return descriptor, name
         os.close(descriptor)
         with contextlib.suppress(OSError):
-            Path(name).unlink()
+            discard(Path(name))
     raise FileExistsError(errno.EEXIST, "Another job removes what is being written", str(path))
+
+
+def discard(path: Path) -> None:
+    """Remove a file, or a directory and what is in it."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint; a directory loses its name first, so that it is whole or not there."""
+    if path.name.endswith(FOLDER) and path.is_dir() and not path.is_symlink():
+        away = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PART}")
+        path.rename(away)
+        discard(away)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def forget_other(path: Path) -> None:
+    """Remove the older checkpoint of that name that is of the other kind; errors stop nothing."""
+    with contextlib.suppress(OSError):
+        remove(other(path))
 
 
 def _name(part: Path, path: Path, replace: bool) -> None:
@@ -271,19 +343,24 @@ def _take(part: Path, path: Path, replace: bool) -> None:
     try:
         os.link(part, path)  # unlike a rename it fails if another job was quicker
     except OSError as error:
-        if error.errno not in _NO_LINKS:
+        if error.errno not in NO_LINKS:
             raise
         if path.exists():
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from error
         part.rename(path)
 
 
-def _sync_directory(directory: Path) -> None:
+def sync_directory(directory: Path) -> None:
+    """Have a directory keep its names, as far as its file system knows such a thing.
+
+    Raises:
+      OSError: It does not.
+    """
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, *_NO_LINKS):  # it knows no such thing
+        if error.errno not in (errno.EINVAL, *NO_LINKS):  # it knows no such thing
             raise
     finally:
         os.close(descriptor)
@@ -301,16 +378,23 @@ def _lock(descriptor: int) -> bool:
 def _sweep(path: Path) -> None:
     """Remove what stopped processes left that wrote to `path`, or to a number beside it."""
     match = _NAME.fullmatch(path.name)
-    name = f"{_escaped(match[1])}-*{SUFFIX}" if match else _escaped(path.name)
-    for part in path.parent.glob(f".{name}.*{_PART}"):
+    ends = (SUFFIX, FOLDER)
+    names = [f"{_escaped(match[1])}-*{end}" for end in ends] if match else [_escaped(path.name)]
+    for part in (part for name in names for part in path.parent.glob(f".{name}.*{PART}")):
         # What cannot be opened or removed is somebody else's; nothing of it may stop a save.
         with contextlib.suppress(OSError):
-            descriptor = os.open(part, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                if stat.S_ISREG(os.fstat(descriptor).st_mode) and _lock(descriptor):
-                    part.unlink()  # nobody writes it any more
-            finally:
-                os.close(descriptor)
+            _sweep_one(part)
+
+
+def _sweep_one(part: Path) -> None:
+    descriptor = os.open(part, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        mode = os.fstat(descriptor).st_mode
+        ours = stat.S_ISREG(mode) or (stat.S_ISDIR(mode) and f"{FOLDER}." in part.name)
+        if ours and _lock(descriptor):
+            discard(part)  # nobody writes it any more
+    finally:
+        os.close(descriptor)
 
 
 def _escaped(name: str) -> str:

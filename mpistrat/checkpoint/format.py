@@ -35,7 +35,7 @@ import numpy as np
 from mpistrat.arrays import Array, dtype_name, is_bfloat16
 from mpistrat.errors import CheckpointError, DataError, StructureError
 
-__all__ = ["FORMAT", "Contents", "Entry", "read", "read_all", "write"]
+__all__ = ["FORMAT", "Contents", "Entry", "dtype_of", "entry", "likes", "read", "stored", "write"]
 
 FORMAT = 1
 _MANIFEST = "manifest.json"
@@ -70,6 +70,16 @@ class Entry(NamedTuple):
         """Tell whether it differs in the length of the first axis at most."""
         return self.dtype == other.dtype and self.shape[1:] == other.shape[1:] and bool(self.shape)
 
+    @property
+    def known(self) -> bool:
+        """Whether this library knows the dtype; else there is no `nbytes`."""
+        return self.dtype in _ITEMS
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of such an array."""
+        return math.prod(self.shape) * _ITEMS[self.dtype]
+
     def __str__(self) -> str:
         """Return it as messages show dtypes and shapes."""
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
@@ -89,7 +99,7 @@ class Contents(NamedTuple):
     counter: int
 
 
-def _stored(array: Array) -> Array:
+def stored(array: Array) -> Array:
     """Return the array in a dtype that .npy knows."""
     return array.view(np.uint16) if is_bfloat16(array.dtype) else array
 
@@ -112,7 +122,7 @@ def write(file: IO[bytes], arrays: Mapping[str, Array], counter: int) -> None:
         for name, array in arrays.items():
             info = zipfile.ZipInfo(f"{name}.npy", _EARLIEST)
             with archive.open(info, "w", force_zip64=True) as member:
-                flat = np.ascontiguousarray(_stored(array))
+                flat = np.ascontiguousarray(stored(array))
                 header = np.lib.format.header_data_from_array_1_0(flat)
                 np.lib.format.write_array_header_1_0(member, {**header, "shape": array.shape})
                 data = flat.reshape(-1).view(np.uint8).data
@@ -224,29 +234,25 @@ def read(
             ) from error
 
 
-def read_all(path: Path) -> Contents:
-    """Read all arrays of a file.
-
-    Args:
-      path: The file.
+def likes(entries: Mapping[str, Entry]) -> dict[str, Array]:
+    """Return an array like each that a manifest lists; they take no memory.
 
     Raises:
-      OSError: As of `read`.
-      CheckpointError: As of `read`; or an array has a dtype that this process does not know.
-      DataError: As of `read`.
+      ValueError: An array has a dtype that this process does not know.
     """
-    wanted: dict[str, Array] = {}
+    found: dict[str, Array] = {}
+    for name, one in entries.items():
+        if not one.known:
+            raise ValueError(f"{name!r} has dtype {one.dtype!r:.40}")
+        found[name] = np.broadcast_to(np.zeros((), dtype_of(one.dtype)), one.shape)
+    return found
 
-    def want(entries: Mapping[str, Entry]) -> None:
-        for name, entry in entries.items():
-            if entry.dtype not in _ITEMS:
-                raise ValueError(f"{name!r} has dtype {entry.dtype!r:.40}")
-            if entry.dtype == "bfloat16":
-                importlib.import_module("ml_dtypes")
-            # Of no size: what is read has to have as many bytes as the file.
-            wanted[name] = np.broadcast_to(np.zeros((), entry.dtype), entry.shape)
 
-    return read(path, wanted, want)
+def dtype_of(name: str) -> np.dtype[Any]:
+    """Return the dtype that manifests call so."""
+    if name == "bfloat16":
+        importlib.import_module("ml_dtypes")
+    return np.dtype(name)
 
 
 def _checked(
@@ -327,11 +333,16 @@ def _manifest(
     counter = told["save_counter"]
     if type(counter) is not int or not 0 <= counter < 1 << 63:
         raise ValueError(f"save_counter is {counter!r:.40}")
-    entries = {name: _entry(name, row) for name, row in told["arrays"].items()}
+    entries = {name: entry(name, row) for name, row in told["arrays"].items()}
     return entries, counter
 
 
-def _entry(name: str, row: dict[str, Any]) -> Entry:
+def entry(name: str, row: dict[str, Any]) -> Entry:
+    """Return what a row of a manifest says of an array.
+
+    Raises:
+      ValueError: It makes no sense.
+    """
     dtype, shape = row["dtype"], row["shape"]
     sizes = isinstance(shape, list) and all(type(n) is int and 0 <= n < 1 << 63 for n in shape)
     if not isinstance(dtype, str) or not sizes:
@@ -345,7 +356,7 @@ def _array(member: IO[bytes], like: Array, size: int) -> Array:
     if version != (1, 0):
         raise ValueError(f"an array is of .npy format {version}")
     shape, fortran, dtype = np.lib.format.read_array_header_1_0(member)
-    expected = _stored(like)
+    expected = stored(like)
     native = dtype.newbyteorder("=")
     if shape != like.shape or fortran or native != expected.dtype:
         raise ValueError("an array is not as the manifest says")

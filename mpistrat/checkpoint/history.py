@@ -15,7 +15,7 @@ import numpy as np
 from mpistrat.arrays import Array
 from mpistrat.checkpoint import files
 from mpistrat.checkpoint.checkpoint import refuse_alone
-from mpistrat.checkpoint.saving import patient
+from mpistrat.checkpoint.shares import patient
 from mpistrat.distribute.default import current_strategy
 
 __all__ = ["History"]

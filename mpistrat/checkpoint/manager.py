@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any, final
 
 from mpistrat.checkpoint import files
+from mpistrat.checkpoint.background import Background
 from mpistrat.checkpoint.checkpoint import Checkpoint, owner_of, restore, save
 from mpistrat.checkpoint.claim import Claim, take
 from mpistrat.checkpoint.resume import Pace, resumed
-from mpistrat.checkpoint.saving import patient, seen
+from mpistrat.checkpoint.saving import seen
+from mpistrat.checkpoint.shares import patient
 from mpistrat.errors import CheckpointError
 from mpistrat.lockstep.lockstep import Lockstep
 
@@ -33,6 +35,10 @@ class CheckpointManager:
       directory: Where; replica 0 makes it when it first saves. The same text on every rank.
       max_to_keep: How many may be there, those of earlier runs included; None for any number.
       checkpoint_name: What comes before the numbers.
+      background: `save` returns when the state is copied, and a thread of one rank of each node
+        writes it; at most one save is on its way. What it failed with, on any rank, is raised on
+        all of them by the next call, or by `wait`, and printed at once; until then `checkpoints`
+        does not have it. The process waits for it before it ends.
       init_fn: Called, on every rank, by `restore_or_initialize` if there is nothing to restore.
       every: How often `resume` saves, and when `due` says so: seconds, or a text such as ``"10
         min"`` or ``"500 steps"``. Time is that of replica 0's monotonic clock. None for the end of
@@ -75,6 +81,7 @@ class CheckpointManager:
         checkpoint_name: str = "ckpt",
         init_fn: Callable[[], Any] | None = None,
         every: float | str | None = None,
+        background: bool = False,
     ):
         """Create a manager, and find the checkpoints that are there."""
         if not isinstance(checkpoint, Checkpoint):
@@ -95,11 +102,14 @@ class CheckpointManager:
                 raise TypeError(f"init_fn must be a function or None, got {init_fn!r:.60}.")
             self._init_fn = init_fn
             self._pace = Pace(every)
+            self._later = Background() if background else None
         self._current = False  # the program has what is saved, or something newer
+        self._saved: tuple[float, dict[str, Any]] = (0.0, {})  # when it was begun, and what it is
         self._claimed = False
         self.claim: Claim | None = None  # on replica 0
         self._notice: Any = None  # a `Preemption`, in the body of one
-        call = f"CheckpointManager({str(self._directory)!r}, {self._name!r}, keep {keep})"
+        how = ", in the background" if background else ""
+        call = f"CheckpointManager({str(self._directory)!r}, {self._name!r}, keep {keep}{how})"
         self._there = self._look(lockstep, f"{call}, every {every}" if every else call)
         seen([files.numbered(self._directory, self._name, 0), *map(Path, self._there)])
 
@@ -139,7 +149,8 @@ class CheckpointManager:
         """Save the checkpoint, and then remove the oldest of those that are too many.
 
         Collective, in cross-replica code; raises and costs what `Checkpoint.save` does. What cannot
-        be removed stops nothing; replica 0 says so on stderr, once of each.
+        be removed stops nothing; replica 0 says so on stderr, once of each. With `background` it
+        waits for the save before, and costs a copy of what the first rank of each node writes.
 
         Args:
           checkpoint_number: Its number, not below those that are there; the next one if None.
@@ -149,16 +160,20 @@ class CheckpointManager:
 
         Raises:
           ValueError: There are newer ones than that number, or it is not an integer.
+          OSError: As of `Checkpoint.save`; or the save before, in the background, has failed, and
+            nothing is saved now.
         """
         with self._lockstep.preparing("CheckpointManager.save"):
             number = _checked_number("checkpoint_number", checkpoint_number, 0)
         self.take()
         began = time.monotonic()
-        path, self._there = save(self._checkpoint, self._directory / self._name, number, self._keep)
-        if self.claim is not None:
-            seconds = round(time.monotonic() - began, 3)
-            self.claim.show(saved=path, save_seconds=seconds, saved_step=step_of(self._checkpoint))
-            self.claim.beat()
+        self._settle("CheckpointManager.save")
+        prefix = self._directory / self._name
+        path, there = save(self._checkpoint, prefix, number, self._keep, self._later)
+        told = {"saved": path, "saved_step": step_of(self._checkpoint)}
+        self._saved = (began, told)
+        if self._later is None:
+            self._show(there)
         self._begun()
         return path
 
@@ -184,6 +199,32 @@ class CheckpointManager:
     def _begun(self) -> None:
         self._current = True
         self._pace.begin()
+
+    def wait(self) -> str | None:
+        """Wait until the save that is on its way, if one is, has ended.
+
+        Collective, unless no save is on its way.
+
+        Returns:
+          The path of the newest checkpoint, or None.
+
+        Raises:
+          OSError: It has failed; on every rank.
+        """
+        self._settle("CheckpointManager.wait")
+        return self.latest_checkpoint
+
+    def _settle(self, call: str) -> None:
+        if self._later is not None and self._later.pending:
+            self._show(self._later.settle(self._lockstep, call))
+
+    def _show(self, there: list[str]) -> None:
+        """Note what is there, and tell readers of the claim of the newest."""
+        self._there = there
+        if self.claim is not None:
+            began, told = self._saved
+            self.claim.show(**told, save_seconds=round(time.monotonic() - began, 3))
+            self.claim.beat()
 
     def due(self) -> bool:
         """Tell whether it is time to save, as `every` says; for loops without `resume`.
@@ -260,6 +301,7 @@ class CheckpointManager:
           DataError: The newest is of another format.
           OSError: It cannot be read.
         """
+        self._settle("CheckpointManager.restore_or_initialize")
         bad: list[str] = []
         for path in reversed(self._there):
             number = (files.parted(Path(path)) or ("", 0))[1]
@@ -269,7 +311,8 @@ class CheckpointManager:
                 bad.append(str(error))
                 continue
             if done.path is None:
-                right = files.numbered(self._directory, self._name, holds)
+                suffix = Path(path).suffix
+                right = files.numbered(self._directory, self._name, holds, suffix)
                 raise CheckpointError(
                     f"{path} holds checkpoint number {holds}, not {number}: it has been renamed, "
                     f"or replaced by a copy of {right.name}. Give each file of {self.directory} the"

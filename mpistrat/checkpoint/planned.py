@@ -238,6 +238,7 @@ class Preemption:
         Raises:
           SystemExit: On every rank.
         """
+        self._manager.wait()  # for what is written in the background
         who = told_to(self._lockstep, self._notice.why)
         claim = self._manager.claim
         if claim is not None:

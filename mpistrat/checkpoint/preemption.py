@@ -297,6 +297,7 @@ class PreemptionCheckpointHandler:
             self._lockstep.prove("PreemptionCheckpointHandler, after save_fn", failure=failure)
         elif self._manager is not None:
             self._manager.save(*args, **kwargs)
+            self._manager.wait()  # for what is written in the background
         self._saving = time.monotonic() - began
 
     def _say(self, who: str, last: bool) -> None:

@@ -14,8 +14,10 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.checkpoint import files, format
-from mpistrat.checkpoint.saving import patient, seen, specs
+from mpistrat.checkpoint import files, format, sharded
+from mpistrat.checkpoint.gathering import gather
+from mpistrat.checkpoint.saving import seen, specs
+from mpistrat.checkpoint.shares import patient
 from mpistrat.checkpoint.values import NAME, Values
 from mpistrat.distribute.kinds import VariableAggregation
 from mpistrat.distribute.variables import Variable
@@ -108,21 +110,32 @@ def restore(
       StructureError: It does not fit the variables.
     """
     call = f"Checkpoint.restore({str(path)!r}, partial={partial}) of {specs(mine)}"
-    told, failure = b"", None
     arrays: dict[str, Array] = {}
+    told, manifest, failure = b"", b"", None
     if lockstep.comm.rank == 0:
-        told, arrays, failure = _read(lockstep, mine, path, partial)
-    counter, missing, unused, newest, shapes = json.loads(lockstep.share(call, told, failure)[0])
+        path = files.stored(path)
+        told, manifest, arrays, failure = _read(lockstep, mine, path, partial)
+    told, _, manifest = lockstep.share(call, told + b"\n" + manifest, failure)[0].partition(b"\n")
+    counter, missing, unused, newest, shapes, stored = json.loads(told)
+    path, what = path.with_name(stored), sharded.parsed(path, manifest) if manifest else None
     if number not in (None, counter):
+        if what is not None:
+            gather(lockstep, call, path, what, ())  # or the manifest is of another one
         return Restored(None), counter
     taken = sorted(set(mine) - set(missing))
-    with lockstep.preparing(call):
-        # All the memory that ranks need for it, before anything is written.
-        likes = {name: _like(mine[name], shapes.get(name)) for name in taken}
-        scratch = np.empty(max((each.nbytes for each in likes.values()), default=0), np.uint8)
     seen([path, path.with_name(newest)])
-    for name in taken:
-        _give(lockstep, mine[name], likes[name], arrays.get(name), scratch)
+    if what is not None:
+        arrays = gather(lockstep, call, path, what, taken)
+        for name in taken:
+            _give(lockstep, mine[name], arrays[name])
+    else:
+        with lockstep.preparing(call):
+            # All the memory that ranks need for it, before anything is written.
+            likes = {name: _like(mine[name], shapes.get(name)) for name in taken}
+            scratch = np.empty(max((each.nbytes for each in likes.values()), default=0), np.uint8)
+        for name in taken:
+            found = _broadcast(lockstep, mine[name], likes[name], arrays.get(name), scratch)
+            _give(lockstep, mine[name], found)
     if NAME in missing:
         missing.remove(NAME)
         cell: Any = mine[NAME]
@@ -138,8 +151,12 @@ def _like(variable: Any, shape: Sequence[int] | None) -> Array:
 
 def _read(
     lockstep: Lockstep, mine: Mapping[str, Variable], path: Path, partial: bool
-) -> tuple[bytes, dict[str, Array], BaseException | None]:
-    """Read the file; return what to tell all ranks, the arrays, and what that failed with."""
+) -> tuple[bytes, bytes, dict[str, Array], BaseException | None]:
+    """Read the file, or of a directory the manifest and the values.
+
+    Returns:
+      What to tell all ranks, the manifest, the arrays of a file, and what reading failed with.
+    """
     wanted = {name: variable.storage.array for name, variable in mine.items()}
     free = [name for name, each in mine.items() if getattr(each, "free", False)]
 
@@ -151,17 +168,32 @@ def _read(
                 wanted[name] = np.broadcast_to(np.zeros((), here.dtype), entry.shape)
         _compare(path, there, wanted, partial)
 
+    manifest = b""
     try:
-        with patient(lockstep, f"read {path}", _size(path)):
-            found = format.read(path, wanted, check)
-            values = _compare_values(path, found.arrays.get(NAME), mine.get(NAME), partial)
+        if path.name.endswith(files.FOLDER):
+            manifest, what = sharded.look(path)
+            check(what.entries)
+            found = format.Contents(what.entries, _values_of(path, what, wanted), what.counter)
+        else:
+            with patient(lockstep, f"read {path}", _size(path)):
+                found = format.read(path, wanted, check)
+        values = _compare_values(path, found.arrays.get(NAME), mine.get(NAME), partial)
     except BaseException as error:
-        return b"", {}, error
+        return b"", b"", {}, error
     shapes = {name: found.entries[name].shape for name in free if name in found.arrays}
     missing = [name for name in mine if name not in found.arrays] + values[0]
     unused = [name for name in found.entries if name not in (NAME, *mine)] + values[1]
-    told = [found.counter, missing, unused, _newest(path).name, shapes]
-    return json.dumps(told).encode(), found.arrays, None
+    told = [found.counter, missing, unused, _newest(path).name, shapes, path.name]
+    return json.dumps(told).encode(), manifest, found.arrays, None
+
+
+def _values_of(
+    path: Path, what: sharded.Manifest, wanted: Mapping[str, Array]
+) -> dict[str, Array]:
+    """Return which arrays of a directory fit, of which only the values have been read."""
+    entries = what.entries
+    fits = [n for n, one in entries.items() if n in wanted and format.Entry.of(wanted[n]) == one]
+    return dict.fromkeys(fits, np.empty(0)) | sharded.take(path, what, {NAME}, False)
 
 
 def _size(path: Path) -> int:
@@ -230,18 +262,21 @@ def _newest(path: Path) -> Path:
     return path
 
 
-def _give(
+def _broadcast(
     lockstep: Lockstep, variable: Variable, like: Array, array: Array | None, scratch: Array
-) -> None:
-    """Give a variable the value that replica 0 has read."""
+) -> Array:
+    """Return the value that replica 0 has read. Collective."""
     room = scratch[: like.nbytes]
     if array is not None:
         room[:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    call = f"restore({variable.spec()})"
-    lockstep.prove(call)
+    lockstep.prove(f"restore({variable.spec()})")
     lockstep.comm.bcast(room, 0)
-    value = room.view(like.dtype).reshape(like.shape)
+    return room.view(like.dtype).reshape(like.shape)
+
+
+def _give(lockstep: Lockstep, variable: Variable, value: Array) -> None:
+    """Give a variable a value that all ranks have."""
     if variable.on_read and variable.aggregation is VariableAggregation.SUM:
-        fold = functools.partial(variable.folded, f"{call}, its sum")
+        fold = functools.partial(variable.folded, f"restore({variable.spec()}), its sum")
         value = exact_share(fold, lockstep.comm.rank, lockstep.comm.size, value)
     variable.store("assign", value, None)

@@ -1,4 +1,7 @@
-"""Writing a checkpoint: all ranks agree on what and where, replica 0 writes, all are told how."""
+"""Writing a checkpoint: all ranks agree on what and where, some write, all are told how.
+
+What is small is one file, which replica 0 writes; what is large a directory (`shares`).
+"""
 
 from __future__ import annotations
 
@@ -6,36 +9,29 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.checkpoint import claim, files, format
+from mpistrat.checkpoint import claim, files, format, sharded, shares
+from mpistrat.checkpoint.background import Background, copy
+from mpistrat.checkpoint.shares import patient, unwritten
 from mpistrat.checkpoint.values import NAME
 from mpistrat.distribute.kinds import VariableAggregation
 from mpistrat.distribute.variables import Variable
 from mpistrat.lockstep.lockstep import Lockstep
 
-__all__ = ["overwrite", "patient", "save", "seen", "specs"]
+__all__ = ["overwrite", "save", "seen", "specs"]
 
-# Reading and writing may keep the other ranks waiting: seconds, and seconds for each byte.
-_PATIENCE, _SLOWEST = 600.0, 1e-7
 # Characters of the variables in the text of a call; what is further on has a hash.
 _SHOWN = 2000
-_ADVICE = "Mend that, or save elsewhere, and save again"
-_OTHER = "Another job saves here; give each a directory of its own"
 # By directory and name: the newest number that this program knows of, for all its managers and
 # checkpoints. Each rank notes what all are told, and a save asks all ranks of its strategy.
 _SEEN: dict[str, int] = {}
 _UNKNOWN = -1
-
-
-def patient(lockstep: Lockstep, what: str, nbytes: int) -> Any:
-    """Return a context manager in which this rank reads or writes, while the others wait."""
-    return lockstep.session.board.long_operation(what, _PATIENCE + nbytes * _SLOWEST)
 
 
 def specs(mine: Mapping[str, Variable], values: bool = False) -> str:
@@ -54,7 +50,7 @@ def specs(mine: Mapping[str, Variable], values: bool = False) -> str:
     return f"{len(mine)} variables: {text}"
 
 
-def overwrite(lockstep: Lockstep, mine: Mapping[str, Variable], path: Path, counter: int) -> None:
+def overwrite(lockstep: Lockstep, mine: Mapping[str, Variable], path: Path, counter: int) -> Path:
     """Write variables to a file, in place of what is there. Collective, in cross-replica code.
 
     Args:
@@ -63,16 +59,19 @@ def overwrite(lockstep: Lockstep, mine: Mapping[str, Variable], path: Path, coun
       path: The file.
       counter: How many times they have been saved.
 
+    Returns:
+      Where they are: the file, or a directory beside it if they are large.
+
     Raises:
       OSError: It cannot be written; on every rank.
     """
     call = f"Checkpoint.write({str(path)!r}) of {specs(mine, True)}"
-    values, _ = _values(lockstep, mine, call)
-    failure = None
-    if lockstep.comm.rank == 0:
-        failure = _attempt(lockstep, path, values, counter, replace=True)
+    _, large = _proved(lockstep, mine, call)
+    path = path if path.name.endswith(files.FOLDER) == large else files.other(path)
+    failure = _written(lockstep, mine, call, path, counter, replace=True)
     lockstep.prove(f"{call}, written", failure=failure)
     seen([path])  # its name may be that of a number
+    return path
 
 
 def save(
@@ -82,8 +81,9 @@ def save(
     counter: int,
     number: int | None = None,
     keep: files.Retention | None = None,
-) -> tuple[int, list[str]]:
-    """Write variables to a file with a number. Collective, in cross-replica code.
+    later: Background | None = None,
+) -> tuple[int, Path, list[str]]:
+    """Write variables under a number. Collective, in cross-replica code.
 
     Args:
       lockstep: Proves it.
@@ -92,9 +92,11 @@ def save(
       counter: How many times they have been saved before.
       number: The number; None for the next one.
       keep: Removes the oldest of that name; None to keep all.
+      later: Writes while the program goes on; None to return when it is written.
 
     Returns:
-      The number, and the paths of all that are there, the oldest first.
+      The number, the path, and the paths of all that are there, the oldest first; no paths if it is
+      written later.
 
     Raises:
       OSError: It cannot be written; on every rank.
@@ -102,7 +104,7 @@ def save(
       ValueError: There are newer ones than `number`.
     """
     call = f"Checkpoint.save({str(prefix)!r}, number {number}) of {specs(mine, True)}"
-    values, known = _values(lockstep, mine, call, prefix)
+    known, large = _proved(lockstep, mine, call, prefix)
     chosen, failure = b"", None
     if lockstep.comm.rank == 0:
         try:
@@ -111,24 +113,32 @@ def save(
         except Exception as error:
             failure = error
     told = int(lockstep.share(f"{call}, its number", chosen, failure)[0])
-    path = files.numbered(prefix.parent, prefix.name, told)
-    there: list[str] = []
-    failing: BaseException | None = None
+    suffix = files.FOLDER if large else files.SUFFIX
+    path = files.numbered(prefix.parent, prefix.name, told, suffix)
+
+    def there() -> list[str]:
+        return (keep or files.Retention())(prefix.parent, prefix.name, path)
+
+    replace = number is not None
+    if later is not None:
+        later.start(_later(lockstep, mine, call, path, told, replace, later, there))
+        seen([path])
+        return told, path, []
+    failing = _written(lockstep, mine, call, path, told, replace)
+    found: list[str] = []
     if lockstep.comm.rank == 0:
-        failing = _attempt(lockstep, path, values, told, replace=number is not None)
         if not isinstance(failing, FileExistsError):  # else it is another's
             seen([path])
-        if failing is None:
-            there = (keep or files.Retention())(prefix.parent, prefix.name, path)
-    everything = lockstep.share(f"{call}, written", json.dumps(there).encode(), failing)[0]
+        found = there() if failing is None else []
+    everything = lockstep.share(f"{call}, written", json.dumps(found).encode(), failing)[0]
     seen([path])
-    return told, json.loads(everything)
+    return told, path, json.loads(everything)
 
 
-def _values(
+def _proved(
     lockstep: Lockstep, mine: Mapping[str, Variable], call: str, prefix: Path | None = None
-) -> tuple[dict[str, Array], int]:
-    """Prove the call; return what is to be written, and the newest number that any rank knows."""
+) -> tuple[int, bool]:
+    """Prove the call; return the newest number that any rank knows, and if it is a directory."""
     with lockstep.preparing(call):
         for key, variable in mine.items():
             if variable.on_read and variable.aggregation is VariableAggregation.NONE:
@@ -137,7 +147,15 @@ def _values(
                     "Choose an aggregation, or leave it out of the checkpoint."
                 )
         known = _UNKNOWN if prefix is None else _SEEN.get(os.path.realpath(prefix), _UNKNOWN)
-    known = max(map(int, lockstep.share(call, str(known).encode())))
+        # What is no variable may be of another size on other ranks; replica 0's is saved.
+        nbytes = sum(variable.storage.array.nbytes for variable in mine.values())
+    smalls = lockstep.share(call, f"{known} {int(nbytes >= sharded.LEAST)}".encode())
+    told = [tuple(map(int, small.split())) for small in smalls]
+    return max(one for one, _ in told), bool(told[0][1])
+
+
+def _values(lockstep: Lockstep, mine: Mapping[str, Variable]) -> dict[str, Array]:
+    """Return what replica 0 is to write. Collective."""
     # What is always equal is not copied: nobody writes to it before this call has ended. What is
     # spread is read by all ranks, one variable after the other, and kept by the one that writes.
     values = {}
@@ -145,7 +163,59 @@ def _values(
         value = np.asarray(variable)
         if lockstep.comm.rank == 0:
             values[key] = value
-    return values, known
+    return values
+
+
+def _written(
+    lockstep: Lockstep,
+    mine: Mapping[str, Variable],
+    call: str,
+    path: Path,
+    counter: int,
+    replace: bool,
+) -> BaseException | None:
+    """Write; return what replica 0 failed with, which all ranks have to know. Collective."""
+    if path.name.endswith(files.FOLDER):
+        job = shares.open_job(lockstep, mine, call, path, counter, replace)
+        return shares.write(lockstep, mine, job, call)
+    values = _values(lockstep, mine)
+    if lockstep.comm.rank:
+        return None
+    with patient(lockstep, f"write {path}", sum(array.nbytes for array in values.values())):
+        return _attempt(path, values, counter, replace)
+
+
+def _later(
+    lockstep: Lockstep,
+    mine: Mapping[str, Variable],
+    call: str,
+    path: Path,
+    counter: int,
+    replace: bool,
+    later: Background,
+    there: Callable[[], list[str]],
+) -> Callable[[], list[str]] | None:
+    """Copy, and return what a thread of this rank writes; None for nothing. Collective."""
+    if path.name.endswith(files.FOLDER):
+        job = shares.open_job(lockstep, mine, call, path, counter, replace)
+        work = copy(lockstep, mine, job, call, later)
+    else:
+        # Up to 64 MB; what is new memory need not be copied again.
+        values = {key: np.array(value) for key, value in _values(lockstep, mine).items()}
+
+        def work() -> None:
+            failure = _attempt(path, values, counter, replace)
+            if failure is not None:
+                raise failure
+
+        work = None if lockstep.comm.rank else work
+
+    def ended() -> list[str]:
+        assert work is not None
+        work()
+        return there() if lockstep.comm.rank == 0 else []
+
+    return None if work is None else ended
 
 
 def seen(paths: Iterable[Path]) -> None:
@@ -169,7 +239,7 @@ def _number(prefix: Path, counter: int, number: int | None, known: int) -> int:
         )
     if number is None:
         number = max(counter, newest) + 1
-        while os.path.lexists(files.numbered(prefix.parent, prefix.name, number)):
+        while any(os.path.lexists(one) for one in _both(prefix, number)):
             number += 1  # taken by a link that leads nowhere
         if number >= 10**18:
             raise ValueError(f"there is no number after {newest} for {prefix}; use another name.")
@@ -183,23 +253,21 @@ def _number(prefix: Path, counter: int, number: int | None, known: int) -> int:
     return number
 
 
+def _both(prefix: Path, number: int) -> tuple[Path, Path]:
+    path = files.numbered(prefix.parent, prefix.name, number)
+    return path, files.other(path)
+
+
 def _attempt(
-    lockstep: Lockstep, path: Path, values: Mapping[str, Array], counter: int, replace: bool
+    path: Path, values: Mapping[str, Array], counter: int, replace: bool
 ) -> BaseException | None:
-    """Write the file; return what it failed with, which all ranks have to know."""
+    """Write the file; return what it failed with."""
     try:
-        total = sum(array.nbytes for array in values.values())
-        with patient(lockstep, f"write {path}", total), files.whole(path, replace) as file:
+        with files.whole(path, replace) as file:
             format.write(file, values, counter)
             claim.check(path.parent)
-    except OSError as error:
-        if error.errno is None:
-            return error
-        why = f"{error.strerror}: {path} was not written; checkpoints before it are as they were. "
-        why += _OTHER if isinstance(error, FileExistsError) else _ADVICE
-        found = OSError(error.errno, why)
-        found.__cause__ = error
-        return found
     except BaseException as error:
-        return error
+        return unwritten(path, error)
+    if replace:
+        files.forget_other(path)
     return None

@@ -1,6 +1,7 @@
 """The rows of the fault table: which test shows each; and how the tests of a class run.
 
-A, mismatched calls; B, processes and hangs; C, arrays; D, numbers. `test_rows.py` checks the table.
+A, mismatched calls; B, processes and hangs; C, arrays; D, numbers; E, checkpoints. `test_rows.py`
+checks the table.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from mpistrat.testing import run_ranks
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-SIZES = {"A": 15, "B": 24, "C": 16, "D": 11}
+SIZES = {"A": 15, "B": 24, "C": 16, "D": 11, "E": 20}
 ROWS = [f"{letter}{number}" for letter, count in SIZES.items() for number in range(1, count + 1)]
 
 # Rows without a test, and why. At most eight.
@@ -77,12 +78,68 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "tests/unit/feed/test_distributed.py::test_each_example_once_an_epoch_in_a_new_order",
         "tests/unit/feed/test_distributed.py::test_the_order_does_not_depend_on_the_number_of_ranks",
     ),
+    "E1": (
+        "tests/unit/checkpoint/test_files.py::test_a_process_that_ends_at_any_step_leaves_the_old_or_the_new",
+        "tests/unit/checkpoint/test_shares.py::test_a_process_that_ends_at_any_step_leaves_old_and_new_whole",
+    ),
+    "E2": (
+        "tests/unit/checkpoint/test_shares.py::test_what_is_all_old_or_new_reaches_the_disk_before_its_name",
+    ),
+    "E3": (
+        "tests/unit/checkpoint/test_format.py::test_every_truncation_is_found",
+        "tests/unit/checkpoint/test_shares.py::test_every_flip_and_truncation_is_found",
+    ),
+    "E4": (
+        "tests/unit/checkpoint/test_format.py::test_every_flipped_bit_is_found",
+        "tests/unit/checkpoint/test_shares.py::test_every_flip_and_truncation_is_found",
+    ),
+    "E5": (
+        "tests/unit/checkpoint/test_shares.py::test_the_newest_good_one_is_restored_or_none",
+        "tests/unit/checkpoint/test_shares.py::test_what_does_not_belong_there_is_found",
+    ),
+    "E6": (
+        "tests/unit/checkpoint/test_shares.py::test_an_error_at_any_step_is_raised_on_all_ranks_or_does_no_harm",
+        "tests/mpi/test_checkpoint.py::test_a_disk_that_is_full",
+    ),
+    "E7": (
+        "tests/unit/checkpoint/test_shares.py::test_an_error_at_any_step_is_raised_on_all_ranks_or_does_no_harm",
+        "tests/unit/checkpoint/test_files.py::test_an_error_at_any_step_leaves_what_was",
+    ),
+    "E8": (
+        "tests/unit/checkpoint/test_shares.py::test_an_error_at_any_step_is_raised_on_all_ranks_or_does_no_harm",
+        "tests/unit/checkpoint/test_shares.py::test_an_error_in_the_background_is_raised_by_the_next_call",
+    ),
+    "E9": ("tests/unit/checkpoint/test_shares.py::test_what_was_saved_is_what_reads",),
+    "E10": (
+        "tests/unit/checkpoint/test_checkpoint.py::test_another_model_is_told_what_differs_and_nothing_is_written",
+    ),
+    "E11": ("tests/unit/checkpoint/test_shared.py::test_four_jobs_lose_no_save_without_a_word",),
+    "E12": (
+        "tests/unit/checkpoint/test_files.py::test_left_overs_of_other_numbers_go_and_what_is_no_file_stays",
+    ),
+    "E13": ("tests/unit/checkpoint/test_files.py::test_numbers_are_ordered_as_numbers",),
+    "E14": (
+        "tests/unit/checkpoint/test_shares.py::test_a_process_that_ends_at_any_step_leaves_old_and_new_whole",
+    ),
+    "E15": (
+        "tests/unit/checkpoint/test_shares.py::test_an_error_in_the_background_is_raised_by_the_next_call",
+        "tests/unit/checkpoint/test_shares.py::test_the_process_waits_for_what_is_on_its_way",
+    ),
+    "E16": (
+        "tests/unit/checkpoint/test_format.py::test_a_newer_format_is_named",
+        "tests/unit/checkpoint/test_shares.py::test_a_newer_format_is_named",
+    ),
+    "E17": ("tests/unit/checkpoint/test_shares.py::test_what_was_copied_in_part_is_no_checkpoint",),
+    "E18": ("tests/unit/checkpoint/test_shares.py::test_the_newest_good_one_is_restored_or_none",),
+    "E19": ("tests/unit/checkpoint/test_shares.py::test_the_newest_good_one_is_restored_or_none",),
+    "E20": ("tests/unit/checkpoint/test_inspection.py::test_what_is_not_finite_is_told",),
 }
 FILES = {
     "A": "test_mismatch.py",
     "B": "test_processes.py",
     "C": "test_arrays.py",
     "D": "test_numbers.py",
+    "E": "../unit/checkpoint/test_shares.py",
 }
 
 
@@ -98,7 +155,7 @@ def exists(test: str) -> bool:
     """
     file, _, name = test.partition("::")
     begun = re.escape(name.removeprefix("test_"))
-    pattern = rf"^def test_([a-d]\d+_)*{begun}\w+\(" if name.endswith("_") else rf"^def {name}\("
+    pattern = rf"^def test_([a-e]\d+_)*{begun}\w+\(" if name.endswith("_") else rf"^def {name}\("
     path = ROOT / file
     return path.exists() and re.search(pattern, path.read_text(), re.MULTILINE) is not None
 

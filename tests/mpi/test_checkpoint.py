@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
+from mpistrat.checkpoint import sharded
 
 LARGE = 50_000  # elements; shared by the ranks of a node
 
@@ -146,3 +147,34 @@ def test_strategies_of_other_first_ranks_save_in_one_directory(world, directory)
         paths.append(checkpoint.save(f"{directory}/x"))
     assert paths == [f"{directory}/x-{number}.npz" for number in range(1, 5)]
     backwards.Free()
+
+
+@pytest.mark.parametrize("per_node", [0, 1])
+@pytest.mark.parametrize("background", [False, True])
+def test_a_large_one_is_written_and_read_by_all_ranks(
+    world, directory, background, per_node, monkeypatch
+):
+    monkeypatch.setattr(sharded, "LEAST", 1 << 17)
+    monkeypatch.setattr(sharded, "CHUNK", 1 << 14)
+    monkeypatch.setenv("MPISTRAT_RANKS_PER_NODE", str(per_node))
+    comm = world.Dup()  # a session of its own, which reads that
+    strategy = ms.MirroredStrategy(comm=comm)
+    wanted = [np.arange(LARGE) + 0.5, np.arange(LARGE) * 2.0, np.arange(3)]
+    with strategy.scope():
+        held = [ms.Variable(value) for value in wanted]
+    manager = ms.CheckpointManager(ms.Checkpoint(held=held), directory, 1, background=background)
+    for _ in range(2):
+        path = manager.save()
+    manager.wait()
+    for v in held:
+        v.assign(np.zeros_like(v))
+    assert manager.restore_or_initialize() == path == f"{directory}/ckpt-2.arrays"
+    for v, value in zip(held, wanted, strict=True):
+        np.testing.assert_array_equal(np.asarray(v), value)
+    if world.rank == 0:
+        found = sorted(one.name for one in Path(path).iterdir())
+        assert found[:-1] == [f"data-{n}.bin" for n in range(len(found) - 1)]
+        assert len(found) == (1 + min(3, world.size) if per_node else 2)
+        assert [one.name for one in Path(directory).iterdir()] == ["ckpt-2.arrays"]
+    del manager, held, strategy
+    comm.Free()

@@ -12,6 +12,7 @@ import pytest
 import mpistrat as ms
 from mpistrat import CheckpointError, latest_checkpoint
 from mpistrat.checkpoint import files
+from mpistrat.checkpoint.folders import Folder
 
 OLD, NEW = b"old" * 1000, b"new" * 2000
 
@@ -31,7 +32,19 @@ def test_it_is_there_and_nothing_else(tmp_path):
     put(tmp_path / "a" / "b" / "x.npz")
     assert (tmp_path / "a" / "b" / "x.npz").read_bytes() == NEW
     assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == ["x.npz"]
-    assert stat.S_IMODE((tmp_path / "a" / "b" / "x.npz").stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077, 0o002])
+def test_the_umask_says_who_may_read(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        put(tmp_path / "x.npz")
+        folder = Folder(tmp_path / "x-1.arrays")
+        folder.commit(replace=False)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "x.npz").stat().st_mode) == 0o666 & ~umask
+    assert stat.S_IMODE((tmp_path / "x-1.arrays").stat().st_mode) == 0o777 & ~umask
 
 
 def test_what_is_there_is_replaced_only_if_that_was_said(tmp_path):

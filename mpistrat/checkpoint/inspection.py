@@ -1,0 +1,183 @@
+"""What ``mpistrat checkpoint`` tells of checkpoints. Nothing here communicates."""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpistrat.arrays import Array, is_bfloat16
+from mpistrat.checkpoint import files, format, sharded
+from mpistrat.checkpoint.format import Contents, Entry
+from mpistrat.errors import CheckpointError, DataError
+
+__all__ = ["diff_of", "export_of", "list_of", "show_of", "verify_of"]
+
+_SAFETENSORS = {"bool", "bfloat16", "float16", "float32", "float64", "complex64"}
+_SAFETENSORS |= {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
+
+Told = tuple[list[str], int]  # lines, and the exit code
+
+
+def _found(directory: Path) -> list[Path]:
+    """Return all checkpoints of a directory: by name, the oldest first."""
+    there = [(parts, path) for path in directory.iterdir() if (parts := files.parted(path))]
+    return [path for _, path in sorted(there)]
+
+
+def _one(given: str) -> Path:
+    """Return the checkpoint that a word of the command line means.
+
+    Raises:
+      OSError: There is none.
+      CheckpointError: There are checkpoints of several names.
+    """
+    path = Path(given)
+    if path.is_dir() and not path.name.endswith(files.FOLDER):
+        newest = files.latest_checkpoint(path)
+        if newest is None:
+            raise FileNotFoundError(f"there is no checkpoint in {path}")
+        return Path(newest)
+    ends = path.name.endswith((files.SUFFIX, files.FOLDER))
+    return files.stored(path if ends else path.with_name(path.name + files.SUFFIX))
+
+
+def _bytes(path: Path) -> int:
+    inside = path.iterdir() if path.is_dir() else [path]
+    return sum(one.stat().st_size for one in inside)
+
+
+def _damage(path: Path, everything: bool) -> str:
+    """Return what is wrong with a checkpoint, or nothing; a directory may be looked at only."""
+    try:
+        if path.is_dir():
+            counter = (
+                sharded.read(path, {}).counter if everything else sharded.look(path)[1].counter
+            )
+        else:
+            counter = format.read(path, {}).counter
+    except (OSError, CheckpointError, DataError) as error:
+        return str(error)
+    number = (files.parted(path) or ("", counter))[1]
+    return "" if counter == number else f"it holds checkpoint number {counter}, not {number}"
+
+
+def list_of(directory: str) -> Told:
+    """Tell number, time, bytes, and what is wrong of each checkpoint in a directory.
+
+    Files are read whole; of directories the manifest and the sizes are looked at.
+    """
+    lines = []
+    for path in _found(Path(directory)):
+        time = datetime.datetime.fromtimestamp(path.stat().st_mtime).isoformat(" ", "seconds")
+        wrong = _damage(path, everything=False)
+        lines.append(f"{path.name:<24} {time} {_bytes(path):>15,} bytes  {wrong or 'ok'}")
+    return lines or [f"there is no checkpoint in {directory}"], 0
+
+
+def show_of(given: str) -> Told:
+    """Tell name, dtype and shape of each array, single numbers, and how many are not finite."""
+    path = _one(given)
+    found = sharded.read_all(path)
+    lines = [f"{path}: save number {found.counter}, {len(found.entries)} arrays"]
+    for name, entry in found.entries.items():
+        array = found.arrays[name]
+        number = f" = {array}" if entry.shape == () else ""
+        if (bad := _not_finite(array)) and entry.shape:
+            number = f": {bad} of {array.size} are not finite"
+        lines.append(f"  {name} {entry}{number}")
+    return lines, 0
+
+
+def _not_finite(array: Array) -> int:
+    if array.dtype.kind not in "fc" and not is_bfloat16(array.dtype):
+        return 0
+    return int(array.size - np.isfinite(array).sum())
+
+
+def verify_of(given: str) -> Told:
+    """Read all bytes of a checkpoint, or of all in a directory, and tell what is damaged."""
+    path = Path(given)
+    several = path.is_dir() and not path.name.endswith(files.FOLDER)
+    paths = _found(path) if several else [_one(given)]
+    wrong = {one: _damage(one, everything=True) for one in paths}
+    lines = [f"{one.name}: {text or 'ok'}" for one, text in wrong.items()]
+    return lines or [f"there is no checkpoint in {path}"], int(any(wrong.values()) or not paths)
+
+
+def diff_of(given: str, other: str) -> Told:
+    """Tell which arrays two checkpoints do not have alike, bit by bit."""
+    one, two = (sharded.read_all(_one(word)) for word in (given, other))
+    lines = [f"- {name} {one.entries[name]}" for name in one.entries if name not in two.entries]
+    lines += [f"+ {name} {two.entries[name]}" for name in two.entries if name not in one.entries]
+    for name in one.entries:
+        if name in two.entries and (text := _differ(one, two, name)):
+            lines.append(f"! {name} {text}")
+    return lines or ["no difference"], int(bool(lines))
+
+
+def _differ(one: Contents, two: Contents, name: str) -> str:
+    here, there = one.entries[name], two.entries[name]
+    if here != there:
+        return f"{here} {there}"
+    left, right = (format.stored(each.arrays[name]).reshape(-1) for each in (one, two))
+    if left.tobytes() == right.tobytes():
+        return ""
+    width = left.itemsize
+    bits = (np.ascontiguousarray(each).view(np.uint8).reshape(-1, width) for each in (left, right))
+    count = int(np.not_equal(*bits).any(axis=1).sum())
+    text = f"{here}: {count} of {left.size} elements differ"
+    if left.dtype.kind in "fc" and here.dtype != "bfloat16":
+        with np.errstate(all="ignore"):
+            text += f", by {np.nanmax(np.abs(left - right)):.3g} at most"
+    return text
+
+
+def export_of(given: str, out: str) -> Told:
+    """Write the arrays to a file that other libraries read.
+
+    What is equal in dtype, shape and every bit is written once to safetensors; the file's metadata
+    tells which other names it has.
+    """
+    path, target = _one(given), Path(out)
+    found = sharded.read_all(path)
+    if target.suffix == ".npz":
+        with files.whole(target, replace=False) as file:
+            format.write(file, found.arrays, found.counter)
+        return [f"{target}: {len(found.arrays)} arrays"], 0
+    if target.suffix != ".safetensors":
+        raise CheckpointError(f"{out}: wanted a name that ends with .safetensors or .npz.")
+    try:
+        library: Any = importlib.import_module("safetensors.numpy")
+    except ImportError:
+        raise ImportError(
+            "writing .safetensors needs its package: pip install 'mpistrat[export]'"
+        ) from None
+    odd = [f"{name} {one}" for name, one in found.entries.items() if one.dtype not in _SAFETENSORS]
+    if odd:
+        raise CheckpointError(f"{out}: safetensors has no such dtype: {', '.join(odd)}. Use .npz.")
+    kept, same = _once(found.arrays)
+    more = {"save_counter": str(found.counter), **({"same": json.dumps(same)} if same else {})}
+    with files.whole(target, replace=False) as file:
+        file.write(library.save(kept, metadata=more))
+    lines = [f"{target}: {len(kept)} arrays"]
+    return lines + [f"  {name} is the same as {first}" for name, first in same.items()], 0
+
+
+def _once(arrays: Mapping[str, Array]) -> tuple[dict[str, Array], dict[str, str]]:
+    """Return arrays without those that are equal to one before, and which those are."""
+    kept: dict[str, Array] = {}
+    same: dict[str, str] = {}
+    first: dict[tuple[Entry, bytes], str] = {}
+    for name, array in arrays.items():
+        key = Entry.of(array), sharded.checksum(format.stored(np.ascontiguousarray(array)).data)
+        if array.size > 1 and key in first:
+            same[name] = first[key]
+        else:
+            kept[first.setdefault(key, name) if array.size > 1 else name] = array
+    return kept, same

@@ -1,0 +1,134 @@
+"""``mpistrat checkpoint``: what it tells, and with what exit code."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import mpistrat as ms
+from mpistrat import cli
+from mpistrat.checkpoint import sharded
+
+
+@pytest.fixture(params=["files", "directories"])
+def there(request, tmp_path, monkeypatch):
+    """Two checkpoints, of one kind or the other."""
+    monkeypatch.setattr(sharded, "LEAST", 1 << (10 if request.param == "directories" else 26))
+    v, twin = (ms.Variable(np.arange(300.0)) for _ in range(2))
+    half = ms.Variable(np.arange(5.0).astype(ml_dtypes.bfloat16))
+    checkpoint = ms.Checkpoint(v=v, twin=twin, half=half, step=ms.Variable(4))
+    checkpoint.save(tmp_path / "ckpt")
+    v.assign_add(np.arange(300.0) % 2)
+    checkpoint.step.assign(5)
+    checkpoint.save(tmp_path / "ckpt")
+    return tmp_path
+
+
+def told(capsys, *words):
+    code = cli.main(["checkpoint", *map(str, words)])
+    return code, capsys.readouterr()
+
+
+def newest(there):
+    return next(path for path in there.iterdir() if path.name.startswith("ckpt-2"))
+
+
+def damage(path):
+    file = path / "data-0.bin" if path.is_dir() else path
+    data = bytearray(file.read_bytes())
+    data[1000] ^= 1
+    file.write_bytes(data)
+
+
+def test_list_and_verify(there, capsys):
+    code, said = told(capsys, "list", there)
+    assert (code, said.out.count("  ok\n")) == (0, 2)
+    assert told(capsys, "verify", there)[0] == 0
+    damage(newest(there))
+    code, said = told(capsys, "verify", there)
+    assert code == 1
+    assert "is damaged" in said.out.splitlines()[1]
+    assert told(capsys, "verify", there / "ckpt-1")[0] == 0
+    newest(there).rename(there / newest(there).name.replace("2", "7"))
+    assert told(capsys, "verify", there)[0] == 1
+
+
+def test_a_number_that_is_not_the_one_inside_is_told(there, capsys):
+    path = newest(there)
+    path.rename(path.with_name(path.name.replace("2", "7")))
+    for act in ("list", "verify"):
+        assert "it holds checkpoint number 2, not 7" in told(capsys, act, there)[1].out
+
+
+def test_show_and_diff(there, capsys):
+    code, said = told(capsys, "show", there)
+    assert code == 0
+    assert said.out.splitlines()[1:] == [
+        "  half bfloat16[5]",
+        "  step int64[] = 5",
+        "  twin float64[300]",
+        "  v float64[300]",
+    ]
+    code, said = told(capsys, "diff", there / "ckpt-1", there)
+    assert code == 1
+    assert said.out.splitlines() == [
+        "! step int64[]: 1 of 1 elements differ",
+        "! v float64[300]: 150 of 300 elements differ, by 1 at most",
+    ]
+    assert told(capsys, "diff", there, there)[0] == 0
+
+
+def test_what_is_not_finite_is_told(tmp_path, capsys):
+    v = ms.Variable(np.array([1.0, np.nan, np.inf]))
+    half = ms.Variable(np.array([np.nan, 1.0]).astype(ml_dtypes.bfloat16))
+    ms.Checkpoint(v=v, half=half).save(tmp_path / "ckpt")
+    said = told(capsys, "show", tmp_path)[1].out
+    assert "v float64[3]: 2 of 3 are not finite" in said
+    assert "half bfloat16[2]: 1 of 2 are not finite" in said
+
+
+def test_export(there, capsys, monkeypatch):
+    code, _ = told(capsys, "export", there / "ckpt-1", there / "out.npz")
+    assert code == 0
+    with np.load(there / "out.npz") as found:
+        np.testing.assert_array_equal(found["v"], np.arange(300.0))
+    assert told(capsys, "export", there, there / "out.txt")[0] == 2
+    monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
+    code, said = told(capsys, "export", there, there / "out.safetensors")
+    assert code == 2
+    assert "pip install 'mpistrat[export]'" in said.err
+    assert not (there / "out.safetensors").exists()
+
+
+def test_export_to_safetensors(there, capsys):
+    library = pytest.importorskip("safetensors")
+    code, said = told(capsys, "export", there / "ckpt-1", there / "out.safetensors")
+    assert code == 0
+    assert "v is the same as twin" in said.out
+    with library.safe_open(there / "out.safetensors", "np") as found:
+        assert sorted(found.keys()) == ["half", "step", "twin"]
+        assert found.metadata() == {"save_counter": "1", "same": '{"v": "twin"}'}
+        assert found.get_tensor("half").dtype == ml_dtypes.bfloat16
+        np.testing.assert_array_equal(found.get_tensor("twin"), np.arange(300.0))
+
+
+def test_what_is_not_there_is_told(tmp_path, capsys):
+    assert told(capsys, "list", tmp_path)[0] == 0
+    for act in ("show", "verify"):
+        code, said = told(capsys, act, tmp_path / "none")
+        assert code in (1, 2)
+        assert "none" in said.out + said.err
+    assert told(capsys, "show", tmp_path)[0] == 2
+
+
+def test_mpi_is_not_started(tmp_path):
+    program = (
+        "import sys; from mpistrat import cli; code = cli.main(sys.argv[1:]); "
+        "sys.exit(code + 10 * ('mpi4py.MPI' in sys.modules))"
+    )
+    words = [sys.executable, "-c", program, "checkpoint", "list", str(tmp_path)]
+    assert subprocess.run(words, timeout=60).returncode == 0

@@ -1,0 +1,585 @@
+"""Large checkpoints: directories that the ranks write and read together."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from every import every
+
+import mpistrat as ms
+from mpistrat.checkpoint import background, files, folders, sharded
+from mpistrat.checkpoint.cells import Cell
+from mpistrat.compat import tf
+from mpistrat.testing import run_ranks
+
+ON_READ = ms.VariableSynchronization.ON_READ
+KINDS = ms.VariableAggregation
+RNG = np.random.default_rng(5)
+W, B = RNG.normal(size=(40, 33)), RNG.integers(0, 99, 700).astype(np.int16)
+HALF = np.arange(65.0).astype(ml_dtypes.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Let what is large be small, so that a test costs little."""
+    monkeypatch.setattr(sharded, "LEAST", 1 << 10)
+    monkeypatch.setattr(sharded, "CHUNK", 1 << 9)
+    monkeypatch.setattr(background, "_LOOKS", 0.001)
+
+
+def made(comm, scale=1):
+    """Variables of all kinds, and a cell that each rank has of its own."""
+    with ms.MirroredStrategy().scope():
+        checkpoint = ms.Checkpoint(
+            w=ms.Variable(W * scale),
+            b=ms.Variable((B * scale).astype(B.dtype)),
+            half=ms.Variable(HALF * HALF.dtype.type(scale)),
+            sum=ms.Variable(0.0, synchronization=ON_READ, aggregation=KINDS.SUM),
+            empty=ms.Variable(np.zeros((0, 2), np.float32)),
+        )
+    held = {"x": np.full(200, (10.0 + comm.rank) * scale)}
+    checkpoint.cell = Cell("x", lambda: held["x"], lambda new: held.update(x=new.copy()))
+    return checkpoint
+
+
+def values(checkpoint):
+    with checkpoint.strategy.scope():
+        return {name: np.asarray(v).tobytes() for name, v in checkpoint.variables().items()}
+
+
+WANTED = {
+    "b": B.tobytes(),
+    "cell": np.full(200, 10.0).tobytes(),
+    "empty": b"",
+    "half": HALF.tobytes(),
+    "sum": np.float64(0).tobytes(),
+    "w": W.tobytes(),
+}
+
+
+def there(directory):
+    return sorted(path.name for path in directory.iterdir())
+
+
+@every("restored_on", [(1, 0), (3, 0), (4, 2)])
+@every("saved_on", [(1, 0), (3, 0), (5, 2)])
+@every("background", [False, True])
+def test_what_was_saved_is_what_reads(background, saved_on, restored_on, tmp_path, monkeypatch):
+    directory = tmp_path / f"{saved_on}-{background}"
+
+    def save(comm):
+        manager = ms.CheckpointManager(made(comm), directory, 2, background=background)
+        path = manager.save()
+        manager.checkpoint.w.assign(W * 0)  # too late for what is written
+        if background:
+            assert manager.wait() == path
+        assert path == str(directory / "ckpt-1.arrays")
+        return manager.checkpoints
+
+    if not directory.exists():
+        monkeypatch.setenv("MPISTRAT_RANKS_PER_NODE", str(saved_on[1]))
+        assert run_ranks(save, saved_on[0])[0] == [str(directory / "ckpt-1.arrays")]
+        assert there(directory) == ["ckpt-1.arrays"]
+        names = there(directory / "ckpt-1.arrays")
+        nodes = saved_on[0] // saved_on[1] + bool(saved_on[0] % saved_on[1]) if saved_on[1] else 1
+        assert names == [*(f"data-{n}.bin" for n in range(min(nodes, 2))), "manifest.json"]
+        sizes = [(directory / "ckpt-1.arrays" / name).stat().st_size for name in names[:-2]]
+        assert all(size >= sharded.LEAST for size in sizes)
+
+    def restore(comm):
+        checkpoint = made(comm, scale=0)
+        found = checkpoint.restore(directory / "ckpt-1").assert_consumed()
+        assert found.path == str(directory / "ckpt-1.arrays")
+        assert checkpoint.save_counter == 1
+        return values(checkpoint)
+
+    monkeypatch.setenv("MPISTRAT_RANKS_PER_NODE", str(restored_on[1]))
+    for found in run_ranks(restore, restored_on[0]):
+        assert found == WANTED
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory):
+    """Three checkpoints, whose values are 1, 2 and 3 times those above, in two files each."""
+    directory = tmp_path_factory.mktemp("three")
+
+    def save(comm):
+        checkpoint = made(comm)
+        manager = ms.CheckpointManager(checkpoint, directory, None)
+        for scale in (1, 2, 3):
+            checkpoint.w.assign(W * scale)
+            checkpoint.b.assign(B * B.dtype.type(scale))
+            manager.save()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharded, "LEAST", 1 << 10)
+        patch.setattr(sharded, "CHUNK", 1 << 9)
+        patch.setenv("MPISTRAT_RANKS_PER_NODE", "1")
+        run_ranks(save, 2)
+    return directory
+
+
+def test_five_lines_of_numpy_read_an_array(three):
+    path = three / "ckpt-3.arrays"
+    for name, wanted in {"w": W * 3, "b": B * 3, "sum": 0.0}.items():
+        told = json.loads((path / "manifest.json").read_text())["arrays"][name]
+        file, shape = path / told["file"], tuple(told["shape"])
+        array = np.memmap(file, told["dtype"], "r", told["offset"], shape)
+        np.testing.assert_array_equal(array, wanted)
+    reader = tf.train.load_checkpoint(path)
+    np.testing.assert_array_equal(reader.get_tensor("w"), W * 3)
+    assert reader.get_tensor("half").dtype == HALF.dtype
+    newest = tf.train.load_checkpoint(three).get_tensor("w")
+    np.testing.assert_array_equal(newest, W * 3)
+
+
+@every(("ranks", "per_node"), [(1, 0), (3, 0), (4, 2), (3, 1)])
+def test_each_node_reads_each_byte_once(ranks, per_node, three, monkeypatch):
+    path, real, got = three / "ckpt-1.arrays", os.preadv, []
+
+    def counted(descriptor, buffers, offset):
+        got.append(real(descriptor, buffers, offset))
+        return got[-1]
+
+    monkeypatch.setenv("MPISTRAT_RANKS_PER_NODE", str(per_node))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", counted)
+        run_ranks(lambda comm: made(comm, scale=0).restore(path), ranks)
+    nbytes = sum(file.stat().st_size for file in path.glob("data-*.bin"))
+    nodes = -(-ranks // per_node) if per_node else 1
+    assert sum(got) == nodes * nbytes
+
+
+def test_where_arrays_lie():
+    rng = np.random.default_rng(2)
+    for _ in range(200):
+        sizes = rng.integers(0, 3000, rng.integers(1, 20)).tolist()
+        entries = {str(n): sharded.Entry("int8", (size,)) for n, size in enumerate(sizes)}
+        together, nodes = int(rng.integers(0, len(sizes) + 1)), int(rng.integers(1, 9))
+        regions = sharded.plan(entries, together, nodes)
+        found = sharded.sizes_of(regions)
+        assert len(found) <= nodes
+        assert all(size >= sharded.LEAST for size in found[:-1])
+        assert {region.file for region in regions[:together]} <= {0}
+        assert sum(found) == sum(-(-size // 64) * 64 for size in sizes)
+
+
+DAMAGE = ["erase", "corrupt", "truncate", "swap"]
+OBJECTS = ["data-0.bin", "data-1.bin", "manifest.json", "."]
+VICTIMS = [(3,), (2, 3), (1, 2, 3)]
+
+
+def damage(directory, how, what, victims):
+    """Do that to each of the victims; of a directory, to all of its files, or to its name.
+
+    Returns:
+      Which are not as they were.
+    """
+    paths = [directory / f"ckpt-{number}.arrays" for number in victims]
+    if how == "swap":  # each goes one on
+        ring = [directory / f"ckpt-{number}.arrays" / what for number in {1, *victims}]
+        for path in ring:
+            path.rename(f"{path.resolve()}.away")
+        for path, following in zip(ring, [*ring[1:], ring[0]], strict=True):
+            Path(f"{path.resolve()}.away").rename(following.resolve())
+        return {1, *victims}
+    for path in paths:
+        if what == "." and how == "erase":
+            shutil.rmtree(path)
+            path.mkdir()  # its name is there, and nothing in it
+            continue
+        for file in sorted(path.iterdir()) if what == "." else [path / what]:
+            data = file.read_bytes()
+            if how == "erase":
+                file.unlink()
+            elif how == "truncate":
+                file.write_bytes(data[: len(data) // 2])
+            else:
+                middle = len(data) // 2
+                file.write_bytes(data[:middle] + bytes([data[middle] ^ 16]) + data[middle + 1 :])
+    return set(victims)
+
+
+@pytest.mark.parametrize("sizes", [(2,), pytest.param((1, 3), marks=pytest.mark.nightly)])
+@every("victims", VICTIMS)
+@every("what", OBJECTS)
+@every("how", DAMAGE)
+def test_the_newest_good_one_is_restored_or_none(how, what, victims, sizes, three, tmp_path, capfd):
+    """48 cases for each number of ranks."""
+    directory = tmp_path / f"{how}-{what}-{len(victims)}"
+    shutil.copytree(three, directory)
+    broken = damage(directory, how, what, victims)
+    names_exchanged = how == "swap" and what == "."
+    good = [number for number in (1, 2, 3) if number not in broken]
+
+    def program(comm):
+        checkpoint = made(comm, scale=7)
+        manager = ms.CheckpointManager(checkpoint, directory, None)
+        begun = []
+        manager._init_fn = lambda: begun.append(1)
+        try:
+            path = manager.restore_or_initialize()
+        except ms.CheckpointError as error:
+            assert not begun
+            np.testing.assert_array_equal(np.asarray(checkpoint.w), W * 7)
+            return str(error)
+        assert not begun
+        return Path(path).name, np.asarray(checkpoint.w).tobytes()
+
+    for found in (one for size in sizes for one in run_ranks(program, size, timeout=20)):
+        if names_exchanged and isinstance(found, str):
+            assert "Give each file" in found
+        elif good:
+            newest = max(good)
+            assert found == (f"ckpt-{newest}.arrays", (W * newest).tobytes())
+        else:
+            assert "none of the 3 checkpoints" in found
+            assert all(f"ckpt-{number}.arrays is damaged" in found for number in victims)
+    said = capfd.readouterr().err
+    if good and 3 in broken and not names_exchanged:
+        assert "ckpt-3.arrays is damaged" in said
+
+
+@pytest.mark.parametrize(
+    "step", [pytest.param(1, marks=pytest.mark.nightly), pytest.param(641, id="some")]
+)
+def test_every_flip_and_truncation_is_found(step, three, tmp_path):
+    shutil.copytree(three / "ckpt-1.arrays", tmp_path / "x.arrays")
+    for file in sorted((tmp_path / "x.arrays").iterdir()):
+        whole = file.read_bytes()
+        for bit in range(0, len(whole) * 8, step):
+            bad = bytearray(whole)
+            bad[bit // 8] ^= 1 << bit % 8
+            file.write_bytes(bad)
+            with pytest.raises(ms.CheckpointError, match="damaged"):
+                sharded.read_all(tmp_path / "x.arrays")
+        for size in [*range(0, len(whole), step)]:
+            file.write_bytes(whole[:size])
+            with pytest.raises(ms.CheckpointError, match="damaged"):
+                sharded.read_all(tmp_path / "x.arrays")
+        file.write_bytes(whole)
+    assert sharded.read_all(tmp_path / "x.arrays").counter == 1
+
+
+def test_a_newer_format_is_named(three, tmp_path):
+    path = tmp_path / "x.arrays"
+    shutil.copytree(three / "ckpt-1.arrays", path)
+    data = (path / "manifest.json").read_bytes().replace(b'"format": 1', b'"format": 2')
+    body = data[: data.rindex(b',\n "checksum"')]
+    sealed = sharded.checksum(body).hex().encode()
+    (path / "manifest.json").write_bytes(body + b',\n "checksum": "%s"\n}\n' % sealed)
+    with pytest.raises(ms.DataError, match="is of format 2, and this version of mpistrat reads"):
+        sharded.read_all(path)
+
+
+def test_what_was_copied_in_part_is_no_checkpoint(three, tmp_path):
+    """As a copy that was interrupted leaves it, or a file system that made it in another order."""
+    names = there(three / "ckpt-1.arrays")
+    for count in range(len(names)):
+        path = tmp_path / f"{count}.arrays"
+        path.mkdir()
+        for name in names[:count]:
+            shutil.copy(three / "ckpt-1.arrays" / name, path)
+        with pytest.raises(ms.CheckpointError, match="damaged"):
+            sharded.read_all(path)
+
+
+def test_what_does_not_belong_there_is_found(three, tmp_path):
+    path = tmp_path / "x.arrays"
+    shutil.copytree(three / "ckpt-1.arrays", path)
+    (path / ".nfs0001").touch()  # of a file system
+    sharded.read_all(path)
+    (path / "data-2.bin").touch()
+    with pytest.raises(ms.CheckpointError, match=r"data-2\.bin is not of this one"):
+        sharded.read_all(path)
+    (path / "data-2.bin").unlink()
+    (path / "data-0.bin").unlink()
+    os.mkfifo(path / "data-0.bin")
+    with pytest.raises(ms.CheckpointError, match=r"data-0\.bin in it is not a regular file"):
+        sharded.read_all(path)
+
+
+STEPS = ("open", "fsync", "mkdir", "rename", "pwrite", "unlink", "rmdir", "preadv")
+
+
+def steps(patch, act):
+    """Call ``act(n)`` before the n-th step that any rank takes; return the count."""
+    count, lock = [0], threading.Lock()
+
+    def watched(real):
+        def step(*args, **kwargs):
+            with lock:
+                count[0] += 1
+                number = count[0]
+            act(number)
+            return real(*args, **kwargs)
+
+        return step
+
+    for name in STEPS:
+        patch.setattr(os, name, watched(getattr(os, name)))
+    patch.setattr(folders, "_swap", watched(folders._swap))
+    return count
+
+
+def saves(directory, scale, number, background=False):
+    """A program that saves once; returns what it was told."""
+
+    def program(comm):
+        checkpoint = made(comm, scale)
+        manager = ms.CheckpointManager(checkpoint, directory, 1, background=background)
+        try:
+            manager.save(number)
+            manager.wait()
+        except OSError as error:
+            return str(error)
+        return ""
+
+    return program
+
+
+def scales(directory):
+    """By number, what the values of each checkpoint that is there are times those above."""
+    found = {}
+    for number, path in files.saved(directory, "ckpt").items():
+        arrays = sharded.read_all(path).arrays
+        found[number] = round(arrays["w"][0, 0] / W[0, 0])
+        np.testing.assert_array_equal(arrays["b"], B * found[number])
+    return found
+
+
+def hidden(directory):
+    return [path.name for path in directory.iterdir() if path.name.startswith(".")]
+
+
+OLD = {1: 1}
+NIGHTLY = [(2, False, 1), (1, False, None)]
+WAYS = [
+    (2, False, None),  # ranks, in the background, number
+    (2, True, None),
+    *(pytest.param(way, marks=pytest.mark.nightly) for way in NIGHTLY),
+]
+CODES = [errno.EIO, pytest.param(errno.ENOSPC, marks=pytest.mark.nightly)]
+
+
+@pytest.fixture
+def coarse(monkeypatch):
+    """Have fewer steps."""
+    monkeypatch.setattr(sharded, "CHUNK", 1 << 13)
+    monkeypatch.setenv("MPISTRAT_RANKS_PER_NODE", "1")
+
+
+def swept(directory, old, way, act):
+    """Count the steps of a save, and do it once for each, with ``act(step)`` at that."""
+    size, background, number = way
+    with pytest.MonkeyPatch.context() as patch:
+        shutil.copytree(old, directory / "count")
+        count = steps(patch, lambda n: None)
+        run_ranks(saves(directory / "count", 2, number, background), size)
+    for last in range(1, count[0] + 2):
+        here = directory / str(last)
+        shutil.copytree(old, here)
+        yield here, last, lambda n, last=last: act() if n == last else None
+    assert count[0] > 12
+
+
+@pytest.fixture
+def old(tmp_path, coarse):
+    run_ranks(saves(tmp_path / "old", 1, None), 2)
+    assert scales(tmp_path / "old") == OLD
+    return tmp_path / "old"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_process_that_ends_at_any_step_leaves_old_and_new_whole(way, old, tmp_path):
+    size, background, number = way
+    new, seen = ([{1: 2}] if number else [{1: 1, 2: 2}, {2: 2}]), []
+    for directory, _, act in swept(tmp_path, old, way, lambda: os._exit(9)):
+        child = os.fork()
+        if not child:
+            try:
+                steps(pytest.MonkeyPatch(), act)
+                run_ranks(saves(directory, 2, number, background), size)
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        found = scales(directory)
+        assert found in [OLD, *new]
+        seen.append(found in new)
+        run_ranks(saves(directory, 3, None), 1)  # the next one clears up
+        assert not hidden(directory)
+    assert True in seen
+    assert False in seen
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("code", CODES)
+def test_an_error_at_any_step_is_raised_on_all_ranks_or_does_no_harm(code, way, old, tmp_path):
+    size, background, number = way
+    new, failed = ([{1: 2}] if number else [{1: 1, 2: 2}, {2: 2}]), 0
+
+    def fail():
+        raise OSError(code, os.strerror(code))
+
+    for directory, last, act in swept(tmp_path, old, way, fail):
+        with pytest.MonkeyPatch.context() as patch:
+            steps(patch, act)
+            told = run_ranks(saves(directory, 2, number, background), size, timeout=30)
+        assert all(told) or not any(told), told
+        failed += bool(told[0])
+        found = scales(directory)
+        assert found in ([OLD] if told[0] else new) or (number and found in [OLD, *new]), last
+        assert not told[0] or "ckpt-" in told[0]
+    assert failed > 5
+
+
+def test_a_node_that_does_not_see_the_directory_is_named(tmp_path, coarse, monkeypatch):
+    blind, real = set(), Path.is_dir
+
+    def is_dir(path):
+        return not (threading.get_ident() in blind and path.name.endswith(".part")) and real(path)
+
+    monkeypatch.setattr(Path, "is_dir", is_dir)
+
+    def program(comm):
+        if comm.rank == 2:
+            blind.add(threading.get_ident())
+        for later in (False, True):
+            manager = ms.CheckpointManager(made(comm), tmp_path, 2, background=later)
+            with pytest.raises(OSError, match=r"Node .* \(rank 2\) does not see .*ckpt-\d"):
+                manager.save()
+
+    run_ranks(program, 3)
+    assert there(tmp_path) == []
+
+
+def test_what_is_all_old_or_new_reaches_the_disk_before_its_name(tmp_path, coarse, monkeypatch):
+    """A loss of power: all that is named has been forced to the disk before, and the name after."""
+    events = []
+    fsync, rename = os.fsync, os.rename
+
+    def forced(descriptor):
+        events.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+        fsync(descriptor)
+
+    def named(one, two, **more):
+        events.append(f"named {Path(two).name}")
+        rename(one, two, **more)
+
+    monkeypatch.setattr(os, "fsync", forced)
+    monkeypatch.setattr(os, "rename", named)
+    run_ranks(saves(tmp_path, 1, None), 2)
+    name = events.index("named ckpt-1.arrays")
+    before = {event for event in events[:name] if not event.endswith(".part")}
+    assert {"data-0.bin", "data-1.bin", "manifest.json"} <= before
+    assert events[name - 1].endswith(".part")
+    assert tmp_path.name in events[name + 1 :]
+
+
+@every("size", [1, 2, 3])
+@every("large", [False, True])
+def test_an_error_in_the_background_is_raised_by_the_next_call(large, size, tmp_path, capfd):
+    directory = tmp_path / f"{large}-{size}"
+
+    def program(comm):
+        with ms.MirroredStrategy().scope():
+            v = ms.Variable(np.ones(1000 if large else 2))
+        manager = ms.CheckpointManager(ms.Checkpoint(v=v), directory, 2, background=True)
+        assert manager.wait() is None
+        first = manager.save()
+        assert manager.latest_checkpoint in (None, first)
+        manager.wait()
+        if comm.rank == 0:
+            directory.rename(f"{directory}.away")
+            directory.touch()  # a file: nothing can be written into it
+        comm.barrier()
+        told = []
+        for _ in range(2):
+            try:
+                manager.save()
+                manager.wait()
+            except OSError as error:
+                told.append(str(error))
+        if comm.rank == 0:
+            directory.unlink()
+            Path(f"{directory}.away").rename(directory)
+        comm.barrier()
+        assert manager.restore_or_initialize() == first
+        manager.save()
+        assert len(told) == 2
+        assert all("was not written" in text for text in told)
+        return Path(manager.wait()).name
+
+    end = "arrays" if large else "npz"
+    found = run_ranks(program, size)
+    assert len(set(found)) == 1
+    assert found[0].endswith(end)
+
+
+SLOW = """
+import sys, time
+import numpy as np, mpistrat as ms
+from mpistrat.checkpoint import files
+whole = files.whole
+def slow(path, replace):
+    time.sleep(0.5)
+    return whole(path, replace)
+files.whole = slow
+v = ms.Variable(np.arange(5.0))
+manager = ms.CheckpointManager(ms.Checkpoint(v=v), sys.argv[1], 2, background=True)
+begin = time.monotonic()
+manager.save()
+v.assign(np.zeros(5))
+assert time.monotonic() - begin < 0.5
+assert manager.checkpoints == []
+"""
+
+
+def test_the_process_waits_for_what_is_on_its_way(tmp_path):
+    subprocess.run([sys.executable, "-c", SLOW, str(tmp_path)], check=True, timeout=60)
+    with np.load(tmp_path / "ckpt-1.npz") as found:
+        np.testing.assert_array_equal(found["v"], np.arange(5.0))
+
+
+MILLION = pytest.param(1_000_000, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)])
+
+
+@pytest.mark.parametrize("count", [10_000, MILLION])
+def test_whatever_a_manifest_says_is_read_or_refused(count, three, tmp_path):
+    """Texts that are damaged and, with a right checksum, values that make no sense."""
+    whole = (three / "ckpt-1.arrays" / "manifest.json").read_bytes()
+    rng = np.random.default_rng(count)
+    odd = [None, -1, 0, 3.5, 1 << 62, 10**30, "", "x", "../w", [], [1], {}, {"a": 1}, "0" * 32]
+    body = whole[: whole.rindex(b',\n "checksum"')]
+    tail = len(whole) - len(body)
+    for number in range(count):
+        if number % 2:
+            bad = bytearray(body)
+            for at in rng.integers(len(bad), size=rng.integers(1, 4)):
+                bad[at] = rng.integers(256)
+        else:
+            row = json.loads(body + b"}")
+            every = [row, row["arrays"], *row["arrays"].values()]
+            where = every[rng.integers(len(every))]
+            key = list(where)[rng.integers(len(where))]
+            where[key] = odd[rng.integers(len(odd))]
+            bad = bytearray(json.dumps(row)[:-1].encode())
+        sealed = sharded.checksum(bytes(bad)).hex().encode()
+        data = bytes(bad) + b',\n "checksum": "%s"\n}\n' % sealed
+        assert len(data) - len(bad) == tail
+        begin = time.process_time()
+        with contextlib.suppress(ms.CheckpointError, ms.DataError):
+            sharded.parsed(tmp_path, data)
+        assert time.process_time() - begin < 1
