@@ -25,7 +25,7 @@ from mpistrat.checkpoint.shares import (
     PATIENCE,
     SLOWEST,
     DataFile,
-    Job,
+    LargeSave,
     attempt,
     commit,
     flat,
@@ -127,7 +127,7 @@ class Background:
 def copy(
     lockstep: Lockstep,
     mine: Mapping[str, Variable],
-    job: Job,
+    job: LargeSave,
     call: str,
     later: Background,
 ) -> Callable[[], None] | None:
@@ -174,7 +174,7 @@ def copy(
 
 
 def _write_copy(
-    job: Job, copies: Iterable[tuple[list[Stretch], Array]], given_up: threading.Event
+    job: LargeSave, copies: Iterable[tuple[list[Stretch], Array]], given_up: threading.Event
 ) -> None:
     """Write the file of this node; on replica 0 wait for the others, and name the directory."""
     file, firsts = DataFile(job), sorted(set(job.leaders))
@@ -200,14 +200,14 @@ def _write_copy(
             job.folder.drop()
 
 
-def _tell(job: Job, number: int, told: Mapping[str, str]) -> None:
+def _tell(job: LargeSave, number: int, told: Mapping[str, str]) -> None:
     """Leave word for replica 0 of how the file of this node was written."""
     new = job.part / f"data-{number}.new"
     new.write_text(json.dumps(told))
     new.rename(job.part / f"data-{number}.done")
 
 
-def _heard(job: Job, number: int, given_up: threading.Event) -> bytes:
+def _heard(job: LargeSave, number: int, given_up: threading.Event) -> bytes:
     """Return the checksums of another node's file when they are there."""
     word = job.part / f"data-{number}.done"
     until = time.monotonic() + PATIENCE + job.nbytes * SLOWEST

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, final
 
 from mpistrat.board.proc import Process, ended, look, machine
+from mpistrat.checkpoint import files
 from mpistrat.cluster.job import job_id, restarts
 
 __all__ = ["NAME", "Claim", "Holder", "check", "progress_of", "take"]
@@ -183,17 +184,19 @@ class Claim:
         self._file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
         try:
             self._write(held=True)
-            if over:
-                name.replace(self.path)
-            else:
-                os.link(name, self.path)
-        except FileExistsError:
+            files.put(name, self.path, over)
+        except (FileExistsError, FileNotFoundError):  # another was quicker, and has swept
             os.close(self._file)
             return False
         finally:
             name.unlink(missing_ok=True)
         found = read(self.path)
-        return found is not None and holder(found) == self._mine
+        if found is None or holder(found) != self._mine:
+            return False
+        for left in self.path.parent.glob(f".{NAME}.*"):  # by processes that were killed
+            with contextlib.suppress(OSError):
+                left.unlink()
+        return True
 
     def _write(self, held: bool) -> None:
         with self._writing:

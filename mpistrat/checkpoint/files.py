@@ -38,6 +38,7 @@ __all__ = [
     "numbered",
     "other",
     "parted",
+    "put",
     "remove",
     "saved",
     "stored",
@@ -328,7 +329,7 @@ def forget_other(path: Path) -> None:
 
 def _name(part: Path, path: Path, replace: bool) -> None:
     try:
-        _take(part, path, replace)
+        put(part, path, replace)
     except FileNotFoundError:
         if part.exists() or not part.parent.is_dir():
             raise
@@ -336,7 +337,8 @@ def _name(part: Path, path: Path, replace: bool) -> None:
         raise FileExistsError(errno.EEXIST, text, str(path)) from None
 
 
-def _take(part: Path, path: Path, replace: bool) -> None:
+def put(part: Path, path: Path, replace: bool) -> None:
+    """Give a file that is written its name; that of another is an error unless `replace`."""
     if replace:
         part.replace(path)
         return

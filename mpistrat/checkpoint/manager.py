@@ -17,7 +17,7 @@ from mpistrat.checkpoint.checkpoint import Checkpoint, owner_of, restore, save
 from mpistrat.checkpoint.claim import Claim, take
 from mpistrat.checkpoint.resume import Pace, resumed
 from mpistrat.checkpoint.saving import seen
-from mpistrat.checkpoint.shares import patient
+from mpistrat.checkpoint.shares import patient, unwritten
 from mpistrat.errors import CheckpointError
 from mpistrat.lockstep.lockstep import Lockstep
 
@@ -186,13 +186,16 @@ class CheckpointManager:
         """
         if self._claimed:
             return
-        lockstep, failure = self._lockstep, None
+        lockstep = self._lockstep
+        failure: BaseException | None = None
         if lockstep.comm.rank == 0:
             try:
                 with patient(lockstep, f"claim {self._directory}", 0):
                     self.claim = take(self._directory, self)
-            except Exception as error:
+            except FileExistsError as error:
                 failure = error
+            except Exception as error:
+                failure = unwritten(self._directory, error)
         lockstep.prove(f"CheckpointManager({str(self._directory)!r}), its claim", failure=failure)
         self._claimed = True
 

@@ -187,9 +187,7 @@ def _read(
     return json.dumps(told).encode(), manifest, found.arrays, None
 
 
-def _values_of(
-    path: Path, what: sharded.Manifest, wanted: Mapping[str, Array]
-) -> dict[str, Array]:
+def _values_of(path: Path, what: sharded.Manifest, wanted: Mapping[str, Array]) -> dict[str, Array]:
     """Return which arrays of a directory fit, of which only the values have been read."""
     entries = what.entries
     fits = [n for n, one in entries.items() if n in wanted and format.Entry.of(wanted[n]) == one]

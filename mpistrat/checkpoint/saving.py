@@ -32,6 +32,7 @@ _SHOWN = 2000
 # checkpoints. Each rank notes what all are told, and a save asks all ranks of its strategy.
 _SEEN: dict[str, int] = {}
 _UNKNOWN = -1
+_NOTHING: BaseException | None = None
 
 
 def specs(mine: Mapping[str, Variable], values: bool = False) -> str:
@@ -105,13 +106,13 @@ def save(
     """
     call = f"Checkpoint.save({str(prefix)!r}, number {number}) of {specs(mine, True)}"
     known, large = _proved(lockstep, mine, call, prefix)
-    chosen, failure = b"", None
+    chosen, failure = b"", _NOTHING
     if lockstep.comm.rank == 0:
         try:
             claim.check(prefix.parent)
             chosen = str(_number(prefix, counter, number, known)).encode()
         except Exception as error:
-            failure = error
+            failure = error if isinstance(error, FileExistsError) else unwritten(prefix, error)
     told = int(lockstep.share(f"{call}, its number", chosen, failure)[0])
     suffix = files.FOLDER if large else files.SUFFIX
     path = files.numbered(prefix.parent, prefix.name, told, suffix)

@@ -33,7 +33,7 @@ __all__ = [
     "PATIENCE",
     "SLOWEST",
     "DataFile",
-    "Job",
+    "LargeSave",
     "attempt",
     "commit",
     "flat",
@@ -78,7 +78,7 @@ def nodes_of(lockstep: Lockstep) -> Nodes:
     return found
 
 
-class Job(NamedTuple):
+class LargeSave(NamedTuple):
     """A large checkpoint that is being written; equal on all ranks, but for `folder` and `rank`.
 
     Attributes:
@@ -151,7 +151,7 @@ def open_job(
     path: Path,
     counter: int,
     replace: bool,
-) -> Job:
+) -> LargeSave:
     """Make the directory in which all ranks are to write, and plan who writes what. Collective.
 
     Args:
@@ -183,7 +183,9 @@ def open_job(
         leaders = (0, *map(int, smalls[1:]))
         regions = sharded.plan({**entries, **rest}, len(entries), len(set(leaders)))
         rank = lockstep.comm.rank
-        return Job(path, Path(part), counter, regions, leaders, len(entries), replace, rank, folder)
+        return LargeSave(
+            path, Path(part), counter, regions, leaders, len(entries), replace, rank, folder
+        )
     except BaseException:
         if folder is not None:
             folder.drop()
@@ -191,7 +193,7 @@ def open_job(
 
 
 def write(
-    lockstep: Lockstep, mine: Mapping[str, Variable], job: Job, call: str
+    lockstep: Lockstep, mine: Mapping[str, Variable], job: LargeSave, call: str
 ) -> BaseException | None:
     """Write a large checkpoint, each rank its share. Collective.
 
@@ -226,13 +228,13 @@ def write(
             job.folder.drop()
 
 
-def commit(job: Job, told: Sequence[bytes], spread: bool = True) -> None:
+def commit(job: LargeSave, told: Sequence[bytes], spread: bool = True) -> None:
     """Write the manifest, and give the directory its name; on replica 0.
 
     Args:
       job: Where.
       told: For each rank the checksums of its pieces, in their order.
-      spread: As of `Job.owners`.
+      spread: As of `LargeSave.owners`.
 
     Raises:
       OSError: It cannot be written, or is not whole.
@@ -260,7 +262,7 @@ def commit(job: Job, told: Sequence[bytes], spread: bool = True) -> None:
         forget_other(job.path)
 
 
-def attempt(job: Job, act: Callable[[], None]) -> BaseException | None:
+def attempt(job: LargeSave, act: Callable[[], None]) -> BaseException | None:
     """Return what `act` fails with, as users are to see it; None if it does not."""
     try:
         act()
@@ -269,7 +271,7 @@ def attempt(job: Job, act: Callable[[], None]) -> BaseException | None:
     return None
 
 
-def value_of(variable: Any, job: Job) -> Array:
+def value_of(variable: Any, job: LargeSave) -> Array:
     """Return a value that this rank may have to write. Collective if it is spread or ON_READ."""
     if job.rank and not isinstance(variable, Variable):
         return np.empty(0, np.uint8)  # only replica 0's is saved
@@ -289,7 +291,7 @@ class DataFile:
       sums: The checksums of what was written, in order.
     """
 
-    def __init__(self, job: Job):
+    def __init__(self, job: LargeSave):
         """Open it with the first piece."""
         self._job, self._descriptor = job, -1
         self.sums: list[bytes] = []

@@ -32,7 +32,7 @@ from mpistrat.distribute.variables import Variable
 from mpistrat.errors import StructureError
 from mpistrat.feed.dataset import Dataset
 from mpistrat.feed.distributed import DistributedDataset
-from mpistrat.metrics import Metric
+from mpistrat.metrics.metric import Metric
 from mpistrat.optim.optimizer import Optimizer
 
 __all__ = ["Found", "entries", "first", "variables"]

@@ -175,6 +175,6 @@ def test_a_large_one_is_written_and_read_by_all_ranks(
         found = sorted(one.name for one in Path(path).iterdir())
         assert found[:-1] == [f"data-{n}.bin" for n in range(len(found) - 1)]
         assert len(found) == (1 + min(3, world.size) if per_node else 2)
-        assert [one.name for one in Path(directory).iterdir()] == ["ckpt-2.arrays"]
+        assert [one.name for one in Path(directory).glob("ckpt*")] == ["ckpt-2.arrays"]
     del manager, held, strategy
     comm.Free()

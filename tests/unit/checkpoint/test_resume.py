@@ -148,7 +148,7 @@ def test_wherever_it_ends(end, tmp_path):
 def test_a_run_that_has_ended_is_lengthened(tmp_path):
     assert run(2, tmp_path, "seeded", epochs=1)[0][0] == 6
     assert run(1, tmp_path, "seeded", epochs=1)[0][0] == 6  # nothing is left, and nothing saved
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(list(tmp_path.glob("ckpt*"))) == 2
     seen = {}
     steps, total = run(3, tmp_path, "seeded", epochs=2, seen=seen)[1]
     assert (steps, total.tolist()) == (12, [2] * ROWS)
@@ -168,7 +168,7 @@ def made(directory, every=None, epochs=3, **state):
 def saved(directory):
     """The steps that were saved."""
     found = []
-    for path in sorted(Path(directory).iterdir()):
+    for path in sorted(Path(directory).glob("ckpt*")):
         checkpoint = ms.Checkpoint(step=0)
         checkpoint.restore(path, partial=True)
         found.append(checkpoint.step)

@@ -70,7 +70,7 @@ WANTED = {
 
 
 def there(directory):
-    return sorted(path.name for path in directory.iterdir())
+    return sorted(path.name for path in directory.iterdir() if path.name != "job.json")
 
 
 @every("restored_on", [(1, 0), (3, 0), (4, 2)])
@@ -441,7 +441,7 @@ def test_an_error_at_any_step_is_raised_on_all_ranks_or_does_no_harm(code, way, 
         failed += bool(told[0])
         found = scales(directory)
         assert found in ([OLD] if told[0] else new) or (number and found in [OLD, *new]), last
-        assert not told[0] or "ckpt-" in told[0]
+        assert not told[0] or "was not written" in told[0]
     assert failed > 5
 
 

@@ -1,0 +1,13 @@
+"""Means and counts over the examples of all replicas, however unevenly these have them.
+
+A metric keeps sums in ON_READ variables: replica code adds to its own without communicating, and
+`result` in cross-replica code adds up those of all replicas. So every example counts once, or with
+its weight, wherever it was; a replica without examples adds nothing. Words and meaning are those of
+Keras.
+"""
+
+from mpistrat.metrics.confusion import Confusion
+from mpistrat.metrics.means import Accuracy, Mean
+from mpistrat.metrics.metric import Metric
+
+__all__ = ["Accuracy", "Confusion", "Mean", "Metric"]

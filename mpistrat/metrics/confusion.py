@@ -1,0 +1,127 @@
+"""`Confusion`: how often examples of each class were taken for each class."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, final
+
+import numpy as np
+
+from mpistrat.arrays import Array, as_dtype
+from mpistrat.distribute.default import current_strategy
+from mpistrat.errors import LeafTypeError
+from mpistrat.metrics.metric import Metric, first_bad
+
+__all__ = ["Confusion"]
+
+
+@final
+class Confusion(Metric):
+    """How often examples of each class were taken for each class.
+
+    Collective: creation is.
+
+    Args:
+      classes: How many classes there are; labels are 0 to ``classes - 1``.
+      name: For messages, checkpoints, and the name of its variable, ``matrix``.
+      dtype: int64, which counts exactly; or float64, for weights that are no integers.
+
+    Raises:
+      ValueError: `classes` is less than 1.
+      TypeError: `classes` is no integer.
+      LeafTypeError: `dtype` is another one.
+      LockstepError: The ranks want different matrices.
+
+    Cost: creation costs that of one variable. As: ``tf.math.confusion_matrix``, added up.
+
+    Example:
+      >>> confusion = Confusion(2)
+      >>> confusion.update_state([0, 0, 1], [0, 1, 1])
+      >>> confusion.result()
+      array([[1, 1],
+             [0, 1]])
+    """
+
+    def __init__(self, classes: int, name: str = "confusion", dtype: Any = np.int64):
+        """Create the variable."""
+        with current_strategy().parts.lockstep.preparing(f"Confusion {name!r}"):
+            self.classes = operator.index(classes)
+            if self.classes < 1:
+                raise ValueError(f"Confusion {name!r}: classes must be 1 or more, not {classes}.")
+            found = as_dtype(dtype, f"Confusion {name!r}")
+            if found not in (np.int64, np.float64):
+                raise LeafTypeError(f"Confusion {name!r}: dtype is int64 or float64, not {found}.")
+        super().__init__(name, {"matrix": np.zeros((self.classes, self.classes), found)})
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        """Count examples; where, see `Mean.update_state`. Of a weight of 0, labels are not read.
+
+        Args:
+          y_true: Labels: integers of any shape.
+          y_pred: Labels of the same shape; or scores, as in `Accuracy.update_state`.
+          sample_weight: As in `Mean.update_state`; whole numbers, if the matrix is int64.
+
+        Raises:
+          StructureError: The shapes do not fit.
+          LeafTypeError: Labels are no integers, or scores no real numbers.
+          ValueError: A label is no class, or a weight does not fit; says which, where, and on which
+            rank.
+          StrategyError: Another strategy rules here, or a value belongs to another.
+          LockstepError: Plain values in cross-replica code differ between ranks.
+        """
+        self._update(y_true=y_true, y_pred=y_pred, sample_weight=sample_weight)
+
+    def result(self) -> Array:
+        """Return the matrix over what all replicas have added; in replica code, this replica's.
+
+        Collective in cross-replica code.
+
+        Returns:
+          An array of shape (classes, classes), the caller's own. In row i and column j it has how
+          many examples of class i were taken for class j.
+
+        Raises:
+          StrategyError: Another strategy rules here.
+          LockstepError: The ranks make different calls.
+
+        Cost: an all-reduce of the matrix in cross-replica code.
+        """
+        found: Array = super().result()
+        return found
+
+    def _added(self, *given: Any) -> tuple[Any, ...]:
+        y_true, y_pred, weights = given
+        true, predicted = self._labels(y_true, y_pred)
+        used = np.ones(true.shape, bool)
+        if weights is not None:
+            weights = self._weights(weights, true.shape)
+            used = weights != 0
+        for name, labels in (("y_true", true), ("y_pred", predicted)):
+            bad = used & ((labels < 0) | (labels >= self.classes))
+            if bad.any():
+                where, what = first_bad(bad, labels)
+                raise ValueError(
+                    f"{self._who}: the label {name}{where} is {what}; classes "
+                    f"are 0 to {self.classes - 1}. Leave an example out by a sample_weight of 0."
+                )
+        place = true[used].astype(np.int64) * self.classes + predicted[used].astype(np.int64)
+        found = np.bincount(place, minlength=self.classes**2)
+        if weights is not None:
+            found = np.zeros(self.classes**2, self.variables[0].dtype)
+            np.add.at(found, place, self._counts(weights)[used])
+        return (found.reshape(self.classes, self.classes),)
+
+    def _counts(self, weights: Array) -> Array:
+        """Return weights in the dtype of the matrix."""
+        counts = weights.astype(self.variables[0].dtype)
+        bad = counts != weights
+        if bad.any():
+            where, what = first_bad(bad, weights)
+            raise ValueError(
+                f"{self._who}: sample_weight{where} is {what}, and the matrix "
+                "counts integers. For such weights create Confusion(classes, dtype=np.float64)."
+            )
+        return counts
+
+    def _told(self, *sums: Array) -> Array:
+        return sums[0].copy()

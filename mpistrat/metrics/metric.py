@@ -1,0 +1,245 @@
+"""`Metric`: what all metrics can do."""
+
+from __future__ import annotations
+
+import abc
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from mpistrat.arrays import Array, as_array, is_bfloat16, quiet
+from mpistrat.collectives.call import Contribution
+from mpistrat.collectives.dtypes import wire_type
+from mpistrat.distribute.mode import again, current, entered, same_strategy
+from mpistrat.distribute.reading import Reading, plain
+from mpistrat.distribute.strategy import Strategy
+from mpistrat.distribute.values import DistributedValues, PerReplica
+from mpistrat.distribute.variables import Variable
+from mpistrat.distribute.views import Plain
+from mpistrat.distribute.writes import VariableAggregation, VariableSynchronization, prove_same
+from mpistrat.errors import LeafTypeError, StructureError
+from mpistrat.kernels.ops import ReduceOp
+
+__all__ = ["Metric", "first_bad", "real"]
+
+_DOUBLE = np.dtype(np.float64)
+_ADVICE = (
+    "In cross-replica code plain values are those of the whole batch, and are counted once. Give "
+    "what each replica has as a PerReplica, as strategy.run returns it, or update in replica code."
+)
+
+
+class Metric(abc.ABC):
+    """What all metrics can do. They differ in what they add, and in what that comes to.
+
+    Created in a strategy's scope it belongs to that strategy, as its variables do; elsewhere to the
+    default strategy.
+
+    Collective: creation is.
+
+    Args:
+      name: For messages, and the beginning of the names of its variables.
+      zeros: What its sums begin with, by name.
+
+    Attributes:
+      name: As given.
+
+    Cost: creation costs that of its variables.
+    """
+
+    def __init__(self, name: str, zeros: Mapping[str, Any]):
+        """Create the variables."""
+        self.name = name
+        self._tree = {
+            key: Variable(
+                zero,
+                name=f"{name}/{key}",
+                synchronization=VariableSynchronization.ON_READ,
+                aggregation=VariableAggregation.SUM,
+            )
+            for key, zero in zeros.items()
+        }
+        self._strategy: Strategy = self.variables[0].strategy
+
+    def __repr__(self) -> str:
+        """Return class and name; never communicates."""
+        return f"{type(self).__name__}({self.name!r})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return a metric of the same strategy with sums of its own. Collective."""
+        made = memo[id(self)] = copy.copy(self)
+        made._tree = copy.deepcopy(self._tree, memo)
+        return made
+
+    @property
+    def variables(self) -> tuple[Variable, ...]:
+        """The sums: ON_READ variables with aggregation SUM, named as ``"loss/total"``."""
+        return tuple(self._tree.values())
+
+    def tree(self) -> dict[str, Variable]:
+        """Return the sums by the names that they have in checkpoints."""
+        return dict(self._tree)
+
+    def reset_state(self) -> None:
+        """Begin anew.
+
+        Collective in cross-replica code. In replica code it forgets what this replica has added.
+
+        Raises:
+          StrategyError: Another strategy rules here.
+          LockstepError: The ranks make different calls.
+
+        Cost: one handshake in cross-replica code.
+        """
+        strategy, own = self._place()
+        if not own:
+            strategy.parts.lockstep.prove(f"{self._label}.reset_state()")
+        for variable in self.variables:
+            variable.store("assign", np.zeros_like(variable.storage.array), None)
+
+    def result(self) -> Any:
+        """Return what has been added by all replicas; in replica code, by this one.
+
+        Collective in cross-replica code.
+
+        Raises:
+          StrategyError: Another strategy rules here.
+          LockstepError: The ranks make different calls.
+
+        Cost: one all-reduce in cross-replica code; a handshake if the sums are a few numbers.
+        """
+        strategy, own = self._place()
+        arrays = [variable.storage.array for variable in self.variables]
+        if not own:
+            # In its strategy's scope, for the sake of what a program has chosen to fold it.
+            with entered(again(current(), strategy)):
+                given = [Contribution(a, wire_type(ReduceOp.SUM, a.dtype)) for a in arrays]
+                call = f"{self._label}.result()"
+                arrays = strategy.parts.all_reduce_given(call, ReduceOp.SUM, given)
+        return self._told(*arrays)
+
+    @abc.abstractmethod
+    def _added(self, *given: Any) -> tuple[Any, ...]:
+        """Return what some examples add to each of the sums."""
+
+    @abc.abstractmethod
+    def _told(self, *sums: Array) -> Any:
+        """Return what sums come to."""
+
+    @property
+    def _label(self) -> str:
+        return f"{type(self).__name__} {self.name!r}"
+
+    @property
+    def _who(self) -> str:
+        return f"rank {self._strategy.parts.lockstep.session.comm.rank}: {self._label}"
+
+    def _place(self) -> tuple[Strategy, bool]:
+        """Return the strategy, and whether code here sees the sums of one replica only."""
+        strategy, mode = self._strategy, current()
+        if mode is not None and mode.strategy is strategy and mode.replica is not None:
+            return strategy, True
+        same_strategy(strategy, self._label)
+        strategy.parts.lockstep.check()
+        return strategy, strategy.parts.lockstep.comm.size == 1
+
+    def _update(self, **given: Any) -> None:
+        """Add what some examples come to, once."""
+        strategy, mode = self._strategy, current()
+        own = mode is not None and mode.strategy is strategy and mode.replica is not None
+        if own or self._place()[1]:
+            self._add(quiet().run(self._added, *self._arrays(given)))
+            return
+        lockstep = strategy.parts.lockstep
+        call = f"{self._label}.update_state"
+        names = [key for key, value in given.items() if value is not None]
+        each = strategy.parts.view.plain is not Plain.REFUSED
+        each = each or any(isinstance(value, PerReplica) for value in given.values())
+        with lockstep.preparing(call):
+            added = quiet().run(self._added, *(arrays := self._arrays(given)))
+        if not each:
+            values = [array for array in arrays if array is not None]
+            prove_same(lockstep, call, dict(zip(names, values, strict=True)), _ADVICE)
+        if each or lockstep.comm.rank == 0:
+            self._add(added)
+
+    def _add(self, added: tuple[Any, ...]) -> None:
+        for variable, value in zip(self._tree.values(), added, strict=True):
+            sums = variable.storage.array  # this rank's alone, as it is ON_READ
+            sums[...] = sums + value if sums.ndim else float(sums) + float(value)
+
+    def _arrays(self, given: Mapping[str, Any]) -> list[Array | None]:
+        found: list[Array | None] = []
+        for key, value in given.items():
+            if value is None or (type(value) is np.ndarray and value.dtype is _DOUBLE):
+                found.append(value)  # as losses most often are
+                continue
+            if type(value) is not np.ndarray:
+                if isinstance(value, DistributedValues | Reading):
+                    regroup = self._strategy.parts.regroup
+                    regroup.check(f"{self._label}.update_state", [value])
+                    value = plain(value)
+                if isinstance(value, list | tuple):
+                    value = np.asarray(value)
+            found.append(as_array(value, key))
+        return found
+
+    def _weights(self, given: Array, shape: tuple[int, ...]) -> Array:
+        """Return the weight of every element: given for all, or for some of the first axes."""
+        weights = real(given, "sample_weight")
+        if weights.shape != shape:
+            try:
+                more = (1,) * (len(shape) - weights.ndim)
+                weights = np.broadcast_to(weights.reshape(weights.shape + more), shape)
+            except ValueError:
+                raise StructureError(
+                    f"{self._who}: sample_weight of shape {given.shape} does "
+                    f"not fit values of shape {shape}. Give one number, or one for each example."
+                ) from None
+        if not 0 <= weights.min(initial=0) <= weights.max(initial=0) < np.inf:  # NaN is neither
+            where, what = first_bad(~((weights >= 0) & (weights < np.inf)), weights)
+            raise ValueError(
+                f"{self._who}: sample_weight{where} is {what}; wanted is a "
+                "finite number, 0 or more."
+            )
+        return weights
+
+    def _labels(self, y_true: Array, y_pred: Array) -> tuple[Array, Array]:
+        """Return labels and predicted labels, of one shape."""
+        if y_pred.ndim == y_true.ndim + 1 and y_pred.shape[:-1] == y_true.shape:
+            if y_pred.shape[-1] < 2:
+                raise StructureError(
+                    f"{self._who}: y_pred of shape {y_pred.shape} has scores of {y_pred.shape[-1]} "
+                    "class; wanted are those of two or more, or labels of the shape of y_true."
+                )
+            y_pred = real(y_pred, "y_pred").argmax(axis=-1)
+        elif y_pred.shape != y_true.shape:
+            raise StructureError(
+                f"{self._who}: y_true has shape {y_true.shape}, y_pred {y_pred.shape}; wanted are "
+                "labels of the same shape, or scores of all classes along one more axis."
+            )
+        for name, labels in (("y_true", y_true), ("y_pred", y_pred)):
+            if labels.dtype.kind not in "biu" and labels.size:
+                raise LeafTypeError(
+                    f"{self._who}: {name} has dtype {labels.dtype}, shape {labels.shape}; labels "
+                    "are integers (cast them with astype), scores have one more axis than y_true."
+                )
+        return y_true, y_pred
+
+
+def real(array: Array, name: str) -> Array:
+    """Return real numbers as float64."""
+    dtype = array.dtype
+    if dtype is _DOUBLE:
+        return array
+    if dtype.kind not in "biuf" and not is_bfloat16(dtype):
+        raise LeafTypeError(f"{name} has dtype {dtype}; wanted are real numbers.")
+    return array.astype(np.float64, copy=False)
+
+
+def first_bad(bad: Array, values: Array) -> tuple[str, Any]:
+    """Return in words where the first bad element is, and what it is."""
+    index = tuple(int(i) for i in np.unravel_index(int(np.argmax(bad)), bad.shape))
+    return f"[{', '.join(map(str, index))}]" if index else "", values[index].item()
