@@ -113,7 +113,10 @@ def test_a_program_goes_on_where_its_last_start_stopped(tmp_path):
         found = printed(PROGRAMS / "save_mpistrat.py", size, tmp_path)
         np.testing.assert_allclose(found, [epochs, w], rtol=1e-12)
     assert {path.name for path in tmp_path.iterdir()} == {"saved", "printed"}
-    assert {path.name for path in (tmp_path / "saved").glob("ckpt*")} == {"ckpt-2.npz", "ckpt-3.npz"}
+    assert {path.name for path in (tmp_path / "saved").glob("ckpt*")} == {
+        "ckpt-2.npz",
+        "ckpt-3.npz",
+    }
 
 
 @pytest.mark.mpi
