@@ -1,4 +1,4 @@
-"""What differs between the newest checkpoints of two directories."""
+"""What differs between two arrays, and between the newest checkpoints of two directories."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from mpistrat.arrays import Array, bits
 from mpistrat.checkpoint import files, format, sharded
 
-__all__ = ["differences", "newest"]
+__all__ = ["difference", "differences", "newest"]
 
 
 def newest(directory: Path) -> dict[str, Path]:
@@ -57,18 +57,25 @@ def differences(
             if any(fnmatch.fnmatchcase(key, pattern) for pattern in ignore):
                 continue
             compared += 1
-            text = _difference(wanted.get(key), found.get(key), tolerance)
+            text = difference(wanted.get(key), found.get(key), tolerance)
             if text:
                 lines.append(f"{name}: {key} {text}")
     return compared, sorted(lines)
 
 
-def _difference(wanted: Array | None, found: Array | None, tolerance: float) -> str:
+def difference(wanted: Array | None, found: Array | None, tolerance: float = 0.0) -> str:
+    """Return in words how an array differs from the one that is wanted, or an empty text.
+
+    Args:
+      wanted: The first, or None if there is none.
+      found: The other.
+      tolerance: As of `differences`.
+    """
     if wanted is None or found is None:
         return "is in one of the two only"
     entries = format.Entry.of(wanted), format.Entry.of(found)
     if entries[0] != entries[1]:
-        return f"is {entries[0]} in peace and {entries[1]} with interruptions"
+        return f"is {entries[0]} in the first and {entries[1]} in the second"
     unequal = (bits(wanted) != bits(found)).any(axis=1)
     if not unequal.any():
         return ""

@@ -13,7 +13,8 @@ import numpy as np
 
 from mpistrat.arrays import Array, is_bfloat16
 from mpistrat.checkpoint import files, format, sharded
-from mpistrat.checkpoint.format import Contents, Entry
+from mpistrat.checkpoint.differences import difference
+from mpistrat.checkpoint.format import Entry
 from mpistrat.errors import CheckpointError, DataError
 
 __all__ = ["diff_of", "export_of", "list_of", "show_of", "verify_of"]
@@ -115,27 +116,10 @@ def diff_of(given: str, other: str) -> Told:
     one, two = (sharded.read_all(_one(word)) for word in (given, other))
     lines = [f"- {name} {one.entries[name]}" for name in one.entries if name not in two.entries]
     lines += [f"+ {name} {two.entries[name]}" for name in two.entries if name not in one.entries]
-    for name in one.entries:
-        if name in two.entries and (text := _differ(one, two, name)):
+    for name in filter(two.entries.__contains__, one.entries):
+        if text := difference(one.arrays[name], two.arrays[name]):
             lines.append(f"! {name} {text}")
     return lines or ["no difference"], int(bool(lines))
-
-
-def _differ(one: Contents, two: Contents, name: str) -> str:
-    here, there = one.entries[name], two.entries[name]
-    if here != there:
-        return f"{here} {there}"
-    left, right = (format.stored(each.arrays[name]).reshape(-1) for each in (one, two))
-    if left.tobytes() == right.tobytes():
-        return ""
-    width = left.itemsize
-    bits = (np.ascontiguousarray(each).view(np.uint8).reshape(-1, width) for each in (left, right))
-    count = int(np.not_equal(*bits).any(axis=1).sum())
-    text = f"{here}: {count} of {left.size} elements differ"
-    if left.dtype.kind in "fc" and here.dtype != "bfloat16":
-        with np.errstate(all="ignore"):
-            text += f", by {np.nanmax(np.abs(left - right)):.3g} at most"
-    return text
 
 
 def export_of(given: str, out: str) -> Told:

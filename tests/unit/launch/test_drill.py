@@ -61,8 +61,8 @@ class TestCompare:
             ([1.0 + 2e-16, np.nan], 1e-12, []),
             ([1.0, 0.0], 1e-12, ["differs in 1 of 2 numbers, by up to inf"]),
             ([-0.0, np.nan], 0.5, ["by up to 1 of the largest"]),
-            ([1.0], 0.5, [r"is float64[2] in peace and float64[1] with"]),
-            ([1, 2], 0.5, ["is float64[2] in peace and int64[2] with"]),
+            ([1.0], 0.5, [r"is float64[2] in the first and float64[1] in"]),
+            ([1, 2], 0.5, ["is float64[2] in the first and int64[2] in"]),
         ],
     )
     def test_arrays(self, found, tolerance, told, tmp_path):
