@@ -7,6 +7,7 @@ at once.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
@@ -72,6 +73,15 @@ class Ear:
 
 
 _ears: list[Ear] = []  # one, or none
+_listened: set[int] = set()  # signals that have told any notice
+
+
+def _done() -> None:
+    """Ignore them while the process leaves: the program is done, and its code known."""
+    for number in _listened:
+        there = signal.getsignal(number)
+        if there == signal.SIG_DFL or isinstance(getattr(there, "__self__", None), Notice):
+            signal.signal(number, signal.SIG_IGN)
 
 
 def _forked() -> None:
@@ -182,6 +192,9 @@ class Notice:
             if isinstance(owner, Notice) and owner.over.is_set():
                 before = owner._before.get(number)  # of a handler that is gone
             self._before[number] = before
+        if not _listened:  # after the session's, so it is called before that
+            atexit.register(_done)
+        _listened.update(numbers)
         if not _ears:
             _ears.append(Ear())
         _ears[0].notices.append(self)
@@ -206,14 +219,20 @@ class Notice:
             os.kill(os.getpid(), number)
 
     def end(self) -> None:
-        """Wait no more; but a signal that comes while the process leaves is not to kill it."""
+        """Wait no more, and put back the handlers that were there.
+
+        A signal that comes later must not kill a job that has nothing more to save: where there was
+        no handler it is ignored from now on; SIGTERM, by which people end jobs, not before the
+        process leaves.
+        """
         if self.left:
             return
         self.over.set()
         if threading.current_thread() is threading.main_thread():
             for number, before in self._before.items():
                 if signal.getsignal(number) == self.heard and before is not None:
-                    signal.signal(number, before)
+                    late = before == signal.SIG_DFL and number != signal.SIGTERM
+                    signal.signal(number, signal.SIG_IGN if late else before)
         for ear in tuple(_ears):
             with contextlib.suppress(ValueError):
                 ear.notices.remove(self)

@@ -6,7 +6,6 @@ file of its own when the step is made.
 
 import os
 import platform
-import signal
 import sys
 import time
 from pathlib import Path
@@ -44,7 +43,5 @@ if strategy.extended.should_save_summary:
     print(f"begins at {handler.total_run_calls}", flush=True)
 for number in range(handler.total_run_calls, EXAMPLES // ranks):
     handler.run(strategy.run, step, args=(number,))
-for name in names:  # a notice that comes when all is done is none
-    signal.signal(signal.Signals[name], signal.SIG_IGN)
 if strategy.extended.should_save_summary:
     print(f"the sum is {int(total.numpy())}", flush=True)

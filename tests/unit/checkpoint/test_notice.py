@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -34,7 +35,8 @@ def heard():
     yield found
     found.left = False
     found.end()
-    assert signal.getsignal(signal.SIGUSR1) == kept
+    assert kept == signal.SIG_DFL  # which would kill a process that has nothing more to save
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
     assert not notice._ears
     assert signal.set_wakeup_fd(-1) == -1
 
@@ -76,14 +78,12 @@ def test_a_descriptor_that_was_there_gets_its_bytes_and_is_put_back():
     read, write = os.pipe()
     os.set_blocking(write, False)
     signal.set_wakeup_fd(write)
-    kept = signal.getsignal(signal.SIGUSR1)
     found = Notice()
     found.listen([signal.SIGUSR1], "a test")
     os.kill(os.getpid(), signal.SIGUSR1)
     assert os.read(read, 1) == bytes([signal.SIGUSR1])
     found.end()
     assert signal.set_wakeup_fd(-1) == write
-    assert signal.getsignal(signal.SIGUSR1) == kept
     os.close(read)
     os.close(write)
 
@@ -126,3 +126,31 @@ def test_two_signals_are_one_notice_and_one_line(heard, capfd):
         time.sleep(0.001)
     time.sleep(0.02)
     assert capfd.readouterr().err.count("got SIGUSR1") == 1
+
+
+LATE = """
+import atexit, os, signal, sys
+
+def last():  # what was registered before is called after: where ranks agree on their exit code
+    os.kill(os.getpid(), signal.SIGUSR1)
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("left", flush=True)
+
+atexit.register(last)
+from mpistrat.checkpoint.notice import Notice
+told = Notice()
+told.listen([signal.SIGUSR1, signal.SIGTERM], "a test")
+told.left = sys.argv[1] == "left"
+told.end()
+os.kill(os.getpid(), signal.SIGUSR1)
+assert not told.why or told.left
+assert told.left or signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+"""
+
+
+@pytest.mark.parametrize("how", ["done", "left"])
+def test_a_signal_after_the_last_step_does_not_kill(how):
+    found = subprocess.run(
+        [sys.executable, "-c", LATE, how], capture_output=True, text=True, timeout=50, check=False
+    )
+    assert (found.returncode, found.stdout) == (0, "left\n"), found.stderr
