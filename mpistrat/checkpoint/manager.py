@@ -178,7 +178,7 @@ class CheckpointManager:
         return path
 
     def take(self) -> None:
-        """Claim the directory for this job, if it has not yet; the first `save` does. Collective.
+        """Claim the directory for this job, if it has not yet. Collective; `save` and `resume` do it.
 
         Raises:
           FileExistsError: Another job saves there, which is seen within 30 s; on every rank.
@@ -280,6 +280,7 @@ class CheckpointManager:
           ValueError: `epochs` is less than 0.
           StructureError: The checkpoint does not hold the dataset; or as `restore_or_initialize`.
           CheckpointError: As `restore_or_initialize`, as OSError.
+          FileExistsError: Another job saves in the directory.
           DataError: At the first batch: each rank reads data of its own; or the checkpoint was
             saved amid an epoch of another dataset.
 

@@ -32,7 +32,6 @@ _SHOWN = 2000
 # checkpoints. Each rank notes what all are told, and a save asks all ranks of its strategy.
 _SEEN: dict[str, int] = {}
 _UNKNOWN = -1
-_NOTHING: BaseException | None = None
 
 
 def specs(mine: Mapping[str, Variable], values: bool = False) -> str:
@@ -106,7 +105,8 @@ def save(
     """
     call = f"Checkpoint.save({str(prefix)!r}, number {number}) of {specs(mine, True)}"
     known, large = _proved(lockstep, mine, call, prefix)
-    chosen, failure = b"", _NOTHING
+    chosen = b""
+    failure: BaseException | None = None
     if lockstep.comm.rank == 0:
         try:
             claim.check(prefix.parent)
