@@ -178,7 +178,7 @@ class CheckpointManager:
         return path
 
     def take(self) -> None:
-        """Claim the directory for this job, if it has not yet. Collective; `save` and `resume` do it.
+        """Claim the directory for this job, if it has not yet. Collective.
 
         Raises:
           FileExistsError: Another job saves there, which is seen within 30 s; on every rank.

@@ -27,7 +27,7 @@ import mpistrat as ms
 import mpistrat.torch as mt
 from mpistrat.examples import text
 from mpistrat.examples.progress import ProgressBar
-from mpistrat.examples.settings import begun, parsed
+from mpistrat.examples.settings import begun, leaving, parsed
 
 __all__ = ["TransformerResult", "TransformerSettings", "main", "train"]
 
@@ -166,6 +166,7 @@ class _Training:
             optimizer=self.optimizer,
             history=self.history,
             data=data,
+            step=0,
         )
         self.manager = ms.CheckpointManager(
             saved, directory, max_to_keep=3, every=f"{settings.every} steps"
@@ -190,6 +191,7 @@ class _Training:
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
+        self.manager.checkpoint.step = self.done
         return loss.item(), len(batch)
 
     def judge(self, batches: Any) -> float:
@@ -230,21 +232,24 @@ def _train(
     losses: list[float] = []
     found: list[tuple[float, int]] = []
     seconds, rate, begin = 0.0, 0.0, time.perf_counter()
-    for batch in run.manager.resume(batches):
-        if run.done >= settings.steps:  # asked before the batch is used, which does not count then
-            break
-        found.append(run.learn(batch))
-        progress.step()
-        if run.done % settings.every and run.done < settings.steps:
-            continue
-        seconds += time.perf_counter() - begin
-        new, found = run.mean(found), []
-        losses += new
-        run.history.append(run.done, training=np.mean(new), held_out=run.judge(held_out))
-        rate = len(losses) * settings.batch * settings.length / seconds
-        progress.say(text.line(run.history.table()[-1], settings.steps, rate))
-        begin = time.perf_counter()
-    if losses and run.done % settings.every:
+    with leaving(run.manager):
+        for batch in run.manager.resume(batches):
+            if (
+                run.done >= settings.steps
+            ):  # asked before the batch is used, which does not count then
+                break
+            found.append(run.learn(batch))
+            progress.step()
+            if run.done % settings.every and run.done < settings.steps:
+                continue
+            seconds += time.perf_counter() - begin
+            new, found = run.mean(found), []
+            losses += new
+            run.history.append(run.done, training=np.mean(new), held_out=run.judge(held_out))
+            rate = len(losses) * settings.batch * settings.length / seconds
+            progress.say(text.line(run.history.table()[-1], settings.steps, rate))
+            begin = time.perf_counter()
+    if losses and (run.goes_on or run.done % settings.every):  # else the last state is saved
         run.manager.save()
     return TransformerResult(run.history, losses, rate), run.model
 

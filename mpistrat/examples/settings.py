@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import mpistrat as ms
 
-__all__ = ["begun", "count", "left", "parsed"]
+__all__ = ["begun", "count", "leaving", "left", "parsed"]
 
 
 def count(text: str) -> int:
@@ -67,6 +69,15 @@ def begun(manager: ms.CheckpointManager, given: Mapping[str, Any]) -> str | None
     return path
 
 
+def leaving(manager: ms.CheckpointManager) -> AbstractContextManager[Any]:
+    """Return a context manager in which a job that is about to be ended saves and leaves with 42.
+
+    Collective: all ranks call it. Ranks that are threads of one process get no signals.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    return ms.preemption(manager, signals=("SIGUSR1", "SIGTERM") if main else ())
+
+
 def left(
     state: Any,
     batches: Any,
@@ -74,7 +85,9 @@ def left(
     same: Sequence[str],
     say: Callable[[str], None],
 ) -> Iterator[Any]:
-    """Return the batches that are to come: of all epochs, or after the newest checkpoint.
+    """Yield the batches that are to come: of all epochs, or after the newest checkpoint.
+
+    With checkpoints, a job that is about to be ended saves and leaves with code 42.
 
     Collective: all ranks call it.
 
@@ -86,8 +99,10 @@ def left(
       say: Called with what is to be told, on all ranks.
     """
     if not settings.checkpoint:
-        return itertools.chain.from_iterable(itertools.repeat(batches, settings.epochs))
+        yield from itertools.chain.from_iterable(itertools.repeat(batches, settings.epochs))
+        return
     manager = ms.CheckpointManager(state, settings.checkpoint, max_to_keep=2)
     if path := begun(manager, {name: getattr(settings, name) for name in same}):
         say(f"goes on after step {state.step}, as saved in {path}")
-    return manager.resume(batches, settings.epochs)
+    with leaving(manager):
+        yield from manager.resume(batches, settings.epochs)

@@ -25,7 +25,7 @@ import numpy as np
 import mpistrat as ms
 from mpistrat.examples import text_model
 from mpistrat.examples.progress import ProgressBar
-from mpistrat.examples.settings import begun, count, parsed
+from mpistrat.examples.settings import begun, count, leaving, parsed
 
 __all__ = [
     "HELD_OUT",
@@ -191,6 +191,7 @@ class Trainer:
                 name: ms.Variable(value, name=name)
                 for name, value in text_model.initial(SYMBOLS, *chosen).items()
             }
+            self.best = {name: ms.Variable(value) for name, value in self.model.items()}
             self.history = ms.History()
             self.loss = ms.metrics.Mean(name="loss")
         warm = max(settings.steps // 10, 1)
@@ -206,11 +207,9 @@ class Trainer:
         self.optimizer.build(self.model.values())
         self.gradients = strategy.gradient_buffers(self.model)
         state = {"model": self.model, "optimizer": self.optimizer, "loss": self.loss}
-        saved = ms.Checkpoint(**state, history=self.history, data=pieces)
-        # The best one is among these: training stops before it would have to go.
+        saved = ms.Checkpoint(**state, best=self.best, history=self.history, data=pieces, step=0)
         every = f"{settings.every * settings.accumulate} steps"
-        keep = settings.patience + 1
-        self.manager = ms.CheckpointManager(saved, directory, max_to_keep=keep, every=every)
+        self.manager = ms.CheckpointManager(saved, directory, max_to_keep=2, every=every)
         self.goes_on = begun(self.manager, {name: getattr(settings, name) for name in SAME})
 
     @property
@@ -228,6 +227,7 @@ class Trainer:
         """Train on a global batch; tell whether it is time to evaluate."""
         before = self.done
         self.strategy.run(self._step, args=(batch,))
+        self.manager.checkpoint.step = self.done
         whole = self.done % self.settings.every == 0 or self.done == self.settings.steps
         return whole and self.done > before
 
@@ -237,22 +237,25 @@ class Trainer:
         self.loss.reset_state()
         return mean
 
+    @property
+    def average(self) -> dict[str, Any]:
+        """The moving averages of the weights."""
+        return {name: self.optimizer.average(value) for name, value in self.model.items()}
+
     def judge(self, batches: Iterable[Any]) -> float:
         """Return the mean loss of the averaged weights."""
-        average = {name: self.optimizer.average(value) for name, value in self.model.items()}
+        average = self.average
         for batch in batches:
             self.strategy.run(self._score, args=(average, batch))
         return self.mean()
 
-    def best(self) -> dict[str, Any]:
-        """Return the averaged weights that had the lowest loss; later ones are dropped."""
-        updates, losses = self.history["held_out"]
-        wanted, curves = updates[np.argmin(losses)], self.history.checkpoint_state()
-        older = reversed(self.manager.checkpoints)
-        while self.done != wanted:
-            self.manager.checkpoint.restore(next(older))
-        self.history.restore_state(curves)
-        return {name: self.optimizer.average(v).numpy() for name, v in self.model.items()}
+    def evaluate(self, batches: Iterable[Any]) -> None:
+        """Note the mean losses in training and of the averaged weights; remember the best ones."""
+        self.history.append(self.done, training=self.mean(), held_out=self.judge(batches))
+        losses = self.history["held_out"][1]
+        if np.argmin(losses) == len(losses) - 1:
+            for name, value in self.average.items():
+                self.best[name].assign(value)
 
     def _step(self, batch: Any) -> None:
         """Learn from this replica's part of a batch, which may be empty; replica code."""
@@ -289,22 +292,23 @@ def train(
     if trainer.goes_on:
         progress.say(f"goes on after update {trainer.done}, as saved in {directory}")
     begin, calls = time.perf_counter(), 0
-    for batch in trainer.manager.resume(batches):
-        if trainer.over:  # asked before the batch is used, which does not count then
-            break
-        calls += 1
-        evaluate = trainer.learn(batch)
-        progress.step()
-        if evaluate:
-            seconds = time.perf_counter() - begin
-            rates.append(calls * settings.batch * settings.length / seconds)
-            losses = {"training": trainer.mean(), "held_out": trainer.judge(tests)}
-            trainer.history.append(trainer.done, **losses)
-            progress.say(line(trainer.history.table()[-1], settings.steps, rates[-1]))
-            begin, calls = time.perf_counter(), 0
-    if rates and trainer.done % settings.every:
+    with leaving(trainer.manager):
+        for batch in trainer.manager.resume(batches):
+            if trainer.over:  # asked before the batch is used, which does not count then
+                break
+            calls += 1
+            evaluate = trainer.learn(batch)
+            progress.step()
+            if evaluate:
+                seconds = time.perf_counter() - begin
+                rates.append(calls * settings.batch * settings.length / seconds)
+                trainer.evaluate(tests)
+                progress.say(line(trainer.history.table()[-1], settings.steps, rates[-1]))
+                begin, calls = time.perf_counter(), 0
+    if rates and (trainer.goes_on or trainer.done % settings.every):  # else the last state is saved
         trainer.manager.save()
-    return TextResult(trainer.best(), trainer.history, statistics.median(rates or [0.0]))
+    best = {name: value.numpy() for name, value in trainer.best.items()}
+    return TextResult(best, trainer.history, statistics.median(rates or [0.0]))
 
 
 def line(row: Any, steps: int, rate: float) -> str:
