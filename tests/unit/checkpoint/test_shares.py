@@ -583,3 +583,52 @@ def test_whatever_a_manifest_says_is_read_or_refused(count, three, tmp_path):
         with contextlib.suppress(ms.CheckpointError, ms.DataError):
             sharded.parsed(tmp_path, data)
         assert time.process_time() - begin < 1
+
+
+def trained(comm, directory, end=None):
+    """Train in the background of its saves, and return all that is then known."""
+    strategy = ms.MirroredStrategy()
+    rows, rng = ms.Dataset(np.arange(12)).shuffle(seed=1).batch(4), np.random.default_rng(3)
+    with strategy.scope():
+        w, history = ms.Variable(np.zeros(300)), ms.History()
+    checkpoint = ms.Checkpoint(w=w, data=rows, rng=rng, history=history, step=0)
+    manager = ms.CheckpointManager(checkpoint, directory, 2, every="2 steps", background=True)
+    for batch in manager.resume(strategy.experimental_distribute_dataset(rows), epochs=3):
+        drawn = rng.random()
+        total = strategy.reduce("SUM", strategy.run(np.sum, args=(batch,)), axis=None)
+        w.assign_add(np.full(300, drawn * total))
+        checkpoint.step += 1
+        history.append(checkpoint.step, drawn=drawn)
+        if checkpoint.step == end:
+            break
+    path = manager.wait()
+    return path, checkpoint.step, rng.random(), w.numpy().tobytes(), history.table().tobytes()
+
+
+def test_resuming_from_directories_that_were_written_in_the_background(tmp_path):
+    wanted = run_ranks(lambda comm: trained(comm, tmp_path / "peace"), 1)[0][1:]
+    for one, two in ((1, 2), (2, 3), (3, 1)):
+        directory = tmp_path / f"{one}-{two}"
+        path = run_ranks(lambda comm, to=directory: trained(comm, to, end=5), one)[0][0]
+        assert path.endswith("ckpt-2.arrays")
+        for found in run_ranks(lambda comm, to=directory: trained(comm, to), two):
+            assert found[1:] == wanted
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_boundary_of_small_and_large(size, tmp_path):
+    def program(comm):
+        found = []
+        for extra in (-1, 0, 1):
+            with ms.MirroredStrategy().scope():
+                v = ms.Variable(np.arange(sharded.LEAST + extra).astype(np.uint8))
+                checkpoint = ms.Checkpoint(v=v)
+                checkpoint.save(tmp_path / "ckpt")
+                wanted = v.numpy().copy()
+                v.assign(np.zeros_like(wanted))
+                checkpoint.restore(ms.latest_checkpoint(tmp_path))
+                np.testing.assert_array_equal(v.numpy(), wanted)
+            found.append(Path(ms.latest_checkpoint(tmp_path)).suffix)
+        return found
+
+    assert run_ranks(program, size) == [[".npz", ".arrays", ".arrays"]] * size
