@@ -1,4 +1,4 @@
-"""Functions of `os` that a test exchanges, where Python 3.10's paths have references of their own."""
+"""Functions of `os` that a test exchanges, where paths of Python 3.10 hold some themselves."""
 
 from __future__ import annotations
 
