@@ -38,5 +38,5 @@ def doors(session: nox.Session, versions: str) -> None:
     doors = [one.replace(">=", "==") for one in DOORS] if versions == "lowest" else DOORS
     session.install("-e", ".[test,mpich]", "ml_dtypes", "optax", *doors)
     places = ["tests/doors", "mpistrat/torch", "mpistrat/jax"]
-    speed = "not mpi and not nightly"
+    speed = "not mpi and not nightly and not cluster"
     session.run("python", "-m", "pytest", "-n", "2", "-m", speed, *places, *session.posargs)

@@ -205,7 +205,7 @@ def expected(strategy: mpistrat.Strategy, nbytes: int, in_place: int = 0) -> str
 
     `in_place` is the number of leaves in buffers.
     """
-    lockstep, arena = strategy.parts.lockstep, strategy.parts.reducer.node.arena
+    lockstep, arena = strategy.replicas.lockstep, strategy.replicas.reducer.node.arena
     if in_place and lockstep.comm.size > 1 and worth_a_place(nbytes, in_place):
         return "direct" if nbytes <= arena.direct else "in place"
     if lockstep.fits(nbytes):

@@ -125,7 +125,7 @@ def with_gloo(comm: MPI.Intracomm, mine: np.ndarray) -> Any:
 
 def expected(strategy: mpistrat.Strategy, counts: list[int]) -> str:
     """Return the path that a gather is said to take: in the proof, if what all ranks give fits."""
-    fits = strategy.parts.lockstep.fits
+    fits = strategy.replicas.lockstep.fits
     return "small" if all(fits(8 + count * WIDE * 4) for count in counts) else "native"
 
 

@@ -31,7 +31,7 @@ import mpistrat
 from mpistrat.collectives.calls import Calls
 from mpistrat.collectives.reducer import Reducer
 from mpistrat.comm.mpi import MPIComm
-from mpistrat.distribute.parts import Parts
+from mpistrat.distribute.replica_group import ReplicaGroup
 from mpistrat.distribute.strategy import Strategy
 from mpistrat.lockstep.lockstep import Lockstep
 from mpistrat.lockstep.startup import preflight
@@ -83,9 +83,9 @@ class BarePlan:
 
 def bare_strategy(comm: MPI.Intracomm) -> Strategy:
     """Return a strategy that proves nothing once its replicas have begun to run."""
-    own = mpistrat.MirroredStrategy(comm=comm).parts
+    own = mpistrat.MirroredStrategy(comm=comm).replicas
     reducer = Reducer(Bare(own.lockstep, MPIComm(comm)))  # type: ignore[arg-type]  # stands in for it
-    return Strategy(Parts(own.view, own.lockstep, Calls(reducer), reducer, own.regroup))
+    return Strategy(ReplicaGroup(own.view, own.lockstep, Calls(reducer), reducer, own.regroup))
 
 
 def watchful_strategy(comm: MPI.Intracomm) -> Strategy:
@@ -107,7 +107,7 @@ def contestants(comm: MPI.Intracomm, bare: Strategy) -> dict[str, Any]:
     def unproved(value: Any) -> Callable[[], Any]:
         key = ("SUM", value.dtype, value.shape) if value.ndim else ("SUM", type(value))
         if value.nbytes <= 200:
-            bare.parts.calls._lone[key] = BarePlan(inner, value)
+            bare.replicas.calls._lone[key] = BarePlan(inner, value)
         return ours(value)
 
     def raw(value: Any) -> Callable[[], Any]:
@@ -161,7 +161,7 @@ def preflight_ms(comm: MPI.Intracomm, strategy: Strategy) -> float:
     for _ in range(20):
         comm.Barrier()
         begin = time.perf_counter()
-        preflight(strategy.parts.lockstep)
+        preflight(strategy.replicas.lockstep)
         times.append(time.perf_counter() - begin)
     return 1e3 * median(comm, times)
 

@@ -350,7 +350,7 @@ def _looked(checkpoint: Checkpoint) -> tuple[Any, Exception | None, tree.Found]:
 
 def refuse_alone(strategy: Any, name: str) -> None:
     """Raise StrategyError if each rank of a job would take itself for replica 0."""
-    if strategy.parts.view is ALONE and size_of_job() > 1:
+    if strategy.replicas.view is ALONE and size_of_job() > 1:
         raise StrategyError(
             f"{name}: the variables belong to {strategy!r}, which knows one of {size_of_job()} "
             "ranks, so every rank would write its own to one place. Create them in the scope of "
@@ -378,5 +378,5 @@ def _cross(
         failure = error
     with cross_replica(strategy, name, "it after run()"):
         if failure is not None:
-            strategy.parts.lockstep.refuse(name, failure)
-        yield strategy.parts.lockstep, *found
+            strategy.replicas.lockstep.refuse(name, failure)
+        yield strategy.replicas.lockstep, *found

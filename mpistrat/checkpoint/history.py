@@ -193,7 +193,7 @@ class History:
 
     def _first(self, name: str, path: _Path, fn: Callable[[], None]) -> None:
         """Let replica 0 do it; what it raises is raised on every rank."""
-        call, lockstep = f"History.{name}({os.fspath(path)!r})", self._strategy.parts.lockstep
+        call, lockstep = f"History.{name}({os.fspath(path)!r})", self._strategy.replicas.lockstep
         refuse_alone(self._strategy, call)
         failure = None
         if lockstep.comm.rank == 0:

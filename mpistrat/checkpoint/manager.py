@@ -90,7 +90,7 @@ class CheckpointManager:
             )
         self._checkpoint = checkpoint
         strategy, failing = owner_of(checkpoint)
-        self._lockstep = lockstep = strategy.parts.lockstep
+        self._lockstep = lockstep = strategy.replicas.lockstep
         if failing is not None:
             lockstep.refuse("CheckpointManager", failing)
         with lockstep.preparing("CheckpointManager"):
@@ -322,7 +322,7 @@ class CheckpointManager:
                     f"or replaced by a copy of {right.name}. Give each file of {self.directory} the"
                     " name of what it holds; Checkpoint.restore(path) takes any name."
                 )
-            if bad and self._checkpoint.strategy.parts.lockstep.comm.rank == 0:
+            if bad and self._checkpoint.strategy.replicas.lockstep.comm.rank == 0:
                 # No warning, which could be an exception, and on one rank.
                 with contextlib.suppress(OSError, ValueError):
                     text = f"{path} was restored, because newer ones cannot be read: "

@@ -148,7 +148,7 @@ class Preemption:
         self._manager, self.grace, self._numbers = manager, grace, numbers
         self._stop_file, self._ends, self._test = stop_file, ends, test
         self._strategy = owner_of(manager.checkpoint)[0]
-        self._lockstep = self._strategy.parts.lockstep
+        self._lockstep = self._strategy.replicas.lockstep
         self._notice = Notice(self._lockstep.ranks[self._lockstep.comm.rank], grace)
         self._time: TimeLeft | None = None
 
@@ -321,7 +321,7 @@ def preemption(
       ...         leaving.step(step + 1, 3)
     """
     check_kind("manager", manager, CheckpointManager)
-    lockstep = owner_of(manager.checkpoint)[0].parts.lockstep
+    lockstep = owner_of(manager.checkpoint)[0].replicas.lockstep
     with lockstep.preparing("preemption"):
         numbers = numbers_of(tuple(signals), "preemption")
         if isinstance(grace, bool) or not isinstance(grace, int | float):

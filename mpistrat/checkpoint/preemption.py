@@ -159,7 +159,7 @@ class PreemptionCheckpointHandler:
         if not isinstance(held, Checkpoint):
             held = Checkpoint()  # for the strategy that rules here
         strategy, failure = owner_of(held)
-        lockstep: Lockstep = strategy.parts.lockstep
+        lockstep: Lockstep = strategy.replicas.lockstep
         with lockstep.preparing("PreemptionCheckpointHandler"):
             if failure is not None:
                 raise failure

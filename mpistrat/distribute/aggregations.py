@@ -96,7 +96,7 @@ def write(variable: DistributedVariable, kind: str, value: Any, take: Take) -> N
     strategy, mode = variable.strategy, current()
     if mode is not None and mode.strategy is not strategy:
         same_strategy(strategy, variable.label)
-    lockstep = strategy.parts.lockstep
+    lockstep = strategy.replicas.lockstep
     replica = updating = False
     if mode is None:
         lockstep.check()
@@ -140,7 +140,7 @@ def _agree(
     advice: str,
 ) -> None:
     """Show that all ranks write the same, or raise on all of them."""
-    lockstep = variable.strategy.parts.lockstep
+    lockstep = variable.strategy.replicas.lockstep
     proved = value.proved_by(lockstep.session) if isinstance(value, Mirrored) else ""
     if proved:
         lockstep.prove(f"{call} of what call {proved} gave")
@@ -151,24 +151,24 @@ def _agree(
 
 
 def _reduced(variable: DistributedVariable, kind: str, values: Array, rows: Array | None) -> Pair:
-    parts, op = variable.strategy.parts, OPS[variable.aggregation]
+    group, op = variable.strategy.replicas, OPS[variable.aggregation]
     call = f"{kind}({variable.spec()})"
     if rows is None:
-        return sparse.reduced(parts, call, op, values), None
+        return sparse.reduced(group, call, op, values), None
     part = sparse.contribution(op, IndexedSlices(values, rows, variable.shape))
-    (total,) = sparse.all_reduce(parts, call, op, [part])
+    (total,) = sparse.all_reduce(group, call, op, [part])
     return total.values, total.indices
 
 
 def _first(variable: DistributedVariable, kind: str, values: Array, rows: Array | None) -> Pair:
-    parts = variable.strategy.parts
+    group = variable.strategy.replicas
     call = f"{kind}({variable.spec()})"
     if rows is None:
-        return first_of(parts.lockstep, call, values), None
-    if parts.lockstep.comm.rank:
+        return first_of(group.lockstep, call, values), None
+    if group.lockstep.comm.rank:
         values, rows = values[:0], rows[:0]
     call = f"{call} of replica 0"
-    got = parts.reducer.all_gather(call, (0, 0), (values, rows), ("values", "indices"))
+    got = group.reducer.all_gather(call, (0, 0), (values, rows), ("values", "indices"))
     return got[0], got[1]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mpistrat.distribute.parts import Parts
+from mpistrat.distribute.replica_group import ReplicaGroup
 
 __all__ = ["StrategyBase"]
 
@@ -14,12 +14,12 @@ class StrategyBase:
     """A strategy, as functions of this room take one; `Strategy` says what its methods do.
 
     Attributes:
-      parts: What it is made of.
+      replicas: What it is made of.
       device_labels: The labels of the replicas' devices.
       is_default: Whether it is the one that rules where no other does.
     """
 
-    parts: Parts
+    replicas: ReplicaGroup
     device_labels: tuple[str, ...]
     is_default = False
 

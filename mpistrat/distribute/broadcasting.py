@@ -20,16 +20,16 @@ __all__ = ["broadcast", "broadcast_as_chosen"]
 
 def broadcast(strategy: StrategyBase, tensor: Any, destinations: Any) -> Any:
     """Give replica 0's value to every replica by MPI; see `StrategyExtended.broadcast_to`."""
-    parts = strategy.parts
+    group = strategy.replicas
     array = _checked(strategy, tensor, destinations)
-    if not parts.view.mirrors:
+    if not group.view.mirrors:
         return tensor
     if _is_python_number(tensor):
         kind, data = encode(tensor, whole=True)
         call = f"broadcast_to({type(tensor).__name__})"
-        return decode(kind, parts.lockstep.share(call, data)[0])
-    parts.lockstep.prove(f"broadcast_to({spec_text(array)}){place(destinations)}")
-    parts.lockstep.comm.bcast(array, 0)
+        return decode(kind, group.lockstep.share(call, data)[0])
+    group.lockstep.prove(f"broadcast_to({spec_text(array)}){place(destinations)}")
+    group.lockstep.comm.bcast(array, 0)
     return array if isinstance(destinations, str) else mirrored(strategy, array)
 
 
@@ -38,11 +38,11 @@ def broadcast_as_chosen(strategy: StrategyBase, tensor: Any, destinations: Any) 
 
     Collective. Cost: then two proofs, and what the class does.
     """
-    delegate = strategy.parts.delegate
-    if delegate is None or not strategy.parts.view.mirrors:
+    delegate = strategy.replicas.delegate
+    if delegate is None or not strategy.replicas.view.mirrors:
         return broadcast(strategy, tensor, destinations)
     ops = delegate.ops
-    lockstep = strategy.parts.lockstep
+    lockstep = strategy.replicas.lockstep
     array = _checked(strategy, tensor, destinations)
     by = f"{type(ops).__module__}.{type(ops).__qualname__}"
     call = f"broadcast_to({spec_text(array)}){place(destinations)} by {by}"
@@ -62,7 +62,7 @@ def _is_python_number(tensor: Any) -> bool:
 
 
 def _checked(strategy: StrategyBase, tensor: Any, destinations: Any) -> Array:
-    with strategy.parts.lockstep.preparing("broadcast_to"):
+    with strategy.replicas.lockstep.preparing("broadcast_to"):
         check_destinations(strategy, "broadcast_to", destinations)
         return np.array(as_array(select(tensor)), order="C")
 

@@ -12,7 +12,7 @@ from mpistrat import nest
 from mpistrat.arena.layout import LINE
 from mpistrat.arrays import Array, dtype_name, is_bfloat16, kind_of, label
 from mpistrat.distribute.naming import named
-from mpistrat.distribute.parts import Parts
+from mpistrat.distribute.replica_group import ReplicaGroup
 from mpistrat.errors import LeafTypeError
 
 __all__ = ["make_buffers"]
@@ -20,18 +20,18 @@ __all__ = ["make_buffers"]
 Spec = tuple[np.dtype[Any], tuple[int, ...]]
 
 
-def make_buffers(parts: Parts, name: str, specs: Any) -> Any:
+def make_buffers(group: ReplicaGroup, name: str, specs: Any) -> Any:
     """Return a tree of zeroed arrays; see `Strategy.buffers`. Collective."""
-    with parts.lockstep.preparing(name):
+    with group.lockstep.preparing(name):
         leaves, structure = nest.flatten(specs)
         paths = named(leaves, structure)
         wanted = tuple(_spec(leaf, path) for leaf, path in zip(leaves, paths, strict=True))
         shapes = ", ".join(f"{dtype_name(dtype)}{list(shape)}" for dtype, shape in wanted)
-    parts.lockstep.prove(f"{name}({nest.describe(structure)} of {shapes})")
-    arrays = parts.reducer.node.buffers(wanted)
+    group.lockstep.prove(f"{name}({nest.describe(structure)} of {shapes})")
+    arrays = group.reducer.node.buffers(wanted)
     if arrays is None:
-        if parts.lockstep.comm.size > 1:
-            parts.reducer.node.warn(name)
+        if group.lockstep.comm.size > 1:
+            group.reducer.node.warn(name)
         arrays = [_aligned(dtype, shape) for dtype, shape in wanted]
     kinds = map(kind_of, leaves)
     made = [

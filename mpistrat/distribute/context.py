@@ -13,10 +13,10 @@ from mpistrat.distribute.default import current_strategy, default_strategy
 from mpistrat.distribute.gather import gather
 from mpistrat.distribute.handles import Handle, all_reduce_start
 from mpistrat.distribute.mode import Replica, current, refuse_unchosen, settle
-from mpistrat.distribute.parts import Parts
 from mpistrat.distribute.reduce import in_replica
 from mpistrat.distribute.regroup import select
 from mpistrat.distribute.replica_code import body, merged
+from mpistrat.distribute.replica_group import ReplicaGroup
 from mpistrat.distribute.strategy import Strategy
 from mpistrat.errors import ContextError
 from mpistrat.kernels.ops import ReduceOp
@@ -70,7 +70,7 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
       False
     """
     default = default_strategy()
-    if strategy is not None and not hasattr(strategy, "parts"):
+    if strategy is not None and not hasattr(strategy, "replicas"):
         raise TypeError(f"experimental_set_strategy: wanted a strategy or None, got {strategy!r}.")
     settle(None if strategy is default else strategy)
 
@@ -187,7 +187,7 @@ class ReplicaContext:
     @property
     def devices(self) -> tuple[str, ...]:
         """The label of this replica's device, as a tuple of one."""
-        mine = self._strategy.parts.lockstep.comm.rank if self._id is None else self._id
+        mine = self._strategy.replicas.lockstep.comm.rank if self._id is None else self._id
         return (self._strategy.device_labels[mine],)
 
     def __repr__(self) -> str:
@@ -198,7 +198,7 @@ class ReplicaContext:
         mode = current()
         here = None if mode is None else mode.replica
         if here is not None and here.context is self:
-            self._strategy.parts.lockstep.state.interrupted.check()
+            self._strategy.replicas.lockstep.state.interrupted.check()
             return
         if mode is None and self._strategy is default_strategy():
             refuse_unchosen(what)
@@ -214,10 +214,10 @@ class ReplicaContext:
             "it on get_replica_context(), in the function that Strategy.run calls, in its thread."
         )
 
-    def _parts(self, name: str, options: CommunicationOptions | None) -> Parts:
-        parts = self._strategy.parts
-        with parts.lockstep.preparing(name):
-            return parts.by(options)
+    def _group(self, name: str, options: CommunicationOptions | None) -> ReplicaGroup:
+        group = self._strategy.replicas
+        with group.lockstep.preparing(name):
+            return group.by(options)
 
     def all_reduce(
         self,
@@ -268,8 +268,8 @@ class ReplicaContext:
         As: ``tf.distribute.ReplicaContext.all_reduce``.
         """
         self._enter("all_reduce")
-        parts = self._strategy.parts if options is None else self._parts("all_reduce", options)
-        return in_replica(parts, reduce_op, value, weight, out)
+        group = self._strategy.replicas if options is None else self._group("all_reduce", options)
+        return in_replica(group, reduce_op, value, weight, out)
 
     def all_reduce_start(
         self,
@@ -328,8 +328,8 @@ class ReplicaContext:
         """
         self._enter("all_reduce_start")
         name = "all_reduce_start"
-        parts = self._strategy.parts if options is None else self._parts(name, options)
-        return all_reduce_start(parts, reduce_op, value, weight, out)
+        group = self._strategy.replicas if options is None else self._group(name, options)
+        return all_reduce_start(group, reduce_op, value, weight, out)
 
     def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
         """Concatenate the values of all replicas along `axis`, and return the result on each.
@@ -360,8 +360,8 @@ class ReplicaContext:
         that are empty on every replica.
         """
         self._enter("all_gather")
-        parts = self._parts("all_gather", options)
-        return gather(parts, "all_gather", select(value), axis)
+        group = self._group("all_gather", options)
+        return gather(group, "all_gather", select(value), axis)
 
     def merge_call(
         self,

@@ -100,7 +100,7 @@ class CrossDeviceOps(Ops):
         name = "CrossDeviceOps.reduce"
         with _preparing(name) as strategy:
             check_destinations(strategy, name, destinations)
-            strategy.parts.regroup.check(name, nest.flatten(per_replica_value)[0])
+            strategy.replicas.regroup.check(name, nest.flatten(per_replica_value)[0])
             options = _options(options)
             ReduceOp.parse(reduce_op)
         return self.reduce_implementation(reduce_op, per_replica_value, destinations, options)
@@ -128,7 +128,7 @@ class CrossDeviceOps(Ops):
         name = "CrossDeviceOps.batch_reduce"
         with _preparing(name) as strategy:
             pairs = checked_pairs(strategy, name, value_destination_pairs)
-            strategy.parts.regroup.check(name, nest.flatten([value for value, _ in pairs])[0])
+            strategy.replicas.regroup.check(name, nest.flatten([value for value, _ in pairs])[0])
             options = _options(options)
             ReduceOp.parse(reduce_op)
         return list(self.batch_reduce_implementation(reduce_op, pairs, options))
@@ -149,7 +149,7 @@ class CrossDeviceOps(Ops):
         name = "CrossDeviceOps.broadcast"
         with _preparing(name) as strategy:
             check_destinations(strategy, name, destinations)
-            strategy.parts.regroup.check(name, [tensor])
+            strategy.replicas.regroup.check(name, [tensor])
         return self.broadcast_implementation(tensor, destinations)
 
     def reduce_implementation(
@@ -257,10 +257,10 @@ class _Routing(CrossDeviceOps):
         """
         strategy = current_strategy()
         name = type(self).__name__
-        with strategy.parts.lockstep.preparing(name):
-            parts = strategy.parts.by(options, self, strategy.device_labels)
+        with strategy.replicas.lockstep.preparing(name):
+            group = strategy.replicas.by(options, self, strategy.device_labels)
         values = [value for value, _ in value_destination_pairs]
-        folded = reduce_over_replicas(parts, name, reduce_op, values, parts.view.mirrors)
+        folded = reduce_over_replicas(group, name, reduce_op, values, group.view.mirrors)
         return [
             select(one) if isinstance(destinations, str) else one
             for one, (_, destinations) in zip(folded, value_destination_pairs, strict=True)
@@ -390,7 +390,7 @@ class NcclAllReduce(_Routing):
 def _preparing(name: str) -> Iterator[Strategy]:
     """Give the strategy that rules here, and raise on every rank what the body raises on one."""
     strategy = current_strategy()
-    with strategy.parts.lockstep.preparing(name):
+    with strategy.replicas.lockstep.preparing(name):
         yield strategy
     refuse_unchosen(name)
 

@@ -61,11 +61,11 @@ def check_destinations(strategy: StrategyBase, name: str, destinations: Any) -> 
       StrategyError: It is the variable or value of another strategy.
     """
     if isinstance(destinations, DistributedValues | DistributedVariable):
-        strategy.parts.regroup.check(name, [destinations])
+        strategy.replicas.regroup.check(name, [destinations])
         return
     # Where values are not wrapped, each is a plain one, and where it is, is a destination too.
     value = isinstance(destinations, np.ndarray | IndexedSlices) or is_scalar(destinations)
-    if value and not strategy.parts.view.wraps:
+    if value and not strategy.replicas.view.wraps:
         return
     if not isinstance(destinations, str) or not destinations:
         raise StructureError(

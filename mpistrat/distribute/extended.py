@@ -52,9 +52,9 @@ class StrategyExtended(Generic[S_co]):
         if self.strategy.is_default:
             raise ContextError("the default strategy has no worker_devices; make a strategy.")
         labels = self.strategy.device_labels
-        if self.strategy.parts.view is not LOCAL:
+        if self.strategy.replicas.view is not LOCAL:
             return labels
-        rank = self.strategy.parts.lockstep.comm.rank
+        rank = self.strategy.replicas.lockstep.comm.rank
         return labels[rank : rank + 1]
 
     @property
@@ -72,7 +72,7 @@ class StrategyExtended(Generic[S_co]):
     @property
     def experimental_between_graph(self) -> bool:
         """Whether each replica is a worker of its own, as with `MultiWorkerMirroredStrategy`."""
-        return self.strategy.parts.view is LOCAL
+        return self.strategy.replicas.view is LOCAL
 
     @property
     def experimental_should_init(self) -> bool:
@@ -87,7 +87,7 @@ class StrategyExtended(Generic[S_co]):
     @property
     def should_checkpoint(self) -> bool:
         """Whether this rank is the one to write files: rank 0, whichever replica that is."""
-        return self.strategy.parts.lockstep.session.comm.rank == 0
+        return self.strategy.replicas.lockstep.session.comm.rank == 0
 
     @property
     def should_save_summary(self) -> bool:
@@ -178,13 +178,13 @@ class StrategyExtended(Generic[S_co]):
         Cost: as `ReplicaContext.all_reduce`.
         """
         with self._cross("reduce_to", "get_replica_context().all_reduce(...)"):
-            parts = self.strategy.parts
-            with parts.lockstep.preparing("reduce_to"):
-                parts = parts.by(options)
+            group = self.strategy.replicas
+            with group.lockstep.preparing("reduce_to"):
+                group = group.by(options)
                 check_destinations(self.strategy, "reduce_to", destinations)
-            mirrors = parts.view.mirrors and not isinstance(destinations, str)
+            mirrors = group.view.mirrors and not isinstance(destinations, str)
             to = place(destinations)
-            return reduce_over_replicas(parts, "reduce_to", reduce_op, value, mirrors, to)
+            return reduce_over_replicas(group, "reduce_to", reduce_op, value, mirrors, to)
 
     def batch_reduce_to(
         self,
@@ -208,14 +208,14 @@ class StrategyExtended(Generic[S_co]):
           StructureError: A pair is not a tuple of two.
         """
         with self._cross("batch_reduce_to", "get_replica_context().all_reduce(...)"):
-            parts, name = self.strategy.parts, "batch_reduce_to"
-            with parts.lockstep.preparing(name):
-                parts = parts.by(options)
+            group, name = self.strategy.replicas, "batch_reduce_to"
+            with group.lockstep.preparing(name):
+                group = group.by(options)
                 pairs = checked_pairs(self.strategy, name, value_destination_pairs)
             values = [value for value, _ in pairs]
-            mirrors = parts.view.mirrors
+            mirrors = group.view.mirrors
             to = "".join(place(destinations) for _, destinations in pairs)
-            reduced = reduce_over_replicas(parts, name, reduce_op, values, mirrors, to)
+            reduced = reduce_over_replicas(group, name, reduce_op, values, mirrors, to)
             return [
                 select(one) if isinstance(destinations, str) else one
                 for one, (_, destinations) in zip(reduced, pairs, strict=True)
@@ -326,8 +326,10 @@ class StrategyExtended(Generic[S_co]):
         Cost: one proof, and another one with values per replica.
         """
         with self._cross("update_non_slot", "the function itself"):
-            with self.strategy.parts.lockstep.preparing("update_non_slot"):
-                if self.strategy.parts.view is not ALONE and not isinstance(colocate_with, tuple):
+            with self.strategy.replicas.lockstep.preparing("update_non_slot"):
+                if self.strategy.replicas.view is not ALONE and not isinstance(
+                    colocate_with, tuple
+                ):
                     raise StructureError(
                         "update_non_slot: wanted the tuple of devices that extended."
                         f"non_slot_devices(variables) gives, got {colocate_with!r:.80}."
@@ -358,7 +360,7 @@ class StrategyExtended(Generic[S_co]):
           StrategyError: `v` is not a variable of this strategy.
           ContextError: It is ON_READ, and this is replica code.
         """
-        with self.strategy.parts.lockstep.preparing("read_var"):
+        with self.strategy.replicas.lockstep.preparing("read_var"):
             updating.own_variable(self.strategy, "read_var", v)
         if not v.on_read:
             return v.read_value()
@@ -372,7 +374,9 @@ class StrategyExtended(Generic[S_co]):
           value: What ``variable.values``, ``variable.handle`` or ``np.asarray(variable)`` gave.
         """
         base = value.base if isinstance(value, np.ndarray) else None
-        holder = self.strategy.parts.lockstep.session.kept(VariableRegistry).holders.get(id(base))
+        holder = self.strategy.replicas.lockstep.session.kept(VariableRegistry).holders.get(
+            id(base)
+        )
         return value if holder is None or not holder.holds(base) else holder
 
     def variable_created_in_scope(self, v: Any) -> bool:

@@ -22,14 +22,14 @@ __all__ = ["dataset_iterator", "distribute", "from_function", "input_fn_iterator
 def distribute(strategy: StrategyBase, dataset: Any, options: Any) -> Any:
     """Divide a dataset of global batches; see ``Strategy.experimental_distribute_dataset``."""
     name = "experimental_distribute_dataset"
-    with strategy.parts.lockstep.preparing(name):
+    with strategy.replicas.lockstep.preparing(name):
         _check_dataset(name, dataset)
         if _checked(name, options).per_replica:
             raise NotImplementedError(
                 f"{name} divides one dataset over all replicas; PER_REPLICA is for "
                 "distribute_datasets_from_function."
             )
-        if strategy.parts.view is ALONE:
+        if strategy.replicas.view is ALONE:
             return dataset
         sharding = _cut(strategy, dataset)
     return DistributedDataset(sharding, _gate(strategy), dataset)
@@ -40,9 +40,9 @@ def from_function(
 ) -> Any:
     """Let each rank bring a dataset; see ``Strategy.distribute_datasets_from_function``."""
     name = "distribute_datasets_from_function"
-    view = strategy.parts.view
+    view = strategy.replicas.view
     place = _place(strategy)
-    with strategy.parts.lockstep.preparing(name):
+    with strategy.replicas.lockstep.preparing(name):
         checked = _checked(name, options)
         checked.check()
         if checked.per_replica and not getattr(strategy, "pipeline_per_replica", False):
@@ -60,9 +60,9 @@ def from_function(
 
 def dataset_iterator(strategy: StrategyBase, dataset: Any) -> InputIterator:
     """Make an iterator of the older kind; see ``Strategy.make_dataset_iterator``."""
-    with strategy.parts.lockstep.preparing("make_dataset_iterator"):
+    with strategy.replicas.lockstep.preparing("make_dataset_iterator"):
         _check_dataset("make_dataset_iterator", dataset)
-        sharding = own(dataset) if strategy.parts.view is ALONE else _cut(strategy, dataset)
+        sharding = own(dataset) if strategy.replicas.view is ALONE else _cut(strategy, dataset)
     return InputIterator(DistributedDataset(sharding, _gate(strategy), dataset))
 
 
@@ -72,8 +72,8 @@ def input_fn_iterator(
     """Make an iterator of the older kind; see ``Strategy.make_input_fn_iterator``."""
     name = "make_input_fn_iterator"
     place = _place(strategy)
-    shown = strategy.parts.view is GLOBAL
-    with strategy.parts.lockstep.preparing(name):
+    shown = strategy.replicas.view is GLOBAL
+    with strategy.replicas.lockstep.preparing(name):
         if mode is not InputReplicationMode.PER_WORKER:
             raise DataError(f"{name}: input replication mode not supported: {mode!r}.")
         check_function(name, "input_fn", input_fn)
@@ -92,15 +92,15 @@ def input_fn_iterator(
 
 
 def _cut(strategy: StrategyBase, dataset: Dataset) -> Sharding:
-    whole = dataset if dataset.batched else dataset.batch(strategy.parts.lockstep.comm.size)
+    whole = dataset if dataset.batched else dataset.batch(strategy.replicas.lockstep.comm.size)
     return policy_deal(whole, _place(strategy))
 
 
 def _place(strategy: StrategyBase) -> ShardSpec:
-    lockstep = strategy.parts.lockstep
+    lockstep = strategy.replicas.lockstep
     comm = lockstep.comm
     every = lockstep.options.check_every if comm.size > 1 else 0
-    return ShardSpec(comm.rank, comm.size, strategy.parts.view is not GLOBAL, every)
+    return ShardSpec(comm.rank, comm.size, strategy.replicas.view is not GLOBAL, every)
 
 
 def _checked(name: str, options: Any) -> InputOptions:
@@ -117,7 +117,7 @@ def _check_dataset(name: str, dataset: Any) -> None:
 
 
 def _gate(strategy: StrategyBase) -> InputGate:
-    parts = strategy.parts
+    group = strategy.replicas
 
     def check() -> None:
         mode = current()
@@ -128,4 +128,4 @@ def _gate(strategy: StrategyBase) -> InputGate:
             )
         check_cross_replica(strategy, "next(iterator)", "")
 
-    return InputGate(parts.lockstep, parts.regroup.wrap_input, check, parts.view is not GLOBAL)
+    return InputGate(group.lockstep, group.regroup.wrap_input, check, group.view is not GLOBAL)

@@ -11,8 +11,8 @@ from mpistrat.arrays import Array, as_array, finish, label
 from mpistrat.distribute.kinds import DistributedVariable
 from mpistrat.distribute.mode import same_strategy
 from mpistrat.distribute.naming import named
-from mpistrat.distribute.parts import Parts
 from mpistrat.distribute.regroup import select
+from mpistrat.distribute.replica_group import ReplicaGroup
 from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.distribute.values import PerReplica, born
 from mpistrat.distribute.views import Plain
@@ -21,35 +21,35 @@ from mpistrat.errors import AxisError
 __all__ = ["gather", "gather_leaves"]
 
 
-def gather_leaves(parts: Parts, value: Any, axis: int) -> Any:
+def gather_leaves(group: ReplicaGroup, value: Any, axis: int) -> Any:
     """Concatenate the leaves that each replica has its own of; see `Strategy.gather`."""
-    with parts.lockstep.preparing("gather"):
+    with group.lockstep.preparing("gather"):
         leaves, structure = nest.flatten(value)
-        parts.regroup.check("gather", leaves)
+        group.regroup.check("gather", leaves)
         mine = [select(leaf) for leaf in leaves]
         _refuse_slices("gather", mine)
-    if parts.view.plain is Plain.EACH:
-        return gather(parts, "gather", nest.unflatten(structure, mine), axis, born(leaves))
+    if group.view.plain is Plain.EACH:
+        return gather(group, "gather", nest.unflatten(structure, mine), axis, born(leaves))
     which = [
         i for i, leaf in enumerate(leaves) if isinstance(leaf, PerReplica | DistributedVariable)
     ]
     if len(which) == len(leaves):
-        return gather(parts, "gather", nest.unflatten(structure, mine), axis, born(leaves))
+        return gather(group, "gather", nest.unflatten(structure, mine), axis, born(leaves))
     if which:
         # All others are plain, and stay where they are.
         of = f" of {nest.describe(structure)} {which}{born(leaves)}"
-        moved = gather(parts, "gather", [mine[i] for i in which], axis, of)
+        moved = gather(group, "gather", [mine[i] for i in which], axis, of)
         for i, result in zip(which, moved, strict=True):
             mine[i] = result
     return nest.unflatten(structure, mine)
 
 
-def gather(parts: Parts, name: str, value: Any, axis: int, of: str = "") -> Any:
+def gather(group: ReplicaGroup, name: str, value: Any, axis: int, of: str = "") -> Any:
     """Concatenate this rank's `value` with the others'; see `ReplicaContext.all_gather`.
 
     The text `of` says more of what is gathered.
     """
-    with parts.lockstep.preparing(name):
+    with group.lockstep.preparing(name):
         if isinstance(axis, bool) or not hasattr(axis, "__index__"):
             raise TypeError(f"{name}: axis must be an integer, not {axis!r}.")
         axis = operator.index(axis)
@@ -63,7 +63,7 @@ def gather(parts: Parts, name: str, value: Any, axis: int, of: str = "") -> Any:
     if not leaves:
         return value
     call = f"{name}(axis={axis}, {nest.describe(structure)}){of}"
-    found = parts.reducer.all_gather(call, axes, arrays, paths)
+    found = group.reducer.all_gather(call, axes, arrays, paths)
     return nest.unflatten(structure, list(map(finish, found, copies)))
 
 

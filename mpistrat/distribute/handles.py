@@ -11,8 +11,8 @@ from mpistrat.arrays import finish
 from mpistrat.collectives.allreduce import all_reduce_start as begin
 from mpistrat.comm.callsite import where
 from mpistrat.distribute import sparse
-from mpistrat.distribute.parts import Parts
 from mpistrat.distribute.reduce import Prepared, compiled, in_replica, places, prepared
+from mpistrat.distribute.replica_group import ReplicaGroup
 from mpistrat.distribute.views import ALONE
 from mpistrat.errors import ContextError
 from mpistrat.lockstep.lockstep import Lockstep
@@ -111,31 +111,33 @@ def _nothing() -> None:
     """Stand for results that were taken."""
 
 
-def all_reduce_start(parts: Parts, reduce_op: Any, value: Any, weight: Any, out: Any) -> Handle:
+def all_reduce_start(
+    group: ReplicaGroup, reduce_op: Any, value: Any, weight: Any, out: Any
+) -> Handle:
     """Begin to fold `value`; as `ReplicaContext.all_reduce_start`. Collective."""
-    lockstep = parts.lockstep
-    if parts.view is ALONE:
-        result = in_replica(parts, reduce_op, value, weight, out)
+    lockstep = group.lockstep
+    if group.view is ALONE:
+        result = in_replica(group, reduce_op, value, weight, out)
         return Handle(lockstep, "all_reduce_start", lambda: result)
     try:
         given = prepared(reduce_op, value, weight)
         outs = places(out, given.structure, given.contributions)
         start, call = compiled("all_reduce_start", given)
-        alarm = parts.reducer.alarm(start, given.dense)
+        alarm = group.reducer.alarm(start, given.dense)
     except Exception as error:
         lockstep.refuse("all_reduce_start", error)
     if not given.leaves:
         return Handle(lockstep, start, lambda: value)
     if len(call.dtypes) < len(given.leaves):
-        rows = sparse.all_reduce(parts, start, given.op, given.contributions, weigh=given.weighed)
+        rows = sparse.all_reduce(group, start, given.op, given.contributions, weigh=given.weighed)
         return Handle(lockstep, start, lambda: _tree(given, rows))
     how = (call, [one.value for one in given.dense], (given.weight,), outs, alarm)
-    if parts.delegate is None:
-        moved = begin(parts.reducer, *how)
+    if group.delegate is None:
+        moved = begin(group.reducer, *how)
     else:
-        totals = parts.all_reduce(*how)
+        totals = group.all_reduce(*how)
         moved = lambda: totals  # noqa: E731
-    arena = parts.reducer.node.arena
+    arena = group.reducer.node.arena
     homes = [home for value in outs or () if (home := arena.home(value)) is not None]
     these = {home.key for home in homes}
     arena.moving.update(these)

@@ -119,7 +119,7 @@ def incoming(variable: DistributedVariable, mode: Mode | None, kind: str, value:
     """
     own = own_copy(variable, mode)
     _refuse_per_replica(variable, own, kind, value)
-    several = variable.strategy.parts.view is not ALONE
+    several = variable.strategy.replicas.view is not ALONE
     summed = variable.on_read and several and variable.aggregation is VariableAggregation.SUM
     if summed and kind != "assign" and not own:
         raise ValueError(

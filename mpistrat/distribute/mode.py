@@ -37,7 +37,7 @@ class Ruling(Protocol):
     """A strategy, as far as a mode looks into it."""
 
     @property
-    def parts(self) -> Any:
+    def replicas(self) -> Any:
         """What it is made of."""
 
 
@@ -207,7 +207,7 @@ def check_cross_replica(strategy: Ruling, what: str, instead: str) -> Mode | Non
       ContextError: This is replica code.
       StrategyError: This is code of another strategy, or another thread than the strategy's.
     """
-    lockstep = strategy.parts.lockstep
+    lockstep = strategy.replicas.lockstep
     lockstep.session.check()
     if lockstep.state.interrupted.pending:
         lockstep.state.interrupted.check()

@@ -53,7 +53,7 @@ class MultiStepContext:
           ValueError: There is no such operation, or an earlier step folded it with another one.
         """
         if not _in_replica():
-            with self._strategy.parts.lockstep.preparing("set_last_step_output"):
+            with self._strategy.replicas.lockstep.preparing("set_last_step_output"):
                 op = self._noted(name, reduce_op)
             self._keep(name, output, op)
         elif reduce_op is None:
@@ -106,7 +106,7 @@ def _in_replica() -> bool:
 def _merged(keep: Callable[[Any, Any], None], output: Any) -> None:
     mode = current()
     assert mode is not None  # this is replica code
-    mode.strategy.parts.lockstep.state.interrupted.check()
+    mode.strategy.replicas.lockstep.state.interrupted.check()
     merged(mode.strategy, keep, (output,))
 
 
@@ -132,7 +132,7 @@ def run_steps(
       TypeError: `iterations` is not an integer.
       StructureError: There are no steps to make, or the outputs are not those of `initial`.
     """
-    lockstep = strategy.parts.lockstep
+    lockstep = strategy.replicas.lockstep
     with lockstep.preparing(_CALL):
         iterations = whole_number(f"{_CALL}: iterations", iterations, 1, StructureError)
         check_function(_CALL, "fn", fn)

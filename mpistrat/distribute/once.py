@@ -14,7 +14,7 @@ from mpistrat.arrays import as_array
 from mpistrat.comm.codec import decode, encode, pack, unpack
 from mpistrat.distribute.arguments import check_function, check_long_operation
 from mpistrat.distribute.mode import check_cross_replica, current
-from mpistrat.distribute.parts import Parts
+from mpistrat.distribute.replica_group import ReplicaGroup
 from mpistrat.distribute.views import GLOBAL
 from mpistrat.errors import LeafTypeError
 from mpistrat.lockstep.lockstep import Lockstep
@@ -108,8 +108,8 @@ def _called(
     mode = current()
     if mode is not None:
         check_cross_replica(mode.strategy, what, "it before run()")
-    parts: Parts = Parts.over(GLOBAL) if mode is None else mode.strategy.parts
-    lockstep, name = parts.lockstep, getattr(fn, "__name__", type(fn).__name__)
+    here: ReplicaGroup = ReplicaGroup.over(GLOBAL) if mode is None else mode.strategy.replicas
+    lockstep, name = here.lockstep, getattr(fn, "__name__", type(fn).__name__)
     with lockstep.preparing(what):
         check_function(what, "fn", fn)
         check_long_operation(f"{what}({name})", seconds)

@@ -31,7 +31,7 @@ from mpistrat.collectives.dtypes import wire_type
 from mpistrat.collectives.results import of_one
 from mpistrat.distribute import sparse
 from mpistrat.distribute.naming import named
-from mpistrat.distribute.parts import Parts
+from mpistrat.distribute.replica_group import ReplicaGroup
 from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.distribute.sparse import SlicesContribution
 from mpistrat.distribute.values import DistributedValues
@@ -185,9 +185,9 @@ def fit(
     raise LeafTypeError(f"out: {label(path)} is {spec_text(place)}; the result is {wanted}.")
 
 
-def in_replica(parts: Parts, reduce_op: Any, value: Any, weight: Any, out: Any) -> Any:
+def in_replica(group: ReplicaGroup, reduce_op: Any, value: Any, weight: Any, out: Any) -> Any:
     """Reduce `value` over the replicas; see `ReplicaContext.all_reduce`. Collective."""
-    calls, weighed = parts.calls, weight is not None
+    calls, weighed = group.calls, weight is not None
     if not weighed:
         path = calls.lone(reduce_op, value)
         if path is not None and out is None:
@@ -195,53 +195,53 @@ def in_replica(parts: Parts, reduce_op: Any, value: Any, weight: Any, out: Any) 
         if path is not None and _takes(out, value):
             out[...] = path.one(value)
             return out
-    if parts.view is ALONE:
-        return _of_one(parts, reduce_op, value, weight, out)
+    if group.view is ALONE:
+        return _of_one(group, reduce_op, value, weight, out)
     if out is value:
         known, leaves = calls.again(reduce_op, weighed, value)
         if known is not None:
-            weights = _weights(parts, known.call.op, weight) if weighed else ONES
+            weights = _weights(group, known.call.op, weight) if weighed else ONES
             known.run(leaves, weights, leaves)
             return out
     asked = request(reduce_op, value)
     call = calls.get(asked, weighed)
     if asked is None or call is None:
-        return _first(parts, asked, reduce_op, value, weight, out)
-    weights = _weights(parts, call.op, weight) if weighed else ONES
-    outs = None if out is None else _outs(parts, call, asked, value, out)
+        return _first(group, asked, reduce_op, value, weight, out)
+    weights = _weights(group, call.op, weight) if weighed else ONES
+    outs = None if out is None else _outs(group, call, asked, value, out)
     went = call.went
-    totals = allreduce.all_reduce(parts.reducer, call, asked.leaves, weights, outs)
+    totals = allreduce.all_reduce(group.reducer, call, asked.leaves, weights, outs)
     if call.went is not went:
         calls.learn(asked, call, weighed)
     return asked.tree(totals) if out is None else out
 
 
 def _first(
-    parts: Parts, asked: Request | None, reduce_op: Any, value: Any, weight: Any, out: Any
+    group: ReplicaGroup, asked: Request | None, reduce_op: Any, value: Any, weight: Any, out: Any
 ) -> Any:
     """Reduce what was not compiled before. Collective."""
     try:
         given = prepared(reduce_op, value, weight)
         outs = places(out, given.structure, given.contributions)
         start, call = compiled("all_reduce", given)
-        alarm = parts.reducer.alarm(start, given.dense)
+        alarm = group.reducer.alarm(start, given.dense)
     except Exception as error:
-        parts.lockstep.refuse("all_reduce", error)
+        group.lockstep.refuse("all_reduce", error)
     if not given.leaves:
         return value
     if len(call.dtypes) < len(given.leaves):
-        rows = sparse.all_reduce(parts, start, given.op, given.contributions, weigh=given.weighed)
+        rows = sparse.all_reduce(group, start, given.op, given.contributions, weigh=given.weighed)
         totals = list(map(finish, rows, given.leaves))
     else:
         values = [one.value for one in given.dense]
-        totals = parts.all_reduce(call, values, (given.weight,), outs, alarm)
+        totals = group.all_reduce(call, values, (given.weight,), outs, alarm)
         # A leaf of foreign byte order is converted here each time.
         if (
             asked is not None
-            and not parts.delegate
+            and not group.delegate
             and all(map(_native, given.leaves, given.dense))
         ):
-            parts.calls.learn(asked, call, given.weighed)
+            group.calls.learn(asked, call, given.weighed)
         if outs is None:
             totals = list(map(finish, totals, given.leaves))
     return nest.unflatten(given.structure, totals) if outs is None else out
@@ -251,14 +251,14 @@ def _native(leaf: Any, one: Contribution) -> bool:
     return type(leaf) is not np.ndarray or leaf.dtype == one.value.dtype
 
 
-def _weights(parts: Parts, op: ReduceOp, weight: Any) -> tuple[float]:
+def _weights(group: ReplicaGroup, op: ReduceOp, weight: Any) -> tuple[float]:
     try:
         return (_weight(op, weight),)
     except Exception as error:
-        parts.lockstep.refuse("all_reduce", error)
+        group.lockstep.refuse("all_reduce", error)
 
 
-def _outs(parts: Parts, call: Call, asked: Request, value: Any, out: Any) -> list[Array]:
+def _outs(group: ReplicaGroup, call: Call, asked: Request, value: Any, out: Any) -> list[Array]:
     """Return the leaves of `out` for a call that was compiled before, or raise on all ranks."""
     outs = asked.places(value, out) if call.raw else None
     if outs is not None:
@@ -267,7 +267,7 @@ def _outs(parts: Parts, call: Call, asked: Request, value: Any, out: Any) -> lis
         results = [dtypes.result for dtypes in call.dtypes]
         return _fitting(out, asked.structure, call.shapes, results)
     except Exception as error:
-        parts.lockstep.refuse("all_reduce", error)
+        group.lockstep.refuse("all_reduce", error)
 
 
 def _takes(out: Any, value: Any) -> bool:
@@ -278,7 +278,7 @@ def _takes(out: Any, value: Any) -> bool:
     return same and out.flags.writeable
 
 
-def _of_one(parts: Parts, reduce_op: Any, value: Any, weight: Any, out: Any) -> Any:
+def _of_one(group: ReplicaGroup, reduce_op: Any, value: Any, weight: Any, out: Any) -> Any:
     given = prepared(reduce_op, value, weight)
     outs = places(out, given.structure, given.contributions)
     if outs is None:
@@ -290,7 +290,7 @@ def _of_one(parts: Parts, reduce_op: Any, value: Any, weight: Any, out: Any) -> 
             place[...] = np.nan
     else:
         dtypes = [one.dtypes.result for one in dense]
-        of_one([one.value for one in dense], outs, dtypes, parts.lockstep.session.kept(Pool))
+        of_one([one.value for one in dense], outs, dtypes, group.lockstep.session.kept(Pool))
     return out
 
 

@@ -14,8 +14,8 @@ from mpistrat.collectives.call import Contribution
 from mpistrat.collectives.dtypes import wire_type
 from mpistrat.distribute.kinds import DistributedVariable
 from mpistrat.distribute.naming import named
-from mpistrat.distribute.parts import Parts
 from mpistrat.distribute.regroup import select
+from mpistrat.distribute.replica_group import ReplicaGroup
 from mpistrat.distribute.slices import IndexedSlices, arrays_of
 from mpistrat.distribute.sparse import all_reduce, contribution
 from mpistrat.distribute.values import Mirrored, PerReplica, born
@@ -54,20 +54,20 @@ def _moves(name: str, op: ReduceOp, leaf: Any, plain: Plain, path: str) -> bool:
 
 
 def reduce_over_replicas(
-    parts: Parts, name: str, reduce_op: Any, value: Any, mirrors: bool = False, to: str = ""
+    group: ReplicaGroup, name: str, reduce_op: Any, value: Any, mirrors: bool = False, to: str = ""
 ) -> Any:
     """Fold each leaf over the replicas; shapes stay. Collective.
 
     The text `to` says where the results go. With `mirrors`, what was folded or is mirrored already
     comes back as `Mirrored`.
     """
-    session = parts.lockstep.session
-    with parts.lockstep.preparing(name):
+    session = group.lockstep.session
+    with group.lockstep.preparing(name):
         op = ReduceOp.parse(reduce_op)
         leaves, structure = nest.flatten(value)
-        parts.regroup.check(name, leaves)
+        group.regroup.check(name, leaves)
         paths = named(leaves, structure)
-        plain = parts.view.plain
+        plain = group.view.plain
         moving = [_moves(name, op, leaf, plain, p) for leaf, p in zip(leaves, paths, strict=True)]
         sources = [_component(leaf) for leaf in leaves]
         contributions, plain_values = [], ""
@@ -85,26 +85,26 @@ def reduce_over_replicas(
                 )
     which = "".join("*" if moves else "." for moves in moving)
     call = f"{name}({op.value}, {nest.describe(structure)} {which}{plain_values}){born(leaves)}{to}"
-    totals = iter(all_reduce(parts, call, op, contributions))
+    totals = iter(all_reduce(group, call, op, contributions))
     found = [
         finish(next(totals), source) if moves else source
         for source, moves in zip(sources, moving, strict=True)
     ]
     if mirrors:
         given = zip(leaves, found, moving, strict=True)
-        found = [_mirror(parts, i, *one) for i, one in enumerate(given)]
+        found = [_mirror(group, i, *one) for i, one in enumerate(given)]
     return nest.unflatten(structure, found)
 
 
-def _mirror(parts: Parts, place: int, leaf: Any, result: Any, moved: bool) -> Any:
+def _mirror(group: ReplicaGroup, place: int, leaf: Any, result: Any, moved: bool) -> Any:
     """Return `result`, of the leaf in that place, as `Mirrored` if it is the same everywhere."""
     if moved:
         # What is in slices can be written to, so a proof would say nothing of it later.
         known = not isinstance(result, IndexedSlices)
-        proof = f"{parts.lockstep.session.calls}/{place}" if known else ""
-        return Mirrored(result, parts.lockstep.comm.size, proof, parts.regroup.home)
+        proof = f"{group.lockstep.session.calls}/{place}" if known else ""
+        return Mirrored(result, group.lockstep.comm.size, proof, group.regroup.home)
     if isinstance(leaf, DistributedVariable):
-        return Mirrored(result, parts.lockstep.comm.size)
+        return Mirrored(result, group.lockstep.comm.size)
     return leaf if isinstance(leaf, Mirrored) else result
 
 
@@ -135,14 +135,14 @@ def _axes(axis: Any, array: Array, path: str) -> tuple[int, ...]:
     return found
 
 
-def reduce_over_axis(parts: Parts, reduce_op: Any, value: Any, axis: Any) -> Any:
+def reduce_over_axis(group: ReplicaGroup, reduce_op: Any, value: Any, axis: Any) -> Any:
     """Fold each leaf over `axis` of every replica's value, and over the replicas. Collective."""
-    with parts.lockstep.preparing("reduce"):
+    with group.lockstep.preparing("reduce"):
         op = ReduceOp.parse(reduce_op)
         leaves, structure = nest.flatten(value)
-        parts.regroup.check("reduce", leaves)
+        group.regroup.check("reduce", leaves)
         paths = named(leaves, structure)
-        team = parts.lockstep.session.team
+        team = group.lockstep.session.team
         contributions = [
             _over_axis(op, as_array(_component(leaf), path), axis, path, team)
             for leaf, path in zip(leaves, paths, strict=True)
@@ -150,10 +150,10 @@ def reduce_over_axis(parts: Parts, reduce_op: Any, value: Any, axis: Any) -> Any
         over = tuple(map(operator.index, axis if isinstance(axis, tuple | list) else (axis,)))
     call = f"reduce({op.value}, axis={over}, {nest.describe(structure)}){born(leaves)}"
     if op.how.repeats and op is not ReduceOp.MEAN:
-        _refuse_nothing(parts, call, contributions, paths)
-    totals = parts.all_reduce_given(call, op, contributions)
+        _refuse_nothing(group, call, contributions, paths)
+    totals = group.all_reduce_given(call, op, contributions)
     if op is ReduceOp.MEAN:
-        _rescue(parts, call, [_component(leaf) for leaf in leaves], over, contributions, totals)
+        _rescue(group, call, [_component(leaf) for leaf in leaves], over, contributions, totals)
     likes = map(select, leaves)
     return nest.unflatten(
         structure,
@@ -166,7 +166,7 @@ _LITTLE = 2.0**-60
 
 
 def _rescue(
-    parts: Parts,
+    group: ReplicaGroup,
     call: str,
     leaves: Sequence[Any],
     axes: tuple[int, ...],
@@ -186,7 +186,7 @@ def _rescue(
     ]
     if not which:
         return
-    with parts.lockstep.preparing(call):
+    with group.lockstep.preparing(call):
         again = []
         for i in which:
             array, part = as_array(leaves[i], given[i].path), given[i]
@@ -194,9 +194,9 @@ def _rescue(
             with np.errstate(all="ignore"):
                 multiply(little, _LITTLE)
             over = tuple(axis % array.ndim for axis in axes)
-            total, count = local_sum(little, over, part.dtypes.wire, parts.lockstep.session.team)
+            total, count = local_sum(little, over, part.dtypes.wire, group.lockstep.session.team)
             again.append(part._replace(value=total, weight=count))
-    means = parts.all_reduce_given(f"{call}, scaled", ReduceOp.MEAN, again)
+    means = group.all_reduce_given(f"{call}, scaled", ReduceOp.MEAN, again)
     for i, mean in zip(which, means, strict=True):
         with np.errstate(all="ignore"):
             rescue(totals[i], real(mean).reshape(-1).__getitem__, 1.0, _LITTLE)
@@ -218,13 +218,13 @@ def _over_axis(op: ReduceOp, array: Array, axis: Any, path: str, team: Team | No
 
 
 def _refuse_nothing(
-    parts: Parts, call: str, all_: Sequence[Contribution], paths: Sequence[str]
+    group: ReplicaGroup, call: str, all_: Sequence[Contribution], paths: Sequence[str]
 ) -> None:
     counts = np.array([part.weight for part in all_], np.int64)
-    rows = parts.lockstep.share(f"{call} counts", counts.tobytes())
+    rows = group.lockstep.share(f"{call} counts", counts.tobytes())
     totals = sum(np.frombuffer(row, np.int64) for row in rows)
     empty = [path for path, total in zip(paths, np.atleast_1d(totals), strict=True) if total == 0]
     if empty:
-        parts.lockstep.fail(
+        group.lockstep.fail(
             StructureError(f"{call}: {label(empty[0])} is empty on every replica; it has none.")
         )

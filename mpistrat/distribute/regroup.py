@@ -89,7 +89,7 @@ class Regroup:
         for leaf in leaves:
             if isinstance(leaf, DistributedVariable):
                 mode = same_strategy(leaf.strategy, f"variable {leaf.name!r}")
-                if mode is None and leaf.strategy.parts.lockstep is not self.lockstep:
+                if mode is None and leaf.strategy.replicas.lockstep is not self.lockstep:
                     raise StrategyError(
                         f"{name}: variable {leaf.name!r} belongs to {leaf.strategy!r}, which is "
                         "another strategy. Use the one whose variable it is."

@@ -48,7 +48,7 @@ def proved(strategy: StrategyBase, call: str, result: Any, failure: BaseExceptio
       RemoteError: It failed on another rank.
       LockstepError: The ranks made different calls, or hold results of different structures.
     """
-    lockstep = strategy.parts.lockstep
+    lockstep = strategy.replicas.lockstep
     state = lockstep.state
     lockstep.session.check()  # what other threads do in its name may be what it has failed with
     if state.run.handles:
@@ -58,7 +58,7 @@ def proved(strategy: StrategyBase, call: str, result: Any, failure: BaseExceptio
         if isinstance(failure, state.run.carriers) and str(failed) in str(failure):
             raise failed from failure
         raise failure or failed
-    seen = strategy.parts.regroup.gathered(call, result, failure)
+    seen = strategy.replicas.regroup.gathered(call, result, failure)
     state.steps += 1
     every = lockstep.options.check_every
     if every and state.steps % every == 0 and lockstep.comm.size > 1:
@@ -70,7 +70,7 @@ def merged(strategy: Any, merge_fn: Callable[..., Any], args: Any = (), kwargs: 
     """Call `merge_fn` in cross-replica code; see `ReplicaContext.merge_call`. Collective."""
     check_function("merge_call", "merge_fn", merge_fn)
     mine = given("merge_call", args, kwargs)
-    regroup = strategy.parts.regroup
+    regroup = strategy.replicas.regroup
     seen_args, seen_kwargs = regroup.gathered("merge_call", mine)
     with entered(Mode(strategy)):
         result = merge_fn(strategy, *seen_args, **seen_kwargs)
@@ -93,7 +93,7 @@ def body(strategy: StrategyBase, replica: Replica) -> Iterator[None]:
     if here is not None and here.context is replica.context:
         yield
         return
-    lockstep = strategy.parts.lockstep
+    lockstep = strategy.replicas.lockstep
     state = lockstep.state
     with cross_replica(strategy, "with ReplicaContext", "the body itself"):
         failure: BaseException | None = None

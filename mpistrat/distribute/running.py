@@ -25,7 +25,7 @@ def run(strategy: StrategyBase, fn: Callable[..., Any], args: Any, kwargs: Any) 
     That proof is what makes ``try`` around ``run`` symmetric: it ends `run` on every rank, with an
     exception on all of them or on none.
     """
-    state = strategy.parts.lockstep.state
+    state = strategy.replicas.lockstep.state
     failure: BaseException | None = None
     result: Any = None
     begin(state)
@@ -44,7 +44,7 @@ def run(strategy: StrategyBase, fn: Callable[..., Any], args: Any, kwargs: Any) 
 def _call(strategy: StrategyBase, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     check_function("run", "fn", fn)
     positional, by_name = given("run", args, kwargs)
-    regroup = strategy.parts.regroup
+    regroup = strategy.replicas.regroup
     mine = [select(value) for value in positional]
     named = {name: select(value) for name, value in by_name.items()} if by_name else by_name
     with entered(Mode(strategy, Replica(regroup.rank, regroup.size))):

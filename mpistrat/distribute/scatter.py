@@ -141,7 +141,7 @@ def _refuse_kind(variable: DistributedVariable, kind: str) -> None:
 def _taken(
     variable: DistributedVariable, mode: Mode | None, kind: str, delta: Any
 ) -> tuple[Array, Array]:
-    if variable.strategy.parts.view is not ALONE and (
+    if variable.strategy.replicas.view is not ALONE and (
         mode is None or mode.updating is not variable
     ):
         _refuse_kind(variable, kind)

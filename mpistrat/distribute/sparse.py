@@ -12,7 +12,7 @@ from mpistrat.arrays import Array, as_array, dtype_name, label, spec_text
 from mpistrat.collectives.call import Contribution
 from mpistrat.collectives.dtypes import WireType, wire_type
 from mpistrat.collectives.weights import scaled, total_of
-from mpistrat.distribute.parts import Parts
+from mpistrat.distribute.replica_group import ReplicaGroup
 from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.distribute.values import DistributedValues
 from mpistrat.errors import StructureError
@@ -67,7 +67,7 @@ def alone(op: ReduceOp, part: SlicesContribution) -> IndexedSlices:
 
 
 def all_reduce(
-    group: Parts,
+    group: ReplicaGroup,
     call: str,
     op: ReduceOp,
     parts: Sequence[Contribution | SlicesContribution],
@@ -105,7 +105,7 @@ def _values(op: ReduceOp, part: SlicesContribution, weigh: bool) -> Array:
 
 
 def _gathered(
-    group: Parts,
+    group: ReplicaGroup,
     call: str,
     op: ReduceOp,
     sparse: Sequence[SlicesContribution],
@@ -132,7 +132,7 @@ def _gathered(
 
 
 def _by_class(
-    group: Parts,
+    group: ReplicaGroup,
     call: str,
     op: ReduceOp,
     sparse: Sequence[SlicesContribution],
@@ -209,7 +209,7 @@ def _mean(values: Array, shares: Array | None, size: int, how: WireType) -> Arra
     return result
 
 
-def reduced(group: Parts, call: str, op: ReduceOp, value: Array) -> Array:
+def reduced(group: ReplicaGroup, call: str, op: ReduceOp, value: Array) -> Array:
     """Return one array reduced over all replicas, in its own dtype. Collective."""
     given = [Contribution(value, wire_type(op, value.dtype))]
     total: Array = group.all_reduce_given(call, op, given)[0]

@@ -17,9 +17,9 @@ from mpistrat.comm.callsite import ranks_text
 from mpistrat.comm.codec import decode, encode, pack, unpack
 from mpistrat.distribute.kinds import DistributedVariable
 from mpistrat.distribute.naming import named
-from mpistrat.distribute.parts import Parts
 from mpistrat.distribute.reduce import fit
 from mpistrat.distribute.regroup import select
+from mpistrat.distribute.replica_group import ReplicaGroup
 from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.distribute.values import DistributedValues
 from mpistrat.errors import DivergenceError, LeafTypeError, StructureError
@@ -54,10 +54,10 @@ class _State(NamedTuple):
     values: list[Array | Encoded]
 
 
-def _state(parts: Parts, name: str, tree: Any) -> _State:
+def _state(group: ReplicaGroup, name: str, tree: Any) -> _State:
     """Return the tree, found good. Not collective."""
     leaves, structure = nest.flatten(tree)
-    parts.regroup.check(name, leaves)
+    group.regroup.check(name, leaves)
     paths = named(leaves, structure)
     own = [x.component() if isinstance(x, DistributedVariable) else select(x) for x in leaves]
     values = [_value(leaf, path) for leaf, path in zip(own, paths, strict=True)]
@@ -78,11 +78,11 @@ def _value(leaf: Any, path: str) -> Array | Encoded:
     return encode(leaf, whole=True) if type(leaf) in _PLAIN else as_array(leaf, path)
 
 
-def broadcast_state(parts: Parts, tree: Any, out: Any) -> Any:
+def broadcast_state(group: ReplicaGroup, tree: Any, out: Any) -> Any:
     """Give replica 0's values to all; see `Strategy.broadcast`. Collective."""
-    lockstep = parts.lockstep
+    lockstep = group.lockstep
     with lockstep.preparing("broadcast"):
-        state = _state(parts, "broadcast", tree)
+        state = _state(group, "broadcast", tree)
         outs = None if out is None else _outs(out, state)
         # What is large goes straight to where it stays, if that is where it comes from.
         rooms = [
@@ -172,11 +172,11 @@ def _move(comm: Comm, rooms: Sequence[Array]) -> None:
         at += part.size
 
 
-def check_same(parts: Parts, tree: Any) -> None:
+def check_same(group: ReplicaGroup, tree: Any) -> None:
     """Raise on all ranks unless all hold the same; see `Strategy.check_same`. Collective."""
-    lockstep = parts.lockstep
+    lockstep = group.lockstep
     with lockstep.preparing("check_same"):
-        state = _state(parts, "check_same", tree)
+        state = _state(group, "check_same", tree)
         digests = b"".join(
             digest([value])
             if isinstance(value, np.ndarray)

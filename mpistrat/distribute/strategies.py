@@ -1,4 +1,4 @@
-"""The presets: each is a choice of parts, and nothing else."""
+"""The presets: each is a choice of a replica group, and nothing else."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mpistrat.collectives.communication import (
 from mpistrat.comm.world import size_of_job
 from mpistrat.distribute.arguments import check_kind
 from mpistrat.distribute.choice import Ops
-from mpistrat.distribute.parts import Parts
+from mpistrat.distribute.replica_group import ReplicaGroup
 from mpistrat.distribute.strategy import Strategy
 from mpistrat.distribute.views import ALONE, GLOBAL, LOCAL
 from mpistrat.lockstep.guards import warn
@@ -67,14 +67,14 @@ class MirroredStrategy(Strategy):
         comm: Any = None,
     ):
         """Create a strategy over all ranks of `comm`."""
-        # The parts first: what is wrong with the arguments of one rank is told to all of them.
-        parts = Parts.over(GLOBAL, comm)
-        with parts.lockstep.preparing("MirroredStrategy"):
+        # The group first: what is wrong with the arguments of one rank is told to all of them.
+        group = ReplicaGroup.over(GLOBAL, comm)
+        with group.lockstep.preparing("MirroredStrategy"):
             check_kind("cross_device_ops", cross_device_ops, Ops, called="CrossDeviceOps")
             labels = _labels("devices", devices)
-        super().__init__(parts, labels)
-        with parts.lockstep.preparing("MirroredStrategy"):
-            self.parts = parts.by(ops=cross_device_ops, labels=self.device_labels)
+        super().__init__(group, labels)
+        with group.lockstep.preparing("MirroredStrategy"):
+            self.replicas = group.by(ops=cross_device_ops, labels=self.device_labels)
         self.pipeline_per_replica = True  # asked for by InputReplicationMode.PER_REPLICA
         _compare(self, "devices", labels)
 
@@ -127,22 +127,22 @@ class MultiWorkerMirroredStrategy(Strategy):
         comm: Any,
     ) -> None:
         name = "MultiWorkerMirroredStrategy"
-        # The parts first: what is wrong with the arguments of one rank is told to all of them.
-        lockstep = Parts.over(LOCAL, comm).lockstep
+        # The group first: what is wrong with the arguments of one rank is told to all of them.
+        lockstep = ReplicaGroup.over(LOCAL, comm).lockstep
         rank, size = lockstep.comm.rank, lockstep.comm.size
         with lockstep.preparing(name):
             check_kind("cluster_resolver", resolver, ClusterResolver, ValueError)
             chosen = options()
             check_kind("communication_options", chosen, CommunicationOptions, ValueError)
             seconds = None if chosen is None else chosen.timeout_seconds
-            parts = Parts.over(LOCAL, comm, seconds=seconds).by(chosen)
+            group = ReplicaGroup.over(LOCAL, comm, seconds=seconds).by(chosen)
             found = resolver or default_resolver(rank, size)
             task = task_of(found)
-        super().__init__(parts, (), found)
-        told = parts.lockstep.share(name, task.packed())
+        super().__init__(group, (), found)
+        told = group.lockstep.share(name, task.packed())
         wrong = misfit([Task.unpacked(text) for text in told], size_of_job())
         if wrong:
-            warn(parts.lockstep, name, wrong, RuntimeWarning, 4)
+            warn(group.lockstep, name, wrong, RuntimeWarning, 4)
 
 
 @final
@@ -215,10 +215,10 @@ class CentralStorageStrategy(Strategy):
         comm: Any = None,
     ):
         """Create a strategy over all ranks of `comm`."""
-        parts = Parts.over(GLOBAL, comm)
-        with parts.lockstep.preparing("CentralStorageStrategy"):
+        group = ReplicaGroup.over(GLOBAL, comm)
+        with group.lockstep.preparing("CentralStorageStrategy"):
             labels = _labels("compute_devices", compute_devices)
-        super().__init__(parts, labels)
+        super().__init__(group, labels)
         self.parameter_device = parameter_device or self.device_labels[0]
         _compare(self, "compute_devices", labels)
 
@@ -239,7 +239,7 @@ class OneDeviceStrategy(Strategy):
 
     def __init__(self, device: str):
         """Create a strategy of one replica."""
-        super().__init__(Parts.over(ALONE), (device,))
+        super().__init__(ReplicaGroup.over(ALONE), (device,))
 
 
 @final
@@ -250,7 +250,7 @@ class DefaultStrategy(Strategy):
 
     def __init__(self) -> None:
         """Create the strategy; programs get it from `get_strategy`."""
-        super().__init__(Parts.over(ALONE))
+        super().__init__(ReplicaGroup.over(ALONE))
 
 
 def _labels(name: str, labels: Any) -> tuple[str, ...]:
@@ -267,7 +267,7 @@ def _labels(name: str, labels: Any) -> tuple[str, ...]:
 
 def _compare(strategy: Strategy, what: str, labels: tuple[str, ...]) -> None:
     """Warn if there are not as many labels as ranks."""
-    lockstep, name = strategy.parts.lockstep, type(strategy).__name__
+    lockstep, name = strategy.replicas.lockstep, type(strategy).__name__
     if not labels or len(labels) == lockstep.comm.size:
         return
     text = (

@@ -1,4 +1,4 @@
-"""`Strategy`: the façade over the parts, and the calls that programs make."""
+"""`Strategy`: the façade over a `ReplicaGroup`, and the calls that programs make."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from mpistrat.distribute.mode import (
     refuse_unchosen,
     same_strategy,
 )
-from mpistrat.distribute.parts import Parts
 from mpistrat.distribute.reduce import in_replica
+from mpistrat.distribute.replica_group import ReplicaGroup
 from mpistrat.distribute.running import run
 from mpistrat.distribute.state import broadcast_state, check_same
 from mpistrat.distribute.views import LOCAL
@@ -56,31 +56,31 @@ class Strategy(StrategyBase):
     Every method is cross-replica code: all ranks call it, in the same order.
 
     Args:
-      parts: What the strategy is made of.
+      group: What the strategy is made of.
       devices: Labels of the replicas' devices; ranks beyond the list are called ``rank:k``.
       resolver: What names this process in the job, if anything does.
 
     Raises:
-      TypeError: `parts` is not a `Parts`.
+      TypeError: `group` is not a `ReplicaGroup`.
 
     As: ``tf.distribute.Strategy``.
     """
 
     def __init__(
         self,
-        parts: Parts,
+        group: ReplicaGroup,
         devices: Sequence[str] = (),
         resolver: ClusterResolver | None = None,
     ):
-        """Create a strategy of these parts."""
-        if not isinstance(parts, Parts):
+        """Create a strategy over this group."""
+        if not isinstance(group, ReplicaGroup):
             raise TypeError(
-                f"Strategy() is made of parts, not of {parts!r:.60}: another strategy is another "
-                "choice of them, not another `extended`. Make a MirroredStrategy(), or one of the "
+                f"Strategy() is made of a ReplicaGroup, not of {group!r:.60}: another strategy is "
+                "another choice of it, not of `extended`. Make a MirroredStrategy(), or one of the "
                 "others."
             )
-        self.parts = parts
-        size = parts.lockstep.comm.size
+        self.replicas = group
+        size = group.lockstep.comm.size
         self.device_labels = tuple(
             devices[rank] if rank < len(devices) else f"rank:{rank}" for rank in range(size)
         )
@@ -113,7 +113,7 @@ class Strategy(StrategyBase):
         Raises:
           ValueError: It is a `MultiWorkerMirroredStrategy`.
         """
-        if self.parts.view is LOCAL:
+        if self.replicas.view is LOCAL:
             raise ValueError(f"{self!r} cannot be copied. Make another one over the same ranks.")
         made = object.__new__(type(self))
         made.__dict__.update(self.__dict__)
@@ -127,7 +127,7 @@ class Strategy(StrategyBase):
     @property
     def num_replicas_in_sync(self) -> int:
         """How many replicas there are: the number of ranks."""
-        return self.parts.lockstep.comm.size
+        return self.replicas.lockstep.comm.size
 
     @property
     def rank(self) -> int:
@@ -142,7 +142,7 @@ class Strategy(StrategyBase):
           >>> ms.OneDeviceStrategy("cpu").rank
           0
         """
-        return self.parts.lockstep.comm.rank
+        return self.replicas.lockstep.comm.rank
 
     @property
     def extended(self) -> StrategyExtended[Strategy]:
@@ -272,8 +272,8 @@ class Strategy(StrategyBase):
         """
         with self._cross("reduce", "get_replica_context().all_reduce(...)"):
             if axis is None:
-                return reductions.reduce_over_replicas(self.parts, "reduce", reduce_op, value)
-            return reductions.reduce_over_axis(self.parts, reduce_op, value, axis)
+                return reductions.reduce_over_replicas(self.replicas, "reduce", reduce_op, value)
+            return reductions.reduce_over_axis(self.replicas, reduce_op, value, axis)
 
     def all_reduce(
         self,
@@ -318,11 +318,11 @@ class Strategy(StrategyBase):
           {'loss': np.float64(0.5)}
         """
         with self._moving("all_reduce", "get_replica_context().all_reduce(...)"):
-            with self.parts.lockstep.preparing("all_reduce"):
-                self.parts.regroup.check("all_reduce", nest.flatten(value)[0])
-                parts = self.parts.by(options)
+            with self.replicas.lockstep.preparing("all_reduce"):
+                self.replicas.regroup.check("all_reduce", nest.flatten(value)[0])
+                group = self.replicas.by(options)
             with entered(Mode(self, Replica(self.rank, self.num_replicas_in_sync))):
-                return in_replica(parts, reduce_op, value, weight, out)
+                return in_replica(group, reduce_op, value, weight, out)
 
     def all_reduce_start(
         self,
@@ -364,11 +364,11 @@ class Strategy(StrategyBase):
         """
         name = "all_reduce_start"
         with self._moving(name, "get_replica_context().all_reduce_start(...)"):
-            with self.parts.lockstep.preparing(name):
-                self.parts.regroup.check(name, nest.flatten(value)[0])
-                parts = self.parts.by(options)
+            with self.replicas.lockstep.preparing(name):
+                self.replicas.regroup.check(name, nest.flatten(value)[0])
+                group = self.replicas.by(options)
             with entered(Mode(self, Replica(self.rank, self.num_replicas_in_sync))):
-                return all_reduce_start(parts, reduce_op, value, weight, out)
+                return all_reduce_start(group, reduce_op, value, weight, out)
 
     def broadcast(self, tree: Any, out: Any = None) -> Any:
         """Give replica 0's values to all ranks.
@@ -409,7 +409,7 @@ class Strategy(StrategyBase):
           {'w': array([1., 1.]), 'step': 3}
         """
         with self._moving("broadcast", "it before run()"):
-            return broadcast_state(self.parts, tree, out)
+            return broadcast_state(self.replicas, tree, out)
 
     def check_same(self, tree: Any) -> None:
         """Raise unless all ranks hold the same values, to the bit.
@@ -439,7 +439,7 @@ class Strategy(StrategyBase):
           >>> ms.MirroredStrategy().check_same({"w": np.ones(2), "step": 3})
         """
         with self._moving("check_same", "it after run()"):
-            check_same(self.parts, tree)
+            check_same(self.replicas, tree)
 
     def gather(self, value: Any, axis: int) -> Any:
         """Concatenate the values of all replicas along `axis`, on every rank.
@@ -466,7 +466,7 @@ class Strategy(StrategyBase):
         As: ``tf.distribute.Strategy.gather``.
         """
         with self._cross("gather", "get_replica_context().all_gather(...)"):
-            return gather_leaves(self.parts, value, axis)
+            return gather_leaves(self.replicas, value, axis)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """Return the values of all replicas that this strategy shows, as a tuple.
@@ -492,7 +492,7 @@ class Strategy(StrategyBase):
           >>> ms.OneDeviceStrategy("cpu").experimental_local_results(5)
           (5,)
         """
-        return self.parts.regroup.local_results(value)
+        return self.replicas.regroup.local_results(value)
 
     def unwrap(self, value: Any) -> tuple[Any, ...]:
         """Return the values of all replicas; an older name of `experimental_local_results`.
@@ -514,7 +514,7 @@ class Strategy(StrategyBase):
           value: Ignored.
           name: Ignored.
         """
-        self.parts.lockstep.prove("group")
+        self.replicas.lockstep.prove("group")
 
     def configure(
         self,
@@ -561,14 +561,14 @@ class Strategy(StrategyBase):
         Cost: one proof; small values ride in it.
         """
         call = "experimental_distribute_values_from_function"
-        comm = self.parts.lockstep.comm
+        comm = self.replicas.lockstep.comm
         failure, made = None, None
         try:
             check_function(call, "value_fn", value_fn)
             made = value_fn(ValueContext(comm.rank, comm.size))
         except Exception as error:
             failure = error
-        return self.parts.regroup.inputs(call, made, failure)
+        return self.replicas.regroup.inputs(call, made, failure)
 
     def experimental_distribute_dataset(
         self, dataset: Dataset, options: InputOptions | None = None
@@ -714,7 +714,7 @@ class Strategy(StrategyBase):
           np.float32(6.0)
         """
         with self._cross("buffers", "it before run(), and use the arrays in replica code"):
-            return make_buffers(self.parts, "buffers", specs)
+            return make_buffers(self.replicas, "buffers", specs)
 
     def gradient_buffers(self, variables: Any) -> Any:
         """Return `buffers` for the gradients of variables: one array like each. Collective.
@@ -734,7 +734,7 @@ class Strategy(StrategyBase):
           (1, 2)
         """
         with self._cross("gradient_buffers", "it before run(), and use the arrays there"):
-            return make_buffers(self.parts, "gradient_buffers", variables)
+            return make_buffers(self.replicas, "gradient_buffers", variables)
 
     def experimental_make_numpy_dataset(self, numpy_input: Any) -> Dataset:
         """Return an unbatched dataset of the rows of a tree of arrays; a list is stacked.
@@ -769,7 +769,7 @@ class Strategy(StrategyBase):
           ...     pass
         """
         check_long_operation(name, max_seconds)
-        return self.parts.lockstep.session.board.long_operation(name, float(max_seconds))
+        return self.replicas.lockstep.session.board.long_operation(name, float(max_seconds))
 
     def time_spent(self) -> tuple[float, float]:
         """Return how long this rank has waited for other ranks, and how long it has communicated.
@@ -789,4 +789,4 @@ class Strategy(StrategyBase):
           >>> ms.OneDeviceStrategy("cpu").time_spent()
           (0.0, 0.0)
         """
-        return self.parts.lockstep.session.board.spent()
+        return self.replicas.lockstep.session.board.spent()

@@ -13,7 +13,7 @@ from mpistrat.cluster.resolvers import default_resolver
 from mpistrat.distribute.arguments import check_kind
 from mpistrat.distribute.extended import StrategyExtended
 from mpistrat.distribute.multi_step import MultiStepContext
-from mpistrat.distribute.parts import Parts
+from mpistrat.distribute.replica_group import ReplicaGroup
 from mpistrat.distribute.strategy import Strategy
 from mpistrat.distribute.topology import DeviceAssignment, Topology
 from mpistrat.distribute.views import GLOBAL
@@ -109,11 +109,11 @@ class PlacedStrategy(Strategy):
         partitioned: bool = False,
     ):
         """Create a strategy over all ranks of `comm`."""
-        # The parts first: what is wrong with the arguments of one rank is told to all of them.
-        parts = Parts.over(GLOBAL, comm)
-        rank, size = parts.lockstep.comm.rank, parts.lockstep.comm.size
+        # The group first: what is wrong with the arguments of one rank is told to all of them.
+        group = ReplicaGroup.over(GLOBAL, comm)
+        rank, size = group.lockstep.comm.rank, group.lockstep.comm.size
         name = type(self).__name__
-        with parts.lockstep.preparing(name):
+        with group.lockstep.preparing(name):
             if partitioned:
                 raise ValueError(
                     "a replica has one device, its rank, so nothing can be partitioned."
@@ -131,10 +131,10 @@ class PlacedStrategy(Strategy):
             assignment = DeviceAssignment.build(Topology.read(comm))
         ranks = assignment.ranks
         # A replica would wait for another one that counts differently, so it is proved first.
-        parts.lockstep.prove(f"{name}({ranks}, {assignment.topology}, {steps})")
+        group.lockstep.prove(f"{name}({ranks}, {assignment.topology}, {steps})")
         if ranks != tuple(range(size)):
-            parts = Parts.over(GLOBAL, comm, ranks)
-        super().__init__(parts, [f"rank:{rank}" for rank in ranks], found)
+            group = ReplicaGroup.over(GLOBAL, comm, ranks)
+        super().__init__(group, [f"rank:{rank}" for rank in ranks], found)
         self._assignment, self._steps = assignment, steps
 
     @property

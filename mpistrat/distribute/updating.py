@@ -38,9 +38,9 @@ def own_variable(strategy: StrategyBase, name: str, var: Any) -> None:
 
 def mirrored(strategy: StrategyBase, tree: Any) -> Any:
     """Return `tree` with its data as `Mirrored`, where the view shows that."""
-    if not strategy.parts.view.mirrors:
+    if not strategy.replicas.view.mirrors:
         return tree
-    size = strategy.parts.lockstep.comm.size
+    size = strategy.replicas.lockstep.comm.size
     return nest.map(lambda leaf: Mirrored(_seen(leaf), size) if _is_data(leaf) else leaf, tree)
 
 
@@ -52,7 +52,7 @@ def update(
     strategy: StrategyBase, var: Any, fn: Callable[..., Any], given: tuple[Any, Any], group: bool
 ) -> Any:
     """Let `fn` write this rank's copy of `var`; see `StrategyExtended.update`."""
-    lockstep = strategy.parts.lockstep
+    lockstep = strategy.replicas.lockstep
     with lockstep.preparing("update"):
         own_variable(strategy, "update", var)
         _refuse_per_replica(var, given)
@@ -88,7 +88,7 @@ def update_non_slot(
     strategy: StrategyBase, fn: Callable[..., Any], given: tuple[Any, Any], group: bool
 ) -> Any:
     """Let `fn` run on every rank; see `StrategyExtended.update_non_slot`."""
-    lockstep = strategy.parts.lockstep
+    lockstep = strategy.replicas.lockstep
     each = any(isinstance(leaf, PerReplica) for leaf in nest.flatten(given)[0])
     failure, result, call = None, None, "update_non_slot"
     contents: dict[str, Any] = {}
@@ -111,7 +111,7 @@ def _returned(strategy: StrategyBase, call: str, result: Any, group: bool, each:
     """Return what `fn` returned: mirrored; or if `each` has its own, as that, collectively."""
     if not each:
         return mirrored(strategy, result) if group else _ungrouped(strategy, result)
-    seen = strategy.parts.regroup.gathered(f"{call}, its results", result)
+    seen = strategy.replicas.regroup.gathered(f"{call}, its results", result)
     return seen if group else nest.map(strategy.experimental_local_results, seen)
 
 
@@ -124,7 +124,7 @@ def _refuse_per_replica(var: DistributedVariable, given: Any) -> None:
 
 
 def _ungrouped(strategy: StrategyBase, result: Any) -> Any:
-    seen = strategy.parts.lockstep.comm.size if strategy.parts.view.mirrors else 1
+    seen = strategy.replicas.lockstep.comm.size if strategy.replicas.view.mirrors else 1
     return nest.map(lambda leaf: (leaf,) * seen, result)
 
 

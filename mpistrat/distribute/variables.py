@@ -83,7 +83,7 @@ class Variable(Reading, ScatterUpdates):
     ):
         """Create the variable on every replica, with replica 0's initial value."""
         self.strategy = current_strategy()
-        lockstep = self.strategy.parts.lockstep
+        lockstep = self.strategy.replicas.lockstep
         with lockstep.preparing("Variable"):
             self.name = f"{name or 'Variable'}:0"
             self.label = f"variable {self.name!r}"
@@ -94,14 +94,14 @@ class Variable(Reading, ScatterUpdates):
                 self.dtype,
                 synchronization,
                 aggregation,
-                alone=self.strategy.parts.view is ALONE,
+                alone=self.strategy.replicas.view is ALONE,
             )
             self.trainable = not self.on_read if trainable is None else bool(trainable)
         self._enrol("Variable", given=True)
 
     def _enrol(self, call: str, given: bool) -> None:
         """Make the variable one of the session, of replica 0's contents if it is `given` them."""
-        lockstep = self.strategy.parts.lockstep
+        lockstep = self.strategy.replicas.lockstep
         registry = lockstep.session.kept(VariableRegistry)
         # Counted only once the proof has passed: a creation that failed must not leave ranks apart.
         self.number = registry.created + 1
@@ -116,7 +116,7 @@ class Variable(Reading, ScatterUpdates):
             lockstep.prove(text)
         registry.created = self.number
         if self.storage.whole and (given or not self.on_read):
-            node = self.strategy.parts.reducer.node
+            node = self.strategy.replicas.reducer.node
             self.storage = node.storage(call, self.storage.array, shared=not self.on_read)
         array, size = self.storage.array, lockstep.comm.size
         self.large = not self.on_read and size > 1 and array.nbytes >= storage.LEAST
@@ -169,7 +169,9 @@ class Variable(Reading, ScatterUpdates):
           StructureError: It is ON_READ, and other replicas' copies are on other ranks; or it is
             spread over all ranks, so that there is no copy.
         """
-        shown = self.strategy.parts.lockstep.comm.size if self.strategy.parts.view.wraps else 1
+        shown = (
+            self.strategy.replicas.lockstep.comm.size if self.strategy.replicas.view.wraps else 1
+        )
         if self.on_read and shown > 1:
             raise StructureError(
                 f"the copies of ON_READ variable {self.name!r} are on other ranks. Fetch them: "
@@ -195,7 +197,7 @@ class Variable(Reading, ScatterUpdates):
     @property
     def device(self) -> str:
         """The label of the device of this replica's copy."""
-        label: str = self.strategy.device_labels[self.strategy.parts.lockstep.comm.rank]
+        label: str = self.strategy.device_labels[self.strategy.replicas.lockstep.comm.rank]
         return label
 
     @property
@@ -215,9 +217,9 @@ class Variable(Reading, ScatterUpdates):
         if not self.on_read and storage.whole:
             return storage.seen.view()
         if isinstance(storage, SpreadStorage):
-            self.strategy.parts.lockstep.prove(f"read({self.spec()})")
+            self.strategy.replicas.lockstep.prove(f"read({self.spec()})")
             return sealed(storage.read())
-        if self.strategy.parts.view is ALONE or own_copy(self, mode):
+        if self.strategy.replicas.view is ALONE or own_copy(self, mode):
             return self.storage.seen.view()
         call = f"read({self.spec()})"
         if self.aggregation is VariableAggregation.NONE:
@@ -226,7 +228,7 @@ class Variable(Reading, ScatterUpdates):
                 "cannot read it as one value. Use experimental_local_results, or an aggregation."
             )
         if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-            return first_of(self.strategy.parts.lockstep, call, self.storage.array)
+            return first_of(self.strategy.replicas.lockstep, call, self.storage.array)
         return self.folded(call, self.storage.array)
 
     def folded(self, call: str, array: Array) -> Array:
@@ -243,7 +245,7 @@ class Variable(Reading, ScatterUpdates):
         # In its strategy's scope, for the sake of what a program has chosen to fold it.
         with entered(again(current(), self.strategy)):
             op = writes.OPS[self.aggregation]
-            return sparse.reduced(self.strategy.parts, call, op, array)
+            return sparse.reduced(self.strategy.replicas, call, op, array)
 
     def assign(
         self,
@@ -347,7 +349,7 @@ def spread_like(variable: Variable, name: str, slices: Slices) -> Variable:
     made.synchronization = VariableSynchronization.ON_WRITE
     made.aggregation = VariableAggregation.NONE
     made.trainable = False
-    with variable.strategy.parts.lockstep.preparing("Variable"):
+    with variable.strategy.replicas.lockstep.preparing("Variable"):
         made.storage = SpreadStorage(slices, variable.storage.array)
     made._enrol("Variable, spread", given=False)
     return made
@@ -362,7 +364,7 @@ def move_to(variable: Variable, memory: Array) -> None:
     """
     memory[:] = variable.storage.array.reshape(-1)
     variable.storage = PrivateStorage(memory.reshape(variable.shape))
-    registry = variable.strategy.parts.lockstep.session.kept(VariableRegistry)
+    registry = variable.strategy.replicas.lockstep.session.kept(VariableRegistry)
     registry.holders[id(variable.storage.base)] = variable
 
 

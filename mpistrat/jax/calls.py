@@ -22,14 +22,14 @@ from mpistrat.comm.session import Session
 from mpistrat.distribute.default import current_strategy
 from mpistrat.distribute.gather import gather
 from mpistrat.distribute.mode import beside, current, refuse_unchosen
-from mpistrat.distribute.parts import Parts
 from mpistrat.distribute.reduce import in_replica
+from mpistrat.distribute.replica_group import ReplicaGroup
 from mpistrat.distribute.state import broadcast_state
 from mpistrat.jax.arrays import given_back
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.lockstep.ranks import CallState
 
-__all__ = ["Site", "TracedCall", "parts_here"]
+__all__ = ["Site", "TracedCall", "group_here"]
 
 
 # Traces of one strategy are of no use to another, so JAX is told to keep them apart.
@@ -41,11 +41,11 @@ else:  # before JAX 0.7: what is said of the operations keeps traces apart as we
         return set_xla_metadata(mpistrat=str(id(lockstep)))
 
 
-beside(lambda strategy: _ruling(strategy.parts.lockstep))
+beside(lambda strategy: _ruling(strategy.replicas.lockstep))
 
 
-def parts_here(what: str) -> Parts:
-    """Return the parts of the strategy that rules here, in replica code or in its scope.
+def group_here(what: str) -> ReplicaGroup:
+    """Return the replica group of the strategy that rules here, in replica code or in its scope.
 
     Args:
       what: The call that asks.
@@ -56,10 +56,10 @@ def parts_here(what: str) -> Parts:
     """
     if current() is None:
         refuse_unchosen(what)
-    parts = current_strategy().parts
-    parts.lockstep.check()
-    parts.lockstep.state.interrupted.check()
-    return parts
+    group = current_strategy().replicas
+    group.lockstep.check()
+    group.lockstep.state.interrupted.check()
+    return group
 
 
 @final
@@ -97,30 +97,30 @@ class Site:
     """The ranks that a function was traced for.
 
     Attributes:
-      parts: Of the strategy.
+      group: Of the strategy.
       size: How many replicas there are.
       rank: Which of them this is.
     """
 
-    def __init__(self, parts: Parts):
-        """Let the ranks of these parts be called from the threads of XLA."""
-        self.parts = parts
-        lockstep = parts.lockstep
+    def __init__(self, group: ReplicaGroup):
+        """Let the ranks of this group be called from the threads of XLA."""
+        self.replicas = group
+        lockstep = group.lockstep
         self.size, self.rank = lockstep.comm.size, lockstep.comm.rank
         if lockstep.session.awaited is None:
             lockstep.session.awaited = _awaiting(lockstep.session)
 
     def __eq__(self, other: object) -> bool:
         """Tell whether it is that of the same strategy."""
-        return isinstance(other, Site) and other.parts is self.parts
+        return isinstance(other, Site) and other.replicas is self.replicas
 
     def __hash__(self) -> int:
         """Return a number that is equal for equal sites."""
-        return hash(id(self.parts))
+        return hash(id(self.replicas))
 
     def call(self, make: Callable[[], None]) -> None:
         """Make a call from whatever thread XLA runs it in. Collective."""
-        lockstep = self.parts.lockstep
+        lockstep = self.replicas.lockstep
         with lockstep.session.lent():
             try:
                 make()
@@ -172,10 +172,10 @@ class TracedCall:
             self.site.call(lambda: self._into(given, outs))
 
     def _into(self, given: Sequence[Array], outs: Sequence[Array]) -> None:
-        parts, places = self.site.parts, list(outs)
+        group, places = self.site.replicas, list(outs)
         if self.name == "all_reduce":
             values, weight = self._weighted(given)
-            in_replica(parts, self.op, values, weight, places)
+            in_replica(group, self.op, values, weight, places)
         elif self.name == "all_gather":
             for place, rows in zip(places, self._gathered(given), strict=True):
                 place[...] = rows
@@ -183,18 +183,18 @@ class TracedCall:
             if self.site.rank == 0:
                 for place, value in zip(places, given, strict=True):
                     place[...] = value
-            broadcast_state(parts, places, places)
+            broadcast_state(group, places, places)
 
     def now(self, given: Sequence[Any]) -> list[Any]:
         """Make the call in this thread, and return JAX arrays. Collective."""
         arrays, likes = [as_array(one) for one in given], list(given[int(self.weighed) :])
         if self.name == "all_reduce":
             values, weight = self._weighted(arrays)
-            found = in_replica(self.site.parts, self.op, values, weight, None)
+            found = in_replica(self.site.replicas, self.op, values, weight, None)
         elif self.name == "all_gather":
             found = self._gathered(arrays)
         else:
-            found = broadcast_state(self.site.parts, arrays, None)
+            found = broadcast_state(self.site.replicas, arrays, None)
         return given_back(found, likes)
 
     def _weighted(self, given: Sequence[Array]) -> tuple[list[Array], float | None]:
@@ -205,7 +205,9 @@ class TracedCall:
     def _gathered(self, given: Sequence[Array]) -> list[Array]:
         # The shapes of all ranks have been traced from this rank's, so they have to be equal.
         shapes = f" of equal shapes {[one.shape for one in given]}"
-        found: list[Array] = gather(self.site.parts, "all_gather", list(given), self.axis, shapes)
+        found: list[Array] = gather(
+            self.site.replicas, "all_gather", list(given), self.axis, shapes
+        )
         return found
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from mpistrat.distribute.gather import gather
 from mpistrat.distribute.state import broadcast_state
 from mpistrat.errors import AxisError, LeafTypeError
 from mpistrat.jax.arrays import given_back, is_key
-from mpistrat.jax.calls import Site, TracedCall, parts_here
+from mpistrat.jax.calls import Site, TracedCall, group_here
 from mpistrat.jax.traced import bind
 from mpistrat.kernels.ops import ReduceOp
 
@@ -65,15 +65,15 @@ def all_reduce(
       >>> jax.jit(lambda x: all_reduce("mean", {"loss": x}))(jnp.float32(2))
       {'loss': Array(2., dtype=float32)}
     """
-    parts = parts_here("all_reduce")
-    with parts.lockstep.preparing("all_reduce"):
+    group = group_here("all_reduce")
+    with group.lockstep.preparing("all_reduce"):
         op = ReduceOp.parse(reduce_op)
         if weight is not None and op is not ReduceOp.MEAN:
             raise ValueError(f"weight is for MEAN; {op.value} has none.")
         leaves, rebuilt = _leaves(value, lambda leaf, path: _foldable(op, leaf, path))
         traced, known = _traced(leaves, weight), weight is None or _is_number(weight)
         call = TracedCall(
-            Site(parts),
+            Site(group),
             "all_reduce",
             op,
             weight=float(weight) if known and weight is not None else None,
@@ -113,17 +113,17 @@ def all_gather(value: Any, axis: int, *, shared_loss: bool = False) -> Any:
       >>> all_gather(jnp.arange(2), axis=0)
       Array([0, 1], dtype=int32)
     """
-    parts = parts_here("all_gather")
-    with parts.lockstep.preparing("all_gather"):
+    group = group_here("all_gather")
+    with group.lockstep.preparing("all_gather"):
         axis = operator.index(axis)
         leaves, rebuilt = _leaves(value, lambda leaf, path: _with_axis(leaf, axis, path))
-        call = TracedCall(Site(parts), "all_gather", axis=axis, shared=shared_loss, place=where())
+        call = TracedCall(Site(group), "all_gather", axis=axis, shared=shared_loss, place=where())
     if not leaves:
         return value
     arrays, keys = _without_keys(leaves, axis)
     if _traced(arrays):
         return rebuilt(keys(bind(call, *arrays)))
-    found = gather(parts, "all_gather", [as_array(one) for one in arrays], axis)
+    found = gather(group, "all_gather", [as_array(one) for one in arrays], axis)
     return rebuilt(keys(given_back(found, arrays)))
 
 
@@ -151,10 +151,10 @@ def broadcast(value: Any, *, shared_loss: bool = False) -> Any:
       >>> jax.jit(broadcast)({"w": jnp.ones(2)})
       {'w': Array([1., 1.], dtype=float32)}
     """
-    parts = parts_here("broadcast")
-    with parts.lockstep.preparing("broadcast"):
+    group = group_here("broadcast")
+    with group.lockstep.preparing("broadcast"):
         leaves, rebuilt = _leaves(value, _any)
-        call = TracedCall(Site(parts), "broadcast", shared=shared_loss, place=where())
+        call = TracedCall(Site(group), "broadcast", shared=shared_loss, place=where())
         arrays, keys = _without_keys(leaves, 0)
     if not leaves:
         return value
@@ -184,11 +184,11 @@ def replicate(tree: Any) -> Any:
       >>> replicate((jnp.ones(2), 3))
       (Array([1., 1.], dtype=float32), 3)
     """
-    parts = parts_here("replicate")
-    with parts.lockstep.preparing("replicate"):
+    group = group_here("replicate")
+    with group.lockstep.preparing("replicate"):
         leaves, structure = jax.tree.flatten(tree)
         arrays, keys = _without_keys(leaves, 0)
-    return jax.tree.unflatten(structure, keys(broadcast_state(parts, arrays, None)))
+    return jax.tree.unflatten(structure, keys(broadcast_state(group, arrays, None)))
 
 
 def _leaves(

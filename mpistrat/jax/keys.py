@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from mpistrat.jax.calls import parts_here
+from mpistrat.jax.calls import group_here
 
 __all__ = ["example_keys", "replica_key", "step_key"]
 
@@ -48,8 +48,8 @@ def replica_key(seed: Any, step: Any) -> Any:
       >>> replica_key(0, 1) == step_key(0, 1)
       Array(False, dtype=bool)
     """
-    parts = parts_here("replica_key")
-    return jax.random.fold_in(_folded(seed, step, _REPLICA), parts.lockstep.comm.rank)
+    group = group_here("replica_key")
+    return jax.random.fold_in(_folded(seed, step, _REPLICA), group.lockstep.comm.rank)
 
 
 def example_keys(seed: Any, step: Any, examples: Any) -> Any:

@@ -44,7 +44,7 @@ class Confusion(Metric):
 
     def __init__(self, classes: int, name: str = "confusion", dtype: Any = np.int64):
         """Create the variable."""
-        with current_strategy().parts.lockstep.preparing(f"Confusion {name!r}"):
+        with current_strategy().replicas.lockstep.preparing(f"Confusion {name!r}"):
             self.classes = operator.index(classes)
             if self.classes < 1:
                 raise ValueError(f"Confusion {name!r}: classes must be 1 or more, not {classes}.")

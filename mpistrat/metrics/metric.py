@@ -95,7 +95,7 @@ class Metric(abc.ABC):
         """
         strategy, own = self._place()
         if not own:
-            strategy.parts.lockstep.prove(f"{self._label}.reset_state()")
+            strategy.replicas.lockstep.prove(f"{self._label}.reset_state()")
         for variable in self.variables:
             variable.store("assign", np.zeros_like(variable.storage.array), None)
 
@@ -117,7 +117,7 @@ class Metric(abc.ABC):
             with entered(again(current(), strategy)):
                 given = [Contribution(a, wire_type(ReduceOp.SUM, a.dtype)) for a in arrays]
                 call = f"{self._label}.result()"
-                arrays = strategy.parts.all_reduce_given(call, ReduceOp.SUM, given)
+                arrays = strategy.replicas.all_reduce_given(call, ReduceOp.SUM, given)
         return self._told(*arrays)
 
     @abc.abstractmethod
@@ -134,7 +134,7 @@ class Metric(abc.ABC):
 
     @property
     def _who(self) -> str:
-        return f"rank {self._strategy.parts.lockstep.session.comm.rank}: {self._label}"
+        return f"rank {self._strategy.replicas.lockstep.session.comm.rank}: {self._label}"
 
     def _place(self) -> tuple[Strategy, bool]:
         """Return the strategy, and whether code here sees the sums of one replica only."""
@@ -142,8 +142,8 @@ class Metric(abc.ABC):
         if mode is not None and mode.strategy is strategy and mode.replica is not None:
             return strategy, True
         same_strategy(strategy, self._label)
-        strategy.parts.lockstep.check()
-        return strategy, strategy.parts.lockstep.comm.size == 1
+        strategy.replicas.lockstep.check()
+        return strategy, strategy.replicas.lockstep.comm.size == 1
 
     def _update(self, **given: Any) -> None:
         """Add what some examples come to, once."""
@@ -152,10 +152,10 @@ class Metric(abc.ABC):
         if own or self._place()[1]:
             self._add(quiet().run(self._added, *self._arrays(given)))
             return
-        lockstep = strategy.parts.lockstep
+        lockstep = strategy.replicas.lockstep
         call = f"{self._label}.update_state"
         names = [key for key, value in given.items() if value is not None]
-        each = strategy.parts.view.plain is not Plain.REFUSED
+        each = strategy.replicas.view.plain is not Plain.REFUSED
         each = each or any(isinstance(value, PerReplica) for value in given.values())
         with lockstep.preparing(call):
             added = quiet().run(self._added, *(arrays := self._arrays(given)))
@@ -178,7 +178,7 @@ class Metric(abc.ABC):
                 continue
             if type(value) is not np.ndarray:
                 if isinstance(value, DistributedValues | Reading):
-                    regroup = self._strategy.parts.regroup
+                    regroup = self._strategy.replicas.regroup
                     regroup.check(f"{self._label}.update_state", [value])
                     value = plain(value)
                 if isinstance(value, list | tuple):

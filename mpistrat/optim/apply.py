@@ -45,7 +45,7 @@ def build(
     """Return the state for these variables, made if there is none yet; see `Optimizer.build`."""
     name, given = f"{type(optimizer).__name__}.build", list(variables)
     strategy = owner(name, given)
-    with strategy.parts.lockstep.preparing(name):
+    with strategy.replicas.lockstep.preparing(name):
         if not given:
             raise ValueError(f"{name}: there are no variables.")
         for variable in given:
@@ -73,7 +73,7 @@ def apply(
         failure = error
     variables = [variable for _, variable in pairs]
     strategy, state, targets = _met(name, states, [] if failure else variables)
-    lockstep = strategy.parts.lockstep
+    lockstep = strategy.replicas.lockstep
     lockstep.check()
     if state is None or targets is None:
         with lockstep.preparing(name):
@@ -90,7 +90,7 @@ def apply(
     try:
         call = checked(optimizer, state, name, pairs, targets, weight, progress.step)
         what = call.known.what(progress.step, lockstep.comm.size > 1)
-        node = strategy.parts.reducer.node
+        node = strategy.replicas.reducer.node
         node.arena.check_still(name, call.values)
         call.known.compile(optimizer, node.wire)
     except Exception as error:
@@ -122,8 +122,8 @@ def _step(
     what: Call,
 ) -> None:
     """Fold the gradients, and update or accumulate. Collective."""
-    parts, known = state.strategy.parts, call.known
-    lockstep, node = parts.lockstep, parts.reducer.node
+    group, known = state.strategy.replicas, call.known
+    lockstep, node = group.lockstep, group.reducer.node
     folded, rows = fold(state, call, what)
     if call.values and not folded.weight:
         lockstep.fail(ValueError(f"{call.name}: the weights of all replicas are 0."))
@@ -266,12 +266,12 @@ def _warn(state: State, call: GradientCall, step: int) -> None:
         f"{call.name}: a gradient is NaN or infinite, so the update after step {step} is left out "
         "on all ranks (nonfinite='skip'); optimizer.progress.skipped counts them."
     )
-    warn(state.strategy.parts.lockstep, call.name, text, RuntimeWarning, stacklevel=4)
+    warn(state.strategy.replicas.lockstep, call.name, text, RuntimeWarning, stacklevel=4)
 
 
 def _nonfinite(state: State, call: GradientCall, bad: int) -> None:
     """Raise on all ranks which gradient is not finite, and on which rank it came so."""
-    lockstep, known = state.strategy.parts.lockstep, call.known
+    lockstep, known = state.strategy.replicas.lockstep, call.known
     targets = [*known.dense, *known.sparse]
     given = [*call.values, *[one.values for one in call.rows]]
     mine = ""

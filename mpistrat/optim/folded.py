@@ -77,13 +77,13 @@ class Folded(NamedTuple):
 
 def fold(state: State, call: GradientCall, what: Call) -> tuple[Folded, list[IndexedSlices]]:
     """Prove the call, and return the gradients of all replicas as this rank can read them."""
-    parts, known = state.strategy.parts, call.known
+    group, known = state.strategy.replicas, call.known
     weight = 1.0 if call.weight is None else call.weight
-    if parts.lockstep.comm.size == 1:
+    if group.lockstep.comm.size == 1:
         return _alone(call.values, weight), call.rows
     if not call.replica:
         advice = "Reduce gradients first: strategy.reduce, extended.reduce_to, ctx.all_reduce."
-        writes.prove_same(parts.lockstep, what.text, call.alike, advice)
+        writes.prove_same(group.lockstep, what.text, call.alike, advice)
         return _alone(call.values, weight), call.rows
     rows: list[IndexedSlices] = []
     if call.rows:
@@ -92,21 +92,21 @@ def fold(state: State, call: GradientCall, what: Call) -> tuple[Folded, list[Ind
             for one, target in zip(call.rows, known.sparse, strict=True)
         ]
         weigh = call.weight is not None
-        rows = sparse.all_reduce(parts, f"{what.text}, rows", _MEAN, given, weigh=weigh)
+        rows = sparse.all_reduce(group, f"{what.text}, rows", _MEAN, given, weigh=weigh)
     if not call.values:
         return _alone([], weight), rows
     places = _places(state, call, what, weight)
     if places is not None:
         return _in_place(state, call, what, places, weight), rows
     alarm = ""
-    if parts.lockstep.options.nan != "off":
+    if group.lockstep.options.nan != "off":
         names = [t.variable.spec() for t in known.dense]
         several = zip(call.values, what.dtypes, names, strict=True)
-        alarm = parts.reducer.alarm(
+        alarm = group.reducer.alarm(
             call.name, [Contribution(v, d, weight, n) for v, d, n in several]
         )
-    totals = parts.all_reduce(what, call.values, (weight,), None, alarm)
-    return _alone(totals, math.fsum(parts.reducer.weights[:, 0].tolist())), rows
+    totals = group.all_reduce(what, call.values, (weight,), None, alarm)
+    return _alone(totals, math.fsum(group.reducer.weights[:, 0].tolist())), rows
 
 
 def _alone(values: Sequence[Array], weight: float) -> Folded:
@@ -119,9 +119,9 @@ def _places(state: State, call: GradientCall, what: Call, weight: float) -> Plac
 
     Collective, the first time that memory for gradients is wanted.
     """
-    parts, known, values = state.strategy.parts, call.known, call.values
-    node, lockstep = parts.reducer.node, parts.lockstep
-    if not (parts.in_place and node.possible and lockstep.options.nan == "off"):
+    group, known, values = state.strategy.replicas, call.known, call.values
+    node, lockstep = group.reducer.node, group.lockstep
+    if not (group.in_place and node.possible and lockstep.options.nan == "off"):
         return None
     key = tuple(map(id, values))
     found = known.places.get(key)
@@ -151,7 +151,7 @@ def _places(state: State, call: GradientCall, what: Call, weight: float) -> Plac
 
 
 def _placed(state: State, known: Known, homes: list[ArenaAddress]) -> Places:
-    node = state.strategy.parts.reducer.node
+    node = state.strategy.replicas.reducer.node
     nodes = node.arena.nodes()
     small = [t for t in known.dense if not t.shared]
     # Every rank of the node would read the rows of all.
@@ -188,14 +188,14 @@ def _in_place(
     state: State, call: GradientCall, what: Call, places: Places, weight: float
 ) -> Folded:
     """Prove the call, and fold into the first row what every rank would have to fold."""
-    reducer = state.strategy.parts.reducer
+    reducer = state.strategy.replicas.reducer
     table = reducer.meet(what, places.suffix, weight)
     whole = math.fsum(table[:, 0].tolist())
     # In calls that accumulate, each is to count by its weight, and not by its part of the mean.
     raw = state.accumulates
     scales = Scales(table, [1.0]) if raw else scales_of(table, True)
     column, divisor = scales.of(0)
-    with aborting(state.strategy.parts.lockstep, what.text):
+    with aborting(state.strategy.replicas.lockstep, what.text):
         if places.placed is not None and whole:
             reducer.node.fold_first(_MEAN, places.placed, scales)
         nodes = reducer.node.arena.nodes()

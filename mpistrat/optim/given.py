@@ -113,7 +113,7 @@ def checked(
     mode = current()
     replica = mode is not None and mode.replica is not None
     number = None if weight is None else _weight(name, weight)
-    compares = not replica and state.strategy.parts.lockstep.comm.size > 1
+    compares = not replica and state.strategy.replicas.lockstep.comm.size > 1
     dense, rows, values, slices = [], [], [], []
     alike: dict[str, Array | bytes] = {}
     for (gradient, variable), target in zip(given, targets, strict=True):
@@ -210,7 +210,7 @@ def _shown(name: str, gradient: Any, variable: Variable) -> Array | bytes:
                 "cross-replica code. Reduce it first (strategy.reduce, extended.reduce_to), or "
                 "call this in the function that run calls, where gradients are folded."
             )
-        proof = gradient.proved_by(variable.strategy.parts.lockstep.session)
+        proof = gradient.proved_by(variable.strategy.replicas.lockstep.session)
         if proof:
             return proof.encode()
         gradient = gradient.local

@@ -110,7 +110,7 @@ class State:
     def __init__(self, optimizer: OptimizerSettings, strategy: Any, variables: Sequence[Variable]):
         """Create counters and slots."""
         kind, self.strategy = type(optimizer).__name__, strategy
-        lockstep = strategy.parts.lockstep
+        lockstep = strategy.replicas.lockstep
         with lockstep.preparing(f"{kind}.build"):
             self.names = _names(variables)
             shapes = [variable.shape for variable in variables]
@@ -165,9 +165,9 @@ class State:
           call: What it is for; equal on all ranks.
         """
         if not self.buffers and not self._refused:
-            parts, variables = self.strategy.parts, [t.variable for t in self.targets.values()]
-            parts.lockstep.prove(f"{call}, memory for gradients")
-            found = parts.reducer.node.buffers(tuple((v.dtype, v.shape) for v in variables))
+            group, variables = self.strategy.replicas, [t.variable for t in self.targets.values()]
+            group.lockstep.prove(f"{call}, memory for gradients")
+            found = group.reducer.node.buffers(tuple((v.dtype, v.shape) for v in variables))
             self._refused = found is None
             numbers = [variable.number for variable in variables]
             self.buffers = dict(zip(numbers, found or (), strict=False))
@@ -183,7 +183,7 @@ class State:
         for cell, number in zip(self._cells, progress, strict=True):
             cell[...] = number
         if self._shares_counters:
-            self.strategy.parts.reducer.node.arena.nodes().node.barrier()
+            self.strategy.replicas.reducer.node.arena.nodes().node.barrier()
 
     @property
     def variables(self) -> tuple[Variable, ...]:
@@ -227,7 +227,7 @@ def _slices(variable: Variable, optimizer: OptimizerSettings) -> Slices | None:
     """
     if optimizer.shard != "all" or not variable.large or not optimizer.slots():
         return None
-    node = variable.strategy.parts.reducer.node
+    node = variable.strategy.replicas.reducer.node
     nodes = node.arena.nodes()
     if not node.twins or not (_shared(variable) or nodes.node.size == 1):
         return None

@@ -30,7 +30,7 @@ def _strategy(strategy: Any, call: str) -> Any:
 
 def _checked(call: str, strategy: Any, value: Any) -> tuple[list[Any], Any]:
     """Return the leaves and their structure; raise on all ranks unless they are tensors."""
-    with as_replica(strategy), strategy.parts.lockstep.preparing(call):
+    with as_replica(strategy), strategy.replicas.lockstep.preparing(call):
         leaves, structure = nest.flatten(value)
         for leaf, path in zip(leaves, nest.path_names(structure), strict=True):
             if not isinstance(leaf, torch.Tensor):
@@ -79,7 +79,7 @@ def all_reduce(
     """
     strategy = _strategy(strategy, "all_reduce")
     leaves, structure = _checked("all_reduce", strategy, value)
-    with as_replica(strategy), strategy.parts.lockstep.preparing("all_reduce"):
+    with as_replica(strategy), strategy.replicas.lockstep.preparing("all_reduce"):
         op = ReduceOp.parse(reduce_op)
         if op not in (ReduceOp.SUM, ReduceOp.MEAN):
             raise ValueError(f"mpistrat.torch.all_reduce is for SUM and MEAN, not for {op.value}.")
@@ -115,10 +115,10 @@ def _wide(tensor: Any) -> Any:
 
 
 def _fold(strategy: Any, op: ReduceOp, leaves: list[Any], weight: Any = None) -> Any:
-    strategy.parts.lockstep.check()
+    strategy.replicas.lockstep.check()
     with as_replica(strategy):
         # Gradients of gradients are an error by `once_differentiable`, not here.
-        return fold(strategy.parts, op, [leaf.detach() for leaf in leaves], weight, None)
+        return fold(strategy.replicas, op, [leaf.detach() for leaf in leaves], weight, None)
 
 
 def all_gather(value: Any, axis: int = 0, strategy: Any = None) -> Any:
@@ -163,12 +163,12 @@ class _AllGather(torch.autograd.Function):
     def forward(ctx: Any, strategy: Any, axis: int, *leaves: Any) -> Any:
         """Concatenate the tensors."""
         given = [leaf.detach() for leaf in leaves]
-        parts = strategy.parts
-        parts.lockstep.check()
+        group = strategy.replicas
+        group.lockstep.check()
         with as_replica(strategy):
-            found = gather(parts, "all_gather", given, axis)
+            found = gather(group, "all_gather", given, axis)
             sizes = torch.tensor([[one.shape[axis] for one in given]])
-            before = gather(parts, "all_gather, sizes", sizes, 0)[: strategy.rank].sum(0)
+            before = gather(group, "all_gather, sizes", sizes, 0)[: strategy.rank].sum(0)
         ctx.how = strategy, axis, before.tolist(), sizes[0].tolist()
         return tuple(found)
 

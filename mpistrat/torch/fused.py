@@ -82,7 +82,7 @@ class FusedOptimizer:
         self.optimizer, self._steps = optimizer, 0
         strategy = gradients.strategy
         with strategy.scope():
-            with strategy.parts.lockstep.preparing("FusedOptimizer"):
+            with strategy.replicas.lockstep.preparing("FusedOptimizer"):
                 for name, p in zip(gradients.names, gradients.params, strict=True):
                     if p.dtype not in (torch.float32, torch.float64):
                         raise LeafTypeError(
@@ -95,7 +95,7 @@ class FusedOptimizer:
                 "MAX", int(not all(p.is_contiguous() for p in gradients.params))
             ):
                 gradients.make_room()
-            copies = strategy.parts.reducer.node.arena.copies
+            copies = strategy.replicas.reducer.node.arena.copies
             copies.sharing = self._watched()
             try:
                 self.variables = {
@@ -124,9 +124,9 @@ class FusedOptimizer:
         have gradients, and a look at the page table, 1.5 ms for 100 MB.
         """
         gradients = self._gradients
-        parts = gradients.strategy.parts
+        group = gradients.strategy.replicas
         with as_replica(gradients.strategy), torch.no_grad():
-            with parts.lockstep.preparing("FusedOptimizer.step"):
+            with group.lockstep.preparing("FusedOptimizer.step"):
                 gradients.check()
                 if gradients.wrong is not None:
                     raise gradients.wrong
@@ -134,7 +134,7 @@ class FusedOptimizer:
                 self._check()
                 mine = np.array([*gradients.ready(), gradients.passes], np.int32)
             self._compare()
-            *mine, passes = in_replica(parts, "MAX", mine, None, None).tolist()
+            *mine, passes = in_replica(group, "MAX", mine, None, None).tolist()
             gradients.scale(passes)
             pairs = zip(gradients.arrays, self.variables.values(), mine, strict=True)
             given = [(array if used else None, variable) for array, variable, used in pairs]
@@ -184,14 +184,14 @@ class FusedOptimizer:
     def _compare(self) -> None:
         """Compare one small weight of all ranks now and then: each has a copy. Collective."""
         every, self._steps = (
-            self._gradients.strategy.parts.lockstep.options.check_every,
+            self._gradients.strategy.replicas.lockstep.options.check_every,
             self._steps + 1,
         )
         own = [n for n, v in self.variables.items() if not isinstance(v.storage, NodeStorage)]
         if own and every and self._steps % every == 0:
             name = own[self._steps // every % len(own)]
             value = self.variables[name].component()
-            check_same(self._gradients.strategy.parts, {name: value})
+            check_same(self._gradients.strategy.replicas, {name: value})
 
     def _watched(self) -> bool:
         """Tell whether the systems of all ranks tell which pages were written to. Collective."""
@@ -199,7 +199,7 @@ class FusedOptimizer:
         watched = bool(strategy.all_reduce("MIN", int(tells_of_writes())))
         if not watched:
             warn(
-                strategy.parts.lockstep,
+                strategy.replicas.lockstep,
                 "FusedOptimizer",
                 "/proc/self/pagemap, which tells what a rank has written to, cannot be read on "
                 "every node. So each rank has its own copy of the weights and their state, and "

@@ -98,7 +98,7 @@ class Gradients:
         """Give all ranks replica 0's weights and buffers, and room for gradients. Collective."""
         pairs = [*self._model.named_parameters(), *self._model.named_buffers()]
         with self.strategy.scope():
-            with self.strategy.parts.lockstep.preparing("replicate"):
+            with self.strategy.replicas.lockstep.preparing("replicate"):
                 for name, one in pairs:
                     if isinstance(one, torch.nn.parameter.UninitializedTensorMixin):
                         raise LeafTypeError(
@@ -325,20 +325,20 @@ class Gradients:
                 view += self._kept.pop(i)
 
     def _fold(self) -> None:
-        parts = self.strategy.parts
-        parts.lockstep.check()
+        group = self.strategy.replicas
+        group.lockstep.check()
         if self.wrong is not None:
             wrong = self.wrong
             self.forget()
-            parts.lockstep.refuse("backward", wrong)
+            group.lockstep.refuse("backward", wrong)
         self._used.copy_(torch.tensor(self.ready(), dtype=torch.float32))
         with as_replica(self.strategy):
             passes = self.passes
             if self.held:
-                passes = int(in_replica(parts, "MAX", np.array(passes), None, None))
+                passes = int(in_replica(group, "MAX", np.array(passes), None, None))
             self.scale(passes)
             self._compare()
-            in_replica(parts, "MEAN", self._all, self.weight, self._all)
+            in_replica(group, "MEAN", self._all, self.weight, self._all)
         self.held = False
         self.give((self._used > 0).tolist())
 
@@ -357,7 +357,7 @@ class Gradients:
 
     def _compare(self) -> None:
         """Compare one parameter of all ranks now and then, another one each time. Collective."""
-        every, self._folds = self.strategy.parts.lockstep.options.check_every, self._folds + 1
+        every, self._folds = self.strategy.replicas.lockstep.options.check_every, self._folds + 1
         if self.params and every and self._folds % every == 0:
             i = self._folds // every % len(self.params)
-            check_same(self.strategy.parts, {self.names[i]: self.params[i].detach()})
+            check_same(self.strategy.replicas, {self.names[i]: self.params[i].detach()})

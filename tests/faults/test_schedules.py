@@ -97,7 +97,7 @@ def _lose_writes_of_rank_one(monkeypatch):
     right = Variable.store
 
     def apply(self, *given):
-        if self.strategy.parts.lockstep.comm.rank != 1:
+        if self.strategy.replicas.lockstep.comm.rank != 1:
             right(self, *given)
 
     monkeypatch.setattr(Variable, "store", apply)

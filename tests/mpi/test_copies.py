@@ -171,7 +171,7 @@ def test_update_writes_once(strategy):
 
     def fails(var):
         var.assign(np.zeros(SHAPE))
-        if strategy.parts.lockstep.comm.rank == 0:
+        if strategy.replicas.lockstep.comm.rank == 0:
             raise ValueError("on the first rank only")
 
     with pytest.raises(ValueError, match="on the first rank only"):

@@ -71,7 +71,7 @@ def test_replicas_in_another_order(world):
         want = np.concatenate([np.full((rank + 1, width), rank) for rank in order])
         np.testing.assert_array_equal(strategy.gather(rows, 0), want)
     ops = ms.HierarchicalCopyAllReduce(ranks_per_node=2)
-    strategy.parts = strategy.parts.by(ops=ops)
+    strategy.replicas = strategy.replicas.by(ops=ops)
 
     def reduced(op, tree):
         found = strategy.run(lambda: ms.get_replica_context().all_reduce(op, tree))

@@ -33,7 +33,7 @@ def test_three_thousand_strategies(world):
 
 def test_strategies_take_turns_in_any_order(world):
     one, two, three = ms.MirroredStrategy(), ms.MultiWorkerMirroredStrategy(), ms.MirroredStrategy()
-    assert one.parts.lockstep.session is two.parts.lockstep.session
+    assert one.replicas.lockstep.session is two.replicas.lockstep.session
     for strategy in (three, one, two, one, three, two):
         same(world, total(strategy, float(world.rank)), world.size * (world.size - 1) / 2)
     del two
@@ -67,7 +67,10 @@ def test_a_parent_that_the_program_frees(world):
         parent = world.Dup()
         strategy = ms.MirroredStrategy(comm=parent)
         assert total(strategy) == world.size
-        assert strategy.parts.lockstep.session is not ms.MirroredStrategy().parts.lockstep.session
+        assert (
+            strategy.replicas.lockstep.session
+            is not ms.MirroredStrategy().replicas.lockstep.session
+        )
         parent.Free()
         failed = 0
         try:

@@ -10,8 +10,8 @@ import mpistrat as ms
 from mpistrat.collectives.calls import Calls
 from mpistrat.collectives.reducer import Reducer
 from mpistrat.comm.session import Session
-from mpistrat.distribute.parts import Parts
 from mpistrat.distribute.regroup import Regroup
+from mpistrat.distribute.replica_group import ReplicaGroup
 from mpistrat.distribute.strategy import Strategy
 from mpistrat.distribute.views import GLOBAL
 from mpistrat.lockstep.lockstep import Lockstep
@@ -21,7 +21,9 @@ def _words(comm):
     """Return a strategy that believes its job to be larger than frames are for."""
     lockstep = Lockstep(Session.on(comm), frame_ranks=1)
     reducer = Reducer(lockstep)
-    return Strategy(Parts(GLOBAL, lockstep, Calls(reducer), reducer, Regroup(lockstep, GLOBAL)))
+    return Strategy(
+        ReplicaGroup(GLOBAL, lockstep, Calls(reducer), reducer, Regroup(lockstep, GLOBAL))
+    )
 
 
 @pytest.fixture(params=["frames", "words"])

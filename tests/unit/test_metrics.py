@@ -268,7 +268,7 @@ def test_handshakes(call, most):
         strategy = ms.MirroredStrategy()
         with strategy.scope():
             mean = Mean()
-        session = strategy.parts.lockstep.session
+        session = strategy.replicas.lockstep.session
 
         def body():
             before = session.calls

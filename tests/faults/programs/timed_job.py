@@ -19,7 +19,7 @@ TIME = ms.CommunicationOptions(timeout_seconds=2.0)
 def main(late: int, way: str) -> None:
     options = TIME if way in ("strategy", "run") else None
     strategy = ms.MultiWorkerMirroredStrategy(communication_options=options)
-    rank = strategy.parts.lockstep.comm.rank
+    rank = strategy.replicas.lockstep.comm.rank
 
     def step(value):
         ctx = ms.get_replica_context()

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patched import patch_os
 
 import mpistrat as ms
 from mpistrat.checkpoint import files, saving
@@ -52,7 +53,7 @@ def test_what_cannot_be_removed_stops_nothing_and_is_told_once(size, tmp_path, m
             raise PermissionError(errno.EPERM, "Operation not permitted")
         unlink(path, **more)
 
-    monkeypatch.setattr(os, "unlink", denied)
+    patch_os(monkeypatch, "unlink", denied)
     wanted = ["ckpt-1.npz", "ckpt-2.npz", "ckpt-6.npz", "ckpt-7.npz"]
     assert run_ranks(saves(tmp_path, 5, keep=2), size) == [wanted] * size
     assert there(tmp_path) == wanted

@@ -17,6 +17,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from every import every
+from patched import patch_os
 
 import mpistrat as ms
 from mpistrat.checkpoint import background, files, folders, sharded
@@ -479,7 +480,7 @@ def test_what_is_all_old_or_new_reaches_the_disk_before_its_name(tmp_path, coars
         rename(one, two, **more)
 
     monkeypatch.setattr(os, "fsync", forced)
-    monkeypatch.setattr(os, "rename", named)
+    patch_os(monkeypatch, "rename", named)
     run_ranks(saves(tmp_path, 1, None), 2)
     name = events.index("named ckpt-1.arrays")
     before = {event for event in events[:name] if not event.endswith(".part")}

@@ -68,7 +68,7 @@ def test_the_second_time_has_the_bits_of_the_first(size, kind, op):
 
         strategy.run(fn)  # all kinds of numbers below are remembered by now
         results = strategy.run(fn)
-        calls = strategy.parts.calls
+        calls = strategy.replicas.calls
         return strategy.experimental_local_results(results)[comm.rank], len(calls)
 
     for results, remembered in run_ranks(program, size):
@@ -93,7 +93,7 @@ def test_values_that_do_not_align_in_the_frame():
             strategy.run, lambda: ms.get_replica_context().all_reduce("MAX", tree)
         )
         fn()
-        return [leaf.local.tolist() for leaf in fn()], len(strategy.parts.calls)
+        return [leaf.local.tolist() for leaf in fn()], len(strategy.replicas.calls)
 
     assert run_ranks(program, 3) == [([[1, -2, 2], [0.5, 2.0], [2]], 1)] * 3
 
@@ -123,7 +123,7 @@ def test_what_is_not_remembered_goes_the_same_way(value, remembered):
     def count(comm):
         strategy = ms.MirroredStrategy(comm=comm)
         strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", value))
-        return len(strategy.parts.calls)
+        return len(strategy.replicas.calls)
 
     assert run_ranks(program, 2) == [True, True]
     assert run_ranks(count, 2) == [remembered] * 2
@@ -243,7 +243,7 @@ def test_the_number_of_calls_is_bounded():
                 ctx.all_reduce("SUM", {f"key{i}": 1.0})
 
         strategy.run(fn)
-        return len(strategy.parts.calls)
+        return len(strategy.replicas.calls)
 
     (count,) = run_ranks(program, 1)
     assert 0 < count <= 1024
@@ -271,7 +271,7 @@ def test_a_quicker_path_is_taken_when_there_is_memory_for_it():
     def rank(comm):
         strategy = ms.MirroredStrategy(comm=comm)
         values = [np.full(300, comm.rank + i, float) for i in range(20)]
-        calls = strategy.parts.calls
+        calls = strategy.replicas.calls
         taken = []
 
         def fn():
@@ -370,7 +370,7 @@ def test_shared_trees_remembered_or_not(size, forgetful, kind, weights, into):
 
     def program(comm):
         strategy = ms.MirroredStrategy(comm=comm)
-        calls = strategy.parts.calls
+        calls = strategy.replicas.calls
         outs = ms.nest.map(lambda leaf: np.full(leaf.shape, -7.0), make(0, 0))
 
         def fn(turn):

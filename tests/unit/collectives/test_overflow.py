@@ -207,10 +207,10 @@ def test_a_nan_along_an_axis_takes_no_second_collective(n, odd, calls):
         strategy = made("usual")
         x = np.ones((5, 6), np.float32)
         x[2, 3] = odd
-        before = strategy.parts.lockstep.session.calls
+        before = strategy.replicas.lockstep.session.calls
         found = strategy.reduce("mean", ms.PerReplica(x), axis=0)
         np.testing.assert_array_equal(found, [1, 1, 1, odd, 1, 1])
-        return strategy.parts.lockstep.session.calls - before
+        return strategy.replicas.lockstep.session.calls - before
 
     assert run_ranks(rank, n) == [calls] * n
 

@@ -345,7 +345,7 @@ def test_what_a_class_of_the_program_gets_wrong_is_an_error_everywhere():
 
     class Last(ms.CrossDeviceOps):
         def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
-            if ms.get_strategy().parts.lockstep.comm.rank == 1:
+            if ms.get_strategy().replicas.lockstep.comm.rank == 1:
                 raise KeyError("mine")
             return np.ones(3)
 
@@ -428,7 +428,7 @@ class Last(Largest):
     def broadcast_implementation(self, tensor, destinations):
         strategy = ms.get_strategy()
         self.given.append((ms.in_cross_replica_context(), tensor.dtype.name, tensor.shape))
-        rank = strategy.parts.lockstep.comm.rank
+        rank = strategy.replicas.lockstep.comm.rank
         mine = strategy.run(lambda: tensor if rank >= 0 else None)
         return strategy.experimental_local_results(mine)[-1]
 
@@ -687,8 +687,8 @@ def test_the_time_of_a_strategy_is_that_of_all_its_calls():
         options = ms.CommunicationOptions(timeout_seconds=7)
         timed = ms.MultiWorkerMirroredStrategy(None, options, comm=comm)
         other = ms.MirroredStrategy(comm=comm)
-        session = timed.parts.lockstep.session
-        session.board, timed.parts.lockstep.state.allowed = (board := Clocked()), None
+        session = timed.replicas.lockstep.session
+        session.board, timed.replicas.lockstep.state.allowed = (board := Clocked()), None
         value = np.full(300, 1.0)
         with timed.scope():
             variable = ms.Variable(value, aggregation=ms.VariableAggregation.SUM)
@@ -738,8 +738,8 @@ def test_leaving_is_no_call_of_a_strategy():
     def rank(comm):
         options = ms.CommunicationOptions(timeout_seconds=7)
         timed = ms.MultiWorkerMirroredStrategy(None, options, comm=comm)
-        session = timed.parts.lockstep.session
-        session.board, timed.parts.lockstep.state.allowed = boards[comm.rank], None
+        session = timed.replicas.lockstep.session
+        session.board, timed.replicas.lockstep.state.allowed = boards[comm.rank], None
         timed.run(lambda: None)
 
     run_ranks(rank, 2)

@@ -183,7 +183,7 @@ def test_only_the_first_variables_are_remembered(monkeypatch):
         with s.scope():
             for _ in range(20):
                 ms.Variable(rng.normal())
-        known = s.parts.lockstep.session.kept(VariableRegistry).differing
+        known = s.replicas.lockstep.session.kept(VariableRegistry).differing
         return [len(of_rank) for of_rank in known.values()]
 
     assert run_ranks(rank, 3) == [[10, 10]] * 3
@@ -339,7 +339,7 @@ def test_looking_at_initial_values_is_no_further_exchange(monkeypatch):
         s = ms.MirroredStrategy()
         with s.scope():
             ms.Variable(np.zeros(4))
-            calls, inner = [], s.parts.lockstep.session.comm
+            calls, inner = [], s.replicas.lockstep.session.comm
 
             def count(name):
                 real = getattr(inner, name)

@@ -79,6 +79,7 @@ def test_variables(value, size):
     run_ranks(rank, size)
 
 
+@pytest.mark.filterwarnings("ignore:Setting the shape:DeprecationWarning")  # of NumPy 2.5
 @every("size", [1, 2, 3, 4])
 @every("value", VALUES)
 def test_mirrored_values(value, size):

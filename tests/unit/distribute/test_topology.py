@@ -211,9 +211,9 @@ def test_folds_in_nodes_follow_the_assignment():
     def rank(comm):
         strategy = placed(comm)
         ops = ms.HierarchicalCopyAllReduce(ranks_per_node=2)
-        strategy.parts = strategy.parts.by(ops=ops)
+        strategy.replicas = strategy.replicas.by(ops=ops)
         total = strategy.run(lambda: ctx().all_reduce("SUM", np.full(300, 10.0**comm.rank)))
-        groups = strategy.parts.lockstep.session.groups
+        groups = strategy.replicas.lockstep.session.groups
         (nodes,) = (group for key, group in groups.items() if key[0] == "nodes")
         there = np.empty(nodes.node.size)
         nodes.node.allgather(np.array([float(comm.rank)]), there)
@@ -232,7 +232,7 @@ def test_folds_in_nodes_follow_the_assignment():
 def test_one_sequence_of_calls_with_strategies_in_other_orders():
     def rank(comm):
         mirrored, tpu = ms.MirroredStrategy(comm=comm), placed(comm)
-        assert mirrored.parts.lockstep.session is tpu.parts.lockstep.session
+        assert mirrored.replicas.lockstep.session is tpu.replicas.lockstep.session
         for _ in range(2):
             a = mirrored.run(lambda: ctx().replica_id_in_sync_group).local
             b = tpu.run(lambda: ctx().replica_id_in_sync_group).local

@@ -7,7 +7,6 @@ import tracemalloc
 import h5py
 import numpy as np
 import pytest
-import zarr
 from every import every
 
 from mpistrat.errors import DataError
@@ -31,6 +30,7 @@ def source(request, tmp_path):
         np.save(tmp_path / "data.npy", DATA)
         yield np.load(tmp_path / "data.npy", mmap_mode="r")
     elif kind == "zarr":
+        zarr = pytest.importorskip("zarr")  # needs Python 3.11
         array = zarr.create_array(
             tmp_path / "data.zarr", shape=DATA.shape, chunks=(5, 2, 3), dtype=DATA.dtype
         )
@@ -160,6 +160,7 @@ def test_what_counts_as_an_array():
 
 
 def test_hdf5_text_and_zarr_beside_numpy(tmp_path):
+    zarr = pytest.importorskip("zarr")
     with h5py.File(tmp_path / "text.h5", "w") as file:
         words = file.create_dataset("w", data=["a", "bb", "ccc"], dtype=h5py.string_dtype())
         labels = zarr.array(np.array([1, 2, 3]))

@@ -254,7 +254,7 @@ class TestNode:
 DRIVER = """
 import numpy as np
 from mpistrat.kernels import jit
-from parts_here import double, triple
+from group_here import double, triple
 
 def loop(values):
     total = 0.0
@@ -295,7 +295,7 @@ class TestDriver:
     @pytest.fixture
     def files(self, program):
         (program.cache.parent / "drivers_here.py").write_text(DRIVER)
-        (program.cache.parent / "parts_here.py").write_text(PARTS)
+        (program.cache.parent / "group_here.py").write_text(PARTS)
         return program
 
     @pytest.mark.nightly
@@ -314,7 +314,7 @@ class TestDriver:
     def test_an_edit_of_a_helper_in_another_file_is_seen(self, files):
         assert files(self.CALL + self.HITS) == ["6.0", "9.0", "0"]
         edited = PARTS.replace("return x * y", "return x * y + 0.5")
-        (files.cache.parent / "parts_here.py").write_text(edited)
+        (files.cache.parent / "group_here.py").write_text(edited)
         assert files(self.CALL + self.HITS) == ["7.0", "10.0", "0"]
 
 

@@ -390,7 +390,8 @@ class TestMemory:
                 beside = tracemalloc.get_traced_memory()[1] - total.nbytes
             finally:
                 tracemalloc.stop()
-            assert beside < (1 << 20) + (1 << 18), axes
+            # A block, its sums, and objects of Python, of which 3.10 has more.
+            assert beside < (1 << 20) + (1 << 18) + (1 << 14), axes
             assert beside < x.nbytes // 6, axes
 
     def test_neither_is_a_wide_temporary_made_of_a_large_result(self, path):

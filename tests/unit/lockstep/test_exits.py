@@ -61,7 +61,7 @@ FAILED = ValueError("lost")
 )
 def test_ranks_that_leave_with_one_code_have_planned_it(left, planned):
     def program(comm):
-        lockstep = ms.MirroredStrategy().parts.lockstep
+        lockstep = ms.MirroredStrategy().replicas.lockstep
         return lockstep.leave(*left[comm.rank]).planned
 
     assert run_ranks(program, 3) == [planned] * 3

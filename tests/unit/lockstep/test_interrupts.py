@@ -100,7 +100,7 @@ def test_whose_code_runs():
 def test_the_others_hear_of_it(where):
     def rank(comm):
         strategy = ms.MirroredStrategy(comm=comm)
-        kept = strategy.parts.lockstep.state.interrupted
+        kept = strategy.replicas.lockstep.state.interrupted
 
         def fn():
             if comm.rank == 1 and where == "before the call":

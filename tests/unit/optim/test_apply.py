@@ -209,7 +209,7 @@ def test_parts_of_several_nodes_are_exchanged_and_updated_without_a_barrier(piec
         job = Job(optim.Adam(0.05, nonfinite="ignore"), large, "buffers")
         given = [[g for g in means(step) if g.shape == LARGE] for step in range(3)]
         job.step(given[0])
-        nodes = job.strategy.parts.reducer.node.arena.nodes()
+        nodes = job.strategy.replicas.reducer.node.arena.nodes()
         calls = []
         for comm, name in ((nodes.node, "barrier"), (nodes.lane, "allreduce")):
             called = getattr(comm, name)
@@ -662,7 +662,7 @@ def test_a_step_is_one_handshake_and_one_meeting(way, monkeypatch):
     def rank(comm):
         job = Job(optim.Adam(0.1), first(), way)
         job.step(means(0))
-        session = job.strategy.parts.lockstep.session
+        session = job.strategy.replicas.lockstep.session
         before = session.calls
         job.step(means(1))
         return session.calls - before

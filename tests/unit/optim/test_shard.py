@@ -281,7 +281,7 @@ def test_a_step_has_one_message_to_each_twin_and_no_all_reduce_of_parts(monkeypa
         job = Job(optim.Adam(0.1, shard="all"), [first()[0], first()[-1]], "buffers")
         given = [means(0)[0], means(0)[-1]]
         job.step(given)
-        nodes, calls = job.strategy.parts.reducer.node.arena.nodes(), []
+        nodes, calls = job.strategy.replicas.reducer.node.arena.nodes(), []
         for group in (nodes.node, nodes.lane):
             for name in ("barrier", "allreduce", "allgatherv", "sendrecv"):
                 called = getattr(group, name)

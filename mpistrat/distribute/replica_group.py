@@ -1,4 +1,4 @@
-"""The parts that make a strategy."""
+"""`ReplicaGroup`: the ranks of a strategy, and what moves values between them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from mpistrat.kernels.ops import ReduceOp
 from mpistrat.lockstep.lockstep import Lockstep
 from mpistrat.lockstep.startup import begin
 
-__all__ = ["Parts"]
+__all__ = ["ReplicaGroup"]
 
 
 @final
 @dataclass(frozen=True)
-class Parts:
-    """What a strategy is made of; a new strategy is another choice of parts.
+class ReplicaGroup:
+    """The ranks of a strategy and what works on them; a new strategy is another choice of these.
 
     Attributes:
       view: How much of the other replicas' values cross-replica code sees.
@@ -53,8 +53,8 @@ class Parts:
         parent: Any = None,
         order: Sequence[int] | None = None,
         seconds: float | None = None,
-    ) -> Parts:
-        """Return parts over the ranks of `parent`.
+    ) -> ReplicaGroup:
+        """Return a group over the ranks of `parent`.
 
         Collective over `parent`, the first time.
 
@@ -72,15 +72,15 @@ class Parts:
         begin(Lockstep(session))
         lockstep = Lockstep(session, order=order, seconds=seconds)
         reducer, regroup = Reducer(lockstep), Regroup(lockstep, view)
-        return Parts(view, lockstep, Calls(reducer), reducer, regroup, Choice())
+        return ReplicaGroup(view, lockstep, Calls(reducer), reducer, regroup, Choice())
 
     def by(
         self,
         options: CommunicationOptions | None = None,
         ops: Ops | None = None,
         labels: Sequence[str] = (),
-    ) -> Parts:
-        """Return these parts with another choice of how values move.
+    ) -> ReplicaGroup:
+        """Return this group with another choice of how values move.
 
         Not collective: what ranks have chosen is proved by each call.
 
