@@ -230,7 +230,9 @@ def _run(
     drill: Drill, directory: Path, log: Path, strike: Strike, when: Moments | None, limit: float
 ) -> DrillRun:
     program = words(drill.program, directory)
-    command = [sys.executable, "-m", "mpistrat", "run", "-n", str(strike.ranks), *program]
+    # The processes of ranks have to be seen and interrupted from here, in an allocation too.
+    here = ["-n", str(strike.ranks), "--nodes", "1", "--launcher", "mpiexec"]
+    command = [sys.executable, "-m", "mpistrat", "run", *here, *program]
     watcher = _Watcher(strike, drill.signal, directory, when)
     watcher.start()
     with log.open("wb") as output:
