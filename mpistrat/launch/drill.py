@@ -29,6 +29,8 @@ _LOOK = 0.05  # seconds between two looks at processes and files
 _SLOWER = 5  # times as long as in peace, and this many seconds more, a run may take
 _SPARE = 120.0
 _RUNNER = (b"-m", b"mpistrat.launch.rank")
+# MPICH's launcher would let srun start the ranks in an allocation, out of this process's sight.
+_FORKS = {"HYDRA_LAUNCHER": "fork"}
 # What launchers call the rank in the environment of its process.
 _NAMES = (b"OMPI_COMM_WORLD_RANK", b"PALS_RANKID", b"PMIX_RANK", b"PMI_RANK", b"SLURM_PROCID")
 _TAIL = 15  # lines of a log that are shown
@@ -237,7 +239,7 @@ def _run(
     watcher.start()
     with log.open("wb") as output:
         try:
-            outcome = run_job(Command(tuple(command), {}), limit, output)
+            outcome = run_job(Command(tuple(command), _FORKS), limit, output)
         finally:
             seconds = watcher.close()
     if outcome.interrupted:
