@@ -65,7 +65,10 @@ def test_an_installation_as_a_module(tmp_path):
         subprocess.run(command, check=True, capture_output=True, timeout=100)
     [module] = (prefix / "share" / "modulefiles" / "mpistrat").iterdir()
     assert module.name == f"{mpistrat.__version__}.lua"
-    scripts = sorted((prefix / "share" / "mpistrat" / "hpc_jobs").iterdir())
+    jobs = prefix / "share" / "mpistrat" / "hpc_jobs"
+    assert f" {jobs}/sweep.py " in (jobs / "sweep_one_job.sbatch").read_text()
+    assert (jobs / "sweep.py").read_text() == (ROOT / "hpc_jobs" / "sweep.py").read_text()
+    scripts = sorted(jobs.glob("*.sbatch"))
     assert [s.name for s in scripts] == sorted(s.name for s in ROOT.glob("hpc_jobs/*.sbatch"))
     for script in scripts:
         text = script.read_text()

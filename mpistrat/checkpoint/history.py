@@ -189,6 +189,7 @@ class History:
             place.grid(alpha=0.3, which="both")
             if names:
                 place.legend()
+        Path(path).parent.mkdir(parents=True, exist_ok=True)  # as `write_csv` does
         figure.savefig(path)
 
     def _first(self, name: str, path: _Path, fn: Callable[[], None]) -> None:

@@ -105,6 +105,8 @@ def state(
 ) -> str:
     """Return what Slurm says of the state of this job, such as ``RUNNING``; empty elsewhere.
 
+    Also where there is no ``scontrol``, as in a container.
+
     Args:
       env: The environment, or None for that of this process.
       asked: Runs a command, and returns what it prints.
@@ -116,5 +118,7 @@ def state(
     job = env.get("SLURM_JOB_ID")
     if not job:
         return ""
-    found = re.search(r"JobState=(\w+)", asked(["scontrol", "show", "job", job, "-o"]))
-    return found[1] if found else ""
+    with suppress(FileNotFoundError):
+        found = re.search(r"JobState=(\w+)", asked(["scontrol", "show", "job", job, "-o"]))
+        return found[1] if found else ""
+    return ""

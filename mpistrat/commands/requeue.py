@@ -3,7 +3,7 @@
 Prints "yes: REASON" and ends with 0, or "no: REASON" and ends with 1. Yes after 42 (told to end,
 and saved); after 75 (ranks waited for one another) at most twice; no after any other code, when the
 job was cancelled, and after 3 restarts that came to no new step. How each start has ended is kept
-in FILE.ends, which belongs to one job id.
+in FILE.ends, which belongs to one job id, or to what --job says.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--code", metavar="N", type=int, required=True, help=text)
     text = "where the job saves; tells whether it comes on"
     parser.add_argument("--checkpoint", metavar="DIR", type=Path, help=text)
+    text = "the id to count by, if not that of this job: the first one's, in a chain of jobs"
+    parser.add_argument("--job", metavar="ID", help=text)
     text = "no, if this file is there"
     parser.add_argument("--stop-file", metavar="FILE", type=Path, help=text)
 
@@ -35,7 +37,7 @@ def main(args: argparse.Namespace) -> int:
     step = -1 if args.checkpoint is None else progress_of(args.checkpoint)
     try:
         told = state()
-        ends = remember(args.record, args.code, job_id(), step)
+        ends = remember(args.record, args.code, args.job or job_id(), step)
     except OSError as error:
         print(f"no: {error}")
         return 1

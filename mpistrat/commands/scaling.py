@@ -60,7 +60,10 @@ def main(args: argparse.Namespace) -> int:
     study = Study(program, counts, per_node, args.cores, args.timeout)
     runs, code = [], 0
     if args.output is not None:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
+        try:  # before hours of computing
+            args.output.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise LaunchError(f"--output cannot be made: {error}. Give another.") from None
     try:
         for run in measure(study, lambda text: print(text, file=sys.stderr, flush=True)):
             runs.append(run)

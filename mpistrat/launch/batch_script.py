@@ -249,12 +249,12 @@ def _again(job: BatchJob) -> list[str]:
     if job.again == "chain":  # all jobs of a chain count as one
         own = "SLURM_JOB_ID" if job.scheduler == "slurm" else "PBS_JOBID"
         lines += [f'export FIRST_JOB="${{FIRST_JOB:-${own}}}"']
-        one_job = 'env -u SLURM_JOB_ID PBS_JOBID="$FIRST_JOB" '
+        one_job = ' --job "$FIRST_JOB"'
     return [
         *lines,
         f"if {runs} &&",
-        f'    {one_job}{_inside(job)}python3 -m mpistrat requeue --record "$MPISTRAT_RECORD" \\',
-        '        --code "$code" --checkpoint "$checkpoint"; then',
+        f'    {_inside(job)}python3 -m mpistrat requeue --record "$MPISTRAT_RECORD" \\',
+        f'        --code "$code" --checkpoint "$checkpoint"{one_job}; then',
         f"    {again}",
         "fi",
         'exit "$code"',

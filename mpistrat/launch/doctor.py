@@ -23,7 +23,7 @@ from mpistrat.errors import LaunchError
 from mpistrat.launch.facts import FAILED, Job, LinkFacts, collect, parse
 from mpistrat.launch.flavours import version
 from mpistrat.launch.mpiexec import Command, candidates, find
-from mpistrat.launch.plan import HERE, Wishes
+from mpistrat.launch.plan import HERE, Wishes, handing_on
 from mpistrat.launch.process import run_job
 from mpistrat.launch.run import call_of, place_of, plan_note
 
@@ -160,16 +160,19 @@ def gather(
     if within is not None:
         return Job(1, ranks=(collect(),), within=within, **facts)
 
-    def command(program: Sequence[str]) -> Command:
-        if launcher:
-            return Command((*launcher, "-n", str(count), *program), {})
-        return call_of(place, Wishes(ranks=count), program, {})[0]
-
+    start = Command((*launcher, "-n", str(count)), {})
     try:
-        start = Path(command(["python"]).argv[0]).name
-        facts["mismatch"] = "" if launcher or start == "srun" else plan_note(*find())
+        if not launcher:
+            start, flag = call_of(place, Wishes(ranks=count), (), {})
+            start = handing_on(start, flag, environment(start.env))
+            by_srun = start.argv[0] == "srun"
+            facts["mismatch"] = "" if by_srun else plan_note(*find())
     except LaunchError as error:
         return Job(count, mismatch=str(error), **facts)
+
+    def command(program: Sequence[str]) -> Command:
+        return start._replace(argv=(*start.argv, *program))
+
     here = [str(Path.cwd())] if os.access(Path.cwd(), os.W_OK) else []
     with _written(directories or here) as files:
         tell = command(["sh", "-c", _TELL, sys.executable, *files])

@@ -29,6 +29,8 @@ _LOOK = 0.05  # seconds between two looks at processes and files
 _SLOWER = 5  # times as long as in peace, and this many seconds more, a run may take
 _SPARE = 120.0
 _RUNNER = (b"-m", b"mpistrat.launch.rank")
+# MPICH's launcher would let srun start the ranks in an allocation, out of this process's sight.
+_FORKS = {"HYDRA_LAUNCHER": "fork"}
 # What launchers call the rank in the environment of its process.
 _NAMES = (b"OMPI_COMM_WORLD_RANK", b"PALS_RANKID", b"PMIX_RANK", b"PMI_RANK", b"SLURM_PROCID")
 _TAIL = 15  # lines of a log that are shown
@@ -230,12 +232,14 @@ def _run(
     drill: Drill, directory: Path, log: Path, strike: Strike, when: Moments | None, limit: float
 ) -> DrillRun:
     program = words(drill.program, directory)
-    command = [sys.executable, "-m", "mpistrat", "run", "-n", str(strike.ranks), *program]
+    # The processes of ranks have to be seen and interrupted from here, in an allocation too.
+    here = ["-n", str(strike.ranks), "--nodes", "1", "--launcher", "mpiexec"]
+    command = [sys.executable, "-m", "mpistrat", "run", *here, *program]
     watcher = _Watcher(strike, drill.signal, directory, when)
     watcher.start()
     with log.open("wb") as output:
         try:
-            outcome = run_job(Command(tuple(command), {}), limit, output)
+            outcome = run_job(Command(tuple(command), _FORKS), limit, output)
         finally:
             seconds = watcher.close()
     if outcome.interrupted:

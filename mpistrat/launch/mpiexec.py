@@ -240,7 +240,9 @@ def _mend(loaded: Library) -> str:
 
 
 def find(paths: Sequence[str] | None = None) -> tuple[Launcher, Library]:
-    """Return the nearest launcher that belongs to the MPI library of this environment.
+    """Return the launcher that belongs to the MPI library of this environment.
+
+    The nearest of the library's own version; if there is none, the nearest of its MPI.
 
     Args:
       paths: Launchers to choose from, the nearest first; None for those of `candidates`.
@@ -260,13 +262,20 @@ def find(paths: Sequence[str] | None = None) -> tuple[Launcher, Library]:
         raise LaunchError(f"{missing}.\n  {_mend(loaded)}")
     known = []
     for path in paths:
-        got = _ask([path, "--version"])
+        try:
+            got = _ask([path, "--version"])
+        except (OSError, subprocess.TimeoutExpired):  # another may do
+            continue
         text = got.stdout + got.stderr
         known.append(Launcher(path, of_launcher(text), text))
-        if rows_fit(known[-1].flavour, loaded.flavour):
+        # A wheel's launcher may be nearer than that of a site's library, of another version.
+        if known[-1].flavour == loaded.flavour and version(text) == version(loaded.text):
             return known[-1], loaded
+    for launcher in known:
+        if rows_fit(launcher.flavour, loaded.flavour):
+            return launcher, loaded
     raise LaunchError(
         "launcher and library belong to different MPIs, so each rank would be a job of its own:\n"
-        f"  mpiexec: {'; '.join(map(str, known))}\n  library of mpi4py: {loaded}\n  "
-        + _mend(loaded)
+        f"  mpiexec: {'; '.join(map(str, known)) or 'none that answers'}\n"
+        f"  library of mpi4py: {loaded}\n  " + _mend(loaded)
     )

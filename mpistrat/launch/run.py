@@ -134,7 +134,10 @@ def run(
     if dry_run:
         return 0
     if output.directory:
-        Path(output.directory).mkdir(parents=True, exist_ok=True)
+        try:
+            Path(output.directory).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise LaunchError(f"--output-dir cannot be made: {error}. Give another.") from None
     return _watched(command, flag, place, job.ranks, timeout)
 
 

@@ -156,8 +156,14 @@ def measure(study: Study, say: Callable[[str], None]) -> Iterator[Run]:
             say(text.rstrip("\n"))
             found = json.loads(told.read_text()) if told.exists() else {}
         if got.returncode:
-            raise LaunchError(f"the run on {count} has failed with exit code {got.returncode}.")
+            what = _what(study, count)
+            raise LaunchError(f"the run on {what} has failed with exit code {got.returncode}.")
         yield _checked(study, count, found, seconds, text)
+
+
+def _what(study: Study, count: int) -> str:
+    ranks = count * (study.per_node or 1)
+    return f"{ranks} ranks" + (f" on {count} nodes" if study.per_node else "")
 
 
 def _checked(study: Study, count: int, found: dict[str, Any], seconds: float, text: str) -> Run:
@@ -169,7 +175,7 @@ def _checked(study: Study, count: int, found: dict[str, Any], seconds: float, te
             "directory in which `mpistrat scaling` is started has to be seen by all nodes."
         )
     if found["ranks"] != ranks or (study.per_node is not None and found["nodes"] != count):
-        wanted = f"{ranks} ranks" + (f" on {count} nodes" if study.per_node else "")
+        wanted = _what(study, count)
         raise LaunchError(
             f"{wanted} were asked for, and there were {found['ranks']} on {found['nodes']}, so the "
             "run counts for nothing. Ask the batch system for as many nodes as the study wants."
@@ -225,7 +231,7 @@ def table(kind: str, lines: Sequence[Row]) -> str:
         digits = 0 if row.rate >= 1000 else 1 if row.rate >= 10 else 4
         text.append(
             f"{row.ranks:6}  {row.nodes:5}  {row.rate:{width},.{digits}f}  {row.speedup:8.2f}  "
-            f"{row.efficiency:8.0%}  {row.core_hours:11.4f}".replace("%", " %")
+            f"{row.efficiency:9.0%}  {row.core_hours:10.4f}".replace("%", " %")
             + ("  more ranks than cores" if row.crowded else "")
         )
     return "\n".join(text)

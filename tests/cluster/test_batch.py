@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import csv
 import re
+import sys
 from pathlib import Path
 
 import pytest
+import slurm as scheduler
 
-from mpistrat.launch.batch import Job
+from mpistrat.launch.batch import BatchJob
 from mpistrat.launch.batch_script import render
 
-scheduler = pytest.importorskip("slurm", reason="tests/cluster is not set up")
-pytestmark = pytest.mark.nightly
 PROGRAM = str(Path(__file__).parent / "programs" / "leaving.py")
 
 
 def hand_in(slurm, pmi, shared, program, **fields):
     """Submit the script of a job of 2 nodes x 2 ranks."""
     shape = {"nodes": 2, "per_node": 2, "time": "00:05:00", "pmi": pmi}
-    text = render(Job(tuple(map(str, program)), **{**shape, **fields}))
+    text = render(BatchJob(tuple(map(str, program)), **{**shape, **fields}))
     (shared / "job.sbatch").write_text(text)
     words = ["--parsable", "--output=log", "--open-mode=append", "job.sbatch"]
     number = slurm("sbatch", *words, cwd=shared).strip()
@@ -88,3 +88,22 @@ def test_a_scaling_study_of_nodes(slurm, shared, pmi):
     with (shared / "s/a.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["ranks"], row["nodes"]) for row in rows] == [("2", "1"), ("4", "2")], job.story()
+
+
+@pytest.mark.parametrize(
+    ("script", "shape", "words", "says"),
+    [
+        ("several_nodes", (), ("--epochs=1",), "test accuracy"),
+        ("requeue", ("--ntasks-per-node=2",), ("--steps=2", "--every=2"), "update 2 of 2"),
+        ("sweep_one_job", (), ("--epochs=1",), "trial 3: rate 0.4, ranks 2: test accuracy"),
+    ],
+)
+def test_scripts_of_hpc_jobs(slurm, shared, pmi, script, shape, words, says):
+    """As a user submits them, with few steps; the others are of the same kinds."""
+    (shared / ".venv").symlink_to(sys.prefix)
+    (shared / "hpc_jobs").symlink_to(Path(__file__).parents[2] / "hpc_jobs")
+    options = ["--parsable", "--output=log", f"--export=ALL,SLURM_MPI_TYPE={pmi}", *shape]
+    number = slurm("sbatch", *options, f"hpc_jobs/{script}.sbatch", *words, cwd=shared).strip()
+    job = scheduler.Job(slurm, number, shared)
+    job.until("COMPLETED", timeout=120)
+    assert says in job.log, job.story()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 
 WHO = (
@@ -111,6 +112,43 @@ class TestRun:
         done = slurm.command(*RUN.split(), "-n", "2", "who.py", cwd=shared, env=left)
         assert done.returncode == 0, done.stderr
         assert ranks(done.stdout) == [f"rank {r} of 2, 2 here, head" for r in range(2)]
+
+
+def test_what_has_started_a_process(slurm, shared, pmi):
+    """Slurm's variables are in the batch script too, and in what MPI's own launcher starts."""
+    (shared / "tell.py").write_text(
+        "from mpistrat.environment import launched_by\nprint('by', launched_by(), flush=True)"
+    )
+    tell = f"{sys.executable} tell.py"
+    body = "\n".join([tell, f"srun -n1 {tell}", f"srun -n1 --overlap --mpi={pmi} {tell}"])
+    job = slurm.submit(shared, f"{body}\nmpiexec -n 1 {tell}", *HALF)
+    job.until("COMPLETED")
+    by_hand, *by_srun, by_mpiexec = [line[3:] for line in lines(job, "by ")]
+    assert (by_hand, by_srun) == ("None", ["srun", "srun"]), job.log
+    assert by_mpiexec == ("mpiexec of Open MPI" if pmi == "pmix" else "srun"), job.log
+
+
+def test_doctor_in_an_allocation(slurm, shared):
+    words = ["salloc", *HALF, sys.executable, "-m", "mpistrat", "doctor", "--json", str(shared)]
+    done = slurm.command(*words, cwd=shared)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(done.stdout)
+    assert told["command"].startswith("srun --mpi=")
+    assert sorted(rank["host"] for rank in told["ranks"]) == ["node1"] * 2 + ["node2"] * 2
+    assert told["sizes"] == [4]
+    assert told["inside"]
+    assert told["between"]
+    assert list(shared.iterdir()) == []
+
+
+def test_a_drill_on_one_node_of_an_allocation(slurm, shared):
+    drill = "-m mpistrat drill -n 2 --kills 1 --ignore '*history*'"  # which has times
+    digits = "-m mpistrat.examples.digits --epochs 4 --output digits.png"
+    body = f"{sys.executable} {drill} {digits}; echo code $?"
+    job = slurm.submit(shared, body, *HALF)
+    job.until("COMPLETED", timeout=120)
+    assert "\ncode 0" in job.log, job.log
+    assert "after 1 interruption the same as in peace to the bit" in job.log
 
 
 def test_programs_start_without_mpistrat_run(slurm, shared, pmi):

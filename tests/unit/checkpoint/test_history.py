@@ -98,7 +98,8 @@ def test_the_picture_is_drawn_by_one_rank(tmp_path):
     pixels = imread(tmp_path / "curves.png")
     assert pixels.shape[0] >= 400
     assert len(np.unique(pixels.reshape(-1, pixels.shape[2]), axis=0)) > 100
-    ms.History().draw(tmp_path / "empty.png")
+    ms.History().draw(tmp_path / "made" / "empty.png")
+    assert (tmp_path / "made" / "empty.png").exists()
 
 
 def test_title_axes_and_legend_are_written(tmp_path, monkeypatch):

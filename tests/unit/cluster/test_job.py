@@ -83,6 +83,11 @@ def test_a_state():
     assert job.state({"SLURM_JOB_ID": "7"}, lambda words: text) == "CANCELLED"
 
 
+def test_no_scontrol_as_in_a_container(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert job.state({"SLURM_JOB_ID": "7"}) == ""
+
+
 @pytest.mark.parametrize(("text", "count"), [("3", 3), ("", 0), ("x", 0)])
 def test_restarts(text, count):
     assert job.restarts({"SLURM_RESTART_COUNT": text}) == count

@@ -1,4 +1,7 @@
-"""The rows against what real libraries and launchers print (first lines, as recorded)."""
+"""The rows against what libraries and launchers print: first lines, recorded.
+
+But for MVAPICH 3 and ParaStation MPI, whose lines follow the form of MVAPICH2's and MPICH's.
+"""
 
 from __future__ import annotations
 

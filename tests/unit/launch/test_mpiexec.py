@@ -64,6 +64,23 @@ def test_launcher_of_another_mpi_is_passed_over(tmp_path):
     assert find([wrong, right.path])[0] == right
 
 
+def test_a_launcher_of_the_same_version_comes_before_a_nearer_one(tmp_path, monkeypatch):
+    """As with Debian's library in an environment with the wheel's."""
+    texts = {"hangs": "", "wheel": "mpiexec (Open MPI) 5.0.11", "site": "mpiexec (OpenRTE) 4.1.4"}
+    made = {}
+    for name, text in texts.items():
+        (tmp_path / name).mkdir()
+        made[name] = pretender(tmp_path / name, text)
+    Path(made["hangs"]).write_text("no program")
+    library = "Open MPI v4.1.4, package: Debian OpenMPI, ident: 4.1.4"
+    loaded = mpiexec.Library(of_library(library), library, "/usr/lib/libmpi.so.40")
+    monkeypatch.setattr(mpiexec, "library", lambda: loaded)
+    assert find(list(made.values()))[0].path == made["site"]
+    assert find([made["hangs"], made["wheel"]])[0].path == made["wheel"]
+    with pytest.raises(LaunchError, match="none that answers"):
+        find([made["hangs"]])
+
+
 def test_only_launchers_of_another_mpi_is_an_error_that_names_both(tmp_path):
     wrong = pretender(tmp_path, other_text())
     with pytest.raises(LaunchError) as error:

@@ -86,3 +86,14 @@ def test_notes_that_cannot_be_written_are_a_no(tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     assert main(["requeue", "--record", str(tmp_path / "a" / "r"), "--code", "42"]) == 1
     assert capsys.readouterr().out.startswith("no: ")
+
+
+@pytest.mark.usefixtures("_no_job")
+def test_jobs_of_a_chain_count_as_one(tmp_path, monkeypatch):
+    record = tmp_path / "exit-code"
+    words = ["requeue", "--record", str(record), "--code", "75", "--job", "11"]
+    found = []
+    for number in ("11", "12", "13"):
+        monkeypatch.setenv("PBS_JOBID", number)
+        found.append(main(words))
+    assert found == [0, 0, 1]

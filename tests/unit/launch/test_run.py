@@ -14,6 +14,7 @@ import pytest
 from mpistrat.errors import LaunchError
 from mpistrat.launch.flavours import of_launcher, of_library
 from mpistrat.launch.mpiexec import Launcher, Library, find
+from mpistrat.launch.output import Output
 from mpistrat.launch.plan import Wishes
 from mpistrat.launch.process import run_job
 from mpistrat.launch.run import plan_note, python_program, refuse_inside, run
@@ -28,6 +29,13 @@ STEPS = {
     "mpiexec of MPICH or Intel MPI": {"PMI_RANK": "0", "PMI_SIZE": "2"},
     "mpiexec of PALS": {"PALS_RANKID": "0"},
 }
+
+
+def test_a_directory_for_output_that_cannot_be_made(tmp_path):
+    (tmp_path / "x.py").touch()
+    output = Output(str(tmp_path / "x.py"))
+    with pytest.raises(LaunchError, match="--output-dir cannot be made"):
+        run(1, [str(tmp_path / "x.py")], output=output)
 
 
 @pytest.mark.parametrize(("launcher", "env"), STEPS.items())

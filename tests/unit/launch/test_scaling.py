@@ -111,7 +111,7 @@ class TestRuns:
             (told(2, 1), 0, "8 ranks on 2 nodes were asked for, and there were 2 on 1"),
             (told(8, 1), 0, "8 ranks on 2 nodes were asked for, and there were 8 on 1"),
             ("", 0, "seen by all nodes"),
-            (told(8, 2), 3, "failed with exit code 3"),
+            (told(8, 2), 3, "8 ranks on 2 nodes has failed with exit code 3"),
         ],
     )
     def test_no_more_nodes_than_there_were(self, text, code, said, tmp_path, monkeypatch):
@@ -127,6 +127,12 @@ class TestRuns:
         assert shown.out.splitlines()[1].split()[:3] == ["1", "1", "10.0"]
         assert len(shown.out.splitlines()) == 2
         assert "2 ranks were asked for" in shown.err
+
+    def test_a_place_for_the_table_that_cannot_be(self, tmp_path, capsys):
+        (tmp_path / "file").touch()
+        words = ["--output", str(tmp_path / "file" / "study"), "--", "train.py"]
+        assert cli.main(["scaling", *words]) == 2
+        assert "--output cannot be made: " in capsys.readouterr().err
 
     def test_no_program(self, capsys):
         assert cli.main(["scaling"]) == 2
