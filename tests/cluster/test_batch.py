@@ -6,20 +6,18 @@ import csv
 import re
 from pathlib import Path
 
-import pytest
+import slurm as scheduler
 
-from mpistrat.launch.batch import Job
+from mpistrat.launch.batch import BatchJob
 from mpistrat.launch.batch_script import render
 
-scheduler = pytest.importorskip("slurm", reason="tests/cluster is not set up")
-pytestmark = pytest.mark.nightly
 PROGRAM = str(Path(__file__).parent / "programs" / "leaving.py")
 
 
 def hand_in(slurm, pmi, shared, program, **fields):
     """Submit the script of a job of 2 nodes x 2 ranks."""
     shape = {"nodes": 2, "per_node": 2, "time": "00:05:00", "pmi": pmi}
-    text = render(Job(tuple(map(str, program)), **{**shape, **fields}))
+    text = render(BatchJob(tuple(map(str, program)), **{**shape, **fields}))
     (shared / "job.sbatch").write_text(text)
     words = ["--parsable", "--output=log", "--open-mode=append", "job.sbatch"]
     number = slurm("sbatch", *words, cwd=shared).strip()
