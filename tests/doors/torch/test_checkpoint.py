@@ -9,6 +9,7 @@ from mpistrat.testing import run_ranks
 
 torch = pytest.importorskip("torch", reason="wants PyTorch: pip install 'mpistrat[torch]'")
 import mpistrat.torch as mt  # noqa: E402
+
 nn = torch.nn
 
 
