@@ -76,8 +76,8 @@ class FusedOptimizer:
         self._gradients = gradients = gradients_of(model, "FusedOptimizer")
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
-                f"FusedOptimizer: {optimizer!r:.60} is not an optimizer of mpistrat.optim, such as "
-                "mpistrat.optim.AdamW(1e-3). One of torch.optim needs no FusedOptimizer."
+                f"FusedOptimizer: {type(optimizer).__name__} is no optimizer of mpistrat.optim, "
+                "such as mpistrat.optim.AdamW(1e-3). One of torch.optim needs no FusedOptimizer."
             )
         self.optimizer, self._steps = optimizer, 0
         strategy = gradients.strategy

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.testing import run_ranks
+from mpistrat.testing import RanksFailed, run_ranks
 
 jax = pytest.importorskip("jax", reason="wants JAX: pip install 'mpistrat[jax]'")
 import mpistrat.jax as mj  # noqa: E402
@@ -94,6 +94,33 @@ def test_digits_have_the_same_losses_on_any_number_of_ranks(net, size):
         assert found.accuracy == pytest.approx(alone.accuracy, abs=0.01)
         for one, other in zip(*map(jax.tree.leaves, (found[0], alone[0])), strict=True):
             np.testing.assert_allclose(one, other, atol=1e-4)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)  # each rank compiles what it calls
+def test_digits_go_on_at_another_number_of_ranks(tmp_path):
+    pytest.importorskip("optax", reason="wants optax")
+    pytest.importorskip("sklearn", reason="wants scikit-learn")
+    from mpistrat.examples import digits_jax
+
+    settings = digits_jax.Choices(epochs=3)
+
+    def stops(line):
+        if line.startswith("epoch 2"):
+            raise InterruptedError(line)
+
+    def program(comm, say, directory=""):
+        chosen = settings._replace(checkpoint=str(directory))
+        return digits_jax.train(ms.MirroredStrategy(), chosen, say)
+
+    told = []
+    with pytest.raises(RanksFailed, match="epoch 2 of 3"):
+        run_ranks(lambda comm: program(comm, stops, tmp_path), 2, timeout=100)
+    (again,) = run_ranks(lambda comm: program(comm, told.append, tmp_path), 1, timeout=100)
+    assert [line[:12] for line in told if "loss" in line] == ["epoch 2 of 3", "epoch 3 of 3"]
+    (whole,) = run_ranks(lambda comm: program(comm, lambda _: None), 1, timeout=100)
+    np.testing.assert_allclose(again.losses, whole.losses, rtol=1e-4)
+    assert again.accuracy == pytest.approx(whole.accuracy, abs=0.01)
 
 
 @pytest.mark.job

@@ -13,7 +13,7 @@ from mpistrat.examples import text
 from mpistrat.testing import RanksFailed, run_ranks
 
 torch = pytest.importorskip("torch", reason="wants PyTorch: pip install 'mpistrat[torch]'")
-example = pytest.importorskip("mpistrat.examples.language_model_torch")
+from mpistrat.examples import language_model_torch as example  # noqa: E402
 
 # Batches of 6 leave a fourth rank without rows.
 TINY = example.TransformerSettings(

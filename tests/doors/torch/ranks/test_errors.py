@@ -23,8 +23,11 @@ def works(size):
 def test_a_message_that_is_larger_than_its_room_is_a_value_error(rank, size):
     for source in (1, None):
         if rank == 0:
-            with pytest.raises(ValueError, match=r"wants 12 bytes, and .* has sent more"):
-                dist.recv(torch.zeros(3), src=source)
+            whole = torch.zeros(8)
+            # Of messages from any rank MPICH may tell the size, and not that it was too much.
+            with pytest.raises(ValueError, match=r"wants 12 bytes, and .* has sent (more|20)\."):
+                dist.recv(whole[:3], src=source)
+            assert not whole[3:].any()
         elif rank == 1:
             dist.send(torch.ones(5), dst=0)
         dist.barrier()
