@@ -76,7 +76,9 @@ def main():
         except Exception as error:  # the same on all ranks of this group
             failed, said = True, f"failed: {type(error).__name__}: {error}"
         if part.rank == 0:
-            print(f"trial {number}: rate {rate:g}, ranks {part.size}: {said}", flush=True)
+            # With its newline in one piece, as other groups print at the same time.
+            line = f"trial {number}: rate {rate:g}, ranks {part.size}: {said}\n"
+            print(line, end="", flush=True)
     return 1 if failed else 0
 
 
