@@ -91,7 +91,7 @@ class Checkpoint:
             """Return what was given by that name."""
 
         def __setattr__(self, name: str, value: Any) -> None:
-            """Give something a name."""
+            """Add a tree under a name."""
 
     def variables(self) -> dict[str, Variable]:
         """Return all variables by the names that they have in files. Never communicates.
@@ -176,7 +176,7 @@ class Checkpoint:
         return os.fspath(path)
 
     def restore(self, save_path: _Path | None, partial: bool = False) -> Restored:
-        """Give everything the value that it has in a file, or nothing.
+        """Restore everything from a file, or nothing at all.
 
         Collective: all ranks call it, in cross-replica code.
 

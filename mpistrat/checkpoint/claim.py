@@ -72,7 +72,7 @@ def myself() -> Holder:
 
 
 def read(path: Path) -> dict[str, Any] | None:
-    """Return what a claim says; None if there is none. An unreadable text is ``{"text": ...}``."""
+    """Return what a claim says; None without a file. An unreadable text is ``{"text": ...}``."""
     try:
         with path.open("rb") as file:
             text = file.read(2 * _ROOM)
@@ -257,7 +257,7 @@ class Claim:
         return self._over.is_set()
 
     def release(self) -> None:
-        """Let the next job take it at once; what it says of this one stays to be read."""
+        """Release the claim: the next job may take it at once. What the file says stays."""
         if self._over.is_set() or os.getpid() != self._pid:
             return
         self._over.set()

@@ -338,7 +338,7 @@ def _name(part: Path, path: Path, replace: bool) -> None:
 
 
 def put(part: Path, path: Path, replace: bool) -> None:
-    """Give a file that is written its name; that of another is an error unless `replace`."""
+    """Rename a written file; a file that is there already is an error unless `replace`."""
     if replace:
         part.replace(path)
         return
@@ -353,7 +353,7 @@ def put(part: Path, path: Path, replace: bool) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Have a directory keep its names, as far as its file system knows such a thing.
+    """Force the names in a directory to the disk, where its file system can do that.
 
     Raises:
       OSError: It does not.

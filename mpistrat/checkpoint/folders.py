@@ -37,7 +37,7 @@ class Folder:
         self.part = Path(name)
 
     def commit(self, replace: bool) -> None:
-        """Give it its name. All files in it have been forced to the disk.
+        """Rename the directory to its final name. All files in it have been forced to the disk.
 
         Args:
           replace: Take the place of what is there; else that is an error.

@@ -193,7 +193,7 @@ class History:
         figure.savefig(path)
 
     def _first(self, name: str, path: _Path, fn: Callable[[], None]) -> None:
-        """Let replica 0 do it; what it raises is raised on every rank."""
+        """Do it on replica 0; what it raises is raised on every rank."""
         call, lockstep = f"History.{name}({os.fspath(path)!r})", self._strategy.replicas.lockstep
         refuse_alone(self._strategy, call)
         failure = None

@@ -348,7 +348,8 @@ def step_of(checkpoint: Checkpoint) -> int | None:
     """Return the step that the program counts in its checkpoint, if it does."""
     for name in ("step", "checkpointed_runs"):
         with contextlib.suppress(TypeError, ValueError):
-            return int(getattr(checkpoint, name, None))  # type: ignore[arg-type]
+            found: Any = getattr(checkpoint, name, None)
+            return int(found)
     return None
 
 

@@ -91,7 +91,7 @@ def restore(
     partial: bool,
     number: int | None = None,
 ) -> tuple[Restored, int]:
-    """Give variables the values of a file. Collective, in cross-replica code.
+    """Restore variables from a file. Collective, in cross-replica code.
 
     Args:
       lockstep: Proves it.
@@ -273,7 +273,7 @@ def _broadcast(
 
 
 def _give(lockstep: Lockstep, variable: Variable, value: Array) -> None:
-    """Give a variable a value that all ranks have."""
+    """Assign a value that all ranks have to a variable."""
     if variable.on_read and variable.aggregation is VariableAggregation.SUM:
         fold = functools.partial(variable.folded, f"restore({variable.spec()}), its sum")
         value = exact_share(fold, lockstep.comm.rank, lockstep.comm.size, value)
