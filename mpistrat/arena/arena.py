@@ -23,8 +23,6 @@ from mpistrat.comm.base import Comm
 from mpistrat.errors import ContextError
 from mpistrat.sharedmem.shared import touch
 
-__all__ = ["Arena", "ArenaAddress", "Block"]
-
 # Two result rows beside the ranks' own: a rank that is ahead writes the one, while others that are
 # behind still read the other.
 _RESULTS = 2

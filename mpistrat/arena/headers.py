@@ -20,8 +20,6 @@ import numpy as np
 
 from mpistrat.arrays import Array
 
-__all__ = ["Headers"]
-
 _WORD = 8
 # The words of a header that are looked at: type, address of the elements, number of dimensions,
 # addresses of the shape and of the strides, whose the memory is, dtype, flags. The count of

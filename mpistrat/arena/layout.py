@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["LINE", "Layout", "Matrix", "Place", "Specs", "lay_out", "slice_of", "slices_of"]
-
 LINE = 64  # bytes of a cache line, and the widest vector unit's alignment
 
 Specs = tuple[tuple[np.dtype[Any], tuple[int, ...]], ...]

@@ -14,8 +14,6 @@ import numpy as np
 
 from mpistrat.comm.base import Comm
 
-__all__ = ["Nodes", "find_nodes"]
-
 
 class Nodes(NamedTuple):
     """A group of ranks, cut at the borders of shared memory.

@@ -7,15 +7,6 @@ import numbers
 from dataclasses import dataclass, field
 from typing import Any, final
 
-__all__ = [
-    "WIRES",
-    "CollectiveCommunication",
-    "CollectiveHints",
-    "CommunicationImplementation",
-    "CommunicationOptions",
-    "as_implementation",
-]
-
 
 class CommunicationImplementation(enum.Enum):
     """Which algorithm moves values.

@@ -26,8 +26,6 @@ from mpistrat.arrays import Array, is_bfloat16, label
 from mpistrat.errors import LeafTypeError
 from mpistrat.kernels.ops import ReduceOp
 
-__all__ = ["WireType", "decode_order", "encode_order", "ordered", "wire_type"]
-
 DType = np.dtype[Any]
 
 

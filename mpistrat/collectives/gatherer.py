@@ -14,8 +14,6 @@ from mpistrat.comm.base import Buffer
 from mpistrat.lockstep.abort import aborting
 from mpistrat.lockstep.lockstep import Lockstep
 
-__all__ = ["Gatherer"]
-
 # A gather of more bytes than this is worth a second proof that every rank has the memory.
 _LARGE = 16 * 1024 * 1024
 

@@ -38,8 +38,6 @@ from mpistrat.kernels.narrow import from_bfloat16, to_bfloat16
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.kernels.scaling import divide, real, rescue
 
-__all__ = ["MOST", "Lane", "compile_wire", "fold_between", "fold_far", "fold_together", "in_pieces"]
-
 # What goes between nodes at once, in elements; bounds what it takes beside the arena.
 MOST = 1 << 20
 

@@ -40,8 +40,6 @@ from mpistrat.kernels.scaling import power_for
 from mpistrat.lockstep.guards import warn
 from mpistrat.lockstep.lockstep import Lockstep
 
-__all__ = ["NodeFolds"]
-
 
 class _Compiled(set[np.dtype[Any]]):
     """The dtypes whose folds some call of the session has had compiled; equal on all ranks."""

@@ -18,8 +18,6 @@ from mpistrat.collectives.routes import Packing, Route
 from mpistrat.collectives.weights import Scales, scales_of
 from mpistrat.lockstep.lockstep import Lockstep
 
-__all__ = ["Reducer"]
-
 
 @final
 class Reducer:

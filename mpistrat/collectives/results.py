@@ -14,8 +14,6 @@ from mpistrat.collectives.buckets import Bucket
 from mpistrat.collectives.call import Call
 from mpistrat.sharedmem.pool import Pool
 
-__all__ = ["Results", "of_one", "put", "results_for"]
-
 # Smaller leaves of a bucket come back in one piece of memory, since to allocate each costs as much
 # as to copy it. A larger one has its own, so that keeping one keeps nothing else.
 _OWN = 64 * 1024

@@ -21,8 +21,6 @@ from mpistrat.errors import StructureError
 from mpistrat.kernels.ops import FOLDS, ReduceOp
 from mpistrat.lockstep.lockstep import Lockstep
 
-__all__ = ["Hierarchical", "Native", "OneRoot", "Packing", "Ring", "Route"]
-
 _ADDS = (ReduceOp.SUM, ReduceOp.MEAN)
 
 

@@ -11,8 +11,6 @@ from mpistrat.arrays import Array
 from mpistrat.collectives.buckets import Bucket
 from mpistrat.collectives.weights import Scales
 
-__all__ = ["Placed", "Segment", "placed", "segments_of"]
-
 
 class Segment(NamedTuple):
     """Columns of a matrix that are treated alike."""

@@ -14,8 +14,6 @@ import numpy.typing as npt
 
 from mpistrat.sharedmem.shared import Pages
 
-__all__ = ["Buffer", "Comm"]
-
 Buffer = npt.NDArray[np.generic]
 
 

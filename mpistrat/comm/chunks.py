@@ -25,8 +25,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-__all__ = ["LIMIT", "Round", "rounds", "slices"]
-
 # Bytes.
 LIMIT = 2**30
 # A gather in rounds passes through so much memory; larger rounds are not faster.

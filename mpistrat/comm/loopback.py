@@ -20,8 +20,6 @@ import numpy as np
 from mpistrat.comm.base import Buffer, Comm
 from mpistrat.sharedmem.shared import Pages, shared_pages
 
-__all__ = ["Event", "LoopbackComm", "LoopbackWorld"]
-
 _FOLDS: dict[str, Callable[..., Any]] = {
     "SUM": np.add,
     "PROD": np.multiply,

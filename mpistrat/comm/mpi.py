@@ -18,19 +18,6 @@ from mpistrat.comm.base import Buffer, Comm
 from mpistrat.comm.chunks import LIMIT, rounds, slices
 from mpistrat.sharedmem.shared import Pages, shared_memory, shared_pages
 
-__all__ = [
-    "MPIComm",
-    "abort",
-    "before_abort",
-    "finalize",
-    "initialized",
-    "is_communicator",
-    "library",
-    "needs_yielding",
-    "ranks_in_job",
-    "world_size",
-]
-
 # Seconds that a thread sleeps between two looks at what it waits for. One that polls takes its time
 # from the program on a machine whose cores are all in use: of 148 ms for 16.8 MB over 1 Gbit/s it
 # computes for 25 this way (MPICH), and for all of them otherwise.

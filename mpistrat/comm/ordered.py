@@ -10,8 +10,6 @@ import numpy as np
 from mpistrat.comm.base import Buffer, Comm
 from mpistrat.sharedmem.shared import Pages
 
-__all__ = ["Ordered"]
-
 
 @final
 class Ordered(Comm):

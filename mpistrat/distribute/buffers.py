@@ -15,8 +15,6 @@ from mpistrat.distribute.naming import named
 from mpistrat.distribute.replica_group import ReplicaGroup
 from mpistrat.errors import LeafTypeError
 
-__all__ = ["make_buffers"]
-
 Spec = tuple[np.dtype[Any], tuple[int, ...]]
 
 

@@ -30,8 +30,6 @@ from mpistrat.kernels.ops import ReduceOp
 from mpistrat.kernels.scaling import multiply
 from mpistrat.lockstep.lockstep import Lockstep
 
-__all__ = ["Choice", "Delegate", "Ops", "like"]
-
 _AUTO, _RING, _NCCL = CommunicationImplementation
 
 

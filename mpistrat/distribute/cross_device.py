@@ -20,13 +20,6 @@ from mpistrat.distribute.regroup import select
 from mpistrat.distribute.strategy import Strategy
 from mpistrat.kernels.ops import ReduceOp
 
-__all__ = [
-    "CrossDeviceOps",
-    "HierarchicalCopyAllReduce",
-    "NcclAllReduce",
-    "ReductionToOneDevice",
-]
-
 
 class CrossDeviceOps(Ops):
     """How the values of all replicas become one; subclass it to say so yourself.

@@ -15,8 +15,6 @@ from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.distribute.values import DistributedValues
 from mpistrat.errors import StructureError
 
-__all__ = ["check_destinations", "checked_pairs", "device_called", "place"]
-
 # Programs for tf.distribute name devices in these ways; they choose nothing here.
 _DEVICE = re.compile(r"(/\w+:\w+)*/?(device:)?(xla_)?[a-z]pu(:\d+|:\*)?", re.IGNORECASE)
 

@@ -23,8 +23,6 @@ from mpistrat.distribute.views import ALONE, LOCAL
 from mpistrat.errors import ContextError, StructureError
 from mpistrat.lockstep.guards import VariableRegistry
 
-__all__ = ["StrategyExtended"]
-
 S_co = TypeVar("S_co", bound=StrategyBase, covariant=True)
 
 

@@ -17,8 +17,6 @@ from mpistrat.distribute.views import ALONE
 from mpistrat.errors import ContextError
 from mpistrat.lockstep.lockstep import Lockstep
 
-__all__ = ["Handle", "all_reduce_start", "ended"]
-
 
 @final
 class Handle:

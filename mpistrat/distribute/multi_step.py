@@ -13,8 +13,6 @@ from mpistrat.errors import ContextError, OutOfRangeError, StructureError
 from mpistrat.feed.steps import whole_number
 from mpistrat.kernels.ops import ReduceOp
 
-__all__ = ["MultiStepContext", "run_steps"]
-
 _CALL = "experimental_run_steps_on_iterator"
 
 

@@ -40,8 +40,6 @@ from mpistrat.errors import LeafTypeError, StructureError
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.sharedmem.pool import Pool
 
-__all__ = ["Prepared", "compiled", "fit", "in_replica", "places", "prepared"]
-
 
 class Prepared(NamedTuple):
     """What a program has given to one all-reduce, found good.

@@ -26,8 +26,6 @@ from mpistrat.kernels.ops import ReduceOp
 from mpistrat.kernels.scaling import multiply, real, rescue
 from mpistrat.kernels.threads import Team
 
-__all__ = ["reduce_over_axis", "reduce_over_replicas"]
-
 
 def _moves(name: str, op: ReduceOp, leaf: Any, plain: Plain, path: str) -> bool:
     """Tell whether the replicas' values of this leaf must meet; raise if the question is wrong."""

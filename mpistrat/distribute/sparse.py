@@ -19,8 +19,6 @@ from mpistrat.errors import StructureError
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.kernels.scaling import divide, factors_of, multiply, real
 
-__all__ = ["SlicesContribution", "all_reduce", "alone", "contribution", "reduced"]
-
 
 class SlicesContribution(NamedTuple):
     """What one rank gives to the reduction of a leaf that is `IndexedSlices`.

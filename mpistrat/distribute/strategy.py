@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from mpistrat.distribute.iterators import InputIterator
     from mpistrat.feed.distributed import DistributedDataset
 
-__all__ = ["Strategy"]
-
 
 class Strategy(StrategyBase):
     """How a program runs on all replicas at once; one MPI rank is one replica.

@@ -20,8 +20,6 @@ from mpistrat.distribute.views import GLOBAL
 from mpistrat.errors import StructureError
 from mpistrat.feed.steps import whole_number
 
-__all__ = ["PlacedStrategy", "TPUStrategy", "TPUStrategyExperimental", "TPUStrategyV1"]
-
 
 @dataclass(frozen=True)
 class PlacedExtended(StrategyExtended["PlacedStrategy"]):

@@ -27,8 +27,6 @@ from mpistrat.distribute.views import ALONE
 from mpistrat.errors import ContextError, StructureError
 from mpistrat.lockstep.guards import VariableRegistry
 
-__all__ = ["Variable", "VariableAggregation", "VariableSynchronization", "move_to", "spread_like"]
-
 
 @final
 class Variable(Reading, ScatterUpdates):

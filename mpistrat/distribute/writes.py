@@ -9,20 +9,10 @@ import xxhash
 
 from mpistrat.arrays import Array, digest
 from mpistrat.comm.callsite import ranks_text
-from mpistrat.distribute.kinds import VariableAggregation, VariableSynchronization
+from mpistrat.distribute.kinds import VariableAggregation
 from mpistrat.errors import LockstepError
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.lockstep.lockstep import Lockstep
-
-__all__ = [
-    "OPS",
-    "VariableAggregation",
-    "VariableSynchronization",
-    "exact_share",
-    "prove_same",
-    "share",
-]
-
 
 _SHOWN = 24  # letters of a number in messages
 _DIGEST = 16

@@ -10,8 +10,6 @@ import numpy as np
 
 from mpistrat.feed.sources import INFINITE, Rows
 
-__all__ = ["Listed", "Order", "Repeated", "Straight", "Strided"]
-
 
 class Order(ABC):
     """A sequence of row numbers.

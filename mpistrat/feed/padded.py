@@ -16,8 +16,6 @@ from mpistrat.feed.pieces import BatchSlice, ExampleReader, columns_of, stack
 from mpistrat.feed.sources import Arrays, Spec
 from mpistrat.feed.steps import batches_of, bounds
 
-__all__ = ["PaddedBatch"]
-
 
 @final
 @dataclasses.dataclass(frozen=True)

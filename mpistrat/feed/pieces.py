@@ -19,11 +19,6 @@ from mpistrat.errors import DataError
 from mpistrat.feed.orders import Order
 from mpistrat.feed.sources import Arrays, Rows
 
-__all__ = [
-    *("BatchSlice", "ExampleReader", "FileRead", "Given", "Grouped", "MapFn", "Mapped"),
-    *("RowMapped", "Selected", "columns_of", "named", "stack"),
-]
-
 MapFn: TypeAlias = Callable[..., Any]
 
 

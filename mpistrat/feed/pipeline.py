@@ -21,8 +21,6 @@ from mpistrat.feed.rebatch import Rebatch
 from mpistrat.feed.sources import INFINITE, Arrays, Files, Stream, is_array
 from mpistrat.feed.steps import Arrange, Batch, Map, Path, Pieces, Seeds, Step
 
-__all__ = ["Batches", "Examples", "begin"]
-
 
 @final
 @dataclasses.dataclass(frozen=True)

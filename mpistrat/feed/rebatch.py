@@ -16,8 +16,6 @@ from mpistrat.feed.pieces import BatchSlice, columns_of
 from mpistrat.feed.sources import UNKNOWN
 from mpistrat.feed.steps import Path, Pieces, Seeds, Step
 
-__all__ = ["Joined", "Rebatch", "rejoined", "shares"]
-
 
 @final
 class Joined(BatchSlice):

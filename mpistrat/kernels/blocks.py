@@ -18,8 +18,6 @@ from mpistrat.kernels.scaling import (
     scale_into,
 )
 
-__all__ = ["BLOCK", "fold_blocks", "sum_partly"]
-
 Array: TypeAlias = NDArray[Any]
 
 BLOCK = 65536  # elements folded at once: calls of NumPy cost more than its loops

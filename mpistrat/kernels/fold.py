@@ -19,15 +19,6 @@ from mpistrat.kernels.narrow import fold_narrow, is_narrow
 from mpistrat.kernels.scaling import factors_of
 from mpistrat.kernels.threads import Team
 
-__all__ = [
-    "compile_for",
-    "compiles",
-    "fold_pair",
-    "fold_rows",
-    "spread_rows",
-    "sum_between",
-]
-
 Array: TypeAlias = NDArray[Any]
 
 # From here on a slice is worth a compiler, if none has run yet.

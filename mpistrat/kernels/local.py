@@ -20,8 +20,6 @@ from numpy.typing import NDArray
 from mpistrat.kernels import jit
 from mpistrat.kernels.threads import Team
 
-__all__ = ["local_sum"]
-
 Array: TypeAlias = NDArray[Any]
 
 _TILE = 1024  # totals per block; with their carries 16 KiB, about half of a first-level cache

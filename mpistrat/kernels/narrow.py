@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     widen_row: Any = None
     narrow_row: Any = None
 
-__all__ = ["fold_narrow", "from_bfloat16", "is_narrow", "to_bfloat16"]
-
 Array: TypeAlias = NDArray[Any]
 
 _WIDE = np.dtype(np.float32)

@@ -10,20 +10,6 @@ from typing import Any, TypeAlias, final
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "Overflow",
-    "divide",
-    "factors_of",
-    "low_sum",
-    "multiply",
-    "noting",
-    "power_for",
-    "real",
-    "rescue",
-    "rescue_rows",
-    "scale_into",
-]
-
 Array: TypeAlias = NDArray[Any]
 
 

@@ -12,8 +12,6 @@ from mpistrat.comm import mpi
 from mpistrat.lockstep.ending import end_job
 from mpistrat.lockstep.lockstep import Lockstep
 
-__all__ = ["abort", "aborting"]
-
 
 def abort(lockstep: Lockstep, call: str, error: Exception) -> NoReturn:
     """Raise what failed after the proof of `call`; end the job if others would wait for ever.

@@ -16,8 +16,6 @@ from mpistrat.lockstep.interrupts import Interrupted
 from mpistrat.lockstep.watched import Watched
 from mpistrat.options import Options
 
-__all__ = ["CallState", "Hooks", "Ranks", "RunState", "Unproved"]
-
 
 class Unproved(Protocol):
     """A write that this rank has made, and that the next handshake shows to be alike on all.

@@ -9,8 +9,6 @@ from mpistrat.comm.base import Buffer, Comm
 from mpistrat.comm.session import Session
 from mpistrat.sharedmem.shared import Pages
 
-__all__ = ["Watched"]
-
 
 @final
 class _Moving:

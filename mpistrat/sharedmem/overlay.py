@@ -21,8 +21,6 @@ import numpy as np
 
 from mpistrat.arrays import Array
 
-__all__ = ["Overlay", "tells_of_writes"]
-
 _READ, _WRITE = 1, 2  # PROT_READ and PROT_WRITE, on all systems
 _NAMES = ("MAP_PRIVATE", "PROT_READ", "MADV_DONTNEED")
 # Bits of /proc/self/pagemap: present or swapped; of a file or shared.

@@ -13,8 +13,6 @@ from mpistrat.collectives.results import of_one
 from mpistrat.collectives.weights import Scales
 from mpistrat.sharedmem.pool import Pool
 
-__all__ = ["Alone"]
-
 
 @final
 class Alone(StagedPath):

@@ -19,8 +19,6 @@ from mpistrat.kernels.ops import FOLDS
 from mpistrat.kernels.scaling import Overflow, divide, multiply, noting, rescue_rows
 from mpistrat.lockstep.frame import FRAME, HEAD
 
-__all__ = ["Frame", "Number"]
-
 
 class _Run(NamedTuple):
     """Adjacent leaves of one dtype, reduced at once: everybody's values, and how to cut the sum."""

@@ -19,8 +19,6 @@ from mpistrat.collectives.routes import Native, Packing
 from mpistrat.collectives.weights import Scales
 from mpistrat.kernels.scaling import low_sum, multiply, power_for, rescue
 
-__all__ = ["Chosen", "Messages", "Sent"]
-
 # Packs are bounded, so scratch memory is, whatever the tree.
 _PACKING = Packing(4 * 1024 * 1024, alone=ALONE)
 

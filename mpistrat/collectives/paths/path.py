@@ -16,8 +16,6 @@ from mpistrat.collectives.weights import Scales
 from mpistrat.lockstep.abort import abort
 from mpistrat.sharedmem.pool import Pool
 
-__all__ = ["Path", "StagedPath"]
-
 
 class Path(abc.ABC):
     """One way for the bytes of a call, made ready for it.

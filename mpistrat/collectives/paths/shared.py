@@ -28,8 +28,6 @@ from mpistrat.kernels.ops import FOLDS
 from mpistrat.kernels.scaling import Overflow, divide, noting, rescue_rows
 from mpistrat.sharedmem.pool import Pool
 
-__all__ = ["Direct", "Packs"]
-
 
 class _Cut(NamedTuple):
     """Where leaves lie in the total: one, or neighbours of one shape.
