@@ -14,11 +14,11 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast, final
+from typing import Any, final
 
 import numpy as np
 
-from mpistrat.arena.arena import Arena, ArenaAddress, Block
+from mpistrat.arena.arena import Arena, ArenaAddress
 from mpistrat.arena.layout import Specs, slice_of
 from mpistrat.arena.storage import Storage
 from mpistrat.arrays import Array
@@ -157,19 +157,29 @@ class NodeFolds:
             stacklevel=3,
         )
 
-    def reduce_placed(self, op: ReduceOp, placed: Placed, scales: Scales) -> None:
-        """Fold arrays where they lie. Collective; the proof was the barrier before it."""
+    def reduce_placed(
+        self, op: ReduceOp, placed: Placed, scales: Scales, into: int | None = None
+    ) -> None:
+        """Reduce arrays where they lie. Collective; the proof was the barrier before it.
+
+        When it returns, all ranks of the node may read what has been written.
+
+        Args:
+          op: The operation.
+          placed: The arrays.
+          scales: What their values are multiplied and divided by.
+          into: Of how many ranks of the node the arrays take the result; None for all, 1 for those
+            of the first alone.
+        """
         with self.moving():
-            for (block, matrix), segments in zip(placed.rows, placed.segments, strict=True):
-                rows = cast(Block, block()).matrices[matrix]  # its arrays are in the caller's hands
-                ranges = [Segment(start, stop, *scales.of(leaf)) for start, stop, leaf in segments]
-                self.reduce(op, rows, rows, rows.shape[1], ranges)
+            for rows, segments in placed.parts(scales):
+                self.reduce(op, rows, rows[:into], rows.shape[1], segments)
             self.arena.nodes().node.barrier()
 
     def fold_inside(
         self, op: ReduceOp, rows: Array, out: Array, columns: int, segments: Sequence[Segment]
     ) -> None:
-        """Fold this rank's slice of what its node gave into `out`; for several nodes.
+        """Fold this rank's slice of what its node gave into `out`.
 
         Not collective. Other ranks may read `out` after a barrier of the node.
         """
@@ -180,19 +190,6 @@ class NodeFolds:
         for segment in segments:
             here = segment._replace(start=max(low, segment.start), stop=min(high, segment.stop))
             self._fold_here(op, rows, out, here, whole, ready)
-
-    def fold_first(self, op: ReduceOp, placed: Placed, scales: Scales) -> None:
-        """Fold arrays into those of the first rank of the node, and leave the others as they are.
-
-        Collective; the proof was the barrier before it. When it returns, all of the node may read
-        the first rows.
-        """
-        with self.moving():
-            for (block, matrix), segments in zip(placed.rows, placed.segments, strict=True):
-                rows = cast(Block, block()).matrices[matrix]
-                ranges = [Segment(start, stop, *scales.of(leaf)) for start, stop, leaf in segments]
-                self.reduce(op, rows, rows[:1], rows.shape[1], ranges)
-            self.arena.nodes().node.barrier()
 
     @contextmanager
     def moving(self) -> Iterator[None]:
@@ -216,18 +213,10 @@ class NodeFolds:
           segments: Which of them, and how they are scaled.
         """
         nodes = self.arena.nodes()
-        rank, size = nodes.node.rank, nodes.node.size
-        low, high = slice_of(rank, size, columns, rows.dtype)
-        team = self._lockstep.session.team
-        if nodes.nodes == 1:
-            whole = sum(segment.stop - segment.start for segment in segments)
-            ready = self.ready(op, rows.dtype, whole)
-            for segment in segments:
-                start, stop = max(low, segment.start), min(high, segment.stop)
-                how = (segment.scales, segment.divisor, whole, team, ready)
-                fold_rows(FOLDS[op], rows, out, start, stop, *how)
+        several = nodes.nodes > 1
+        self.fold_inside(op, rows, out[:1] if several else out, columns, segments)
+        if not several:
             return
-        self.fold_inside(op, rows, out[:1], columns, segments)
         # A rank exchanges and spreads what it has folded itself, and waits for nobody.
         apart = nodes.lanes < nodes.node.size
         if apart:
@@ -237,21 +226,22 @@ class NodeFolds:
             fold_between(self.over(nodes.lane), op, rows, out[0], mine, segments)
         if apart:
             nodes.node.barrier()
-        for segment in segments:
-            start, stop = max(low, segment.start), min(high, segment.stop)
-            spread_rows(out, 0, start, stop, team)
+        low, high = slice_of(nodes.node.rank, nodes.node.size, columns, rows.dtype)
+        for start, stop, *_ in segments:
+            spread_rows(out, 0, max(low, start), min(high, stop), self._lockstep.session.team)
 
     def _fold_here(
         self, op: ReduceOp, rows: Array, out: Array, segment: Segment, whole: int, ready: bool
     ) -> None:
-        """Fold columns of this node's rows, for a fold of several nodes."""
-        team = self._lockstep.session.team
-        if op is ReduceOp.MEAN and segment.scales is None:
-            sum_between(rows, out, segment.start, segment.stop, power_for(self._size), team)
-            return
-        table = None if segment.scales is None else segment.scales[self.arena.nodes().ranks]
-        how = (table, 1.0, whole, team, ready)
-        fold_rows(FOLDS[op], rows, out, segment.start, segment.stop, *how)
+        """Fold columns of this node's rows; of several nodes, none divides before all have met."""
+        nodes, team = self.arena.nodes(), self._lockstep.session.team
+        start, stop, table, divisor = segment
+        if nodes.nodes > 1:
+            if op is ReduceOp.MEAN and table is None:
+                sum_between(rows, out, start, stop, power_for(self._size), team)
+                return
+            table, divisor = None if table is None else table[nodes.ranks], 1.0
+        fold_rows(FOLDS[op], rows, out, start, stop, table, divisor, whole, team, ready)
 
     def over(self, comm: Comm) -> Lane:
         """Return the lane of these folds over ranks of several nodes."""

@@ -13,7 +13,7 @@ import functools
 import operator
 import struct
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, final
+from typing import final
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from mpistrat.collectives.lanes import Lane, fold_between
 from mpistrat.collectives.node import NodeFolds
 from mpistrat.collectives.reducer import Reducer
 from mpistrat.collectives.results import put, results_for
-from mpistrat.collectives.segments import Placed, Segment, placed, segments_of
+from mpistrat.collectives.segments import Part, Placed, placed, segments_of
 from mpistrat.collectives.transfers import Transfer, Transfers
 from mpistrat.collectives.weights import Scales
 from mpistrat.comm.base import Comm
@@ -55,13 +55,6 @@ Wait = Callable[[], list[Array]]
 # Given scales, and the number of the first transfer that some rank has not waited for: begins one,
 # or returns None for lack of memory.
 Begin = Callable[[Scales, int], Wait | None]
-
-
-class _Job(NamedTuple):
-    """A matrix with a row for each rank of the node, and what is done to its columns."""
-
-    rows: Array
-    ranges: list[Segment]
 
 
 @final
@@ -208,13 +201,7 @@ class Overlap:
         """Return what begins to fold arrays of the arena where they lie."""
 
         def begin(scales: Scales, oldest: int) -> Wait:
-            jobs = []
-            for (block, matrix), segments in zip(placed.rows, placed.segments, strict=True):
-                held = block()
-                assert held is not None  # its arrays are in the caller's hands
-                ranges = [Segment(start, stop, *scales.of(leaf)) for start, stop, leaf in segments]
-                jobs.append(_Job(held.matrices[matrix], ranges))
-            transfer = self._begin(node, op, jobs, spread=True)
+            transfer = self._begin(node, op, placed.parts(scales), spread=True)
             return lambda: self._wait(transfer, lambda: leaves)
 
         return begin
@@ -240,10 +227,9 @@ class Overlap:
                 fill(bucket, values, rows[inside.rank])
             if inside.size > 1:
                 inside.barrier()
-            jobs = [
-                _Job(r, segments_of(p, scales)) for p, r in zip(call.buckets, rooms, strict=True)
-            ]
-            transfer = self._begin(node, call.op, jobs, spread=False)
+            pairs = zip(call.buckets, rooms, strict=True)
+            parts = [(rows, segments_of(bucket, scales)) for bucket, rows in pairs]
+            transfer = self._begin(node, call.op, parts, spread=False)
 
             def take() -> list[Array]:
                 for number, rows in enumerate(rooms):
@@ -274,12 +260,12 @@ class Overlap:
             del self._rooms[key]
         return found
 
-    def _begin(self, node: NodeFolds, op: ReduceOp, jobs: list[_Job], spread: bool) -> Transfer:
+    def _begin(self, node: NodeFolds, op: ReduceOp, parts: list[Part], spread: bool) -> Transfer:
         with node.moving():
-            for rows, ranges in jobs:
+            for rows, ranges in parts:
                 node.fold_inside(op, rows, rows[:1], rows.shape[1], ranges)
         lane = None if self._lane is None else node.over(self._lane)
-        return self._transfers.begin(functools.partial(self._move, op, jobs, spread, lane))
+        return self._transfers.begin(functools.partial(self._move, op, parts, spread, lane))
 
     def _failed(self, error: Exception) -> None:
         try:
@@ -289,7 +275,7 @@ class Overlap:
                 if comm is not None:
                     comm.free()
 
-    def _move(self, op: ReduceOp, jobs: list[_Job], spread: bool, lane: Lane | None) -> None:
+    def _move(self, op: ReduceOp, parts: list[Part], spread: bool, lane: Lane | None) -> None:
         """Fold what the nodes have between them, and let all of the node see it. In the thread."""
         own, inside = self._own, self._inside
         assert own is not None
@@ -298,7 +284,7 @@ class Overlap:
         if shared:
             inside.barrier()
         if lane is not None:
-            for rows, ranges in jobs:
+            for rows, ranges in parts:
                 mine = slice_of(inside.rank, own.lanes, rows.shape[1], rows.dtype)
                 fold_between(lane, op, rows, rows[0], mine, ranges)
         if not shared:
@@ -306,10 +292,10 @@ class Overlap:
         inside.barrier()
         if not spread:
             return
-        for rows, ranges in jobs:
+        for rows, ranges in parts:
             low, high = slice_of(inside.rank, inside.size, rows.shape[1], rows.dtype)
-            for segment in ranges:
-                spread_rows(rows, 0, max(low, segment.start), min(high, segment.stop))
+            for start, stop, *_ in ranges:
+                spread_rows(rows, 0, max(low, start), min(high, stop))
         inside.barrier()
 
     def _wait(self, transfer: Transfer, take: Wait) -> list[Array]:

@@ -12,7 +12,7 @@ import numpy as np
 from mpistrat.arrays import Array
 from mpistrat.collectives.call import Call, Contribution, first_nonfinite
 from mpistrat.collectives.communication import WIRES
-from mpistrat.collectives.gatherer import Gatherer
+from mpistrat.collectives.gatherer import Move, all_gather
 from mpistrat.collectives.node import NodeFolds
 from mpistrat.collectives.routes import Packing, Route
 from mpistrat.collectives.weights import Scales, scales_of
@@ -55,7 +55,7 @@ class Reducer:
         self._gathers, self.said = within + chosen, within + chosen + between
         self.weights = np.empty((lockstep.comm.size, 0))
         gather = None if route is None else functools.partial(route.gather, lockstep.comm)
-        self._gatherer = Gatherer(lockstep, gather)
+        self._move: Move = gather or lockstep.comm.allgatherv
 
     @property
     def watches(self) -> bool:
@@ -112,9 +112,10 @@ class Reducer:
     def all_gather(
         self, call: str, axis: Sequence[int], leaves: Sequence[Array], paths: Sequence[str]
     ) -> list[Array]:
-        """Concatenate every leaf over all ranks; see `Gatherer.all_gather`. Collective."""
+        """Concatenate every leaf over all ranks; see `gatherer.all_gather`. Collective."""
         with self.timed():
-            return self._gatherer.all_gather(f"{call}{self._gathers}", axis, leaves, paths)
+            text = f"{call}{self._gathers}"
+            return all_gather(self.lockstep, self._move, text, axis, leaves, paths)
 
     def alarm(self, call: str, given: Sequence[Contribution]) -> str:
         """Return what is wrong with the numbers that this rank is about to give, if asked for."""
