@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, final
 
 from mpistrat.arrays import kind_of
-from mpistrat.feed.orders import Order, Straight
+from mpistrat.feed.orders import Order, straight
 from mpistrat.feed.padded import PaddedBatch
 from mpistrat.feed.pieces import BatchSlice, ExampleReader, FileRead, Given, MapFn, named
 from mpistrat.feed.reads import Reads
@@ -52,7 +52,7 @@ class Examples:
         return make(path)
 
     def _begin(self, path: Path) -> Order:
-        return Straight(self.rows)
+        return straight(self.rows)
 
     def elements(self, seeds: Seeds, path: Path) -> Iterator[Any]:
         """Iterate over the examples of one epoch."""
