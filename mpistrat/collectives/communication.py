@@ -107,6 +107,10 @@ implementation=CommunicationImplementation.RING)
         """
         if options is None:
             return self
+        if not isinstance(options, CommunicationOptions):
+            raise ValueError(
+                f"options must be an instance of CommunicationOptions, got {options!r:.80}."
+            )
         auto = CommunicationImplementation.AUTO
         seconds = options.timeout_seconds
         return CommunicationOptions(

@@ -84,10 +84,6 @@ class Choice:
         Raises:
           ValueError: `options` is not a `CommunicationOptions`.
         """
-        if options is not None and not isinstance(options, CommunicationOptions):
-            raise ValueError(
-                f"options must be an instance of CommunicationOptions, got {options!r:.80}."
-            )
         merged = self.options.merge(options)
         named = options is not None and options.implementation is not _AUTO
         kept = None if named else self.ops

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -13,7 +13,12 @@ from mpistrat.collectives.communication import CommunicationOptions
 from mpistrat.distribute import updating
 from mpistrat.distribute.base import StrategyBase
 from mpistrat.distribute.broadcasting import broadcast_as_chosen
-from mpistrat.distribute.destinations import check_destinations, checked_pairs, place
+from mpistrat.distribute.destinations import (
+    at_destinations,
+    check_destinations,
+    checked_pairs,
+    place,
+)
 from mpistrat.distribute.kinds import DistributedVariable
 from mpistrat.distribute.mode import Mode, cross_replica, current, entered, same_strategy
 from mpistrat.distribute.multi_step import MultiStepContext, run_steps
@@ -214,10 +219,7 @@ class StrategyExtended(Generic[S_co]):
             mirrors = group.view.mirrors
             to = "".join(place(destinations) for _, destinations in pairs)
             reduced = reduce_over_replicas(group, name, reduce_op, values, mirrors, to)
-            return [
-                select(one) if isinstance(destinations, str) else one
-                for one, (_, destinations) in zip(reduced, pairs, strict=True)
-            ]
+            return at_destinations(reduced, pairs)
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
         """Give replica 0's value to every replica.
@@ -403,7 +405,7 @@ class StrategyExtended(Generic[S_co]):
                 f"{name}: wanted a variable created in the scope of {self.strategy!r}, got "
                 f"{colocate_with_variable!r:.80}."
             )
-        return _nowhere_else()
+        return nullcontext()
 
     def experimental_make_numpy_dataset(self, numpy_input: Any, session: Any = None) -> Any:
         """Return an unbatched dataset of the rows of a tree of arrays; a list is stacked.
@@ -413,8 +415,3 @@ class StrategyExtended(Generic[S_co]):
           session: Ignored.
         """
         return self.strategy.experimental_make_numpy_dataset(numpy_input)
-
-
-@contextmanager
-def _nowhere_else() -> Iterator[None]:
-    yield
