@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, final
 
 import numpy as np
@@ -39,6 +38,7 @@ from mpistrat.kernels.ops import FOLDS, ReduceOp
 from mpistrat.kernels.scaling import power_for
 from mpistrat.lockstep.guards import warn
 from mpistrat.lockstep.lockstep import Lockstep
+from mpistrat.lockstep.ranks import Hooks
 
 
 class _Compiled(set[np.dtype[Any]]):
@@ -80,7 +80,7 @@ class NodeFolds:
         """
         if not self.possible:
             return None
-        with self._lockstep.hooks.shared():
+        with self._lockstep.hooks:
             return self.arena.block(specs)
 
     def storage(self, call: str, value: Array, shared: bool) -> Storage:
@@ -95,7 +95,7 @@ class NodeFolds:
         """
         copies = self.arena.copies
         refused = copies.refused
-        with self._lockstep.hooks.shared():
+        with self._lockstep.hooks:
             storage = copies.make(value, shared)
         if copies.refused and not refused:
             self.warn(call, "each rank has its own copy of variables")
@@ -191,14 +191,12 @@ class NodeFolds:
             here = segment._replace(start=max(low, segment.start), stop=min(high, segment.stop))
             self._fold_here(op, rows, out, here, whole, ready)
 
-    @contextmanager
-    def moving(self) -> Iterator[None]:
-        """Run the body, which moves data in shared memory; the proof was the barrier before it."""
+    def moving(self) -> Hooks:
+        """Return a context for what moves data in shared memory; the proof was the barrier."""
         hooks = self._lockstep.hooks
         if hooks.on_moving is not None:
             hooks.on_moving()
-        with hooks.shared():
-            yield
+        return hooks
 
     def reduce(
         self, op: ReduceOp, rows: Array, out: Array, columns: int, segments: Sequence[Segment]

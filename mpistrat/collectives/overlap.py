@@ -112,7 +112,7 @@ class Overlap:
         rides = lockstep.fits(8 + call.nbytes)
         if rides or not node.possible or not self._able(lockstep, node, call.text):
             return None
-        lockstep.session.kept(Pool).turn()
+        reducer.pool.turn()
         with np.errstate(all="ignore"):
             try:
                 node.arena.check_still(call.text, [*values, *(outs or ())])

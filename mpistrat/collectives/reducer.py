@@ -17,6 +17,7 @@ from mpistrat.collectives.node import NodeFolds
 from mpistrat.collectives.routes import Packing, Route
 from mpistrat.collectives.weights import Scales, scales_of
 from mpistrat.lockstep.lockstep import Lockstep
+from mpistrat.sharedmem.pool import Pool
 
 
 @final
@@ -34,6 +35,8 @@ class Reducer:
     Attributes:
       node: The shared memory of the ranks.
       said: What texts of calls say of all this.
+      watches: Any rank may have an alarm to tell of its numbers.
+      pool: The memory of large results.
       weights: What each rank (rows) has given with each leaf to the last MEAN, or with all of them.
     """
 
@@ -54,13 +57,10 @@ class Reducer:
         chosen = by if route is None else f" by {route.name}, {self.packing}"
         self._gathers, self.said = within + chosen, within + chosen + between
         self.weights = np.empty((lockstep.comm.size, 0))
+        self.watches = lockstep.options.nan != "off"
+        self.pool = lockstep.session.kept(Pool)
         gather = None if route is None else functools.partial(route.gather, lockstep.comm)
         self._move: Move = gather or lockstep.comm.allgatherv
-
-    @property
-    def watches(self) -> bool:
-        """Whether any rank may have an alarm to tell of its numbers."""
-        return self.lockstep.options.nan != "off"
 
     def timed(self) -> Any:
         """Return a context in which calls may take as long as was chosen."""

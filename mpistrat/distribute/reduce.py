@@ -35,7 +35,6 @@ from mpistrat.distribute.values import DistributedValues
 from mpistrat.distribute.views import ALONE
 from mpistrat.errors import LeafTypeError, StructureError
 from mpistrat.kernels.ops import ReduceOp
-from mpistrat.sharedmem.pool import Pool
 
 
 class Prepared(NamedTuple):
@@ -288,7 +287,7 @@ def _of_one(group: ReplicaGroup, reduce_op: Any, value: Any, weight: Any, out: A
             place[...] = np.nan
     else:
         dtypes = [one.dtypes.result for one in dense]
-        of_one([one.value for one in dense], outs, dtypes, group.lockstep.session.kept(Pool))
+        of_one([one.value for one in dense], outs, dtypes, group.reducer.pool)
     return out
 
 

@@ -14,7 +14,6 @@ from mpistrat.collectives.reducer import Reducer
 from mpistrat.collectives.results import put
 from mpistrat.collectives.weights import Scales
 from mpistrat.lockstep.abort import abort
-from mpistrat.sharedmem.pool import Pool
 
 
 class Path(abc.ABC):
@@ -85,7 +84,7 @@ class StagedPath(Path):
     ) -> list[Any]:
         """Reduce these values; see `Path.run`. Collective."""
         reducer, call = self.reducer, self.call
-        reducer.lockstep.session.kept(Pool).turn()
+        reducer.pool.turn()
         with np.errstate(all="ignore"):
             try:
                 if call.numbers:

@@ -26,7 +26,6 @@ from mpistrat.collectives.weights import Scales
 from mpistrat.kernels.fold import fold_pair, fold_rows
 from mpistrat.kernels.ops import FOLDS
 from mpistrat.kernels.scaling import Overflow, divide, noting, rescue_rows
-from mpistrat.sharedmem.pool import Pool
 
 
 class _Cut(NamedTuple):
@@ -267,12 +266,12 @@ class Packs(StagedPath):
         if filled:
             bucket = call.buckets[0]
             fill(bucket, values, node.arena.scratch(bucket.dtype)[node.rank])
-        return _Packed(values, weights, filled, results_for(call, values, outs, session.kept(Pool)))
+        return _Packed(values, weights, filled, results_for(call, values, outs, self.reducer.pool))
 
     def finish(self, staged: _Packed, scales: Scales) -> list[Any]:
         """Reduce all buckets, and give the results away."""
         call, node, lockstep = self.call, self.reducer.node, self.reducer.lockstep
-        with lockstep.hooks.shared():
+        with lockstep.hooks:
             room = staged.filled or not call.buckets or node.arena.make_room(call.most)
         if not room:
             return self._by_mpi(staged, scales)
