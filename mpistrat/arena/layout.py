@@ -111,8 +111,8 @@ def slice_of(rank: int, size: int, columns: int, dtype: np.dtype[Any]) -> tuple[
     """
     step = _step(dtype)
     lines = -(-columns // step)
-    low, high = (min(columns, lines * r // size * step) for r in (rank, rank + 1))
-    return low, high
+    low, high = lines * rank // size * step, lines * (rank + 1) // size * step
+    return min(columns, low), min(columns, high)
 
 
 def slices_of(rank: int, size: int, layout: Layout) -> list[tuple[int, int]]:

@@ -89,10 +89,14 @@ class Reducer:
             rows = lockstep.received
         return self.scales(call, rows), rows
 
+    def even(self, call: Call) -> Scales:
+        """Return how values are scaled where each rank's count alike."""
+        return Scales(None, (float(self.comm.size),)) if call.mean else Scales()
+
     def scales(self, call: Call, rows: Array) -> Scales:
         """Return how values are scaled, given what each rank (rows) gave to ride."""
-        if not call.mean:
-            return Scales()
+        if call.same or not call.mean:
+            return self.even(call)
         self.weights = rows[:, : 8 * call.weights].copy().view(np.float64)
         return scales_of(self.weights, call.weigh)
 

@@ -152,7 +152,8 @@ class Delegate:
             scales, _ = self._reducer.prove(call, suffix, call.header(weights), alarm)
             # A mean of values that count alike is theirs to make; of others, it is a sum.
             op, divisors = call.op, scales.divisors
-            if scales.table is None and (call.weigh or (self._reducer.weights == 1).all()):
+            alike = call.weigh or call.same or (self._reducer.weights == 1).all()
+            if scales.table is None and alike:
                 divisors = None
             if divisors is not None:
                 op = ReduceOp.SUM

@@ -47,7 +47,7 @@ class Frame(Path):
         self._fold: Callable[..., Any] = FOLDS[call.op]
         self._quiet = all(dtype.kind in "iu" for dtype, _ in call.specs)
         # Without weights every rank gives 1.
-        self.same = Scales(None, (float(lockstep.comm.size),)) if call.mean else Scales()
+        self.same = reducer.even(call)
         self._header = call.header(ONES * call.weights)
         self._one = call.weights == 1 or not call.mean  # weight for all leaves
         self._even, self._watched = call.same or not call.mean, reducer.watches

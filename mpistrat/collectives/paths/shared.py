@@ -247,8 +247,8 @@ class Packs(StagedPath):
 
     @property
     def holds(self) -> bool:
-        """False: the memory for a shorter way may be there the next time."""
-        return False
+        """Whether memory is shared still, and that for a shorter way has not come meanwhile."""
+        return self.fits(self.reducer, self.call) and not Direct.fits(self.reducer, self.call)
 
     def stage(
         self, values: Sequence[Array], weights: Sequence[float], outs: Sequence[Array] | None
