@@ -26,13 +26,13 @@ from mpistrat.sharedmem.shared import touch
 # Two result rows beside the ranks' own: a rank that is ahead writes the one, while others that are
 # behind still read the other.
 _RESULTS = 2
-# If all rows together are no more bytes than this, every rank folds everything.
+# If all rows together are no more bytes than this, every rank reduces everything.
 _DIRECT = 256 * 1024
 
 
 @final
 class Block:
-    """Arrays of every rank of the node, where all of them can be read and folded.
+    """Arrays of every rank of the node, where all of them can be read and reduced.
 
     Attributes:
       number: How many blocks had been made before; equal on all ranks.
@@ -131,7 +131,7 @@ class Arena:
     def block(self, specs: Specs) -> list[Array] | None:
         """Make a block for leaves of these ``(dtype, shape)``.
 
-        Collective. Cost: the memory is taken at once, some 0.25 s per GB, each rank what it folds.
+        Collective. Cost: the memory is taken at once, some 0.25 s per GB, by each rank its part.
 
         Returns:
           This rank's arrays, zeroed and writable; None on every rank of the job if some node has

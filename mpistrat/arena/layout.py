@@ -101,7 +101,7 @@ def lay_out(specs: Specs, rows: int) -> Layout:
 
 
 def slice_of(rank: int, size: int, columns: int, dtype: np.dtype[Any]) -> tuple[int, int]:
-    """Return where the columns that one of `size` ranks folds begin and end.
+    """Return where the columns that one of `size` ranks reduces begin and end.
 
     They begin on cache lines, so that no two ranks write to one.
 

@@ -1,10 +1,11 @@
 """All-reduces in memory that the ranks of a node share.
 
-Each rank's values stand in a row of a matrix; rank r of a node folds slice r of the columns of all
-rows, in rank order, so every element is read once and every result has the same bits on all ranks.
-Between nodes the slices go on in lanes (`mpistrat.arena.nodes`, `mpistrat.collectives.lanes`).
+Each rank's values stand in a row of a matrix; rank r of a node reduces slice r of the columns of
+all rows, in rank order, so every element is read once and every result has the same bits on all
+ranks. Between nodes the slices go on in lanes; see `mpistrat.arena.nodes` and
+`mpistrat.collectives.lanes`.
 
-Two ways to the matrix: arrays of the arena lie in it, and are folded where they are; others are
+Two ways to the matrix: arrays of the arena lie in it, and are reduced where they are; others are
 packed into scratch memory, and the results copied out.
 """
 
@@ -42,7 +43,7 @@ from mpistrat.lockstep.ranks import Hooks
 
 
 class _Compiled(set[np.dtype[Any]]):
-    """The dtypes whose folds some call of the session has had compiled; equal on all ranks."""
+    """The dtypes whose loops some call of the session has had compiled; equal on all ranks."""
 
 
 @final
@@ -179,7 +180,7 @@ class NodeFolds:
     def fold_inside(
         self, op: ReduceOp, rows: Array, out: Array, columns: int, segments: Sequence[Segment]
     ) -> None:
-        """Fold this rank's slice of what its node gave into `out`.
+        """Reduce this rank's slice of what its node gave into `out`.
 
         Not collective. Other ranks may read `out` after a barrier of the node.
         """
@@ -215,7 +216,7 @@ class NodeFolds:
         self.fold_inside(op, rows, out[:1] if several else out, columns, segments)
         if not several:
             return
-        # A rank exchanges and spreads what it has folded itself, and waits for nobody.
+        # A rank exchanges and spreads what it has reduced itself, and waits for nobody.
         apart = nodes.lanes < nodes.node.size
         if apart:
             nodes.node.barrier()
@@ -231,7 +232,7 @@ class NodeFolds:
     def _fold_here(
         self, op: ReduceOp, rows: Array, out: Array, segment: Segment, whole: int, ready: bool
     ) -> None:
-        """Fold columns of this node's rows; of several nodes, none divides before all have met."""
+        """Reduce columns of this node's rows; of several, none divides before all have met."""
         nodes, team = self.arena.nodes(), self._lockstep.session.team
         start, stop, table, divisor = segment
         if nodes.nodes > 1:
@@ -242,7 +243,7 @@ class NodeFolds:
         fold_rows(FOLDS[op], rows, out, start, stop, table, divisor, whole, team, ready)
 
     def over(self, comm: Comm) -> Lane:
-        """Return the lane of these folds over ranks of several nodes."""
+        """Return the lane of these reductions over ranks of several nodes."""
         return Lane(comm, power_for(self._size), self.wire)
 
     @property

@@ -1,6 +1,6 @@
 """All-reduces that go on between the nodes while the program computes.
 
-The ranks of a node fold what they share when the call begins, in the program's thread. Then a
+The ranks of a node reduce what they share when the call begins, in the program's thread. Then a
 thread talks to the other nodes, on communicators of its own, and gives the node the results. It
 does so in the order in which the calls began, whatever the program waits for first, and needs of
 the other ranks no more than that they have begun the same call; so no order of waiting can block.
@@ -198,7 +198,7 @@ class Overlap:
         return "", self._packed(node, call, values, outs)
 
     def _placed(self, node: NodeFolds, op: ReduceOp, placed: Placed, leaves: list[Array]) -> Begin:
-        """Return what begins to fold arrays of the arena where they lie."""
+        """Return what begins to reduce arrays of the arena where they lie."""
 
         def begin(scales: Scales, oldest: int) -> Wait:
             transfer = self._begin(node, op, placed.parts(scales), spread=True)
@@ -213,7 +213,7 @@ class Overlap:
         values: Sequence[Array],
         outs: Sequence[Array] | None,
     ) -> Begin:
-        """Return what copies values, and begins to fold the copies."""
+        """Return what copies values, and begins to reduce the copies."""
         if call.most > LIMIT // 2:  # it may be cut into pieces, which are taken from one run
             values = [v if v.flags.c_contiguous else v.copy() for v in values]
         results = results_for(call, values, outs, self._lockstep.session.kept(Pool))
@@ -276,7 +276,7 @@ class Overlap:
                     comm.free()
 
     def _move(self, op: ReduceOp, parts: list[Part], spread: bool, lane: Lane | None) -> None:
-        """Fold what the nodes have between them, and let all of the node see it. In the thread."""
+        """Reduce what the nodes have, and let all of the node see it. In the thread."""
         own, inside = self._own, self._inside
         assert own is not None
         assert inside is not None

@@ -136,7 +136,7 @@ def of_one(
     dtypes: Sequence[np.dtype[Any]],
     pool: Pool,
 ) -> list[Array]:
-    """Return the results of a fold over one rank: its values, in `outs` or as fresh arrays.
+    """Return the results of a reduction over one rank: its values, in `outs` or as fresh arrays.
 
     Args:
       values: The leaves.

@@ -1,4 +1,4 @@
-"""Arrays that all ranks of a node can fold where they lie."""
+"""Arrays that all ranks of a node can reduce where they lie."""
 
 from __future__ import annotations
 

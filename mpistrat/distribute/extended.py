@@ -158,7 +158,7 @@ class StrategyExtended(Generic[S_co]):
         destinations: Any,
         options: CommunicationOptions | None = None,
     ) -> Any:
-        """Fold the values of all replicas.
+        """Reduce the values of all replicas.
 
         Collective: all ranks call it, in cross-replica code.
 
@@ -195,7 +195,7 @@ class StrategyExtended(Generic[S_co]):
         value_destination_pairs: Sequence[tuple[Any, Any]],
         options: CommunicationOptions | None = None,
     ) -> list[Any]:
-        """Fold several values at once; see `reduce_to`.
+        """Reduce several values at once; see `reduce_to`.
 
         Collective. Cost: that of one `reduce_to` of all values together.
 

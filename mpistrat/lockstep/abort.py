@@ -37,7 +37,7 @@ def abort(lockstep: Lockstep, call: str, error: Exception) -> NoReturn:
 
 @contextlib.contextmanager
 def aborting(lockstep: Lockstep, call: str) -> Iterator[None]:
-    """Lead what the body raises through `lost`."""
+    """Do what `abort` does with what the body raises."""
     try:
         yield
     except Exception as error:

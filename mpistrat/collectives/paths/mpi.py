@@ -87,7 +87,7 @@ class Messages(StagedPath):
 
     def _reduce(self, send: Array, recv: Array) -> None:
         text = self.call.text + self.reducer.said
-        self._route.fold(text, self.reducer.lockstep, send, recv, self.call.op)
+        self._route.reduce(text, self.reducer.lockstep, send, recv, self.call.op)
 
     def _move(self, bucket: Bucket, send: Array, recv: Array) -> None:
         cuts = 1 if self._packing.nbytes else self._packing.parts
