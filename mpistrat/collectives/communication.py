@@ -101,6 +101,9 @@ implementation=CommunicationImplementation.RING)
     def merge(self, options: CommunicationOptions | None) -> CommunicationOptions:
         """Return these options, with those of `options` that are no defaults in their place.
 
+        Raises:
+          ValueError: `options` is of another class.
+
         Example:
           >>> CommunicationOptions(10, 5.0).merge(CommunicationOptions(7)).timeout_seconds
           5.0

@@ -12,15 +12,15 @@ from mpistrat.comm.session import Session
 def _told(name: str) -> Callable[..., Any]:
     """Return a method of `Comm` that tells the board before and after."""
 
-    def part(self: Watched, *args: Any) -> Any:
+    def move(self: Watched, *args: Any) -> Any:
         self.session.board.resume()
         try:
             return getattr(self.inner, name)(*args)
         finally:
             self.session.board.leave()
 
-    part.__doc__ = getattr(Comm, name).__doc__
-    return part
+    move.__doc__ = getattr(Comm, name).__doc__
+    return move
 
 
 @final
