@@ -35,7 +35,6 @@ class Reducer:
     Attributes:
       node: The shared memory of the ranks.
       said: What texts of calls say of all this.
-      watches: Any rank may have an alarm to tell of its numbers.
       pool: The memory of large results.
       weights: What each rank (rows) has given with each leaf to the last MEAN, or with all of them.
     """
@@ -57,10 +56,14 @@ class Reducer:
         chosen = by if route is None else f" by {route.name}, {self.packing}"
         self._gathers, self.said = within + chosen, within + chosen + between
         self.weights = np.empty((lockstep.comm.size, 0))
-        self.watches = lockstep.options.nan != "off"
         self.pool = lockstep.session.kept(Pool)
         gather = None if route is None else functools.partial(route.gather, lockstep.comm)
         self._move: Move = gather or lockstep.comm.allgatherv
+
+    @property
+    def watches(self) -> bool:
+        """Whether any rank may have an alarm to tell of its numbers."""
+        return self.lockstep.options.nan != "off"
 
     def timed(self) -> Any:
         """Return a context in which calls may take as long as was chosen."""

@@ -61,7 +61,7 @@ def repeated(first: Order, make: Callable[[int], Order], length: int) -> Order:
       make: Returns the order of repetition 1, 2 and so on, of the same length.
       length: The length of all together, or `INFINITE`.
     """
-    made = {0: first}
+    each, made = first.length, {0: first}  # which alone keeps it
 
     def repetition(index: int) -> Order:
         if index not in made:
@@ -74,8 +74,8 @@ def repeated(first: Order, make: Callable[[int], Order], length: int) -> Order:
     def span(lo: int, hi: int) -> Rows:
         parts = []
         while lo < hi:
-            index, start = divmod(lo, first.length)
-            stop = min(first.length, start + hi - lo)
+            index, start = divmod(lo, each)
+            stop = min(each, start + hi - lo)
             parts.append(repetition(index).span(start, stop))
             lo += stop - start
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
