@@ -37,7 +37,7 @@ GROUPS = (
         "Values and variables",
         (
             *("mpistrat.distribute.values", "mpistrat.distribute.variables"),
-            *("mpistrat.distribute.slices", "mpistrat.distribute.writes", "mpistrat.kernels"),
+            *("mpistrat.distribute.slices", "mpistrat.distribute.kinds", "mpistrat.kernels"),
         ),
     ),
     Group("input", "Input", ("mpistrat.feed", "mpistrat.distribute.inputs")),

@@ -36,6 +36,8 @@ from mpistrat.distribute.inputs import InputOptions as InputOptions
 from mpistrat.distribute.inputs import InputReplicationMode as InputReplicationMode
 from mpistrat.distribute.inputs import RunOptions as RunOptions
 from mpistrat.distribute.inputs import ValueContext as ValueContext
+from mpistrat.distribute.kinds import VariableAggregation as VariableAggregation
+from mpistrat.distribute.kinds import VariableSynchronization as VariableSynchronization
 from mpistrat.distribute.once import once as once
 from mpistrat.distribute.once import once_per_node as once_per_node
 from mpistrat.distribute.slices import IndexedSlices as IndexedSlices
@@ -53,8 +55,6 @@ from mpistrat.distribute.values import DistributedValues as DistributedValues
 from mpistrat.distribute.values import Mirrored as Mirrored
 from mpistrat.distribute.values import PerReplica as PerReplica
 from mpistrat.distribute.variables import Variable as Variable
-from mpistrat.distribute.writes import VariableAggregation as VariableAggregation
-from mpistrat.distribute.writes import VariableSynchronization as VariableSynchronization
 from mpistrat.errors import AxisError as AxisError
 from mpistrat.errors import CheckpointError as CheckpointError
 from mpistrat.errors import ContextError as ContextError

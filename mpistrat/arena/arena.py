@@ -23,18 +23,16 @@ from mpistrat.comm.base import Comm
 from mpistrat.errors import ContextError
 from mpistrat.sharedmem.shared import touch
 
-__all__ = ["Arena", "ArenaAddress", "Block"]
-
 # Two result rows beside the ranks' own: a rank that is ahead writes the one, while others that are
 # behind still read the other.
 _RESULTS = 2
-# If all rows together are no more bytes than this, every rank folds everything.
+# If all rows together are no more bytes than this, every rank reduces everything.
 _DIRECT = 256 * 1024
 
 
 @final
 class Block:
-    """Arrays of every rank of the node, where all of them can be read and folded.
+    """Arrays of every rank of the node, where all of them can be read and reduced.
 
     Attributes:
       number: How many blocks had been made before; equal on all ranks.
@@ -92,6 +90,7 @@ class Arena:
       per_node: Take so many consecutive ranks as one node; 0 to ask MPI.
 
     Attributes:
+      direct: How many bytes a row of `sides` has; 0 if there are none. Equal on all ranks.
       generation: Changes whenever an array of a block comes or goes.
       refused: Some node has not had the memory; equal on all ranks.
       moving: The arrays that an ``all_reduce_start`` is at work on, by their `ArenaAddress.key`.
@@ -108,6 +107,7 @@ class Arena:
         self._scratch: memoryview | None = None
         self._sides_memory: memoryview | None = None
         self._has_sides = False  # or was refused the memory
+        self.direct = 0
         self._sides: dict[np.dtype[Any], Array] = {}
         self._rooms: dict[np.dtype[Any], Array] = {}
         # There was no memory for scratch, so nothing is shared any more.
@@ -131,7 +131,7 @@ class Arena:
     def block(self, specs: Specs) -> list[Array] | None:
         """Make a block for leaves of these ``(dtype, shape)``.
 
-        Collective. Cost: the memory is taken at once, some 0.25 s per GB, each rank what it folds.
+        Collective. Cost: the memory is taken at once, some 0.25 s per GB, by each rank its part.
 
         Returns:
           This rank's arrays, zeroed and writable; None on every rank of the job if some node has
@@ -227,8 +227,10 @@ class Arena:
     def make_sides(self) -> None:
         """Make the double buffer, if there is one node with memory for it. Collective."""
         if not self._has_sides and self.nodes().nodes == 1:
-            self._has_sides = True
-            self._sides_memory = self._rows(self._side_row, 2 * self.nodes().node.size)
+            self._has_sides, size = True, self.nodes().node.size
+            row = max(LINE, _DIRECT // size // LINE * LINE)
+            self._sides_memory = self._rows(row, 2 * size)
+            self.direct = 0 if self._sides_memory is None else row
 
     def _rows(self, nbytes: int, count: int) -> memoryview | None:
         # Whose row it is packs values into it; those of results go round.
@@ -245,44 +247,31 @@ class Arena:
           None on every rank of the job if some node has not the memory.
         """
         node = self.nodes().node
-        sizes = [
-            -(-dtype.itemsize * columns * node.size // LINE) * LINE for dtype, columns in specs
-        ]
-        mine, at = [], 0
-        for (dtype, columns), size in zip(specs, sizes, strict=True):
+        starts, mine, end = [], [], 0
+        for dtype, columns in specs:
             row = dtype.itemsize * columns
-            mine.append((at + node.rank * row, at + (node.rank + 1) * row))
-            at += size
-        memory = self._shared(max(LINE, at), mine)
+            starts.append(end)
+            mine.append((end + node.rank * row, end + (node.rank + 1) * row))
+            end += -(-row * node.size // LINE) * LINE
+        memory = self._shared(max(LINE, end), mine)
         if memory is None:
             return None
-        found, at = [], 0
-        for (dtype, columns), size in zip(specs, sizes, strict=True):
-            flat = np.frombuffer(memory, dtype, columns * node.size, at)
-            found.append(flat.reshape(node.size, columns))
-            at += size
-        return found
+        return [
+            np.frombuffer(memory, dtype, columns * node.size, at).reshape(node.size, columns)
+            for (dtype, columns), at in zip(specs, starts, strict=True)
+        ]
 
     def turn(self) -> int:
         """Return which of the two result rows is next; called alike on all ranks."""
         self._turn ^= 1
         return self._turn
 
-    @property
-    def direct(self) -> int:
-        """How many bytes a row of `sides` has; 0 if there are none. Equal on all ranks."""
-        return 0 if self._sides_memory is None else self._side_row
-
-    @property
-    def _side_row(self) -> int:
-        return max(LINE, _DIRECT // self.nodes().node.size // LINE * LINE)
-
     def sides(self, dtype: np.dtype[Any]) -> Array:
         """Return two matrices of `dtype` that take turns; one row of `direct` bytes per rank."""
         found = self._sides.get(dtype)
         if found is None:
             assert self._sides_memory is not None
-            size, width = self.nodes().node.size, self._side_row // dtype.itemsize
+            size, width = self.nodes().node.size, self.direct // dtype.itemsize
             flat = np.frombuffer(self._sides_memory, dtype, 2 * size * width)
             found = self._sides[dtype] = flat.reshape(2, size, width)
         return found

@@ -1,7 +1,7 @@
 """Whether arrays are what they were: the same objects, of the same dtype, shape and memory.
 
 NumPy lets a program give an array another shape or dtype where it is, or make it read-only. To ask
-each of hundreds of arrays for all that takes longer than to fold them. The answers stand in the
+each of hundreds of arrays for all that takes longer than to reduce them. The answers stand in the
 header of each array (``PyArrayObject_fields`` of NumPy's C interface), so they are read from there,
 of all arrays at once, and compared with what they were. What is read the first time is held against
 what the arrays say; where it is something else, this Python or NumPy is another one, and there is
@@ -19,8 +19,6 @@ from typing import final
 import numpy as np
 
 from mpistrat.arrays import Array
-
-__all__ = ["Headers"]
 
 _WORD = 8
 # The words of a header that are looked at: type, address of the elements, number of dimensions,

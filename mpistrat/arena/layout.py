@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["LINE", "Layout", "Matrix", "Place", "Specs", "lay_out", "slice_of", "slices_of"]
-
 LINE = 64  # bytes of a cache line, and the widest vector unit's alignment
 
 Specs = tuple[tuple[np.dtype[Any], tuple[int, ...]], ...]
@@ -103,7 +101,7 @@ def lay_out(specs: Specs, rows: int) -> Layout:
 
 
 def slice_of(rank: int, size: int, columns: int, dtype: np.dtype[Any]) -> tuple[int, int]:
-    """Return where the columns that one of `size` ranks folds begin and end.
+    """Return where the columns that one of `size` ranks reduces begin and end.
 
     They begin on cache lines, so that no two ranks write to one.
 
@@ -113,8 +111,8 @@ def slice_of(rank: int, size: int, columns: int, dtype: np.dtype[Any]) -> tuple[
     """
     step = _step(dtype)
     lines = -(-columns // step)
-    low, high = (min(columns, lines * r // size * step) for r in (rank, rank + 1))
-    return low, high
+    low, high = lines * rank // size * step, lines * (rank + 1) // size * step
+    return min(columns, low), min(columns, high)
 
 
 def slices_of(rank: int, size: int, layout: Layout) -> list[tuple[int, int]]:

@@ -1,8 +1,8 @@
 """Which ranks share memory, and which of them talk to the other nodes.
 
-Ranks of one node fold in shared memory. Between nodes a fold is cut into as many *lanes* as the
-smallest node has ranks; in each lane one rank of every node talks to its twins about its own slice
-only, so that all lanes move at once (multi-leader; Bayatpour et al., "Scalable Reduction
+Ranks of one node reduce in shared memory. Between nodes a reduction is cut into as many *lanes* as
+the smallest node has ranks; in each lane one rank of every node talks to its twins about its own
+slice only, so that all lanes move at once (multi-leader; Bayatpour et al., "Scalable Reduction
 Collectives with Data Partitioning-based Multi-Leader Design", SC 2017).
 """
 
@@ -13,8 +13,6 @@ from typing import NamedTuple
 import numpy as np
 
 from mpistrat.comm.base import Comm
-
-__all__ = ["Nodes", "find_nodes"]
 
 
 class Nodes(NamedTuple):

@@ -21,17 +21,6 @@ from mpistrat.arrays import Array, sealed
 from mpistrat.comm.base import Comm
 from mpistrat.sharedmem.shared import Pages, touch
 
-__all__ = [
-    "LEAST",
-    "NodeStorage",
-    "PrivateStorage",
-    "Slices",
-    "SpreadStorage",
-    "Storage",
-    "Storages",
-    "slices_of_ranks",
-]
-
 # Arrays of fewer bytes are cheaper to have on every rank than to meet for at every write.
 LEAST = 64 * 1024
 # Mappings and descriptors are limited by the system; what is not large shares one.

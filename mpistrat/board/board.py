@@ -31,8 +31,6 @@ from mpistrat.comm.nodes import (
 from mpistrat.comm.session import StatusBoard
 from mpistrat.sharedmem.shared import shared_memory
 
-__all__ = ["Board"]
-
 _SECOND = 1_000_000_000
 _CLOSE = 5.0  # seconds that leaving waits for other nodes
 

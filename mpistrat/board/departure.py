@@ -15,8 +15,6 @@ from typing import final
 
 from mpistrat.board.page import INSIDE, LEAVING, LEFT, Page
 
-__all__ = ["Departure"]
-
 _SHORTEST, _LONGEST = 0.0002, 0.02  # seconds between two looks
 
 

@@ -9,8 +9,6 @@ from mpistrat.board.page import INSIDE, LEAVING, LEFT, number_of
 from mpistrat.board.status import AWAY, DEAD, SILENT, TROUBLES, Status
 from mpistrat.comm.callsite import ranks_text
 
-__all__ = ["Diagnosis", "diagnose", "ending", "warning"]
-
 _SHOWN = 8  # rows of missing ranks that one report names
 
 _DOING = {

@@ -8,8 +8,6 @@ import sys
 import threading
 from types import FrameType
 
-__all__ = ["current_frames"]
-
 # Python 3.11 holds a lock of the interpreter while it makes the frames. A garbage collection in the
 # middle may free what wants that lock too, and the process hangs for good, the lock of the
 # interpreter held: https://github.com/python/cpython/issues/106883. Up to 3.10 the frames are

@@ -15,8 +15,6 @@ from typing import final
 from mpistrat.board.status import SILENT, Status, decode, encode
 from mpistrat.comm.nodes import Mailbox
 
-__all__ = ["Link"]
-
 _MORE, _LAST = b"\0", b"\1"
 
 

@@ -10,8 +10,6 @@ from mpistrat.board.page import INSIDE, LEAVING, LEFT, Page, SlotEntry
 from mpistrat.board.proc import Look, ended, look
 from mpistrat.board.status import AWAY, COMPUTING, DEAD, HELD, STOPPED, TROUBLES, Status, grouped
 
-__all__ = ["HUNG", "Limits", "Observer"]
-
 HUNG = 75  # EX_TEMPFAIL of sysexits.h: it is safe to start the job again
 
 _SECOND = 1e9

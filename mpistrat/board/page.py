@@ -34,20 +34,6 @@ import time
 from collections.abc import Callable
 from typing import Final, NamedTuple, final
 
-__all__ = [
-    "BETWEEN",
-    "INSIDE",
-    "LEAVING",
-    "LEFT",
-    "PART",
-    "Page",
-    "Slot",
-    "SlotEntry",
-    "key_of",
-    "number_of",
-    "page_bytes",
-]
-
 BETWEEN: Final = 1
 INSIDE: Final = 2
 LEFT: Final = 3

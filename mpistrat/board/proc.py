@@ -8,8 +8,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, final
 
-__all__ = ["LAUNCHERS", "Look", "Parents", "Process", "ended", "look", "machine"]
-
 # Programs that start ranks and end when their job does, as the kernel names them (15 characters).
 LAUNCHERS = frozenset(
     (

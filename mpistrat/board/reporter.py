@@ -15,8 +15,6 @@ from mpistrat.board.frames import current_frames
 from mpistrat.board.page import Slot
 from mpistrat.comm.callsite import compiles, place_of
 
-__all__ = ["Reporter", "dump_signal", "dump_stacks", "frame_of", "say"]
-
 _SECOND = 1_000_000_000
 # Looking for the compiler walks the whole stack, so only where a rank stays for a while.
 _STAYS = _SECOND

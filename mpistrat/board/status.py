@@ -8,20 +8,6 @@ from typing import Final, NamedTuple
 
 from mpistrat.comm.callsite import runs_of
 
-__all__ = [
-    "AWAY",
-    "COMPUTING",
-    "DEAD",
-    "HELD",
-    "SILENT",
-    "STOPPED",
-    "TROUBLES",
-    "Status",
-    "decode",
-    "encode",
-    "grouped",
-]
-
 # What a rank does. Letters of proc(5), and four of our own.
 COMPUTING: Final = "R"
 STOPPED: Final = "T"

@@ -19,8 +19,6 @@ from mpistrat.board.proc import Parents
 from mpistrat.board.reporter import Reporter, say
 from mpistrat.board.status import Status
 
-__all__ = ["ORPHANED", "Watchdog"]
-
 ORPHANED = 76  # the launcher is gone
 
 _SECOND = 1e9

@@ -8,7 +8,7 @@ from typing import Any, final
 import numpy as np
 
 from mpistrat.arrays import Array, spec_text
-from mpistrat.distribute.writes import VariableAggregation
+from mpistrat.distribute.kinds import VariableAggregation
 
 __all__ = ["Cell"]
 

@@ -275,6 +275,6 @@ def _broadcast(
 def _give(lockstep: Lockstep, variable: Variable, value: Array) -> None:
     """Assign a value that all ranks have to a variable."""
     if variable.on_read and variable.aggregation is VariableAggregation.SUM:
-        fold = functools.partial(variable.folded, f"restore({variable.spec()}), its sum")
+        fold = functools.partial(variable.reduced, f"restore({variable.spec()}), its sum")
         value = exact_share(fold, lockstep.comm.rank, lockstep.comm.size, value)
     variable.store("assign", value, None)

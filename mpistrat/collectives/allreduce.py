@@ -16,8 +16,6 @@ from mpistrat.collectives.paths import PATHS
 from mpistrat.collectives.paths.path import Path
 from mpistrat.collectives.reducer import Reducer
 
-__all__ = ["all_reduce", "all_reduce_start", "path_of"]
-
 
 def path_of(
     reducer: Reducer, call: Call, values: Sequence[Any], outs: Sequence[Array] | None

@@ -13,10 +13,8 @@ import numpy as np
 
 from mpistrat.arrays import Array
 
-__all__ = ["ALONE", "LIMIT", "Bucket", "Piece", "buckets", "fill"]
-
 # Scratch memory of a rank is bounded by this, whatever the tree. What was packed is still in the
-# outer caches when it is folded: 102 MB took 1.3 times as long in packs of 64 MiB (2 cores).
+# outer caches when it is reduced: 102 MB took 1.3 times as long in packs of 64 MiB (2 cores).
 LIMIT = 8 * 1024 * 1024
 # A large leaf goes to MPI alone, from where it lies: packing it would only add two copies.
 ALONE = 64 * 1024

@@ -12,8 +12,6 @@ from mpistrat.comm.base import Comm
 from mpistrat.kernels.ops import FOLDS, ReduceOp
 from mpistrat.kernels.scaling import real
 
-__all__ = ["reduce_array", "reduce_by_mpi"]
-
 
 def reduce_by_mpi(comm: Comm, send: Array, recv: Array, op: ReduceOp) -> None:
     """Reduce by the MPI library's own all-reduce; a NaN has the same bits on all ranks.

@@ -19,11 +19,6 @@ from mpistrat.kernels.ops import ReduceOp
 from mpistrat.kernels.scaling import divide
 from mpistrat.lockstep.lockstep import digest_of
 
-__all__ = [
-    *("ONES", "SMALL", "Call", "Contribution"),
-    *("call_of", "described", "first_nonfinite", "spec_of", "specs_of", "worth_a_place"),
-]
-
 # Up to so many bytes of a rank are copied into shared memory, wherever they lie: a copy is less
 # than the barrier that ends a reduction in place.
 SMALL = 16 * 1024

@@ -17,8 +17,6 @@ from mpistrat.collectives.paths.shared import Direct
 from mpistrat.collectives.reducer import Reducer
 from mpistrat.kernels.ops import ReduceOp
 
-__all__ = ["Calls", "Lone", "Request", "request"]
-
 Lone: TypeAlias = Frame | Number | Direct
 # Programs have few structures; one that makes new ones for ever must not fill the memory.
 _MOST = 1024

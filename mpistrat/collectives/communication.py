@@ -7,15 +7,6 @@ import numbers
 from dataclasses import dataclass, field
 from typing import Any, final
 
-__all__ = [
-    "WIRES",
-    "CollectiveCommunication",
-    "CollectiveHints",
-    "CommunicationImplementation",
-    "CommunicationOptions",
-    "as_implementation",
-]
-
 
 class CommunicationImplementation(enum.Enum):
     """Which algorithm moves values.
@@ -110,12 +101,19 @@ implementation=CommunicationImplementation.RING)
     def merge(self, options: CommunicationOptions | None) -> CommunicationOptions:
         """Return these options, with those of `options` that are no defaults in their place.
 
+        Raises:
+          ValueError: `options` is of another class.
+
         Example:
           >>> CommunicationOptions(10, 5.0).merge(CommunicationOptions(7)).timeout_seconds
           5.0
         """
         if options is None:
             return self
+        if not isinstance(options, CommunicationOptions):
+            raise ValueError(
+                f"options must be an instance of CommunicationOptions, got {options!r:.80}."
+            )
         auto = CommunicationImplementation.AUTO
         seconds = options.timeout_seconds
         return CommunicationOptions(

@@ -11,7 +11,7 @@ integers of 8 and 16 bits       32 bits    as it came, may wrap     float32, nev
 bool                            refused    refused                  refused
 ==============================  =========  =======================  =====================
 
-For MEAN every integer travels as float64. Leaves of 16 bits that are folded where they lie do not
+For MEAN every integer travels as float64. Leaves of 16 bits that are reduced where they lie do not
 travel: they are widened as they are read, and have the same bits.
 """
 
@@ -26,8 +26,6 @@ from mpistrat.arrays import Array, is_bfloat16, label
 from mpistrat.errors import LeafTypeError
 from mpistrat.kernels.ops import ReduceOp
 
-__all__ = ["WireType", "decode_order", "encode_order", "ordered", "wire_type"]
-
 DType = np.dtype[Any]
 
 
@@ -35,7 +33,7 @@ class WireType(NamedTuple):
     """How one leaf travels.
 
     Attributes:
-      wire: The dtype in which it is folded.
+      wire: The dtype in which it is reduced.
       result: The dtype in which it comes back.
     """
 
@@ -79,7 +77,7 @@ def wire_type(op: ReduceOp, dtype: DType, path: str = "") -> WireType:
 
 
 def ordered(op: ReduceOp, dtype: DType) -> bool:
-    """Tell whether a leaf must travel as ordered integers, because MPI's own fold loses NaN."""
+    """Tell whether a leaf must travel as ordered integers, as MPI's own reduction loses NaN."""
     return op in (ReduceOp.MIN, ReduceOp.MAX) and dtype in (np.float32, np.float64)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import final
+from typing import TypeAlias
 
 import numpy as np
 
@@ -14,96 +14,80 @@ from mpistrat.comm.base import Buffer
 from mpistrat.lockstep.abort import aborting
 from mpistrat.lockstep.lockstep import Lockstep
 
-__all__ = ["Gatherer"]
-
 # A gather of more bytes than this is worth a second proof that every rank has the memory.
 _LARGE = 16 * 1024 * 1024
 
 
-@final
-class Gatherer:
-    """Puts the values of all ranks side by side.
+# Gathers the bytes of all ranks, given this rank's, room for all, and how many each has.
+Move: TypeAlias = Callable[[Buffer, Buffer, Sequence[int]], None]
+
+
+def all_gather(
+    lockstep: Lockstep,
+    move: Move,
+    call: str,
+    axis: Sequence[int],
+    leaves: Sequence[Array],
+    paths: Sequence[str],
+) -> list[Array]:
+    """Concatenate every leaf over all ranks, in rank order.
+
+    Collective. Cost: the proof, and one MPI_Allgatherv per leaf unless all ride in the proof.
 
     Args:
-      lockstep: Proves each call, and carries what is small.
-      allgatherv: Gathers what does not ride, if not the communicator's own all-gather.
+      lockstep: Proves the call, and carries what is small.
+      move: Gathers what does not ride.
+      call: The text of the call; dtypes and the shapes that must agree are added to it.
+      axis: The axis of each leaf, not negative.
+      leaves: Arrays; sizes along the axis may differ between ranks, also be 0.
+      paths: The names of the leaves.
+
+    Returns:
+      One fresh C-ordered array per leaf, with the same bits on all ranks.
     """
-
-    def __init__(
-        self,
-        lockstep: Lockstep,
-        allgatherv: Callable[[Buffer, Buffer, Sequence[int]], None] | None = None,
-    ):
-        """Gather over the ranks of `lockstep`."""
-        self.lockstep = lockstep
-        self.comm = lockstep.comm
-        self._everybodys = allgatherv or lockstep.comm.allgatherv
-
-    def all_gather(
-        self, call: str, axis: Sequence[int], leaves: Sequence[Array], paths: Sequence[str]
-    ) -> list[Array]:
-        """Concatenate every leaf over all ranks, in rank order.
-
-        Collective. Cost: the proof, and one MPI_Allgatherv per leaf unless all ride in the proof.
-
-        Args:
-          call: The text of the call; dtypes and the shapes that must agree are added to it.
-          axis: The axis of each leaf, not negative.
-          leaves: Arrays; sizes along the axis may differ between ranks, also be 0.
-          paths: The names of the leaves.
-
-        Returns:
-          One fresh C-ordered array per leaf, with the same bits on all ranks.
-        """
-        with self.lockstep.preparing(call):
-            fronts = [np.moveaxis(leaf, a, 0) for leaf, a in zip(leaves, axis, strict=True)]
-            sends = [np.ascontiguousarray(front) for front in fronts]
-            text = f"{call} {', '.join(map(spec_of, paths, map(_open_spec, leaves, axis)))}"
-            sizes = np.array([len(send) for send in sends], np.int64)
-            rides = self.lockstep.fits(sizes.nbytes + sum(send.nbytes for send in sends))
-            data = b"".join(send.tobytes() for send in sends) if rides else b""
-        proof = self.lockstep.prove(text, sizes.tobytes() + data, more=not rides)
-        counts = self._counts(sizes, proof.smalls)
-        if proof.smalls is None or proof.more:
-            outs = self._rooms(call, sends, counts)
-            with aborting(self.lockstep, text):
-                for i, send in enumerate(sends):
-                    self._allgatherv(send, outs[i], counts[:, i])
-        else:
-            outs = [
-                np.concatenate([_cut(s, counts[r], sends, i) for r, s in enumerate(proof.smalls)])
-                for i in range(len(sends))
-            ]
-        return [
-            np.ascontiguousarray(np.moveaxis(out, 0, a)) for out, a in zip(outs, axis, strict=True)
+    with lockstep.preparing(call):
+        fronts = [np.moveaxis(leaf, a, 0) for leaf, a in zip(leaves, axis, strict=True)]
+        sends = [np.ascontiguousarray(front) for front in fronts]
+        text = f"{call} {', '.join(map(spec_of, paths, map(_open_spec, leaves, axis)))}"
+        sizes = np.array([len(send) for send in sends], np.int64)
+        rides = lockstep.fits(sizes.nbytes + sum(send.nbytes for send in sends))
+        data = b"".join(send.tobytes() for send in sends) if rides else b""
+    proof = lockstep.prove(text, sizes.tobytes() + data, more=not rides)
+    smalls = proof.smalls
+    if smalls is None:
+        counts = np.empty((lockstep.comm.size, sizes.size), np.int64)
+        lockstep.comm.allgather(sizes, counts)
+    else:
+        counts = np.array([np.frombuffer(s[: sizes.nbytes], np.int64) for s in smalls])
+    if smalls is None or proof.more:
+        outs = _rooms(lockstep, call, sends, counts)
+        with aborting(lockstep, text):
+            for send, out, rows in zip(sends, outs, counts.T, strict=True):
+                row = math.prod(out.shape[1:]) * out.itemsize
+                mine, everyones = send.reshape(-1).view(np.uint8), out.reshape(-1).view(np.uint8)
+                move(mine, everyones, (rows * row).tolist())
+    else:
+        outs = [
+            np.concatenate([_cut(s, counts[r], sends, i) for r, s in enumerate(smalls)])
+            for i in range(len(sends))
         ]
+    return [np.ascontiguousarray(np.moveaxis(out, 0, a)) for out, a in zip(outs, axis, strict=True)]
 
-    def _rooms(self, call: str, sends: list[Array], counts: Array) -> list[Array]:
-        # How much memory it takes is known only now; whether every rank has it, is asked again.
-        shapes = [
-            (total, *send.shape[1:])
-            for total, send in zip(counts.sum(axis=0).tolist(), sends, strict=True)
-        ]
-        pairs = list(zip(shapes, sends, strict=True))
-        large = sum(math.prod(shape) * send.itemsize for shape, send in pairs) > _LARGE
-        text = f"{call}, room for it"
-        with self.lockstep.preparing(text) if large else aborting(self.lockstep, text):
-            rooms = [np.empty(shape, send.dtype) for shape, send in pairs]
-        if large:
-            self.lockstep.prove(text)
-        return rooms
 
-    def _counts(self, sizes: Array, smalls: list[bytes] | None) -> Array:
-        if smalls is not None:
-            return np.array([np.frombuffer(s[: sizes.nbytes], np.int64) for s in smalls])
-        counts = np.empty((self.comm.size, sizes.size), np.int64)
-        self.comm.allgather(sizes, counts)
-        return counts
-
-    def _allgatherv(self, send: Array, out: Array, rows: Array) -> None:
-        row = math.prod(out.shape[1:]) * send.dtype.itemsize
-        mine, everyones = send.reshape(-1).view(np.uint8), out.reshape(-1).view(np.uint8)
-        self._everybodys(mine, everyones, (rows * row).tolist())
+def _rooms(lockstep: Lockstep, call: str, sends: list[Array], counts: Array) -> list[Array]:
+    # How much memory it takes is known only now; whether every rank has it, is asked again.
+    shapes = [
+        (total, *send.shape[1:])
+        for total, send in zip(counts.sum(axis=0).tolist(), sends, strict=True)
+    ]
+    pairs = list(zip(shapes, sends, strict=True))
+    large = sum(math.prod(shape) * send.itemsize for shape, send in pairs) > _LARGE
+    text = f"{call}, room for it"
+    with lockstep.preparing(text) if large else aborting(lockstep, text):
+        rooms = [np.empty(shape, send.dtype) for shape, send in pairs]
+    if large:
+        lockstep.prove(text)
+    return rooms
 
 
 def _open_spec(leaf: Array, axis: int) -> str:

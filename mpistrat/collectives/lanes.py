@@ -1,4 +1,4 @@
-"""What the nodes have folded each, folded between them: one rank of each node for each slice.
+"""Sums that the nodes have made, reduced between them: one rank of each node for each slice.
 
 `Lane.fold` is one exchange, of one slice. What float32 travels as is up to the wire:
 
@@ -14,8 +14,8 @@ wire           how
 
 Everyone has the owner's bits, and what an element becomes does not depend on where it lies.
 
-`Lane.fold_own` is the first half: each twin gets the fold of what is its own, from messages of all
-others, added in the order of the nodes. It has the bits that `Lane.fold` gives, but where an MPI
+`Lane.fold_own` is the first half: each twin gets what is its own from messages of all others, and
+adds it in the order of the nodes. The sum has the bits that `Lane.fold` gives, but where an MPI
 library adds float32 or float64 of three nodes and more in another order.
 """
 
@@ -38,14 +38,12 @@ from mpistrat.kernels.narrow import from_bfloat16, to_bfloat16
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.kernels.scaling import divide, real, rescue
 
-__all__ = ["MOST", "Lane", "compile_wire", "fold_between", "fold_far", "fold_together", "in_pieces"]
-
 # What goes between nodes at once, in elements; bounds what it takes beside the arena.
 MOST = 1 << 20
 
 
 class Lane(NamedTuple):
-    """One rank of each node, which fold what their nodes have of a slice.
+    """One rank of each node, which reduce what their nodes have of a slice.
 
     Attributes:
       comm: The ranks, in the order of the nodes.
@@ -58,7 +56,7 @@ class Lane(NamedTuple):
     wire: str
 
     def fold(self, op: ReduceOp, part: Array, kept: Array | None, divisor: float) -> Array:
-        """Return the fold of what the nodes have of one slice. Collective over `comm`; unproved.
+        """Return what the nodes have of one slice, reduced. Collective over `comm`; unproved.
 
         Args:
           op: How.
@@ -68,7 +66,7 @@ class Lane(NamedTuple):
           divisor: What the sum is divided by.
 
         Returns:
-          The fold; `part` itself, or memory of its own.
+          The total: `part` itself, or memory of its own.
 
         Cost: one MPI_Allreduce; in bfloat16 one message to each of the others, and a gather.
         """
@@ -104,7 +102,7 @@ class Lane(NamedTuple):
         _widen(bits, out)
 
     def _own_narrow(self, bits: Sequence[Array], divisor: float) -> Array:
-        """Return the fold of this rank's own, of bfloat16 that are for each of the twins."""
+        """Return this rank's own part, reduced, of bfloat16 that are for each of the twins."""
         came = self._exchange(bits)
         wide: Array = np.empty(came.shape, np.float32)
         _widen(came.reshape(-1), wide.reshape(-1))
@@ -217,7 +215,7 @@ def fold_between(
     mine: tuple[int, int],
     segments: Sequence[Segment],
 ) -> None:
-    """Fold this rank's slice of what the nodes have folded. Collective over `lane`; unproved.
+    """Reduce this rank's slice of what the nodes have reduced. Collective over `lane`; unproved.
 
     Args:
       lane: One rank of each node.
@@ -241,7 +239,7 @@ def fold_between(
 def fold_together(
     lane: Lane, op: ReduceOp, parts: Sequence[Array], kept: Sequence[Array] | None, divisor: float
 ) -> None:
-    """Fold several slices in one exchange, in place. Collective over `lane`; unproved.
+    """Reduce several slices in one exchange, in place. Collective over `lane`; unproved.
 
     Args:
       lane: One rank of each node.
@@ -295,7 +293,7 @@ def _columns(parts: Sequence[Sequence[tuple[Array, Segment]]], row: int) -> list
 def in_pieces(
     parts: Sequence[tuple[int, Array]], step: int, twins: int = 1
 ) -> Iterator[list[tuple[int, int, int]]]:
-    """Cut numbered arrays, and yield as many pieces of one dtype as may be folded together.
+    """Cut numbered arrays, and yield as many pieces of one dtype as may be reduced together.
 
     Args:
       parts: Flat arrays, and their numbers.

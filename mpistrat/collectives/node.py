@@ -1,10 +1,11 @@
 """All-reduces in memory that the ranks of a node share.
 
-Each rank's values stand in a row of a matrix; rank r of a node folds slice r of the columns of all
-rows, in rank order, so every element is read once and every result has the same bits on all ranks.
-Between nodes the slices go on in lanes (`mpistrat.arena.nodes`, `mpistrat.collectives.lanes`).
+Each rank's values stand in a row of a matrix; rank r of a node reduces slice r of the columns of
+all rows, in rank order, so every element is read once and every result has the same bits on all
+ranks. Between nodes the slices go on in lanes; see `mpistrat.arena.nodes` and
+`mpistrat.collectives.lanes`.
 
-Two ways to the matrix: arrays of the arena lie in it, and are folded where they are; others are
+Two ways to the matrix: arrays of the arena lie in it, and are reduced where they are; others are
 packed into scratch memory, and the results copied out.
 """
 
@@ -12,13 +13,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, cast, final
+from collections.abc import Sequence
+from typing import Any, final
 
 import numpy as np
 
-from mpistrat.arena.arena import Arena, ArenaAddress, Block
+from mpistrat.arena.arena import Arena, ArenaAddress
 from mpistrat.arena.layout import Specs, slice_of
 from mpistrat.arena.storage import Storage
 from mpistrat.arrays import Array
@@ -39,12 +39,11 @@ from mpistrat.kernels.ops import FOLDS, ReduceOp
 from mpistrat.kernels.scaling import power_for
 from mpistrat.lockstep.guards import warn
 from mpistrat.lockstep.lockstep import Lockstep
-
-__all__ = ["NodeFolds"]
+from mpistrat.lockstep.ranks import Hooks
 
 
 class _Compiled(set[np.dtype[Any]]):
-    """The dtypes whose folds some call of the session has had compiled; equal on all ranks."""
+    """The dtypes whose loops some call of the session has had compiled; equal on all ranks."""
 
 
 @final
@@ -82,7 +81,7 @@ class NodeFolds:
         """
         if not self.possible:
             return None
-        with self._lockstep.hooks.shared():
+        with self._lockstep.hooks:
             return self.arena.block(specs)
 
     def storage(self, call: str, value: Array, shared: bool) -> Storage:
@@ -97,7 +96,7 @@ class NodeFolds:
         """
         copies = self.arena.copies
         refused = copies.refused
-        with self._lockstep.hooks.shared():
+        with self._lockstep.hooks:
             storage = copies.make(value, shared)
         if copies.refused and not refused:
             self.warn(call, "each rank has its own copy of variables")
@@ -159,19 +158,29 @@ class NodeFolds:
             stacklevel=3,
         )
 
-    def reduce_placed(self, op: ReduceOp, placed: Placed, scales: Scales) -> None:
-        """Fold arrays where they lie. Collective; the proof was the barrier before it."""
+    def reduce_placed(
+        self, op: ReduceOp, placed: Placed, scales: Scales, into: int | None = None
+    ) -> None:
+        """Reduce arrays where they lie. Collective; the proof was the barrier before it.
+
+        When it returns, all ranks of the node may read what has been written.
+
+        Args:
+          op: The operation.
+          placed: The arrays.
+          scales: What their values are multiplied and divided by.
+          into: Of how many ranks of the node the arrays take the result; None for all, 1 for those
+            of the first alone.
+        """
         with self.moving():
-            for (block, matrix), segments in zip(placed.rows, placed.segments, strict=True):
-                rows = cast(Block, block()).matrices[matrix]  # its arrays are in the caller's hands
-                ranges = [Segment(start, stop, *scales.of(leaf)) for start, stop, leaf in segments]
-                self.reduce(op, rows, rows, rows.shape[1], ranges)
+            for rows, segments in placed.parts(scales):
+                self.reduce(op, rows, rows[:into], rows.shape[1], segments)
             self.arena.nodes().node.barrier()
 
     def fold_inside(
         self, op: ReduceOp, rows: Array, out: Array, columns: int, segments: Sequence[Segment]
     ) -> None:
-        """Fold this rank's slice of what its node gave into `out`; for several nodes.
+        """Reduce this rank's slice of what its node gave into `out`.
 
         Not collective. Other ranks may read `out` after a barrier of the node.
         """
@@ -183,27 +192,12 @@ class NodeFolds:
             here = segment._replace(start=max(low, segment.start), stop=min(high, segment.stop))
             self._fold_here(op, rows, out, here, whole, ready)
 
-    def fold_first(self, op: ReduceOp, placed: Placed, scales: Scales) -> None:
-        """Fold arrays into those of the first rank of the node, and leave the others as they are.
-
-        Collective; the proof was the barrier before it. When it returns, all of the node may read
-        the first rows.
-        """
-        with self.moving():
-            for (block, matrix), segments in zip(placed.rows, placed.segments, strict=True):
-                rows = cast(Block, block()).matrices[matrix]
-                ranges = [Segment(start, stop, *scales.of(leaf)) for start, stop, leaf in segments]
-                self.reduce(op, rows, rows[:1], rows.shape[1], ranges)
-            self.arena.nodes().node.barrier()
-
-    @contextmanager
-    def moving(self) -> Iterator[None]:
-        """Run the body, which moves data in shared memory; the proof was the barrier before it."""
+    def moving(self) -> Hooks:
+        """Return a context for what moves data in shared memory; the proof was the barrier."""
         hooks = self._lockstep.hooks
         if hooks.on_moving is not None:
             hooks.on_moving()
-        with hooks.shared():
-            yield
+        return hooks
 
     def reduce(
         self, op: ReduceOp, rows: Array, out: Array, columns: int, segments: Sequence[Segment]
@@ -218,19 +212,11 @@ class NodeFolds:
           segments: Which of them, and how they are scaled.
         """
         nodes = self.arena.nodes()
-        rank, size = nodes.node.rank, nodes.node.size
-        low, high = slice_of(rank, size, columns, rows.dtype)
-        team = self._lockstep.session.team
-        if nodes.nodes == 1:
-            whole = sum(segment.stop - segment.start for segment in segments)
-            ready = self.ready(op, rows.dtype, whole)
-            for segment in segments:
-                start, stop = max(low, segment.start), min(high, segment.stop)
-                how = (segment.scales, segment.divisor, whole, team, ready)
-                fold_rows(FOLDS[op], rows, out, start, stop, *how)
+        several = nodes.nodes > 1
+        self.fold_inside(op, rows, out[:1] if several else out, columns, segments)
+        if not several:
             return
-        self.fold_inside(op, rows, out[:1], columns, segments)
-        # A rank exchanges and spreads what it has folded itself, and waits for nobody.
+        # A rank exchanges and spreads what it has reduced itself, and waits for nobody.
         apart = nodes.lanes < nodes.node.size
         if apart:
             nodes.node.barrier()
@@ -239,24 +225,25 @@ class NodeFolds:
             fold_between(self.over(nodes.lane), op, rows, out[0], mine, segments)
         if apart:
             nodes.node.barrier()
-        for segment in segments:
-            start, stop = max(low, segment.start), min(high, segment.stop)
-            spread_rows(out, 0, start, stop, team)
+        low, high = slice_of(nodes.node.rank, nodes.node.size, columns, rows.dtype)
+        for start, stop, *_ in segments:
+            spread_rows(out, 0, max(low, start), min(high, stop), self._lockstep.session.team)
 
     def _fold_here(
         self, op: ReduceOp, rows: Array, out: Array, segment: Segment, whole: int, ready: bool
     ) -> None:
-        """Fold columns of this node's rows, for a fold of several nodes."""
-        team = self._lockstep.session.team
-        if op is ReduceOp.MEAN and segment.scales is None:
-            sum_between(rows, out, segment.start, segment.stop, power_for(self._size), team)
-            return
-        table = None if segment.scales is None else segment.scales[self.arena.nodes().ranks]
-        how = (table, 1.0, whole, team, ready)
-        fold_rows(FOLDS[op], rows, out, segment.start, segment.stop, *how)
+        """Reduce columns of this node's rows; of several, none divides before all have met."""
+        nodes, team = self.arena.nodes(), self._lockstep.session.team
+        start, stop, table, divisor = segment
+        if nodes.nodes > 1:
+            if op is ReduceOp.MEAN and table is None:
+                sum_between(rows, out, start, stop, power_for(self._size), team)
+                return
+            table, divisor = None if table is None else table[nodes.ranks], 1.0
+        fold_rows(FOLDS[op], rows, out, start, stop, table, divisor, whole, team, ready)
 
     def over(self, comm: Comm) -> Lane:
-        """Return the lane of these folds over ranks of several nodes."""
+        """Return the lane of these reductions over ranks of several nodes."""
         return Lane(comm, power_for(self._size), self.wire)
 
     @property

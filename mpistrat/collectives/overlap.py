@@ -1,6 +1,6 @@
 """All-reduces that go on between the nodes while the program computes.
 
-The ranks of a node fold what they share when the call begins, in the program's thread. Then a
+The ranks of a node reduce what they share when the call begins, in the program's thread. Then a
 thread talks to the other nodes, on communicators of its own, and gives the node the results. It
 does so in the order in which the calls began, whatever the program waits for first, and needs of
 the other ranks no more than that they have begun the same call; so no order of waiting can block.
@@ -13,7 +13,7 @@ import functools
 import operator
 import struct
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, final
+from typing import final
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from mpistrat.collectives.lanes import Lane, fold_between
 from mpistrat.collectives.node import NodeFolds
 from mpistrat.collectives.reducer import Reducer
 from mpistrat.collectives.results import put, results_for
-from mpistrat.collectives.segments import Placed, Segment, placed, segments_of
+from mpistrat.collectives.segments import Part, Placed, placed, segments_of
 from mpistrat.collectives.transfers import Transfer, Transfers
 from mpistrat.collectives.weights import Scales
 from mpistrat.comm.base import Comm
@@ -40,8 +40,6 @@ from mpistrat.lockstep.abort import abort
 from mpistrat.lockstep.guards import warn
 from mpistrat.lockstep.lockstep import Lockstep
 from mpistrat.sharedmem.pool import Pool
-
-__all__ = ["Overlap"]
 
 # Rooms that nobody uses; a program has few kinds of calls that overlap at once.
 _ROOMS = 8
@@ -57,13 +55,6 @@ Wait = Callable[[], list[Array]]
 # Given scales, and the number of the first transfer that some rank has not waited for: begins one,
 # or returns None for lack of memory.
 Begin = Callable[[Scales, int], Wait | None]
-
-
-class _Job(NamedTuple):
-    """A matrix with a row for each rank of the node, and what is done to its columns."""
-
-    rows: Array
-    ranges: list[Segment]
 
 
 @final
@@ -121,7 +112,7 @@ class Overlap:
         rides = lockstep.fits(8 + call.nbytes)
         if rides or not node.possible or not self._able(lockstep, node, call.text):
             return None
-        lockstep.session.kept(Pool).turn()
+        reducer.pool.turn()
         with np.errstate(all="ignore"):
             try:
                 node.arena.check_still(call.text, [*values, *(outs or ())])
@@ -207,16 +198,10 @@ class Overlap:
         return "", self._packed(node, call, values, outs)
 
     def _placed(self, node: NodeFolds, op: ReduceOp, placed: Placed, leaves: list[Array]) -> Begin:
-        """Return what begins to fold arrays of the arena where they lie."""
+        """Return what begins to reduce arrays of the arena where they lie."""
 
         def begin(scales: Scales, oldest: int) -> Wait:
-            jobs = []
-            for (block, matrix), segments in zip(placed.rows, placed.segments, strict=True):
-                held = block()
-                assert held is not None  # its arrays are in the caller's hands
-                ranges = [Segment(start, stop, *scales.of(leaf)) for start, stop, leaf in segments]
-                jobs.append(_Job(held.matrices[matrix], ranges))
-            transfer = self._begin(node, op, jobs, spread=True)
+            transfer = self._begin(node, op, placed.parts(scales), spread=True)
             return lambda: self._wait(transfer, lambda: leaves)
 
         return begin
@@ -228,7 +213,7 @@ class Overlap:
         values: Sequence[Array],
         outs: Sequence[Array] | None,
     ) -> Begin:
-        """Return what copies values, and begins to fold the copies."""
+        """Return what copies values, and begins to reduce the copies."""
         if call.most > LIMIT // 2:  # it may be cut into pieces, which are taken from one run
             values = [v if v.flags.c_contiguous else v.copy() for v in values]
         results = results_for(call, values, outs, self._lockstep.session.kept(Pool))
@@ -242,10 +227,9 @@ class Overlap:
                 fill(bucket, values, rows[inside.rank])
             if inside.size > 1:
                 inside.barrier()
-            jobs = [
-                _Job(r, segments_of(p, scales)) for p, r in zip(call.buckets, rooms, strict=True)
-            ]
-            transfer = self._begin(node, call.op, jobs, spread=False)
+            pairs = zip(call.buckets, rooms, strict=True)
+            parts = [(rows, segments_of(bucket, scales)) for bucket, rows in pairs]
+            transfer = self._begin(node, call.op, parts, spread=False)
 
             def take() -> list[Array]:
                 for number, rows in enumerate(rooms):
@@ -276,12 +260,12 @@ class Overlap:
             del self._rooms[key]
         return found
 
-    def _begin(self, node: NodeFolds, op: ReduceOp, jobs: list[_Job], spread: bool) -> Transfer:
+    def _begin(self, node: NodeFolds, op: ReduceOp, parts: list[Part], spread: bool) -> Transfer:
         with node.moving():
-            for rows, ranges in jobs:
+            for rows, ranges in parts:
                 node.fold_inside(op, rows, rows[:1], rows.shape[1], ranges)
         lane = None if self._lane is None else node.over(self._lane)
-        return self._transfers.begin(functools.partial(self._move, op, jobs, spread, lane))
+        return self._transfers.begin(functools.partial(self._move, op, parts, spread, lane))
 
     def _failed(self, error: Exception) -> None:
         try:
@@ -291,8 +275,8 @@ class Overlap:
                 if comm is not None:
                     comm.free()
 
-    def _move(self, op: ReduceOp, jobs: list[_Job], spread: bool, lane: Lane | None) -> None:
-        """Fold what the nodes have between them, and let all of the node see it. In the thread."""
+    def _move(self, op: ReduceOp, parts: list[Part], spread: bool, lane: Lane | None) -> None:
+        """Reduce what the nodes have, and let all of the node see it. In the thread."""
         own, inside = self._own, self._inside
         assert own is not None
         assert inside is not None
@@ -300,7 +284,7 @@ class Overlap:
         if shared:
             inside.barrier()
         if lane is not None:
-            for rows, ranges in jobs:
+            for rows, ranges in parts:
                 mine = slice_of(inside.rank, own.lanes, rows.shape[1], rows.dtype)
                 fold_between(lane, op, rows, rows[0], mine, ranges)
         if not shared:
@@ -308,10 +292,10 @@ class Overlap:
         inside.barrier()
         if not spread:
             return
-        for rows, ranges in jobs:
+        for rows, ranges in parts:
             low, high = slice_of(inside.rank, inside.size, rows.shape[1], rows.dtype)
-            for segment in ranges:
-                spread_rows(rows, 0, max(low, segment.start), min(high, segment.stop))
+            for start, stop, *_ in ranges:
+                spread_rows(rows, 0, max(low, start), min(high, stop))
         inside.barrier()
 
     def _wait(self, transfer: Transfer, take: Wait) -> list[Array]:

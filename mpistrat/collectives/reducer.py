@@ -12,13 +12,12 @@ import numpy as np
 from mpistrat.arrays import Array
 from mpistrat.collectives.call import Call, Contribution, first_nonfinite
 from mpistrat.collectives.communication import WIRES
-from mpistrat.collectives.gatherer import Gatherer
+from mpistrat.collectives.gatherer import Move, all_gather
 from mpistrat.collectives.node import NodeFolds
 from mpistrat.collectives.routes import Packing, Route
 from mpistrat.collectives.weights import Scales, scales_of
 from mpistrat.lockstep.lockstep import Lockstep
-
-__all__ = ["Reducer"]
+from mpistrat.sharedmem.pool import Pool
 
 
 @final
@@ -36,6 +35,7 @@ class Reducer:
     Attributes:
       node: The shared memory of the ranks.
       said: What texts of calls say of all this.
+      pool: The memory of large results.
       weights: What each rank (rows) has given with each leaf to the last MEAN, or with all of them.
     """
 
@@ -56,8 +56,9 @@ class Reducer:
         chosen = by if route is None else f" by {route.name}, {self.packing}"
         self._gathers, self.said = within + chosen, within + chosen + between
         self.weights = np.empty((lockstep.comm.size, 0))
+        self.pool = lockstep.session.kept(Pool)
         gather = None if route is None else functools.partial(route.gather, lockstep.comm)
-        self._gatherer = Gatherer(lockstep, gather)
+        self._move: Move = gather or lockstep.comm.allgatherv
 
     @property
     def watches(self) -> bool:
@@ -91,10 +92,14 @@ class Reducer:
             rows = lockstep.received
         return self.scales(call, rows), rows
 
+    def even(self, call: Call) -> Scales:
+        """Return how values are scaled where each rank's count alike."""
+        return Scales(None, (float(self.comm.size),)) if call.mean else Scales()
+
     def scales(self, call: Call, rows: Array) -> Scales:
         """Return how values are scaled, given what each rank (rows) gave to ride."""
-        if not call.mean:
-            return Scales()
+        if call.same or not call.mean:
+            return self.even(call)
         self.weights = rows[:, : 8 * call.weights].copy().view(np.float64)
         return scales_of(self.weights, call.weigh)
 
@@ -114,9 +119,10 @@ class Reducer:
     def all_gather(
         self, call: str, axis: Sequence[int], leaves: Sequence[Array], paths: Sequence[str]
     ) -> list[Array]:
-        """Concatenate every leaf over all ranks; see `Gatherer.all_gather`. Collective."""
+        """Concatenate every leaf over all ranks; see `gatherer.all_gather`. Collective."""
         with self.timed():
-            return self._gatherer.all_gather(f"{call}{self._gathers}", axis, leaves, paths)
+            text = f"{call}{self._gathers}"
+            return all_gather(self.lockstep, self._move, text, axis, leaves, paths)
 
     def alarm(self, call: str, given: Sequence[Contribution]) -> str:
         """Return what is wrong with the numbers that this rank is about to give, if asked for."""

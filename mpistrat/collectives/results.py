@@ -14,8 +14,6 @@ from mpistrat.collectives.buckets import Bucket
 from mpistrat.collectives.call import Call
 from mpistrat.sharedmem.pool import Pool
 
-__all__ = ["Results", "of_one", "put", "results_for"]
-
 # Smaller leaves of a bucket come back in one piece of memory, since to allocate each costs as much
 # as to copy it. A larger one has its own, so that keeping one keeps nothing else.
 _OWN = 64 * 1024
@@ -138,7 +136,7 @@ def of_one(
     dtypes: Sequence[np.dtype[Any]],
     pool: Pool,
 ) -> list[Array]:
-    """Return the results of a fold over one rank: its values, in `outs` or as fresh arrays.
+    """Return the results of a reduction over one rank: its values, in `outs` or as fresh arrays.
 
     Args:
       values: The leaves.

@@ -1,6 +1,6 @@
 """The ways that one message can take, chosen by name.
 
-Each folds flat arrays of equal dtype and size, after the proof, and leaves the same bits on every
+Each reduces flat arrays of equal dtype and size, after the proof, and leaves the same bits on every
 rank. What they are for is choice; `mpistrat.collectives.allreduce` chooses by itself.
 """
 
@@ -20,8 +20,6 @@ from mpistrat.comm.base import Buffer, Comm
 from mpistrat.errors import StructureError
 from mpistrat.kernels.ops import FOLDS, ReduceOp
 from mpistrat.lockstep.lockstep import Lockstep
-
-__all__ = ["Hierarchical", "Native", "OneRoot", "Packing", "Ring", "Route"]
 
 _ADDS = (ReduceOp.SUM, ReduceOp.MEAN)
 
@@ -70,15 +68,15 @@ class Route(abc.ABC):
     whole = False
 
     @abc.abstractmethod
-    def fold(self, call: str, lockstep: Lockstep, send: Array, recv: Array, op: ReduceOp) -> None:
-        """Fold every rank's `send` into `recv`, on every rank. Collective; proved before.
+    def reduce(self, call: str, lockstep: Lockstep, send: Array, recv: Array, op: ReduceOp) -> None:
+        """Reduce every rank's `send` into `recv`, on every rank. Collective; proved before.
 
         Args:
           call: The text of the call.
           lockstep: The ranks.
           send: A contiguous array of a dtype that MPI knows.
           recv: The same shape and dtype; other memory.
-          op: The fold; MEAN adds.
+          op: The reduction; MEAN adds.
         """
 
     def gather(self, comm: Comm, send: Buffer, recv: Buffer, counts: Sequence[int]) -> None:
@@ -96,7 +94,7 @@ def _at_root(comm: Comm, send: Array, root: int) -> list[Array]:
     return [] if rows is None else list(rows)
 
 
-def _folded(values: Sequence[Array], out: Array, op: ReduceOp) -> None:
+def _reduced(values: Sequence[Array], out: Array, op: ReduceOp) -> None:
     out[...] = values[0]
     with np.errstate(all="ignore"):
         for value in values[1:]:
@@ -109,14 +107,14 @@ class Native(Route):
 
     name = "native"
 
-    def fold(self, call: str, lockstep: Lockstep, send: Array, recv: Array, op: ReduceOp) -> None:
-        """Fold by one MPI_Allreduce."""
+    def reduce(self, call: str, lockstep: Lockstep, send: Array, recv: Array, op: ReduceOp) -> None:
+        """Reduce by one MPI_Allreduce."""
         reduce_by_mpi(lockstep.comm, send, recv, op)
 
 
 @final
 class OneRoot(Route):
-    """One rank gathers all values, folds them in rank order, and gives the result to all.
+    """One rank gathers all values, reduces them in rank order, and gives the result to all.
 
     Args:
       root: That rank.
@@ -131,8 +129,8 @@ class OneRoot(Route):
         how = "" if accumulation_fn is None else f", {accumulation_fn.__qualname__}"
         self.name = f"root {root}{how}"
 
-    def fold(self, call: str, lockstep: Lockstep, send: Array, recv: Array, op: ReduceOp) -> None:
-        """Gather at the root, fold there, broadcast; with a function, a proof that it succeeded."""
+    def reduce(self, call: str, lockstep: Lockstep, send: Array, recv: Array, op: ReduceOp) -> None:
+        """Gather at the root, reduce there, broadcast; with a function, prove that it succeeded."""
         values = _at_root(lockstep.comm, send, self._root)
         if self._add is not None and op in _ADDS:
             failure: Exception | None = None
@@ -143,7 +141,7 @@ class OneRoot(Route):
                 failure = error
             lockstep.prove(f"{call}, accumulated", failure=failure)
         elif values:
-            _folded(values, recv, op)
+            _reduced(values, recv, op)
         lockstep.comm.bcast(recv, self._root)
 
     def gather(self, comm: Comm, send: Buffer, recv: Buffer, counts: Sequence[int]) -> None:
@@ -184,15 +182,15 @@ class Hierarchical(Route):
         found: Nodes = groups[key]
         return found
 
-    def fold(self, call: str, lockstep: Lockstep, send: Array, recv: Array, op: ReduceOp) -> None:
-        """Fold by an MPI_Reduce in the node, MPI_Allreduce among first ranks, and MPI_Bcast."""
+    def reduce(self, call: str, lockstep: Lockstep, send: Array, recv: Array, op: ReduceOp) -> None:
+        """Reduce by an MPI_Reduce in the node, MPI_Allreduce among first ranks, and MPI_Bcast."""
         nodes = self._nodes(lockstep)
         first = nodes.node.rank == 0
         mine = np.empty_like(send) if first else None
         if not op.how.left_to_mpi(send.dtype):
             values = _at_root(nodes.node, send, 0)
             if mine is not None:
-                _folded(values, mine, op)
+                _reduced(values, mine, op)
         else:
             nodes.node.reduce(send, mine, op.how.mpi, 0)
         if mine is not None:
@@ -205,7 +203,7 @@ class Hierarchical(Route):
 
 @final
 class Ring(Route):
-    """Around the ring of ranks twice: each rank folds one part of the message, then all parts go.
+    """Around the ring of ranks twice: each rank reduces one part of the message, then all parts go.
 
     Each rank sends ``2 * (n - 1) / n`` of the message, whatever their number (Patarasuk and Yuan,
     "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69, 2009).
@@ -213,8 +211,8 @@ class Ring(Route):
 
     name = "ring"
 
-    def fold(self, call: str, lockstep: Lockstep, send: Array, recv: Array, op: ReduceOp) -> None:
-        """Fold by ``2 * (n - 1)`` exchanges with the two neighbours."""
+    def reduce(self, call: str, lockstep: Lockstep, send: Array, recv: Array, op: ReduceOp) -> None:
+        """Reduce by ``2 * (n - 1)`` exchanges with the two neighbours."""
         comm = lockstep.comm
         rank, size = comm.rank, comm.size
         recv[...] = send

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from mpistrat.arena.arena import ArenaAddress, Block
 from mpistrat.arrays import Array
 from mpistrat.collectives.buckets import Bucket
 from mpistrat.collectives.weights import Scales
-
-__all__ = ["Placed", "Segment", "placed", "segments_of"]
 
 
 class Segment(NamedTuple):
@@ -21,6 +19,10 @@ class Segment(NamedTuple):
     stop: int
     scales: Array | None
     divisor: float
+
+
+# A matrix with a row for each rank of the node, and those of its columns that are reduced.
+Part: TypeAlias = tuple[Array, list[Segment]]
 
 
 class Placed(NamedTuple):
@@ -35,6 +37,16 @@ class Placed(NamedTuple):
     suffix: str
     rows: list[tuple[weakref.ref[Block], int]]
     segments: list[list[tuple[int, int, int]]]
+
+    def parts(self, scales: Scales) -> list[Part]:
+        """Return each matrix with those of its columns that are reduced."""
+        found = []
+        for (block, matrix), cuts in zip(self.rows, self.segments, strict=True):
+            held = block()
+            assert held is not None  # its arrays are in the caller's hands
+            ranges = [Segment(start, stop, *scales.of(leaf)) for start, stop, leaf in cuts]
+            found.append((held.matrices[matrix], ranges))
+        return found
 
 
 def segments_of(bucket: Bucket, scales: Scales) -> list[Segment]:

@@ -12,8 +12,6 @@ import numpy as np
 
 from mpistrat.kernels.threads import deaf
 
-__all__ = ["Transfer", "Transfers"]
-
 
 @final
 class Transfer:

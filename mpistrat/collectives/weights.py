@@ -10,8 +10,6 @@ import numpy as np
 
 from mpistrat.arrays import Array
 
-__all__ = ["Scales", "scaled", "scales_of", "total_of"]
-
 # What is left of a weight that is not 0, so that what it belongs to is read.
 _LEAST = 5e-324
 # Whole numbers up to here are exact in float32.

@@ -14,8 +14,6 @@ import numpy.typing as npt
 
 from mpistrat.sharedmem.shared import Pages
 
-__all__ = ["Buffer", "Comm"]
-
 Buffer = npt.NDArray[np.generic]
 
 
@@ -45,7 +43,7 @@ class Comm(abc.ABC):
 
     @abc.abstractmethod
     def allreduce(self, send: Buffer, recv: Buffer, op: str) -> None:
-        """Fold every rank's `send` elementwise into `recv`, on every rank.
+        """Reduce every rank's `send` elementwise into `recv`, on every rank.
 
         Args:
           send: Any shape; a dtype that MPI knows.
@@ -63,7 +61,7 @@ class Comm(abc.ABC):
 
     @abc.abstractmethod
     def reduce(self, send: Buffer, recv: Buffer | None, op: str, root: int) -> None:
-        """Fold every rank's `send` into `recv` of `root`, the only rank that has one."""
+        """Reduce every rank's `send` into `recv` of `root`, the only rank that has one."""
 
     @abc.abstractmethod
     def sendrecv(self, send: Buffer, dest: int, recv: Buffer, source: int) -> None:

@@ -10,11 +10,6 @@ from contextvars import ContextVar
 from pathlib import Path
 from types import FrameType
 
-__all__ = [
-    *("compiles", "ours", "pass_over", "place_of", "ranks_text", "runs_of", "standing_for"),
-    "where",
-]
-
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
 _EXAMPLES = str(Path(_PACKAGE, "examples"))
 # Where the program wrote the call that runs; empty if it runs where it was written.

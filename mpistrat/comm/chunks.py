@@ -16,16 +16,14 @@ are C ints. Inside the libraries, and in the system calls that they make, number
 such limits too, and a reduction takes as much memory again as it is given. So every library gets
 at most `LIMIT` bytes in one call.
 
-An element is never cut, and folded in one call, so a fold is what it is without pieces wherever
-the library adds in an order that does not depend on where an element lies.
+An element is never cut, and reduced in one call, so a reduction is what it is without pieces
+wherever the library adds in an order that does not depend on where an element lies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
-
-__all__ = ["LIMIT", "Round", "rounds", "slices"]
 
 # Bytes.
 LIMIT = 2**30

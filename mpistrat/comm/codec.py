@@ -16,8 +16,6 @@ import numpy as np
 from mpistrat.arrays import is_masked
 from mpistrat.errors import LeafTypeError
 
-__all__ = ["decode", "encode", "pack", "unpack"]
-
 # A size below 255 takes one byte, so that many small values fit one frame.
 _SHORT, _LONG = struct.Struct("<cB"), struct.Struct("<cBQ")
 _TINY = 64

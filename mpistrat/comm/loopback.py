@@ -20,8 +20,6 @@ import numpy as np
 from mpistrat.comm.base import Buffer, Comm
 from mpistrat.sharedmem.shared import Pages, shared_pages
 
-__all__ = ["Event", "LoopbackComm", "LoopbackWorld"]
-
 _FOLDS: dict[str, Callable[..., Any]] = {
     "SUM": np.add,
     "PROD": np.multiply,
@@ -280,10 +278,10 @@ class LoopbackComm(Comm):
         recv[:] = np.frombuffer(b"".join(parts), np.uint8)
 
     def allreduce(self, send: Buffer, recv: Buffer, op: str) -> None:
-        """Fold every rank's `send` into `recv`, in rank order."""
+        """Reduce every rank's `send` into `recv`, in rank order."""
         kind = f"allreduce {op} of {send.dtype} {send.shape}"
         parts = self._meet(kind, send.copy(), send, recv)
-        recv[...] = _folded(parts, op)
+        recv[...] = _reduced(parts, op)
 
     def bcast(self, buffer: Buffer, root: int) -> None:
         """Copy `buffer` of rank `root` to every rank."""
@@ -298,11 +296,11 @@ class LoopbackComm(Comm):
             recv[:] = np.frombuffer(b"".join(parts), np.uint8)
 
     def reduce(self, send: Buffer, recv: Buffer | None, op: str, root: int) -> None:
-        """Fold every rank's `send` into `recv` of `root`, in rank order."""
+        """Reduce every rank's `send` into `recv` of `root`, in rank order."""
         kind = f"reduce {op} of {send.dtype} {send.shape} to {root}"
         parts = self._meet(kind, send.copy(), send, recv)
         if recv is not None:
-            recv[...] = _folded(parts, op)
+            recv[...] = _reduced(parts, op)
 
     def sendrecv(self, send: Buffer, dest: int, recv: Buffer, source: int) -> None:
         """Give `send` to `dest`, and get `recv` from `source`."""
@@ -349,7 +347,7 @@ class LoopbackComm(Comm):
         self.world.leave(self.rank)
 
 
-def _folded(parts: Sequence[Any], op: str) -> Any:
+def _reduced(parts: Sequence[Any], op: str) -> Any:
     total = parts[0].copy()
     with np.errstate(all="ignore"):
         for part in parts[1:]:

@@ -18,19 +18,6 @@ from mpistrat.comm.base import Buffer, Comm
 from mpistrat.comm.chunks import LIMIT, rounds, slices
 from mpistrat.sharedmem.shared import Pages, shared_memory, shared_pages
 
-__all__ = [
-    "MPIComm",
-    "abort",
-    "before_abort",
-    "finalize",
-    "initialized",
-    "is_communicator",
-    "library",
-    "needs_yielding",
-    "ranks_in_job",
-    "world_size",
-]
-
 # Seconds that a thread sleeps between two looks at what it waits for. One that polls takes its time
 # from the program on a machine whose cores are all in use: of 148 ms for 16.8 MB over 1 Gbit/s it
 # computes for 25 this way (MPICH), and for all of them otherwise.
@@ -204,7 +191,7 @@ class MPIComm(Comm):
                     recv[goes] = room[came]
 
     def allreduce(self, send: Buffer, recv: Buffer, op: str) -> None:
-        """Fold every rank's `send` into `recv` by MPI_Allreduce, in pieces that every MPI takes."""
+        """Reduce every rank's `send` into `recv` by MPI_Allreduce, in pieces as every MPI takes."""
         mpi_op = _ops()[op]
         if send.nbytes <= self.limit:
             self._allreduce(send, recv, op=mpi_op)
@@ -221,7 +208,7 @@ class MPIComm(Comm):
             self._comm.Bcast([part, part.size, self._byte], root=root)
 
     def reduce(self, send: Buffer, recv: Buffer | None, op: str, root: int) -> None:
-        """Fold every rank's `send` into `recv` of `root` by MPI_Reduce, in pieces."""
+        """Reduce every rank's `send` into `recv` of `root` by MPI_Reduce, in pieces."""
         flat_send, flat_recv = send.reshape(-1), None if recv is None else recv.reshape(-1)
         for piece in slices(send.size, send.itemsize, self.limit):
             room = None if flat_recv is None else flat_recv[piece]
@@ -294,7 +281,7 @@ class MPIComm(Comm):
     def patient(self, wait: Callable[[Callable[[], bool]], None] = _nap) -> MPIComm:
         """Return this group for a thread beside the program: it sleeps while it waits.
 
-        Not where that may change the bits of a fold, which are then folded by calls that block.
+        Not where that may change the bits of a reduction, which then is made by calls that block.
 
         Args:
           wait: Is given what tells whether something is there, and returns when it is; another one

@@ -7,15 +7,6 @@ from typing import Any, NamedTuple, final
 
 from mpistrat.comm.mpi import library
 
-__all__ = [
-    "MPINodes",
-    "Mailbox",
-    "arrival",
-    "before_finalize",
-    "nodes_of",
-    "threads_allowed",
-]
-
 _TAG = 75
 _LIMIT = 4096
 

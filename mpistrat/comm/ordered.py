@@ -10,8 +10,6 @@ import numpy as np
 from mpistrat.comm.base import Buffer, Comm
 from mpistrat.sharedmem.shared import Pages
 
-__all__ = ["Ordered"]
-
 
 @final
 class Ordered(Comm):
@@ -75,11 +73,11 @@ class Ordered(Comm):
             at += count
 
     def allreduce(self, send: Buffer, recv: Buffer, op: str) -> None:
-        """Fold every rank's `send` into `recv`, in whatever order the group itself does."""
+        """Reduce every rank's `send` into `recv`, in whatever order the group itself does."""
         self._comm.allreduce(send, recv, op)
 
     def reduce(self, send: Buffer, recv: Buffer | None, op: str, root: int) -> None:
-        """Fold every rank's `send` into `recv` of `root`."""
+        """Reduce every rank's `send` into `recv` of `root`."""
         self._comm.reduce(send, recv, op, self._order[root])
 
     def sendrecv(self, send: Buffer, dest: int, recv: Buffer, source: int) -> None:

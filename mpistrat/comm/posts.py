@@ -11,8 +11,6 @@ from mpistrat.comm.base import Buffer
 from mpistrat.comm.chunks import slices
 from mpistrat.comm.mpi import MPIComm, library
 
-__all__ = ["Post", "Posts"]
-
 
 @final
 class Post:

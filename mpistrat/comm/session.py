@@ -22,8 +22,6 @@ from mpistrat.errors import StrategyError
 from mpistrat.kernels.threads import Team
 from mpistrat.options import Options
 
-__all__ = ["Session", "StatusBoard"]
-
 T = TypeVar("T")
 
 _NOBODY = -1  # no thread has this number

@@ -19,8 +19,6 @@ from mpistrat.comm.session import Session
 from mpistrat.environment import job_size, launched_by
 from mpistrat.errors import StrategyError
 
-__all__ = ["alone", "as_world", "default_parent", "size_of_job"]
-
 _ENDING = 10.0  # seconds in which a pool ends its workers
 
 _here: contextvars.ContextVar[Comm | None] = contextvars.ContextVar("mpistrat_world", default=None)

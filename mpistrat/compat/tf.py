@@ -38,10 +38,10 @@ from mpistrat.compat.tf_tensor import Tensor, TensorSpec, is_tensor
 from mpistrat.compat.tf_tensor import named as _named
 from mpistrat.compat.tf_variable import Variable
 from mpistrat.distribute.context import get_replica_context
+from mpistrat.distribute.kinds import VariableAggregation, VariableSynchronization
 from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.distribute.topology import DeviceAssignment, Topology
 from mpistrat.distribute.values import Mirrored, PerReplica
-from mpistrat.distribute.writes import VariableAggregation, VariableSynchronization
 from mpistrat.feed.iterators import Optional
 
 __all__ = ["IndexedSlices", "Tensor", "TensorSpec", "Variable", "VariableAggregation"]

@@ -10,7 +10,7 @@ import numpy as np
 from mpistrat.compat.tf_arrays import constant, is_typed
 from mpistrat.compat.tf_tensor import Kind
 from mpistrat.distribute import variables
-from mpistrat.distribute.writes import VariableAggregation, VariableSynchronization
+from mpistrat.distribute.kinds import VariableAggregation, VariableSynchronization
 from mpistrat.errors import RefusedError, StructureError
 
 __all__ = ["Variable"]

@@ -24,8 +24,6 @@ from mpistrat.distribute.values import Mirrored
 from mpistrat.distribute.writes import OPS, prove_same, share
 from mpistrat.lockstep.lockstep import Lockstep
 
-__all__ = ["SmallWrite", "Take", "first_of", "write"]
-
 # Returns what was given to a write, checked and converted: values, and to which rows; None for all.
 Take = Callable[[DistributedVariable, "Mode | None", str, Any], "tuple[Array, Array | None]"]
 Pair = tuple[Array, "Array | None"]

@@ -8,8 +8,6 @@ from typing import Any
 
 from mpistrat.errors import StructureError
 
-__all__ = ["check_function", "check_kind", "check_long_operation", "given"]
-
 
 def check_function(call: str, name: str, fn: object) -> None:
     """Raise if `fn` cannot be called.

@@ -7,8 +7,6 @@ from typing import Any
 
 from mpistrat.distribute.replica_group import ReplicaGroup
 
-__all__ = ["StrategyBase"]
-
 
 class StrategyBase:
     """A strategy, as functions of this room take one; `Strategy` says what its methods do.

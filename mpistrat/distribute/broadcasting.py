@@ -15,8 +15,6 @@ from mpistrat.distribute.regroup import select
 from mpistrat.distribute.updating import mirrored
 from mpistrat.distribute.writes import prove_same
 
-__all__ = ["broadcast", "broadcast_as_chosen"]
-
 
 def broadcast(strategy: StrategyBase, tensor: Any, destinations: Any) -> Any:
     """Give replica 0's value to every replica by MPI; see `StrategyExtended.broadcast_to`."""

@@ -1,4 +1,4 @@
-"""Arrays that all ranks of a node can fold where they lie."""
+"""Arrays that all ranks of a node can reduce where they lie."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from mpistrat.arrays import Array, dtype_name, is_bfloat16, kind_of, label
 from mpistrat.distribute.naming import named
 from mpistrat.distribute.replica_group import ReplicaGroup
 from mpistrat.errors import LeafTypeError
-
-__all__ = ["make_buffers"]
 
 Spec = tuple[np.dtype[Any], tuple[int, ...]]
 

@@ -30,8 +30,6 @@ from mpistrat.kernels.ops import ReduceOp
 from mpistrat.kernels.scaling import multiply
 from mpistrat.lockstep.lockstep import Lockstep
 
-__all__ = ["Choice", "Delegate", "Ops", "like"]
-
 _AUTO, _RING, _NCCL = CommunicationImplementation
 
 
@@ -86,10 +84,6 @@ class Choice:
         Raises:
           ValueError: `options` is not a `CommunicationOptions`.
         """
-        if options is not None and not isinstance(options, CommunicationOptions):
-            raise ValueError(
-                f"options must be an instance of CommunicationOptions, got {options!r:.80}."
-            )
         merged = self.options.merge(options)
         named = options is not None and options.implementation is not _AUTO
         kept = None if named else self.ops
@@ -158,7 +152,8 @@ class Delegate:
             scales, _ = self._reducer.prove(call, suffix, call.header(weights), alarm)
             # A mean of values that count alike is theirs to make; of others, it is a sum.
             op, divisors = call.op, scales.divisors
-            if scales.table is None and (call.weigh or (self._reducer.weights == 1).all()):
+            alike = call.weigh or call.same or (self._reducer.weights == 1).all()
+            if scales.table is None and alike:
                 divisors = None
             if divisors is not None:
                 op = ReduceOp.SUM

@@ -13,19 +13,16 @@ from mpistrat.collectives.routes import Hierarchical, Native, OneRoot, Route
 from mpistrat.distribute.broadcasting import broadcast
 from mpistrat.distribute.choice import Ops
 from mpistrat.distribute.default import current_strategy
-from mpistrat.distribute.destinations import check_destinations, checked_pairs, device_called
+from mpistrat.distribute.destinations import (
+    at_destinations,
+    check_destinations,
+    checked_pairs,
+    device_called,
+)
 from mpistrat.distribute.mode import refuse_unchosen
 from mpistrat.distribute.reductions import reduce_over_replicas
-from mpistrat.distribute.regroup import select
 from mpistrat.distribute.strategy import Strategy
 from mpistrat.kernels.ops import ReduceOp
-
-__all__ = [
-    "CrossDeviceOps",
-    "HierarchicalCopyAllReduce",
-    "NcclAllReduce",
-    "ReductionToOneDevice",
-]
 
 
 class CrossDeviceOps(Ops):
@@ -33,7 +30,7 @@ class CrossDeviceOps(Ops):
 
     A subclass writes `reduce_implementation`, and `batch_reduce_implementation` if several values
     at once deserve better than one after another; `broadcast_implementation`, if replica 0's value
-    is to travel otherwise too. Given to `MirroredStrategy`, it folds whatever the strategy reduces:
+    is to travel otherwise too. Given to `MirroredStrategy`, it reduces whatever the strategy does:
     in replica code too, and for variables; and gives `StrategyExtended.broadcast_to` its result.
     It is called on every rank in
     cross-replica code, with a `PerReplica` whose values
@@ -72,7 +69,7 @@ class CrossDeviceOps(Ops):
         destinations: Any,
         options: CommunicationOptions | None = None,
     ) -> Any:
-        """Fold one value over all replicas.
+        """Reduce one value over all replicas.
 
         Collective: all ranks call it, in cross-replica code.
 
@@ -101,7 +98,7 @@ class CrossDeviceOps(Ops):
         with _preparing(name) as strategy:
             check_destinations(strategy, name, destinations)
             strategy.replicas.regroup.check(name, nest.flatten(per_replica_value)[0])
-            options = _options(options)
+            options = CommunicationOptions().merge(options)
             ReduceOp.parse(reduce_op)
         return self.reduce_implementation(reduce_op, per_replica_value, destinations, options)
 
@@ -111,7 +108,7 @@ class CrossDeviceOps(Ops):
         value_destination_pairs: Sequence[tuple[Any, Any]],
         options: CommunicationOptions | None = None,
     ) -> list[Any]:
-        """Fold several values, each given with its destinations; see `reduce`. Collective.
+        """Reduce several values, each given with its destinations; see `reduce`. Collective.
 
         Args:
           reduce_op: As in `reduce`, for all of them.
@@ -129,7 +126,7 @@ class CrossDeviceOps(Ops):
         with _preparing(name) as strategy:
             pairs = checked_pairs(strategy, name, value_destination_pairs)
             strategy.replicas.regroup.check(name, nest.flatten([value for value, _ in pairs])[0])
-            options = _options(options)
+            options = CommunicationOptions().merge(options)
             ReduceOp.parse(reduce_op)
         return list(self.batch_reduce_implementation(reduce_op, pairs, options))
 
@@ -155,7 +152,7 @@ class CrossDeviceOps(Ops):
     def reduce_implementation(
         self, reduce_op: Any, per_replica_value: Any, destinations: Any, options: Any
     ) -> Any:
-        """Fold one value; for subclasses to write.
+        """Reduce one value; for subclasses to write.
 
         Every rank calls it, in cross-replica code, so it may call what is collective.
 
@@ -180,7 +177,7 @@ class CrossDeviceOps(Ops):
     def batch_reduce_implementation(
         self, reduce_op: Any, value_destination_pairs: Sequence[tuple[Any, Any]], options: Any
     ) -> list[Any]:
-        """Fold several values, one after another unless a subclass knows better.
+        """Reduce several values, one after another unless a subclass knows better.
 
         Args:
           reduce_op: As in `reduce_implementation`, for all of them.
@@ -219,7 +216,7 @@ class _Routing(CrossDeviceOps):
     def reduce_implementation(
         self, reduce_op: Any, per_replica_value: Any, destinations: Any, options: Any
     ) -> Any:
-        """Fold one value this way, and return the result; see `batch_reduce_implementation`.
+        """Reduce one value this way, and return the result; see `batch_reduce_implementation`.
 
         Collective. It costs a proof, and one journey per message.
 
@@ -235,7 +232,7 @@ class _Routing(CrossDeviceOps):
     def batch_reduce_implementation(
         self, reduce_op: Any, value_destination_pairs: Sequence[tuple[Any, Any]], options: Any
     ) -> list[Any]:
-        """Fold several values together this way.
+        """Reduce several values together this way.
 
         Collective: all ranks call it, in cross-replica code of the strategy that rules here.
 
@@ -260,16 +257,13 @@ class _Routing(CrossDeviceOps):
         with strategy.replicas.lockstep.preparing(name):
             group = strategy.replicas.by(options, self, strategy.device_labels)
         values = [value for value, _ in value_destination_pairs]
-        folded = reduce_over_replicas(group, name, reduce_op, values, group.view.mirrors)
-        return [
-            select(one) if isinstance(destinations, str) else one
-            for one, (_, destinations) in zip(folded, value_destination_pairs, strict=True)
-        ]
+        reduced = reduce_over_replicas(group, name, reduce_op, values, group.view.mirrors)
+        return at_destinations(reduced, value_destination_pairs)
 
 
 @final
 class ReductionToOneDevice(_Routing):
-    """One rank gathers all values, folds them in replica order, and gives the result to all.
+    """One rank gathers all values, reduces them in replica order, and gives the result to all.
 
     Args:
       reduce_to_device: That rank: the label of its device, such as ``"rank:2"``, or its number.
@@ -333,7 +327,7 @@ class ReductionToOneDevice(_Routing):
 
 @final
 class HierarchicalCopyAllReduce(_Routing):
-    """Values are folded within each node, then between the nodes, and the result goes down again.
+    """Values are reduced within each node, then between the nodes, and the result goes down again.
 
     Args:
       num_packs: Leaves of one dtype travel as so many messages; 0 for a message per leaf.
@@ -362,7 +356,7 @@ class HierarchicalCopyAllReduce(_Routing):
 
 @final
 class NcclAllReduce(_Routing):
-    """Values are folded by the MPI library's own algorithm: one MPI_Allreduce per message.
+    """Values are reduced by the MPI library's own algorithm: one MPI_Allreduce per message.
 
     Args:
       num_packs: Leaves of one dtype travel as so many messages; 0 for a message per leaf.
@@ -393,14 +387,6 @@ def _preparing(name: str) -> Iterator[Strategy]:
     with strategy.replicas.lockstep.preparing(name):
         yield strategy
     refuse_unchosen(name)
-
-
-def _options(given: Any) -> CommunicationOptions:
-    if given is None:
-        return CommunicationOptions()
-    if not isinstance(given, CommunicationOptions):
-        raise ValueError(f"options must be an instance of CommunicationOptions, got {given!r:.80}.")
-    return given
 
 
 def _packs(name: str, count: Any) -> int:

@@ -9,8 +9,6 @@ from mpistrat.distribute.mode import current
 from mpistrat.distribute.strategies import DefaultStrategy
 from mpistrat.distribute.strategy import Strategy
 
-__all__ = ["current_strategy", "default_strategy"]
-
 
 class _Made(threading.local):
     strategy: Strategy | None = None

@@ -11,11 +11,10 @@ import numpy as np
 from mpistrat.arrays import is_scalar
 from mpistrat.distribute.base import StrategyBase
 from mpistrat.distribute.kinds import DistributedVariable
+from mpistrat.distribute.regroup import select
 from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.distribute.values import DistributedValues
 from mpistrat.errors import StructureError
-
-__all__ = ["check_destinations", "checked_pairs", "device_called", "place"]
 
 # Programs for tf.distribute name devices in these ways; they choose nothing here.
 _DEVICE = re.compile(r"(/\w+:\w+)*/?(device:)?(xla_)?[a-z]pu(:\d+|:\*)?", re.IGNORECASE)
@@ -115,3 +114,11 @@ def place(destinations: Any) -> str:
     if isinstance(destinations, DistributedVariable):
         return f" to {destinations.spec()}"
     return f" to {destinations!r}" if isinstance(destinations, str) else " to a value"
+
+
+def at_destinations(results: Sequence[Any], pairs: Sequence[tuple[Any, Any]]) -> list[Any]:
+    """Return the results of some values, each as its destinations want it: one device has one."""
+    return [
+        select(result) if isinstance(destinations, str) else result
+        for result, (_, destinations) in zip(results, pairs, strict=True)
+    ]

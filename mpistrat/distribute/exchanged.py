@@ -19,8 +19,6 @@ from mpistrat.errors import LockstepError
 from mpistrat.lockstep.guards import VariableRegistry
 from mpistrat.lockstep.lockstep import Lockstep, Validator
 
-__all__ = ["LOOKED_AT", "validator_of"]
-
 # Of so many variables the initial values are looked at; programs may create more for ever.
 LOOKED_AT = 10_000
 _FIRST = 64  # elements that tell how likely a value is

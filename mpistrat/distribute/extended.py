@@ -13,7 +13,12 @@ from mpistrat.collectives.communication import CommunicationOptions
 from mpistrat.distribute import updating
 from mpistrat.distribute.base import StrategyBase
 from mpistrat.distribute.broadcasting import broadcast_as_chosen
-from mpistrat.distribute.destinations import check_destinations, checked_pairs, place
+from mpistrat.distribute.destinations import (
+    at_destinations,
+    check_destinations,
+    checked_pairs,
+    place,
+)
 from mpistrat.distribute.kinds import DistributedVariable
 from mpistrat.distribute.mode import Mode, cross_replica, current, entered, same_strategy
 from mpistrat.distribute.multi_step import MultiStepContext, run_steps
@@ -22,8 +27,6 @@ from mpistrat.distribute.regroup import select
 from mpistrat.distribute.views import ALONE, LOCAL
 from mpistrat.errors import ContextError, StructureError
 from mpistrat.lockstep.guards import VariableRegistry
-
-__all__ = ["StrategyExtended"]
 
 S_co = TypeVar("S_co", bound=StrategyBase, covariant=True)
 
@@ -155,7 +158,7 @@ class StrategyExtended(Generic[S_co]):
         destinations: Any,
         options: CommunicationOptions | None = None,
     ) -> Any:
-        """Fold the values of all replicas.
+        """Reduce the values of all replicas.
 
         Collective: all ranks call it, in cross-replica code.
 
@@ -192,7 +195,7 @@ class StrategyExtended(Generic[S_co]):
         value_destination_pairs: Sequence[tuple[Any, Any]],
         options: CommunicationOptions | None = None,
     ) -> list[Any]:
-        """Fold several values at once; see `reduce_to`.
+        """Reduce several values at once; see `reduce_to`.
 
         Collective. Cost: that of one `reduce_to` of all values together.
 
@@ -216,10 +219,7 @@ class StrategyExtended(Generic[S_co]):
             mirrors = group.view.mirrors
             to = "".join(place(destinations) for _, destinations in pairs)
             reduced = reduce_over_replicas(group, name, reduce_op, values, mirrors, to)
-            return [
-                select(one) if isinstance(destinations, str) else one
-                for one, (_, destinations) in zip(reduced, pairs, strict=True)
-            ]
+            return at_destinations(reduced, pairs)
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
         """Give replica 0's value to every replica.
@@ -417,6 +417,6 @@ class StrategyExtended(Generic[S_co]):
         return self.strategy.experimental_make_numpy_dataset(numpy_input)
 
 
-@contextmanager
+@contextmanager  # of which class it is, programs may have seen
 def _nowhere_else() -> Iterator[None]:
     yield

@@ -16,8 +16,6 @@ from mpistrat.feed.dataset import Dataset
 from mpistrat.feed.distributed import DistributedDataset, InputGate
 from mpistrat.feed.sharding import Sharding, ShardSpec, calls, own, policy_deal, turns
 
-__all__ = ["dataset_iterator", "distribute", "from_function", "input_fn_iterator"]
-
 
 def distribute(strategy: StrategyBase, dataset: Any, options: Any) -> Any:
     """Divide a dataset of global batches; see ``Strategy.experimental_distribute_dataset``."""

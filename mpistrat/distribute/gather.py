@@ -18,8 +18,6 @@ from mpistrat.distribute.values import PerReplica, born
 from mpistrat.distribute.views import Plain
 from mpistrat.errors import AxisError
 
-__all__ = ["gather", "gather_leaves"]
-
 
 def gather_leaves(group: ReplicaGroup, value: Any, axis: int) -> Any:
     """Concatenate the leaves that each replica has its own of; see `Strategy.gather`."""

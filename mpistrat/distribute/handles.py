@@ -6,18 +6,13 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NoReturn, final
 
-from mpistrat import nest
-from mpistrat.arrays import finish
 from mpistrat.collectives.allreduce import all_reduce_start as begin
 from mpistrat.comm.callsite import where
-from mpistrat.distribute import sparse
-from mpistrat.distribute.reduce import Prepared, compiled, in_replica, places, prepared
+from mpistrat.distribute.reduce import in_replica, ready, rows_reduced
 from mpistrat.distribute.replica_group import ReplicaGroup
 from mpistrat.distribute.views import ALONE
 from mpistrat.errors import ContextError
 from mpistrat.lockstep.lockstep import Lockstep
-
-__all__ = ["Handle", "all_reduce_start", "ended"]
 
 
 @final
@@ -114,23 +109,19 @@ def _nothing() -> None:
 def all_reduce_start(
     group: ReplicaGroup, reduce_op: Any, value: Any, weight: Any, out: Any
 ) -> Handle:
-    """Begin to fold `value`; as `ReplicaContext.all_reduce_start`. Collective."""
+    """Begin to reduce `value`; as `ReplicaContext.all_reduce_start`. Collective."""
     lockstep = group.lockstep
     if group.view is ALONE:
         result = in_replica(group, reduce_op, value, weight, out)
         return Handle(lockstep, "all_reduce_start", lambda: result)
-    try:
-        given = prepared(reduce_op, value, weight)
-        outs = places(out, given.structure, given.contributions)
-        start, call = compiled("all_reduce_start", given)
-        alarm = group.reducer.alarm(start, given.dense)
-    except Exception as error:
-        lockstep.refuse("all_reduce_start", error)
+    name = "all_reduce_start"
+    given, start, call, alarm = ready(group, name, reduce_op, value, weight, out)
     if not given.leaves:
         return Handle(lockstep, start, lambda: value)
-    if len(call.dtypes) < len(given.leaves):
-        rows = sparse.all_reduce(group, start, given.op, given.contributions, weigh=given.weighed)
-        return Handle(lockstep, start, lambda: _tree(given, rows))
+    if given.has_rows:
+        tree = rows_reduced(group, start, given)
+        return Handle(lockstep, start, lambda: tree)
+    outs = given.outs
     how = (call, [one.value for one in given.dense], (given.weight,), outs, alarm)
     if group.delegate is None:
         moved = begin(group.reducer, *how)
@@ -145,13 +136,9 @@ def all_reduce_start(
     def results() -> Any:
         totals = moved()
         arena.moving.difference_update(these)
-        return out if outs is not None else _tree(given, totals)
+        return given.tree(totals) if out is None else out
 
     return Handle(lockstep, call.text, results)
-
-
-def _tree(given: Prepared, totals: list[Any]) -> Any:
-    return nest.unflatten(given.structure, list(map(finish, totals, given.leaves)))
 
 
 def ended(lockstep: Lockstep, failure: BaseException | None) -> BaseException | None:

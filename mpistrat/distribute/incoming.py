@@ -19,8 +19,6 @@ from mpistrat.distribute.values import PerReplica
 from mpistrat.distribute.views import ALONE
 from mpistrat.errors import LeafTypeError, StructureError
 
-__all__ = ["incoming", "incoming_slices", "initial", "kinds", "own_copy"]
-
 _NUMBERS = frozenset("biufc")
 
 

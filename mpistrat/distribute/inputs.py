@@ -8,8 +8,6 @@ from typing import Any, NamedTuple, final
 
 from mpistrat.errors import DataError
 
-__all__ = ["InputContext", "InputOptions", "InputReplicationMode", "RunOptions", "ValueContext"]
-
 
 @final
 class InputReplicationMode(enum.Enum):

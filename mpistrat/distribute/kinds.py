@@ -13,8 +13,6 @@ from mpistrat.arena.storage import Storage
 from mpistrat.arrays import Array, spec_text
 from mpistrat.errors import StructureError
 
-__all__ = ["DistributedVariable", "VariableAggregation", "VariableSynchronization"]
-
 
 class VariableSynchronization(enum.Enum):
     """When the copies of a variable are made equal."""

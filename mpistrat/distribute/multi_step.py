@@ -13,8 +13,6 @@ from mpistrat.errors import ContextError, OutOfRangeError, StructureError
 from mpistrat.feed.steps import whole_number
 from mpistrat.kernels.ops import ReduceOp
 
-__all__ = ["MultiStepContext", "run_steps"]
-
 _CALL = "experimental_run_steps_on_iterator"
 
 
@@ -44,13 +42,13 @@ class MultiStepContext:
         Args:
           name: A name.
           output: A value per replica, or a tree of them; in replica code, this replica's.
-          reduce_op: ``"SUM"`` or another operation: the output is folded over the replicas. None:
+          reduce_op: ``"SUM"`` or another operation: the output is reduced over the replicas. None:
             it is kept as it is.
 
         Raises:
           ContextError: Called in replica code without `reduce_op`: what one replica gives is
             not an output of the step.
-          ValueError: There is no such operation, or an earlier step folded it with another one.
+          ValueError: There is no such operation, or an earlier step reduced it with another one.
         """
         if not _in_replica():
             with self._strategy.replicas.lockstep.preparing("set_last_step_output"):

@@ -8,8 +8,6 @@ from typing import Any
 from mpistrat import nest
 from mpistrat.distribute.kinds import DistributedVariable
 
-__all__ = ["named"]
-
 
 def named(leaves: Sequence[Any], structure: nest.Structure) -> Sequence[str]:
     """Return the names of the leaves; of a variable it says which one it is."""

@@ -9,8 +9,6 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-__all__ = ["ONE", "NotOne", "Operators"]
-
 ONE = (
     "each replica has a value of its own. Make them one, strategy.reduce(op, value, axis=None), or "
     "in replica code ctx.all_reduce(op, value); or look at value.local, which ranks differ in, or "

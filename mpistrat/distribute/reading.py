@@ -11,8 +11,6 @@ from mpistrat.distribute.kinds import DistributedVariable
 from mpistrat.distribute.operators import Operators
 from mpistrat.distribute.values import DistributedValues
 
-__all__ = ["Reading", "plain"]
-
 _WRITE = (
     "Write rows by v.scatter_update(mpistrat.IndexedSlices(rows, indices)), or scatter_add and so "
     "on; or everything by v.assign(array)."

@@ -16,7 +16,6 @@ import numpy as np
 from mpistrat import nest
 from mpistrat.arrays import (
     Array,
-    as_array,
     dtype_name,
     finish,
     is_scalar,
@@ -27,20 +26,15 @@ from mpistrat.arrays import (
 from mpistrat.collectives import allreduce
 from mpistrat.collectives.call import ONES, SMALL, Call, Contribution, described
 from mpistrat.collectives.calls import Request, request
-from mpistrat.collectives.dtypes import wire_type
 from mpistrat.collectives.results import of_one
 from mpistrat.distribute import sparse
 from mpistrat.distribute.naming import named
 from mpistrat.distribute.replica_group import ReplicaGroup
-from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.distribute.sparse import SlicesContribution
 from mpistrat.distribute.values import DistributedValues
 from mpistrat.distribute.views import ALONE
 from mpistrat.errors import LeafTypeError, StructureError
 from mpistrat.kernels.ops import ReduceOp
-from mpistrat.sharedmem.pool import Pool
-
-__all__ = ["Prepared", "compiled", "fit", "in_replica", "places", "prepared"]
 
 
 class Prepared(NamedTuple):
@@ -53,6 +47,7 @@ class Prepared(NamedTuple):
       contributions: What this rank gives, leaf by leaf.
       weight: How many examples it stands for.
       weighed: That was said.
+      outs: Where the results go, leaf by leaf; None for new arrays.
     """
 
     op: ReduceOp
@@ -61,47 +56,69 @@ class Prepared(NamedTuple):
     contributions: list[Contribution | SlicesContribution]
     weight: float
     weighed: bool
+    outs: list[Array] | None
 
     @property
     def dense(self) -> list[Contribution]:
         """The leaves that are arrays."""
         return [one for one in self.contributions if isinstance(one, Contribution)]
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether some leaves are `IndexedSlices`."""
+        return len(self.dense) < len(self.leaves)
 
-def prepared(reduce_op: Any, value: Any, weight: Any) -> Prepared:
+    def tree(self, totals: Sequence[Any]) -> Any:
+        """Return results as a tree like the one that was given, of arrays of the same kinds."""
+        return nest.unflatten(self.structure, list(map(finish, totals, self.leaves)))
+
+
+def _prepared(reduce_op: Any, value: Any, weight: Any, out: Any) -> Prepared:
     """Return what is given, or raise what is wrong with it. Not collective."""
     op = ReduceOp.parse(reduce_op)
     number = _weight(op, weight)
     leaves, structure = nest.flatten(value)
     leaves = [x.local if isinstance(x, DistributedValues) else x for x in leaves]
-    paths = named(leaves, structure)
-    found: list[Contribution | SlicesContribution]
-    if IndexedSlices in map(type, leaves):
-        pairs = zip(leaves, paths, strict=True)
-        found = [sparse.contribution(op, leaf, path, number) for leaf, path in pairs]
-    else:
-        arrays = [as_array(leaf, path) for leaf, path in zip(leaves, paths, strict=True)]
-        found = [
-            Contribution(array, wire_type(op, array.dtype, path), number, path)
-            for array, path in zip(arrays, paths, strict=True)
-        ]
-    return Prepared(op, leaves, structure, found, number, weight is not None)
+    pairs = zip(leaves, named(leaves, structure), strict=True)
+    found = [sparse.contribution(op, leaf, path, number) for leaf, path in pairs]
+    given = Prepared(op, leaves, structure, found, number, weight is not None, None)
+    if out is None:
+        return given
+    for one in found:
+        if isinstance(one, SlicesContribution):
+            raise LeafTypeError(f"out: {label(one.path)} is IndexedSlices, which have no out.")
+    shapes = [one.value.shape for one in given.dense]
+    results = [one.dtypes.result for one in given.dense]
+    return given._replace(outs=_fitting(out, structure, shapes, results))
 
 
-def compiled(name: str, given: Prepared) -> tuple[str, Call]:
-    """Return the text of a call without its leaves, and the call of those that are arrays."""
-    how = " weighted" if given.weighed else ""
-    start = f"{name}({given.op.value}{how}, {nest.describe(given.structure)})"
+def ready(
+    group: ReplicaGroup, name: str, reduce_op: Any, value: Any, weight: Any, out: Any
+) -> tuple[Prepared, str, Call, str]:
+    """Return what is given, the text of the call without its leaves, the call, and an alarm.
+
+    What is wrong on one rank is raised on all of them.
+    """
+    try:
+        given = _prepared(reduce_op, value, weight, out)
+        how = " weighted" if given.weighed else ""
+        start = f"{name}({given.op.value}{how}, {nest.describe(given.structure)})"
+        return given, start, _compiled(start, given), group.reducer.alarm(start, given.dense)
+    except Exception as error:
+        group.lockstep.refuse(name, error)
+
+
+def _compiled(start: str, given: Prepared) -> Call:
+    """Return the call of the leaves that are arrays."""
     dense = given.dense
     shapes = [one.value.shape for one in dense]
     numbers: list[bool] = []
     raw = False
-    if len(dense) == len(given.leaves):
-        numbers = [
-            is_scalar(leaf) and not shape for leaf, shape in zip(given.leaves, shapes, strict=True)
-        ]
+    if not given.has_rows:
+        pairs = zip(given.leaves, shapes, strict=True)
+        numbers = [is_scalar(leaf) and not shape for leaf, shape in pairs]
         raw = all(map(_as_it_is, given.leaves, dense))
-    return start, Call(
+    return Call(
         described(start, dense),
         given.op,
         [one.dtypes for one in dense],
@@ -113,22 +130,16 @@ def compiled(name: str, given: Prepared) -> tuple[str, Call]:
     )
 
 
+def rows_reduced(group: ReplicaGroup, start: str, given: Prepared) -> Any:
+    """Return the tree of results where some leaves are `IndexedSlices`. Collective."""
+    parts = given.contributions
+    return given.tree(sparse.all_reduce(group, start, given.op, parts, weigh=given.weighed))
+
+
 def _as_it_is(leaf: Any, one: Contribution) -> bool:
     """Tell whether the bytes of a leaf travel and come back as they are."""
     same = one.dtypes.wire == one.dtypes.result == one.value.dtype
     return same and (type(leaf) is not np.ndarray or leaf.dtype == one.value.dtype)
-
-
-def places(
-    out: Any, structure: nest.Structure, given: Sequence[Contribution | SlicesContribution]
-) -> list[Array] | None:
-    """Return the leaves of `out`, or raise what makes them unfit for the results."""
-    for one in given if out is not None else ():
-        if isinstance(one, SlicesContribution):
-            raise LeafTypeError(f"out: {label(one.path)} is IndexedSlices, which have no out.")
-    dense = [one for one in given if isinstance(one, Contribution)]
-    shapes, dtypes = [one.value.shape for one in dense], [one.dtypes.result for one in dense]
-    return None if out is None else _fitting(out, structure, shapes, dtypes)
 
 
 def _fitting(
@@ -220,31 +231,18 @@ def _first(
     group: ReplicaGroup, asked: Request | None, reduce_op: Any, value: Any, weight: Any, out: Any
 ) -> Any:
     """Reduce what was not compiled before. Collective."""
-    try:
-        given = prepared(reduce_op, value, weight)
-        outs = places(out, given.structure, given.contributions)
-        start, call = compiled("all_reduce", given)
-        alarm = group.reducer.alarm(start, given.dense)
-    except Exception as error:
-        group.lockstep.refuse("all_reduce", error)
+    given, start, call, alarm = ready(group, "all_reduce", reduce_op, value, weight, out)
     if not given.leaves:
         return value
-    if len(call.dtypes) < len(given.leaves):
-        rows = sparse.all_reduce(group, start, given.op, given.contributions, weigh=given.weighed)
-        totals = list(map(finish, rows, given.leaves))
-    else:
-        values = [one.value for one in given.dense]
-        totals = group.all_reduce(call, values, (given.weight,), outs, alarm)
-        # A leaf of foreign byte order is converted here each time.
-        if (
-            asked is not None
-            and not group.delegate
-            and all(map(_native, given.leaves, given.dense))
-        ):
-            group.calls.learn(asked, call, given.weighed)
-        if outs is None:
-            totals = list(map(finish, totals, given.leaves))
-    return nest.unflatten(given.structure, totals) if outs is None else out
+    if given.has_rows:
+        return rows_reduced(group, start, given)
+    values = [one.value for one in given.dense]
+    totals = group.all_reduce(call, values, (given.weight,), given.outs, alarm)
+    # A leaf of foreign byte order is converted here each time.
+    native = all(map(_native, given.leaves, given.dense))
+    if asked is not None and not group.delegate and native:
+        group.calls.learn(asked, call, given.weighed)
+    return given.tree(totals) if out is None else out
 
 
 def _native(leaf: Any, one: Contribution) -> bool:
@@ -279,18 +277,17 @@ def _takes(out: Any, value: Any) -> bool:
 
 
 def _of_one(group: ReplicaGroup, reduce_op: Any, value: Any, weight: Any, out: Any) -> Any:
-    given = prepared(reduce_op, value, weight)
-    outs = places(out, given.structure, given.contributions)
+    given = _prepared(reduce_op, value, weight, out)
+    outs = given.outs
     if outs is None:
-        alone = [_alone(given.op, one) for one in given.contributions]
-        return nest.unflatten(given.structure, list(map(finish, alone, given.leaves)))
+        return given.tree([_alone(given.op, one) for one in given.contributions])
     dense = given.dense  # all: the rest has no out
     if given.op is ReduceOp.MEAN and given.weight == 0:
         for place in outs:
             place[...] = np.nan
     else:
         dtypes = [one.dtypes.result for one in dense]
-        of_one([one.value for one in dense], outs, dtypes, group.lockstep.session.kept(Pool))
+        of_one([one.value for one in dense], outs, dtypes, group.reducer.pool)
     return out
 
 

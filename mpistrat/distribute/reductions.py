@@ -26,8 +26,6 @@ from mpistrat.kernels.ops import ReduceOp
 from mpistrat.kernels.scaling import multiply, real, rescue
 from mpistrat.kernels.threads import Team
 
-__all__ = ["reduce_over_axis", "reduce_over_replicas"]
-
 
 def _moves(name: str, op: ReduceOp, leaf: Any, plain: Plain, path: str) -> bool:
     """Tell whether the replicas' values of this leaf must meet; raise if the question is wrong."""
@@ -56,9 +54,9 @@ def _moves(name: str, op: ReduceOp, leaf: Any, plain: Plain, path: str) -> bool:
 def reduce_over_replicas(
     group: ReplicaGroup, name: str, reduce_op: Any, value: Any, mirrors: bool = False, to: str = ""
 ) -> Any:
-    """Fold each leaf over the replicas; shapes stay. Collective.
+    """Reduce each leaf over the replicas; shapes stay. Collective.
 
-    The text `to` says where the results go. With `mirrors`, what was folded or is mirrored already
+    The text `to` says where the results go. With `mirrors`, what was reduced or is mirrored already
     comes back as `Mirrored`.
     """
     session = group.lockstep.session
@@ -136,7 +134,7 @@ def _axes(axis: Any, array: Array, path: str) -> tuple[int, ...]:
 
 
 def reduce_over_axis(group: ReplicaGroup, reduce_op: Any, value: Any, axis: Any) -> Any:
-    """Fold each leaf over `axis` of every replica's value, and over the replicas. Collective."""
+    """Reduce each leaf over `axis` of every replica's value, and over the replicas. Collective."""
     with group.lockstep.preparing("reduce"):
         op = ReduceOp.parse(reduce_op)
         leaves, structure = nest.flatten(value)

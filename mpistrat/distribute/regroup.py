@@ -33,8 +33,6 @@ from mpistrat.distribute.views import ALONE, LOCAL, View
 from mpistrat.errors import LockstepError, StrategyError
 from mpistrat.lockstep.lockstep import Lockstep
 
-__all__ = ["Regroup", "select"]
-
 _SLICES = b"z"
 
 

@@ -21,8 +21,6 @@ from mpistrat.kernels.ops import ReduceOp
 from mpistrat.lockstep.lockstep import Lockstep
 from mpistrat.lockstep.startup import begin
 
-__all__ = ["ReplicaGroup"]
-
 
 @final
 @dataclass(frozen=True)

@@ -14,8 +14,6 @@ from mpistrat.distribute.mode import Mode
 from mpistrat.distribute.views import ALONE
 from mpistrat.errors import LeafTypeError
 
-__all__ = ["KINDS", "ScatterUpdates", "apply"]
-
 # How values of several replicas become one is known for these; a sum of bounds bounds nothing.
 _FOLDED = frozenset({"scatter_add", "scatter_sub", "scatter_mul", "scatter_div"})
 KINDS = (*sorted(_FOLDED), "scatter_min", "scatter_max", "scatter_update")

@@ -11,8 +11,6 @@ import numpy as np
 from mpistrat.arrays import Array, as_array, spec_text
 from mpistrat.errors import LeafTypeError, StructureError
 
-__all__ = ["IndexedSlices", "arrays_of"]
-
 
 @final
 class IndexedSlices:

@@ -19,8 +19,6 @@ from mpistrat.errors import StructureError
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.kernels.scaling import divide, factors_of, multiply, real
 
-__all__ = ["SlicesContribution", "all_reduce", "alone", "contribution", "reduced"]
-
 
 class SlicesContribution(NamedTuple):
     """What one rank gives to the reduction of a leaf that is `IndexedSlices`.
@@ -73,7 +71,7 @@ def all_reduce(
     parts: Sequence[Contribution | SlicesContribution],
     weigh: bool = False,
 ) -> list[Any]:
-    """Fold every leaf over all ranks, as `Parts.all_reduce_given` does; rows are concatenated.
+    """Reduce every leaf over all ranks by `ReplicaGroup.all_reduce_given`; concatenate rows.
 
     Collective. Cost: as that, and for all slices together one proof and two MPI_Allgatherv per
     leaf. Rows come in rank order; the same row of several ranks comes several times.
@@ -175,7 +173,7 @@ def _checked(made: Any, given: IndexedSlices) -> IndexedSlices:
     if not isinstance(made, IndexedSlices):
         raise StructureError(
             f"the CrossDeviceOps returned {type(made).__name__} for IndexedSlices; wanted "
-            "IndexedSlices of all replicas' rows. Where it has no way to fold them, give the "
+            "IndexedSlices of all replicas' rows. Where it has no way to reduce them, give the "
             "call options=CommunicationOptions(implementation='NCCL'), or dense values."
         )
     if made.values.shape[1:] != given.values.shape[1:] or not np.can_cast(

@@ -21,15 +21,6 @@ from mpistrat.distribute.strategy import Strategy
 from mpistrat.distribute.views import ALONE, GLOBAL, LOCAL
 from mpistrat.lockstep.guards import warn
 
-__all__ = [
-    "CentralStorageStrategy",
-    "DefaultStrategy",
-    "ExperimentalMultiWorkerMirroredStrategy",
-    "MirroredStrategy",
-    "MultiWorkerMirroredStrategy",
-    "OneDeviceStrategy",
-]
-
 
 @final
 class MirroredStrategy(Strategy):

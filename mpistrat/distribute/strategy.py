@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from mpistrat.distribute.iterators import InputIterator
     from mpistrat.feed.distributed import DistributedDataset
 
-__all__ = ["Strategy"]
-
 
 class Strategy(StrategyBase):
     """How a program runs on all replicas at once; one MPI rank is one replica.
@@ -244,9 +242,9 @@ class Strategy(StrategyBase):
         Args:
           reduce_op: ``"SUM"``, ``"MEAN"``, ``"MIN"``, ``"MAX"`` or ``"PROD"``.
           value: Tree of values per replica, as `run` returns them.
-          axis: None: fold elementwise over the replicas; shapes must agree. An integer or tuple of
-            integers: also fold over these axes of each replica's value, so sizes along them may
-            differ and be 0. MEAN is then the mean of all elements, however they are spread.
+          axis: None: reduce elementwise over the replicas; shapes must agree. An integer or tuple
+            of integers: also reduce over these axes of each replica's value, so sizes along them
+            may differ and be 0. MEAN is then the mean of all elements, however they are spread.
 
         Returns:
           The same tree of NumPy arrays and scalars, with the same bits on every rank. dtypes are
@@ -284,7 +282,7 @@ class Strategy(StrategyBase):
         weight: float | None = None,
         out: Any = None,
     ) -> Any:
-        """Fold each rank's own values over all ranks; see `ReplicaContext.all_reduce`.
+        """Reduce each rank's own values over all ranks; see `ReplicaContext.all_reduce`.
 
         It is that call for cross-replica code, in a scope or outside. `reduce` asks whose a plain
         value is; here it is this rank's own, whatever it is: of n ranks that all give 1, SUM is n.
@@ -682,11 +680,11 @@ class Strategy(StrategyBase):
             return run(self, fn, args, None)
 
     def buffers(self, specs: Any) -> Any:
-        """Return writable arrays that `ReplicaContext.all_reduce` folds where they lie.
+        """Return writable arrays that `ReplicaContext.all_reduce` reduces where they lie.
 
         The ranks of a node see each other's arrays, so ``ctx.all_reduce(op, b, out=b)`` copies
-        nothing: each rank folds its slice of everybody's. Write to your own at any time but during
-        such a call. All other uses are those of any array.
+        nothing: each rank reduces its slice of everybody's. Write to your own at any time but
+        during such a call. All other uses are those of any array.
 
         Collective. Cost: the memory is reserved at once, some 0.25 s per GB of all ranks of a node.
 
@@ -779,7 +777,7 @@ class Strategy(StrategyBase):
         Every call begins with a handshake: the shortest so far tells what one takes where nobody is
         late, and what others took more was waiting. Communication is the rest of it, and what
         follows in a call: moving data by MPI, meeting on a node, ``wait`` of a handle. What ranks
-        copy and fold in memory that they share counts as computing.
+        copy and reduce in memory that they share counts as computing.
 
         Returns:
           Two numbers; zeros where nobody keeps a board: with one rank, and where ranks are threads.

@@ -18,8 +18,6 @@ from mpistrat.feed.steps import whole_number
 from mpistrat.lockstep.lockstep import Lockstep
 from mpistrat.lockstep.startup import begin
 
-__all__ = ["DeviceAssignment", "Topology"]
-
 
 @final
 @dataclass(frozen=True)

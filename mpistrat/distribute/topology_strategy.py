@@ -20,8 +20,6 @@ from mpistrat.distribute.views import GLOBAL
 from mpistrat.errors import StructureError
 from mpistrat.feed.steps import whole_number
 
-__all__ = ["PlacedStrategy", "TPUStrategy", "TPUStrategyExperimental", "TPUStrategyV1"]
-
 
 @dataclass(frozen=True)
 class PlacedExtended(StrategyExtended["PlacedStrategy"]):
@@ -82,7 +80,7 @@ class PlacedStrategy(Strategy):
     """All ranks together, each of them the replica that an assignment says.
 
     Everything follows the assignment: replica ids, the rows of a batch, the order of gathers and
-    local results, replica 0's initial values, and which replicas are folded in one node.
+    local results, replica 0's initial values, and which replicas are reduced in one node.
 
     Collective: making the first strategy of a communicator duplicates it.
 

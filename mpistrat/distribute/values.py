@@ -19,17 +19,6 @@ from mpistrat.distribute.operators import ONE, NotOne, Operators
 from mpistrat.errors import StructureError
 from mpistrat.lockstep.lockstep import Lockstep
 
-__all__ = [
-    "DistributedValues",
-    "Mirrored",
-    "OnRank",
-    "Origin",
-    "PerReplica",
-    "Provenance",
-    "born",
-    "show",
-]
-
 
 class Origin(NamedTuple):
     """The ranks that a value belongs to.

@@ -27,8 +27,6 @@ from mpistrat.distribute.views import ALONE
 from mpistrat.errors import ContextError, StructureError
 from mpistrat.lockstep.guards import VariableRegistry
 
-__all__ = ["Variable", "VariableAggregation", "VariableSynchronization", "move_to", "spread_like"]
-
 
 @final
 class Variable(Reading, ScatterUpdates):
@@ -229,10 +227,10 @@ class Variable(Reading, ScatterUpdates):
             )
         if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
             return first_of(self.strategy.replicas.lockstep, call, self.storage.array)
-        return self.folded(call, self.storage.array)
+        return self.reduced(call, self.storage.array)
 
-    def folded(self, call: str, array: Array) -> Array:
-        """Return what replicas give as one value, folded as copies are when they are read.
+    def reduced(self, call: str, array: Array) -> Array:
+        """Return what replicas give as one value, reduced as copies are when they are read.
 
         Collective.
 
@@ -242,7 +240,7 @@ class Variable(Reading, ScatterUpdates):
 
         Cost: as `ReplicaContext.all_reduce`.
         """
-        # In its strategy's scope, for the sake of what a program has chosen to fold it.
+        # In its strategy's scope, for the sake of what a program has chosen to reduce it.
         with entered(again(current(), self.strategy)):
             op = writes.OPS[self.aggregation]
             return sparse.reduced(self.strategy.replicas, call, op, array)

@@ -8,8 +8,6 @@ from __future__ import annotations
 import enum
 from typing import NamedTuple
 
-__all__ = ["ALONE", "GLOBAL", "LOCAL", "Plain", "View"]
-
 
 class Plain(enum.Enum):
     """What a plain value means where a value per replica is wanted."""

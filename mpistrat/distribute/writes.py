@@ -9,20 +9,10 @@ import xxhash
 
 from mpistrat.arrays import Array, digest
 from mpistrat.comm.callsite import ranks_text
-from mpistrat.distribute.kinds import VariableAggregation, VariableSynchronization
+from mpistrat.distribute.kinds import VariableAggregation
 from mpistrat.errors import LockstepError
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.lockstep.lockstep import Lockstep
-
-__all__ = [
-    "OPS",
-    "VariableAggregation",
-    "VariableSynchronization",
-    "exact_share",
-    "prove_same",
-    "share",
-]
-
 
 _SHOWN = 24  # letters of a number in messages
 _DIGEST = 16
@@ -120,7 +110,7 @@ def _divided(array: Array, size: int) -> tuple[Array, Array]:
     return whole, wide - whole * wide.dtype.type(size)
 
 
-def exact_share(fold: Callable[[Array], Array], rank: int, size: int, saved: Array) -> Array:
+def exact_share(reduce: Callable[[Array], Array], rank: int, size: int, saved: Array) -> Array:
     """Return this replica's part of what reads as `saved` in sum, to the last bit.
 
     Of integers the quotient, and 1 more on so many of the first replicas as remain; of floating
@@ -129,7 +119,7 @@ def exact_share(fold: Callable[[Array], Array], rank: int, size: int, saved: Arr
     Collective, if there are several replicas.
 
     Args:
-      fold: Adds up what all replicas give it, in the way in which the sum will be read.
+      reduce: Adds up what all replicas give it, in the way in which the sum will be read.
       rank: Which replica this is.
       size: How many there are.
       saved: The same on all of them.
@@ -140,7 +130,7 @@ def exact_share(fold: Callable[[Array], Array], rank: int, size: int, saved: Arr
         # Part by part: a quotient of complex numbers would lose the signs of zeros.
         flat = saved.reshape(-1)
         parts = flat.view(flat.real.dtype)
-        halves = exact_share(lambda x: fold(x.view(flat.dtype)).view(x.dtype), rank, size, parts)
+        halves = exact_share(lambda x: reduce(x.view(flat.dtype)).view(x.dtype), rank, size, parts)
         return halves.view(flat.dtype).reshape(saved.shape)
     if saved.dtype.kind in "iu":
         whole, rest = _divided(saved, size)
@@ -152,6 +142,6 @@ def exact_share(fold: Callable[[Array], Array], rank: int, size: int, saved: Arr
     with np.errstate(all="ignore"):
         part = share(saved, size)
         finite = np.isfinite(part)
-        total = fold(np.where(finite, part, np.zeros_like(part)))
+        total = reduce(np.where(finite, part, np.zeros_like(part)))
         result = np.where(~finite | (total == saved), part, first)
     return result

@@ -34,8 +34,6 @@ from mpistrat.feed.steps import (
     whole_number,
 )
 
-__all__ = ["Dataset"]
-
 
 class Dataset:
     """Examples or batches, described now and read when they are asked for.

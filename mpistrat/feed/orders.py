@@ -2,110 +2,82 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import final
+from typing import NamedTuple
 
 import numpy as np
 
 from mpistrat.feed.sources import INFINITE, Rows
 
-__all__ = ["Listed", "Order", "Repeated", "Straight", "Strided"]
 
-
-class Order(ABC):
+class Order(NamedTuple):
     """A sequence of row numbers.
 
     Attributes:
       length: How many there are, or `INFINITE`.
+      span: Returns those at positions lo to hi (exclusive); ``lo <= hi <= length``.
     """
 
     length: int
-
-    @abstractmethod
-    def span(self, lo: int, hi: int) -> Rows:
-        """Return the row numbers at positions lo to hi (exclusive); ``lo <= hi <= length``."""
+    span: Callable[[int, int], Rows]
 
 
-@final
-class Straight(Order):
-    """All rows as they lie."""
-
-    def __init__(self, length: int):
-        """Create the order of so many rows."""
-        self.length = length
-
-    def span(self, lo: int, hi: int) -> Rows:
-        """Return lo to hi."""
-        return np.arange(lo, hi, dtype=np.int64)
+def straight(length: int) -> Order:
+    """Return the order of so many rows as they lie."""
+    return Order(length, lambda lo, hi: np.arange(lo, hi, dtype=np.int64))
 
 
-@final
-class Listed(Order):
-    """Rows in the order of a list."""
-
-    def __init__(self, rows: Rows):
-        """Create the order of a list."""
-        self.length = len(rows)
-        self._rows = rows
-
-    def span(self, lo: int, hi: int) -> Rows:
-        """Return that part of the list."""
-        return self._rows[lo:hi]
+def listed(rows: Rows) -> Order:
+    """Return the order of a list of rows."""
+    return Order(len(rows), lambda lo, hi: rows[lo:hi])
 
 
-@final
-class Strided(Order):
-    """Another order at positions `start`, ``start + step`` and so on, before `stop`."""
+def strided(inner: Order, start: int, stop: int | None, step: int) -> Order:
+    """Return another order at positions `start`, ``start + step`` and so on, before `stop`.
 
-    def __init__(self, inner: Order, start: int, stop: int | None, step: int):
-        """Create it; `stop` is None for the end of the other order."""
-        end = inner.length if stop is None else stop
-        if inner.length != INFINITE:
-            end = min(end, inner.length)
-        self.length = INFINITE if end == INFINITE else len(range(start, end, step))
-        self._inner = inner
-        self._start = start
-        self._step = step
+    Args:
+      inner: The other order.
+      start: The first position.
+      stop: The end; None for that of the other order.
+      step: The distance.
+    """
+    end = inner.length if stop is None else stop
+    if inner.length != INFINITE:
+        end = min(end, inner.length)
 
-    def span(self, lo: int, hi: int) -> Rows:
-        """Return every step-th position of the other order."""
+    def span(lo: int, hi: int) -> Rows:
         if lo >= hi:
             return np.empty(0, np.int64)
-        first, last = self._start + lo * self._step, self._start + (hi - 1) * self._step
-        return self._inner.span(first, last + 1)[:: self._step]
+        return inner.span(start + lo * step, start + (hi - 1) * step + 1)[::step]
+
+    return Order(INFINITE if end == INFINITE else len(range(start, end, step)), span)
 
 
-@final
-class Repeated(Order):
-    """One order after another, each made when it is first needed.
+def repeated(first: Order, make: Callable[[int], Order], length: int) -> Order:
+    """Return one order after another, each made when it is first needed.
 
     Args:
       first: The order of repetition 0.
       make: Returns the order of repetition 1, 2 and so on, of the same length.
       length: The length of all together, or `INFINITE`.
     """
+    each, made = first.length, {0: first}  # which alone keeps it
 
-    def __init__(self, first: Order, make: Callable[[int], Order], length: int):
-        """Create it; no repetition but the first is made yet."""
-        self.length = length
-        self._make = make
-        self._each = first.length
-        self._made = {0: first}
+    def repetition(index: int) -> Order:
+        if index not in made:
+            # A batch can span an end, so the one before stays; older ones would only fill memory.
+            for old in [i for i in made if i != index - 1]:
+                del made[old]
+            made[index] = make(index)
+        return made[index]
 
-    def span(self, lo: int, hi: int) -> Rows:
-        """Return the positions, across the ends of repetitions."""
+    def span(lo: int, hi: int) -> Rows:
         parts = []
         while lo < hi:
-            index, start = divmod(lo, self._each)
-            stop = min(self._each, start + hi - lo)
-            parts.append(self._repetition(index).span(start, stop))
+            index, start = divmod(lo, each)
+            stop = min(each, start + hi - lo)
+            parts.append(repetition(index).span(start, stop))
             lo += stop - start
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
-    def _repetition(self, index: int) -> Order:
-        if index not in self._made:
-            # A batch can span an end, so the one before stays; older ones would only fill memory.
-            self._made = {i: order for i, order in self._made.items() if i == index - 1}
-            self._made[index] = self._make(index)
-        return self._made[index]
+    return Order(length, span)

@@ -12,11 +12,9 @@ from mpistrat import nest
 from mpistrat.arrays import Array
 from mpistrat.errors import DataError
 from mpistrat.feed.orders import Order
-from mpistrat.feed.pieces import BatchSlice, ExampleReader, columns_of, stack
+from mpistrat.feed.pieces import BatchSlice, ExampleReader, Selected, columns_of, stack
 from mpistrat.feed.sources import Arrays, Spec
 from mpistrat.feed.steps import batches_of, bounds
-
-__all__ = ["PaddedBatch"]
 
 
 @final
@@ -99,21 +97,13 @@ class PaddedBatch:
 
 
 @final
-class _Padded(BatchSlice):
+class _Padded(Selected):
     """A batch of padded examples; a replica reads its own rows if the shape is given."""
 
     def __init__(self, reader: ExampleReader, order: Order, lo: int, hi: int, how: PaddedBatch):
-        self._reader = reader
-        self._order = order
-        self._lo = lo
-        self._hi = hi
+        super().__init__(reader, order, lo, hi)
         self._how = how
         self._batch: Any = None  # the whole of it, once somebody wants to look at that
-
-    @property
-    def rows(self) -> int:
-        """The number of examples."""
-        return self._hi - self._lo
 
     def span(self, lo: int, hi: int) -> Any:
         """Read these examples, or all if the longest is wanted, and pad them."""
@@ -133,7 +123,7 @@ class _Padded(BatchSlice):
         return iter(nest.flatten(self._batch)[0])
 
     def _whole(self) -> Any:
-        return self._padded(self._read(0, self.rows))
+        return self._padded(self._read(0, self.count()))
 
     def _read(self, lo: int, hi: int) -> list[Any]:
         return self._reader.examples(self._order.span(self._lo + lo, self._lo + hi))

@@ -19,11 +19,6 @@ from mpistrat.errors import DataError
 from mpistrat.feed.orders import Order
 from mpistrat.feed.sources import Arrays, Rows
 
-__all__ = [
-    *("BatchSlice", "ExampleReader", "FileRead", "Given", "Grouped", "MapFn", "Mapped"),
-    *("RowMapped", "Selected", "columns_of", "named", "stack"),
-]
-
 MapFn: TypeAlias = Callable[..., Any]
 
 
@@ -112,17 +107,9 @@ class BatchSlice(ABC):
     A piece belongs to the iterator that gave it: cut it before asking for the next one.
     """
 
-    @property
     @abstractmethod
-    def rows(self) -> int | None:
-        """How many rows the whole batch has; None if that shows only when it is read."""
-
     def count(self) -> int:
         """Return how many rows the whole batch has, reading it if nothing else can tell."""
-        rows = self.rows
-        if rows is None:
-            raise NotImplementedError(f"{type(self).__name__} must count its rows.")
-        return rows
 
     @abstractmethod
     def span(self, lo: int, hi: int) -> Any:
@@ -202,24 +189,16 @@ class ExampleReader:
         return result
 
 
-@final
 class Selected(BatchSlice):
     """A batch of examples from arrays; a replica reads its own rows and no other."""
 
     def __init__(self, reader: ExampleReader, order: Order, lo: int, hi: int):
         """Create it of the examples at positions `lo` to `hi` (exclusive)."""
-        self._reader = reader
-        self._order = order
-        self._lo = lo
-        self._hi = hi
-
-    @property
-    def rows(self) -> int:
-        """The number of examples."""
-        return self._hi - self._lo
+        self._reader, self._order = reader, order
+        self._lo, self._hi = lo, hi
 
     def count(self) -> int:
-        """The same."""
+        """Return the number of examples."""
         return self._hi - self._lo
 
     def span(self, lo: int, hi: int) -> Any:
@@ -238,9 +217,8 @@ class Given(BatchSlice):
         """Create it of a batch, which is number `index` of its epoch."""
         self._arrays = Arrays(batch, f"batch {index} of the iterable")
 
-    @property
-    def rows(self) -> int:
-        """The number of rows."""
+    def count(self) -> int:
+        """Return the number of rows."""
         return self._arrays.rows
 
     def span(self, lo: int, hi: int) -> Any:
@@ -258,14 +236,8 @@ class FileRead(BatchSlice):
 
     def __init__(self, path: str, read: Callable[[str], Any]):
         """Create it; nothing is read yet."""
-        self._path = path
-        self._read = read
+        self._path, self._read = path, read
         self._arrays: Arrays | None = None
-
-    @property
-    def rows(self) -> int | None:
-        """The number of rows, once the file is open."""
-        return None if self._arrays is None else self._arrays.rows
 
     def count(self) -> int:
         """Open the file and return its number of rows."""
@@ -291,21 +263,15 @@ class Mapped(BatchSlice):
 
     def __init__(self, inner: BatchSlice, fn: MapFn):
         """Create it; the function has not been called yet."""
-        self._inner = inner
-        self._fn = fn
+        self._inner, self._fn = inner, fn
         self._result: Arrays | None = None
-        self._rows: int | None = None
-
-    @property
-    def rows(self) -> int | None:
-        """The number of rows of the result; a map may change it, so None before that is made."""
-        return self._rows
+        self._rows: int | None = None  # of the result, once it was made
 
     def count(self) -> int:
         """Return the number of rows of the result; map the whole batch for it, and keep that."""
         if self._rows is None:
             self._result = self._map()
-        assert self._rows is not None
+            return self._result.rows
         return self._rows
 
     def span(self, lo: int, hi: int) -> Any:
@@ -342,11 +308,6 @@ class RowMapped(BatchSlice):
         self._inner = inner
         self._fn = fn
 
-    @property
-    def rows(self) -> int | None:
-        """As before the map."""
-        return self._inner.rows
-
     def count(self) -> int:
         """As before the map."""
         return self._inner.count()
@@ -376,9 +337,8 @@ class Grouped(BatchSlice):
         """Create it of batches, at least one."""
         self._inner = inner
 
-    @property
-    def rows(self) -> int:
-        """The number of batches."""
+    def count(self) -> int:
+        """Return the number of batches."""
         return len(self._inner)
 
     def span(self, lo: int, hi: int) -> Any:

@@ -13,15 +13,13 @@ from collections.abc import Callable, Iterator
 from typing import Any, final
 
 from mpistrat.arrays import kind_of
-from mpistrat.feed.orders import Order, Straight
+from mpistrat.feed.orders import Order, straight
 from mpistrat.feed.padded import PaddedBatch
 from mpistrat.feed.pieces import BatchSlice, ExampleReader, FileRead, Given, MapFn, named
 from mpistrat.feed.reads import Reads
 from mpistrat.feed.rebatch import Rebatch
 from mpistrat.feed.sources import INFINITE, Arrays, Files, Stream, is_array
 from mpistrat.feed.steps import Arrange, Batch, Map, Path, Pieces, Seeds, Step
-
-__all__ = ["Batches", "Examples", "begin"]
 
 
 @final
@@ -54,7 +52,7 @@ class Examples:
         return make(path)
 
     def _begin(self, path: Path) -> Order:
-        return Straight(self.rows)
+        return straight(self.rows)
 
     def elements(self, seeds: Seeds, path: Path) -> Iterator[Any]:
         """Iterate over the examples of one epoch."""

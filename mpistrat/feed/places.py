@@ -10,8 +10,6 @@ from mpistrat.errors import DataError
 from mpistrat.feed.iterators import Optional
 from mpistrat.feed.prefetch import prefetched
 
-__all__ = ["EpochPlace", "checked", "drawn", "passing", "resumed"]
-
 
 @final
 class EpochPlace(NamedTuple):

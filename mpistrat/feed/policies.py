@@ -5,8 +5,6 @@ from __future__ import annotations
 import enum
 from typing import final
 
-__all__ = ["AutoShardPolicy", "DatasetOptions", "DistributeOptions"]
-
 
 @final
 class AutoShardPolicy(enum.IntEnum):

@@ -7,8 +7,6 @@ from typing import Any, Generic, TypeVar, final
 
 from mpistrat.errors import DataError
 
-__all__ = ["Reads", "failed"]
-
 P = TypeVar("P")
 T = TypeVar("T")
 

@@ -16,8 +16,6 @@ from mpistrat.feed.pieces import BatchSlice, columns_of
 from mpistrat.feed.sources import UNKNOWN
 from mpistrat.feed.steps import Path, Pieces, Seeds, Step
 
-__all__ = ["Joined", "Rebatch", "rejoined", "shares"]
-
 
 @final
 class Joined(BatchSlice):
@@ -30,12 +28,10 @@ class Joined(BatchSlice):
     def __init__(self, parts: Sequence[tuple[BatchSlice, int, int]]):
         """Create a batch of these parts."""
         self._parts = parts
-        self._rows = sum(hi - lo for _, lo, hi in parts)
 
-    @property
-    def rows(self) -> int:
-        """The number of rows of all parts."""
-        return self._rows
+    def count(self) -> int:
+        """Return the number of rows of all parts."""
+        return sum(hi - lo for _, lo, hi in self._parts)
 
     def span(self, lo: int, hi: int) -> Any:
         """Read these rows, each from its part."""
@@ -130,7 +126,7 @@ class Rebatch(Step):
     def stream(self, before: Pieces, seeds: Seeds, path: Path) -> Iterator[BatchSlice]:
         """Iterate over the new batches."""
         for piece in rejoined(before(path), (self.size,)):
-            if not self.drop_remainder or piece.rows == self.size:
+            if not self.drop_remainder or piece.count() == self.size:
                 yield piece
 
     def batch_size(self, before: int | None) -> int | None:

@@ -20,18 +20,6 @@ from mpistrat.feed.prefetch import prefetched
 from mpistrat.feed.reads import Reads
 from mpistrat.feed.rebatch import rejoined, shares
 
-__all__ = [
-    "UNSEEN",
-    "Parts",
-    "ShardSpec",
-    "Sharding",
-    "StepPart",
-    "calls",
-    "own",
-    "policy_deal",
-    "turns",
-]
-
 UNSEEN = bytes(16)
 
 

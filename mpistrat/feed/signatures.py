@@ -13,8 +13,6 @@ from mpistrat.comm.callsite import ranks_text
 from mpistrat.errors import LockstepError
 from mpistrat.lockstep.lockstep import Lockstep
 
-__all__ = ["LOOK", "ElementSignature", "prove_dataset", "refuse"]
-
 LOOK = 8  # bytes of a digest
 _TEXTS = "SU"  # dtypes whose width is that of the longest text
 

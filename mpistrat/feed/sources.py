@@ -22,19 +22,6 @@ from mpistrat import nest
 from mpistrat.arrays import digest, is_masked
 from mpistrat.errors import DataError
 
-__all__ = [
-    "INFINITE",
-    "UNKNOWN",
-    "Arrays",
-    "Column",
-    "Files",
-    "Rows",
-    "Spec",
-    "Stream",
-    "is_array",
-    "stacked",
-]
-
 INFINITE = -1
 UNKNOWN = -2
 

@@ -17,7 +17,7 @@ from typing import TypeAlias, final
 import numpy as np
 
 from mpistrat.errors import DataError
-from mpistrat.feed.orders import Listed, Order, Repeated, Strided
+from mpistrat.feed.orders import Order, listed, repeated, strided
 from mpistrat.feed.pieces import (
     BatchSlice,
     ExampleReader,
@@ -164,7 +164,7 @@ class Shuffle(Arrange):
     def order(self, before: Callable[[Path], Order], seeds: Seeds, path: Path) -> Order:
         """Return the permuted rows."""
         order = before(path)
-        return Listed(self._generator(seeds, path).permutation(order.span(0, order.length)))
+        return listed(self._generator(seeds, path).permutation(order.span(0, order.length)))
 
     def stream(self, before: Pieces, seeds: Seeds, path: Path) -> Iterator[BatchSlice]:
         """Iterate over the permuted batches; those that an iterable gave are held meanwhile."""
@@ -201,7 +201,7 @@ class Stride(Arrange):
 
     def order(self, before: Callable[[Path], Order], seeds: Seeds, path: Path) -> Order:
         """Return their rows."""
-        return Strided(before(path), self.start, self.stop, self.step)
+        return strided(before(path), self.start, self.stop, self.step)
 
     def stream(self, before: Pieces, seeds: Seeds, path: Path) -> Iterator[BatchSlice]:
         """Iterate over these batches; the others are not read."""
@@ -231,7 +231,7 @@ class Repeat(Arrange):
         """Return the rows of all repetitions."""
         first = before((*path, 0))
         length = self.cardinality(first.length)
-        return Repeated(first, lambda index: before((*path, index)), length)
+        return repeated(first, lambda index: before((*path, index)), length)
 
     def stream(self, before: Pieces, seeds: Seeds, path: Path) -> Iterator[BatchSlice]:
         """Iterate over all repetitions; nothing for ever is nothing."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from mpistrat.arrays import Array
 from mpistrat.kernels.scaling import (
     Overflow,
     divide,
@@ -17,10 +17,6 @@ from mpistrat.kernels.scaling import (
     rescue_rows,
     scale_into,
 )
-
-__all__ = ["BLOCK", "fold_blocks", "sum_partly"]
-
-Array: TypeAlias = NDArray[Any]
 
 BLOCK = 65536  # elements folded at once: calls of NumPy cost more than its loops
 

@@ -22,8 +22,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, final
 
-__all__ = ["attach", "cached", "held", "node_directory"]
-
 _LONGEST = 20.0  # seconds to wait for a process that compiles; then this one does it, too
 _PAUSE = 0.02
 

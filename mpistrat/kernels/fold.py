@@ -8,27 +8,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from mpistrat.arrays import Array
 from mpistrat.kernels.blocks import BLOCK, fold_blocks, sum_partly
 from mpistrat.kernels.loops import TILE, sum_rows
 from mpistrat.kernels.narrow import fold_narrow, is_narrow
 from mpistrat.kernels.scaling import factors_of
 from mpistrat.kernels.threads import Team
-
-__all__ = [
-    "compile_for",
-    "compiles",
-    "fold_pair",
-    "fold_rows",
-    "spread_rows",
-    "sum_between",
-]
-
-Array: TypeAlias = NDArray[Any]
 
 # From here on a slice is worth a compiler, if none has run yet.
 _COMPILE = 1 << 18

@@ -34,8 +34,6 @@ from typing import Any, Generic, ParamSpec, TypeVar, final
 from mpistrat import options
 from mpistrat.kernels.cache import attach, cached
 
-__all__ = ["Kernel", "cast", "compiling", "converts_halves", "driver", "helper", "kernel"]
-
 # Division by zero gives infinity or NaN, as in the twins, and does not raise.
 _LIKE_NUMPY = {"nogil": True, "error_model": "numpy"}
 

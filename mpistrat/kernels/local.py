@@ -11,18 +11,14 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
-from numpy.typing import NDArray
 
+from mpistrat.arrays import Array
 from mpistrat.kernels import jit
 from mpistrat.kernels.threads import Team
-
-__all__ = ["local_sum"]
-
-Array: TypeAlias = NDArray[Any]
 
 _TILE = 1024  # totals per block; with their carries 16 KiB, about half of a first-level cache
 _LANES = 512  # partial totals side by side, where one output has a long run of its own

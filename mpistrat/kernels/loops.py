@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from mpistrat.arrays import Array
 from mpistrat.kernels import jit
 from mpistrat.kernels.blocks import fold_blocks
-
-__all__ = ["TILE", "add_up", "average", "copy", "divide", "make_anew", "only_ones", "sum_rows"]
-
-Array: TypeAlias = NDArray[Any]
 
 TILE = 2048  # elements folded at once; of float64 16 KiB, half of a first-level cache
 

@@ -10,11 +10,11 @@ not, it goes by NumPy, whose casts take some ten times as long; the bits are the
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from mpistrat.arrays import Array
 from mpistrat.kernels import jit
 from mpistrat.kernels.blocks import BLOCK, fold_blocks
 from mpistrat.kernels.loops import TILE, add_up, average, copy, divide, make_anew, only_ones
@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     widen_row: Any = None
     narrow_row: Any = None
 
-__all__ = ["fold_narrow", "from_bfloat16", "is_narrow", "to_bfloat16"]
-
-Array: TypeAlias = NDArray[Any]
 
 _WIDE = np.dtype(np.float32)
 

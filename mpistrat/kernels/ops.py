@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["FOLDS", "Fold", "ReduceOp"]
-
 
 class Fold(NamedTuple):
     """What is known of a reduce operation.

@@ -14,8 +14,6 @@ import numpy as np
 
 from mpistrat.kernels import jit
 
-__all__ = ["FILL", "PIECE"]
-
 PIECE = 4096  # words that are made at once, to be turned into numbers while they are in cache
 _LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 _MULTIPLY = (np.uint64(0xD2E7470EE14C6C93), np.uint64(0xCA5A826395121157))

@@ -5,26 +5,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, final
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "Overflow",
-    "divide",
-    "factors_of",
-    "low_sum",
-    "multiply",
-    "noting",
-    "power_for",
-    "real",
-    "rescue",
-    "rescue_rows",
-    "scale_into",
-]
-
-Array: TypeAlias = NDArray[Any]
+from mpistrat.arrays import Array
 
 
 def real(array: Array) -> Array:

@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, final
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
-__all__ = ["Team", "cuts", "deaf"]
-
 # These tell of what the thread itself does, and cannot be kept for another one.
 _OWN = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
 

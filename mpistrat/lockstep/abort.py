@@ -12,8 +12,6 @@ from mpistrat.comm import mpi
 from mpistrat.lockstep.ending import end_job
 from mpistrat.lockstep.lockstep import Lockstep
 
-__all__ = ["abort", "aborting"]
-
 
 def abort(lockstep: Lockstep, call: str, error: Exception) -> NoReturn:
     """Raise what failed after the proof of `call`; end the job if others would wait for ever.
@@ -39,7 +37,7 @@ def abort(lockstep: Lockstep, call: str, error: Exception) -> NoReturn:
 
 @contextlib.contextmanager
 def aborting(lockstep: Lockstep, call: str) -> Iterator[None]:
-    """Lead what the body raises through `lost`."""
+    """Do what `abort` does with what the body raises."""
     try:
         yield
     except Exception as error:

@@ -23,11 +23,6 @@ import numpy as np
 
 from mpistrat.arrays import Array
 
-__all__ = [
-    *("ALARM", "FAILED", "FRAME", "FRAME_RANKS", "HEAD", "LARGE", "LEAVING", "MORE", "ROOM"),
-    *("Heard", "head", "read", "read_words", "words"),
-]
-
 FRAME = 256
 FRAME_RANKS = 64
 FAILED, MORE, LARGE, LEAVING, ALARM = 1, 2, 4, 8, 16

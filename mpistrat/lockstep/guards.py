@@ -12,8 +12,6 @@ from mpistrat.comm import callsite
 from mpistrat.errors import DivergenceError
 from mpistrat.lockstep.lockstep import Lockstep
 
-__all__ = ["VariableRegistry", "compare_copies", "warn"]
-
 
 @final
 class VariableRegistry:

@@ -25,8 +25,6 @@ from mpistrat.errors import OptionError
 from mpistrat.lockstep.lockstep import Lockstep
 from mpistrat.lockstep.ranks import Hooks
 
-__all__ = ["Fault", "InjectedError", "Injection", "parse"]
-
 _PHASES = ("fn", "before", "proof", "payload", "after", "exit")
 # What may follow the colon of an action, and whether it needs a process of its own.
 _ACTIONS: dict[str, tuple[Callable[[str], float] | None, bool]] = {

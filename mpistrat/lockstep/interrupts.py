@@ -17,8 +17,6 @@ from typing import final
 
 from mpistrat.comm import callsite
 
-__all__ = ["Interrupted", "in_library"]
-
 _STANDARD = str(Path(os.__file__).parent)
 _LATER = 0.05  # seconds until the signal is looked at again
 

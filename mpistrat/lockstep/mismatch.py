@@ -12,8 +12,6 @@ from mpistrat.comm.callsite import ours, ranks_text, where
 from mpistrat.errors import LockstepError, remote_error
 from mpistrat.lockstep.ranks import Ranks
 
-__all__ = ["cut", "mismatch", "remote", "report"]
-
 # Modules whose exception classes are the same on every rank.
 _SHARED = ("builtins", "mpistrat.errors")
 # Characters of a text that other ranks are told; the rank itself keeps all of it.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, final
 
 import numpy as np
@@ -15,8 +14,6 @@ from mpistrat.comm.session import Session
 from mpistrat.lockstep.interrupts import Interrupted
 from mpistrat.lockstep.watched import Watched
 from mpistrat.options import Options
-
-__all__ = ["CallState", "Hooks", "Ranks", "RunState", "Unproved"]
 
 
 class Unproved(Protocol):
@@ -72,14 +69,13 @@ class Hooks:
         self.on_moving: Callable[[], None] | None = None
         self.sharing = False
 
-    @contextmanager
-    def shared(self) -> Iterator[None]:
-        """Run the body, which makes shared memory or moves data through it."""
+    def __enter__(self) -> None:
+        """Begin what makes shared memory, or moves data through it."""
         self.sharing = True
-        try:
-            yield
-        finally:
-            self.sharing = False
+
+    def __exit__(self, *_: object) -> None:
+        """End it."""
+        self.sharing = False
 
 
 @final

@@ -35,9 +35,6 @@ from mpistrat.lockstep.inject import Injection, parse
 from mpistrat.lockstep.lockstep import Lockstep
 from mpistrat.options import PREFIX, Options
 
-__all__ = ["begin", "facts", "preflight"]
-
-
 _PACKAGES = ("mpistrat", "numpy", "numba", "mpi4py", "optree")
 # What may differ between ranks: where rank 0 writes to, and whether anybody looks.
 _PERSONAL = frozenset({"record", "terminal"})

@@ -12,13 +12,14 @@ import numpy as np
 from mpistrat.arrays import Array, as_array, is_bfloat16, quiet
 from mpistrat.collectives.call import Contribution
 from mpistrat.collectives.dtypes import wire_type
+from mpistrat.distribute.kinds import VariableAggregation, VariableSynchronization
 from mpistrat.distribute.mode import again, current, entered, same_strategy
 from mpistrat.distribute.reading import Reading, plain
 from mpistrat.distribute.strategy import Strategy
 from mpistrat.distribute.values import DistributedValues, PerReplica
 from mpistrat.distribute.variables import Variable
 from mpistrat.distribute.views import Plain
-from mpistrat.distribute.writes import VariableAggregation, VariableSynchronization, prove_same
+from mpistrat.distribute.writes import prove_same
 from mpistrat.errors import LeafTypeError, StructureError
 from mpistrat.kernels.ops import ReduceOp
 

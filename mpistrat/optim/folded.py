@@ -197,7 +197,7 @@ def _in_place(
     column, divisor = scales.of(0)
     with aborting(state.strategy.replicas.lockstep, what.text):
         if places.placed is not None and whole:
-            reducer.node.fold_first(_MEAN, places.placed, scales)
+            reducer.node.reduce_placed(_MEAN, places.placed, scales, into=1)
         nodes = reducer.node.arena.nodes()
         mine = column if column is None or nodes.nodes == 1 else column[nodes.ranks]
         rows, given = [], []

@@ -21,8 +21,6 @@ import numpy as np
 
 from mpistrat.arrays import Array
 
-__all__ = ["Overlay", "tells_of_writes"]
-
 _READ, _WRITE = 1, 2  # PROT_READ and PROT_WRITE, on all systems
 _NAMES = ("MAP_PRIVATE", "PROT_READ", "MADV_DONTNEED")
 # Bits of /proc/self/pagemap: present or swapped; of a file or shared.
@@ -95,27 +93,6 @@ class Overlay:
         """Return what this process sees of these bytes. Memory that nothing can write to."""
         return memoryview(self._map)[start:stop]
 
-    def writable(self, start: int, stop: int) -> Array:
-        """Return these bytes as writable; to write where it is not open ends the process.
-
-        The array must not outlive the overlay.
-        """
-        room = (ctypes.c_uint8 * (stop - start)).from_address(self._address + start)
-        return np.frombuffer(memoryview(room), np.uint8)
-
-    def open(self, start: int, stop: int) -> Array:
-        """Let this process write to these pages, for itself, until `close`; return the bytes.
-
-        Args:
-          start: The first byte, which begins a page.
-          stop: The byte after the last.
-
-        Raises:
-          OSError: The system refuses.
-        """
-        self._allow(start, stop, _READ | _WRITE)
-        return self.writable(start, stop)
-
     def lend(self, start: int, stop: int) -> Array:
         """Let this process write to these pages, for itself, from now on; return the bytes.
 
@@ -152,9 +129,9 @@ class Overlay:
         self._give_back(start, -(-stop // mmap.PAGESIZE) * mmap.PAGESIZE)
 
     def close(self, start: int, stop: int) -> None:
-        """Forget what this process has written to these pages: they show the file again."""
-        self._give_back(start, stop)
-        self._allow(start, stop, _READ)
+        """Take pages back, and let this process write to them no more."""
+        self.take_back(start, stop)
+        self._allow(start, -(-stop // mmap.PAGESIZE) * mmap.PAGESIZE, _READ)
 
     def _give_back(self, start: int, stop: int) -> None:
         try:
@@ -185,7 +162,7 @@ class Overlay:
             found.append(seen[at])  # the page is mapped before it changes
             memory[at] = 1
             found.append(seen[at])
-            self.open(0, page)[at] = 2
+            self.lend(0, page)[at] = 2
             found += [seen[at], memory[at]]
             self.close(0, page)
             found.append(seen[at])

@@ -16,8 +16,6 @@ import numpy as np
 
 from mpistrat.arrays import Array
 
-__all__ = ["LEAST", "Pool"]
-
 # What is smaller comes from memory that the C library keeps for itself.
 LEAST = 1 << 20
 # What no result has needed for so many calls is given back.

@@ -24,8 +24,6 @@ from typing import NamedTuple
 
 from mpistrat.sharedmem.overlay import Overlay
 
-__all__ = ["Pages", "Share", "shared_memory", "shared_pages", "touch"]
-
 # From here on larger pages are asked for; they save time when memory is first touched.
 _HUGE = 2 * 1024 * 1024
 # Before Python 3.13 a mapping keeps a duplicate of its descriptor open.

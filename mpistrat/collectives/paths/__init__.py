@@ -10,8 +10,6 @@ from mpistrat.collectives.paths.mpi import Chosen, Messages
 from mpistrat.collectives.paths.path import Path
 from mpistrat.collectives.paths.shared import Direct, Packs
 
-__all__ = ["PATHS"]
-
 # The first one that fits is taken; what that asks for is alike on all ranks.
 PATHS: tuple[type[Path], ...] = (
     Chosen,  # a program has chosen how values move

@@ -11,9 +11,6 @@ from mpistrat.collectives.paths.path import StagedPath
 from mpistrat.collectives.reducer import Reducer
 from mpistrat.collectives.results import of_one
 from mpistrat.collectives.weights import Scales
-from mpistrat.sharedmem.pool import Pool
-
-__all__ = ["Alone"]
 
 
 @final
@@ -39,7 +36,6 @@ class Alone(StagedPath):
         if scales.table is None and (scales.divisors is None or set(scales.divisors) == {1}):
             if outs is not None and values is outs:
                 return outs if isinstance(outs, list) else list(outs)
-            pool = self.reducer.lockstep.session.kept(Pool)
-            return of_one(values, outs, [d.result for d in call.dtypes], pool)
+            return of_one(values, outs, [d.result for d in call.dtypes], self.reducer.pool)
         # Sums over several examples; or all weights are 0, and there is no mean.
         return call.results(call.wires(values, weights, fresh=True), scales.divisors)

@@ -19,8 +19,6 @@ from mpistrat.kernels.ops import FOLDS
 from mpistrat.kernels.scaling import Overflow, divide, multiply, noting, rescue_rows
 from mpistrat.lockstep.frame import FRAME, HEAD
 
-__all__ = ["Frame", "Number"]
-
 
 class _Run(NamedTuple):
     """Adjacent leaves of one dtype, reduced at once: everybody's values, and how to cut the sum."""
@@ -49,7 +47,7 @@ class Frame(Path):
         self._fold: Callable[..., Any] = FOLDS[call.op]
         self._quiet = all(dtype.kind in "iu" for dtype, _ in call.specs)
         # Without weights every rank gives 1.
-        self.same = Scales(None, (float(lockstep.comm.size),)) if call.mean else Scales()
+        self.same = reducer.even(call)
         self._header = call.header(ONES * call.weights)
         self._one = call.weights == 1 or not call.mean  # weight for all leaves
         self._even, self._watched = call.same or not call.mean, reducer.watches

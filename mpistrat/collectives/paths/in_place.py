@@ -23,8 +23,6 @@ from mpistrat.collectives.reducer import Reducer
 from mpistrat.collectives.segments import placed
 from mpistrat.collectives.weights import Scales
 
-__all__ = ["InPlace"]
-
 # Runs of memory that are worth to be copied.
 _RUNS = 8
 # Where arrays have been that were reduced so; programs have few.

@@ -19,8 +19,6 @@ from mpistrat.collectives.routes import Native, Packing
 from mpistrat.collectives.weights import Scales
 from mpistrat.kernels.scaling import low_sum, multiply, power_for, rescue
 
-__all__ = ["Chosen", "Messages", "Sent"]
-
 # Packs are bounded, so scratch memory is, whatever the tree.
 _PACKING = Packing(4 * 1024 * 1024, alone=ALONE)
 
@@ -89,7 +87,7 @@ class Messages(StagedPath):
 
     def _reduce(self, send: Array, recv: Array) -> None:
         text = self.call.text + self.reducer.said
-        self._route.fold(text, self.reducer.lockstep, send, recv, self.call.op)
+        self._route.reduce(text, self.reducer.lockstep, send, recv, self.call.op)
 
     def _move(self, bucket: Bucket, send: Array, recv: Array) -> None:
         cuts = 1 if self._packing.nbytes else self._packing.parts

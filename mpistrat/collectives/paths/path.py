@@ -14,9 +14,6 @@ from mpistrat.collectives.reducer import Reducer
 from mpistrat.collectives.results import put
 from mpistrat.collectives.weights import Scales
 from mpistrat.lockstep.abort import abort
-from mpistrat.sharedmem.pool import Pool
-
-__all__ = ["Path", "StagedPath"]
 
 
 class Path(abc.ABC):
@@ -87,7 +84,7 @@ class StagedPath(Path):
     ) -> list[Any]:
         """Reduce these values; see `Path.run`. Collective."""
         reducer, call = self.reducer, self.call
-        reducer.lockstep.session.kept(Pool).turn()
+        reducer.pool.turn()
         with np.errstate(all="ignore"):
             try:
                 if call.numbers:

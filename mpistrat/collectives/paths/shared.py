@@ -26,9 +26,6 @@ from mpistrat.collectives.weights import Scales
 from mpistrat.kernels.fold import fold_pair, fold_rows
 from mpistrat.kernels.ops import FOLDS
 from mpistrat.kernels.scaling import Overflow, divide, noting, rescue_rows
-from mpistrat.sharedmem.pool import Pool
-
-__all__ = ["Direct", "Packs"]
 
 
 class _Cut(NamedTuple):
@@ -250,8 +247,8 @@ class Packs(StagedPath):
 
     @property
     def holds(self) -> bool:
-        """False: the memory for a shorter way may be there the next time."""
-        return False
+        """Whether memory is shared still, and that for a shorter way has not come meanwhile."""
+        return self.fits(self.reducer, self.call) and not Direct.fits(self.reducer, self.call)
 
     def stage(
         self, values: Sequence[Array], weights: Sequence[float], outs: Sequence[Array] | None
@@ -269,12 +266,12 @@ class Packs(StagedPath):
         if filled:
             bucket = call.buckets[0]
             fill(bucket, values, node.arena.scratch(bucket.dtype)[node.rank])
-        return _Packed(values, weights, filled, results_for(call, values, outs, session.kept(Pool)))
+        return _Packed(values, weights, filled, results_for(call, values, outs, self.reducer.pool))
 
     def finish(self, staged: _Packed, scales: Scales) -> list[Any]:
         """Reduce all buckets, and give the results away."""
         call, node, lockstep = self.call, self.reducer.node, self.reducer.lockstep
-        with lockstep.hooks.shared():
+        with lockstep.hooks:
             room = staged.filled or not call.buckets or node.arena.make_room(call.most)
         if not room:
             return self._by_mpi(staged, scales)

@@ -2,7 +2,7 @@
 
 from mpistrat.compat.absent import absent_from as _absent_from
 from mpistrat.compat.v1 import distribute
-from mpistrat.distribute.writes import VariableAggregation, VariableSynchronization
+from mpistrat.distribute.kinds import VariableAggregation, VariableSynchronization
 
 __all__ = ["VariableAggregation", "VariableSynchronization", "distribute"]
 

@@ -117,7 +117,7 @@ class TestOrderOfSteps:
 
     def test_batches_of_batches_are_cut_along_the_new_axis(self):
         (piece,) = Dataset.range(6).batch(2).batch(5).pieces(0, [])
-        assert piece.rows == 3
+        assert piece.count() == 3
         assert [piece.cut(i, 3).tolist() for i in range(3)] == [[[0, 1]], [[2, 3]], [[4, 5]]]
         assert piece.cut(3, 4).shape == (0, 2)
 

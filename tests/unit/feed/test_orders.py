@@ -7,7 +7,8 @@ import weakref
 import numpy as np
 import pytest
 
-from mpistrat.feed.orders import Listed, Repeated, Straight, Strided
+from mpistrat.feed.orders import listed, straight, strided
+from mpistrat.feed.orders import repeated as in_a_row
 from mpistrat.feed.sources import INFINITE
 
 
@@ -16,12 +17,12 @@ def repeated(count, each=4):
     made = []
 
     def make(index):
-        order = Listed(np.arange(each) + 100 * index)
-        made.append((index, weakref.ref(order)))
+        order = listed(np.arange(each) + 100 * index)
+        made.append((index, weakref.ref(order.span)))
         return order
 
     length = INFINITE if count is None else count * each
-    return Repeated(make(0), make, length), made
+    return in_a_row(make(0), make, length), made
 
 
 @pytest.mark.parametrize("count", [3, None])
@@ -45,8 +46,8 @@ def test_walking_makes_each_repetition_once_and_keeps_two():
 
 @pytest.mark.parametrize("where", [(0, 3, 1), (2, None, 1), (1, None, 3), (9, None, 1), (0, 0, 1)])
 def test_a_stride_is_that_slice_of_the_order(where):
-    for inner in (Straight(5), Straight(2), repeated(None)[0]):
-        order = Strided(inner, *where)
+    for inner in (straight(5), straight(2), repeated(None)[0]):
+        order = strided(inner, *where)
         some = 12 if inner.length == INFINITE else inner.length
         whole = inner.span(0, some).tolist()[slice(*where)]
         assert order.length == (

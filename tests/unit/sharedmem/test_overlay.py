@@ -41,7 +41,7 @@ def test_what_it_writes_is_its_own_until_it_is_forgotten(pair):
     shared, overlay = pair
     seen = np.frombuffer(overlay.seen(0, SIZE), np.uint8)
     shared[:] = 1
-    overlay.open(PAGE, 3 * PAGE)[PAGE - 2 : PAGE + 2] = 9
+    overlay.lend(PAGE, 3 * PAGE)[PAGE - 2 : PAGE + 2] = 9
     assert shared.max() == 1
     assert np.flatnonzero(seen == 9).tolist() == [*range(2 * PAGE - 2, 2 * PAGE + 2)]
     shared[:] = 2
@@ -63,7 +63,7 @@ def test_memory_refuses_a_writer(after):
         overlay = Overlay(fd, {SIZE}, {{}})
         seen = np.frombuffer(overlay.seen(0, {SIZE}), np.uint8)
         if {after == "closed again"}:
-            overlay.open(0, {SIZE})[3] = 4
+            overlay.lend(0, {SIZE})[3] = 4
             overlay.close(0, {SIZE})
         print("so far", flush=True)
         ctypes.memset(seen.ctypes.data, 1, 1)
@@ -100,4 +100,4 @@ def test_a_system_without_private_mappings_says_so(pair, monkeypatch):
 def test_a_refusal_of_the_system_is_an_error(pair, monkeypatch):
     monkeypatch.setattr(pair[1], "_address", PAGE)  # where nothing is mapped
     with pytest.raises(OSError, match="Cannot allocate memory"):
-        pair[1].open(PAGE, 2 * PAGE)
+        pair[1].lend(PAGE, 2 * PAGE)
