@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from mpistrat.checkpoint import files, restoring, saving, tree
+from mpistrat.checkpoint import files, parts, restoring, saving, tree
 from mpistrat.checkpoint.background import Background
 from mpistrat.checkpoint.restoring import Restored
 from mpistrat.comm.world import size_of_job
@@ -252,7 +252,7 @@ def save(
     checkpoint: Checkpoint,
     file_prefix: _Path,
     number: int | None = None,
-    keep: files.Retention | None = None,
+    keep: parts.Retention | None = None,
     later: Background | None = None,
 ) -> tuple[str, list[str]]:
     """Save a checkpoint under a number, as `saving.save` does. Collective.

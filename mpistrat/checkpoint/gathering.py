@@ -16,9 +16,10 @@ import numpy as np
 
 from mpistrat.arrays import Array
 from mpistrat.checkpoint import sharded
+from mpistrat.checkpoint.first import patient
 from mpistrat.checkpoint.sharded import Manifest, Stretch
-from mpistrat.checkpoint.shares import nodes_of, patient
 from mpistrat.comm.base import Comm
+from mpistrat.distribute.once import nodes_of
 from mpistrat.lockstep.lockstep import Lockstep
 from mpistrat.sharedmem.shared import touch
 

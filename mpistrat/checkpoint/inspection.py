@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat.arrays import Array, is_bfloat16
-from mpistrat.checkpoint import files, format, sharded
+from mpistrat.checkpoint import files, format, parts, sharded
 from mpistrat.checkpoint.differences import difference
 from mpistrat.checkpoint.format import Entry
 from mpistrat.errors import CheckpointError, DataError
@@ -131,7 +131,7 @@ def export_of(given: str, out: str) -> Told:
     path, target = _one(given), Path(out)
     found = sharded.read_all(path)
     if target.suffix == ".npz":
-        with files.whole(target, replace=False) as file:
+        with parts.whole(target, replace=False) as file:
             format.write(file, found.arrays, found.counter)
         return [f"{target}: {len(found.arrays)} arrays"], 0
     if target.suffix != ".safetensors":
@@ -147,7 +147,7 @@ def export_of(given: str, out: str) -> Told:
         raise CheckpointError(f"{out}: safetensors has no such dtype: {', '.join(odd)}. Use .npz.")
     kept, same = _once(found.arrays)
     more = {"save_counter": str(found.counter), **({"same": json.dumps(same)} if same else {})}
-    with files.whole(target, replace=False) as file:
+    with parts.whole(target, replace=False) as file:
         file.write(library.save(kept, metadata=more))
     lines = [f"{target}: {len(kept)} arrays"]
     return lines + [f"  {name} is the same as {first}" for name, first in same.items()], 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 import time
@@ -11,15 +10,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, final
 
-from mpistrat.checkpoint import files
+from mpistrat.checkpoint import files, parts
 from mpistrat.checkpoint.background import Background
 from mpistrat.checkpoint.checkpoint import Checkpoint, owner_of, restore, save
 from mpistrat.checkpoint.claim import Claim, take
+from mpistrat.checkpoint.first import by_first, unwritten
 from mpistrat.checkpoint.resume import Pace, resumed
 from mpistrat.checkpoint.saving import seen
-from mpistrat.checkpoint.shares import patient, unwritten
 from mpistrat.errors import CheckpointError
-from mpistrat.lockstep.lockstep import Lockstep
 
 __all__ = ["CheckpointManager", "step_of"]
 
@@ -97,7 +95,7 @@ class CheckpointManager:
             self._directory = files.checked_path("CheckpointManager", "directory", directory)
             self._name = _checked_name(checkpoint_name)
             keep = _checked_number("max_to_keep", max_to_keep, 1)
-            self._keep = files.Retention(keep)
+            self._keep = parts.Retention(keep)
             if init_fn is not None and not callable(init_fn):
                 raise TypeError(f"init_fn must be a function or None, got {init_fn!r:.60}.")
             self._init_fn = init_fn
@@ -110,20 +108,12 @@ class CheckpointManager:
         self._notice: Any = None  # a `Preemption`, in the body of one
         how = ", in the background" if background else ""
         call = f"CheckpointManager({str(self._directory)!r}, {self._name!r}, keep {keep}{how})"
-        self._there = self._look(lockstep, f"{call}, every {every}" if every else call)
+        call += f", every {every}" if every else ""
+        self._there: list[str] = by_first(lockstep, call, self._look)
         seen([files.numbered(self._directory, self._name, 0), *map(Path, self._there)])
 
-    def _look(self, lockstep: Lockstep, call: str) -> list[str]:
-        """Return what replica 0 finds."""
-        there, failure = [], None
-        if lockstep.comm.rank == 0:
-            try:
-                found = files.saved(self._directory, self._name)
-                there = list(map(os.fspath, found.values()))
-            except Exception as error:
-                failure = error
-        told: list[str] = json.loads(lockstep.share(call, json.dumps(there).encode(), failure)[0])
-        return told
+    def _look(self) -> list[str]:
+        return [os.fspath(path) for path in files.saved(self._directory, self._name).values()]
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -186,17 +176,13 @@ class CheckpointManager:
         """
         if self._claimed:
             return
-        lockstep = self._lockstep
-        failure: BaseException | None = None
-        if lockstep.comm.rank == 0:
-            try:
-                with patient(lockstep, f"claim {self._directory}", 0):
-                    self.claim = take(self._directory, self)
-            except FileExistsError as error:
-                failure = error
-            except Exception as error:
-                failure = unwritten(self._directory, error)
-        lockstep.prove(f"CheckpointManager({str(self._directory)!r}), its claim", failure=failure)
+        call = f"CheckpointManager({str(self._directory)!r}), its claim"
+
+        def claims() -> None:
+            with unwritten(self._directory, claims=True):
+                self.claim = take(self._directory, self)
+
+        by_first(self._lockstep, call, claims)
         self._claimed = True
 
     def _begun(self) -> None:

@@ -15,9 +15,9 @@ import numpy as np
 
 from mpistrat.arrays import Array
 from mpistrat.checkpoint import files, format, sharded
+from mpistrat.checkpoint.first import patient
 from mpistrat.checkpoint.gathering import gather
 from mpistrat.checkpoint.saving import seen, specs
-from mpistrat.checkpoint.shares import patient
 from mpistrat.checkpoint.values import NAME, Values
 from mpistrat.distribute.kinds import VariableAggregation
 from mpistrat.distribute.variables import Variable

@@ -20,7 +20,7 @@ from every import every
 from patched import patch_os
 
 import mpistrat as ms
-from mpistrat.checkpoint import background, files, folders, sharded
+from mpistrat.checkpoint import files, parts, sharded, shares
 from mpistrat.checkpoint.cells import Cell
 from mpistrat.compat import tf
 from mpistrat.testing import run_ranks
@@ -37,7 +37,7 @@ def small(monkeypatch):
     """Let what is large be small, so that a test costs little."""
     monkeypatch.setattr(sharded, "LEAST", 1 << 10)
     monkeypatch.setattr(sharded, "CHUNK", 1 << 9)
-    monkeypatch.setattr(background, "_LOOKS", 0.001)
+    monkeypatch.setattr(shares, "_LOOKS", 0.001)
 
 
 def made(comm, scale=1):
@@ -331,7 +331,7 @@ def steps(patch, act):
 
     for name in STEPS:
         patch.setattr(os, name, watched(getattr(os, name)))
-    patch.setattr(folders, "_swap", watched(folders._swap))
+    patch.setattr(parts, "_swap", watched(parts._swap))
     return count
 
 
@@ -532,12 +532,12 @@ def test_an_error_in_the_background_is_raised_by_the_next_call(large, size, tmp_
 SLOW = """
 import sys, time
 import numpy as np, mpistrat as ms
-from mpistrat.checkpoint import files
-whole = files.whole
+from mpistrat.checkpoint import parts
+whole = parts.whole
 def slow(path, replace):
     time.sleep(0.5)
     return whole(path, replace)
-files.whole = slow
+parts.whole = slow
 v = ms.Variable(np.arange(5.0))
 manager = ms.CheckpointManager(ms.Checkpoint(v=v), sys.argv[1], 2, background=True)
 begin = time.monotonic()
