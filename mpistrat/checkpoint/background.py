@@ -6,9 +6,7 @@ ranks; the interpreter waits for it at exit.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import sys
 import threading
 from collections.abc import Callable
 from typing import final
@@ -16,6 +14,7 @@ from typing import final
 import numpy as np
 
 from mpistrat.arrays import Array
+from mpistrat.board.reporter import say
 from mpistrat.checkpoint.first import patient
 from mpistrat.lockstep.lockstep import Lockstep
 
@@ -68,8 +67,7 @@ class Background:
         except BaseException as error:
             self._failure = error
             # At once, because there may be no further call that could raise it.
-            with contextlib.suppress(OSError, ValueError):
-                print(f"mpistrat: saving in the background: {error}", file=sys.stderr, flush=True)
+            say(f"mpistrat: saving in the background: {error}")
 
     def settle(self, lockstep: Lockstep, call: str) -> list[str]:
         """Wait for the save that is `pending`, and tell all ranks how it went. Collective.

@@ -16,6 +16,7 @@ __all__ = [
     "FOLDER",
     "SUFFIX",
     "checked_path",
+    "found",
     "latest_checkpoint",
     "numbered",
     "other",
@@ -75,6 +76,24 @@ def other(path: Path) -> Path:
 def stored(path: Path) -> Path:
     """Return the path of a checkpoint, or of the other kind if only that is there."""
     return other(path) if not os.path.lexists(path) and os.path.lexists(other(path)) else path
+
+
+def found(given: str | os.PathLike[str]) -> Path:
+    """Return the checkpoint that a path means: with or without its ending, or a directory's newest.
+
+    Raises:
+      FileNotFoundError: It is a directory without checkpoints.
+      CheckpointError: It is a directory with checkpoints of several names.
+    """
+    path = Path(given)
+    if path.name.endswith((SUFFIX, FOLDER)):
+        return stored(path)
+    if not path.is_dir():
+        return stored(path.with_name(path.name + SUFFIX))
+    newest = latest_checkpoint(path)
+    if newest is None:
+        raise FileNotFoundError(f"there is no checkpoint in {path}.")
+    return Path(newest)
 
 
 def parted(path: Path) -> tuple[str, int] | None:

@@ -14,7 +14,7 @@ import numpy as np
 from mpistrat.arrays import Array, is_bfloat16
 from mpistrat.checkpoint import files, format, parts, sharded
 from mpistrat.checkpoint.differences import difference
-from mpistrat.checkpoint.format import Entry
+from mpistrat.checkpoint.entries import Entry, stored
 from mpistrat.errors import CheckpointError, DataError
 
 __all__ = ["diff_of", "export_of", "list_of", "show_of", "verify_of"]
@@ -31,23 +31,6 @@ def _found(directory: Path) -> list[Path]:
     return [path for _, path in sorted(there)]
 
 
-def _one(given: str) -> Path:
-    """Return the checkpoint that a word of the command line means.
-
-    Raises:
-      OSError: There is none.
-      CheckpointError: There are checkpoints of several names.
-    """
-    path = Path(given)
-    if path.is_dir() and not path.name.endswith(files.FOLDER):
-        newest = files.latest_checkpoint(path)
-        if newest is None:
-            raise FileNotFoundError(f"there is no checkpoint in {path}")
-        return Path(newest)
-    ends = path.name.endswith((files.SUFFIX, files.FOLDER))
-    return files.stored(path if ends else path.with_name(path.name + files.SUFFIX))
-
-
 def _bytes(path: Path) -> int:
     inside = path.iterdir() if path.is_dir() else [path]
     return sum(one.stat().st_size for one in inside)
@@ -56,12 +39,10 @@ def _bytes(path: Path) -> int:
 def _damage(path: Path, everything: bool) -> str:
     """Return what is wrong with a checkpoint, or nothing; a directory may be looked at only."""
     try:
-        if path.is_dir():
-            counter = (
-                sharded.read(path, {}).counter if everything else sharded.look(path)[1].counter
-            )
+        if path.is_dir() and not everything:
+            counter = sharded.look(path)[1].counter
         else:
-            counter = format.read(path, {}).counter
+            counter = sharded.read(path, {}).counter
     except (OSError, CheckpointError, DataError) as error:
         return str(error)
     number = (files.parted(path) or ("", counter))[1]
@@ -83,8 +64,8 @@ def list_of(directory: str) -> Told:
 
 def show_of(given: str) -> Told:
     """Tell name, dtype and shape of each array, single numbers, and how many are not finite."""
-    path = _one(given)
-    found = sharded.read_all(path)
+    path = files.found(given)
+    found = sharded.read(path)
     lines = [f"{path}: save number {found.counter}, {len(found.entries)} arrays"]
     for name, entry in found.entries.items():
         array = found.arrays[name]
@@ -105,7 +86,7 @@ def verify_of(given: str) -> Told:
     """Read all bytes of a checkpoint, or of all in a directory, and tell what is damaged."""
     path = Path(given)
     several = path.is_dir() and not path.name.endswith(files.FOLDER)
-    paths = _found(path) if several else [_one(given)]
+    paths = _found(path) if several else [files.found(given)]
     wrong = {one: _damage(one, everything=True) for one in paths}
     lines = [f"{one.name}: {text or 'ok'}" for one, text in wrong.items()]
     return lines or [f"there is no checkpoint in {path}"], int(any(wrong.values()) or not paths)
@@ -113,7 +94,7 @@ def verify_of(given: str) -> Told:
 
 def diff_of(given: str, other: str) -> Told:
     """Tell which arrays two checkpoints do not have alike, bit by bit."""
-    one, two = (sharded.read_all(_one(word)) for word in (given, other))
+    one, two = (sharded.read(files.found(word)) for word in (given, other))
     lines = [f"- {name} {one.entries[name]}" for name in one.entries if name not in two.entries]
     lines += [f"+ {name} {two.entries[name]}" for name in two.entries if name not in one.entries]
     for name in filter(two.entries.__contains__, one.entries):
@@ -128,8 +109,8 @@ def export_of(given: str, out: str) -> Told:
     What is equal in dtype, shape and every bit is written once to safetensors; the file's metadata
     tells which other names it has.
     """
-    path, target = _one(given), Path(out)
-    found = sharded.read_all(path)
+    path, target = files.found(given), Path(out)
+    found = sharded.read(path)
     if target.suffix == ".npz":
         with parts.whole(target, replace=False) as file:
             format.write(file, found.arrays, found.counter)
@@ -159,7 +140,7 @@ def _once(arrays: Mapping[str, Array]) -> tuple[dict[str, Array], dict[str, str]
     same: dict[str, str] = {}
     first: dict[tuple[Entry, bytes], str] = {}
     for name, array in arrays.items():
-        key = Entry.of(array), sharded.checksum(format.stored(np.ascontiguousarray(array)).data)
+        key = Entry.of(array), sharded.checksum(stored(np.ascontiguousarray(array)).data)
         if array.size > 1 and key in first:
             same[name] = first[key]
         else:

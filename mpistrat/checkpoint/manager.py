@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, final
 
+from mpistrat.board.reporter import say
 from mpistrat.checkpoint import files, parts
 from mpistrat.checkpoint.background import Background
-from mpistrat.checkpoint.checkpoint import Checkpoint, owner_of, restore, save
+from mpistrat.checkpoint.checkpoint import Checkpoint, owner_of
 from mpistrat.checkpoint.claim import Claim, take
 from mpistrat.checkpoint.first import by_first, unwritten
 from mpistrat.checkpoint.resume import Pace, resumed
@@ -159,7 +159,7 @@ class CheckpointManager:
         began = time.monotonic()
         self._settle("CheckpointManager.save")
         prefix = self._directory / self._name
-        path, there = save(self._checkpoint, prefix, number, self._keep, self._later)
+        path, there = self._checkpoint._saved(prefix, number, self._keep, self._later)
         told = {"saved": path, "saved_step": step_of(self._checkpoint)}
         self._saved = (began, told)
         if self._later is None:
@@ -296,7 +296,7 @@ class CheckpointManager:
         for path in reversed(self._there):
             number = (files.parted(Path(path)) or ("", 0))[1]
             try:
-                done, holds = restore(self._checkpoint, path, False, number)
+                done, holds = self._checkpoint._restored("Checkpoint.restore", path, False, number)
             except CheckpointError as error:
                 bad.append(str(error))
                 continue
@@ -310,9 +310,8 @@ class CheckpointManager:
                 )
             if bad and self._checkpoint.strategy.replicas.lockstep.comm.rank == 0:
                 # No warning, which could be an exception, and on one rank.
-                with contextlib.suppress(OSError, ValueError):
-                    text = f"{path} was restored, because newer ones cannot be read: "
-                    print(f"mpistrat: {text}{'; '.join(bad)}", file=sys.stderr, flush=True)
+                text = f"{path} was restored, because newer ones cannot be read"
+                say(f"mpistrat: {text}: {'; '.join(bad)}")
             self._begun()
             return path
         if bad:

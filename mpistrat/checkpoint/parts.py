@@ -16,12 +16,12 @@ import os
 import secrets
 import shutil
 import stat
-import sys
 from collections.abc import Iterator
 from glob import escape
 from pathlib import Path
 from typing import IO, final
 
+from mpistrat.board.reporter import say
 from mpistrat.checkpoint.files import FOLDER, SUFFIX, other, parted, saved
 
 __all__ = ["Part", "Retention", "forget_other", "put", "remove", "whole"]
@@ -66,9 +66,8 @@ class Retention:
             if path not in self._told:
                 self._told.add(path)
                 # No warning, which could be an exception, and on one rank.
-                with contextlib.suppress(OSError, ValueError):
-                    text = f"{path} is too old to be kept, but cannot be removed: {error.strerror}."
-                    print(f"mpistrat: {text} Others are.", file=sys.stderr, flush=True)
+                text = f"{path} is too old to be kept, but cannot be removed: {error.strerror}."
+                say(f"mpistrat: {text} Others are.")
             return False
         return True
 

@@ -26,8 +26,8 @@ import numpy as np
 from mpistrat.arrays import Array
 from mpistrat.checkpoint import claim, sharded
 from mpistrat.checkpoint.background import Background
+from mpistrat.checkpoint.entries import MANIFEST, Entry
 from mpistrat.checkpoint.first import PATIENCE, SLOWEST, patient, unwritten
-from mpistrat.checkpoint.format import Entry
 from mpistrat.checkpoint.parts import Part
 from mpistrat.checkpoint.sharded import Manifest, Stretch
 from mpistrat.distribute.once import nodes_of
@@ -279,7 +279,7 @@ class _LargeSave:
             sums = tuple(told[rank][at : at + sharded.SUM] for rank, at in places)
             manifest = Manifest(self._one.counter, self._regions, sums, sharded.CHUNK)
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            descriptor = os.open(self._part / sharded.MANIFEST, flags, 0o666)
+            descriptor = os.open(self._part / MANIFEST, flags, 0o666)
             with os.fdopen(descriptor, "wb") as file:
                 file.write(sharded.text_of(manifest))
                 file.flush()

@@ -22,6 +22,7 @@ from patched import patch_os
 import mpistrat as ms
 from mpistrat.checkpoint import files, parts, sharded, shares
 from mpistrat.checkpoint.cells import Cell
+from mpistrat.checkpoint.entries import Entry
 from mpistrat.compat import tf
 from mpistrat.testing import run_ranks
 
@@ -167,7 +168,7 @@ def test_where_arrays_lie():
     rng = np.random.default_rng(2)
     for _ in range(200):
         sizes = rng.integers(0, 3000, rng.integers(1, 20)).tolist()
-        entries = {str(n): sharded.Entry("int8", (size,)) for n, size in enumerate(sizes)}
+        entries = {str(n): Entry("int8", (size,)) for n, size in enumerate(sizes)}
         together, nodes = int(rng.integers(0, len(sizes) + 1)), int(rng.integers(1, 9))
         regions = sharded.plan(entries, together, nodes)
         found = sharded.sizes_of(regions)
@@ -265,13 +266,13 @@ def test_every_flip_and_truncation_is_found(step, three, tmp_path):
             bad[bit // 8] ^= 1 << bit % 8
             file.write_bytes(bad)
             with pytest.raises(ms.CheckpointError, match="damaged"):
-                sharded.read_all(tmp_path / "x.arrays")
+                sharded.read(tmp_path / "x.arrays")
         for size in [*range(0, len(whole), step)]:
             file.write_bytes(whole[:size])
             with pytest.raises(ms.CheckpointError, match="damaged"):
-                sharded.read_all(tmp_path / "x.arrays")
+                sharded.read(tmp_path / "x.arrays")
         file.write_bytes(whole)
-    assert sharded.read_all(tmp_path / "x.arrays").counter == 1
+    assert sharded.read(tmp_path / "x.arrays").counter == 1
 
 
 def test_a_newer_format_is_named(three, tmp_path):
@@ -282,7 +283,7 @@ def test_a_newer_format_is_named(three, tmp_path):
     sealed = sharded.checksum(body).hex().encode()
     (path / "manifest.json").write_bytes(body + b',\n "checksum": "%s"\n}\n' % sealed)
     with pytest.raises(ms.DataError, match="is of format 2, and this version of mpistrat reads"):
-        sharded.read_all(path)
+        sharded.read(path)
 
 
 def test_what_was_copied_in_part_is_no_checkpoint(three, tmp_path):
@@ -294,22 +295,22 @@ def test_what_was_copied_in_part_is_no_checkpoint(three, tmp_path):
         for name in names[:count]:
             shutil.copy(three / "ckpt-1.arrays" / name, path)
         with pytest.raises(ms.CheckpointError, match="damaged"):
-            sharded.read_all(path)
+            sharded.read(path)
 
 
 def test_what_does_not_belong_there_is_found(three, tmp_path):
     path = tmp_path / "x.arrays"
     shutil.copytree(three / "ckpt-1.arrays", path)
     (path / ".nfs0001").touch()  # of a file system
-    sharded.read_all(path)
+    sharded.read(path)
     (path / "data-2.bin").touch()
     with pytest.raises(ms.CheckpointError, match=r"data-2\.bin is not of this one"):
-        sharded.read_all(path)
+        sharded.read(path)
     (path / "data-2.bin").unlink()
     (path / "data-0.bin").unlink()
     os.mkfifo(path / "data-0.bin")
     with pytest.raises(ms.CheckpointError, match=r"data-0\.bin in it is not a regular file"):
-        sharded.read_all(path)
+        sharded.read(path)
 
 
 STEPS = ("open", "fsync", "mkdir", "rename", "pwrite", "unlink", "rmdir", "preadv")
@@ -355,7 +356,7 @@ def scales(directory):
     """By number, what the values of each checkpoint that is there are times those above."""
     found = {}
     for number, path in files.saved(directory, "ckpt").items():
-        arrays = sharded.read_all(path).arrays
+        arrays = sharded.read(path).arrays
         found[number] = round(arrays["w"][0, 0] / W[0, 0])
         np.testing.assert_array_equal(arrays["b"], B * found[number])
     return found
