@@ -44,7 +44,8 @@ class Checkpoint:
         - variables, metrics, and optimizers once they are built;
         - numbers (int, float, bool, complex, those of NumPy), texts and None; a list or dict of
           only these may grow;
-        - arrays and generators of NumPy, of which replica 0's are saved;
+        - generators of NumPy, in the same state on all ranks, as numbers are;
+        - arrays of NumPy, of which replica 0's are saved;
         - a `Dataset`, or what was distributed of it: the place in it, see
           `CheckpointManager.resume`; a `History`;
         - modules, optimizers and schedulers of PyTorch, tensors and generators; a
@@ -326,9 +327,10 @@ def refuse_alone(strategy: Any, name: str) -> None:
     """Raise StrategyError if each rank of a job would take itself for replica 0."""
     if strategy.replicas.view is ALONE and size_of_job() > 1:
         raise StrategyError(
-            f"{name}: the variables belong to {strategy!r}, which knows one of {size_of_job()} "
-            "ranks, so every rank would write its own to one place. Create them in the scope of "
-            "a strategy of all ranks: `with mpistrat.MirroredStrategy().scope()`."
+            f"{name}: what is saved belongs to {strategy!r}, which knows one of {size_of_job()} "
+            "ranks, so every rank would write its own to one place. Create it in the scope of a "
+            "strategy of all ranks, `with mpistrat.MirroredStrategy().scope():`. Arrays, tensors "
+            "and numbers alone belong to the strategy in whose scope this is called."
         )
 
 

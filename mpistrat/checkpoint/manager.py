@@ -103,7 +103,7 @@ class CheckpointManager:
             self._later = Background() if background else None
         self._current = False  # the program has what is saved, or something newer
         self._saved: tuple[float, dict[str, Any]] = (0.0, {})  # when it was begun, and what it is
-        self._claimed = False
+        self._claimed, self._waited = False, 0.0
         self.claim: Claim | None = None  # on replica 0
         self._notice: Any = None  # a `Preemption`, in the body of one
         how = ", in the background" if background else ""
@@ -158,14 +158,26 @@ class CheckpointManager:
         self.take()
         began = time.monotonic()
         self._settle("CheckpointManager.save")
+        slowest = self._slowest()
         prefix = self._directory / self._name
         path, there = self._checkpoint._saved(prefix, number, self._keep, self._later)
-        told = {"saved": path, "saved_step": step_of(self._checkpoint)}
+        told = {"saved": path, "saved_step": step_of(self._checkpoint), **slowest}
         self._saved = (began, told)
         if self._later is None:
             self._show(there)
         self._begun()
         return path
+
+    def _slowest(self) -> dict[str, Any]:
+        """Return which rank the others have waited for since the save before. Collective."""
+        lockstep = self._lockstep
+        waited = lockstep.session.board.spent()[0]
+        mine, self._waited = waited - self._waited, waited
+        call = f"CheckpointManager({str(self._directory)!r}), time waited"
+        each = list(map(float, lockstep.share(call, f"{mine:.3f}".encode())))
+        behind = max(each) - min(each)
+        slowest = lockstep.ranks[each.index(min(each))] if behind else None
+        return {"slowest_rank": slowest, "seconds_behind": round(behind, 3)}
 
     def take(self) -> None:
         """Claim the directory for this job, if it has not yet. Collective.

@@ -9,6 +9,7 @@ or fails.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -131,7 +132,13 @@ class Values:
 
     def shown(self) -> str:
         """Return all of them as a text in which ranks that differ see where."""
-        parts = (f"{name}={json.dumps(value.told)}" for name, value in self.values.items())
+        parts = []
+        for name, value in self.values.items():
+            text = json.dumps(value.told)
+            if isinstance(value.told, dict) and "generator" in value.told:
+                digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+                text = f"generator in state {digest}"
+            parts.append(f"{name}={text}")
         return "; ".join(parts)
 
     @property

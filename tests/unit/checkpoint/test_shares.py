@@ -112,6 +112,46 @@ def test_what_was_saved_is_what_reads(background, saved_on, restored_on, tmp_pat
         assert found == WANTED
 
 
+def mixed(comm, saved):
+    """Much that is no variable, and of which each rank has its own until it is restored."""
+    with ms.MirroredStrategy().scope():
+        w = ms.Variable(W * saved)
+    mine = 0 if saved else 10 + comm.rank
+    rng = np.random.default_rng(0 if saved else 9 + comm.rank)
+    large = np.arange(2000.0) + (comm.rank if saved else mine)
+    numbers = {"rate": 0.5 * saved, "names": ["a", "b"] * saved, "seen": (3 * saved, None)}
+    return ms.Checkpoint(w=w, rng=rng, large=[large], n=numbers, step=7 * saved)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_values_and_large_arrays_of_each_rank_in_directories(background, tmp_path, monkeypatch):
+    """Of what each rank has of its own, replica 0's is saved."""
+    monkeypatch.setenv("MPISTRAT_RANKS_PER_NODE", "2")
+
+    def save(comm):
+        manager = ms.CheckpointManager(mixed(comm, 1), tmp_path, 2, background=background)
+        path = manager.save()
+        manager.wait()
+        manager.checkpoint.step += comm.rank
+        with pytest.raises(ms.LockstepError, match=r"step=7(.|\n)*step=8"):
+            manager.save()
+        return path
+
+    def restore(comm):
+        checkpoint = mixed(comm, 0)
+        checkpoint.restore(path).assert_consumed()
+        assert checkpoint.n == {"rate": 0.5, "names": ["a", "b"], "seen": (3, None)}
+        np.testing.assert_array_equal(checkpoint.w, W)
+        np.testing.assert_array_equal(checkpoint.large[0], np.arange(2000.0))
+        return checkpoint.step, checkpoint.rng.random()
+
+    path = run_ranks(save, 3)[0]
+    assert path.endswith(".arrays")
+    wanted = 7, np.random.default_rng(0).random()
+    for size in (1, 2, 5):
+        assert run_ranks(restore, size) == [wanted] * size
+
+
 @pytest.fixture(scope="module")
 def three(tmp_path_factory):
     """Three checkpoints, whose values are 1, 2 and 3 times those above, in two files each."""
