@@ -14,7 +14,8 @@ import numpy as np
 from mpistrat.arrays import Array, is_bfloat16
 from mpistrat.checkpoint import files, format, parts, sharded
 from mpistrat.checkpoint.differences import difference
-from mpistrat.checkpoint.entries import Entry, stored
+from mpistrat.checkpoint.entries import Contents, Entry, checked, stored
+from mpistrat.checkpoint.values import NAME, parsed, shown
 from mpistrat.errors import CheckpointError, DataError
 
 __all__ = ["diff_of", "export_of", "list_of", "show_of", "verify_of"]
@@ -63,17 +64,28 @@ def list_of(directory: str) -> Told:
 
 
 def show_of(given: str) -> Told:
-    """Tell name, dtype and shape of each array, single numbers, and how many are not finite."""
+    """Tell name, dtype and shape of arrays, numbers and texts, and how many are not finite."""
     path = files.found(given)
-    found = sharded.read(path)
-    lines = [f"{path}: save number {found.counter}, {len(found.entries)} arrays"]
-    for name, entry in found.entries.items():
-        array = found.arrays[name]
+    found, values = _read(path)
+    lines = [f"{path}: save number {found.counter}, {len(found.arrays)} arrays"]
+    lines += [f"  {name} = {value:.60}" for name, value in values.items()]
+    for name, array in found.arrays.items():
+        entry = found.entries[name]
         number = f" = {array}" if entry.shape == () else ""
         if (bad := _not_finite(array)) and entry.shape:
             number = f": {bad} of {array.size} are not finite"
         lines.append(f"  {name} {entry}{number}")
     return lines, 0
+
+
+def _read(path: Path) -> tuple[Contents, dict[str, str]]:
+    """Return a checkpoint, and its numbers and texts, which are then not among the arrays."""
+    found = sharded.read(path)
+    array = found.arrays.pop(NAME, None)
+    found.entries.pop(NAME, None)
+    with checked(path):
+        values = {} if array is None else parsed(array)
+        return found, {name: shown(value) for name, value in values.items()}
 
 
 def _not_finite(array: Array) -> int:
@@ -94,9 +106,13 @@ def verify_of(given: str) -> Told:
 
 def diff_of(given: str, other: str) -> Told:
     """Tell which arrays two checkpoints do not have alike, bit by bit."""
-    one, two = (sharded.read(files.found(word)) for word in (given, other))
+    (one, mine), (two, theirs) = (_read(files.found(word)) for word in (given, other))
     lines = [f"- {name} {one.entries[name]}" for name in one.entries if name not in two.entries]
     lines += [f"+ {name} {two.entries[name]}" for name in two.entries if name not in one.entries]
+    for name in sorted(mine.keys() | theirs):
+        here, there = mine.get(name, "absent"), theirs.get(name, "absent")
+        if here != there:
+            lines.append(f"! {name} is {here:.40} in the first and {there:.40} in the second")
     for name in filter(two.entries.__contains__, one.entries):
         if text := difference(one.arrays[name], two.arrays[name]):
             lines.append(f"! {name} {text}")
