@@ -138,9 +138,10 @@ class CheckpointManager:
     def save(self, checkpoint_number: int | None = None) -> str:
         """Save the checkpoint, and then remove the oldest of those that are too many.
 
-        Collective, in cross-replica code; raises and costs what `Checkpoint.save` does. What cannot
-        be removed stops nothing; replica 0 says so on stderr, once of each. With `background` it
-        waits for the save before, and costs a copy of what the first rank of each node writes.
+        Collective, in cross-replica code; raises and costs what `Checkpoint.save` does, and a proof
+        more. What cannot be removed stops nothing; replica 0 says so on stderr, once of each. With
+        `background` it waits for the save before, and costs a copy of what the first rank of each
+        node writes.
 
         Args:
           checkpoint_number: Its number, not below those that are there; the next one if None.
