@@ -1,7 +1,7 @@
 """Checkpoints: the values of variables in files, each of which is complete or not there.
 
 - `format`: what is in a file, and the reader, which checks all of it.
-- `files`: names and numbers of files; how one comes to be there whole.
+- `files`: names and numbers; `parts`: how a file or directory comes to be there whole.
 - `tree`: the variables of a program by name.
 - `checkpoint`: `Checkpoint`, which all ranks save and restore together (`saving`, `restoring`).
 - `manager`: `CheckpointManager`, which keeps the newest few.

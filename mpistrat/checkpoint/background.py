@@ -6,39 +6,19 @@ ranks; the interpreter waits for it at exit.
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import json
-import platform
-import sys
 import threading
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import final
 
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.checkpoint import sharded
-from mpistrat.checkpoint.sharded import Stretch
-from mpistrat.checkpoint.shares import (
-    PATIENCE,
-    SLOWEST,
-    DataFile,
-    LargeSave,
-    attempt,
-    commit,
-    flat,
-    patient,
-    unwritten,
-    value_of,
-)
-from mpistrat.distribute.variables import Variable
+from mpistrat.board.reporter import say
+from mpistrat.checkpoint.first import patient
 from mpistrat.lockstep.lockstep import Lockstep
 
-__all__ = ["Background", "copy"]
-
-_LOOKS = 0.05  # seconds between looks for what other nodes have written
+__all__ = ["Background"]
 
 
 @final
@@ -87,8 +67,7 @@ class Background:
         except BaseException as error:
             self._failure = error
             # At once, because there may be no further call that could raise it.
-            with contextlib.suppress(OSError, ValueError):
-                print(f"mpistrat: saving in the background: {error}", file=sys.stderr, flush=True)
+            say(f"mpistrat: saving in the background: {error}")
 
     def settle(self, lockstep: Lockstep, call: str) -> list[str]:
         """Wait for the save that is `pending`, and tell all ranks how it went. Collective.
@@ -122,103 +101,3 @@ class Background:
         if self._thread is not None:
             self._thread.join()
         self._thread = None
-
-
-def copy(
-    lockstep: Lockstep,
-    mine: Mapping[str, Variable],
-    job: LargeSave,
-    call: str,
-    later: Background,
-) -> Callable[[], None] | None:
-    """Copy what is to be written, and return what a thread of this rank does then. Collective.
-
-    Args:
-      lockstep: Proves it.
-      mine: What is saved.
-      job: Where.
-      call: What saves it.
-      later: Has memory for the copy.
-
-    Returns:
-      What writes the file of this node, and on replica 0 names the directory; None if this rank
-      writes nothing.
-
-    Raises:
-      OSError: Some node does not see the directory; on every rank.
-      MemoryError: Some rank has no memory for the copy.
-    """
-    rows = job.mine(spread=False)
-    memory, at, copies = np.empty(0, np.uint8), 0, []
-    failure = attempt(job, job.check_seen)
-    try:
-        memory = later.room(sum(region.nbytes for region, pieces in rows if pieces))
-    except MemoryError as error:
-        failure = error
-    for region, pieces in rows:
-        value = value_of(mine[region.name], job)
-        if pieces and failure is None:
-            here = memory[at : at + region.nbytes]
-            here[:] = flat(value)
-            copies.append((pieces, here))
-            at += region.nbytes
-    try:
-        lockstep.prove(f"{call}, copied", failure=failure)
-    except BaseException:
-        if job.folder is not None:
-            job.folder.drop()
-        raise
-    if not copies and job.folder is None:
-        return None
-    return lambda: _write_copy(job, copies, later.given_up)
-
-
-def _write_copy(
-    job: LargeSave, copies: Iterable[tuple[list[Stretch], Array]], given_up: threading.Event
-) -> None:
-    """Write the file of this node; on replica 0 wait for the others, and name the directory."""
-    file, firsts = DataFile(job), sorted(set(job.leaders))
-    number = firsts.index(job.rank)
-    try:
-        for pieces, data in copies:
-            file.put(pieces, data)
-        file.close()
-        if job.folder is None:
-            _tell(job, number, {"sums": b"".join(file.sums).hex()})
-            return
-        told = [b""] * len(job.leaders)
-        for one in range(1, len(sharded.sizes_of(job.regions))):
-            told[firsts[one]] = _heard(job, one, given_up)
-        commit(job, [b"".join(file.sums), *told[1:]], spread=False)
-    except Exception as error:
-        if job.folder is None:
-            with contextlib.suppress(OSError):  # all ranks are told by the next call
-                _tell(job, number, {"failed": f"rank {job.rank}, {platform.node()}: {error}"})
-        raise unwritten(job.path, error) from error
-    finally:
-        if job.folder is not None:
-            job.folder.drop()
-
-
-def _tell(job: LargeSave, number: int, told: Mapping[str, str]) -> None:
-    """Leave word for replica 0 of how the file of this node was written."""
-    new = job.part / f"data-{number}.new"
-    new.write_text(json.dumps(told))
-    new.rename(job.part / f"data-{number}.done")
-
-
-def _heard(job: LargeSave, number: int, given_up: threading.Event) -> bytes:
-    """Return the checksums of another node's file when they are there."""
-    word = job.part / f"data-{number}.done"
-    until = time.monotonic() + PATIENCE + job.nbytes * SLOWEST
-    while True:
-        list(job.part.iterdir())  # asks a network's file system anew
-        if word.exists():
-            told = json.loads(word.read_text())
-            word.unlink()
-            break
-        if given_up.wait(_LOOKS) or time.monotonic() > until:
-            raise OSError(errno.EIO, f"Nothing is heard of {sharded.data_file(number)}")
-    if "failed" in told:
-        raise OSError(errno.EIO, told["failed"])
-    return bytes.fromhex(told["sums"])

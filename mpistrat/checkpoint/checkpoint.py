@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from mpistrat.checkpoint import files, restoring, saving, tree
+from mpistrat.checkpoint import files, parts, restoring, saving, tree
 from mpistrat.checkpoint.background import Background
 from mpistrat.checkpoint.restoring import Restored
 from mpistrat.comm.world import size_of_job
@@ -20,7 +20,7 @@ from mpistrat.distribute.views import ALONE
 from mpistrat.errors import ContextError, StrategyError, StructureError
 from mpistrat.lockstep.lockstep import Lockstep
 
-__all__ = ["Checkpoint", "owner_of", "refuse_alone", "restore", "save"]
+__all__ = ["Checkpoint", "owner_of", "refuse_alone"]
 
 _Path = str | os.PathLike[str]
 
@@ -44,7 +44,8 @@ class Checkpoint:
         - variables, metrics, and optimizers once they are built;
         - numbers (int, float, bool, complex, those of NumPy), texts and None; a list or dict of
           only these may grow;
-        - arrays and generators of NumPy, of which replica 0's are saved;
+        - generators of NumPy, in the same state on all ranks, as numbers are;
+        - arrays of NumPy, of which replica 0's are saved;
         - a `Dataset`, or what was distributed of it: the place in it, see
           `CheckpointManager.resume`; a `History`;
         - modules, optimizers and schedulers of PyTorch, tensors and generators; a
@@ -156,7 +157,30 @@ class Checkpoint:
         ``shard="all"`` are gathered, one after the other; of a file replica 0 keeps them until they
         are written.
         """
-        return save(self, file_prefix)[0]
+        return self._saved(file_prefix)[0]
+
+    def _saved(
+        self,
+        file_prefix: _Path,
+        number: int | None = None,
+        keep: parts.Retention | None = None,
+        later: Background | None = None,
+    ) -> tuple[str, list[str]]:
+        """Return the path, and all that are there; the arguments are those of `saving.save`."""
+        with _cross(self, "Checkpoint.save", saves=True) as (lockstep, mine, _):
+            with lockstep.preparing("Checkpoint.save"):
+                prefix = files.checked_path("Checkpoint.save", "file_prefix", file_prefix)
+                # pathlib drops the end of "run/", and takes the directory as a name.
+                ends = os.fspath(file_prefix).endswith(os.sep)
+                if prefix.name in ("", "..") or prefix.name.startswith(".") or ends:
+                    raise ValueError(
+                        f"Checkpoint.save({os.fspath(file_prefix)!r}): wanted a directory and a "
+                        "name, such as 'run/ckpt'."
+                    )
+            self._counter, path, there = saving.save(
+                lockstep, mine, prefix, self._counter, number, keep, later
+            )
+        return os.fspath(path), there
 
     def write(self, file_prefix: _Path) -> str:
         """Save the values in ``file_prefix.npz``, in place of what is there; no number is counted.
@@ -211,7 +235,7 @@ class Checkpoint:
         each variable, and an all-reduce of what is an ON_READ sum of floating point. The ranks of a
         node read a directory into memory that they share, each a part; there are no broadcasts.
         """
-        return restore(self, save_path, partial)[0]
+        return self._restored("Checkpoint.restore", save_path, partial)[0]
 
     def read(self, save_path: _Path | None, partial: bool = False) -> Restored:
         """Do as `restore`, but leave `save_counter` as it is. Collective.
@@ -223,11 +247,17 @@ class Checkpoint:
         Returns:
           As `restore`.
         """
-        return self._restored("Checkpoint.read", save_path, partial)[0]
+        return self._restored("Checkpoint.read", save_path, partial, counts=False)[0]
 
     def _restored(
-        self, name: str, given: _Path | None, partial: bool, number: int | None = None
+        self,
+        name: str,
+        given: _Path | None,
+        partial: bool,
+        number: int | None = None,
+        counts: bool = True,
     ) -> tuple[Restored, int]:
+        """Return what was done, and how many times the checkpoint had been saved."""
         with _cross(self, name) as (lockstep, mine, stateful):
             with lockstep.preparing(name):
                 path = None if given is None else _file(name, "save_path", given)
@@ -241,68 +271,13 @@ class Checkpoint:
                         if not any(f"{each}/".startswith(f"{begin}/") for each in done.missing):
                             give()
                 lockstep.prove(f"{name}, and restore_state of {', '.join(stateful)}")
+        if counts and done.path is not None:
+            self._counter = counter
         return done, counter
 
     def __repr__(self) -> str:
         """Return the names of the trees."""
         return f"Checkpoint({', '.join(self._trees())})"
-
-
-def save(
-    checkpoint: Checkpoint,
-    file_prefix: _Path,
-    number: int | None = None,
-    keep: files.Retention | None = None,
-    later: Background | None = None,
-) -> tuple[str, list[str]]:
-    """Save a checkpoint under a number, as `saving.save` does. Collective.
-
-    Args:
-      checkpoint: What to save.
-      file_prefix: Directory and name.
-      number: The number; None for the next one.
-      keep: Removes the oldest of that name; None to keep all.
-      later: Writes while the program goes on; None to return when it is written.
-
-    Returns:
-      The path, and the paths of all that are there, the oldest first.
-    """
-    with _cross(checkpoint, "Checkpoint.save", saves=True) as (lockstep, mine, _):
-        with lockstep.preparing("Checkpoint.save"):
-            prefix = files.checked_path("Checkpoint.save", "file_prefix", file_prefix)
-            if prefix.name in ("", "..") or prefix.name.startswith(".") or _ends(file_prefix):
-                raise ValueError(
-                    f"Checkpoint.save({os.fspath(file_prefix)!r}): wanted a directory and a name, "
-                    "such as 'run/ckpt'."
-                )
-        counter = checkpoint._counter
-        counter, path, there = saving.save(lockstep, mine, prefix, counter, number, keep, later)
-        checkpoint._counter = counter
-    return os.fspath(path), there
-
-
-def restore(
-    checkpoint: Checkpoint, save_path: _Path | None, partial: bool, number: int | None = None
-) -> tuple[Restored, int]:
-    """Restore a checkpoint, as `restoring.restore` does, and count on from it. Collective.
-
-    Args:
-      checkpoint: What to restore.
-      save_path: The file; None for none.
-      partial: Pass over what only the file or only the program has.
-      number: How many times it has to have been saved, else nothing is restored; None for any.
-
-    Returns:
-      What was done, and how many times the checkpoint had been saved.
-    """
-    done, counter = checkpoint._restored("Checkpoint.restore", save_path, partial, number)
-    if done.path is not None:
-        checkpoint._counter = counter
-    return done, counter
-
-
-def _ends(given: _Path) -> bool:
-    return os.fspath(given).endswith(os.sep)  # pathlib drops it, and takes the directory as a name
 
 
 def _file(call: str, argument: str, given: Any) -> Path:
@@ -352,9 +327,10 @@ def refuse_alone(strategy: Any, name: str) -> None:
     """Raise StrategyError if each rank of a job would take itself for replica 0."""
     if strategy.replicas.view is ALONE and size_of_job() > 1:
         raise StrategyError(
-            f"{name}: the variables belong to {strategy!r}, which knows one of {size_of_job()} "
-            "ranks, so every rank would write its own to one place. Create them in the scope of "
-            "a strategy of all ranks: `with mpistrat.MirroredStrategy().scope()`."
+            f"{name}: what is saved belongs to {strategy!r}, which knows one of {size_of_job()} "
+            "ranks, so every rank would write its own to one place. Create it in the scope of a "
+            "strategy of all ranks, `with mpistrat.MirroredStrategy().scope():`. Arrays, tensors "
+            "and numbers alone belong to the strategy in whose scope this is called."
         )
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, final
 
 from mpistrat.board.proc import Process, ended, look, machine
-from mpistrat.checkpoint import files
+from mpistrat.checkpoint import parts
 from mpistrat.cluster.job import job_id, restarts
 
 __all__ = ["NAME", "Claim", "Holder", "check", "progress_of", "take"]
@@ -184,7 +184,7 @@ class Claim:
         self._file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
         try:
             self._write(held=True)
-            files.put(name, self.path, over)
+            parts.put(name, self.path, over)
         except (FileExistsError, FileNotFoundError):  # another was quicker, and has swept
             os.close(self._file)
             return False

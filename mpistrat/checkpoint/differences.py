@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from mpistrat.arrays import Array, bits
-from mpistrat.checkpoint import files, format, sharded
+from mpistrat.checkpoint import files, sharded
+from mpistrat.checkpoint.entries import Entry
 
 __all__ = ["difference", "differences", "newest"]
 
@@ -52,7 +53,7 @@ def differences(
     lines = [f"{name}: was saved in peace only" for name in mine.keys() - theirs]
     compared = 0
     for name in mine.keys() & theirs:
-        wanted, found = (sharded.read_all(path).arrays for path in (mine[name], theirs[name]))
+        wanted, found = (sharded.read(path).arrays for path in (mine[name], theirs[name]))
         for key in sorted(wanted.keys() | found):
             if any(fnmatch.fnmatchcase(key, pattern) for pattern in ignore):
                 continue
@@ -73,7 +74,7 @@ def difference(wanted: Array | None, found: Array | None, tolerance: float = 0.0
     """
     if wanted is None or found is None:
         return "is in one of the two only"
-    entries = format.Entry.of(wanted), format.Entry.of(found)
+    entries = Entry.of(wanted), Entry.of(found)
     if entries[0] != entries[1]:
         return f"is {entries[0]} in the first and {entries[1]} in the second"
     unequal = (bits(wanted) != bits(found)).any(axis=1)

@@ -16,9 +16,11 @@ import numpy as np
 
 from mpistrat.arrays import Array
 from mpistrat.checkpoint import sharded
+from mpistrat.checkpoint.entries import formed
+from mpistrat.checkpoint.first import patient
 from mpistrat.checkpoint.sharded import Manifest, Stretch
-from mpistrat.checkpoint.shares import nodes_of, patient
 from mpistrat.comm.base import Comm
+from mpistrat.distribute.once import nodes_of
 from mpistrat.lockstep.lockstep import Lockstep
 from mpistrat.sharedmem.shared import touch
 
@@ -80,7 +82,7 @@ def gather(
         node.allgatherv(image[low : low + kept[node.rank]].copy(), image, kept)
     node.barrier()
     regions = (region for region in manifest.regions if region.name in names)
-    return {r.name: sharded.formed(r.entry, image[starts[r.name] :]) for r in regions}
+    return {r.name: formed(r.entry, image[starts[r.name] :]) for r in regions}
 
 
 def _image(node: Comm, nbytes: int, kept: Sequence[int]) -> tuple[Array, bool]:

@@ -13,9 +13,9 @@ from typing import Any, final
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.checkpoint import files
+from mpistrat.checkpoint import parts
 from mpistrat.checkpoint.checkpoint import refuse_alone
-from mpistrat.checkpoint.shares import patient
+from mpistrat.checkpoint.first import by_first
 from mpistrat.distribute.default import current_strategy
 
 __all__ = ["History"]
@@ -135,7 +135,7 @@ class History:
             table = csv.DictWriter(text, ["step", *self._curves], lineterminator="\n")
             table.writeheader()
             table.writerows(lines[step] for step in sorted(lines))
-            with files.whole(Path(path), True) as file:
+            with parts.whole(Path(path), True) as file:
                 file.write(text.getvalue().encode())
 
         self._first("write_csv", path, write)
@@ -196,14 +196,7 @@ class History:
         """Do it on replica 0; what it raises is raised on every rank."""
         call, lockstep = f"History.{name}({os.fspath(path)!r})", self._strategy.replicas.lockstep
         refuse_alone(self._strategy, call)
-        failure = None
-        if lockstep.comm.rank == 0:
-            try:
-                with patient(lockstep, call, 0):
-                    fn()
-            except Exception as error:
-                failure = error
-        lockstep.prove(call, failure=failure)
+        by_first(lockstep, call, fn)
 
     def checkpoint_state(self) -> dict[str, Any]:
         """Return all curves, as a `Checkpoint` saves them: names, and arrays of all points."""

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from mpistrat.arrays import Array, is_bfloat16
-from mpistrat.checkpoint import files, format, sharded
+from mpistrat.checkpoint import files, format, parts, sharded
 from mpistrat.checkpoint.differences import difference
-from mpistrat.checkpoint.format import Entry
+from mpistrat.checkpoint.entries import Contents, Entry, checked, stored
+from mpistrat.checkpoint.values import NAME, parsed, shown
 from mpistrat.errors import CheckpointError, DataError
 
 __all__ = ["diff_of", "export_of", "list_of", "show_of", "verify_of"]
@@ -31,23 +32,6 @@ def _found(directory: Path) -> list[Path]:
     return [path for _, path in sorted(there)]
 
 
-def _one(given: str) -> Path:
-    """Return the checkpoint that a word of the command line means.
-
-    Raises:
-      OSError: There is none.
-      CheckpointError: There are checkpoints of several names.
-    """
-    path = Path(given)
-    if path.is_dir() and not path.name.endswith(files.FOLDER):
-        newest = files.latest_checkpoint(path)
-        if newest is None:
-            raise FileNotFoundError(f"there is no checkpoint in {path}")
-        return Path(newest)
-    ends = path.name.endswith((files.SUFFIX, files.FOLDER))
-    return files.stored(path if ends else path.with_name(path.name + files.SUFFIX))
-
-
 def _bytes(path: Path) -> int:
     inside = path.iterdir() if path.is_dir() else [path]
     return sum(one.stat().st_size for one in inside)
@@ -56,12 +40,10 @@ def _bytes(path: Path) -> int:
 def _damage(path: Path, everything: bool) -> str:
     """Return what is wrong with a checkpoint, or nothing; a directory may be looked at only."""
     try:
-        if path.is_dir():
-            counter = (
-                sharded.read(path, {}).counter if everything else sharded.look(path)[1].counter
-            )
+        if path.is_dir() and not everything:
+            counter = sharded.look(path)[1].counter
         else:
-            counter = format.read(path, {}).counter
+            counter = sharded.read(path, {}).counter
     except (OSError, CheckpointError, DataError) as error:
         return str(error)
     number = (files.parted(path) or ("", counter))[1]
@@ -82,17 +64,28 @@ def list_of(directory: str) -> Told:
 
 
 def show_of(given: str) -> Told:
-    """Tell name, dtype and shape of each array, single numbers, and how many are not finite."""
-    path = _one(given)
-    found = sharded.read_all(path)
-    lines = [f"{path}: save number {found.counter}, {len(found.entries)} arrays"]
-    for name, entry in found.entries.items():
-        array = found.arrays[name]
+    """Tell name, dtype and shape of arrays, numbers and texts, and how many are not finite."""
+    path = files.found(given)
+    found, values = _read(path)
+    lines = [f"{path}: save number {found.counter}, {len(found.arrays)} arrays"]
+    lines += [f"  {name} = {value:.60}" for name, value in values.items()]
+    for name, array in found.arrays.items():
+        entry = found.entries[name]
         number = f" = {array}" if entry.shape == () else ""
         if (bad := _not_finite(array)) and entry.shape:
             number = f": {bad} of {array.size} are not finite"
         lines.append(f"  {name} {entry}{number}")
     return lines, 0
+
+
+def _read(path: Path) -> tuple[Contents, dict[str, str]]:
+    """Return a checkpoint, and its numbers and texts, which are then not among the arrays."""
+    found = sharded.read(path)
+    array = found.arrays.pop(NAME, None)
+    found.entries.pop(NAME, None)
+    with checked(path):
+        values = {} if array is None else parsed(array)
+        return found, {name: shown(value) for name, value in values.items()}
 
 
 def _not_finite(array: Array) -> int:
@@ -105,7 +98,7 @@ def verify_of(given: str) -> Told:
     """Read all bytes of a checkpoint, or of all in a directory, and tell what is damaged."""
     path = Path(given)
     several = path.is_dir() and not path.name.endswith(files.FOLDER)
-    paths = _found(path) if several else [_one(given)]
+    paths = _found(path) if several else [files.found(given)]
     wrong = {one: _damage(one, everything=True) for one in paths}
     lines = [f"{one.name}: {text or 'ok'}" for one, text in wrong.items()]
     return lines or [f"there is no checkpoint in {path}"], int(any(wrong.values()) or not paths)
@@ -113,9 +106,13 @@ def verify_of(given: str) -> Told:
 
 def diff_of(given: str, other: str) -> Told:
     """Tell which arrays two checkpoints do not have alike, bit by bit."""
-    one, two = (sharded.read_all(_one(word)) for word in (given, other))
+    (one, mine), (two, theirs) = (_read(files.found(word)) for word in (given, other))
     lines = [f"- {name} {one.entries[name]}" for name in one.entries if name not in two.entries]
     lines += [f"+ {name} {two.entries[name]}" for name in two.entries if name not in one.entries]
+    for name in sorted(mine.keys() | theirs):
+        here, there = mine.get(name, "absent"), theirs.get(name, "absent")
+        if here != there:
+            lines.append(f"! {name} is {here:.40} in the first and {there:.40} in the second")
     for name in filter(two.entries.__contains__, one.entries):
         if text := difference(one.arrays[name], two.arrays[name]):
             lines.append(f"! {name} {text}")
@@ -128,10 +125,10 @@ def export_of(given: str, out: str) -> Told:
     What is equal in dtype, shape and every bit is written once to safetensors; the file's metadata
     tells which other names it has.
     """
-    path, target = _one(given), Path(out)
-    found = sharded.read_all(path)
+    path, target = files.found(given), Path(out)
+    found = sharded.read(path)
     if target.suffix == ".npz":
-        with files.whole(target, replace=False) as file:
+        with parts.whole(target, replace=False) as file:
             format.write(file, found.arrays, found.counter)
         return [f"{target}: {len(found.arrays)} arrays"], 0
     if target.suffix != ".safetensors":
@@ -147,7 +144,7 @@ def export_of(given: str, out: str) -> Told:
         raise CheckpointError(f"{out}: safetensors has no such dtype: {', '.join(odd)}. Use .npz.")
     kept, same = _once(found.arrays)
     more = {"save_counter": str(found.counter), **({"same": json.dumps(same)} if same else {})}
-    with files.whole(target, replace=False) as file:
+    with parts.whole(target, replace=False) as file:
         file.write(library.save(kept, metadata=more))
     lines = [f"{target}: {len(kept)} arrays"]
     return lines + [f"  {name} is the same as {first}" for name, first in same.items()], 0
@@ -159,7 +156,7 @@ def _once(arrays: Mapping[str, Array]) -> tuple[dict[str, Array], dict[str, str]
     same: dict[str, str] = {}
     first: dict[tuple[Entry, bytes], str] = {}
     for name, array in arrays.items():
-        key = Entry.of(array), sharded.checksum(format.stored(np.ascontiguousarray(array)).data)
+        key = Entry.of(array), sharded.checksum(stored(np.ascontiguousarray(array)).data)
         if array.size > 1 and key in first:
             same[name] = first[key]
         else:

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, final
 
-from mpistrat.checkpoint import files
+from mpistrat.board.reporter import say
+from mpistrat.checkpoint import files, parts
 from mpistrat.checkpoint.background import Background
-from mpistrat.checkpoint.checkpoint import Checkpoint, owner_of, restore, save
+from mpistrat.checkpoint.checkpoint import Checkpoint, owner_of
 from mpistrat.checkpoint.claim import Claim, take
+from mpistrat.checkpoint.first import by_first, unwritten
 from mpistrat.checkpoint.resume import Pace, resumed
 from mpistrat.checkpoint.saving import seen
-from mpistrat.checkpoint.shares import patient, unwritten
 from mpistrat.errors import CheckpointError
-from mpistrat.lockstep.lockstep import Lockstep
 
 __all__ = ["CheckpointManager", "step_of"]
 
@@ -97,7 +95,7 @@ class CheckpointManager:
             self._directory = files.checked_path("CheckpointManager", "directory", directory)
             self._name = _checked_name(checkpoint_name)
             keep = _checked_number("max_to_keep", max_to_keep, 1)
-            self._keep = files.Retention(keep)
+            self._keep = parts.Retention(keep)
             if init_fn is not None and not callable(init_fn):
                 raise TypeError(f"init_fn must be a function or None, got {init_fn!r:.60}.")
             self._init_fn = init_fn
@@ -105,25 +103,17 @@ class CheckpointManager:
             self._later = Background() if background else None
         self._current = False  # the program has what is saved, or something newer
         self._saved: tuple[float, dict[str, Any]] = (0.0, {})  # when it was begun, and what it is
-        self._claimed = False
+        self._claimed, self._waited = False, 0.0
         self.claim: Claim | None = None  # on replica 0
         self._notice: Any = None  # a `Preemption`, in the body of one
         how = ", in the background" if background else ""
         call = f"CheckpointManager({str(self._directory)!r}, {self._name!r}, keep {keep}{how})"
-        self._there = self._look(lockstep, f"{call}, every {every}" if every else call)
+        call += f", every {every}" if every else ""
+        self._there: list[str] = by_first(lockstep, call, self._look)
         seen([files.numbered(self._directory, self._name, 0), *map(Path, self._there)])
 
-    def _look(self, lockstep: Lockstep, call: str) -> list[str]:
-        """Return what replica 0 finds."""
-        there, failure = [], None
-        if lockstep.comm.rank == 0:
-            try:
-                found = files.saved(self._directory, self._name)
-                there = list(map(os.fspath, found.values()))
-            except Exception as error:
-                failure = error
-        told: list[str] = json.loads(lockstep.share(call, json.dumps(there).encode(), failure)[0])
-        return told
+    def _look(self) -> list[str]:
+        return [os.fspath(path) for path in files.saved(self._directory, self._name).values()]
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -148,9 +138,10 @@ class CheckpointManager:
     def save(self, checkpoint_number: int | None = None) -> str:
         """Save the checkpoint, and then remove the oldest of those that are too many.
 
-        Collective, in cross-replica code; raises and costs what `Checkpoint.save` does. What cannot
-        be removed stops nothing; replica 0 says so on stderr, once of each. With `background` it
-        waits for the save before, and costs a copy of what the first rank of each node writes.
+        Collective, in cross-replica code; raises and costs what `Checkpoint.save` does, and a proof
+        more. What cannot be removed stops nothing; replica 0 says so on stderr, once of each. With
+        `background` it waits for the save before, and costs a copy of what the first rank of each
+        node writes.
 
         Args:
           checkpoint_number: Its number, not below those that are there; the next one if None.
@@ -168,14 +159,26 @@ class CheckpointManager:
         self.take()
         began = time.monotonic()
         self._settle("CheckpointManager.save")
+        slowest = self._slowest()
         prefix = self._directory / self._name
-        path, there = save(self._checkpoint, prefix, number, self._keep, self._later)
-        told = {"saved": path, "saved_step": step_of(self._checkpoint)}
+        path, there = self._checkpoint._saved(prefix, number, self._keep, self._later)
+        told = {"saved": path, "saved_step": step_of(self._checkpoint), **slowest}
         self._saved = (began, told)
         if self._later is None:
             self._show(there)
         self._begun()
         return path
+
+    def _slowest(self) -> dict[str, Any]:
+        """Return which rank the others have waited for since the save before. Collective."""
+        lockstep = self._lockstep
+        waited = lockstep.session.board.spent()[0]
+        mine, self._waited = waited - self._waited, waited
+        call = f"CheckpointManager({str(self._directory)!r}), time waited"
+        each = list(map(float, lockstep.share(call, f"{mine:.3f}".encode())))
+        behind = max(each) - min(each)
+        slowest = lockstep.ranks[each.index(min(each))] if behind else None
+        return {"slowest_rank": slowest, "seconds_behind": round(behind, 3)}
 
     def take(self) -> None:
         """Claim the directory for this job, if it has not yet. Collective.
@@ -186,17 +189,13 @@ class CheckpointManager:
         """
         if self._claimed:
             return
-        lockstep = self._lockstep
-        failure: BaseException | None = None
-        if lockstep.comm.rank == 0:
-            try:
-                with patient(lockstep, f"claim {self._directory}", 0):
-                    self.claim = take(self._directory, self)
-            except FileExistsError as error:
-                failure = error
-            except Exception as error:
-                failure = unwritten(self._directory, error)
-        lockstep.prove(f"CheckpointManager({str(self._directory)!r}), its claim", failure=failure)
+        call = f"CheckpointManager({str(self._directory)!r}), its claim"
+
+        def claims() -> None:
+            with unwritten(self._directory, claims=True):
+                self.claim = take(self._directory, self)
+
+        by_first(self._lockstep, call, claims)
         self._claimed = True
 
     def _begun(self) -> None:
@@ -310,7 +309,7 @@ class CheckpointManager:
         for path in reversed(self._there):
             number = (files.parted(Path(path)) or ("", 0))[1]
             try:
-                done, holds = restore(self._checkpoint, path, False, number)
+                done, holds = self._checkpoint._restored("Checkpoint.restore", path, False, number)
             except CheckpointError as error:
                 bad.append(str(error))
                 continue
@@ -324,9 +323,8 @@ class CheckpointManager:
                 )
             if bad and self._checkpoint.strategy.replicas.lockstep.comm.rank == 0:
                 # No warning, which could be an exception, and on one rank.
-                with contextlib.suppress(OSError, ValueError):
-                    text = f"{path} was restored, because newer ones cannot be read: "
-                    print(f"mpistrat: {text}{'; '.join(bad)}", file=sys.stderr, flush=True)
+                text = f"{path} was restored, because newer ones cannot be read"
+                say(f"mpistrat: {text}: {'; '.join(bad)}")
             self._begun()
             return path
         if bad:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import sys
@@ -243,9 +242,7 @@ class Preemption:
         claim = self._manager.claim
         if claim is not None:
             path = self._manager.latest_checkpoint
-            with contextlib.suppress(OSError, ValueError):  # nobody may be there to read it
-                text = f"mpistrat: told to end ({who}): saved as {path}; leaving with {EXIT_CODE}."
-                print(text, file=sys.stderr, flush=True)
+            say(f"mpistrat: told to end ({who}): saved as {path}; leaving with {EXIT_CODE}.")
             claim.show(left_because=who)
             claim.release()
         self._notice.left = True

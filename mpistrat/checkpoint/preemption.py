@@ -23,6 +23,7 @@ from typing import Any, NoReturn, final
 
 import numpy as np
 
+from mpistrat.board.reporter import say
 from mpistrat.checkpoint.checkpoint import Checkpoint, owner_of, refuse_alone
 from mpistrat.checkpoint.manager import CheckpointManager
 from mpistrat.checkpoint.notice import EXIT_CODE, Notice, numbers_of, told_to
@@ -305,9 +306,7 @@ class PreemptionCheckpointHandler:
         if self._config.save_fn is None and self._manager is not None:
             path = f"as {self._manager.latest_checkpoint}"
         then = "leaving" if last else "going on until the grace period ends"
-        text = f"mpistrat: told to end ({who}): saved {path} after {self._counter} runs; {then}."
-        with contextlib.suppress(OSError, ValueError):  # nobody may be there to read it
-            print(text, file=sys.stderr, flush=True)
+        say(f"mpistrat: told to end ({who}): saved {path} after {self._counter} runs; {then}.")
 
 
 @final

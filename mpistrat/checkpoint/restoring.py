@@ -7,7 +7,7 @@ import errno
 import functools
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -15,9 +15,10 @@ import numpy as np
 
 from mpistrat.arrays import Array
 from mpistrat.checkpoint import files, format, sharded
+from mpistrat.checkpoint.entries import Contents, Entry, fitting, formed
+from mpistrat.checkpoint.first import patient
 from mpistrat.checkpoint.gathering import gather
 from mpistrat.checkpoint.saving import seen, specs
-from mpistrat.checkpoint.shares import patient
 from mpistrat.checkpoint.values import NAME, Values
 from mpistrat.distribute.kinds import VariableAggregation
 from mpistrat.distribute.variables import Variable
@@ -125,28 +126,16 @@ def restore(
     taken = sorted(set(mine) - set(missing))
     seen([path, path.with_name(newest)])
     if what is not None:
-        arrays = gather(lockstep, call, path, what, taken)
-        for name in taken:
-            _give(lockstep, mine[name], arrays[name])
+        held: Iterable[tuple[str, Array]] = gather(lockstep, call, path, what, taken).items()
     else:
-        with lockstep.preparing(call):
-            # All the memory that ranks need for it, before anything is written.
-            likes = {name: _like(mine[name], shapes.get(name)) for name in taken}
-            scratch = np.empty(max((each.nbytes for each in likes.values()), default=0), np.uint8)
-        for name in taken:
-            found = _broadcast(lockstep, mine[name], likes[name], arrays.get(name), scratch)
-            _give(lockstep, mine[name], found)
+        held = _broadcast(lockstep, call, {name: mine[name] for name in taken}, shapes, arrays)
+    for name, value in held:
+        _give(lockstep, mine[name], value)
     if NAME in missing:
         missing.remove(NAME)
         cell: Any = mine[NAME]
         missing += cell.values.wanted
     return Restored(os.fspath(path), tuple(missing), tuple(unused)), counter
-
-
-def _like(variable: Any, shape: Sequence[int] | None) -> Array:
-    """Return an array as the variable will be; one that may change in shape is not in memory."""
-    array: Array = variable.storage.array
-    return array if shape is None else np.broadcast_to(np.zeros((), array.dtype), shape)
 
 
 def _read(
@@ -157,15 +146,14 @@ def _read(
     Returns:
       What to tell all ranks, the manifest, the arrays of a file, and what reading failed with.
     """
-    wanted = {name: variable.storage.array for name, variable in mine.items()}
+    wanted = {name: Entry.of(variable.storage.array) for name, variable in mine.items()}
     free = [name for name, each in mine.items() if getattr(each, "free", False)]
 
-    def check(there: Mapping[str, format.Entry]) -> None:
-        wanted.setdefault(NAME, Values({}).cell().array)
-        for name in {NAME, *free}:
-            entry, here = there.get(name), wanted[name]
-            if entry is not None and entry.fits(format.Entry.of(here)):
-                wanted[name] = np.broadcast_to(np.zeros((), here.dtype), entry.shape)
+    def check(there: Mapping[str, Entry]) -> None:
+        wanted.setdefault(NAME, Entry.of(Values({}).cell().array))
+        for name in {NAME, *free} & there.keys():
+            if there[name].fits(wanted[name]):
+                wanted[name] = there[name]
         _compare(path, there, wanted, partial)
 
     manifest = b""
@@ -173,7 +161,9 @@ def _read(
         if path.name.endswith(files.FOLDER):
             manifest, what = sharded.look(path)
             check(what.entries)
-            found = format.Contents(what.entries, _values_of(path, what, wanted), what.counter)
+            fits = fitting(what.entries, wanted)
+            arrays = dict.fromkeys(fits, np.empty(0)) | sharded.take(path, what, {NAME}, False)
+            found = Contents(what.entries, arrays, what.counter)
         else:
             with patient(lockstep, f"read {path}", _size(path)):
                 found = format.read(path, wanted, check)
@@ -185,13 +175,6 @@ def _read(
     unused = [name for name in found.entries if name not in (NAME, *mine)] + values[1]
     told = [found.counter, missing, unused, _newest(path).name, shapes, path.name]
     return json.dumps(told).encode(), manifest, found.arrays, None
-
-
-def _values_of(path: Path, what: sharded.Manifest, wanted: Mapping[str, Array]) -> dict[str, Array]:
-    """Return which arrays of a directory fit, of which only the values have been read."""
-    entries = what.entries
-    fits = [n for n, one in entries.items() if n in wanted and format.Entry.of(wanted[n]) == one]
-    return dict.fromkeys(fits, np.empty(0)) | sharded.take(path, what, {NAME}, False)
 
 
 def _size(path: Path) -> int:
@@ -206,11 +189,11 @@ def _size(path: Path) -> int:
 
 
 def _compare(
-    path: Path, found: Mapping[str, format.Entry], mine: Mapping[str, Array], partial: bool
+    path: Path, found: Mapping[str, Entry], mine: Mapping[str, Entry], partial: bool
 ) -> None:
     wrong = []
-    for name, array in mine.items():
-        here, there = format.Entry.of(array), found.get(name)
+    for name, here in mine.items():
+        there = found.get(name)
         if there is not None and there != here:
             wrong.append(f"{name!r} is {there} there and {here} here")
     if not partial:
@@ -261,15 +244,25 @@ def _newest(path: Path) -> Path:
 
 
 def _broadcast(
-    lockstep: Lockstep, variable: Variable, like: Array, array: Array | None, scratch: Array
-) -> Array:
-    """Return the value that replica 0 has read. Collective."""
-    room = scratch[: like.nbytes]
-    if array is not None:
-        room[:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    lockstep.prove(f"restore({variable.spec()})")
-    lockstep.comm.bcast(room, 0)
-    return room.view(like.dtype).reshape(like.shape)
+    lockstep: Lockstep,
+    call: str,
+    taken: Mapping[str, Variable],
+    shapes: Mapping[str, Sequence[int]],
+    arrays: Mapping[str, Array],
+) -> Iterator[tuple[str, Array]]:
+    """Yield each value that replica 0 has read, in memory that the next one takes. Collective."""
+    with lockstep.preparing(call):
+        # All the memory that ranks need for it, before anything is written.
+        likes = {name: Entry.of(one.storage.array) for name, one in taken.items()}
+        likes |= {name: likes[name]._replace(shape=tuple(shapes[name])) for name in shapes}
+        scratch = np.empty(max((each.nbytes for each in likes.values()), default=0), np.uint8)
+    for name, one in taken.items():
+        room = scratch[: likes[name].nbytes]
+        if lockstep.comm.rank == 0:
+            room[:] = np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8)
+        lockstep.prove(f"restore({one.spec()})")
+        lockstep.comm.bcast(room, 0)
+        yield name, formed(likes[name], room)
 
 
 def _give(lockstep: Lockstep, variable: Variable, value: Array) -> None:

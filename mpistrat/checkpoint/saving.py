@@ -6,8 +6,8 @@ What is small is one file, which replica 0 writes; what is large a directory (`s
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
-import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.arrays import Array
-from mpistrat.checkpoint import claim, files, format, sharded, shares
-from mpistrat.checkpoint.background import Background, copy
-from mpistrat.checkpoint.shares import patient, unwritten
+from mpistrat.checkpoint import claim, files, format, parts, sharded, shares
+from mpistrat.checkpoint.background import Background
+from mpistrat.checkpoint.first import by_first, unwritten
+from mpistrat.checkpoint.shares import Save
 from mpistrat.checkpoint.values import NAME
 from mpistrat.distribute.kinds import VariableAggregation
 from mpistrat.distribute.variables import Variable
@@ -68,9 +68,7 @@ def overwrite(lockstep: Lockstep, mine: Mapping[str, Variable], path: Path, coun
     call = f"Checkpoint.write({str(path)!r}) of {specs(mine, True)}"
     _, large = _proved(lockstep, mine, call)
     path = path if path.name.endswith(files.FOLDER) == large else files.other(path)
-    failure = _written(lockstep, mine, call, path, counter, replace=True)
-    lockstep.prove(f"{call}, written", failure=failure)
-    seen([path])  # its name may be that of a number
+    _written(Save(lockstep, mine, call, path, counter, True), lambda: [])
     return path
 
 
@@ -80,7 +78,7 @@ def save(
     prefix: Path,
     counter: int,
     number: int | None = None,
-    keep: files.Retention | None = None,
+    keep: parts.Retention | None = None,
     later: Background | None = None,
 ) -> tuple[int, Path, list[str]]:
     """Write variables under a number. Collective, in cross-replica code.
@@ -92,7 +90,7 @@ def save(
       counter: How many times they have been saved before.
       number: The number; None for the next one.
       keep: Removes the oldest of that name; None to keep all.
-      later: Writes while the program goes on; None to return when it is written.
+      later: As of `Save`.
 
     Returns:
       The number, the path, and the paths of all that are there, the oldest first; no paths if it is
@@ -105,35 +103,18 @@ def save(
     """
     call = f"Checkpoint.save({str(prefix)!r}, number {number}) of {specs(mine, True)}"
     known, large = _proved(lockstep, mine, call, prefix)
-    chosen = b""
-    failure: BaseException | None = None
-    if lockstep.comm.rank == 0:
-        try:
+
+    def chosen() -> int:
+        with unwritten(prefix, claims=True):
             claim.check(prefix.parent)
-            chosen = str(_number(prefix, counter, number, known)).encode()
-        except Exception as error:
-            failure = error if isinstance(error, FileExistsError) else unwritten(prefix, error)
-    told = int(lockstep.share(f"{call}, its number", chosen, failure)[0])
+            return _number(prefix, counter, number, known)
+
+    told: int = by_first(lockstep, f"{call}, its number", chosen)
     suffix = files.FOLDER if large else files.SUFFIX
     path = files.numbered(prefix.parent, prefix.name, told, suffix)
-
-    def there() -> list[str]:
-        return (keep or files.Retention())(prefix.parent, prefix.name, path)
-
-    replace = number is not None
-    if later is not None:
-        later.start(_later(lockstep, mine, call, path, told, replace, later, there))
-        seen([path])
-        return told, path, []
-    failing = _written(lockstep, mine, call, path, told, replace)
-    found: list[str] = []
-    if lockstep.comm.rank == 0:
-        if not isinstance(failing, FileExistsError):  # else it is another's
-            seen([path])
-        found = there() if failing is None else []
-    everything = lockstep.share(f"{call}, written", json.dumps(found).encode(), failing)[0]
-    seen([path])
-    return told, path, json.loads(everything)
+    there = functools.partial(keep or parts.Retention(), prefix.parent, prefix.name, path)
+    one = Save(lockstep, mine, call, path, told, number is not None, later)
+    return told, path, _written(one, there)
 
 
 def _proved(
@@ -155,68 +136,56 @@ def _proved(
     return max(one for one, _ in told), bool(told[0][1])
 
 
-def _values(lockstep: Lockstep, mine: Mapping[str, Variable]) -> dict[str, Array]:
-    """Return what replica 0 is to write. Collective."""
-    # What is always equal is not copied: nobody writes to it before this call has ended. What is
-    # spread is read by all ranks, one variable after the other, and kept by the one that writes.
-    values = {}
-    for key, variable in mine.items():
-        value = np.asarray(variable)
-        if lockstep.comm.rank == 0:
-            values[key] = value
-    return values
-
-
-def _written(
-    lockstep: Lockstep,
-    mine: Mapping[str, Variable],
-    call: str,
-    path: Path,
-    counter: int,
-    replace: bool,
-) -> BaseException | None:
-    """Write; return what replica 0 failed with, which all ranks have to know. Collective."""
-    if path.name.endswith(files.FOLDER):
-        job = shares.open_job(lockstep, mine, call, path, counter, replace)
-        return shares.write(lockstep, mine, job, call)
-    values = _values(lockstep, mine)
-    if lockstep.comm.rank:
-        return None
-    with patient(lockstep, f"write {path}", sum(array.nbytes for array in values.values())):
-        return _attempt(path, values, counter, replace)
-
-
-def _later(
-    lockstep: Lockstep,
-    mine: Mapping[str, Variable],
-    call: str,
-    path: Path,
-    counter: int,
-    replace: bool,
-    later: Background,
-    there: Callable[[], list[str]],
-) -> Callable[[], list[str]] | None:
-    """Copy, and return what a thread of this rank writes; None for nothing. Collective."""
-    if path.name.endswith(files.FOLDER):
-        job = shares.open_job(lockstep, mine, call, path, counter, replace)
-        work = copy(lockstep, mine, job, call, later)
-    else:
-        # Up to 64 MB; what is new memory need not be copied again.
-        values = {key: np.array(value) for key, value in _values(lockstep, mine).items()}
-
-        def work() -> None:
-            failure = _attempt(path, values, counter, replace)
-            if failure is not None:
-                raise failure
-
-        work = None if lockstep.comm.rank else work
+def _written(one: Save, there: Callable[[], list[str]]) -> list[str]:
+    """Write, now or later; return what replica 0 then finds, by `there`. Collective."""
+    large = one.path.name.endswith(files.FOLDER)
+    work = shares.large(one) if large else _small(one)
 
     def ended() -> list[str]:
-        assert work is not None
-        work()
-        return there() if lockstep.comm.rank == 0 else []
+        """What is left to do on this rank."""
+        with unwritten(one.path):
+            try:
+                if work is not None:
+                    work()
+            except FileExistsError:  # it is another's
+                raise
+            except BaseException:
+                seen([one.path])
+                raise
+        if one.lockstep.comm.rank:
+            return []
+        if one.replace:
+            parts.forget_other(one.path)
+        seen([one.path])
+        return there()
 
-    return None if work is None else ended
+    found: list[str] = []
+    if one.later is not None:
+        one.later.start(ended if work is not None else None)
+    else:
+        nbytes = sum(variable.storage.array.nbytes for variable in one.mine.values())
+        what = f"write {one.path}"
+        found = by_first(one.lockstep, f"{one.call}, written", ended, what, nbytes)
+    seen([one.path])
+    return found
+
+
+def _small(one: Save) -> Callable[[], None] | None:
+    """Return what replica 0 does to write a file; None on other ranks. Collective."""
+    values = {}
+    # What is spread is read by all ranks, one variable after the other.
+    for key, variable in one.mine.items():
+        value = np.asarray(variable)
+        if one.lockstep.comm.rank == 0:
+            # Nobody writes to it before the call has ended.
+            values[key] = value if one.later is None else value.copy()
+
+    def work() -> None:
+        with parts.whole(one.path, one.replace) as file:
+            format.write(file, values, one.counter)
+            claim.check(one.path.parent)
+
+    return None if one.lockstep.comm.rank else work
 
 
 def seen(paths: Iterable[Path]) -> None:
@@ -257,18 +226,3 @@ def _number(prefix: Path, counter: int, number: int | None, known: int) -> int:
 def _both(prefix: Path, number: int) -> tuple[Path, Path]:
     path = files.numbered(prefix.parent, prefix.name, number)
     return path, files.other(path)
-
-
-def _attempt(
-    path: Path, values: Mapping[str, Array], counter: int, replace: bool
-) -> BaseException | None:
-    """Write the file; return what it failed with."""
-    try:
-        with files.whole(path, replace) as file:
-            format.write(file, values, counter)
-            claim.check(path.parent)
-    except BaseException as error:
-        return unwritten(path, error)
-    if replace:
-        files.forget_other(path)
-    return None

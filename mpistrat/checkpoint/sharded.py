@@ -30,13 +30,12 @@ import xxhash
 
 from mpistrat.arrays import Array
 from mpistrat.checkpoint import format
-from mpistrat.checkpoint.format import Contents, Entry
-from mpistrat.errors import CheckpointError, DataError, MpistratError
+from mpistrat.checkpoint.entries import MANIFEST, Contents, Entry, checked, fitting, formed, head
+from mpistrat.errors import CheckpointError, DataError
 
 __all__ = [
     "CHUNK",
     "LEAST",
-    "MANIFEST",
     "SUM",
     "Manifest",
     "Region",
@@ -44,19 +43,16 @@ __all__ = [
     "checksum",
     "data_file",
     "fetch",
-    "formed",
     "look",
     "parsed",
     "plan",
     "read",
-    "read_all",
     "sizes_of",
     "take",
     "text_of",
 ]
 
 FORMAT = 1
-MANIFEST = "manifest.json"
 LEAST = 1 << 26  # bytes of arrays from which on a checkpoint is a directory, and a file is full
 CHUNK = 1 << 22
 _ALIGN = 64
@@ -218,24 +214,16 @@ def _parsed(data: bytes) -> Manifest:
     if data[len(body) :] != _TAIL % checksum(body).hex().encode():
         raise ValueError(f"{MANIFEST} has been changed, or is not whole")
     told = json.loads(data)
-    if not isinstance(told, dict) or type(told.get("format")) is not int:
-        raise ValueError(f"{MANIFEST} does not say of which format it is")
-    if told["format"] != FORMAT:
-        raise DataError(
-            f"is of format {told['format']}, and this version of mpistrat reads directories of "
-            f"format {FORMAT}. Restore it by the version that wrote it."
-        )
+    entries, counter = head(told, FORMAT, "directories of ")
     if told["byteorder"] != sys.byteorder:
         raise DataError(f"is of byte order {told['byteorder']!r:.40}; this is {sys.byteorder!r}.")
-    counter, chunk = told["save_counter"], told["chunk"]
-    if type(counter) is not int or not 0 <= counter < 1 << 63:
-        raise ValueError(f"save_counter is {counter!r:.40}")
+    chunk = told["chunk"]
     if type(chunk) is not int or not _ALIGN <= chunk <= _LARGEST or chunk % _ALIGN:
         raise ValueError(f"chunk is {chunk!r:.40}")
     regions: list[Region] = []
     sums: list[bytes] = []
     for name, row in told["arrays"].items():
-        regions.append(_region(name, row, regions[-1] if regions else None))
+        regions.append(_region(name, entries[name], row, regions[-1] if regions else None))
         found = bytes.fromhex(row["checksums"])
         if len(found) != SUM * -(-regions[-1].room // chunk):
             raise ValueError(f"{name!r:.80} has {len(found)} bytes of checksums")
@@ -243,9 +231,9 @@ def _parsed(data: bytes) -> Manifest:
     return Manifest(counter, tuple(regions), tuple(sums), chunk)
 
 
-def _region(name: str, row: Any, before: Region | None) -> Region:
+def _region(name: str, entry: Entry, row: Any, before: Region | None) -> Region:
     """Return what a row says, if that follows from the row before."""
-    entry, nbytes, offset = format.entry(name, row), row["nbytes"], row["offset"]
+    nbytes, offset = row["nbytes"], row["offset"]
     number = _DATA.fullmatch(row["file"])
     if number is None or type(nbytes) is not int or not 0 <= nbytes < 1 << 63:
         raise ValueError(f"{name!r:.80} has file {row['file']!r:.40} and {nbytes!r:.40} bytes")
@@ -270,14 +258,19 @@ def look(path: Path) -> tuple[bytes, Manifest]:
       CheckpointError: It is damaged, or not a checkpoint.
       DataError: It is of another format.
     """
+    with checked(path):
+        return _looked(path)
+
+
+def _looked(path: Path) -> tuple[bytes, Manifest]:
     there = {one.name for one in path.iterdir() if not one.name.startswith(".")}
     sizes = {one: _size(path, one) for one in sorted(there)}
     if MANIFEST not in sizes:
-        raise _damaged(path, f"there is no {MANIFEST} in it")
+        raise ValueError(f"there is no {MANIFEST} in it")
     if sizes[MANIFEST] > max(_ROOM, sum(sizes.values()) - sizes[MANIFEST]):
-        raise _damaged(path, f"{MANIFEST} has {sizes[MANIFEST]} bytes")
+        raise ValueError(f"{MANIFEST} has {sizes[MANIFEST]} bytes")
     data = (path / MANIFEST).read_bytes()
-    manifest = parsed(path, data)
+    manifest = _parsed(data)
     wanted = {data_file(number): size for number, size in enumerate(manifest.sizes)}
     wrong = [f"{one} is missing" for one in sorted(wanted.keys() - there)[:9]]
     wrong += [f"{one} is not of this one" for one in sorted(there - {*wanted, MANIFEST})[:9]]
@@ -285,7 +278,7 @@ def look(path: Path) -> tuple[bytes, Manifest]:
         if sizes[name] != wanted[name]:
             wrong.append(f"{name} has {sizes[name]} bytes, and should have {wanted[name]}")
     if wrong:
-        raise _damaged(path, "; ".join(wrong))
+        raise ValueError("; ".join(wrong))
     return data, manifest
 
 
@@ -300,24 +293,14 @@ def parsed(path: Path, data: bytes) -> Manifest:
       CheckpointError: It is damaged, or its parts do not fit.
       DataError: It is of another format.
     """
-    try:
+    with checked(path):
         return _parsed(data)
-    except DataError as error:
-        raise DataError(f"{path} {error}") from None
-    except MemoryError:  # which says nothing against it
-        raise
-    except Exception as error:  # whatever the parts say of bytes that make no sense to them
-        raise _damaged(path, str(error) or type(error).__name__) from error
-
-
-def _damaged(path: Path, why: str) -> CheckpointError:
-    return CheckpointError(f"{path} is damaged, or not a checkpoint: {why}")
 
 
 def _size(path: Path, name: str) -> int:
     status = (path / name).stat()
     if not stat.S_ISREG(status.st_mode):
-        raise _damaged(path, f"{name} in it is not a regular file")
+        raise ValueError(f"{name} in it is not a regular file")
     return status.st_size
 
 
@@ -358,20 +341,23 @@ def fetch(path: Path, pieces: Iterable[Stretch], room: Callable[[Stretch], Array
                 )
 
 
-def read(
-    path: Path,
-    wanted: Mapping[str, Array],
-    check: Callable[[Mapping[str, Entry]], None] = lambda entries: None,
-) -> Contents:
-    """Read a directory, and check all of it, as `format.read` does with a file."""
+def read(path: Path, wanted: Mapping[str, Entry] | None = None) -> Contents:
+    """Read a checkpoint, a file or a directory, and check all of it.
+
+    Args:
+      path: The file or directory.
+      wanted: As of `format.read`.
+
+    Raises:
+      OSError: As of `format.read`.
+      CheckpointError: As of `format.read`; or an array has a dtype that this process does not know.
+      DataError: As of `format.read`.
+    """
+    if not path.is_dir():
+        return format.read(path, wanted)
     manifest = look(path)[1]
-    try:
-        check(manifest.entries)
-    except ValueError as error:
-        if isinstance(error, MpistratError):
-            raise
-        raise CheckpointError(f"{path}: {error}") from error
-    fits = [n for n, one in manifest.entries.items() if n in wanted and Entry.of(wanted[n]) == one]
+    with checked(path):
+        fits = fitting(manifest.entries, wanted)
     return Contents(manifest.entries, take(path, manifest, fits, True), manifest.counter)
 
 
@@ -391,24 +377,3 @@ def take(path: Path, manifest: Manifest, names: Container[str], rest: bool) -> d
 
     fetch(path, (one for one in manifest.pieces() if rest or one.region.name in rooms), room)
     return {region.name: formed(region.entry, rooms[region.name]) for region in regions}
-
-
-def formed(like: Entry, room: Array) -> Array:
-    """Return the first of some bytes as such an array."""
-    return room[: like.nbytes].view(format.dtype_of(like.dtype)).reshape(like.shape)
-
-
-def read_all(path: Path) -> Contents:
-    """Read all arrays of a checkpoint, a file or a directory.
-
-    Args:
-      path: The file or directory.
-
-    Raises:
-      OSError: As of `format.read`.
-      CheckpointError: As of `format.read`; or an array has a dtype that this process does not know.
-      DataError: As of `format.read`.
-    """
-    wanted: dict[str, Array] = {}
-    reader = read if path.is_dir() else format.read
-    return reader(path, wanted, lambda entries: wanted.update(format.likes(entries)))

@@ -9,319 +9,290 @@ for replica 0's thread, which names the directory when it has heard from all.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import functools
 import json
 import os
 import platform
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from mpistrat.arena.nodes import Nodes, find_nodes
 from mpistrat.arrays import Array
 from mpistrat.checkpoint import claim, sharded
-from mpistrat.checkpoint.files import forget_other
-from mpistrat.checkpoint.folders import Folder
-from mpistrat.checkpoint.format import Entry
-from mpistrat.checkpoint.sharded import Manifest, Region, Stretch
+from mpistrat.checkpoint.background import Background
+from mpistrat.checkpoint.entries import MANIFEST, Entry
+from mpistrat.checkpoint.first import PATIENCE, SLOWEST, patient, unwritten
+from mpistrat.checkpoint.parts import Part
+from mpistrat.checkpoint.sharded import Manifest, Stretch
+from mpistrat.distribute.once import nodes_of
 from mpistrat.distribute.variables import Variable
 from mpistrat.lockstep.lockstep import Lockstep
 
-__all__ = [
-    "PATIENCE",
-    "SLOWEST",
-    "DataFile",
-    "LargeSave",
-    "attempt",
-    "commit",
-    "flat",
-    "nodes_of",
-    "open_job",
-    "patient",
-    "unwritten",
-    "value_of",
-    "write",
-]
+__all__ = ["Save", "large"]
 
-# Reading and writing may keep the other ranks waiting: seconds, and seconds for each byte.
-PATIENCE, SLOWEST = 600.0, 1e-7
-_ADVICE = "Mend that, or save elsewhere, and save again"
-_OTHER = "Another job saves here; give each a directory of its own"
-
-
-def patient(lockstep: Lockstep, what: str, nbytes: int) -> Any:
-    """Return a context manager in which this rank reads or writes, while the others wait."""
-    return lockstep.session.board.long_operation(what, PATIENCE + nbytes * SLOWEST)
-
-
-def unwritten(path: Path, error: BaseException) -> BaseException:
-    """Return an error of writing a checkpoint as users are to see it."""
-    if not isinstance(error, OSError) or error.errno is None:
-        return error
-    why = f"{error.strerror}: {path} was not written; checkpoints before it are as they were. "
-    why += _OTHER if isinstance(error, FileExistsError) else _ADVICE
-    found = OSError(error.errno, why)
-    found.__cause__ = error
-    return found
-
-
-def nodes_of(lockstep: Lockstep) -> Nodes:
-    """Return which ranks share a node. Collective the first time."""
-    # Of the session, as `collectives.routes` keeps them.
-    each = lockstep.options.ranks_per_node
-    groups, key = lockstep.session.groups, ("nodes", lockstep.order, each)
-    if key not in groups:
-        groups[key] = find_nodes(lockstep.comm, each)
-    found: Nodes = groups[key]
-    return found
-
-
-class LargeSave(NamedTuple):
-    """A large checkpoint that is being written; equal on all ranks, but for `folder` and `rank`.
-
-    Attributes:
-      path: Where it will be.
-      part: Where it is until then.
-      counter: How many times the checkpoint has been saved.
-      regions: Where the arrays lie.
-      leaders: For each rank the first one of its node.
-      together: How many of the first regions only replica 0 knows.
-      replace: It takes the place of what is there.
-      rank: This rank.
-      folder: The directory; of replica 0 only.
-    """
-
-    path: Path
-    part: Path
-    counter: int
-    regions: tuple[Region, ...]
-    leaders: tuple[int, ...]
-    together: int
-    replace: bool
-    rank: int
-    folder: Folder | None
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of all files."""
-        return sum(sharded.sizes_of(self.regions))
-
-    def owners(self, spread: bool = True) -> Iterator[tuple[Stretch, int]]:
-        """Yield each piece, and the rank that writes it.
-
-        Args:
-          spread: The ranks of a node cut its file between them; else its first rank has all of it.
-        """
-        sizes, firsts = sharded.sizes_of(self.regions), sorted(set(self.leaders))
-        ranks = [[r for r, one in enumerate(self.leaders) if one == first] for first in firsts]
-        for number, region in enumerate(self.regions):
-            mine, size = ranks[region.file], sizes[region.file]
-            alone = number < self.together or not spread
-            for piece in region.pieces(sharded.CHUNK):
-                share = 0 if alone else (region.offset + piece.start) * len(mine) // size
-                yield piece, mine[share]
-
-    def mine(self, spread: bool = True) -> list[tuple[Region, list[Stretch]]]:
-        """Return each region, and the pieces of it that this rank writes."""
-        found: list[tuple[Region, list[Stretch]]] = [(region, []) for region in self.regions]
-        at = {region.name: pieces for region, pieces in found}
-        for piece, rank in self.owners(spread):
-            if rank == self.rank:
-                at[piece.region.name].append(piece)
-        return found
-
-    def check_seen(self) -> None:
-        """Raise OSError if this rank, the first of its node, does not see the directory."""
-        if self.leaders[self.rank] == self.rank and not self.part.is_dir():
-            raise OSError(
-                errno.ENOENT,
-                f"Node {platform.node()} (rank {self.rank}) does not see a directory that rank 0 "
-                "has just made, and a large checkpoint is written by all nodes; save to a file "
-                "system that all of them share",
-                os.fspath(self.path.parent),
-            )
-
-
-def open_job(
-    lockstep: Lockstep,
-    mine: Mapping[str, Variable],
-    call: str,
-    path: Path,
-    counter: int,
-    replace: bool,
-) -> LargeSave:
-    """Make the directory in which all ranks are to write, and plan who writes what. Collective.
-
-    Args:
-      lockstep: Proves it.
-      mine: What is saved.
-      call: What saves it.
-      path: Where it will be.
-      counter: How many times it has been saved.
-      replace: It takes the place of what is there.
-
-    Raises:
-      OSError: The directory cannot be made; on every rank.
-    """
-    nodes = nodes_of(lockstep)
-    told, failure, folder = str(nodes.ranks[0]).encode(), None, None
-    if lockstep.comm.rank == 0:
-        try:
-            alone = [name for name, one in mine.items() if not isinstance(one, Variable)]
-            entries = {name: Entry.of(mine[name].storage.array) for name in alone}
-            folder = Folder(path)
-            told = json.dumps([os.fspath(folder.part), entries]).encode()
-        except Exception as error:
-            failure = unwritten(path, error)
-    try:
-        smalls = lockstep.share(f"{call}, its directory", told, failure)
-        part, first = json.loads(smalls[0])
-        entries = {name: Entry(dtype, tuple(shape)) for name, (dtype, shape) in first.items()}
-        rest = {name: Entry.of(v.storage.array) for name, v in mine.items() if name not in entries}
-        leaders = (0, *map(int, smalls[1:]))
-        regions = sharded.plan({**entries, **rest}, len(entries), len(set(leaders)))
-        rank = lockstep.comm.rank
-        return LargeSave(
-            path, Path(part), counter, regions, leaders, len(entries), replace, rank, folder
-        )
-    except BaseException:
-        if folder is not None:
-            folder.drop()
-        raise
-
-
-def write(
-    lockstep: Lockstep, mine: Mapping[str, Variable], job: LargeSave, call: str
-) -> BaseException | None:
-    """Write a large checkpoint, each rank its share. Collective.
-
-    Args:
-      lockstep: Proves it.
-      mine: What is saved.
-      job: Where, and who writes what.
-      call: What saves it.
-
-    Returns:
-      On replica 0, what naming the directory failed with, which all ranks have to know.
-
-    Raises:
-      OSError: Some rank cannot write its share, or does not see the directory; on every rank.
-    """
-    file, failure = DataFile(job), attempt(job, job.check_seen)
-    try:
-        for region, pieces in job.mine():
-            value = value_of(mine[region.name], job)
-            if pieces and failure is None:
-                with patient(lockstep, f"write {job.path}", job.nbytes):
-                    failure = attempt(job, lambda: file.put(pieces, value))  # noqa: B023 at once
-        with patient(lockstep, f"write {job.path}", job.nbytes):
-            failure = attempt(job, file.close) or failure
-        told = lockstep.share(f"{call}, shares", b"".join(file.sums), failure)
-        if job.folder is None:
-            return None
-        with patient(lockstep, f"write {job.path}", job.nbytes):
-            return attempt(job, lambda: commit(job, told))
-    finally:
-        if job.folder is not None:
-            job.folder.drop()
-
-
-def commit(job: LargeSave, told: Sequence[bytes], spread: bool = True) -> None:
-    """Write the manifest, and give the directory its name; on replica 0.
-
-    Args:
-      job: Where.
-      told: For each rank the checksums of its pieces, in their order.
-      spread: As of `LargeSave.owners`.
-
-    Raises:
-      OSError: It cannot be written, or is not whole.
-    """
-    assert job.folder is not None
-    for number, size in enumerate(sharded.sizes_of(job.regions)):
-        found = (job.part / sharded.data_file(number)).stat().st_size
-        if found != size:
-            name = sharded.data_file(number)
-            raise OSError(errno.EIO, f"{name} has {found} bytes after {size} were written")
-    places = [0] * len(told)
-    sums = []
-    for _, rank in job.owners(spread):
-        sums.append(told[rank][places[rank] : places[rank] + sharded.SUM])
-        places[rank] += sharded.SUM
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    with os.fdopen(os.open(job.part / sharded.MANIFEST, flags, 0o666), "wb") as file:
-        manifest = Manifest(job.counter, job.regions, tuple(sums), sharded.CHUNK)
-        file.write(sharded.text_of(manifest))
-        file.flush()
-        os.fsync(file.fileno())
-    claim.check(job.path.parent)
-    job.folder.commit(job.replace)
-    if job.replace:
-        forget_other(job.path)
-
-
-def attempt(job: LargeSave, act: Callable[[], None]) -> BaseException | None:
-    """Return what `act` fails with, as users are to see it; None if it does not."""
-    try:
-        act()
-    except BaseException as error:
-        return unwritten(job.path, error)
-    return None
-
-
-def value_of(variable: Any, job: LargeSave) -> Array:
-    """Return a value that this rank may have to write. Collective if it is spread or ON_READ."""
-    if job.rank and not isinstance(variable, Variable):
-        return np.empty(0, np.uint8)  # only replica 0's is saved
-    return np.asarray(variable)
-
-
-def flat(value: Array) -> Array:
-    """Return the bytes of an array, in C order."""
-    return np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+_LOOKS = 0.05  # seconds between looks for what other nodes have written
 
 
 @final
-class DataFile:
-    """The file of this node, as this rank writes its part of it.
+class Save(NamedTuple):
+    """One save.
 
     Attributes:
-      sums: The checksums of what was written, in order.
+      lockstep: Proves it.
+      mine: What is saved.
+      call: What saves it, in the texts of handshakes.
+      path: Where it will be.
+      counter: How many times it has been saved, this time included.
+      replace: It takes the place of what is there.
+      later: Writes it while the program goes on; None to return when it is written.
     """
 
-    def __init__(self, job: LargeSave):
-        """Open it with the first piece."""
-        self._job, self._descriptor = job, -1
-        self.sums: list[bytes] = []
+    lockstep: Lockstep
+    mine: Mapping[str, Any]
+    call: str
+    path: Path
+    counter: int
+    replace: bool
+    later: Background | None = None
 
-    def put(self, pieces: Sequence[Stretch], value: Array) -> None:
-        """Write pieces of one region.
+
+def large(one: Save) -> Callable[[], None] | None:
+    """Write the share of each rank, or copy it for later. Collective.
+
+    Returns:
+      What is left to do on this rank; None for nothing. Replica 0 names the directory then.
+
+    Raises:
+      OSError: Some rank cannot write its share, or does not see the directory; on every rank.
+      MemoryError: Some rank has no memory for the copy.
+    """
+    job = _LargeSave(one)
+    try:
+        job.plan()
+        return job.written() if one.later is None else job.copied(one.later)
+    except BaseException:
+        job.drop()
+        raise
+
+
+class _LargeSave:
+    """A large checkpoint that is being written."""
+
+    def __init__(self, one: Save):
+        self._one, self._rank = one, one.lockstep.comm.rank
+        self._folder: Part | None = None  # of replica 0
+        self._descriptor = -1  # of this node's file, from the first piece on
+        self._sums: list[bytes] = []  # of what this rank has written, in order
+
+    def plan(self) -> None:
+        """Make the directory in which all ranks are to write; plan who writes what. Collective."""
+        one, mine, failure = self._one, self._one.mine, None
+        leader = nodes_of(one.lockstep).ranks[0]
+        told = str(leader).encode()
+        try:
+            if self._rank == 0:
+                alone = [name for name, each in mine.items() if not isinstance(each, Variable)]
+                with unwritten(one.path):
+                    self._folder = Part(one.path, folder=True)
+                first = {name: Entry.of(mine[name].storage.array) for name in alone}
+                told = json.dumps([os.fspath(self._folder.name), first]).encode()
+        except Exception as error:
+            failure = error
+        smalls = one.lockstep.share(f"{one.call}, its directory", told, failure)
+        part, first = json.loads(smalls[0])
+        entries = {name: Entry(dtype, tuple(shape)) for name, (dtype, shape) in first.items()}
+        rest = {name: Entry.of(v.storage.array) for name, v in mine.items() if name not in entries}
+        leaders = [0, *map(int, smalls[1:])]
+        firsts = sorted(set(leaders))
+        self._part, self._leads = Path(part), leader == self._rank
+        self._together = len(entries)  # so many of the first regions only replica 0 knows
+        self._regions = sharded.plan({**entries, **rest}, self._together, len(firsts))
+        self._sizes = sharded.sizes_of(self._regions)
+        # The ranks of the node that writes each file.
+        self._ranks = [[r for r, of in enumerate(leaders) if of == each] for each in firsts]
+
+    def _owners(self, spread: bool) -> Iterator[tuple[Stretch, int]]:
+        """Yield each piece and the rank that writes it: any of the node, or else its first."""
+        for number, region in enumerate(self._regions):
+            ranks, size = self._ranks[region.file], self._sizes[region.file]
+            alone = number < self._together or not spread
+            for piece in region.pieces(sharded.CHUNK):
+                share = 0 if alone else (region.offset + piece.start) * len(ranks) // size
+                yield piece, ranks[share]
+
+    def _values(self, spread: bool) -> Iterator[tuple[list[Stretch], Array]]:
+        """Yield what this rank writes of each region, and all its bytes. Collective to the end."""
+        mine: dict[str, list[Stretch]] = {}
+        for piece, rank in self._owners(spread):
+            if rank == self._rank:
+                mine.setdefault(piece.region.name, []).append(piece)
+        for region in self._regions:
+            variable = self._one.mine[region.name]
+            if isinstance(variable, Variable) or self._rank == 0:
+                value = np.asarray(variable)  # collective if it is spread or ON_READ
+                if region.name in mine:
+                    flat = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+                    yield mine[region.name], flat
+
+    def _failing(self, act: Callable[[], object]) -> BaseException | None:
+        """Return what `act` fails with, as users are to see it; None if it does not."""
+        path = self._one.path
+        try:
+            with patient(self._one.lockstep, f"write {path}", sum(self._sizes)), unwritten(path):
+                act()
+        except BaseException as error:
+            return error
+        return None
+
+    def _check_seen(self) -> None:
+        if self._leads and not self._part.is_dir():
+            raise OSError(
+                errno.ENOENT,
+                f"Node {platform.node()} (rank {self._rank}) does not see a directory that rank 0 "
+                "has just made, and a large checkpoint is written by all nodes; save to a file "
+                "system that all of them share",
+                os.fspath(self._part.parent),
+            )
+
+    def written(self) -> Callable[[], None] | None:
+        """Write the share of this rank; return what replica 0 has to do then. Collective."""
+        failure = self._failing(self._check_seen)
+        for pieces, data in self._values(spread=True):
+            if failure is None:
+                failure = self._failing(functools.partial(self._put, pieces, data))
+        failure = self._failing(self._sync) or failure
+        call, sums = f"{self._one.call}, shares", b"".join(self._sums)
+        told = dict(enumerate(self._one.lockstep.share(call, sums, failure)))
+        if self._rank == 0:
+            return functools.partial(self._commit, told, True)
+        self.drop()
+        return None
+
+    def copied(self, later: Background) -> Callable[[], None] | None:
+        """Copy what the first rank of each node is to write; return what it does then. Collective.
 
         Args:
-          pieces: Which.
-          value: All of the region's value.
+          later: Has memory for the copy.
         """
-        data = flat(value)
+        rows: list[tuple[list[Stretch], Array]] = []
+        mine = (piece.region for piece, rank in self._owners(False) if rank == self._rank)
+        room, at = sum({region.name: region.nbytes for region in mine}.values()), 0
+        failure = self._failing(self._check_seen) or self._failing(lambda: later.room(room))
+        for pieces, data in self._values(spread=False):
+            if failure is None:
+                rows.append((pieces, later.room(room)[at : at + data.size]))
+                rows[-1][1][:] = data
+                at += data.size
+        self._one.lockstep.prove(f"{self._one.call}, copied", failure=failure)
+        if self._rank and not rows:
+            return None
+        return functools.partial(self._write_copy, rows, later.given_up)
+
+    def _write_copy(
+        self, rows: Sequence[tuple[list[Stretch], Array]], given_up: threading.Event
+    ) -> None:
+        """Write the file of this node; on replica 0 wait for the others, and name the directory."""
+        number = rows[0][0][0].region.file if rows else 0
+        try:
+            for pieces, data in rows:
+                self._put(pieces, data)
+            self._sync()
+            told = {self._rank: b"".join(self._sums)}
+            if self._rank:
+                self._tell(number, sums=told[self._rank].hex())
+                return
+            for other in range(1, len(self._sizes)):
+                told[self._ranks[other][0]] = self._heard(other, given_up)
+            self._commit(told, False)
+        except Exception as error:
+            if self._rank:
+                with contextlib.suppress(OSError):  # all ranks are told by the next call
+                    self._tell(number, failed=f"rank {self._rank}, {platform.node()}: {error}")
+            raise
+        finally:
+            self.drop()
+
+    def _tell(self, number: int, **told: str) -> None:
+        """Leave word for replica 0 of how the file of this node was written."""
+        new = self._part / f"data-{number}.new"
+        new.write_text(json.dumps(told))
+        new.rename(self._part / f"data-{number}.done")
+
+    def _heard(self, number: int, given_up: threading.Event) -> bytes:
+        """Return the checksums of another node's file when they are there."""
+        word = self._part / f"data-{number}.done"
+        until = time.monotonic() + PATIENCE + sum(self._sizes) * SLOWEST
+        while not (list(self._part.iterdir()) and word.exists()):  # a network's is asked anew
+            if given_up.wait(_LOOKS) or time.monotonic() > until:
+                raise OSError(errno.EIO, f"Nothing is heard of {sharded.data_file(number)}")
+        told = json.loads(word.read_text())
+        word.unlink()
+        if "failed" in told:
+            raise OSError(errno.EIO, told["failed"])
+        return bytes.fromhex(told["sums"])
+
+    def _put(self, pieces: Sequence[Stretch], data: Array) -> None:
+        """Write pieces of one region, of which `data` is all."""
         if self._descriptor < 0:
-            name = self._job.part / sharded.data_file(pieces[0].region.file)
+            name = self._part / sharded.data_file(pieces[0].region.file)
             self._descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
         for region, start, stop, _ in pieces:
             part = data[start:stop]
             if part.size < stop - start:
                 part = np.concatenate([part, np.zeros(stop - start - part.size, np.uint8)])
-            self.sums.append(sharded.checksum(part))
+            self._sums.append(sharded.checksum(part))
             view, at = part.data, region.offset + start
             while view:
                 done = os.pwrite(self._descriptor, view, at)
                 view, at = view[done:], at + done
 
-    def close(self) -> None:
-        """Force what was written to the disk."""
+    def _sync(self) -> None:
+        """Force what this rank has written to the disk."""
         if self._descriptor >= 0:
-            try:
-                os.fsync(self._descriptor)
-            finally:
-                os.close(self._descriptor)
-                self._descriptor = -1
+            os.fsync(self._descriptor)
+
+    def _commit(self, told: Mapping[int, bytes], spread: bool) -> None:
+        """Write the manifest, and give the directory its name; on replica 0.
+
+        Args:
+          told: For each rank the checksums of its pieces, in their order.
+          spread: As of `_owners`.
+
+        Raises:
+          OSError: It cannot be written, or is not whole.
+        """
+        assert self._folder is not None
+        try:
+            for number, size in enumerate(self._sizes):
+                name = sharded.data_file(number)
+                found = (self._part / name).stat().st_size
+                if found != size:
+                    raise OSError(errno.EIO, f"{name} has {found} bytes after {size} were written")
+            left = {rank: iter(range(0, len(sums), sharded.SUM)) for rank, sums in told.items()}
+            places = ((rank, next(left[rank])) for _, rank in self._owners(spread))
+            sums = tuple(told[rank][at : at + sharded.SUM] for rank, at in places)
+            manifest = Manifest(self._one.counter, self._regions, sums, sharded.CHUNK)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            descriptor = os.open(self._part / MANIFEST, flags, 0o666)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(sharded.text_of(manifest))
+                file.flush()
+                os.fsync(file.fileno())
+            claim.check(self._one.path.parent)
+            self._folder.commit(self._one.replace)
+        finally:
+            self.drop()
+
+    def drop(self) -> None:
+        """Close the file, and remove the directory if it has no name. May be called twice."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+        if self._folder is not None:
+            self._folder.drop()

@@ -9,6 +9,7 @@ or fails.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -19,7 +20,17 @@ import numpy as np
 from mpistrat.arrays import Array
 from mpistrat.checkpoint.cells import Cell
 
-__all__ = ["NAME", "Value", "Values", "decode", "encode", "generator_value", "is_generator"]
+__all__ = [
+    "NAME",
+    "Value",
+    "Values",
+    "decode",
+    "encode",
+    "generator_value",
+    "is_generator",
+    "parsed",
+    "shown",
+]
 
 NAME = "values.json"
 _PLAIN = (bool, int, str, type(None))
@@ -131,8 +142,7 @@ class Values:
 
     def shown(self) -> str:
         """Return all of them as a text in which ranks that differ see where."""
-        parts = (f"{name}={json.dumps(value.told)}" for name, value in self.values.items())
-        return "; ".join(parts)
+        return "; ".join(f"{name}={shown(one.told, False)}" for name, one in self.values.items())
 
     @property
     def wanted(self) -> list[str]:
@@ -145,7 +155,7 @@ class Values:
         Raises:
           ValueError: The file's bytes are no values.
         """
-        found = _parsed(array)
+        found = parsed(array)
         lacks = [name for name in self.wanted if name not in found]
         extra = [name for name, told in found.items() if not _is_empty(told)]
         extra = [name for name in extra if name not in self.values]
@@ -159,13 +169,32 @@ class Values:
         return lacks, extra, odd
 
     def _write(self, array: Array) -> None:
-        found = _parsed(array)
+        found = parsed(array)
         for name, value in self.values.items():
             if name in found:
                 value.write(value.read(found[name]))
 
 
-def _parsed(array: Array) -> dict[str, Any]:
+def shown(told: Any, plainly: bool = True) -> str:
+    """Return a value that JSON has as a text, plainly or with all that tells it from others.
+
+    Of a generator that is a digest of its state.
+
+    Raises:
+      ValueError: It is no value.
+    """
+    text = json.dumps(told)
+    if isinstance(told, dict) and "generator" in told:
+        return f"generator in state {hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
+    return repr(decode(told)) if plainly else text
+
+
+def parsed(array: Array) -> dict[str, Any]:
+    """Return names and values of a file.
+
+    Raises:
+      ValueError: Its bytes are no values.
+    """
     found = json.loads(array.tobytes())
     if not isinstance(found, dict):
         raise ValueError(f"{NAME} is no object of names and values")

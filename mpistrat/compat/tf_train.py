@@ -9,7 +9,7 @@ from typing import Any, final
 from mpistrat.arrays import Array
 from mpistrat.checkpoint import sharded
 from mpistrat.checkpoint.checkpoint import Checkpoint
-from mpistrat.checkpoint.files import FOLDER, SUFFIX, latest_checkpoint, stored
+from mpistrat.checkpoint.files import found, latest_checkpoint
 from mpistrat.checkpoint.manager import CheckpointManager
 from mpistrat.cluster.spec import ClusterSpec
 from mpistrat.compat.absent import absent_from as _absent_from
@@ -47,7 +47,7 @@ class CheckpointReader:
 
     def __init__(self, path: Path):
         """Read the file."""
-        self._arrays: dict[str, Array] = sharded.read_all(path).arrays
+        self._arrays: dict[str, Array] = sharded.read(path).arrays
 
     def has_tensor(self, name: str) -> bool:
         """Tell whether there is a variable `name`."""
@@ -86,15 +86,7 @@ def load_checkpoint(ckpt_dir_or_file: str | os.PathLike[str]) -> CheckpointReade
 
     Cost: reads the whole file into memory.
     """
-    path = Path(ckpt_dir_or_file)
-    if path.is_dir() and not path.name.endswith(FOLDER):
-        newest = latest_checkpoint(path)
-        if newest is None:
-            raise FileNotFoundError(f"there is no checkpoint in {path}.")
-        path = Path(newest)
-    elif not path.name.endswith((SUFFIX, FOLDER)):
-        path = stored(path.with_name(path.name + SUFFIX))
-    return CheckpointReader(path)
+    return CheckpointReader(found(ckpt_dir_or_file))
 
 
 def load_variable(ckpt_dir_or_file: str | os.PathLike[str], name: str) -> Array:

@@ -19,7 +19,7 @@ from mpistrat.distribute.views import GLOBAL
 from mpistrat.errors import LeafTypeError
 from mpistrat.lockstep.lockstep import Lockstep
 
-__all__ = ["once", "once_per_node"]
+__all__ = ["nodes_of", "once", "once_per_node"]
 
 _PLAIN = (type(None), bool, int, float, str, bytes)
 _LENGTH = 8  # bytes
@@ -85,7 +85,7 @@ def once_per_node(fn: Callable[..., Any], *args: Any, max_seconds: float = 3600.
       >>> once_per_node(tempfile.gettempdir) == tempfile.gettempdir()
       True
     """
-    return _called("once_per_node", fn, args, max_seconds, _nodes)
+    return _called("once_per_node", fn, args, max_seconds, nodes_of)
 
 
 def _whole(lockstep: Lockstep) -> Nodes:
@@ -93,8 +93,10 @@ def _whole(lockstep: Lockstep) -> Nodes:
     return Nodes(comm, comm.size, None, 1, list(range(comm.size)))
 
 
-def _nodes(lockstep: Lockstep) -> Nodes:
+def nodes_of(lockstep: Lockstep) -> Nodes:
+    """Return which ranks share a node. Collective the first time."""
     per_node = lockstep.options.ranks_per_node
+    # Of the session, as `collectives.routes` keeps them.
     groups, key = lockstep.session.groups, ("nodes", lockstep.order, per_node)
     if key not in groups:
         groups[key] = find_nodes(lockstep.comm, per_node)

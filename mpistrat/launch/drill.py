@@ -82,25 +82,6 @@ class Strike(NamedTuple):
 
 
 @final
-class DrillRun(NamedTuple):
-    """A run that has ended.
-
-    Attributes:
-      code: The exit code.
-      seconds: How long its ranks ran.
-      saved: After how many of them the first checkpoint was there; None if there was none.
-      struck: After how many of them a rank got the signal; None if it ended before.
-      late: It was ended because it took too long.
-    """
-
-    code: int
-    seconds: float
-    saved: float | None
-    struck: float | None
-    late: bool
-
-
-@final
 class Moments(NamedTuple):
     """When to interrupt, in seconds of a run.
 
@@ -185,90 +166,88 @@ def _heeds(pid: int, number: int) -> bool:
 
 
 @final
-class _Watcher(threading.Thread):
-    """Looks when the ranks of a run are there, and when it saves; interrupts it in time."""
+class DrillRun(threading.Thread):
+    """One run of the program; the thread looks when it saves, and interrupts it in time.
 
-    def __init__(self, strike: Strike, number: int, directory: Path, when: Moments | None):
+    Attributes:
+      code: The exit code.
+      late: It was ended because it took too long.
+      seconds: How long its ranks ran.
+      saved: After how many of them the first checkpoint was there; 0 if there was none.
+      struck: After how many of them a rank got the signal; 0 if it ended before.
+    """
+
+    def __init__(self, drill: Drill, directory: Path, log: Path, strike: Strike, limit: float):
         super().__init__(name="mpistrat drill", daemon=True)
-        self._strike, self._number, self._when = strike, number, when
-        self._directory, self._before = directory, newest(directory)
-        self._over = threading.Event()
-        self.began = self.saved = self.struck = 0.0
+        self.directory, self.log, self.strike = directory, log, strike
+        self._drill, self._limit = drill, limit
+        self._when: Moments | None = None
+        self._before, self._over, self._began = newest(directory), threading.Event(), 0.0
+        self.seconds = self.saved = self.struck = 0.0
 
-    def close(self) -> float:
-        """Stop looking; return how long the ranks ran."""
-        ended = time.monotonic()
-        self._over.set()
-        self.join()
-        return ended - self.began if self.began else 0.0
+    def play(self, when: Moments | None) -> DrillRun:
+        """Run the program to its end, and interrupt it then, if that is told."""
+        self._when = when
+        program = words(self._drill.program, self.directory)
+        # The processes of ranks have to be seen and interrupted from here, in an allocation too.
+        here = ["-n", str(self.strike.ranks), "--nodes", "1", "--launcher", "mpiexec"]
+        command = [sys.executable, "-m", "mpistrat", "run", *here, *program]
+        self.start()
+        with self.log.open("wb") as output:
+            try:
+                outcome = run_job(Command(tuple(command), _FORKS), self._limit, output)
+            finally:
+                ended = time.monotonic()
+                self._over.set()
+                self.join()
+                self.seconds = ended - self._began if self._began else 0.0
+        if outcome.interrupted:
+            raise KeyboardInterrupt
+        self.code, self.late = outcome.code, outcome.timed_out
+        return self
 
     def run(self) -> None:
         """Look until all is seen and done."""
-        strike, when = self._strike, self._when
+        strike, when, number = self.strike, self._when, self._drill.signal
         pids: dict[int, int] = {}
         while not pids and not self._over.wait(_LOOK):
             pids = _ranks(strike.ranks)
         if not pids:
             return
-        self.began = time.monotonic()
+        began = self._began = time.monotonic()
         if when is not None and strike.early:
             self._over.wait(strike.part * when.early)
         else:
             while not (self.saved or self._over.wait(_LOOK)):
-                if newest(self._directory) != self._before:
-                    self.saved = time.monotonic()
-                late = when is not None and time.monotonic() > self.began + when.wait
-                if late and _heeds(pids[strike.rank], self._number):
+                if newest(self.directory) != self._before:
+                    self.saved = time.monotonic() - began
+                late = when is not None and time.monotonic() > began + when.wait
+                if late and _heeds(pids[strike.rank], number):
                     break
             if when is not None:
                 self._over.wait(strike.part * when.window)
         if when is not None and not self._over.is_set():
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pids[strike.rank], self._number)
-                self.struck = time.monotonic()
+                os.kill(pids[strike.rank], number)
+                self.struck = time.monotonic() - began
 
+    def tail(self) -> str:
+        """Return the last lines of its output."""
+        lines = self.log.read_text(errors="replace").splitlines()[-_TAIL:]
+        return "\n".join([*(f"    {line}" for line in lines), f"    ({self.log})"])
 
-def _run(
-    drill: Drill, directory: Path, log: Path, strike: Strike, when: Moments | None, limit: float
-) -> DrillRun:
-    program = words(drill.program, directory)
-    # The processes of ranks have to be seen and interrupted from here, in an allocation too.
-    here = ["-n", str(strike.ranks), "--nodes", "1", "--launcher", "mpiexec"]
-    command = [sys.executable, "-m", "mpistrat", "run", *here, *program]
-    watcher = _Watcher(strike, drill.signal, directory, when)
-    watcher.start()
-    with log.open("wb") as output:
-        try:
-            outcome = run_job(Command(tuple(command), _FORKS), limit, output)
-        finally:
-            seconds = watcher.close()
-    if outcome.interrupted:
-        raise KeyboardInterrupt
-    began, saved, struck = watcher.began, watcher.saved, watcher.struck
-    return DrillRun(
-        outcome.code,
-        seconds,
-        saved - began if saved else None,
-        struck - began if struck else None,
-        outcome.timed_out,
-    )
-
-
-def _tail(log: Path) -> str:
-    lines = log.read_text(errors="replace").splitlines()[-_TAIL:]
-    return "\n".join(f"    {line}" for line in lines)
+    def row(self, name: Any) -> str:
+        """Return what is told of it."""
+        ended = "took too long" if self.late else f"code {self.code}"
+        if self.struck:
+            told = f"{self._drill.signal.name} to rank {self.strike.rank} at {self.struck:.2f} s"
+            ended = f"{told}: {ended}"
+        saved = ", ".join(path.stem for path in newest(self.directory).values()) or "none"
+        return _row(name, self.strike.ranks, ended, f"{self.seconds:.2f} s", saved)
 
 
 def _row(name: Any, ranks: Any, ended: str, seconds: Any, saved: str) -> str:
     return f"{name:<9} {ranks:>5}  {ended:<38} {seconds:>9}  {saved}"
-
-
-def _told(name: Any, strike: Strike, run: DrillRun, directory: Path, number: signal.Signals) -> str:
-    ended = "took too long" if run.late else f"code {run.code}"
-    if run.struck is not None:
-        ended = f"{number.name} to rank {strike.rank} at {run.struck:.2f} s: {ended}"
-    saved = ", ".join(path.stem for path in newest(directory).values()) or "none"
-    return _row(name, strike.ranks, ended, f"{run.seconds:.2f} s", saved)
 
 
 def play(drill: Drill, directory: Path) -> Iterator[str]:
@@ -290,21 +269,21 @@ def play(drill: Drill, directory: Path) -> Iterator[str]:
     peace.mkdir()
     drilled.mkdir()
     calm, log = Strike(drill.ranks, 0), directory / "peace.log"
-    first = _run(drill, peace, log, calm, None, drill.timeout or 1e9)
-    yield _told("in peace", calm, first, peace, drill.signal)
-    _check(drill, first, peace, log)
+    first = DrillRun(drill, peace, log, calm, drill.timeout or 1e9).play(None)
+    yield first.row("in peace")
+    _check(drill, first)
     limit = drill.timeout or first.seconds * _SLOWER + _SPARE
     when = moments(first.saved or first.seconds, first.seconds, drill.kills)
     last = Strike(drill.sizes[drill.kills % len(drill.sizes)], 0)
     struck = 0
     for number, strike in enumerate([*plan(drill), last], 1):
         name, log = "last" if strike is last else str(number), directory / f"{number}.log"
-        run = _run(drill, drilled, log, strike, None if strike is last else when, limit)
-        yield _told(name, strike, run, drilled, drill.signal)
-        struck += run.struck is not None
-        if run.late or (run.code and run.struck is None):
+        run = DrillRun(drill, drilled, log, strike, limit).play(None if strike is last else when)
+        yield run.row(name)
+        struck += run.struck > 0
+        if run.late or (run.code and not run.struck):
             what = f"did not end within {limit:g} s" if run.late else f"ended with code {run.code}"
-            raise CheckpointError(f"run {name} {what}, by itself:\n{_tail(log)}\n    ({log})")
+            raise CheckpointError(f"run {name} {what}, by itself:\n{run.tail()}")
     compared, wrong = differences(peace, drilled, drill.tolerance, drill.ignore)
     if wrong:
         raise CheckpointError(
@@ -318,15 +297,13 @@ def play(drill: Drill, directory: Path) -> Iterator[str]:
     yield f"after {struck} interruption{'s' * (struck != 1)} the same as in peace {how}: {what}"
 
 
-def _check(drill: Drill, run: DrillRun, directory: Path, log: Path) -> None:
+def _check(drill: Drill, run: DrillRun) -> None:
     if run.late or run.code:
+        raise LaunchError(f"the program fails without interruptions too:\n{run.tail()}")
+    if not newest(run.directory):
+        shown = " ".join(words(drill.program, run.directory))
         raise LaunchError(
-            f"the program fails without interruptions too:\n{_tail(log)}\n    ({log})"
-        )
-    if not newest(directory):
-        shown = " ".join(words(drill.program, directory))
-        raise LaunchError(
-            f"the program has left no checkpoint in {directory}. It ran as\n    {shown}\n"
+            f"the program has left no checkpoint in {run.directory}. It ran as\n    {shown}\n"
             f"  Give it its directory: {PLACE} in an argument stands for it, else --checkpoint DIR "
             "is added."
         )

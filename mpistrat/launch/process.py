@@ -114,7 +114,8 @@ def _signals_go_to(process: subprocess.Popen[bytes]) -> Iterator[set[int]]:
     def hand_on(number: int, frame: FrameType | None) -> None:
         handed.add(number)
         with contextlib.suppress(ProcessLookupError):
-            process.send_signal(number)
+            # Of a terminal that closes MPICH's launcher tells its ranks nothing, and dies.
+            process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
 
     if threading.current_thread() is not threading.main_thread():
         yield handed  # only the main thread may set handlers

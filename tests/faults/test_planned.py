@@ -33,12 +33,13 @@ def wanted(size, steps):
     return f"{steps} {float(sum(ranks + size * step for step in range(steps))).hex()}"
 
 
-def start(size, directory, steps, pause=0.002):
+def start(size, directory, steps, pause=0.002, by=None):
+    """Start a job, by a command that takes the program, or by the launcher itself."""
     for old in directory.glob("pid-*"):
         old.unlink()
     launcher, _ = find()
     words = [sys.executable, str(JOB), str(directory), str(steps), str(pause)]
-    argv, env = launcher.command(size, words)
+    argv, env = launcher.command(size, words) if by is None else ((*by, *words[1:]), {})
     path = os.pathsep.join(filter(None, [str(HERE.parents[1]), os.environ.get("PYTHONPATH")]))
     out, err = (directory / "out").open("w+"), (directory / "err").open("w+")
     job = subprocess.Popen(
@@ -124,6 +125,23 @@ def test_twenty_random_preemptions_end_in_the_same_bits(size, tmp_path):
 @pytest.mark.mpi
 def test_a_preempted_job_ends_in_the_same_bits(tmp_path):
     assert preempted(tmp_path, 2, 2, 7, 400) == wanted(2, 400)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=["SIGTERM", "SIGHUP"])
+def test_the_launcher_is_told(number, tmp_path):
+    """F2, F9: as if ranks were told, but for Open MPI's 0.25 s; the next start goes on."""
+    job = start(2, tmp_path, 10_000, by=(sys.executable, "-m", "mpistrat", "run", "-n", "2"))
+    pids(tmp_path, 2, job)
+    job.send_signal(number)
+    code, _, err = ended(job, tmp_path)
+    assert code != 0
+    if find()[0].flavour.name == "MPICH":
+        assert code == 42, err
+        assert err.count("mpistrat: told to end (ranks 0, 1 by SIGTERM): saved as") == 1
+        assert len(list((tmp_path / "saved").glob("ckpt-*.npz"))) == 1
+    code, out, err = ended(start(2, tmp_path, 400), tmp_path)
+    assert (code, out) == (0, wanted(2, 400)), err
 
 
 @pytest.mark.mpi

@@ -11,14 +11,13 @@ import pytest
 
 import mpistrat as ms
 from mpistrat import CheckpointError, latest_checkpoint
-from mpistrat.checkpoint import files
-from mpistrat.checkpoint.folders import Folder
+from mpistrat.checkpoint import files, parts
 
 OLD, NEW = b"old" * 1000, b"new" * 2000
 
 
 def put(path, data=NEW, replace=False):
-    with files.whole(path, replace) as file:
+    with parts.whole(path, replace) as file:
         for start in range(0, len(data), 1000):
             file.write(data[start : start + 1000])
             file.flush()
@@ -39,7 +38,7 @@ def test_the_umask_says_who_may_read(tmp_path, umask):
     before = os.umask(umask)
     try:
         put(tmp_path / "x.npz")
-        folder = Folder(tmp_path / "x-1.arrays")
+        folder = parts.Part(tmp_path / "x-1.arrays", folder=True)
         folder.commit(replace=False)
     finally:
         os.umask(before)
@@ -71,7 +70,7 @@ def steps(monkeypatch, act):
 
     for name in ("open", "fsync", "link", "replace", "rename", "unlink"):
         monkeypatch.setattr(os, name, watched(getattr(os, name)))
-    monkeypatch.setattr(files.fcntl, "flock", watched(files.fcntl.flock))
+    monkeypatch.setattr(parts.fcntl, "flock", watched(parts.fcntl.flock))
     return count
 
 
@@ -138,7 +137,7 @@ def test_a_process_that_ends_at_any_step_leaves_the_old_or_the_new(tmp_path, mon
 
 def test_what_another_process_is_writing_is_left_alone(tmp_path):
     path = tmp_path / "x"
-    with files.whole(path, replace=True) as slow:
+    with parts.whole(path, replace=True) as slow:
         slow.write(OLD)
         put(path, NEW)
         assert len(hidden(tmp_path)) == 1
@@ -161,7 +160,7 @@ def test_where_there_are_no_links(tmp_path, monkeypatch, code):
 
 
 def test_a_body_that_fails_leaves_nothing(tmp_path):
-    with pytest.raises(ZeroDivisionError), files.whole(tmp_path / "x", replace=False) as file:
+    with pytest.raises(ZeroDivisionError), parts.whole(tmp_path / "x", replace=False) as file:
         file.write(NEW)
         raise ZeroDivisionError
     assert list(tmp_path.iterdir()) == []

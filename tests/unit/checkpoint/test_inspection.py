@@ -82,6 +82,23 @@ def test_show_and_diff(there, capsys):
     assert told(capsys, "diff", there, there)[0] == 0
 
 
+def test_numbers_and_texts_are_shown_and_compared(tmp_path, capsys):
+    checkpoint = ms.Checkpoint(name="x", rate=(0.5, None), rng=np.random.default_rng(0), step=3)
+    checkpoint.save(tmp_path / "ckpt")
+    checkpoint.rate, _ = (0.25, None), checkpoint.rng.random()
+    checkpoint.save(tmp_path / "ckpt")
+    said = told(capsys, "show", tmp_path)[1].out.splitlines()
+    assert said[0].endswith("save number 2, 0 arrays")
+    assert said[1:3] == ["  name = 'x'", "  rate = (0.25, None)"]
+    assert said[3].startswith("  rng = generator in state ")
+    assert said[4:] == ["  step = 3"]
+    code, said = told(capsys, "diff", tmp_path / "ckpt-1", tmp_path)
+    assert code == 1
+    rate, rng = said.out.splitlines()
+    assert rate == "! rate is (0.5, None) in the first and (0.25, None) in the second"
+    assert rng.startswith("! rng is generator in state ")
+
+
 def test_what_is_not_finite_is_told(tmp_path, capsys):
     v = ms.Variable(np.array([1.0, np.nan, np.inf]))
     half = ms.Variable(np.array([np.nan, 1.0]).astype(ml_dtypes.bfloat16))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 import mpistrat as ms
@@ -257,3 +259,21 @@ def test_only_replica_0_looks(tmp_path, monkeypatch):
     monkeypatch.setattr(manager_module.files, "saved", saved)
     assert len(run_ranks(lambda comm: made(tmp_path)[1].checkpoints, 3)) == 3
     assert len(looked) == 1
+
+
+def test_the_claim_tells_which_rank_the_others_wait_for(tmp_path):
+    waited = [5.0, 0.5, 3.0], [6.0, 4.5, 3.25]  # seconds, since the job began
+
+    def program(comm):
+        with ms.MirroredStrategy().scope():
+            manager = ms.CheckpointManager(ms.Checkpoint(v=ms.Variable(0)), tmp_path, 2)
+        found = []
+        for seconds in waited:
+            manager._lockstep.session.board.spent = lambda now=seconds: (now[comm.rank], 0.0)
+            manager.save()
+            if manager.claim is not None:
+                told = json.loads((tmp_path / "job.json").read_text())
+                found.append((told["slowest_rank"], told["seconds_behind"]))
+        return found
+
+    assert run_ranks(program, 3)[0] == [(1, 4.5), (2, 3.75)]

@@ -20,8 +20,9 @@ from every import every
 from patched import patch_os
 
 import mpistrat as ms
-from mpistrat.checkpoint import background, files, folders, sharded
+from mpistrat.checkpoint import files, parts, sharded, shares
 from mpistrat.checkpoint.cells import Cell
+from mpistrat.checkpoint.entries import Entry
 from mpistrat.compat import tf
 from mpistrat.testing import run_ranks
 
@@ -37,7 +38,7 @@ def small(monkeypatch):
     """Let what is large be small, so that a test costs little."""
     monkeypatch.setattr(sharded, "LEAST", 1 << 10)
     monkeypatch.setattr(sharded, "CHUNK", 1 << 9)
-    monkeypatch.setattr(background, "_LOOKS", 0.001)
+    monkeypatch.setattr(shares, "_LOOKS", 0.001)
 
 
 def made(comm, scale=1):
@@ -111,6 +112,46 @@ def test_what_was_saved_is_what_reads(background, saved_on, restored_on, tmp_pat
         assert found == WANTED
 
 
+def mixed(comm, saved):
+    """Much that is no variable, and of which each rank has its own until it is restored."""
+    with ms.MirroredStrategy().scope():
+        w = ms.Variable(W * saved)
+    mine = 0 if saved else 10 + comm.rank
+    rng = np.random.default_rng(0 if saved else 9 + comm.rank)
+    large = np.arange(2000.0) + (comm.rank if saved else mine)
+    numbers = {"rate": 0.5 * saved, "names": ["a", "b"] * saved, "seen": (3 * saved, None)}
+    return ms.Checkpoint(w=w, rng=rng, large=[large], n=numbers, step=7 * saved)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_values_and_large_arrays_of_each_rank_in_directories(background, tmp_path, monkeypatch):
+    """Of what each rank has of its own, replica 0's is saved."""
+    monkeypatch.setenv("MPISTRAT_RANKS_PER_NODE", "2")
+
+    def save(comm):
+        manager = ms.CheckpointManager(mixed(comm, 1), tmp_path, 2, background=background)
+        path = manager.save()
+        manager.wait()
+        manager.checkpoint.step += comm.rank
+        with pytest.raises(ms.LockstepError, match=r"step=7(.|\n)*step=8"):
+            manager.save()
+        return path
+
+    def restore(comm):
+        checkpoint = mixed(comm, 0)
+        checkpoint.restore(path).assert_consumed()
+        assert checkpoint.n == {"rate": 0.5, "names": ["a", "b"], "seen": (3, None)}
+        np.testing.assert_array_equal(checkpoint.w, W)
+        np.testing.assert_array_equal(checkpoint.large[0], np.arange(2000.0))
+        return checkpoint.step, checkpoint.rng.random()
+
+    path = run_ranks(save, 3)[0]
+    assert path.endswith(".arrays")
+    wanted = 7, np.random.default_rng(0).random()
+    for size in (1, 2, 5):
+        assert run_ranks(restore, size) == [wanted] * size
+
+
 @pytest.fixture(scope="module")
 def three(tmp_path_factory):
     """Three checkpoints, whose values are 1, 2 and 3 times those above, in two files each."""
@@ -167,7 +208,7 @@ def test_where_arrays_lie():
     rng = np.random.default_rng(2)
     for _ in range(200):
         sizes = rng.integers(0, 3000, rng.integers(1, 20)).tolist()
-        entries = {str(n): sharded.Entry("int8", (size,)) for n, size in enumerate(sizes)}
+        entries = {str(n): Entry("int8", (size,)) for n, size in enumerate(sizes)}
         together, nodes = int(rng.integers(0, len(sizes) + 1)), int(rng.integers(1, 9))
         regions = sharded.plan(entries, together, nodes)
         found = sharded.sizes_of(regions)
@@ -265,13 +306,13 @@ def test_every_flip_and_truncation_is_found(step, three, tmp_path):
             bad[bit // 8] ^= 1 << bit % 8
             file.write_bytes(bad)
             with pytest.raises(ms.CheckpointError, match="damaged"):
-                sharded.read_all(tmp_path / "x.arrays")
+                sharded.read(tmp_path / "x.arrays")
         for size in [*range(0, len(whole), step)]:
             file.write_bytes(whole[:size])
             with pytest.raises(ms.CheckpointError, match="damaged"):
-                sharded.read_all(tmp_path / "x.arrays")
+                sharded.read(tmp_path / "x.arrays")
         file.write_bytes(whole)
-    assert sharded.read_all(tmp_path / "x.arrays").counter == 1
+    assert sharded.read(tmp_path / "x.arrays").counter == 1
 
 
 def test_a_newer_format_is_named(three, tmp_path):
@@ -282,7 +323,7 @@ def test_a_newer_format_is_named(three, tmp_path):
     sealed = sharded.checksum(body).hex().encode()
     (path / "manifest.json").write_bytes(body + b',\n "checksum": "%s"\n}\n' % sealed)
     with pytest.raises(ms.DataError, match="is of format 2, and this version of mpistrat reads"):
-        sharded.read_all(path)
+        sharded.read(path)
 
 
 def test_what_was_copied_in_part_is_no_checkpoint(three, tmp_path):
@@ -294,22 +335,22 @@ def test_what_was_copied_in_part_is_no_checkpoint(three, tmp_path):
         for name in names[:count]:
             shutil.copy(three / "ckpt-1.arrays" / name, path)
         with pytest.raises(ms.CheckpointError, match="damaged"):
-            sharded.read_all(path)
+            sharded.read(path)
 
 
 def test_what_does_not_belong_there_is_found(three, tmp_path):
     path = tmp_path / "x.arrays"
     shutil.copytree(three / "ckpt-1.arrays", path)
     (path / ".nfs0001").touch()  # of a file system
-    sharded.read_all(path)
+    sharded.read(path)
     (path / "data-2.bin").touch()
     with pytest.raises(ms.CheckpointError, match=r"data-2\.bin is not of this one"):
-        sharded.read_all(path)
+        sharded.read(path)
     (path / "data-2.bin").unlink()
     (path / "data-0.bin").unlink()
     os.mkfifo(path / "data-0.bin")
     with pytest.raises(ms.CheckpointError, match=r"data-0\.bin in it is not a regular file"):
-        sharded.read_all(path)
+        sharded.read(path)
 
 
 STEPS = ("open", "fsync", "mkdir", "rename", "pwrite", "unlink", "rmdir", "preadv")
@@ -331,7 +372,7 @@ def steps(patch, act):
 
     for name in STEPS:
         patch.setattr(os, name, watched(getattr(os, name)))
-    patch.setattr(folders, "_swap", watched(folders._swap))
+    patch.setattr(parts, "_swap", watched(parts._swap))
     return count
 
 
@@ -355,7 +396,7 @@ def scales(directory):
     """By number, what the values of each checkpoint that is there are times those above."""
     found = {}
     for number, path in files.saved(directory, "ckpt").items():
-        arrays = sharded.read_all(path).arrays
+        arrays = sharded.read(path).arrays
         found[number] = round(arrays["w"][0, 0] / W[0, 0])
         np.testing.assert_array_equal(arrays["b"], B * found[number])
     return found
@@ -532,12 +573,12 @@ def test_an_error_in_the_background_is_raised_by_the_next_call(large, size, tmp_
 SLOW = """
 import sys, time
 import numpy as np, mpistrat as ms
-from mpistrat.checkpoint import files
-whole = files.whole
+from mpistrat.checkpoint import parts
+whole = parts.whole
 def slow(path, replace):
     time.sleep(0.5)
     return whole(path, replace)
-files.whole = slow
+parts.whole = slow
 v = ms.Variable(np.arange(5.0))
 manager = ms.CheckpointManager(ms.Checkpoint(v=v), sys.argv[1], 2, background=True)
 begin = time.monotonic()

@@ -191,6 +191,9 @@ def test_numbers_that_differ_between_ranks_are_told(size, tmp_path):
         checkpoint = ms.Checkpoint(v=v_of(), step=comm.rank // (size - 1), name="x")
         with pytest.raises(ms.LockstepError, match="step=1"):
             checkpoint.save(tmp_path / "x")
+        checkpoint.step, checkpoint.rng = 1, np.random.default_rng(comm.rank)
+        with pytest.raises(ms.LockstepError, match="rng=generator in state"):
+            checkpoint.save(tmp_path / "x")
 
     run_ranks(program, size)
     assert not list(tmp_path.iterdir())

@@ -1,0 +1,63 @@
+"""What replica 0 does with files for all ranks, and how these are told."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from mpistrat.lockstep.lockstep import Lockstep
+
+__all__ = ["PATIENCE", "SLOWEST", "by_first", "patient", "unwritten"]
+
+# Reading and writing may keep the other ranks waiting: seconds, and seconds for each byte.
+PATIENCE, SLOWEST = 600.0, 1e-7
+_ADVICE = "Mend that, or save elsewhere, and save again"
+_OTHER = "Another job saves here; give each a directory of its own"
+
+
+def patient(lockstep: Lockstep, what: str, nbytes: int = 0) -> Any:
+    """Return a context manager in which this rank reads or writes, while the others wait."""
+    return lockstep.session.board.long_operation(what, PATIENCE + nbytes * SLOWEST)
+
+
+@contextlib.contextmanager
+def unwritten(path: Path, claims: bool = False) -> Iterator[None]:
+    """Raise errors of writing a checkpoint, in the body, as users are to see them.
+
+    Args:
+      path: What is written.
+      claims: A FileExistsError of the body says by itself which job saves here.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or (claims and isinstance(error, FileExistsError)):
+            raise
+        why = f"{error.strerror}: {path} was not written; checkpoints before it are as they were. "
+        why += _OTHER if isinstance(error, FileExistsError) else _ADVICE
+        raise OSError(error.errno, why) from error
+
+
+def by_first(
+    lockstep: Lockstep, call: str, fn: Callable[[], Any], what: str = "", nbytes: int = 0
+) -> Any:
+    """Return what a function returns on replica 0; the other ranks do not call it. Collective.
+
+    Args:
+      lockstep: Proves it.
+      call: What is done, equal on all ranks.
+      fn: The function. JSON has to know what it returns; what it raises is raised on every rank.
+      what: What it does, for those who look why ranks wait; else `call`.
+      nbytes: How many it may read or write.
+    """
+    found, failure = None, None
+    if lockstep.comm.rank == 0:
+        try:
+            with patient(lockstep, what or call, nbytes):
+                found = fn()
+        except BaseException as error:
+            failure = error
+    return json.loads(lockstep.share(call, json.dumps(found).encode(), failure)[0])
