@@ -57,9 +57,12 @@ def standing_for(place: str) -> Iterator[None]:
 
 
 def compiles(frame: FrameType | None) -> bool:
-    """Tell whether Numba's compiler is on the stack."""
+    """Tell whether code of Numba is on the stack: it compiles, loads what it has, or is imported.
+
+    What it has compiled runs without any.
+    """
     while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith("numba.core.compiler"):
+        if str(frame.f_globals.get("__name__")).partition(".")[0] == "numba":
             return True
         frame = frame.f_back
     return False

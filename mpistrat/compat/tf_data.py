@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, final
 
@@ -52,6 +53,16 @@ experimental = _Names(
 )
 
 
+def _named(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that takes ``name=`` too, without effect, as all have it there."""
+
+    @functools.wraps(method)
+    def named(self: Any, *args: Any, name: Any = None, **kwargs: Any) -> Any:
+        return method(self, *args, **kwargs)
+
+    return named
+
+
 @final
 class Dataset(dataset.Dataset):
     """An `mpistrat.Dataset` whose methods have the parameters of those of ``tf.data.Dataset``.
@@ -72,6 +83,13 @@ class Dataset(dataset.Dataset):
     from_generator = staticmethod(_refusing("tf.data.Dataset.from_generator"))
     list_files = staticmethod(_refusing("tf.data.Dataset.list_files"))
     zip = staticmethod(_refusing("tf.data.Dataset.zip"))
+    cardinality = _named(dataset.Dataset.cardinality)
+    padded_batch = _named(dataset.Dataset.padded_batch)
+    rebatch = _named(dataset.Dataset.rebatch)
+    reduce = _named(dataset.Dataset.reduce)
+    repeat = _named(dataset.Dataset.repeat)
+    shard = _named(dataset.Dataset.shard)
+    with_options = _named(dataset.Dataset.with_options)
 
     def __getattr__(self, name: str) -> Any:
         """Raise an AttributeError that says what to use instead of `name`."""
@@ -108,9 +126,14 @@ class Dataset(dataset.Dataset):
         return Dataset(nest.map(lambda leaf: leaf[None], _tensors(tensors)))
 
     @staticmethod
-    def range(*args: int, name: Any = None) -> Dataset:
-        """Return a dataset of int64 numbers; `name` has no effect."""
-        return Dataset(constant(range(*args), "int64"))
+    def range(*args: int, output_type: Any = "int64", name: Any = None) -> Dataset:
+        """Return a dataset of numbers, which are `output_type`; `name` has no effect.
+
+        Example:
+          >>> [x.tolist() for x in Dataset.range(3, output_type="float32").batch(2)]
+          [[0.0, 1.0], [2.0]]
+        """
+        return Dataset(constant(range(*args), output_type))
 
     def shuffle(  # type: ignore[override]  # the signature of the other library, on purpose
         self,
@@ -168,6 +191,14 @@ class Dataset(dataset.Dataset):
           name: No effect.
         """
         return super().prefetch(2 if buffer_size == AUTOTUNE else buffer_size)
+
+    def skip(self, count: int, name: Any = None) -> dataset.Dataset:
+        """Return a dataset without the first `count` elements; -1 leaves none, `name` no effect."""
+        return super().take(0) if count == -1 else super().skip(count)
+
+    def take(self, count: int, name: Any = None) -> dataset.Dataset:
+        """Return a dataset of the first `count` elements, of all for -1; `name` has no effect."""
+        return self if count == -1 else super().take(count)
 
     def cache(self, filename: str = "", name: Any = None) -> dataset.Dataset:
         """Return the dataset as it is: what it reads and maps is not kept.

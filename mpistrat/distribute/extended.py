@@ -264,8 +264,8 @@ class StrategyExtended(Generic[S_co]):
         Args:
           var: A variable of this strategy.
           fn: The function; what it writes to `var` is written to this rank's copy.
-          args: Further arguments. `Mirrored` ones arrive as their value; plain arrays and numbers
-            must have the same contents on all ranks.
+          args: Further arguments. `Mirrored` ones and those of `PerReplica` arrive as this rank's
+            value. Unless `var` is ON_READ, arrays and numbers must be the same on all ranks.
           kwargs: The same by name.
           group: Return one tree; otherwise each leaf of it is a tuple, with that of every replica
             that is seen.
@@ -275,9 +275,9 @@ class StrategyExtended(Generic[S_co]):
           each replica's copy is its own, so there every leaf comes as `PerReplica`.
 
         Raises:
-          ValueError: An argument is a value per replica: the copies would drift apart.
           StrategyError: `var` is not a variable of this strategy.
-          LockstepError: An argument differs between ranks.
+          LockstepError: An argument differs between ranks, so the copies would drift apart. It is a
+            ValueError.
 
         Cost: one proof, with a hash of the variable, and a copy of it until then; of an ON_READ
         variable two proofs.

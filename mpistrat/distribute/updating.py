@@ -17,7 +17,7 @@ from mpistrat.distribute.mode import Mode, entered
 from mpistrat.distribute.regroup import select
 from mpistrat.distribute.slices import IndexedSlices, arrays_of
 from mpistrat.distribute.values import Mirrored, PerReplica
-from mpistrat.errors import StrategyError, StructureError
+from mpistrat.errors import StrategyError
 
 __all__ = ["mirrored", "own_variable", "update", "update_non_slot"]
 
@@ -55,7 +55,6 @@ def update(
     lockstep = strategy.replicas.lockstep
     with lockstep.preparing("update"):
         own_variable(strategy, "update", var)
-        _refuse_per_replica(var, given)
     lockstep.check()
     if lockstep.state.unproved:
         # So that what is put back, if this fails, is what was there before this.
@@ -72,7 +71,9 @@ def update(
         if not var.on_read:
             # Of a large one each write was compared.
             contents = {} if var.large else {_WRITTEN: var.component()}
-            contents[_GIVEN] = _contents(given, lockstep.session)
+            # What an all-reduce gave to replica code is alike too, though `merge_call` brings it as
+            # a value per replica; optimizers written for tf.distribute hand gradients on like that.
+            contents[_GIVEN] = _contents(_local(given), lockstep.session)
             contents[_RETURNED] = _contents(result, lockstep.session)
     except BaseException as error:  # a way out of the program is one that all ranks have to know
         failure = error
@@ -115,12 +116,8 @@ def _returned(strategy: StrategyBase, call: str, result: Any, group: bool, each:
     return seen if group else nest.map(strategy.experimental_local_results, seen)
 
 
-def _refuse_per_replica(var: DistributedVariable, given: Any) -> None:
-    if not var.on_read and any(isinstance(leaf, PerReplica) for leaf in nest.flatten(given)[0]):
-        raise StructureError(
-            f"update of {var.name!r}: an argument is a value per replica, which would make "
-            "the copies differ. Reduce it first: extended.reduce_to(op, value, variable)."
-        )
+def _local(tree: Any) -> Any:
+    return nest.map(lambda leaf: leaf.local if isinstance(leaf, PerReplica) else leaf, tree)
 
 
 def _ungrouped(strategy: StrategyBase, result: Any) -> Any:

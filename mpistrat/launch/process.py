@@ -17,6 +17,7 @@ from typing import IO, NamedTuple
 
 from mpistrat.environment import environment
 from mpistrat.launch.mpiexec import Command
+from mpistrat.launch.relay import streams
 
 __all__ = ["TIMED_OUT", "Outcome", "descendants", "run_job"]
 
@@ -137,6 +138,8 @@ def run_job(
 ) -> Outcome:
     """Run a launcher and wait for it.
 
+    Where stdout or stderr is a pipe that nobody reads any more, the job goes on.
+
     Args:
       command: The call, from `Launcher.command`.
       timeout: Seconds after which the job is ended, or None for never.
@@ -147,18 +150,38 @@ def run_job(
       The outcome. The code is the launcher's own, 128 + n if signal n ended it, and
       `TIMED_OUT` if the time ran out.
     """
+    if output:
+        return _run(command, timeout, output, subprocess.STDOUT, cwd)
+    with streams(_untaken) as (out, err, begin):
+        return _run(command, timeout, out, err, cwd, begin)
+
+
+def _untaken() -> None:
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr may be gone as well
+        print("mpistrat: what the job prints is not read any more; it goes on", file=sys.stderr)
+
+
+def _run(
+    command: Command,
+    timeout: float | None,
+    out: IO[bytes] | int | None,
+    err: int | None,
+    cwd: str | Path | None,
+    begun: Callable[[], None] = lambda: None,
+) -> Outcome:
     start = time.monotonic()
     # A session of its own: else Ctrl-C reaches the launcher twice, from the terminal and from us,
     # and twice means "do not clean up" to it.
     process = subprocess.Popen(
         command.argv,
         env=environment(command.env),
-        stdout=output,
-        stderr=subprocess.STDOUT if output else None,
+        stdout=out,
+        stderr=err,
         cwd=cwd,
         start_new_session=True,
         preexec_fn=_end_with(os.getpid()),
     )
+    begun()
     timed_out = False
     with _signals_go_to(process) as handed:
         try:

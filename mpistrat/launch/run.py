@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
 import tempfile
@@ -17,6 +18,7 @@ from mpistrat.launch.mpiexec import Command, Launcher, Library, cores, find, lib
 from mpistrat.launch.output import Output
 from mpistrat.launch.plan import HERE, Shape, Wishes, by_mpiexec, by_srun, handing_on, shape, spoken
 from mpistrat.launch.process import Outcome, run_job
+from mpistrat.launch.relay import open_standard
 from mpistrat.launch.roster import CRASHES, Ended, Roster
 
 __all__ = [
@@ -190,6 +192,7 @@ def _watched(
     command: Command, flag: str, place: Allocation, ranks: int, timeout: float | None
 ) -> int:
     """Run the launcher to its end, and say what has ended it if that was not the program."""
+    open_standard()
     with contextlib.ExitStack() as stack:
         near = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mpistrat-")))
         # Ranks on other hosts have to see it.
@@ -198,7 +201,7 @@ def _watched(
         told = {
             "MPISTRAT_RANKS": str(ranks),
             "MPISTRAT_RECORD": str(record),
-            "MPISTRAT_TERMINAL": str(int(sys.stderr.isatty())),
+            "MPISTRAT_TERMINAL": str(int(os.isatty(2))),
         }
         wanted = environment({}).get("MPISTRAT_RECORD")
         roster = Roster(near, ranks if place is HERE else 0)

@@ -101,6 +101,12 @@ def test_the_place_is_outside_mpistrat():
     assert not compiles(caller)
 
 
+def test_imports_and_loads_of_numba_count_as_compiling():
+    for name in ("numba", "numba.core.types", "numba.core.caching"):
+        assert compiles(frame("deep.py", back=frame("x.py", 1, name, frame())))
+    assert not compiles(frame("deep.py", back=frame("x.py", 1, "numbastic.core", frame())))
+
+
 def test_the_frame_of_another_thread_is_found():
     go, here = threading.Event(), threading.Event()
 

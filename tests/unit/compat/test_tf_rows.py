@@ -249,6 +249,18 @@ def test_devices():
     with pytest.raises(AttributeError, match=r"It is tf\.config\.experimental\.set_memory_growth"):
         tf.config.set_memory_growth(cpu, True)
     assert tf.config.threading.set_intra_op_parallelism_threads(1) is None
+    assert tf.compat.v1.enable_v2_behavior() is tf.compat.v1.enable_eager_execution() is None
+
+
+def test_datasets_have_the_parameters_of_tf_data():
+    dataset = tf.data.Dataset.range(8, output_type=tf.float32, name="a")
+    dataset = dataset.take(-1, name="b").shard(num_shards=2, index=0, name="c").repeat(2, name="d")
+    dataset = dataset.skip(1, name="e").batch(3, name="f").rebatch(4, name="g")
+    assert [batch.tolist() for batch in dataset] == [[2, 4, 6, 0], [2, 4, 6]]
+    assert next(iter(dataset)).dtype == np.float32
+    assert list(dataset.take(-1)) and not list(dataset.skip(-1))
+    assert dataset.with_options(tf.data.Options(), name="h").cardinality(name="i") == -2
+    assert dataset.reduce(0, lambda total, x: total + x.sum(), name="j") == 24
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])

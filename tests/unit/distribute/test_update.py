@@ -84,14 +84,23 @@ def test_reading_and_writing_inside_are_local():
 @pytest.mark.parametrize(
     ("make", "error"),
     [
-        (lambda r: ms.PerReplica(np.ones(2)), ValueError),
+        (lambda r: ms.PerReplica(np.full(2, float(r))), ms.LockstepError),
+        (lambda r: {"x": ms.PerReplica(float(r))}, ms.LockstepError),
         (lambda r: np.full(2, float(r)), ms.LockstepError),
         (lambda r: float(r), ms.LockstepError),
         (lambda r: [np.float32(1.0), np.int32(1065353216)][r], ms.LockstepError),
         (lambda r: np.zeros([(2, 3), (3, 2)][r]), ms.LockstepError),
         (lambda r: [1.0] * (1 + r), ms.LockstepError),
     ],
-    ids=["per replica", "array", "number", "same bits", "shape", "structure"],
+    ids=[
+        "per replica",
+        "per replica in a tree",
+        "array",
+        "number",
+        "same bits",
+        "shape",
+        "structure",
+    ],
 )
 def test_arguments_that_would_make_the_copies_differ(make, error):
     def rank(comm):
@@ -106,6 +115,32 @@ def test_arguments_that_would_make_the_copies_differ(make, error):
         return v.numpy().tolist(), float(s.reduce("SUM", ms.PerReplica(1.0), None))
 
     assert run_ranks(rank, 2) == [([0, 0], 2.0)] * 2
+
+
+@pytest.mark.parametrize("kind", [ms.MirroredStrategy, ms.MultiWorkerMirroredStrategy])
+def test_gradients_that_were_reduced_in_replica_code(kind):
+    """As optimizers for tf.distribute do: all_reduce, then merge_call, then update."""
+
+    def rank(comm):
+        s = kind(comm=comm)
+        with s.scope():
+            w, b = ms.Variable(np.zeros(3)), ms.Variable(0.0)
+
+        def apply(strategy, pairs):
+            for gradient, variable in pairs:
+                strategy.extended.update(variable, lambda v, g: v.assign_sub(g), args=(gradient,))
+
+        def step(own):
+            given = [np.full(3, own), np.array(own)]
+            context = ms.get_replica_context()
+            reduced = context.all_reduce("sum", given)
+            context.merge_call(apply, args=(list(zip(reduced, [w, b], strict=True)),))
+
+        s.run(step, args=(ms.PerReplica(1.0 + comm.rank),))
+        return w.numpy().tolist(), float(b.numpy())
+
+    assert run_ranks(rank, 1) == [([-1.0] * 3, -1.0)]
+    assert run_ranks(rank, 3) == [([-6.0] * 3, -6.0)] * 3
 
 
 @pytest.mark.parametrize("broken", [False, True])

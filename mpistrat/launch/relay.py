@@ -1,0 +1,104 @@
+"""Hands on what a job prints, and goes on reading when nobody takes it any more.
+
+``mpistrat run train.py | head`` closes the pipe after ten lines. mpiexec of MPICH and prterun of
+Open MPI then end themselves and the job: hours of work for the sake of a line. So where stdout or
+stderr is a pipe, the launcher gets one of ours. Terminals and files it gets as they are, and what
+is closed is /dev/null, without which mpiexec does not start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import stat
+import threading
+from collections.abc import Callable, Iterator
+
+__all__ = ["open_standard", "streams"]
+
+_PIECE = 1 << 16
+_QUIET = 1.0  # seconds in which nothing comes from what outlives the launcher and holds the pipe
+
+
+class _Relay:
+    def __init__(self, target: int, lost: Callable[[], None]):
+        self._source, self.end = os.pipe()
+        self._target, self._lost = target, lost
+        self._waiting, self._pieces = True, 0
+        self._thread = threading.Thread(target=self._run, name="mpistrat relay", daemon=True)
+
+    def _run(self) -> None:
+        taken = True
+        while piece := os.read(self._source, _PIECE):
+            self._waiting = False
+            self._pieces += 1
+            if taken and not self._hand_on(piece):
+                taken = False
+                self._lost()
+            self._waiting = True
+
+    def _hand_on(self, piece: bytes) -> bool:
+        rest = memoryview(piece)
+        while rest:
+            try:
+                rest = rest[os.write(self._target, rest) :]
+            except BlockingIOError:  # whoever made the pipe does not wait in its writes
+                select.select([], [self._target], [])
+            except OSError:
+                return False
+        return True
+
+    def begin(self) -> None:
+        self._thread.start()
+        os.close(self.end)  # which the launcher has now, and nobody else
+
+    def finish(self) -> None:
+        """Wait for the end of what comes, or for a child that does not end to be silent."""
+        if self._thread.ident is None:  # there was nothing to begin with
+            os.close(self.end)
+            os.close(self._source)
+        pieces = -1
+        while self._thread.is_alive() and not (self._waiting and pieces == self._pieces):
+            pieces = self._pieces
+            self._thread.join(_QUIET)
+
+
+def open_standard() -> None:
+    """Let what is closed of stdin, stderr and stdout be /dev/null before files take its place."""
+    while (opened := os.open(os.devnull, os.O_RDWR)) <= 2:  # the lowest that is free
+        os.set_inheritable(opened, True)
+    os.close(opened)
+
+
+@contextlib.contextmanager
+def streams(
+    lost: Callable[[], None],
+) -> Iterator[tuple[int | None, int | None, Callable[[], None]]]:
+    """Yield stdout and stderr for a launcher, as Popen takes them, and what to call once it runs.
+
+    On leaving, what it and its ranks have printed has been handed on.
+
+    Args:
+      lost: Called, in a thread, when what comes is not taken any more; at most once for each.
+    """
+    relays: dict[tuple[int, int], _Relay] = {}
+    given: list[int | None] = []
+    for descriptor in (1, 2):
+        kind = os.fstat(descriptor)
+        if not stat.S_ISFIFO(kind.st_mode):
+            given.append(None)
+        else:  # one relay where both are one pipe, so that lines keep their order
+            key = (kind.st_dev, kind.st_ino)
+            relays[key] = relays.get(key) or _Relay(descriptor, lost)
+            given.append(relays[key].end)
+
+    def begin() -> None:
+        for relay in relays.values():
+            relay.begin()
+
+    try:
+        yield given[0], given[1], begin
+    finally:
+        for relay in relays.values():
+            relay.finish()

@@ -1,0 +1,76 @@
+"""What a job prints to a pipe: all of it arrives, and a reader that leaves does not end the job."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LINES = 20_000  # more than a pipe holds
+PROGRAM = """
+import sys
+from mpistrat.launch.mpiexec import Command
+from mpistrat.launch.process import run_job
+from mpistrat.launch.relay import open_standard
+
+open_standard()
+sys.exit(run_job(Command(("/bin/sh", "-c", sys.argv[1]), {})).code)
+"""
+
+
+def start(script, **streams):
+    words = [sys.executable, "-c", PROGRAM, script]
+    return subprocess.Popen(words, text=True, **{"stdout": subprocess.PIPE, **streams})
+
+
+def talking(end):
+    # A builtin: no other process is there to be ended by SIGPIPE in the shell's place.
+    loop = f"i=0; while [ $i -lt {LINES} ]; do echo line $i; i=$((i+1)); done"
+    return f"{loop}; echo error >&2; {end}"
+
+
+def test_all_that_is_printed_arrives():
+    job = start(talking("exit 3"), stderr=subprocess.STDOUT)
+    lines = job.communicate(timeout=60)[0].splitlines()
+    assert lines == [*(f"line {i}" for i in range(LINES)), "error"]
+    assert job.returncode == 3
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_the_job_goes_on_when_nobody_reads(both, tmp_path):
+    errors = subprocess.STDOUT if both else subprocess.PIPE
+    job = start(talking(f"echo $i > {tmp_path / 'done'}"), stderr=errors)
+    assert job.stdout.readline() == "line 0\n"
+    job.stdout.close()
+    told = "" if both else job.stderr.read()
+    assert job.wait(60) == 0
+    assert int((tmp_path / "done").read_text()) == LINES
+    if not both:
+        assert told.count("is not read any more") == 1
+        assert "error\n" in told
+        job.stderr.close()
+
+
+def test_what_outlives_the_launcher_is_not_waited_for(tmp_path):
+    left = tmp_path / "left"
+    job = start(f"sleep 300 & echo $! > {left}; echo words")
+    try:
+        assert job.stdout.readline() == "words\n"
+        assert job.wait(100) == 0
+    finally:
+        os.kill(int(left.read_text()), signal.SIGKILL)
+        job.stdout.close()
+
+
+def test_streams_that_are_closed_are_nothing(tmp_path):
+    there = tmp_path / "there"
+    script = f"echo lost; echo lost >&2; ls -l /proc/$$/fd > {there}"
+    words = [sys.executable, "-c", PROGRAM, script]
+    closed = ["/bin/sh", "-c", '"$@" <&- >&- 2>&-', "sh", *words]
+    assert subprocess.run(closed, timeout=60).returncode == 0
+    if Path("/proc/self/fd").exists():
+        assert there.read_text().count("/dev/null") >= 3
