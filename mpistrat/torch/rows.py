@@ -79,12 +79,14 @@ def nothing(model: Any, args: Any, kwargs: Any) -> Any:
     mode = FakeTensorMode(allow_non_fake_inputs=True)  # shapes without contents
 
     def fake(leaf: Any) -> Any:
-        return mode.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return mode.from_tensor(leaf.detach().requires_grad_(leaf.requires_grad))
 
     try:
+        mine = {name: fake(one) for name, one in pairs}
+        some = [nest.map(fake, given) for given in (args, kwargs)]
         with mode:
-            mine = {name: fake(one) for name, one in pairs}
-            some = [nest.map(fake, given) for given in (args, kwargs)]
             out = torch.func.functional_call(model, mine, *some)
     except Exception as error:
         raise ContextError(
@@ -93,6 +95,9 @@ def nothing(model: Any, args: Any, kwargs: Any) -> Any:
             "the model, the loss and its backward pass where a rank has no rows."
         ) from error
     anchor = torch.zeros((), requires_grad=True)
+    for x in tensors_in([*args, *kwargs.values()]):
+        if x.requires_grad:  # perhaps of another replicated model, whose pass the ranks are in too
+            anchor = anchor + x.sum().to(anchor.dtype)
     return nest.map(functools.partial(_empty, anchor), out)
 
 

@@ -399,6 +399,18 @@ def test_a_loop_may_leave_the_model_alone_where_it_has_no_rows():
     run_ranks(program, 4)
 
 
+def test_a_model_after_another_one_where_a_rank_has_no_rows():
+    def program(comm):
+        strategy = ms.MirroredStrategy()
+        first, second = (mt.replicate(made("plain"), strategy) for _ in range(2))
+        last = nn.Linear(1, WIDTH)
+        for _ in range(2):
+            second(last(first(torch.ones(comm.rank, WIDTH)))).mean().backward()
+        strategy.check_same([first[0].weight.grad, second[0].weight.grad])
+
+    run_ranks(program, 3)
+
+
 def test_a_model_is_not_run_where_it_has_no_rows_and_gives_an_output_of_its_shape():
     class Counts(nn.Module):
         def __init__(self):
