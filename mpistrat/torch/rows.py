@@ -92,7 +92,8 @@ def nothing(model: Any, args: Any, kwargs: Any) -> Any:
         raise ContextError(
             "this rank has no rows, and what the model would give for none is not known "
             f"without running it: {error}\n  Call mpistrat.torch.take_part(model) in place of "
-            "the model, the loss and its backward pass where a rank has no rows."
+            "the model, the loss and its backward pass where a rank has no rows, or leave out a "
+            "last batch of few: mpistrat.torch.batches(..., drop_last=True)."
         ) from error
     anchor = torch.zeros((), requires_grad=True)
     for x in tensors_in([*args, *kwargs.values()]):
