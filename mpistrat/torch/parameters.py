@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, final
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from mpistrat.errors import ContextError
 from mpistrat.torch.tensors import as_array, in_storage_order, tensor_of
@@ -88,7 +89,7 @@ class GradientRoom:
         return name
 
     def checked(self) -> bool:
-        """Return False in ``torch.func.functional_call``, where tensors stand for parameters.
+        """Return False where tensors stand for parameters: torch.func and torch.export do that.
 
         Raises:
           ContextError: The model has other parameters by now.
@@ -96,7 +97,7 @@ class GradientRoom:
         name, now = self._changed()
         if not name:
             return True
-        if isinstance(now, torch.Tensor) and not isinstance(now, torch.nn.Parameter):
+        if isinstance(now, FakeTensor) or type(now) is torch.Tensor:
             return False
         which = self.differs()
         if which:

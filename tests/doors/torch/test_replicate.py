@@ -757,6 +757,8 @@ def test_what_brings_no_parameter_may_come_and_go():
 
     each = torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, torch.ones(3, 1, WIDTH))
     torch.testing.assert_close(each["0.weight"][2], model[0].weight.grad)
+    x = torch.ones(2, WIDTH)
+    torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), model(x))
 
 
 @pytest.mark.parametrize("fused", [False, True])
