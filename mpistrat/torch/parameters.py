@@ -60,22 +60,27 @@ class GradientRoom:
                 self.views[i] = tensor_of(self.arrays[i]).permute(self._backs[i])
 
     def _look(self) -> None:
-        """Note of what modules and parameters the model is."""
-        self._tree = [
-            (held, [(key, f"{name}.{key}".lstrip("."), x, _kind(x)) for key, x in held.items()])
-            for name, module in self._model.named_modules()
-            for held in (module._parameters, module._modules)
+        """Note of what modules and parameters the model is; calls of the model look at all."""
+        modules = self._model.named_modules()
+        inside = [(name, d) for name, m in modules for d in (m._parameters, m._modules)]
+        self._counts = [(d, len(d)) for _, d in inside]
+        self._parts = [
+            (d, key, f"{name}.{key}".lstrip("."), one, *_kind(one))
+            for name, d in inside
+            for key, one in d.items()
         ]
 
     def _changed(self) -> tuple[str, Any]:
         """Return what is not as `_look` has found it, and what it is now; "" if all is."""
-        for held, known in self._tree:
-            for key, name, one, kind in known:
-                now = held.get(key)
-                if now is not one or (kind and kind != (one.requires_grad, one.dtype)):
-                    return name, now
-            if len(held) > len(known):
-                return next(key for key in held if key not in {k for k, *_ in known}), None
+        for held, key, name, one, wants, dtype in self._parts:
+            now = held.get(key)
+            if now is not one:
+                return name, now
+            if wants is not None and (one.requires_grad is not wants or one.dtype is not dtype):
+                return name, now
+        for held, count in self._counts:
+            if len(held) > count:
+                return list(held)[-1], None
         return "", None
 
     def differs(self) -> str:
@@ -109,6 +114,6 @@ class GradientRoom:
         return True
 
 
-def _kind(one: Any) -> tuple[bool, torch.dtype] | None:
-    """Return what of a parameter may not change; None of a module."""
-    return (one.requires_grad, one.dtype) if isinstance(one, torch.Tensor) else None
+def _kind(one: Any) -> tuple[bool | None, torch.dtype | None]:
+    """Return what of a parameter may not change; nothing of a module."""
+    return (one.requires_grad, one.dtype) if isinstance(one, torch.Tensor) else (None, None)
