@@ -65,6 +65,28 @@ class TensorBatches:
         return int(self._steps)
 
 
+def _check_loader(loader: Any, batch_size: int | None) -> None:
+    """Raise DataError for a loader that would read other rows than it seems to, or fork."""
+    give = "Give its dataset: batches(loader.dataset, batch_size=...)"
+    if not isinstance(loader.sampler, SequentialSampler):
+        raise DataError(
+            "this DataLoader draws its order from each rank's own generator, so rows would come "
+            f"twice or never. {give[:-1]}, shuffle=True) has one order on all ranks."
+        )
+    if batch_size is not None and loader.batch_sampler is not None:
+        raise DataError(
+            f"this DataLoader makes batches of {loader.batch_size} already, and batch_size="
+            f"{batch_size} would make batches of those. Leave it out. Or: {give[0].lower()}"
+            f"{give[1:]}."
+        )
+    if loader.num_workers:
+        raise DataError(
+            f"this DataLoader has num_workers={loader.num_workers}, which are processes, and a "
+            f"program that has started MPI must not fork. {give[:-1]}, workers="
+            f"{loader.num_workers}) reads in threads."
+        )
+
+
 def batches(
     data: Any,
     strategy: Any = None,
@@ -83,7 +105,8 @@ def batches(
       data: A map-style dataset of PyTorch, of which each rank reads its own items only; a
         `mpistrat.Dataset`; or what that takes, such as a tuple of arrays.
       strategy: The strategy; None for the one that rules here.
-      batch_size: How many rows all ranks together get in a batch. None for a dataset of batches.
+      batch_size: How many rows all ranks together get in a batch. None for what gives batches
+        already: a `mpistrat.Dataset` that was batched, a ``DataLoader``.
       shuffle: Take the rows in another order in each epoch, alike on all ranks.
       seed: Of these orders.
       drop_last: Leave out the last batch of an epoch, if it has fewer rows.
@@ -98,8 +121,9 @@ def batches(
 
     Raises:
       ContextError: No strategy rules here, in a job of several ranks.
-      DataError: `data` is not a source of a dataset, or is a ``DataLoader`` with an order of its
-        own; or the batch size is not 1 or more; or `workers` are for another source.
+      DataError: `data` is not a source of a dataset, or is a ``DataLoader`` with an order or with
+        processes of its own; or the batch size is missing, not 1 or more, or for what gives batches
+        already; or `workers` are for another source.
       LockstepError: The ranks have other data.
 
     Cost: one proof, and one a batch. `mpistrat.Dataset` has what is not here: maps, caches,
@@ -119,13 +143,14 @@ def batches(
         strategy = current_strategy()
     if strategy is default_strategy():
         refuse_unchosen("batches")
-    if isinstance(data, DataLoader) and not isinstance(data.sampler, SequentialSampler):
-        raise DataError(
-            "this DataLoader draws its order from each rank's own generator, so rows would come "
-            "twice or never. Give its dataset: batches(loader.dataset, batch_size=..., "
-            "shuffle=True) has one order on all ranks."
-        )
+    if isinstance(data, DataLoader):
+        _check_loader(data, batch_size)
     is_map_style = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    if is_map_style and batch_size is None:
+        raise DataError(
+            "batches: how many rows do all ranks together get in a batch? Give batch_size=..., as "
+            "this is a source of single rows."
+        )
     rows = None
     if is_map_style and not isinstance(data, tuple | dict) and not hasattr(data, "shape"):
         rows = rows_of(data, workers)

@@ -130,7 +130,6 @@ class FusedOptimizer:
                 gradients.check()
                 if gradients.wrong is not None:
                     raise gradients.wrong
-                self._check_names()
                 self._check()
                 mine = np.array([*gradients.ready(), gradients.passes], np.int32)
             self._compare()
@@ -164,6 +163,12 @@ class FusedOptimizer:
     def _check(self) -> None:
         """Raise ContextError if a weight is not where it was put, or has been written to."""
         gradients = self._gradients
+        if self._stale():
+            raise ContextError(
+                "this FusedOptimizer is not that of the model any more: another was made of it, "
+                "or other parameters require grad than then, or of another dtype, or replicate "
+                "was called with another strategy. Make another one."
+            )
         for name, view, version in zip(
             gradients.names, gradients.views, gradients.versions, strict=False
         ):
@@ -210,17 +215,19 @@ class FusedOptimizer:
             )
         return watched
 
-    def _check_names(self) -> None:
-        if list(self.variables) != self._gradients.names:
-            raise ContextError(
-                "other parameters require grad than when this FusedOptimizer was made. Make "
-                "another one."
-            )
+    def _stale(self) -> bool:
+        """Tell whether the gradients are not of these variables any more; alike on all ranks."""
+        gradients = self._gradients
+        now = {n: str(p.dtype)[6:] for n, p in zip(gradients.names, gradients.params, strict=True)}
+        mine = {name: variable.dtype.name for name, variable in self.variables.items()}
+        return gradients.renewed != self._renew or mine != now
 
     def _renew(self) -> None:
         """Take the weights that `replicate` has given to all ranks. Collective."""
         gradients = self._gradients
-        self._check_names()
+        if self._stale():  # the program makes another one, and `step` says so
+            gradients.variables, gradients.deferred = {}, False
+            return
         with gradients.strategy.scope():
             pairs = zip(gradients.params, self.variables.values(), strict=True)
             for p, variable in pairs:

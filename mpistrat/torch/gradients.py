@@ -4,7 +4,7 @@ A backward pass of the CPU runs in the thread that calls it, hooks included, so 
 collective call. Its steps:
 
 1. the gradient of an output of the model arrives (`_came`): the pass is open, and its rows count;
-2. the gradient of each parameter arrives (`_arrived`): it is copied to the shared buffer while it
+2. the gradient of each parameter arrives (`arrived`): it is copied to the shared buffer while it
    is in cache, and ``p.grad`` is a view of that from now on;
 3. the pass ends (`_end`): buffers of parameters without a gradient are zeroed, and all are folded.
 """
@@ -25,14 +25,22 @@ from mpistrat.distribute.mode import Mode, Replica, current, entered, same_strat
 from mpistrat.distribute.reduce import in_replica
 from mpistrat.distribute.state import check_same
 from mpistrat.errors import ContextError, LeafTypeError
+from mpistrat.torch.parameters import GradientRoom
 from mpistrat.torch.rows import nothing, tensors_in, without_weight
-from mpistrat.torch.tensors import as_array, in_storage_order
+from mpistrat.torch.tensors import as_array
 
 __all__ = ["Gradients", "as_replica"]
 
 
 def _nobody() -> None:
     """Return what is left of a backward pass when there is none."""
+
+
+def _arrived(gradients: weakref.ref[Gradients], i: int, p: Any) -> None:
+    """Tell gradients, if there are any still, that one has been accumulated."""
+    own = gradients()
+    if own is not None:
+        own.arrived(i, p)
 
 
 def as_replica(strategy: Any) -> Any:
@@ -66,7 +74,7 @@ class Gradients:
       weight: How many rows the gradients are the mean of that this rank has added up.
       versions: Of the views, when the last pass ended.
       variables: What has the memory of parameters, by the identity of these.
-      renewed: Is called when all weights were given anew.
+      renewed: Is called when all weights were given anew, by whoever updates.
       wrong: Why the gradients that were added up have no weight, if so.
     """
 
@@ -78,7 +86,7 @@ class Gradients:
         self._ending: Callable[[], Any] = _nobody
         self._hooks: list[Any] = []
         self._scaling: list[Any] = []
-        self._slots: list[tuple[dict[str, Any], str, Any, bool]] | None = None
+        self._parameters = GradientRoom(model)
         self._meets = False
         self.passes, self._base, self.weight = 0, 0.0, 0.0
         self.versions: list[int] = []
@@ -88,7 +96,7 @@ class Gradients:
         self._calls: list[float] = []
         self._blind = False
         self.variables: dict[int, Any] = {}
-        self.renewed: Callable[[], None] = lambda: None
+        self.renewed: Callable[[], None] | None = None
         self.wrong: ContextError | None = None
         self.begin_alike()
 
@@ -107,19 +115,13 @@ class Gradients:
                         )
             state = {name: one.detach() for name, one in pairs}
             self.strategy.broadcast(state, out=state)
-            new = self._slots is None or bool(self._differs())
+            new = not self._hooks or bool(self._parameters.differs())
             if self.strategy.all_reduce("MAX", int(new)):
                 self.make_room()
         self.held = False
         self.forget()
-        self.renewed()
-
-    def _differs(self) -> str:
-        """Return which parameter is another one than there was room made for; "" if none is."""
-        for module, key, p, wants in self._slots or ():
-            if module.get(key) is not p or (p is not None and p.requires_grad != wants):
-                return key
-        return ""
+        if self.renewed is not None:
+            self.renewed()
 
     def make_room(self) -> None:
         """Take memory for the gradients of what requires grad, and hook it. Collective."""
@@ -129,25 +131,17 @@ class Gradients:
         for one in meets:
             one.of_ranks(self.strategy)
         self._meets = bool(meets)
-        named = [(n, p) for n, p in self._model.named_parameters() if p.requires_grad]
-        self.names, self.params = [n for n, _ in named], [p for _, p in named]
+        self._parameters = found = GradientRoom(self._model)
         # Who updates has the weights in C order, and so has a checkpoint.
-        given = [p.detach().contiguous() if self.deferred else p.detach() for p in self.params]
-        laid = list(map(in_storage_order, given))
-        specs = [*[one for one, _ in laid], torch.empty(len(named))]
-        *buffers, self._used = self.strategy.gradient_buffers(specs)
-        self.arrays = [as_array(one) for one in buffers]
-        self._all = [*self.arrays, as_array(self._used)]
-        self.views = [b.permute(back) for b, (_, back) in zip(buffers, laid, strict=True)]
+        *_, self._used = found.take_room(self.strategy, self.deferred)
+        self._all = [*found.arrays, as_array(self._used)]
+        self.names, self.params = found.names, found.params
+        self.arrays, self.views = found.arrays, found.views
         for i, p in enumerate(self.params):
             p.grad = None
-            hook = functools.partial(self._arrived, i)
+            # Python's collector does not see what the hooks of a tensor hold.
+            hook = functools.partial(_arrived, weakref.ref(self), i)
             self._hooks.append(p.register_post_accumulate_grad_hook(hook))
-        self._slots = [
-            (module._parameters, key, p, p is not None and p.requires_grad)
-            for module in self._model.modules()
-            for key, p in module._parameters.items()
-        ]
 
     def close(self) -> None:
         """Leave the parameters alone from now on."""
@@ -156,14 +150,8 @@ class Gradients:
         self._hooks = []
 
     def check(self) -> None:
-        """Raise ContextError if parameters were replaced, frozen or unfrozen."""
-        which = self._differs()
-        if which:
-            raise ContextError(
-                f"parameter {which!r} was replaced (load_state_dict(assign=True), setattr), frozen "
-                "or unfrozen after replicate, so its gradients would stay on this rank. Call "
-                "mpistrat.torch.replicate(model) again, on all ranks."
-            )
+        """Raise ContextError if the model has other parameters than room was made for."""
+        self._parameters.checked()
 
     # Calls of the model
 
@@ -174,6 +162,8 @@ class Gradients:
     def call(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call the model, or make an output of no rows where it is given none."""
         rows = self._prepare(args, kwargs)
+        if rows is None:
+            return forward(*args, **kwargs)
         self._inside = True
         try:
             runs = rows or self._meets or self.strategy.num_replicas_in_sync == 1
@@ -183,10 +173,9 @@ class Gradients:
         self._watch(out, rows)
         return out
 
-    def _prepare(self, args: Any, kwargs: Any) -> float:
-        """Return how many rows the arguments are."""
-        self.check()
-        return float(self._rows(*args, **kwargs))
+    def _prepare(self, args: Any, kwargs: Any) -> float | None:
+        """Return how many rows the arguments are; None in ``torch.func.functional_call``."""
+        return float(self._rows(*args, **kwargs)) if self._parameters.checked() else None
 
     def _watch(self, out: Any, rows: float) -> None:
         """Count the rows of an output in each backward pass that comes through it."""
@@ -217,6 +206,7 @@ class Gradients:
         self._seen, self._calls = False, []
         self._pass += 1
         self._unhook()
+        self._parameters.put_back()
         if self.passes and self._dropped():
             self.forget()
         if not self.passes and (self.deferred or not self.syncing):
@@ -253,7 +243,7 @@ class Gradients:
             hook.remove()
         self._scaling = []
 
-    def _arrived(self, i: int, p: Any) -> None:
+    def arrived(self, i: int, p: Any) -> None:
         """Keep the gradient of a parameter, which has just been accumulated."""
         self._begin()
         self._seen = True
@@ -303,6 +293,7 @@ class Gradients:
 
     def ready(self) -> list[bool]:
         """Bring all gradients into the buffers; return which of them there are. `scale` follows."""
+        self._parameters.put_back()
         for p, view in zip(self.params, self.views, strict=True):
             if p.grad is None:
                 view.zero_()

@@ -145,6 +145,7 @@ def replicate(
     plain = _plain(model)
     if known is not None:
         known.close()
+        known.renewed = None
     model.__dict__[GRADIENTS] = Gradients(model, strategy, rows or first_rows)
     if plain not in _classes:
         _classes[plain] = type(f"Replicated{plain.__name__}", (Replicated, plain), {})

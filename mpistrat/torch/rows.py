@@ -79,20 +79,26 @@ def nothing(model: Any, args: Any, kwargs: Any) -> Any:
     mode = FakeTensorMode(allow_non_fake_inputs=True)  # shapes without contents
 
     def fake(leaf: Any) -> Any:
-        return mode.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return mode.from_tensor(leaf.detach().requires_grad_(leaf.requires_grad))
 
     try:
+        mine = {name: fake(one) for name, one in pairs}
+        some = [nest.map(fake, given) for given in (args, kwargs)]
         with mode:
-            mine = {name: fake(one) for name, one in pairs}
-            some = [nest.map(fake, given) for given in (args, kwargs)]
             out = torch.func.functional_call(model, mine, *some)
     except Exception as error:
         raise ContextError(
             "this rank has no rows, and what the model would give for none is not known "
             f"without running it: {error}\n  Call mpistrat.torch.take_part(model) in place of "
-            "the model, the loss and its backward pass where a rank has no rows."
+            "the model, the loss and its backward pass where a rank has no rows, or leave out a "
+            "last batch of few: mpistrat.torch.batches(..., drop_last=True)."
         ) from error
     anchor = torch.zeros((), requires_grad=True)
+    for x in tensors_in([*args, *kwargs.values()]):
+        if x.requires_grad:  # perhaps of another replicated model, whose pass the ranks are in too
+            anchor = anchor + x.sum().to(anchor.dtype)
     return nest.map(functools.partial(_empty, anchor), out)
 
 

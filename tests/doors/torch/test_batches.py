@@ -103,5 +103,15 @@ def test_a_loader_that_shuffles_is_refused_and_one_that_does_not_is_a_source():
     strategy = ms.OneDeviceStrategy("cpu")
     with pytest.raises(ms.DataError, match="has one order on all ranks"):
         mt.batches(torch.utils.data.DataLoader(data, 4, shuffle=True), strategy)
+    with pytest.raises(ms.DataError, match=r"num_workers=2.*must not fork.*workers=2\)"):
+        mt.batches(torch.utils.data.DataLoader(data, 4, num_workers=2), strategy)
     loader = torch.utils.data.DataLoader(data, 4)
+    with pytest.raises(ms.DataError, match=r"makes batches of 4 already.*batch_size=8"):
+        mt.batches(loader, strategy, batch_size=8)
     assert [len(x) for (x,) in mt.batches(loader, strategy)] == [4, 4, 1]
+
+
+@pytest.mark.parametrize("data", [Squares(), (np.arange(4.0),), np.arange(4.0)])
+def test_rows_without_a_batch_size_are_asked_for_it(data):
+    with pytest.raises(ms.DataError, match="how many rows do all ranks together get"):
+        mt.batches(data, ms.OneDeviceStrategy("cpu"))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 import mpistrat as ms
+from mpistrat.checkpoint.inspection import export_of
 from mpistrat.testing import run_ranks
 
 torch = pytest.importorskip("torch", reason="wants PyTorch: pip install 'mpistrat[torch]'")
@@ -334,3 +337,19 @@ def test_the_state_of_an_optimizer_that_made_no_step_is_that_of_the_start():
     assert held["optimizer/state/0/begun"].array == 0 and not optimizer.state
     assert optimizer.param_groups[0]["lr"] == 0.1
     assert torch.equal(model.weight, before) and model.weight.grad is None
+
+
+def test_exported_weights_are_read_by_safetensors_tied_ones_once(tmp_path):
+    library = pytest.importorskip("safetensors")
+    model, other = Net(), Net()
+    path = ms.Checkpoint(model=model).save(tmp_path / "ckpt")
+    assert export_of(path, str(tmp_path / "out.safetensors"))[1] == 0
+    with library.safe_open(tmp_path / "out.safetensors", "pt") as file:
+        same = json.loads(file.metadata()["same"])  # norm: fresh weights are equal by chance
+        assert "model/norm.running_var" in [*same, *same.values()]
+        held = {name: file.get_tensor(same.get(name, name)) for name in [*file.keys(), *same]}
+    state = {name.removeprefix("model/"): tensor for name, tensor in held.items()}
+    assert other.load_state_dict(state, strict=False).missing_keys == ["tied.weight"]
+    for name, tensor in model.state_dict().items():
+        assert other.state_dict()[name].dtype is tensor.dtype
+        assert torch.equal(other.state_dict()[name], tensor)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import pickle
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -238,7 +240,7 @@ def hidden_writes():
         "numpy": (numpy, "'0.weight' was written to"),
         "elsewhere": (elsewhere, "'0.weight' was given other memory"),
         "clipped": (clipped, "'0.weight' was changed after the backward.*ClipByGlobalNorm"),
-        "assigned": (assigned, "'weight' was replaced"),
+        "assigned": (assigned, "'0.weight' was replaced"),
     }
 
 
@@ -293,15 +295,17 @@ def test_a_fused_optimizer_of_other_parameters_than_now_require_grad_says_so():
     def program(comm):
         model, optimizer = wide(comm)
         model[0].bias.requires_grad_(False)
-        with pytest.raises(ms.errors.ContextError, match="other parameters require grad"):
-            mt.replicate(model)
+        mt.replicate(model)
         backward(model, comm)
         with pytest.raises(ms.errors.ContextError, match="other parameters require grad"):
             optimizer.step()
-        optimizer = mt.FusedOptimizer(model, ms.optim.SGD(0.1))
-        optimizer.zero_grad()
+        other = mt.FusedOptimizer(model, ms.optim.SGD(0.1))
+        other.zero_grad()
         backward(model, comm)
-        optimizer.step()
+        other.step()
+        backward(model, comm)
+        with pytest.raises(ms.errors.ContextError, match="another was made of it"):
+            optimizer.step()
 
     run_ranks(program, 2)
 
@@ -393,6 +397,18 @@ def test_a_loop_may_leave_the_model_alone_where_it_has_no_rows():
         close(model, wanted)
 
     run_ranks(program, 4)
+
+
+def test_a_model_after_another_one_where_a_rank_has_no_rows():
+    def program(comm):
+        strategy = ms.MirroredStrategy()
+        first, second = (mt.replicate(made("plain"), strategy) for _ in range(2))
+        last = nn.Linear(1, WIDTH)
+        for _ in range(2):
+            second(last(first(torch.ones(comm.rank, WIDTH)))).mean().backward()
+        strategy.check_same([first[0].weight.grad, second[0].weight.grad])
+
+    run_ranks(program, 3)
 
 
 def test_a_model_is_not_run_where_it_has_no_rows_and_gives_an_output_of_its_shape():
@@ -676,6 +692,85 @@ def test_a_copy_of_a_traced_model_is_no_replicated_one():
     again = mt.replicate(other, ms.OneDeviceStrategy("cpu"))
     with mt.no_sync(again):
         again(torch.ones(2, 3)).mean().backward()
+
+
+CHANGES = {
+    "module added": lambda m: m.append(nn.Linear(1, 1)),
+    "module replaced": lambda m: m.__setitem__(2, nn.Linear(300, 1)),
+    "parameter added": lambda m: m[1].register_parameter("slope", nn.Parameter(torch.rand(3))),
+    "parameter removed": lambda m: m[0].register_parameter("bias", None),
+    "cast": lambda m: m.double(),
+}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_model_that_was_changed_says_so_and_is_replicated_again(change, fused):
+    def program(comm):
+        strategy = ms.MirroredStrategy()
+        model = mt.replicate(made("plain"), strategy)
+        model(torch.ones(1, WIDTH)).mean().backward()
+        with _lock:
+            torch.manual_seed(comm.rank)
+            CHANGES[change](model)
+        x = torch.full((2, WIDTH), comm.rank + 1.0, dtype=next(model.parameters()).dtype)
+        with pytest.raises(ms.errors.ContextError, match=r"was replaced .* added, removed"):
+            model(x)
+        assert mt.replicate(model) is model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if fused:
+            optimizer = mt.FusedOptimizer(model, ms.optim.SGD(0.1))
+        for _ in range(2):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        strategy.check_same({name: p.detach() for name, p in model.named_parameters()})
+
+    run_ranks(program, 2)
+
+
+@pytest.mark.parametrize("when", ["before the pass", "after it"])
+def test_gradients_reach_the_ranks_where_a_module_has_moved_them(when):
+    def program(comm):
+        model = mt.replicate(nn.Linear(2, 1), ms.MirroredStrategy())
+        for step in range(3):
+            with mt.no_sync(model) if step == 1 else contextlib.nullcontext():
+                model(torch.full((1, 2), comm.rank + 1.0)).mean().backward()
+            if step == (0 if when == "before the pass" else 1):
+                model.share_memory()  # gives gradients other memory, too
+            if step == 0:
+                model.zero_grad()
+        assert model.weight.grad.tolist() == [[3.0, 3.0]]
+
+    run_ranks(program, 2)
+
+
+def test_what_brings_no_parameter_may_come_and_go():
+    model = mt.replicate(made("plain"), ms.OneDeviceStrategy("cpu"))
+    model[1] = nn.ReLU()
+    model.append(nn.Identity())
+    model(torch.ones(2, WIDTH)).mean().backward()
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(given, x):
+        return torch.func.functional_call(model, given, (x,)).mean()
+
+    each = torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, torch.ones(3, 1, WIDTH))
+    torch.testing.assert_close(each["0.weight"][2], model[0].weight.grad)
+    x = torch.ones(2, WIDTH)
+    torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), model(x))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_model_that_nobody_has_goes(fused):
+    strategy = ms.OneDeviceStrategy("cpu")
+    model = mt.replicate(made("plain"), strategy)
+    optimizer = mt.FusedOptimizer(model, ms.optim.SGD(0.1)) if fused else None
+    model(torch.ones(2, WIDTH)).mean().backward()
+    gone = weakref.ref(model[0].weight)
+    del model, optimizer
+    gc.collect()
+    assert gone() is None
 
 
 @pytest.mark.parametrize("outside", [True, False])

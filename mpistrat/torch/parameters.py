@@ -1,0 +1,119 @@
+"""The parameters of a model that have gradients, the memory of these, and whether it has others."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from mpistrat.errors import ContextError
+from mpistrat.torch.tensors import as_array, in_storage_order, tensor_of
+
+__all__ = ["GradientRoom"]
+
+
+@final
+class GradientRoom:
+    """What of a model requires grad when this is made.
+
+    Args:
+      model: The model.
+
+    Attributes:
+      names: The names of the parameters.
+      params: The parameters.
+      arrays: The buffers of their gradients, in the order of memory.
+      views: The same memory as tensors that are laid out as the parameters.
+    """
+
+    def __init__(self, model: Any):
+        """Take no memory yet."""
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self.names, self.params = [name for name, _ in named], [p for _, p in named]
+        self._model, self._dtypes = model, {p: p.dtype for p in self.params}
+        self._look()
+
+    def take_room(self, strategy: Any, c_order: bool) -> list[Any]:
+        """Take memory that the ranks of a node share, and a number for each parameter. Collective.
+
+        Args:
+          strategy: The strategy.
+          c_order: Whatever the order of the parameters in memory.
+
+        Returns:
+          Tensors of `Strategy.gradient_buffers`; the last is of the numbers.
+        """
+        given = [p.detach().contiguous() if c_order else p.detach() for p in self.params]
+        laid = list(map(in_storage_order, given))
+        self._backs = [back for _, back in laid]
+        rooms = strategy.gradient_buffers([*[one for one, _ in laid], torch.empty(len(laid))])
+        self.arrays = list(map(as_array, rooms[:-1]))
+        self.views = [b.permute(back) for b, back in zip(rooms, self._backs, strict=False)]
+        self._places = [view.data_ptr() for view in self.views]
+        return list(rooms)
+
+    def put_back(self) -> None:
+        """Make the views anew that a module has given other memory: ``model.share_memory()``."""
+        for i, place in enumerate(self._places):
+            if self.views[i].data_ptr() != place:
+                self.views[i] = tensor_of(self.arrays[i]).permute(self._backs[i])
+
+    def _look(self) -> None:
+        """Note of what modules and parameters the model is; calls of the model look at all."""
+        modules = self._model.named_modules()
+        inside = [(name, d) for name, m in modules for d in (m._parameters, m._modules)]
+        self._counts = [(d, len(d)) for _, d in inside]
+        self._parts = [
+            (d, key, f"{name}.{key}".lstrip("."), one, *_kind(one))
+            for name, d in inside
+            for key, one in d.items()
+        ]
+
+    def _changed(self) -> tuple[str, Any]:
+        """Return what is not as `_look` has found it, and what it is now; "" if all is."""
+        for held, key, name, one, wants, dtype in self._parts:
+            now = held.get(key)
+            if now is not one:
+                return name, now
+            if wants is not None and (one.requires_grad is not wants or one.dtype is not dtype):
+                return name, now
+        for held, count in self._counts:
+            if len(held) > count:
+                return list(held)[-1], None
+        return "", None
+
+    def differs(self) -> str:
+        """Return what of the model has other parameters by now; "" if nothing has."""
+        name, _ = self._changed()
+        if name and self._dtypes == {
+            p: p.dtype for p in self._model.parameters() if p.requires_grad
+        }:
+            self._look()
+            return ""
+        return name
+
+    def checked(self) -> bool:
+        """Return False where tensors stand for parameters: torch.func and torch.export do that.
+
+        Raises:
+          ContextError: The model has other parameters by now.
+        """
+        name, now = self._changed()
+        if not name:
+            return True
+        if isinstance(now, FakeTensor) or type(now) is torch.Tensor:
+            return False
+        which = self.differs()
+        if which:
+            raise ContextError(
+                f"{which!r} was replaced (setattr, load_state_dict(assign=True)), added, removed, "
+                "cast, frozen or unfrozen after replicate, so gradients would stay on this rank. "
+                "Call mpistrat.torch.replicate(model) again, on all ranks."
+            )
+        return True
+
+
+def _kind(one: Any) -> tuple[bool | None, torch.dtype | None]:
+    """Return what of a parameter may not change; nothing of a module."""
+    return (one.requires_grad, one.dtype) if isinstance(one, torch.Tensor) else (None, None)
