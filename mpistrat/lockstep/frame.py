@@ -25,7 +25,7 @@ from mpistrat.arrays import Array
 
 __all__ = [
     *("ALARM", "FAILED", "FRAME", "FRAME_RANKS", "HEAD", "LARGE", "LEAVING", "MORE", "ROOM"),
-    *("Heard", "head", "read", "read_words", "words"),
+    *("Heard", "head", "pack", "read", "read_words", "words"),
 ]
 
 FRAME = 256
@@ -34,6 +34,7 @@ FAILED, MORE, LARGE, LEAVING, ALARM = 1, 2, 4, 8, 16
 
 _HEAD = struct.Struct("<16sQII")
 HEAD = _HEAD.size
+pack = _HEAD.pack  # what `head` calls
 ROOM = FRAME - HEAD
 
 

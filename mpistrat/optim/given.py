@@ -127,13 +127,14 @@ def checked(
         found: Any = gradient
         if type(gradient) is not np.ndarray or (gradient.dtype, gradient.shape) != target.like:
             found = _found(name, gradient, target, optimizer)
-        if type(found) is IndexedSlices:
-            rows.append(target)
-            slices.append(found)
-        else:
-            dense.append(target)
-            values.append(found)
-    _check_count(optimizer, state, name, len(dense), len(rows))
+            if type(found) is IndexedSlices:
+                rows.append(target)
+                slices.append(found)
+                continue
+        dense.append(target)
+        values.append(found)
+    if not dense or optimizer.accumulate > 1:
+        _check_count(optimizer, state, name, len(dense), len(rows))
     known = _known(optimizer, state, replica, number, dense, rows)
     scalars = {id(one): one.scalars(step) for one in known.optimizers}
     return GradientCall(name, replica, number, known, values, slices, alike, scalars)
