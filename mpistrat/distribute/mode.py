@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, final
@@ -102,8 +102,6 @@ class Entered:
 
     __slots__ = ("_mode", "_more", "_token")
 
-    _more: Sequence[Any]
-
     def __init__(self, mode: Mode):
         """Enter nothing yet."""
         self._mode = mode
@@ -111,7 +109,7 @@ class Entered:
     def __enter__(self) -> None:
         """Enter the mode."""
         self._token = _mode.set(self._mode)
-        self._more = [enter(self._mode.strategy) for enter in _beside] if _beside else _beside
+        self._more = [enter(self._mode.strategy) for enter in _beside] if _beside else []
         for one in self._more:
             one.__enter__()
 

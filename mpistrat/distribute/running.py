@@ -43,8 +43,7 @@ def run(strategy: StrategyBase, fn: Callable[..., Any], args: Any, kwargs: Any) 
 
 
 def _call(strategy: StrategyBase, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    if not callable(fn):
-        check_function("run", "fn", fn)
+    check_function("run", "fn", fn)
     if type(args) is tuple and kwargs is None:
         positional, by_name = args, _NOTHING
     else:

@@ -140,6 +140,7 @@ class DistributedDataset:
         prove_dataset(gate.lockstep, known.distributed + 1, call, sample)
         known.distributed += 1
         self._iterators = 0
+        self._described, self._spec = self._origin.describe(), self._spec_of_steps()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuse: all ranks have made it together, and take its steps together.
@@ -178,7 +179,7 @@ class DistributedDataset:
         found = DistributedIterator(parts, self._gate, sharding, name, self._together)
         found.watched = sharding.parts is None and self._iterators == 1 and lockstep.comm.size > 1
         found.spec = self.element_spec
-        found.place = EpochPlace(epoch, passed, tuple(seeds), self._origin.describe())
+        found.place = EpochPlace(epoch, passed, tuple(seeds), self._described)
         return found
 
     @property
@@ -219,6 +220,9 @@ class DistributedDataset:
         replica. Elements that are no batches have no such axis, but where data can end earlier on
         one replica than on others, that one is given empty arrays.
         """
+        return self._spec
+
+    def _spec_of_steps(self) -> Any:
         spec = self._sharding.dataset.element_spec
         if spec is None:
             return None

@@ -159,7 +159,8 @@ def _plainly(
       As `Update.apply`.
     """
     known, scalars, first = call.known, call.scalars, NOBODY
-    guard, limit = optimizer.nonfinite == "raise", limit_of(optimizer.clip)
+    clip = optimizer.clip
+    guard, limit = optimizer.nonfinite == "raise", math.inf if clip is None else limit_of(clip)
     compiled, decay = known.worth_compiling, optimizer.ema or 0.0
     means, apart = folded.means, known.apart
     for one, places in known.together:
@@ -172,12 +173,12 @@ def _plainly(
             first = min(first, places[found])
     for i in apart:
         target, mean = known.dense[i], means[i]
-        ((rows, start), factors, divisor) = folded.rows[i] if mean is None else _whole(mean)
+        (rows, start), factors, divisor = folded.rows[i] if mean is None else _whole(mean)
         gradient = Gradient(rows, start + target.low, factors, divisor, 1.0, limit)
         how = (scalars[id(target.optimizer)], target.ema, decay, guard, compiled)
         if passes.update(target.rule, gradient, target.w, target.mine, *how):
             first = min(first, i)
-    return meet(meets, first, guard)
+    return meet(meets, first, guard) if meets is not None or first != NOBODY else None
 
 
 def _outcome(

@@ -202,7 +202,8 @@ def _in_place(
             reducer.node.fold_first(_MEAN, places.placed, scales)
         nodes, divisor = reducer.node.arena.nodes(), float(divisor)
         mine = column if column is None or nodes.nodes == 1 else column[nodes.ranks]
-        rows, given = [], []
+        rows: list[tuple[tuple[Array, int], Array | None, float]] = []
+        given: list[tuple[Array, int]] = []
         means: list[Array | None] = [None] * len(places.rows)
         for (block, matrix, start), first in zip(places.rows, places.first, strict=True):
             held = block()
@@ -233,7 +234,8 @@ def _mean(rows: Array, factors: Array | None, divisor: float) -> Array:
             return found
     total = np.empty((1, rows.shape[1]), rows.dtype)
     fold_blocks(np.add, rows, total, 0, rows.shape[1], factors, divisor)
-    return total[0]
+    whole: Array = total[0]
+    return whole
 
 
 def _fetch_by(

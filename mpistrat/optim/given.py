@@ -112,7 +112,10 @@ def checked(
     """
     mode = current()
     replica = mode is not None and mode.replica is not None
-    number = None if weight is None else _weight(name, weight)
+    number: float | None = None
+    if weight is not None:
+        plain = type(weight) is int and 0 <= weight < _MANY
+        number = float(weight) if plain else _weight(name, weight)
     compares = not replica and state.strategy.replicas.lockstep.comm.size > 1
     dense, rows, values, slices = [], [], [], []
     alike: dict[str, Array | bytes] = {}
