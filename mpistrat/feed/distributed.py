@@ -140,7 +140,7 @@ class DistributedDataset:
         prove_dataset(gate.lockstep, known.distributed + 1, call, sample)
         known.distributed += 1
         self._iterators = 0
-        self._described, self._spec = self._origin.describe(), self._spec_of_steps()
+        self._described = self._origin.describe()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuse: all ranks have made it together, and take its steps together.
@@ -212,7 +212,7 @@ class DistributedDataset:
         iterator.asks = asks
         return places.passing(self._origin, iterator.place, iterator, lambda: iterator.told)
 
-    @property
+    @functools.cached_property
     def element_spec(self) -> Any:
         """The tree of `PerReplicaSpec` of a step; None if only reading could tell.
 
@@ -220,9 +220,6 @@ class DistributedDataset:
         replica. Elements that are no batches have no such axis, but where data can end earlier on
         one replica than on others, that one is given empty arrays.
         """
-        return self._spec
-
-    def _spec_of_steps(self) -> Any:
         spec = self._sharding.dataset.element_spec
         if spec is None:
             return None
