@@ -24,6 +24,7 @@ __all__ = [
     "flat",
     "flatten",
     "is_lone",
+    "leaf",
     "map",
     "order",
     "path_names",
@@ -35,9 +36,18 @@ __all__ = [
 Structure = optree.PyTreeSpec
 _NODES = (dict, list, tuple)
 # What is most often a tree of its own; of these optree need not be asked.
-_LEAVES = frozenset({type(None), bool, int, float, str, np.ndarray, np.float32, np.float64})
+_LEAVES = {type(None), bool, int, float, str, np.ndarray, np.float32, np.float64}
 _LEAF: Any = 0
 _LONE: Structure = optree.tree_structure(_LEAF, none_is_leaf=True)
+
+
+def leaf(kind: type) -> None:
+    """Note that instances of a class are leaves, so that optree need not be asked.
+
+    Args:
+      kind: One of this library's own, which nobody registers as a node.
+    """
+    _LEAVES.add(kind)
 
 
 def flatten(tree: Any, none_is_leaf: bool = True) -> tuple[list[Any], Structure]:
@@ -72,11 +82,16 @@ def flat(is_list: bool, count: int) -> Structure:
     return optree.tree_structure(leaves, none_is_leaf=True)
 
 
+_PAIR = flat(False, 2)
+
+
 def unflatten(structure: Structure, leaves: list[Any]) -> Any:
     """Return the tree of that structure with these leaves."""
     if structure is _LONE:
-        (leaf,) = leaves
-        return leaf
+        (lone,) = leaves
+        return lone
+    if len(leaves) == 2 and structure is _PAIR:  # as most elements of datasets are
+        return leaves[0], leaves[1]
     return structure.unflatten(leaves)
 
 

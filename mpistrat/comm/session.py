@@ -24,11 +24,22 @@ from mpistrat.options import Options
 
 T = TypeVar("T")
 
-_NOBODY = -1  # no thread has this number
+_NOBODY, _FORKED = -1, -2  # no thread has these numbers
 
 _adding = threading.Lock()
 # Replaced as a whole, so that a watchdog may look while the program makes another.
 _alive: tuple[weakref.ref[Session], ...] = ()
+
+
+def _disown() -> None:
+    """Let the sessions of a process be nobody's in the process that it has forked."""
+    for one in _alive:
+        session = one()
+        if session is not None and session._owner is not None:
+            session._owner = _FORKED
+
+
+os.register_at_fork(after_in_child=_disown)
 
 
 class StatusBoard:
@@ -212,7 +223,7 @@ class Session:
         """Raise StrategyError unless this thread and process own the session."""
         if self._owner is None:
             return
-        theirs = threading.get_ident() != self._owner or os.getpid() != self._pid
+        theirs = threading.get_ident() != self._owner
         if theirs or self.freed or self.comm.ended or self.awaited is not None:
             self._look()
 
@@ -260,7 +271,7 @@ class Session:
                 f"rank {self.comm.rank}: MPI has been finalized, so strategies cannot be used any "
                 "more. Leave MPI.Finalize to mpi4py, which does it at exit."
             )
-        if threading.get_ident() != self._owner:
+        if threading.get_ident() != self._owner != _FORKED:
             return (
                 f"rank {self.comm.rank}: a collective was called from thread "
                 f"{threading.current_thread().name!r}, but all strategies of these ranks belong to "

@@ -17,6 +17,7 @@ from mpistrat.distribute.kinds import DistributedVariable
 from mpistrat.errors import ContextError, StrategyError
 
 __all__ = [
+    "Entered",
     "Mode",
     "Replica",
     "Scope",
@@ -85,12 +86,9 @@ _NONE = "get_replica_context() is None in cross-replica code"
 
 _mode: contextvars.ContextVar[Mode | None] = contextvars.ContextVar("mpistrat_mode", default=None)
 _chosen: contextvars.ContextVar[bool] = contextvars.ContextVar("mpistrat_chosen", default=False)
+# Returns the mode of the running code; None where the default strategy rules.
+current: Callable[[], Mode | None] = _mode.get
 _beside: list[Callable[[Ruling], AbstractContextManager[Any]]] = []
-
-
-def current() -> Mode | None:
-    """Return the mode of the running code; None where the default strategy rules."""
-    return _mode.get()
 
 
 def beside(enter: Callable[[Ruling], AbstractContextManager[Any]]) -> None:
@@ -111,7 +109,7 @@ class Entered:
     def __enter__(self) -> None:
         """Enter the mode."""
         self._token = _mode.set(self._mode)
-        self._more = [enter(self._mode.strategy) for enter in _beside]
+        self._more = [enter(self._mode.strategy) for enter in _beside] if _beside else []
         for one in self._more:
             one.__enter__()
 

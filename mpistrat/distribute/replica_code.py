@@ -50,7 +50,8 @@ def proved(strategy: StrategyBase, call: str, result: Any, failure: BaseExceptio
     """
     lockstep = strategy.replicas.lockstep
     state = lockstep.state
-    lockstep.session.check()  # what other threads do in its name may be what it has failed with
+    if failure is not None or lockstep.session.awaited is not None:
+        lockstep.session.check()  # what other threads do in its name may be what it has failed with
     if state.run.handles:
         failure = ended(lockstep, failure)
     failed = state.run.failed
@@ -60,7 +61,7 @@ def proved(strategy: StrategyBase, call: str, result: Any, failure: BaseExceptio
         raise failure or failed
     seen = strategy.replicas.regroup.gathered(call, result, failure)
     state.steps += 1
-    every = lockstep.options.check_every
+    every = lockstep.session.options.check_every
     if every and state.steps % every == 0 and lockstep.comm.size > 1:
         compare_copies(lockstep)
     return seen

@@ -8,7 +8,7 @@ from typing import Any
 
 from mpistrat.distribute.arguments import check_function, given
 from mpistrat.distribute.base import StrategyBase
-from mpistrat.distribute.mode import Mode, Replica, entered
+from mpistrat.distribute.mode import Entered, Mode, Replica
 from mpistrat.distribute.regroup import select
 from mpistrat.distribute.replica_code import begin, end, proved
 from mpistrat.errors import LeafTypeError
@@ -17,6 +17,7 @@ __all__ = ["run"]
 
 # What functions with `async` and `yield` return before they begin.
 _UNSTARTED = frozenset({CoroutineType, GeneratorType, AsyncGeneratorType})
+_NOTHING: dict[str, Any] = {}
 
 
 def run(strategy: StrategyBase, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -43,11 +44,14 @@ def run(strategy: StrategyBase, fn: Callable[..., Any], args: Any, kwargs: Any) 
 
 def _call(strategy: StrategyBase, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     check_function("run", "fn", fn)
-    positional, by_name = given("run", args, kwargs)
+    if type(args) is tuple and kwargs is None:
+        positional, by_name = args, _NOTHING
+    else:
+        positional, by_name = given("run", args, kwargs)
     regroup = strategy.replicas.regroup
     mine = [select(value) for value in positional]
     named = {name: select(value) for name, value in by_name.items()} if by_name else by_name
-    with entered(Mode(strategy, Replica(regroup.rank, regroup.size))):
+    with Entered(Mode(strategy, Replica(regroup.rank, regroup.size))):
         on_fn = regroup.lockstep.hooks.on_fn
         if on_fn is not None:
             on_fn()

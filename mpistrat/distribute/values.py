@@ -336,3 +336,7 @@ class Mirrored(DistributedValues, Operators):
         """Return ``Mirrored:{...}`` with a line per replica."""
         lines = [f"  {i}: {show(value)}" for i, value in enumerate(self.values)]
         return "Mirrored:{\n" + ",\n".join(lines) + "\n}"
+
+
+nest.leaf(PerReplica)
+nest.leaf(Mirrored)

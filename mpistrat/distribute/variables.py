@@ -7,6 +7,7 @@ from typing import Any, NoReturn, final
 
 import numpy as np
 
+from mpistrat import nest
 from mpistrat.arena import storage
 from mpistrat.arena.storage import PrivateStorage, Slices, SpreadStorage, Storage
 from mpistrat.arrays import Array, digest, quiet, sealed, spec_text
@@ -326,6 +327,9 @@ class Variable(Reading, ScatterUpdates):
         if not self.storage.whole:
             shown = f"{spec_text(self.storage.array)}, spread over all ranks"
         return f"Variable({self.name!r}, {kinds}, {shown})"
+
+
+nest.leaf(Variable)
 
 
 def spread_like(variable: Variable, name: str, slices: Slices) -> Variable:

@@ -140,6 +140,7 @@ class DistributedDataset:
         prove_dataset(gate.lockstep, known.distributed + 1, call, sample)
         known.distributed += 1
         self._iterators = 0
+        self._described = self._origin.describe()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuse: all ranks have made it together, and take its steps together.
@@ -178,7 +179,7 @@ class DistributedDataset:
         found = DistributedIterator(parts, self._gate, sharding, name, self._together)
         found.watched = sharding.parts is None and self._iterators == 1 and lockstep.comm.size > 1
         found.spec = self.element_spec
-        found.place = EpochPlace(epoch, passed, tuple(seeds), self._origin.describe())
+        found.place = EpochPlace(epoch, passed, tuple(seeds), self._described)
         return found
 
     @property
@@ -211,7 +212,7 @@ class DistributedDataset:
         iterator.asks = asks
         return places.passing(self._origin, iterator.place, iterator, lambda: iterator.told)
 
-    @property
+    @functools.cached_property
     def element_spec(self) -> Any:
         """The tree of `PerReplicaSpec` of a step; None if only reading could tell.
 

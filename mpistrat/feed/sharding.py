@@ -174,7 +174,7 @@ def policy_deal(dataset: Dataset, place: ShardSpec) -> Sharding:
 
 def _cut(dataset: Dataset, place: ShardSpec) -> Sharding:
     def part(step: int, piece: BatchSlice) -> StepPart:
-        contents = place.contents(step, [piece])
+        contents = place.contents(step, [piece]) if place.every else UNSEEN
         element = piece.cut(place.rank, place.size)
         return StepPart(element, piece.count(), contents)  # a map after `batch` is counted by now
 

@@ -50,10 +50,10 @@ class ElementSignature:
     def see(self, element: Any) -> None:
         """Look at a tree of arrays. Cost: a microsecond if it looks like the one before."""
         leaves, structure = nest.flatten(element)
-        seen = [
-            ((a := leaf if type(leaf) is np.ndarray else np.asarray(leaf)).dtype, a.shape[1:])
-            for leaf in leaves
-        ]
+        seen = []
+        for leaf in leaves:
+            array = leaf if type(leaf) is np.ndarray else np.asarray(leaf)
+            seen.append((array.dtype, array.shape[1:]))
         if self._seen is not None and seen == self._seen[1]:
             before = self._seen[0]
             if structure is before or structure == before:

@@ -29,6 +29,7 @@ FAILED, MORE, LARGE, LEAVING, ALARM = 1, 2, 4, 8, 16
 
 _HEAD = struct.Struct("<16sQII")
 HEAD = _HEAD.size
+pack = _HEAD.pack  # what `head` calls
 ROOM = FRAME - HEAD
 
 

@@ -24,7 +24,17 @@ from mpistrat.arrays import Array
 from mpistrat.comm.session import Session
 from mpistrat.errors import ContextError, LockstepError, NonFiniteError
 from mpistrat.lockstep import frame, mismatch, shutdown
-from mpistrat.lockstep.frame import ALARM, FAILED, FRAME, FRAME_RANKS, HEAD, LEAVING, MORE, ROOM
+from mpistrat.lockstep.frame import (
+    ALARM,
+    FAILED,
+    FRAME,
+    FRAME_RANKS,
+    HEAD,
+    LEAVING,
+    MORE,
+    ROOM,
+    pack,
+)
 from mpistrat.lockstep.ranks import Ranks, Unproved
 
 __all__ = ["Lockstep", "Proof", "Validator", "digest_of"]
@@ -184,7 +194,7 @@ class Lockstep(Ranks):
             if not self._several:
                 self._frame[HEAD : HEAD + len(payload)] = payload
                 return None
-            head = frame.head(digest, number, 0, len(payload))
+            head = pack(digest, number, 0, len(payload))
             self._frame[: HEAD + len(payload)] = head + payload
             self._raw.allgather(self._send, self._recv)
             self._got = got = self._recv.tobytes()
@@ -284,7 +294,7 @@ class Lockstep(Ranks):
         self, call: str, small: bytes, failure: BaseException | None = None, alarm: str = ""
     ) -> list[bytes]:
         """Prove the call and return every rank's `small`, riding in the proof where it fits."""
-        if failure is not None or alarm or not self.fits(len(small)):
+        if failure is not None or alarm or not (self.frames and len(small) <= ROOM):
             smalls = self.prove(call, small, failure, alarm=alarm).smalls
         else:
             odd = self.ride(call, digest_of(call), small)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from mpistrat import nest
 from mpistrat.arrays import Array, as_array, is_bfloat16, quiet
 from mpistrat.collectives.call import Contribution
 from mpistrat.collectives.dtypes import wire_type
@@ -49,6 +50,11 @@ class Metric(abc.ABC):
 
     Cost: creation costs that of its variables.
     """
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        """Let metrics be leaves of trees."""
+        super().__init_subclass__(**more)
+        nest.leaf(cls)
 
     def __init__(self, name: str, zeros: Mapping[str, Any]):
         """Create the variables."""

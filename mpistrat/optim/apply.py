@@ -89,10 +89,12 @@ def apply(
     progress = state.progress
     try:
         call = checked(optimizer, state, name, pairs, targets, weight, progress.step)
-        what = call.known.what(progress.step, lockstep.comm.size > 1)
-        node = strategy.replicas.reducer.node
-        node.arena.check_still(name, call.values)
-        call.known.compile(optimizer, node.wire)
+        known, node = call.known, strategy.replicas.reducer.node
+        what = known.what(progress.step, lockstep.comm.size > 1)
+        if node.arena.moving:
+            node.arena.check_still(name, call.values)
+        if not known.compiled:
+            known.compile(optimizer, node.wire)
     except Exception as error:
         lockstep.refuse(name, error)
     _step(optimizer, state, progress, call, what)
@@ -156,26 +158,27 @@ def _plainly(
     Returns:
       As `Update.apply`.
     """
-    known, scalars, bad = call.known, call.scalars, []
-    guard, limit = optimizer.nonfinite == "raise", limit_of(optimizer.clip)
+    known, scalars, first = call.known, call.scalars, NOBODY
+    clip = optimizer.clip
+    guard, limit = optimizer.nonfinite == "raise", math.inf if clip is None else limit_of(clip)
     compiled, decay = known.worth_compiling, optimizer.ema or 0.0
     means, apart = folded.means, known.apart
     for one, places in known.together:
-        gradients = [mean for i in places if (mean := means[i]) is not None]
-        if len(gradients) < len(places):
+        gradients: list[Any] = [means[i] for i in places]
+        if any([mean is None for mean in gradients]):
             apart = [*apart, *places]
             continue
         found = one.update(gradients, limit, scalars[id(one.optimizer)], guard, compiled)
         if found is not None:
-            bad.append(places[found])
+            first = min(first, places[found])
     for i in apart:
         target, mean = known.dense[i], means[i]
-        ((rows, start), factors, divisor) = folded.rows[i] if mean is None else _whole(mean)
+        (rows, start), factors, divisor = folded.rows[i] if mean is None else _whole(mean)
         gradient = Gradient(rows, start + target.low, factors, divisor, 1.0, limit)
         how = (scalars[id(target.optimizer)], target.ema, decay, guard, compiled)
         if passes.update(target.rule, gradient, target.w, target.mine, *how):
-            bad.append(i)
-    return meet(meets, min(bad, default=NOBODY), guard)
+            first = min(first, i)
+    return meet(meets, first, guard) if meets is not None or first != NOBODY else None
 
 
 def _outcome(

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar
 
+from mpistrat import nest
 from mpistrat.kernels.jit import Kernel
 from mpistrat.optim.clipping import ClipByGlobalNorm, ClipByValue
 from mpistrat.optim.groups import Group
@@ -60,6 +61,11 @@ class OptimizerSettings(abc.ABC):
     nonfinite: Literal["raise", "skip", "ignore"] = dataclasses.field(default="raise", kw_only=True)
     loss_scale: LossScale | None = dataclasses.field(default=None, kw_only=True)
     shard: Literal["node", "all"] = dataclasses.field(default="node", kw_only=True)
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        """Let optimizers be leaves of trees."""
+        super().__init_subclass__(**more)
+        nest.leaf(cls)
 
     @property
     @abc.abstractmethod

@@ -9,8 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpistrat.kernels import jit
+from mpistrat.kernels.scaling import divide
 
-__all__ = ["LANES", "add", "average", "clip", "finite", "scale", "sum_squares"]
+__all__ = [
+    *("LANES", "add", "average", "clip", "finite", "mean_rows", "scale", "sum_squares"),
+]
 
 Array: TypeAlias = NDArray[Any]
 
@@ -66,6 +69,20 @@ def finite(g: Array) -> bool:
         rest = g[i] - g[i]  # NaN for NaN and for infinities
         bad |= rest != rest  # counting them takes 6 times as long
     return not bad
+
+
+def mean_rows(rows: Array, divisor: float) -> Array:
+    """Return the sum of rows over a divisor.
+
+    If it is finite it has the bits of `mpistrat.kernels.fold.fold_rows`, which also sees to means
+    of numbers whose sum overflows.
+    """
+    total: Array = rows[0] + rows[1] if len(rows) > 1 else rows[0].copy()
+    for row in rows[2:]:
+        total += row
+    if divisor != 1.0:
+        divide(total, divisor)
+    return total
 
 
 def _sum_squares_twin(x: Array, lanes: Array) -> float:

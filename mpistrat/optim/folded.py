@@ -25,12 +25,12 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 
-from mpistrat.arena.arena import ArenaAddress, Block
-from mpistrat.arrays import Array
+from mpistrat.arena.arena import ArenaAddress
+from mpistrat.arrays import Array, quiet
 from mpistrat.collectives.call import Call, Contribution
 from mpistrat.collectives.node import NodeFolds
 from mpistrat.collectives.segments import Segment, placed
@@ -40,7 +40,8 @@ from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.kernels.blocks import fold_blocks
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.kernels.scaling import factors_of
-from mpistrat.lockstep.abort import aborting
+from mpistrat.lockstep.abort import abort
+from mpistrat.optim.blocks import finite, mean_rows
 from mpistrat.optim.given import GradientCall
 from mpistrat.optim.known import Known, Places
 from mpistrat.optim.state import State, Target
@@ -163,7 +164,8 @@ def _placed(state: State, known: Known, homes: list[ArenaAddress]) -> Places:
     folded = [h for h, yes, is_far in zip(homes, first, far, strict=True) if yes and not is_far]
     rows = [(weakref.ref(h.block), h.place.matrix, h.place.start) for h in homes]
     where = placed(folded) if folded else None
-    return Places(placed(homes).suffix, rows, first, far, where, _runs(known, homes, first))
+    runs, some = _runs(known, homes, first), [i for i, is_far in enumerate(far) if is_far]
+    return Places(placed(homes).suffix, rows, first, some, where, runs)
 
 
 def _runs(
@@ -195,30 +197,45 @@ def _in_place(
     raw = state.accumulates
     scales = Scales(table, [1.0]) if raw else scales_of(table, True)
     column, divisor = scales.of(0)
-    with aborting(state.strategy.replicas.lockstep, what.text):
+    try:
         if places.placed is not None and whole:
             reducer.node.reduce_placed(_MEAN, places.placed, scales, into=1)
-        nodes = reducer.node.arena.nodes()
+        nodes, divisor = reducer.node.arena.nodes(), float(divisor)
         mine = column if column is None or nodes.nodes == 1 else column[nodes.ranks]
-        rows, given = [], []
+        rows: list[tuple[tuple[Array, int], Array | None, float]] = []
+        given: list[tuple[Array, int]] = []
         means: list[Array | None] = [None] * len(places.rows)
         for (block, matrix, start), first in zip(places.rows, places.first, strict=True):
-            all_rows = cast(Block, block()).matrices[matrix]
+            held = block()
+            assert held is not None
+            all_rows = held.matrices[matrix]
             given.append((all_rows, start))
-            factors = None if first or mine is None else factors_of(mine, all_rows.dtype)
-            by = 1.0 if first else float(divisor)
-            rows.append(((all_rows[:1] if first else all_rows, start), factors, by))
+            if first:
+                rows.append(((all_rows[:1], start), None, 1.0))
+            else:
+                factors = None if mine is None else factors_of(mine, all_rows.dtype)
+                rows.append(((all_rows, start), factors, divisor))
         for members, low, high in places.runs:
-            some = given[members[0]][0][:, low:high]
-            total = np.empty((1, high - low), some.dtype)
-            fold_blocks(np.add, some, total, 0, high - low, mine, float(divisor))
+            total = _mean(given[members[0]][0][:, low:high], mine, divisor)
             for i in members:
                 start = given[i][1] - low
-                means[i] = total[0, start : start + call.known.dense[i].w.size]
-
-        far = [i for i, is_far in enumerate(places.far) if is_far]
-        fetch = _fetch_by(reducer.node, call.known.dense, given, column, divisor) if far else None
+                means[i] = total[start : start + call.known.dense[i].w.size]
+        dense, far = call.known.dense, places.far
+        fetch = _fetch_by(reducer.node, dense, given, column, divisor) if far else None
         return Folded(means, rows, whole, True, far, fetch)
+    except Exception as error:
+        abort(state.strategy.replicas.lockstep, what.text, error)
+
+
+def _mean(rows: Array, factors: Array | None, divisor: float) -> Array:
+    if factors is None:
+        found: Array = quiet().run(mean_rows, rows, divisor)
+        if finite.twin(found):
+            return found
+    total = np.empty((1, rows.shape[1]), rows.dtype)
+    fold_blocks(np.add, rows, total, 0, rows.shape[1], factors, divisor)
+    whole: Array = total[0]
+    return whole
 
 
 def _fetch_by(

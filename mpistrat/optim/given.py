@@ -112,7 +112,10 @@ def checked(
     """
     mode = current()
     replica = mode is not None and mode.replica is not None
-    number = None if weight is None else _weight(name, weight)
+    number: float | None = None
+    if weight is not None:
+        plain = type(weight) is int and 0 <= weight < _MANY
+        number = float(weight) if plain else _weight(name, weight)
     compares = not replica and state.strategy.replicas.lockstep.comm.size > 1
     dense, rows, values, slices = [], [], [], []
     alike: dict[str, Array | bytes] = {}
@@ -127,13 +130,14 @@ def checked(
         found: Any = gradient
         if type(gradient) is not np.ndarray or (gradient.dtype, gradient.shape) != target.like:
             found = _found(name, gradient, target, optimizer)
-        if type(found) is IndexedSlices:
-            rows.append(target)
-            slices.append(found)
-        else:
-            dense.append(target)
-            values.append(found)
-    _check_count(optimizer, state, name, len(dense), len(rows))
+            if type(found) is IndexedSlices:
+                rows.append(target)
+                slices.append(found)
+                continue
+        dense.append(target)
+        values.append(found)
+    if not dense or optimizer.accumulate > 1:
+        _check_count(optimizer, state, name, len(dense), len(rows))
     known = _known(optimizer, state, replica, number, dense, rows)
     scalars = {id(one): one.scalars(step) for one in known.optimizers}
     return GradientCall(name, replica, number, known, values, slices, alike, scalars)

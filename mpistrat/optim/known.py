@@ -112,7 +112,7 @@ class Places(NamedTuple):
       suffix: What the text of the call says of it.
       rows: Of each gradient the block, the matrix in it, and its first column.
       first: Which of them are folded into the first row, before they are read from there.
-      far: Which of these are so when they are fetched, part by part.
+      far: The numbers of those of these that are so when they are fetched, part by part.
       placed: All others of these; None without any.
       runs: Which others every rank folds as one, in memory of its own; and from which column to
         which.
@@ -121,7 +121,7 @@ class Places(NamedTuple):
     suffix: str
     rows: list[tuple[weakref.ref[Block], int, int]]
     first: list[bool]
-    far: list[bool]
+    far: list[int]
     placed: Placed | None
     runs: list[tuple[list[int], int, int]]
 

@@ -52,7 +52,7 @@ from numpy.typing import NDArray
 
 from mpistrat.kernels import jit
 from mpistrat.kernels.loops import sum_rows
-from mpistrat.optim.blocks import LANES, add, average, clip, finite, scale, sum_squares
+from mpistrat.optim.blocks import LANES, add, average, clip, finite, mean_rows, scale, sum_squares
 
 if TYPE_CHECKING:
     from mpistrat.optim.base import Rule
@@ -403,18 +403,19 @@ def update(
       disk.
     """
     dtype, size = w.dtype, w.size
-    numbers, reads = _numbers(tuple(s), dtype), rule.reads
-    new = dtype.type(1.0 - decay)
-    if not compiled and size <= _TOGETHER * BLOCK and reads and gradient.plain:
+    numbers = _numbers(tuple(s), dtype)
+    rows, start, factors, divisor, scale, limit, pending = gradient
+    even = factors is None and pending is None and scale == 1.0 and limit == math.inf
+    if even and not compiled and size <= _TOGETHER * BLOCK and rule.reads:
         # What the twin of the loop comes to, for what is small without the price of that.
-        g = gradient.rows[0, gradient.start : gradient.start + size]
-        if not guard or finite.twin(g):
+        g, folds = rows[:, start : start + size], len(rows) > 1 or divisor != 1.0
+        g = mean_rows(g, divisor) if folds else g[0]
+        if not (guard or folds) or finite.twin(g):
             rule.update.twin(w, g, slots, numbers, 0, size)
             if ema is not None:
-                average.twin(w, ema, new)
+                average.twin(w, ema, dtype.type(1.0 - decay))
             return 0
-    kernel = _bound(_update_blocks, rule.update)
-    mean = _nothing(dtype) if ema is None else ema
+    mean, new = _nothing(dtype) if ema is None else ema, dtype.type(1.0 - decay)
     span = BLOCK if compiled and jit.compiling() else _TOGETHER * BLOCK
-    arguments = (*gradient._forms(), w, slots, numbers, mean, new, reads, guard, span)
-    return int(kernel(*arguments) if compiled else kernel.twin(*arguments))
+    arguments = (*gradient._forms(), w, slots, numbers, mean, new, rule.reads, guard, span)
+    return int(_run(_bound(_update_blocks, rule.update), compiled, *arguments))

@@ -32,6 +32,7 @@ class Together(NamedTuple):
     Attributes:
       targets: The variables, as `mpistrat.optim.state.Target`, with their slots where they lie now.
       optimizer: Theirs.
+      rule: That of the optimizer.
       weights: Those of each.
       parts: The room for the weights of each.
       starts: Where each begins among the elements of all, and where the last one ends.
@@ -44,6 +45,7 @@ class Together(NamedTuple):
 
     targets: Sequence[Any]
     optimizer: Any
+    rule: Any
     weights: list[Array]
     parts: list[Array]
     starts: list[int]
@@ -80,9 +82,9 @@ class Together(NamedTuple):
             bad = int(np.argmin(np.isfinite(self.g)))
             return bisect.bisect(self.starts, bad) - 1
         np.concatenate(self.weights, out=self.w)
-        rule, decay = self.targets[0].rule, self.optimizer.ema or 0.0
+        decay = self.optimizer.ema or 0.0
         how = (scalars, self.ema, decay, False, compiled)
-        passes.update(rule, self.gradient, self.w, self.slots, *how)
+        passes.update(self.rule, self.gradient, self.w, self.slots, *how)
         for w, part in zip(self.weights, self.parts, strict=True):
             w[:] = part
         return None
@@ -127,4 +129,4 @@ def _side_by_side(targets: list[Any]) -> Together:
     ws, rooms = [target.w for target in found], np.split(w, starts[1:-1])
     first = targets[0].optimizer
     gradient, ema = Gradient(g.reshape(1, -1)), memory.get("ema")
-    return Together(found, first, ws, rooms, starts, g, gradient, w, slots, ema)
+    return Together(found, first, first.rule, ws, rooms, starts, g, gradient, w, slots, ema)
