@@ -25,6 +25,7 @@ __all__ = [
     "finalize",
     "initialized",
     "is_communicator",
+    "largest_tag",
     "library",
     "needs_yielding",
     "ranks_in_job",
@@ -61,6 +62,15 @@ def is_communicator(value: object) -> bool:
 def world_size() -> int:
     """Return the number of ranks of ``MPI.COMM_WORLD``."""
     return int(library().COMM_WORLD.size)
+
+
+@functools.cache
+def largest_tag() -> int:
+    """Return the largest tag of a message.
+
+    MPI promises it of ``MPI.COMM_WORLD`` alone: a duplicate of a part has none with Open MPI 5.0.
+    """
+    return int(library().COMM_WORLD.Get_attr(library().TAG_UB))
 
 
 def ranks_in_job(comm: Comm) -> list[int]:
@@ -282,11 +292,9 @@ class MPIComm(Comm):
           ranks: Ranks of this group; this one among them.
           tag: Tells groups apart that are made at the same time; it is cut to what MPI takes.
         """
-        mpi = library()
-        most = self._comm.Get_attr(mpi.TAG_UB)
         group = self._comm.group.Incl(list(ranks))
         try:
-            made = self._comm.Create_group(group, tag % most)
+            made = self._comm.Create_group(group, tag % largest_tag())
         finally:
             group.Free()
         return MPIComm(made, owned=True, limit=self.limit)

@@ -29,7 +29,7 @@ pass_over(str(Path(torch.__file__).parent))
 
 # Seconds that a thread looks without a pause for the others: the program's own, as it has nothing
 # else to do, or where they are at the same call; the one beside it, which would take the program's
-# core. (Ranks that nap between the pieces of a call find each other asleep: 6 ms for 16 MB, not 2.)
+# core. (Ranks that nap between the pieces of a call find each other asleep.)
 _LOOK, _GLANCE = 2e-3, 5e-5
 _NAP = 5e-5
 
