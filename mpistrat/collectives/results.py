@@ -40,17 +40,6 @@ class Results:
         """Wait for what is reduced."""
         self.arrays, self._copies = arrays, copies
 
-    def places(self, bucket: Bucket) -> Sequence[tuple[int, int, Array]]:
-        """Return where results of a bucket go: columns, and a flat array for them.
-
-        Leaf by leaf, also where they lie side by side: a loop treats its last elements in another
-        way, and other ranks may put theirs elsewhere.
-        """
-        return [
-            (column, column + stop - start, self.arrays[leaf].reshape(-1)[start:stop])
-            for leaf, start, stop, column, _ in bucket.pieces
-        ]
-
     def take(self, number: int, row: Array) -> None:
         """Copy the results of that bucket out of `row`."""
         for start, stop, to in self._copies[number]:
@@ -64,13 +53,16 @@ def _bounds(array: Array) -> tuple[int, int]:
 def _tangled(values: Sequence[Array], outs: Sequence[Array]) -> bool:
     """Tell whether some `out` may share memory with a value that is not read before it is written.
 
-    Each leaf may be its own `out`; any other overlap counts, of outs among themselves too.
+    Each leaf may lie in its own `out`; any other overlap counts, of outs among themselves too.
     """
     spans = []
     for value, out in zip(values, outs, strict=True):
-        spans.append(_bounds(out))
+        to = _bounds(out)
+        spans.append(to)
         if value is not out:
-            spans.append(_bounds(value))
+            at = _bounds(value)
+            if at != to or not value.flags.c_contiguous:
+                spans.append(at)
     spans.sort()
     return any(low < end for (_, end), (low, _) in itertools.pairwise(spans) if end)
 
@@ -105,10 +97,22 @@ def _together(call: Call, bucket: Bucket, arrays: list[Array | None]) -> list[_C
 
 
 def results_for(
-    call: Call, values: Sequence[Array], outs: Sequence[Array] | None, pool: Pool
+    call: Call,
+    values: Sequence[Array],
+    outs: Sequence[Array] | None,
+    pool: Pool,
+    late: bool = False,
 ) -> Results:
-    """Return where results go: to `outs` where they are, else to memory of the pool."""
-    if outs is not None and len(call.buckets) > 1 and _tangled(values, outs):
+    """Return where results go: to `outs` where they are, else to memory of the pool.
+
+    Args:
+      call: The call.
+      values: The leaves.
+      outs: Where the results go, if that is given.
+      pool: Where memory for fresh ones comes from.
+      late: Values are still read when the first results are written, however few there are.
+    """
+    if outs is not None and (late or len(call.buckets) > 1) and _tangled(values, outs):
         outs = None  # the caller copies them, when all values have been read
     arrays: list[Array | None] = [None] * len(call.dtypes)
     if outs is not None:

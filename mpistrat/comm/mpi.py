@@ -50,6 +50,15 @@ def world_size() -> int:
     return int(library().COMM_WORLD.size)
 
 
+@functools.cache
+def largest_tag() -> int:
+    """Return the largest tag of a message.
+
+    MPI promises it of ``MPI.COMM_WORLD`` alone: a duplicate of a part has none with Open MPI 5.0.
+    """
+    return int(library().COMM_WORLD.Get_attr(library().TAG_UB))
+
+
 def ranks_in_job(comm: Comm) -> list[int]:
     """Return the ranks in ``MPI.COMM_WORLD`` of the ranks of `comm`."""
     ranks = list(range(comm.size))
@@ -269,11 +278,9 @@ class MPIComm(Comm):
           ranks: Ranks of this group; this one among them.
           tag: Tells groups apart that are made at the same time; it is cut to what MPI takes.
         """
-        mpi = library()
-        most = self._comm.Get_attr(mpi.TAG_UB)
         group = self._comm.group.Incl(list(ranks))
         try:
-            made = self._comm.Create_group(group, tag % most)
+            made = self._comm.Create_group(group, tag % largest_tag())
         finally:
             group.Free()
         return MPIComm(made, owned=True, limit=self.limit)

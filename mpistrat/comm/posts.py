@@ -9,7 +9,7 @@ import numpy as np
 
 from mpistrat.comm.base import Buffer
 from mpistrat.comm.chunks import slices
-from mpistrat.comm.mpi import MPIComm, library
+from mpistrat.comm.mpi import MPIComm, largest_tag, library
 
 
 @final
@@ -73,7 +73,7 @@ class Posts:
     def __init__(self, comm: MPIComm):
         """Send nothing yet."""
         self.comm = comm
-        self._most = int(comm.mpi.Get_attr(library().TAG_UB))
+        self._most = largest_tag()
 
     def send(self, buffer: Buffer, dest: int, tag: int) -> Post:
         """Begin to send uint8 `buffer` to `dest`, by MPI_Isend, in pieces that every MPI takes."""

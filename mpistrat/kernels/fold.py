@@ -128,13 +128,9 @@ def fold_pair(
     scales: Array | None = None,
     divisor: float = 1.0,
     whole: int | None = None,
-    team: Team | None = None,
     ready: bool = False,
 ) -> None:
-    """Fold columns `start` to `stop` of two rows into a flat array.
-
-    Replaces, for two ranks, a fold of one half of the columns and a copy of all: instead of 3.5
-    times the bytes of a row, 3 times pass through memory.
+    """Fold columns `start` to `stop` of two rows into a flat array, by one thread.
 
     Args:
       fold: As in `fold_rows`.
@@ -146,33 +142,17 @@ def fold_pair(
       divisor: As in `fold_rows`.
       whole: As in `fold_rows`. Equal on all ranks, which may cut differently: loops give a NaN
         that comes of two another payload than NumPy.
-      team: As in `fold_rows`.
       ready: As in `fold_rows`.
 
     Cost: One pass over the columns.
     """
-    count = stop - start if whole is None else whole
-    if team is not None and stop - start >= 2 * _PART:
-
-        def part(low: int, high: int) -> None:
-            into = out[low - start : high - start]
-            fold_pair(fold, rows, low, high, into, scales, divisor, count, ready=ready)
-
-        _divided(team, part, start, stop)
-        return
-    one, two = rows[0, start:stop], rows[1, start:stop]
-    plain = _ones(scales)
-    compiled = ready or compiles(fold, rows.dtype, count)
-    if plain and divisor == 1.0:
-        with np.errstate(all="ignore"):
-            fold(one, two, out=out)
-    elif rows.dtype.kind == "f" and fold is np.add and compiled:
+    compiled = ready or compiles(fold, rows.dtype, stop - start if whole is None else whole)
+    if rows.dtype.kind == "f" and fold is np.add and compiled:
         factors = np.ones(2, rows.dtype) if scales is None else factors_of(scales, rows.dtype)
         by = np.array([divisor], rows.dtype)
         sum_rows(rows, out[None], start, stop, factors, by, start, False)
     else:
-        table = None if plain else scales
-        fold_blocks(fold, rows[:, start:stop], out[None], 0, stop - start, table, divisor)
+        fold_blocks(fold, rows[:, start:stop], out[None], 0, stop - start, scales, divisor)
 
 
 def _ones(scales: Array | None) -> bool:

@@ -28,7 +28,8 @@ __all__ = ["GroupChannel"]
 pass_over(str(Path(torch.__file__).parent))
 
 # Seconds that a thread looks without a pause for the others: the program's own, as it has nothing
-# else to do; the one beside it, which would take the program's core.
+# else to do, or where they are at the same call; the one beside it, which would take the program's
+# core. (Ranks that nap between the pieces of a call find each other asleep.)
 _LOOK, _GLANCE = 2e-3, 5e-5
 _NAP = 5e-5
 
@@ -59,7 +60,7 @@ class GroupChannel:
         self.lockstep = Lockstep(self.session)
         self.worker = Worker(f"mpistrat {name or 'world'}", threads_allowed())
         self._deadline = float("inf")
-        self._allowed, self._glance = seconds, _GLANCE
+        self._allowed, self._aside = seconds, True
         self._doing = ""
         self._lost: Exception | None = None
         self._failed: list[tuple[weakref.ref[CallWork], FailureNotice]] = []
@@ -73,11 +74,12 @@ class GroupChannel:
         """Wait for the others, for as long as the call may take."""
         if test():
             return
-        look = time.monotonic() + self._glance
+        long = not self._aside or self.lockstep.hooks.sharing
+        look = time.monotonic() + (_LOOK if long else _GLANCE)
         while time.monotonic() < look:
             if test():
                 return
-            if self._glance == _LOOK:  # on one core it may be this process that the other waits for
+            if long:  # on one core it may be this process that the other waits for
                 os.sched_yield()
         while not test():
             if time.monotonic() > self._deadline:
@@ -89,8 +91,8 @@ class GroupChannel:
         """Return the error of a call that has taken too long."""
         rank, size = self.comm.rank, self.comm.size
         return TimedOut(
-            f"rank {rank} of {size}{self.name and f' of {self.name}'} has waited {seconds:g} "
-            f"s (the timeout) in {where()} for the other ranks to call {text}. Some have not come; "
+            f"rank {rank} of {size}{self.name and f' of {self.name}'} has waited for a timeout of "
+            f"{seconds:g} s in {where()} for the other ranks to call {text}. Some have not come; "
             "look for a collective under `if rank == ...`, or give init_process_group or "
             "new_group a longer timeout."
         )
@@ -136,7 +138,7 @@ class GroupChannel:
         """
         if self._failed or self._lost is not None or not self.worker.take_turn():
             return False
-        self._glance, self._deadline = _LOOK, time.monotonic() + self.seconds
+        self._aside, self._deadline = False, time.monotonic() + self.seconds
         self._allowed, self._doing = self.seconds, text
         try:
             make()
@@ -189,8 +191,7 @@ class GroupChannel:
         try:
             if self._lost is not None:
                 raise self._lost
-            self._glance = _GLANCE if aside else _LOOK
-            self._allowed, self._doing = allowed, text
+            self._aside, self._allowed, self._doing = aside, allowed, text
             self._deadline = time.monotonic() + allowed
             with standing_for(place), torch.no_grad():
                 earlier = self.unheard(beside)

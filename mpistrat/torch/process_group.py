@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
 
 from mpistrat.torch.channel import GroupChannel
 from mpistrat.torch.group_calls import GroupCalls
@@ -72,7 +73,9 @@ class MPIProcessGroup(GroupCalls):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
+        # Torch 2.15 asks while it makes a group, and attaches a recorder that fails with groups of
+        # Python; those have no devices there. Later they have: `async_save` asks.
+        return [torch.device("cpu")] if self in _world.pg_map else []
 
     def _get_backend(self, device: torch.device) -> Any:
         return self

@@ -36,6 +36,20 @@ def test_messages_come_in_pieces(comm, count, named):
     assert (got == np.arange(count) + before).all()
 
 
+def test_ranks_in_another_order_send_messages_too(world):
+    """A communicator made by a split, and duplicated: Open MPI says nothing of tags there."""
+    turned = MPIComm(world).split(0, -world.rank)
+    posts = Posts(MPIComm(turned.mpi))
+    got = np.zeros(1, np.uint8)
+    after, before = (turned.rank + 1) % turned.size, (turned.rank - 1) % turned.size
+    wait(posts.receive(got, before, 3), posts.send(np.array([turned.rank], np.uint8), after, 3))
+    assert got[0] == before
+    group = turned.among(range(turned.size), 2**32)
+    assert group.size == turned.size
+    for comm in (group, posts, turned):
+        comm.free()
+
+
 def test_what_is_given_up_takes_nothing_from_the_next(comm):
     posts = Posts(comm)
     got = np.zeros(4, np.uint8)

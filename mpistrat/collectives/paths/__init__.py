@@ -7,6 +7,7 @@ from mpistrat.collectives.paths.alone import Alone
 from mpistrat.collectives.paths.frame import Frame
 from mpistrat.collectives.paths.in_place import InPlace
 from mpistrat.collectives.paths.mpi import Chosen, Messages
+from mpistrat.collectives.paths.pairs import Pairs
 from mpistrat.collectives.paths.path import Path
 from mpistrat.collectives.paths.shared import Direct, Packs
 
@@ -18,5 +19,6 @@ PATHS: tuple[type[Path], ...] = (
     Alone,  # there is one rank
     Messages,  # the ranks of a node cannot share memory
     Direct,  # one dtype, one node, and all ranks' values together are up to 256 KiB
+    Pairs,  # two ranks of one node, whose results have the dtype that travels
     Packs,  # everything else
 )

@@ -1,8 +1,7 @@
 """All-reduces in memory that the ranks of a node share: every rank's values stand in a row.
 
 `Direct`: every rank reduces all rows for itself; the handshake is the barrier. `Packs`: each rank
-reduces its slice of all rows, and copies the results out; two ranks of one node reduce everything
-straight into the results, which moves fewer bytes.
+reduces its slice of all rows, and copies the results out.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from mpistrat.collectives.reducer import Reducer
 from mpistrat.collectives.results import Results, results_for
 from mpistrat.collectives.segments import segments_of
 from mpistrat.collectives.weights import Scales
-from mpistrat.kernels.fold import fold_pair, fold_rows
+from mpistrat.kernels.fold import fold_rows
 from mpistrat.kernels.ops import FOLDS
 from mpistrat.kernels.scaling import Overflow, divide, noting, rescue_rows
 
@@ -275,12 +274,8 @@ class Packs(StagedPath):
             room = staged.filled or not call.buckets or node.arena.make_room(call.most)
         if not room:
             return self._by_mpi(staged, scales)
-        nodes = node.arena.nodes()
         with node.moving():
-            if nodes.node.size == 2 and nodes.nodes == 1 and call.as_it_is:
-                self._reduce_pairs(staged, scales)
-            else:
-                self._reduce_slices(staged, scales)
+            self._reduce_slices(staged, scales)
         return staged.results.arrays
 
     def _by_mpi(self, staged: _Packed, scales: Scales) -> list[Any]:
@@ -293,28 +288,6 @@ class Packs(StagedPath):
         totals = instead.finish(sent, scales)
         self.reducer.node.warn("all_reduce")
         return totals
-
-    def _reduce_pairs(self, staged: _Packed, scales: Scales) -> None:
-        # Of two ranks each reduces everything, into where it goes: that moves fewer bytes than to
-        # reduce one half and copy both. Buckets take turns in two pairs of rows.
-        call, arena = self.call, self.reducer.node.arena
-        node, team = arena.nodes().node, self.reducer.lockstep.session.team
-        for number, bucket in enumerate(call.buckets):
-            side = 2 * (number & 1)
-            rows = arena.scratch(bucket.dtype)[side : side + 2]
-            if number or not staged.filled:
-                fill(bucket, staged.values, rows[node.rank])
-                node.barrier()
-            segments = segments_of(bucket, scales)
-            ready = self.reducer.node.ready(call.op, bucket.dtype, bucket.columns)
-            for start, stop, to in staged.results.places(bucket):
-                for low, high, table, divisor in segments:
-                    begin, end = max(start, low), min(stop, high)
-                    if begin < end:
-                        into = to[begin - start : end - start]
-                        how = (table, divisor, bucket.columns, team, ready)
-                        fold_pair(FOLDS[call.op], rows, begin, end, into, *how)
-        node.barrier()
 
     def _reduce_slices(self, staged: _Packed, scales: Scales) -> None:
         call, arena = self.call, self.reducer.node.arena

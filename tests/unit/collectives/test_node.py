@@ -19,6 +19,7 @@ import mpistrat as ms
 from mpistrat.collectives import call as call_module
 from mpistrat.collectives import lanes
 from mpistrat.collectives.buckets import buckets
+from mpistrat.collectives.paths import pairs
 from mpistrat.comm.loopback import LoopbackComm
 from mpistrat.kernels import fold as fold_module
 from mpistrat.kernels.fold import fold_pair, fold_rows
@@ -227,9 +228,11 @@ def test_narrow_dtypes_are_folded_wide(dtype):
         )
 
 
-def test_trees_larger_than_packs(monkeypatch):
+@pytest.mark.parametrize("size", [2, 3])  # two ranks take `Pairs` from the second call on
+def test_trees_larger_than_packs(size, monkeypatch):
     """Packs of 4 KiB: leaves are cut, several packs follow one another, and rows are used again."""
     monkeypatch.setattr(call_module, "buckets", functools.partial(buckets, limit=4096))
+    monkeypatch.setattr(pairs, "_PIECE", 4096)
 
     def rank(comm):
         strategy = ms.MirroredStrategy(comm=comm)
@@ -242,7 +245,7 @@ def test_trees_larger_than_packs(monkeypatch):
         )
         return given, found
 
-    ranks = run_ranks(rank, 3)
+    ranks = run_ranks(rank, size)
     for _, found in ranks:
         for results in found:
             for i, result in enumerate(results):
@@ -578,10 +581,13 @@ def test_equal_calls_on_other_strategies_meet(count):
 @pytest.mark.parametrize("count", [1000, 1 << 21, 3 << 20])
 @pytest.mark.parametrize("case", ["shifted", "twice", "crossed", "two dtypes"])
 def test_values_and_outs_may_overlap(case, count):
-    """Also where they are cut into several packs, of 8 MiB each."""
+    """Also where they are cut into several packs, of 8 MiB each, or into pieces of two ranks."""
 
     def rank(comm):
         strategy = ms.MirroredStrategy(comm=comm)
+        return [overlapping(comm, strategy) for _ in ("Packs", "Pairs")] == [True, True]
+
+    def overlapping(comm, strategy):
         room = np.arange(2.0 * count + 1) + comm.rank
         first, second = room[:count], room[count : 2 * count]
         value, out = {

@@ -16,7 +16,7 @@ import mpistrat as ms
 from mpistrat.comm.loopback import LoopbackComm, LoopbackWorld
 from mpistrat.kernels import fold as fold_module
 from mpistrat.kernels import local
-from mpistrat.kernels.fold import fold_pair, fold_rows, spread_rows
+from mpistrat.kernels.fold import fold_rows, spread_rows
 from mpistrat.kernels.threads import Team, cuts
 from mpistrat.testing import run_ranks
 
@@ -153,22 +153,6 @@ def test_folds_have_the_same_bits_with_any_number_of_threads(dtype, fold, scaled
             team.free()
     assert found[1:] == found[:1] * 3
     assert found[0] != given.tobytes()
-
-
-@pytest.mark.parametrize("dtype", ["f4", "f8", "c8", "c16"])
-@pytest.mark.parametrize("fold", [np.add, np.multiply])
-@pytest.mark.parametrize("ready", [False, True])
-def test_pairs_have_the_same_bits_with_any_number_of_threads(dtype, fold, ready, monkeypatch):
-    monkeypatch.setattr(fold_module, "_PART", 200)
-    given = matrix(2, 20_011, dtype)
-    found = []
-    for count in COUNTS:
-        out, team = np.zeros(20_000, dtype), team_of(count)
-        fold_pair(fold, given, 7, 20_007, out, None, 1.0, None, team, ready)
-        found.append(out.tobytes())
-        if team is not None:
-            team.free()
-    assert found[1:] == found[:1] * 3
 
 
 def test_spreading_has_the_same_bits_with_any_number_of_threads(monkeypatch):
