@@ -239,7 +239,7 @@ def test_the_newest_good_one_is_restored_or_none(how, what, victims, sizes, thre
         assert not begun
         return Path(path).name, np.asarray(checkpoint.w).tobytes()
 
-    for found in (one for size in sizes for one in run_ranks(program, size, timeout=20)):
+    for found in (one for size in sizes for one in run_ranks(program, size)):
         if names_exchanged and isinstance(found, str):
             assert "Give each file" in found
         elif good:

@@ -133,7 +133,7 @@ def test_a_rank_that_keeps_its_turn_is_reported_by_the_others():
 
     def rank(comm):
         if comm.rank == 0:
-            gate.wait(20)
+            gate.wait(60)
         comm.bcast(np.zeros(1), 0)
 
     with pytest.raises(RanksFailed) as caught:
@@ -152,7 +152,7 @@ def test_ranks_that_call_different_things_are_told():
             comm.allreduce(buffer, buffer.copy(), "SUM")
 
     with pytest.raises(RanksFailed) as caught:
-        run_ranks(rank, 2, seed=0, timeout=5)
+        run_ranks(rank, 2, seed=0)
     assert set(caught.value.errors) == {0, 1}
     assert all("bcast" in str(error) for error in caught.value.errors.values())
 

@@ -28,7 +28,7 @@ def test_ranks_do_not_see_each_others_scope():
     def rank(comm):
         strategy = ms.MirroredStrategy()
         with strategy.scope():
-            barrier.wait(5)
+            barrier.wait(60)
             return ms.get_strategy() is strategy
 
     assert run_ranks(rank, 2) == [True, True]
