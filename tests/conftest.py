@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from mpistrat.testing import run_ranks
+
 HERE = Path(__file__).parent
 # Tests that every rank of a job runs.
 RUNGS = (HERE / "mpi", HERE / "doors" / "torch" / "ranks")
@@ -33,6 +35,8 @@ LAUNCHERS = {"find": "mpistrat.launch.mpiexec", "run": "mpistrat.launch.run"}
 # The tests start hundreds of processes, each of which would compile all that it imports.
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
     sys.dont_write_bytecode = False
+# Where thirty processes want two cores, others wait a minute for a rank that compiles.
+run_ranks.__kwdefaults__["timeout"] = 240.0
 # The terminal, whatever is captured meanwhile.
 TERMINAL = pytest.StashKey[int]()
 

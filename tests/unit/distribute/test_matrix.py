@@ -177,7 +177,7 @@ def written(view, n, kept):
                 found[row, kind] = error, copies(comm, v)
         return found
 
-    return run_ranks(rank, n, timeout=60)
+    return run_ranks(rank, n)
 
 
 def wanted(row, cell, n):
@@ -286,7 +286,7 @@ def read(view, n, kept):
                 found[name, kind] = error or np.array(got[0]).tolist()
         return found
 
-    return run_ranks(rank, n, timeout=60)
+    return run_ranks(rank, n)
 
 
 FOLD = {
