@@ -437,7 +437,7 @@ def test_an_error_at_any_step_is_raised_on_all_ranks_or_does_no_harm(code, way, 
     for directory, last, act in swept(tmp_path, old, way, fail):
         with pytest.MonkeyPatch.context() as patch:
             steps(patch, act)
-            told = run_ranks(saves(directory, 2, number, background), size, timeout=30)
+            told = run_ranks(saves(directory, 2, number, background), size)
         assert all(told) or not any(told), told
         failed += bool(told[0])
         found = scales(directory)

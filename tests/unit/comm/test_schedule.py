@@ -108,7 +108,7 @@ def test_a_rank_that_left_is_not_waited_for(seed):
             comm.bcast(np.zeros(1), 0)
 
     with pytest.raises(RanksFailed, match=r"ranks \[0\] have left") as caught:
-        run_ranks(rank, 3, seed=seed, timeout=30)
+        run_ranks(rank, 3, seed=seed)
     assert set(caught.value.errors) == {1, 2}
 
 
@@ -122,7 +122,7 @@ def test_a_rank_that_raises_reaches_the_others(seed):
         strategy.run(lambda: None)
 
     with pytest.raises(RanksFailed) as caught:
-        run_ranks(rank, 3, seed=seed, timeout=30)
+        run_ranks(rank, 3, seed=seed)
     assert type(caught.value.errors[1]) is KeyError
     assert isinstance(caught.value.errors[0], ms.RemoteError)
     assert isinstance(caught.value.errors[2], ms.RemoteError)
@@ -164,4 +164,4 @@ def test_a_call_out_of_turn_is_refused():
                 LoopbackComm(comm.world, 1).bcast(np.zeros(1), 0)
         comm.bcast(np.zeros(1), 0)
 
-    run_ranks(rank, 2, seed=0, timeout=30)
+    run_ranks(rank, 2, seed=0)
