@@ -17,10 +17,14 @@ from pathlib import Path
 
 import pytest
 
+from mpistrat.testing import run_ranks
+
 HERE = Path(__file__).parent
 # Tests that every rank of a job runs.
 RUNGS = (HERE / "mpi", HERE / "doors" / "torch" / "ranks")
 LAUNCH = HERE / "unit" / "launch"
+# The longest unit of work: its modules compile the same loops, so one worker has them all, first.
+OPTIM = HERE / "unit" / "optim"
 # Programs that tests start as jobs; they are no modules to look for examples in.
 PROGRAMS = (HERE / "faults" / "programs", HERE / "cluster" / "programs")
 # Of pyproject.toml: what `python -m pytest` runs.
@@ -31,6 +35,8 @@ LAUNCHERS = {"find": "mpistrat.launch.mpiexec", "run": "mpistrat.launch.run"}
 # The tests start hundreds of processes, each of which would compile all that it imports.
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
     sys.dont_write_bytecode = False
+# Where thirty processes want two cores, others wait a minute for a rank that compiles.
+run_ranks.__kwdefaults__["timeout"] = 240.0
 # The terminal, whatever is captured meanwhile.
 TERMINAL = pytest.StashKey[int]()
 
@@ -69,9 +75,10 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.nightly)
         # Ranks write into a directory of the test. Others than these have the mark themselves.
         room = "tmp_path" in getattr(item, "fixturenames", ())
-        if (room or item.path.parent == LAUNCH) and _knows_launchers(getattr(item, "module", None)):
+        known = _knows_launchers(getattr(item, "module", None))
+        if known and (room or item.path.parent == LAUNCH) and not item.get_closest_marker("beside"):
             item.add_marker(pytest.mark.job)
-    items.sort(key=_is_job)
+    items.sort(key=lambda item: (_is_job(item), item.path.parent != OPTIM))
 
 
 def _is_job(item):
@@ -135,7 +142,10 @@ def pytest_xdist_make_scheduler(config, log):
             super().schedule()
 
         def _split_scope(self, nodeid):
-            return JOBS if nodeid in self.jobs else nodeid.split("::")[0]
+            module = nodeid.split("::")[0]
+            if nodeid in self.jobs:
+                return JOBS
+            return "optim" if module.startswith(str(OPTIM.relative_to(HERE.parent))) else module
 
         def _others_work(self, node):
             return any(self._pending_of(self.assigned_work[n]) for n in self.nodes if n is not node)

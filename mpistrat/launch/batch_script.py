@@ -12,7 +12,6 @@ from mpistrat.launch.batch import BatchJob, check_line
 __all__ = ["render"]
 
 _ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.xz")
-_PYTHON = ("python", "python3")
 
 
 def render(job: BatchJob, made_by: Sequence[str] = ()) -> str:

@@ -183,7 +183,7 @@ class Class:
 
         @pytest.mark.parametrize("size", [2, 3])
         def test(size: int) -> None:
-            run_ranks(body, size, timeout=30)
+            run_ranks(body, size)
 
         test.__name__ = body.__name__
         return test

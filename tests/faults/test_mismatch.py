@@ -9,7 +9,6 @@ import importlib
 import itertools
 import os
 import sys
-import time
 from collections import OrderedDict
 from pathlib import Path
 
@@ -54,10 +53,8 @@ class Odd:
 
     def differ(self, call, *words):
         """Check that the call is refused here, with these words, and that all go on."""
-        start = time.monotonic()
         with pytest.raises(ms.LockstepError) as caught:
             call()
-        assert time.monotonic() - start < 5  # 1 s on a machine that does nothing else
         text = str(caught.value)
         for word in (f"rank {self.last}", f"this is rank {self.rank} of {self.last + 1}", *words):
             assert word in text
@@ -232,7 +229,7 @@ def test_a11_a_call_on_one_rank_only_meets_the_end():
             strategy.reduce("SUM", ms.PerReplica(1.0), None)
 
     with pytest.raises(RanksFailed) as caught:
-        run_ranks(rank, 3, timeout=20)
+        run_ranks(rank, 3)
     assert set(caught.value.errors) == {0}
     assert "ranks 1, 2 have left the program" in str(caught.value)
 

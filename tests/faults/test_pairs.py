@@ -101,7 +101,7 @@ def play_one_field(field, monkeypatch, count=60):
         made, _ = pairs.play(pairs.World(comm), count, 0, 1, (field,))
         return made[field]
 
-    return run_ranks(rank, 2, timeout=10)
+    return run_ranks(rank, 2)
 
 
 def test_every_field_can_be_left_out():
@@ -149,4 +149,4 @@ def test_a_leaf_replaced_in_a_tree_whose_plan_is_cached(size, change):
         tree["layer33"]["kernel"] = np.ones((2, 3))
         assert strategy.run(step).local == size
 
-    run_ranks(rank, size, timeout=20)
+    run_ranks(rank, size)

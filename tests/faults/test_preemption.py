@@ -81,10 +81,12 @@ def preempted(directory, size, times, seed, name="SIGTERM"):
     """Tell a job to end so many times; return what it says at its end."""
     rng, before = random.Random(seed), 0
     for _ in range(times):
+        (directory / "hold").touch()
         job = start(size, directory, name)
         told = pid(directory, rng.randrange(size), job)
         time.sleep(rng.uniform(0.0, 0.4 / times))
         os.kill(told, getattr(signal, name))
+        (directory / "hold").unlink()
         code, out, err = ended(job)
         assert code == 42, f"{code} {out}{err}"
         assert err.count("told to end (") == 1, err
@@ -96,9 +98,8 @@ def preempted(directory, size, times, seed, name="SIGTERM"):
     return out.strip()
 
 
-@pytest.mark.parametrize(
-    ("size", "name"), [(2, "SIGTERM"), pytest.param(3, "SIGUSR1", marks=pytest.mark.mpi)]
-)
+@pytest.mark.mpi
+@pytest.mark.parametrize(("size", "name"), [(2, "SIGTERM"), (3, "SIGUSR1")])
 def test_the_end_is_that_of_a_run_that_was_left_alone(size, name, tmp_path):
     assert preempted(tmp_path, size, 2, seed=size, name=name) == wanted()
 
@@ -110,13 +111,21 @@ def test_twenty_times(size, tmp_path):
 
 
 def test_a_rank_that_is_killed_leaves_the_checkpoint_before(tmp_path):
+    hold = tmp_path / "hold"
+    hold.touch()
     job = start(2, tmp_path, "SIGTERM")
     os.kill(pid(tmp_path, 0, job), signal.SIGTERM)
-    assert ended(job)[0] == 42
+    hold.unlink()
+    code, out, err = ended(job)
+    assert code == 42, f"{code} {out}{err}"
+    assert err.count("told to end (") == 1, err
     before = runs(tmp_path)
+    assert before < STEPS
+    hold.touch()
     job = start(2, tmp_path, "SIGTERM")
     os.kill(pid(tmp_path, 1, job), signal.SIGKILL)
     assert ended(job)[0] != 0
+    hold.unlink()
     assert runs(tmp_path) == before
     code, out, _ = ended(start(2, tmp_path, "SIGTERM"))
     assert (code, out.strip()) == (0, wanted())

@@ -40,7 +40,6 @@ def wanted():
 def start(size, directory):
     for old in directory.glob("pid-*"):
         old.unlink()
-    directory.mkdir(exist_ok=True)
     argv, env = find()[0].command(size, [sys.executable, str(JOB), str(directory)])
     path = os.pathsep.join(filter(None, [str(HERE.parents[1]), os.environ.get("PYTHONPATH")]))
     env = {**os.environ, **env, "PYTHONPATH": path}
@@ -59,6 +58,8 @@ def ended(job):
 def killed(directory, size, seed):
     """Kill a rank of a job at some moment, and return whether it was still there."""
     rng = random.Random(seed)
+    directory.mkdir(exist_ok=True)
+    (directory / "hold").touch()
     job = start(size, directory)
     path, end = directory / f"pid-{rng.randrange(size)}", time.monotonic() + LONGEST
     while not (path.exists() and path.read_text()):
@@ -67,6 +68,7 @@ def killed(directory, size, seed):
     time.sleep(rng.uniform(0.0, 0.4))
     os.kill(int(path.read_text()), signal.SIGKILL)
     assert ended(job)[0] != 0
+    (directory / "hold").unlink()
 
 
 def finished(directory, size):

@@ -16,7 +16,8 @@ PLAIN = Path(__file__).parents[1] / "unit" / "examples" / "plain_digits.py"
 # 1,409 is 11 x 128 + 1 too: a last batch of one image in half as many steps.
 SHORT = Settings(epochs=2, batch=128, seed=2, hidden=24)
 
-pytestmark = pytest.mark.mpi
+# Each rank imports scikit-learn for two seconds; unit/examples compares 1 to 4 threads.
+pytestmark = pytest.mark.mpi(min_size=3)
 
 
 def test_parameters_and_figures_are_those_of_plain_numpy(world):

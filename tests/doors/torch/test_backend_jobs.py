@@ -143,7 +143,7 @@ def test_ddp_that_meets_another_call_raises_in_backward(tmp_path):
 
 
 def test_a_call_that_others_never_make_ends_by_the_timeout_of_torch(tmp_path):
-    begin = BEGIN.replace("()", "(timeout=datetime.timedelta(seconds=1))", 1)
+    begin = BEGIN.replace("()", "(timeout=datetime.timedelta(seconds=3))", 1)
     body = """
         if rank == 0:
             dist.all_reduce(torch.ones(1))
@@ -152,7 +152,7 @@ def test_a_call_that_others_never_make_ends_by_the_timeout_of_torch(tmp_path):
     """
     code, printed = job(tmp_path, body, begin=begin)
     assert code == 75, printed
-    assert "rank 0 of 2 has waited for a timeout of 1 s in program.py:" in printed
+    assert "rank 0 of 2 has waited for a timeout of 3 s in program.py:" in printed
     assert "all_reduce(SUM) of float32[1]" in printed
 
 

@@ -47,12 +47,12 @@ elif what == "raise":
 elif what == "partner":
     if world.rank == 0:
         raise ValueError("trial 0 diverges")
-    go_on(5.0)
+    go_on(4.0)
 elif what == "alone":
     strategy = ms.MirroredStrategy(comm=world.Split(world.rank))
     if world.rank == 0:
         sys.exit("a bad trial")
-    go_on(5.0)
+    go_on(4.0)
 elif what == "codes":
     if not trial:
         sys.exit(3)

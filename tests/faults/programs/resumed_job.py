@@ -1,4 +1,7 @@
-"""Two epochs of steps that can be counted, by `manager.resume`; the test kills its ranks."""
+"""Two epochs of steps that can be counted, by `manager.resume`; the test kills its ranks.
+
+Its last step comes when the file `hold` is gone: until then a signal cannot come too late.
+"""
 
 import os
 import sys
@@ -33,6 +36,8 @@ def told(context):
 
 strategy.run(lambda: told(ms.get_replica_context()))
 for batch in manager.resume(strategy.experimental_distribute_dataset(dataset), epochs=2):
+    while checkpoint.step == 49 and (directory / "hold").exists():
+        time.sleep(0.003)
     strategy.run(step, args=(batch, rng.random()))
     history.append(checkpoint.step, v=v.numpy()[7])
     checkpoint.step += 1

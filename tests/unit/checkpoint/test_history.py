@@ -8,7 +8,6 @@ import xml.etree.ElementTree as ET
 
 import numpy as np
 import pytest
-from matplotlib.image import imread
 
 import mpistrat as ms
 from mpistrat.testing import run_ranks
@@ -95,6 +94,8 @@ def test_the_csv_is_written_by_one_rank(tmp_path):
 
 def test_the_picture_is_drawn_by_one_rank(tmp_path):
     run_ranks(lambda comm: made().draw(tmp_path / "curves.png"), 2)
+    from matplotlib.image import imread  # slow, and not for every worker
+
     pixels = imread(tmp_path / "curves.png")
     assert pixels.shape[0] >= 400
     assert len(np.unique(pixels.reshape(-1, pixels.shape[2]), axis=0)) > 100

@@ -302,12 +302,13 @@ def test_nothing_is_asked_any_more_when_the_handler_is_gone(tmp_path):
         asking.set()
         return False
 
+    before = set(threading.enumerate())
     handler = PreemptionCheckpointHandler(None, checkpoint(), tmp_path, TerminationConfig(watcher))
     assert asking.wait(20)
+    [asks] = set(threading.enumerate()) - before
     del handler
-    time.sleep(0.1)
-    asking.clear()
-    assert not asking.wait(0.2)
+    asks.join(60)
+    assert not asks.is_alive()
 
 
 @pytest.fixture

@@ -280,7 +280,7 @@ def test_the_newest_good_one_is_restored_or_none(how, what, victims, sizes, thre
         assert not begun
         return Path(path).name, np.asarray(checkpoint.w).tobytes()
 
-    for found in (one for size in sizes for one in run_ranks(program, size, timeout=20)):
+    for found in (one for size in sizes for one in run_ranks(program, size)):
         if names_exchanged and isinstance(found, str):
             assert "Give each file" in found
         elif good:
@@ -478,7 +478,7 @@ def test_an_error_at_any_step_is_raised_on_all_ranks_or_does_no_harm(code, way, 
     for directory, last, act in swept(tmp_path, old, way, fail):
         with pytest.MonkeyPatch.context() as patch:
             steps(patch, act)
-            told = run_ranks(saves(directory, 2, number, background), size, timeout=30)
+            told = run_ranks(saves(directory, 2, number, background), size)
         assert all(told) or not any(told), told
         failed += bool(told[0])
         found = scales(directory)

@@ -56,7 +56,7 @@ def test_an_exception_on_one_rank(strategy_on, error, place):
             strategy.run(fn)
         return caught.value, float(strategy.run(lambda: ctx().all_reduce("SUM", 1.0)).local)
 
-    for at, (got, after) in enumerate(run_ranks(rank, 3, timeout=10)):
+    for at, (got, after) in enumerate(run_ranks(rank, 3)):
         assert after == 3.0
         if at == 1:
             assert got is error
@@ -256,7 +256,7 @@ def test_two_hundred_rounds_of_random_faults_never_hang(strategy_on, size):
             assert strategy.replicas.lockstep.state.run.depth == 0
         return rounds, float(strategy.run(lambda: ctx().all_reduce("SUM", 1.0)).local)
 
-    everyones = run_ranks(rank, size, timeout=30)
+    everyones = run_ranks(rank, size)
     assert all(found == everyones[0] for found in everyones)
     assert everyones[0][1] == size
     assert 10 < sum(everyones[0][0]) < 150

@@ -331,7 +331,7 @@ def test_what_fails_in_the_thread_is_raised_where_it_is_waited_for(apart, monkey
         in_run(comm, lambda s, ctx: ctx.all_reduce_start("SUM", tree(comm.rank)).wait())
 
     with pytest.raises(RanksFailed) as caught:
-        run_ranks(rank, 2, timeout=20)
+        run_ranks(rank, 2)
     assert isinstance(caught.value.errors[1], MemoryError)
 
 

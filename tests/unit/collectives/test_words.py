@@ -36,7 +36,7 @@ def test_values_variables_and_data(words_on, size):
             counts,
         )
 
-    everyones = run_ranks(rank, size, timeout=10)
+    everyones = run_ranks(rank, size)
     assert all(found == everyones[0] for found in everyones)
     names, sevens, mean, rows, counts = everyones[0]
     assert names == ["NoneType", "str", "ndarray", "float", "set"][:size]
@@ -59,4 +59,4 @@ def test_variables_that_are_exchanged_are_found_out(words_on, size):
 
     rng = np.random.default_rng(0)
     wanted = [rng.normal(), rng.normal()]
-    assert run_ranks(rank, size, timeout=10) == [wanted] * size
+    assert run_ranks(rank, size) == [wanted] * size

@@ -65,7 +65,7 @@ def test_another_thread_gets_an_error_at_once_and_the_owner_goes_on():
         batches = [x.local.tolist() for x in iterator]
         return kinds, silent, str(errors[0]), variable.numpy().tolist(), batches
 
-    for rank_, found in enumerate(run_ranks(rank, 2, timeout=30)):
+    for rank_, found in enumerate(run_ranks(rank, 2)):
         kinds, silent, text, value, batches = found
         assert kinds == {"StrategyError"}
         assert silent

@@ -78,6 +78,7 @@ def test_one_that_children_do_not_make_is_fine(pool, tmp_path, capfd):
     assert capfd.readouterr().out.count("[2, 4]") == 2
 
 
+@pytest.mark.beside
 def test_a_worker_is_refused_and_the_pool_goes_on(tmp_path):
     program = tmp_path / "inside.py"
     program.write_text(HEAD + GUARDED + POOL.format("inside"))

@@ -62,7 +62,7 @@ def test_the_argument_is_named_on_every_rank(make, what):
             call(alone)
         return isinstance(found.value, ms.RemoteError), float(strategy.run(lambda: 1.0) is not None)
 
-    assert run_ranks(rank, 2, timeout=20) == [(True, 1), (False, 1)]
+    assert run_ranks(rank, 2) == [(True, 1), (False, 1)]
 
 
 @pytest.mark.parametrize("make", VIEWS)

@@ -548,7 +548,7 @@ def test_a_rank_alone_with_another_choice_fails_at_once():
         ms.MirroredStrategy(cross_device_ops=ops, comm=comm).run(lambda: None)
 
     with pytest.raises(RanksFailed) as failed:
-        run_ranks(rank, 2, timeout=20)
+        run_ranks(rank, 2)
     assert "reduce_to_device" in str(failed.value.errors[1])
 
 

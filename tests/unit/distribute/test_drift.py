@@ -290,7 +290,7 @@ def test_the_error_of_a_call_inside_update_is_the_one_raised():
             s.run(lambda: ms.Variable(lambda: ctx().all_reduce("SUM", np.ones(1 + comm.rank))))
         return float(s.reduce("SUM", ms.PerReplica(1.0), None))
 
-    assert run_ranks(rank, 2, timeout=10) == [2.0, 2.0]
+    assert run_ranks(rank, 2) == [2.0, 2.0]
 
 
 def test_a_variable_written_while_another_is_updated_stays_the_same_everywhere():
@@ -301,7 +301,7 @@ def test_a_variable_written_while_another_is_updated_stays_the_same_everywhere()
             s.extended.update(v, lambda var: w.assign(float(comm.rank)))
         return float(w.numpy())
 
-    zero, one = run_ranks(rank, 2, timeout=10)
+    zero, one = run_ranks(rank, 2)
     assert zero == one
 
 

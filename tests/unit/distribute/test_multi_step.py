@@ -148,7 +148,7 @@ def test_what_goes_wrong_on_one_rank_is_told_to_all(case):
                 run(lambda k, x: k.set_last_step_output("a", strategy.run(lambda: 1.0), "SUM"))
         return isinstance(error.value, ms.RemoteError), strategy.run(lambda: comm.rank).local
 
-    assert run_ranks(rank, 2, timeout=20) == [(True, 0), (False, 1)]
+    assert run_ranks(rank, 2) == [(True, 0), (False, 1)]
 
 
 def test_one_step_unless_it_is_told():

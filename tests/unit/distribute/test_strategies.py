@@ -55,7 +55,7 @@ def test_wrong_on_one_rank_in_the_first_strategy_of_all(case):
             assert isinstance(found.value, ms.RemoteError)
         return ms.MirroredStrategy().num_replicas_in_sync
 
-    assert run_ranks(rank, 2, timeout=20) == [2, 2]
+    assert run_ranks(rank, 2) == [2, 2]
 
 
 @pytest.mark.parametrize("make", [ms.MirroredStrategy, ms.CentralStorageStrategy])

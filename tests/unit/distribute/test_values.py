@@ -80,7 +80,7 @@ def test_any_mixture_of_values_arrives(values):
         known = got["v"].known
         return strategy.experimental_local_results(got["v"]), known
 
-    results = run_ranks(rank, 3, timeout=10)
+    results = run_ranks(rank, 3)
     assert len({known for _, known in results}) == 1
     for got, _ in results:
         for one, want in zip(got, values, strict=True):
@@ -122,7 +122,7 @@ def test_what_cannot_be_read_back_fails_everywhere():
             strategy.experimental_local_results(value)
         return strategy.experimental_local_results(strategy.run(lambda: comm.rank))
 
-    assert run_ranks(rank, 2, timeout=10) == [(0, 1), (0, 1)]
+    assert run_ranks(rank, 2) == [(0, 1), (0, 1)]
 
 
 def test_local_results_of_trees():

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 
 
 def split(seed):
+    # Two seconds, which not every process that collects the tests should spend.
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
     digits = load_digits()
     return train_test_split(
         digits.data / 16, digits.target, train_size=1409, stratify=digits.target, random_state=seed

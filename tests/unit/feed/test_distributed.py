@@ -182,7 +182,7 @@ def test_a_batch_that_cannot_be_read_does_not_take_the_rest_along(way, depth, wh
                 return seen
 
     batches = [[0, 1], [2, 3], "error", [6, 7]]
-    for r, seen in enumerate(run_ranks(rank, 2, timeout=20)):
+    for r, seen in enumerate(run_ranks(rank, 2)):
         if way == "one dataset":
             assert seen == [b if b == "error" else [b[r]] for b in batches]
         else:
@@ -216,7 +216,7 @@ def test_a_source_that_has_failed_is_never_an_end(way, depth):
                 next(iterator)
         return strategy.run(lambda: comm.rank).local
 
-    assert run_ranks(rank, 2, timeout=20) == [0, 1]
+    assert run_ranks(rank, 2) == [0, 1]
 
 
 @pytest.mark.parametrize("rowwise", [False, True])
@@ -232,7 +232,7 @@ def test_a_map_that_raises_stopiteration_is_named(rowwise, depth):
             next(iterator)
         return True
 
-    assert run_ranks(rank, 2, timeout=20) == [True, True]
+    assert run_ranks(rank, 2) == [True, True]
 
 
 @pytest.mark.parametrize("make", VIEWS)

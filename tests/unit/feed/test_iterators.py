@@ -207,7 +207,7 @@ def test_an_iterator_that_begins_anew_on_one_rank_only_is_an_error():
         iterator.initialize()
         return len([e.local for e in iterator])
 
-    assert run_ranks(rank, 2, timeout=20) == [4, 4]
+    assert run_ranks(rank, 2) == [4, 4]
 
 
 @pytest.mark.parametrize("n", [1, 2])

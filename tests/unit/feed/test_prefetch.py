@@ -28,7 +28,7 @@ def no_thread_stays():
     assert wait_for(lambda: not threads()), f"still alive: {threads()}"
 
 
-def wait_for(condition, seconds=5.0):
+def wait_for(condition, seconds=60.0):
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:

@@ -66,30 +66,31 @@ def test_job_that_takes_too_long_is_asked_to_end(tmp_path):
     )
     assert outcome.timed_out
     assert outcome.code == TIMED_OUT
-    assert outcome.seconds < 4
     assert said.read_text() == "asked\n"
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes in /proc")
 def test_processes_that_do_not_listen_are_ended_wherever_they_are(tmp_path, monkeypatch):
     """Below the launcher, in a session of their own and deaf to SIGTERM."""
-    monkeypatch.setattr(process, "_GRACE", 2.0)
+    monkeypatch.setattr(process, "_GRACE", 0.5)
     pids = tmp_path / "pids"
     deaf = f"trap '' TERM; echo $$ >> {pids}; while :; do sleep 0.1; done"
     outcome = run_job(shell(f'setsid sh -c "{deaf.replace("$", chr(92) + "$")}" & {deaf}'), 1)
     assert outcome.timed_out
-    assert 1 + 2 <= outcome.seconds < 10  # the grace period
+    assert outcome.seconds >= 1 + 0.5  # the grace period
     numbers = [int(pid) for pid in pids.read_text().split()]
     assert len(numbers) == 2
-    time.sleep(0.1)
-    assert not any(alive(pid) for pid in numbers)
+    end = time.monotonic() + 30
+    while any(map(alive, numbers)) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not any(map(alive, numbers))
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes in /proc")
 def test_descendants_are_children_and_grandchildren():
-    process = subprocess.Popen(["/bin/sh", "-c", "sh -c 'sleep 30; :' & wait"])
+    process = subprocess.Popen(["/bin/sh", "-c", "sh -c 'sleep 60; :' & wait"])
     try:
-        end = time.monotonic() + 10
+        end = time.monotonic() + 30
         while len(descendants(process.pid)) < 2 and time.monotonic() < end:
             time.sleep(0.01)
         found = descendants(process.pid)
@@ -105,7 +106,7 @@ def test_descendants_are_children_and_grandchildren():
 def test_signal_is_handed_on_once(name, tmp_path):
     said = tmp_path / "said"
     short = name.removeprefix("SIG")
-    wait = "for i in 1 2 3 4 5 6 7 8 9 10; do sleep 0.1; done"
+    wait = "for i in 1 2 3 4 5; do sleep 0.1; done"
     job = f"trap 'echo {name} >> {said}' {short}; touch {tmp_path}/up; {wait}"
     program = (
         "from mpistrat.launch.process import run_job; from mpistrat.launch.mpiexec import Command\n"
@@ -136,7 +137,7 @@ def test_a_job_does_not_outlive_who_runs_it(tmp_path):
     process.kill()
     process.wait()
     pid = int((tmp_path / "pid").read_text())
-    end = time.monotonic() + 10
+    end = time.monotonic() + 30
     while alive(pid) and time.monotonic() < end:
         time.sleep(0.01)
     assert not alive(pid)

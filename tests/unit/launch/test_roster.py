@@ -35,7 +35,7 @@ def signs(directory, ranks, files=()):
 
 def seen(found):
     """Wait until the roster has taken note of the end of a rank."""
-    found._thread.join(10)
+    found._thread.join(60)
     assert not found._thread.is_alive()
     found.close()
 
@@ -90,7 +90,7 @@ def test_nobody_is_named_if_one_that_signs_in_later_may_have_been_the_first(rank
     while not found._known:
         time.sleep(0.01)
     ranks[0].kill()
-    found._thread.join(10)
+    found._thread.join(60)
     signs(tmp_path, ranks)
     found.close()
     assert found.first(code=9) == []

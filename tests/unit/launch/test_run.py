@@ -218,14 +218,14 @@ rank = int(s.run(lambda: ms.get_replica_context().replica_id_in_sync_group).loca
         by_default=["exit", "one", "early", "swallowed"],
     ),
 )
-def test_ways_out_without_the_runner(body, code, told, tmp_path):
+def test_ways_out_without_the_runner(body, code, told, tmp_path, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_GRACE", "600")  # none ends by that of a timer
     program, output = tmp_path / "leaves.py", tmp_path / "output"
     program.write_text(HEAD + body + "\n")
     launcher, _ = find()
     with output.open("wb") as file:
         outcome = run_job(launcher.command(2, [sys.executable, str(program)]), 60, file)
     assert (outcome.code, outcome.timed_out) == (code, False), output.read_text()
-    assert outcome.seconds < 25  # not by the grace of a timer
     assert told in output.read_text()
 
 
@@ -300,8 +300,8 @@ def test_jobs_of_one_rank_each_are_found_out(tmp_path, capfd, monkeypatch):
 def test_job_that_takes_too_long_is_ended(tmp_path, capfd):
     program = tmp_path / "sleeps.py"
     program.write_text("import time\ntime.sleep(600)\n")
-    assert run(2, [str(program)], timeout=3) == 124
-    assert "longer than --timeout 3 s" in capfd.readouterr().err
+    assert run(2, [str(program)], timeout=1) == 124
+    assert "longer than --timeout 1 s" in capfd.readouterr().err
 
 
 def test_module_is_run_as_python_does():

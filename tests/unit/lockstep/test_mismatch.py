@@ -97,7 +97,7 @@ def test_results_that_are_hard_to_send_never_hang(value):
             outcome = "refused"
         return outcome, strategy.run(lambda: comm.rank).values
 
-    zero, one = run_ranks(rank, 2, timeout=10)
+    zero, one = run_ranks(rank, 2)
     assert zero == one
     assert zero[1] == (0, 1)
 

@@ -18,9 +18,20 @@ RECORDED = json.loads((Path(__file__).parent / "recorded.json").read_text())
 CLOSE = {"float64": (1e-12, 0.0), "float32": (1e-5, 1e-6)}
 
 
-@pytest.mark.parametrize("compiled", [True, False], ids=["loop", "twin"])
-@pytest.mark.parametrize("dtype", CLOSE)
-@pytest.mark.parametrize("title", cases.CASES)
+# Each loop compiles for seconds; in float64 one of each kind, and in test_passes.py one more.
+LOOPS = [
+    pytest.param(title, dtype, True, marks=[pytest.mark.nightly] * late, id=f"{title}-{dtype}-loop")
+    for title, (name, _) in cases.CASES.items()
+    for dtype, late in (("float32", False), ("float64", name not in ("adam", "lars")))
+]
+TWINS = [
+    pytest.param(title, dtype, False, id=f"{title}-{dtype}-twin")
+    for title in cases.CASES
+    for dtype in CLOSE
+]
+
+
+@pytest.mark.parametrize(("title", "dtype", "compiled"), LOOPS + TWINS)
 def test_a_hundred_steps_are_those_of_torch_and_optax(title, dtype, compiled):
     name, given = cases.CASES[title]
     optimizer = optim.OPTIMIZERS[name](**given)

@@ -49,8 +49,15 @@ def trained(name, shard, way, steps=4):
     return job.contents(), [v.component().tobytes() for v in job.variables], spread(job)
 
 
-@pytest.mark.parametrize("way", ["arrays", "buffers"])
-@pytest.mark.parametrize(("size", "per_node"), LAYOUTS)
+# Each layout, each way with one and with several ranks of a node; the others go the same ways.
+BY_DEFAULT = [(2, 1, "arrays"), (4, 2, "arrays"), (3, 1, "buffers"), (4, 2, "buffers")]
+NIGHTLY = [(2, 1, "buffers"), (3, 1, "arrays"), (4, 1, "arrays"), (4, 1, "buffers")]
+
+
+@pytest.mark.parametrize(
+    ("size", "per_node", "way"),
+    [*BY_DEFAULT, *(pytest.param(*one, marks=pytest.mark.nightly) for one in NIGHTLY)],
+)
 def test_weights_and_state_have_the_bits_of_node(size, per_node, way, monkeypatch):
     nodes_of(monkeypatch, per_node)
     monkeypatch.setattr(lanes, "MOST", 8192)  # several pieces

@@ -11,12 +11,13 @@ from mpistrat.sharedmem import shared
 from mpistrat.sharedmem.shared import shared_memory
 
 SIZE = 4096
+WHAT = f"test{os.getpid()}"  # others on this machine have files there too
 
 
 def together(size, program):
     """Run ``program(share, rank)`` on `size` threads."""
     told = [b""] * size
-    barrier = threading.Barrier(size, timeout=20)
+    barrier = threading.Barrier(size, timeout=60)
 
     def rank(number):
         def share(data):
@@ -33,7 +34,7 @@ def together(size, program):
 
 
 def names():
-    return {path.name for path in Path("/dev/shm").glob("mpistrat*")}
+    return {path.name for path in Path("/dev/shm").glob(f"mpistrat-{WHAT}-*")}
 
 
 def forbidden(size, what):
@@ -58,9 +59,7 @@ WAYS = {
 @pytest.mark.parametrize("ways", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_what_one_writes_all_read(ways, size):
-    memories = together(
-        size, lambda share, rank: shared_memory(share, rank == 0, SIZE, "test", ways)
-    )
+    memories = together(size, lambda share, rank: shared_memory(share, rank == 0, SIZE, WHAT, ways))
     assert all(len(memory) == SIZE and not any(memory) for memory in memories)
     for rank, memory in enumerate(memories):
         memory[rank] = 7
@@ -71,9 +70,7 @@ def test_what_one_writes_all_read(ways, size):
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_where_it_is_forbidden_nobody_gets_any(size):
     ways = (forbidden, forbidden)
-    assert (
-        together(size, lambda s, r: shared_memory(s, r == 0, SIZE, "test", ways)) == [None] * size
-    )
+    assert together(size, lambda s, r: shared_memory(s, r == 0, SIZE, WHAT, ways)) == [None] * size
 
 
 @pytest.mark.parametrize("way", [shared._memfd, shared._named])
@@ -89,7 +86,7 @@ def test_if_one_rank_cannot_nobody_does(way, monkeypatch):
     def program(share, rank):
         if rank == 1:
             blind.append(threading.current_thread())
-        return shared_memory(share, rank == 0, SIZE, "test", (way,))
+        return shared_memory(share, rank == 0, SIZE, WHAT, (way,))
 
     monkeypatch.setattr(shared, "_map", one_is_blind)
     assert together(3, program) == [None] * 3

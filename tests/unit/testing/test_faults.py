@@ -106,7 +106,7 @@ def test_an_exception_reaches_every_rank(size, phase, last):
     rank = size - 1 if last else 0
     call = 1 if phase == "fn" else 2
     text = f"rank={rank};call={call};phase={phase};do=raise"
-    got = run_ranks(reducing, size, text, timeout=20)
+    got = run_ranks(reducing, size, text)
     for r, (error, happened, after) in enumerate(got):
         assert happened is (r == rank)
         assert isinstance(error, InjectedError if r == rank else ms.RemoteError)

@@ -28,7 +28,7 @@ def test_ranks_do_not_see_each_others_scope():
     def rank(comm):
         strategy = ms.MirroredStrategy()
         with strategy.scope():
-            barrier.wait(5)
+            barrier.wait(60)
             return ms.get_strategy() is strategy
 
     assert run_ranks(rank, 2) == [True, True]
@@ -51,12 +51,12 @@ def test_a_rank_that_does_not_end_is_named_with_its_place():
 
     def stuck_here(comm):
         if comm.rank == 1:
-            gate.wait(20)
+            gate.wait(60)
 
     began = time.monotonic()
     with pytest.raises(RanksFailed, match=r"rank 1 has not ended(.|\n)*stuck_here"):
         run_ranks(stuck_here, 2, timeout=0.1)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 50
     gate.set()
 
 

@@ -36,7 +36,7 @@ def test_a_difference_fails_on_every_rank_and_the_next_check_works(case):
         same(comm, 1.0)
         return str(caught.value)
 
-    for text in run_ranks(rank, 3, timeout=10):
+    for text in run_ranks(rank, 3):
         assert "structure" in text or "'w'" in text
 
 
@@ -49,7 +49,7 @@ def test_a_wrong_value_fails_on_every_rank(wanted, everywhere):
             same(comm, {"w": 1.0}, goal)
         same(comm, 1.0)
 
-    run_ranks(rank, 3, timeout=10)
+    run_ranks(rank, 3)
 
 
 def test_distributed_values_and_padding_count_as_their_values():
