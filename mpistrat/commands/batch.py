@@ -33,6 +33,7 @@ _TEXTS = {
     "venv": ("DIR", "a virtual environment"),
     "conda": ("NAME", "a conda environment"),
     "container": ("IMAGE", "run the program in this image, by apptainer"),
+    "archive": ("TAR", "an environment in one file, which nodes unpack on their own disks (Slurm)"),
     "launcher": ("HOW", "srun; run: mpistrat run; none: the program starts ranks itself"),
     "pmi": ("KIND", "how srun tells ranks of each other: pmi2 (MPICH, Intel), pmix (Open MPI)"),
     "checkpoint": ("DIR", "save here before the time ends, and go on from here"),
@@ -116,7 +117,7 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
     given["program"] = program
     if "notice" in args:
         given["notice"] = args.notice
-    for name in ("venv", "checkpoint", "container"):
+    for name in ("venv", "checkpoint", "container", "archive"):
         if given.get(name, "").startswith("~"):
             given[name] = str(Path(given[name]).expanduser())
     return {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}

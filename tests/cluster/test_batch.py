@@ -5,6 +5,9 @@ from __future__ import annotations
 import csv
 import re
 import sys
+import sysconfig
+import tarfile
+import venv
 from pathlib import Path
 
 import pytest
@@ -66,16 +69,23 @@ def test_an_array_has_directories_of_its_own(slurm, shared, pmi):
     assert sorted(path.name for path in (shared / "runs").iterdir()) == ["0", "1"]
 
 
-def test_staged_files_are_on_each_node_while_it_runs(slurm, shared, pmi, hosts):
+def test_files_and_environment_are_on_each_node_while_it_runs(slurm, shared, pmi, hosts):
     (shared / "data set.txt").write_text("data")
     program = shared / "read.py"
     program.write_text(
         "import sys, mpistrat as ms\nfrom pathlib import Path\n"
-        "print(ms.MirroredStrategy().rank, *map(Path.read_text, map(Path, sys.argv[1:])))\n"
+        "print(ms.MirroredStrategy().rank, Path(sys.argv[1]).read_text(), sys.prefix)\n"
     )
-    job = hand_in(slurm, pmi, shared, (program, "{local}/data set.txt"), stage=("data set.txt",))
+    venv.create(shared / "env", symlinks=True)
+    (site,) = (shared / "env").glob("lib/python*/site-packages")
+    (site / "ours.pth").write_text(f"{sysconfig.get_path('purelib')}\n")  # the packages stay there
+    with tarfile.open(shared / "env.tar", "w") as archive:
+        archive.add(shared / "env", ".")
+    words, stage = (program, "{local}/data set.txt"), ("data set.txt",)
+    job = hand_in(slurm, pmi, shared, words, stage=stage, archive="env.tar")
     job.until("COMPLETED", timeout=60)
-    assert len(re.findall(r"^\d data$", job.log, re.MULTILINE)) == 4
+    said = re.findall(rf"^\d data /tmp/job-{job.number}/environment$", job.log, re.MULTILINE)
+    assert len(said) == 4, job.story()
     for name in hosts.names:
         assert hosts.run(name, "ls", f"/tmp/job-{job.number}").returncode != 0
 
@@ -95,6 +105,7 @@ def test_a_scaling_study_of_nodes(slurm, shared, pmi):
     [
         ("several_nodes", (), ("--epochs=1",), "test accuracy"),
         ("requeue", ("--ntasks-per-node=2",), ("--steps=2", "--every=2"), "update 2 of 2"),
+        ("sweep_array", ("--array=1",), ("--epochs=1",), "test accuracy"),
         ("sweep_one_job", (), ("--epochs=1",), "trial 3: rate 0.4, ranks 2: test accuracy"),
     ],
 )
