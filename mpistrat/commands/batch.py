@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from mpistrat.commands.arguments import positive
-from mpistrat.errors import LaunchError, OptionError
+from mpistrat.errors import OptionError
 
 __all__ = ["main", "options"]
 
@@ -92,18 +92,11 @@ def main(args: argparse.Namespace) -> int:
     if not job.file:
         print(text, end="")
         return 0
-    _write(Path(job.file), text)
+    Path(job.file).write_text(text, encoding="utf-8")
+    Path(job.file).chmod(0o755)
     if args.submit:
         print(submit(job.scheduler, job.file), flush=True)
     return 0
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-        path.chmod(0o755)
-    except OSError as error:
-        raise LaunchError(f"the script cannot be written: {error}") from None
 
 
 def _given(args: argparse.Namespace) -> dict[str, Any]:

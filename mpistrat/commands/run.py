@@ -51,11 +51,10 @@ def main(args: argparse.Namespace) -> int:
         print("mpistrat run: error: give a SCRIPT or -m MODULE to run", file=sys.stderr)
         return 2
     return run(
-        args.ranks,
+        Wishes(args.ranks, args.nodes, args.per_node, args.bind, args.launcher, tuple(extra)),
         program,
         module=bool(args.module),
         timeout=args.timeout,
-        wishes=Wishes(None, args.nodes, args.per_node, args.bind, args.launcher, tuple(extra)),
         hostfile=args.hostfile,
         output=Output(args.output_dir, args.label),
         dry_run=args.dry_run,

@@ -60,14 +60,11 @@ def main(args: argparse.Namespace) -> int:
     study = Study(program, counts, per_node, args.cores, args.timeout)
     runs, code = [], 0
     if args.output is not None:
-        try:  # before hours of computing
-            args.output.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise LaunchError(f"--output cannot be made: {error}. Give another.") from None
+        args.output.parent.mkdir(parents=True, exist_ok=True)  # before hours of computing
     try:
         for run in measure(study, lambda text: print(text, file=sys.stderr, flush=True)):
             runs.append(run)
-    except LaunchError as error:  # what was measured before it is shown
+    except (LaunchError, OSError) as error:  # what was measured before it is shown
         print(f"mpistrat scaling: error: {error}", file=sys.stderr)
         code = 1
     if runs:

@@ -83,7 +83,8 @@ def _start(job: Job) -> Finding:
         where = _alike([host for host, _ in job.failed])
         text = f"Python or mpistrat cannot be started on {where}: {job.failed[0][1]}"
         mend = "install into a directory that all nodes see, or load the same modules on all"
-        return Finding(name, text, BAD, f"{mend}; `srun -N 1 -w {job.failed[0][0]} ls DIR` looks")
+        look = "srun -N 1 -w" if job.slurm else "ssh"
+        return Finding(name, text, BAD, f"{mend}; `{look} {job.failed[0][0]} ls DIR` looks")
     if len(job.ranks) != job.wanted:
         text = f"{job.wanted} ranks were wanted, {len(job.ranks)} came. {job.trouble}".strip()
         return Finding(name, text, BAD, "run the line of `launcher` above by hand, and see it fail")
@@ -113,7 +114,7 @@ def _versions(job: Job) -> Finding:
     ]
     if differ:
         where = "; ".join(f"{host}: {ranks[0].python}" for host, ranks in job.hosts.items())
-        mend = f"start all ranks with one Python, by its full path: srun {job.ranks[0].python}"
+        mend = f"start all ranks with one Python, by its full path, {job.ranks[0].python}"
         return Finding(name, f"{'; '.join(differ)} ({where})", BAD, mend)
     broken = [one for one, version in first.items() if version.startswith("cannot")]
     missing = [*sorted({"numpy", "mpi4py", "optree"} - first.keys()), *broken]

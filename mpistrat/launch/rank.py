@@ -12,17 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import runpy
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mpistrat.comm.mpi import before_abort, library
-from mpistrat.comm.session import Session
 from mpistrat.launch.output import Output, redirect
 from mpistrat.launch.roster import shared_files, sign_in
-from mpistrat.lockstep.exits import code_of, exits
-from mpistrat.lockstep.lockstep import Lockstep
-from mpistrat.lockstep.startup import begin
 
 __all__ = ["main"]
 
@@ -36,7 +32,19 @@ def main(argv: Sequence[str]) -> None:
     output, argv = _output(list(argv))
     known = redirect(output) if output != Output() else None
     before = shared_files()
+    # It may tell that the job is to end. Where there is no handler it ends the process, in whatever
+    # thread, such as those that NumPy starts; that of MPICH swallows it. So it waits.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    from mpistrat.checkpoint.notice import before_listening
+    from mpistrat.comm.mpi import before_abort, library
+    from mpistrat.comm.session import Session
+    from mpistrat.lockstep.exits import code_of, exits
+    from mpistrat.lockstep.lockstep import Lockstep
+    from mpistrat.lockstep.startup import begin
+
     session = Session.on(library().COMM_WORLD)
+    signal.signal(signal.SIGUSR1, before_listening)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
     if known is not None:
         known(session.comm.rank, session.comm.size)
     files = shared_files() - before  # MPI's; of a job that fails, its launcher removes them

@@ -116,5 +116,5 @@ def test_scripts_of_hpc_jobs(slurm, shared, pmi, script, shape, words, says):
     options = ["--parsable", "--output=log", f"--export=ALL,SLURM_MPI_TYPE={pmi}", *shape]
     number = slurm("sbatch", *options, f"hpc_jobs/{script}.sbatch", *words, cwd=shared).strip()
     job = scheduler.Job(slurm, number, shared)
-    job.until("COMPLETED", timeout=120)
+    job.until("COMPLETED", timeout=400)
     assert says in job.log, job.story()

@@ -86,7 +86,7 @@ WRONG = {
             "versions",
             BAD,
             "numpy is 2.1, 1.26 (n1: /site/bin/python; n2: /b/python)",
-            "srun /site",
+            "full path, /site",
         ),
     ),
     "a package on one node only": (

@@ -35,6 +35,15 @@ def job(tmp_path, monkeypatch, told, says="", code=0):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
 
+def raises(error):
+    """Return a function that raises an error."""
+
+    def call(*args, **words):
+        raise error
+
+    return call
+
+
 def told(ranks, nodes, rate=10.0):
     found = {"ranks": ranks, "nodes": nodes, "cores": 8, "seconds": 2.0, "steps": 9}
     return json.dumps(found | {"steps_per_second": rate})
@@ -132,7 +141,16 @@ class TestRuns:
         (tmp_path / "file").touch()
         words = ["--output", str(tmp_path / "file" / "study"), "--", "train.py"]
         assert cli.main(["scaling", *words]) == 2
-        assert "--output cannot be made: " in capsys.readouterr().err
+        assert f"File exists: '{tmp_path}/file'" in capsys.readouterr().err
+
+    @pytest.mark.parametrize("full", ["", '{"ranks": 1, "no'])
+    def test_a_disk_that_is_full(self, full, tmp_path, monkeypatch, capsys):
+        job(tmp_path, monkeypatch, full or " ")
+        assert cli.main(["scaling", "--ranks", "1", "--", "train.py"]) == 1
+        assert "and to have room" in capsys.readouterr().err
+        monkeypatch.setattr("tempfile.TemporaryDirectory", raises(OSError(28, "No space left")))
+        assert cli.main(["scaling", "--ranks", "1", "--", "train.py"]) == 1
+        assert "error: [Errno 28] No space left" in capsys.readouterr().err
 
     def test_no_program(self, capsys):
         assert cli.main(["scaling"]) == 2
