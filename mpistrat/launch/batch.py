@@ -9,11 +9,10 @@ from __future__ import annotations
 import dataclasses
 import re
 import shlex
-import subprocess
 from pathlib import PurePath
 from typing import final
 
-from mpistrat.environment import environment
+from mpistrat.cluster.job import asked
 from mpistrat.errors import LaunchError
 
 __all__ = ["BatchJob", "check_line", "submit", "words"]
@@ -260,30 +259,14 @@ def submit(scheduler: str, file: str) -> str:
       What the scheduler said: the number of the job.
 
     Raises:
-      LaunchError: The scheduler's command is not here, refuses the script, or does not answer.
+      LaunchError: The scheduler's command is not here.
+      OSError: It refuses the script, or does not answer.
     """
     command = _COMMANDS[scheduler]
     try:
-        got = subprocess.run(
-            [command, f"./{file}" if file.startswith("-") else file],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_PATIENCE,
-            env=environment({}),
-            check=False,
-        )
+        return asked([command, f"./{file}" if file.startswith("-") else file], _PATIENCE).strip()
     except FileNotFoundError:
         raise LaunchError(
             f"{file} is written and not submitted: there is no {command} here. Submit it on a "
             "login node of the cluster."
         ) from None
-    except subprocess.TimeoutExpired:
-        raise LaunchError(
-            f"{command} {file} has not answered for {_PATIENCE:g} s; it may have been submitted "
-            "nevertheless: ask the scheduler which jobs there are."
-        ) from None
-    if got.returncode:
-        said = got.stderr.strip() or got.stdout.strip()
-        raise LaunchError(f"{command} {file} failed with exit code {got.returncode}: {said}")
-    return got.stdout.strip()

@@ -27,14 +27,6 @@ _OTHER = (
     "`mpistrat run` finds"
 )
 
-# (from, up to but without) of versions with a known fault, and which.
-KNOWN_BAD = {
-    "PMIx": (
-        ((0, 0), (4, 2, 6), "CVE-2023-41915: other users of a node can get at your files"),
-        ((5, 0), (5, 0, 1), "CVE-2023-41915: other users of a node can get at your files"),
-    ),
-}
-
 
 class Finding(NamedTuple):
     """One line of the report.
@@ -236,15 +228,6 @@ def _overlap(job: Job) -> Finding:
     return Finding(name, "all_reduce_start overlaps with computation, between nodes")
 
 
-def _known(job: Job) -> Finding:
-    version = tuple(map(int, re.findall(r"\d+", job.pmix)[:3]))
-    for low, high, why in KNOWN_BAD["PMIx"] if version else ():
-        if low <= version < high:
-            mend = "ask for PMIx 4.2.6, 5.0.1 or newer"
-            return Finding("known faults", f"PMIx {job.pmix}: {why}", NOTE, mend)
-    return Finding("known faults", f"none (PMIx {job.pmix})" if job.pmix else "none")
-
-
 def _words(found: LinkFacts) -> str:
     return f"{found.latency:.1f} us, {found.bandwidth:.2f} Gbit/s"
 
@@ -273,9 +256,9 @@ def _between(job: Job) -> Finding:
 CHECKS: tuple[Callable[[Job], Finding], ...] = (
     *(_system, _launcher, _start, _ranks),
     *(_versions, _library, _fabric, _binding, _shared_memory, _opens, _home, _files),
-    *(_directories, _ends, _overlap, _known, _inside, _between),
+    *(_directories, _ends, _overlap, _inside, _between),
 )
-_ALWAYS = (_system, _launcher, _start, _ranks, _ends, _known)
+_ALWAYS = (_system, _launcher, _start, _ranks, _ends)
 
 
 def examine(job: Job) -> Iterator[Finding]:

@@ -289,4 +289,4 @@ class TestSubmit:
         assert "there is no sbatch here" in capsys.readouterr().err
         stub(tmp_path, "sbatch", 'echo "no such account" >&2; exit 1')
         assert cli.main(["batch", "--submit", "--", "train.py"]) == 2
-        assert "failed with exit code 1: no such account" in capsys.readouterr().err
+        assert "sbatch ended with 1: no such account" in capsys.readouterr().err
