@@ -46,7 +46,7 @@ def test_a_chain_is_jobs_one_after_the_other(slurm, shared, pmi):
     slurm("scancel", "--signal=USR1", job.number)
     job.until("FAILED", timeout=60)
     following = scheduler.Job(slurm, str(int(job.number) + 1), shared)
-    following.until("COMPLETED", timeout=90)
+    following.until("COMPLETED", timeout=300)
     logs = "".join(path.read_text() for path in [shared / "log", *shared.glob("slurm-*.out")])
     assert sorted(map(int, re.findall(r"^step (\d+)$", logs, re.MULTILINE))) == list(range(30))
 
@@ -64,7 +64,7 @@ def test_an_array_has_directories_of_its_own(slurm, shared, pmi):
     job = hand_in(
         slurm, pmi, shared, (PROGRAM,), nodes=1, each=("1", "2"), checkpoint="runs", requeue="no"
     )
-    job.until("COMPLETED", timeout=90)
+    job.until("COMPLETED", timeout=300)
     assert {"ends at 1", "ends at 2"} <= set(job.log.splitlines())
     assert sorted(path.name for path in (shared / "runs").iterdir()) == ["0", "1"]
 
@@ -83,7 +83,7 @@ def test_files_and_environment_are_on_each_node_while_it_runs(slurm, shared, pmi
         archive.add(shared / "env", ".")
     words, stage = (program, "{local}/data set.txt"), ("data set.txt",)
     job = hand_in(slurm, pmi, shared, words, stage=stage, archive="env.tar")
-    job.until("COMPLETED", timeout=60)
+    job.until("COMPLETED", timeout=180)
     said = re.findall(rf"^\d data /tmp/job-{job.number}/environment$", job.log, re.MULTILINE)
     assert len(said) == 4, job.story()
     for name in hosts.names:
@@ -94,7 +94,7 @@ def test_a_scaling_study_of_nodes(slurm, shared, pmi):
     study = ["-m", "mpistrat", "scaling", "--nodes", "1,2", "--per-node", "2", "--output", "s/a"]
     program = ["--", Path(__file__).parents[2] / "docs" / "programs" / "fit_mpistrat.py"]
     job = hand_in(slurm, pmi, shared, (*study, *program), launcher="none")
-    job.until("COMPLETED", timeout=120)
+    job.until("COMPLETED", timeout=300)
     with (shared / "s/a.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["ranks"], row["nodes"]) for row in rows] == [("2", "1"), ("4", "2")], job.story()
