@@ -112,7 +112,7 @@ class UnionResolver(TaskResolver):
 
     def __init__(self, *args: ClusterResolver, **kwargs: Any):
         """Create the union."""
-        self._rpc_layer = kwargs.pop("rpc_layer", None)
+        self._rpc_layer = kwargs.pop("rpc_layer", None) or None
         self._task_type = kwargs.pop("task_type", None)
         self._task_id = kwargs.pop("task_id", None)
         if kwargs:
