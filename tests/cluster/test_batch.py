@@ -15,6 +15,7 @@ import slurm as scheduler
 
 from mpistrat.launch.batch import BatchJob
 from mpistrat.launch.batch_script import render
+from mpistrat.launch.mpiexec import library
 
 PROGRAM = str(Path(__file__).parent / "programs" / "leaving.py")
 
@@ -82,8 +83,9 @@ def test_files_and_environment_are_on_each_node_while_it_runs(slurm, shared, pmi
     (site / "ours.pth").write_text(f"{sysconfig.get_path('purelib')}\n")  # the packages stay there
     with tarfile.open(shared / "env.tar", "w") as archive:
         archive.add(shared / "env", ".")
-    words, stage = (program, "{local}/data set.txt"), ("data set.txt",)
-    job = hand_in(slurm, pmi, shared, words, stage=stage, archive="env.tar")
+    fields = {"stage": ("data set.txt",), "archive": "env.tar"}
+    fields |= {"directive": (f"--export=ALL,MPI4PY_LIBMPI={library().file}",)}  # stays there too
+    job = hand_in(slurm, pmi, shared, (program, "{local}/data set.txt"), **fields)
     job.until("COMPLETED", timeout=180)
     said = re.findall(rf"^\d data /run/job-{job.number}/environment$", job.log, re.MULTILINE)
     assert len(said) == 4, job.story()
