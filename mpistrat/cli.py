@@ -48,12 +48,13 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: The words after ``mpistrat``, or None for those of this process.
 
     Returns:
-      The exit code: the command's own, or 2 for an error of mpistrat, printed on stderr.
+      The exit code: the command's own, or 2 for an error of mpistrat or of a file, printed on
+      stderr.
     """
     args = _parser().parse_args(argv)
     try:
         code: int = COMMANDS[args.command].main(args)
-    except MpistratError as error:
+    except (MpistratError, OSError) as error:
         print(f"mpistrat {args.command}: error: {error}", file=sys.stderr)
         return 2
     return code

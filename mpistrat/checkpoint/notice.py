@@ -22,11 +22,12 @@ from mpistrat.comm import callsite
 from mpistrat.environment import launched_by
 from mpistrat.lockstep.lockstep import Lockstep
 
-__all__ = ["EXIT_CODE", "Notice", "numbers_of", "told_to"]
+__all__ = ["EXIT_CODE", "Notice", "before_listening", "numbers_of", "told_to"]
 
 EXIT_CODE = 42  # TensorFlow's, outside of Google's cloud
 
 _POLL = 1.0  # seconds between two questions to a function
+_SPEAKING = 4  # ranks that say at once that they are told; all are named when they leave
 _NONE = -1  # no descriptor, to signal.set_wakeup_fd
 
 
@@ -74,6 +75,14 @@ class Ear:
 
 _ears: list[Ear] = []  # one, or none
 _listened: set[int] = set()  # signals that have told any notice
+
+
+_early: set[int] = set()  # those that came before anybody listened
+
+
+def before_listening(number: int, frame: FrameType | None) -> None:
+    """Handle a signal for a program that may listen later: the first notice that does is told."""
+    _early.add(number)
 
 
 def _done() -> None:
@@ -164,7 +173,8 @@ class Notice:
         self.at, self.why = time.monotonic(), why
         left = self._grace if seconds is None else seconds
         text = "of which nobody knows the time" if not left else f"in {left:.0f} s"
-        say(f"mpistrat: rank {self._rank} got {why}: the job is to end, {text}.")
+        if self._rank < _SPEAKING:
+            say(f"mpistrat: rank {self._rank} got {why}: the job is to end, {text}.")
 
     def forget(self) -> None:
         """Take the notice back."""
@@ -191,13 +201,16 @@ class Notice:
             owner = getattr(before, "__self__", None)
             if isinstance(owner, Notice) and owner.over.is_set():
                 before = owner._before.get(number)  # of a handler that is gone
-            self._before[number] = before
+            self._before[number] = signal.SIG_DFL if before is before_listening else before
         if not _listened:  # after the session's, so it is called before that
             atexit.register(_done)
         _listened.update(numbers)
         if not _ears:
             _ears.append(Ear())
         _ears[0].notices.append(self)
+        for early in _early.intersection(numbers):
+            _early.remove(early)
+            self.noted(early)
 
     def noted(self, number: int) -> None:
         """Take note of a signal if it is one of this notice's; in any thread."""

@@ -15,19 +15,27 @@ from contextlib import suppress
 
 from mpistrat.environment import counted
 
-__all__ = ["ends_at", "job_id", "restarts", "state"]
+__all__ = ["asked", "ends_at", "job_id", "restarts", "state"]
 
 _LONGEST = 20.0  # seconds until a scheduler that does not answer is given up
 
 
-def _asked(words: Sequence[str]) -> str:
-    """Return what a command of the batch system prints, or raise OSError with what it said."""
+def asked(words: Sequence[str], longest: float = _LONGEST) -> str:
+    """Return what a command of the batch system prints.
+
+    Args:
+      words: The command.
+      longest: Seconds after which it is given up.
+
+    Raises:
+      OSError: It is not there, fails, or does not answer; with what it said.
+    """
     try:
         done = subprocess.run(
-            words, capture_output=True, text=True, timeout=_LONGEST, stdin=subprocess.DEVNULL
+            words, capture_output=True, text=True, timeout=longest, stdin=subprocess.DEVNULL
         )
     except subprocess.TimeoutExpired:
-        raise OSError(f"{words[0]} did not answer for {_LONGEST:g} s") from None
+        raise OSError(f"{words[0]} did not answer for {longest:g} s") from None
     if done.returncode:
         raise OSError(f"{words[0]} ended with {done.returncode}: {done.stderr.strip()[:200]}")
     return done.stdout
@@ -55,7 +63,7 @@ def restarts(env: Mapping[str, str] | None = None) -> int:
 
 
 def ends_at(
-    env: Mapping[str, str] | None = None, asked: Callable[[Sequence[str]], str] = _asked
+    env: Mapping[str, str] | None = None, asked: Callable[[Sequence[str]], str] = asked
 ) -> float | None:
     """Return when the time of the batch job ends: seconds since 1970; None if it never does.
 
@@ -101,7 +109,7 @@ def _of_pbs(answer: str) -> float | None:
 
 
 def state(
-    env: Mapping[str, str] | None = None, asked: Callable[[Sequence[str]], str] = _asked
+    env: Mapping[str, str] | None = None, asked: Callable[[Sequence[str]], str] = asked
 ) -> str:
     """Return what Slurm says of the state of this job, such as ``RUNNING``; empty elsewhere.
 

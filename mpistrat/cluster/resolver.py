@@ -60,7 +60,7 @@ class ClusterResolver(abc.ABC):
     @property
     def task_type(self) -> str | None:
         """The job of this process; None if it is not known. Can be set."""
-        return self._task_type
+        return self._found("task_type") if self._task_type is None else self._task_type
 
     @task_type.setter
     def task_type(self, value: str | None) -> None:
@@ -69,11 +69,15 @@ class ClusterResolver(abc.ABC):
     @property
     def task_id(self) -> int | None:
         """The number of this process in that job; None if it is not known. Can be set."""
-        return self._task_id
+        return self._found("task_id") if self._task_id is None else self._task_id
 
     @task_id.setter
     def task_id(self, value: int | None) -> None:
         self._task_id = value
+
+    def _found(self, name: str) -> Any:
+        """Return what this resolver finds out of a property that was not set; None if nothing."""
+        return None
 
     @property
     def environment(self) -> str:
@@ -94,7 +98,16 @@ def url(address: str, rpc_layer: str | None) -> str:
 class TaskResolver(ClusterResolver):
     """A resolver whose `master` is this process's own address unless a task is named."""
 
-    rpc_layer: str | None = None
+    _rpc_layer: str | None = None
+
+    @property
+    def rpc_layer(self) -> str | None:
+        """The protocol to put before addresses; None for none. Can be set."""
+        return self._found("rpc_layer") if self._rpc_layer is None else self._rpc_layer
+
+    @rpc_layer.setter
+    def rpc_layer(self, value: str | None) -> None:
+        self._rpc_layer = value
 
     def master(
         self,

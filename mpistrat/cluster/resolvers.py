@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, final
 
 from mpistrat.arrays import whole
-from mpistrat.cluster.resolver import ClusterResolver, url
+from mpistrat.cluster.resolver import ClusterResolver, TaskResolver, url
 from mpistrat.cluster.spec import ClusterSpec
 from mpistrat.comm.world import default_parent
 from mpistrat.environment import counted
@@ -73,7 +73,7 @@ class MPIClusterResolver(ClusterResolver):
 
 
 @final
-class TFConfigClusterResolver(ClusterResolver):
+class TFConfigClusterResolver(TaskResolver):
     """Names from the JSON text in the environment variable ``TF_CONFIG``, read at each call.
 
     Args:
@@ -104,9 +104,9 @@ class TFConfigClusterResolver(ClusterResolver):
         env: Mapping[str, str] | None = None,
     ):
         """Create a resolver; arguments that are not None override ``TF_CONFIG``."""
-        self._type = task_type
-        self._id = task_id
-        self._rpc = rpc_layer
+        self._task_type = task_type
+        self._task_id = None if task_id is None else int(task_id)
+        self._rpc_layer = rpc_layer
         self._environment = environment
         self._env = env
 
@@ -150,43 +150,20 @@ class TFConfigClusterResolver(ClusterResolver):
         self.cluster_spec()
         _ = self.task_type, self.task_id
 
-    @property
-    def task_type(self) -> str | None:
-        """The job that ``TF_CONFIG`` puts this process in. Can be set."""
-        if self._type is not None:
-            return str(self._type)
-        found = self._task("type")
-        if not isinstance(found, str | None):
-            raise _wrong(f"has a task whose 'type' is not a string: {found!r:.60}")
-        return found
-
-    @task_type.setter
-    def task_type(self, value: str | None) -> None:
-        self._type = value
-
-    @property
-    def task_id(self) -> int | None:
-        """The task that ``TF_CONFIG`` makes this process. Can be set."""
-        if self._id is not None:
-            return int(self._id)
+    def _found(self, name: str) -> Any:
+        """Return what ``TF_CONFIG`` says."""
+        if name == "rpc_layer":
+            return self._config().get(name)
+        if name == "task_type":
+            found = self._task("type")
+            if not isinstance(found, str | None):
+                raise _wrong(f"has a task whose 'type' is not a string: {found!r:.60}")
+            return found
         found = self._task("index")
         number = counted(found) if isinstance(found, str) else whole(found)
         if found is None or (number is not None and number >= 0):
             return number
         raise _wrong(f"has a task whose 'index' is not an integer of at least 0: {found!r:.60}")
-
-    @task_id.setter
-    def task_id(self, value: int | None) -> None:
-        self._id = value
-
-    @property
-    def rpc_layer(self) -> str | None:
-        """The protocol that ``TF_CONFIG`` names. Can be set."""
-        return self._config().get("rpc_layer") if self._rpc is None else self._rpc
-
-    @rpc_layer.setter
-    def rpc_layer(self, value: str | None) -> None:
-        self._rpc = value
 
     @property
     def environment(self) -> str:

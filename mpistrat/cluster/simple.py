@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, final
 
-from mpistrat.cluster.resolver import ClusterResolver, url
+from mpistrat.cluster.resolver import ClusterResolver, TaskResolver, url
 from mpistrat.cluster.spec import ClusterSpec
 
 __all__ = ["SimpleClusterResolver", "UnionResolver"]
 
 
 @final
-class SimpleClusterResolver(ClusterResolver):
+class SimpleClusterResolver(TaskResolver):
     """Answers with what it was given.
 
     Args:
@@ -86,7 +86,7 @@ class SimpleClusterResolver(ClusterResolver):
 
 
 @final
-class UnionResolver(ClusterResolver):
+class UnionResolver(TaskResolver):
     """The union of several clusters; the first resolver answers what only one can.
 
     The lists of a job are put one after the other. If any resolver gives a job as a dict, all its
@@ -112,7 +112,7 @@ class UnionResolver(ClusterResolver):
 
     def __init__(self, *args: ClusterResolver, **kwargs: Any):
         """Create the union."""
-        self._rpc_layer: str | None = kwargs.pop("rpc_layer", None)
+        self._rpc_layer = kwargs.pop("rpc_layer", None) or None
         self._task_type = kwargs.pop("task_type", None)
         self._task_id = kwargs.pop("task_id", None)
         if kwargs:
@@ -156,32 +156,9 @@ class UnionResolver(ClusterResolver):
         """Return the answer of the first resolver."""
         return self._resolvers[0].num_accelerators(task_type, task_id, config_proto)
 
-    @property
-    def task_type(self) -> str | None:
-        """The job that was given, else that of the first resolver."""
-        return self._resolvers[0].task_type if self._task_type is None else self._task_type
-
-    @task_type.setter
-    def task_type(self, value: str | None) -> None:
-        self._task_type = value
-
-    @property
-    def task_id(self) -> int | None:
-        """The task that was given, else that of the first resolver."""
-        return self._resolvers[0].task_id if self._task_id is None else self._task_id
-
-    @task_id.setter
-    def task_id(self, value: int | None) -> None:
-        self._task_id = value
-
-    @property
-    def rpc_layer(self) -> str | None:
-        """The protocol that was given, else that of the first resolver. Can be set."""
-        return self._rpc_layer or getattr(self._resolvers[0], "rpc_layer", None)
-
-    @rpc_layer.setter
-    def rpc_layer(self, value: str | None) -> None:
-        self._rpc_layer = value
+    def _found(self, name: str) -> Any:
+        """Return what the first resolver says."""
+        return getattr(self._resolvers[0], name, None)
 
     @property
     def environment(self) -> str:

@@ -20,61 +20,60 @@ from pathlib import Path
 from typing import Any
 
 from mpistrat.commands.arguments import positive
-from mpistrat.errors import LaunchError, OptionError
+from mpistrat.errors import OptionError
 
 __all__ = ["main", "options"]
 
-# Field of a job -> what stands for its value, and its help.
-_TEXTS = {
-    "name": ("NAME", "the name of the job"),
-    "time": ("[D-]H:M:S", "the limit; 01:00:00"),
-    "account": ("NAME", "whom the time is charged to"),
-    "partition": ("NAME", "the partition of Slurm, the queue of PBS"),
-    "venv": ("DIR", "a virtual environment"),
-    "conda": ("NAME", "a conda environment"),
-    "container": ("IMAGE", "run the program in this image, by apptainer"),
-    "launcher": ("HOW", "srun; run: mpistrat run; none: the program starts ranks itself"),
-    "pmi": ("KIND", "how srun tells ranks of each other: pmi2 (MPICH, Intel), pmix (Open MPI)"),
-    "checkpoint": ("DIR", "save here before the time ends, and go on from here"),
-    "requeue": ("HOW", "after a planned leave: yes, chain (submit the next job), no"),
-    "array": ("TASKS", "tasks of an array, as 0-7 or 0-7%%2"),
-}
-_LISTS = {
-    "module": ("NAME", "an environment module to load"),
-    "each": ("WORDS", "the words of one task of an array"),
-    "after": ("JOB", "begin when this job has ended well"),
-    "stage": ("FILE", "copy to the disk of each node; archives are unpacked (Slurm)"),
-    "directive": ("WORD", "a further word for the scheduler, as --directive=--constraint=fast"),
-}
-_NUMBERS = {
-    "nodes": "nodes; 1",
-    "per_node": "ranks on each node; 1",
-    "cores": "cores of each rank; 1",
+# Field of a job -> what stands for its value, its type (list: it may be given several times), help.
+_OPTIONS: dict[str, tuple[str, Any, str]] = {
+    "nodes": ("N", positive, "nodes; 1"),
+    "per_node": ("N", positive, "ranks on each node; 1"),
+    "cores": ("N", positive, "cores of each rank; 1"),
+    "name": ("NAME", str, "the name of the job"),
+    "time": ("[D-]H:M:S", str, "the limit; 01:00:00"),
+    "account": ("NAME", str, "whom the time is charged to"),
+    "partition": ("NAME", str, "the partition of Slurm, the queue of PBS"),
+    "venv": ("DIR", str, "a virtual environment"),
+    "conda": ("NAME", str, "a conda environment"),
+    "container": ("IMAGE", str, "run the program in this image, by apptainer"),
+    "archive": (
+        "TAR",
+        str,
+        "an environment in one file, which nodes unpack on their disks (Slurm)",
+    ),
+    "launcher": ("HOW", str, "srun; run: mpistrat run; none: the program starts ranks itself"),
+    "pmi": (
+        "KIND",
+        str,
+        "how srun tells ranks of each other: pmi2 (MPICH, Intel), pmix (Open MPI)",
+    ),
+    "checkpoint": ("DIR", str, "save here before the time ends, and go on from here"),
+    "notice": ("S", int, "SIGUSR1 so long before the end of the time; 120, 0 for none"),
+    "requeue": ("HOW", str, "after a planned leave: yes, chain (submit the next job), no"),
+    "array": ("TASKS", str, "tasks of an array, as 0-7 or 0-7%%2"),
+    "module": ("NAME", list, "an environment module to load"),
+    "each": ("WORDS", list, "the words of one task of an array"),
+    "after": ("JOB", list, "begin when this job has ended well"),
+    "stage": ("FILE", list, "copy to the disk of each node; archives are unpacked (Slurm)"),
+    "directive": ("WORD", list, "a further word for the scheduler: --directive=--constraint=fast"),
 }
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    kinds, absent = ("slurm", "pbs"), argparse.SUPPRESS
-    parser.add_argument("--for", dest="scheduler", choices=kinds, default=absent, help="slurm")
-    parser.add_argument("--file", dest="config", metavar="INI", type=Path, help="read options")
-    for name, text in _NUMBERS.items():
-        flag = f"--{name.replace('_', '-')}"
-        parser.add_argument(flag, metavar="N", type=positive, default=absent, help=text)
-    for name, (metavar, text) in _TEXTS.items():
-        parser.add_argument(f"--{name}", metavar=metavar, default=absent, help=text)
-    for name, (metavar, text) in _LISTS.items():
-        text += "; may be given several times"
-        parser.add_argument(
-            f"--{name}", metavar=metavar, action="append", default=absent, help=text
-        )
-    text = "SIGUSR1 so long before the end of the time; 120, 0 for none"
-    parser.add_argument("--notice", metavar="S", type=int, default=absent, help=text)
+    kinds, absent, add = ("slurm", "pbs"), argparse.SUPPRESS, parser.add_argument
+    add("--for", dest="scheduler", choices=kinds, default=absent, help="slurm")
+    add("--file", dest="config", metavar="INI", type=Path, help="read options")
+    for name, (metavar, kind, text) in _OPTIONS.items():
+        how: dict[str, Any] = {"type": kind}
+        if kind is list:
+            how, text = {"action": "append"}, f"{text}; may be given several times"
+        add(f"--{name.replace('_', '-')}", metavar=metavar, default=absent, help=text, **how)
     names, text = ("-o", "--output"), "the file to write"
-    parser.add_argument(*names, dest="file", metavar="FILE", default=absent, help=text)
-    parser.add_argument("--submit", action="store_true", help="submit the script")
+    add(*names, dest="file", metavar="FILE", default=absent, help=text)
+    add("--submit", action="store_true", help="submit the script")
     text = "-- and the program: a script, or -m and a module, then its arguments"
-    parser.add_argument("program", metavar="PROGRAM ...", nargs=argparse.REMAINDER, help=text)
+    add("program", metavar="PROGRAM ...", nargs=argparse.REMAINDER, help=text)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -91,32 +90,25 @@ def main(args: argparse.Namespace) -> int:
     if not job.file:
         print(text, end="")
         return 0
-    _write(Path(job.file), text)
+    Path(job.file).write_text(text, encoding="utf-8")
+    Path(job.file).chmod(0o755)
     if args.submit:
         print(submit(job.scheduler, job.file), flush=True)
     return 0
 
 
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-        path.chmod(0o755)
-    except OSError as error:
-        raise LaunchError(f"the script cannot be written: {error}") from None
-
-
 def _given(args: argparse.Namespace) -> dict[str, Any]:
     """Return the fields of the job: those of the file, overridden by those of the command."""
     given: dict[str, Any] = {} if args.config is None else _read(args.config)
-    given |= {name: value for name, value in vars(args).items() if name in _fields() and value}
+    given |= {
+        name: value for name, value in vars(args).items() if name in _fields() and value != []
+    }
     program = list(given.pop("program", ()))
     program = program[1:] if program[:1] == ["--"] else program
     if program[:1] in (["python"], ["python3"]):
         program = program[1:]
     given["program"] = program
-    if "notice" in args:
-        given["notice"] = args.notice
-    for name in ("venv", "checkpoint", "container"):
+    for name in ("venv", "checkpoint", "container", "archive"):
         if given.get(name, "").startswith("~"):
             given[name] = str(Path(given[name]).expanduser())
     return {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}

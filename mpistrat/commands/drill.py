@@ -15,11 +15,11 @@ import argparse
 import secrets
 import shutil
 import signal
-import sys
 import tempfile
 from pathlib import Path
 
 from mpistrat.commands.arguments import positive, seconds
+from mpistrat.errors import LaunchError
 
 __all__ = ["main", "options"]
 
@@ -58,14 +58,13 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 def main(args: argparse.Namespace) -> int:
     """Play the drill."""
-    from mpistrat.errors import CheckpointError, LaunchError
+    from mpistrat.errors import CheckpointError
     from mpistrat.launch.drill import Drill, play
 
     script = args.script[1:] if args.script[:1] == ["--"] else args.script
     program = ("-m", *args.module) if args.module else tuple(script)
     if not program:
-        print("mpistrat drill: error: give a SCRIPT or -m MODULE to run", file=sys.stderr)
-        return 2
+        raise LaunchError("give a SCRIPT or -m MODULE to run")
     directory = _directory(args.directory)
     seed = secrets.randbelow(10**6) if args.seed is None else args.seed
     sizes = args.sizes or (args.ranks,)
@@ -88,8 +87,6 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _directory(given: Path | None) -> Path:
-    from mpistrat.errors import LaunchError
-
     if given is None:
         return Path(tempfile.mkdtemp(prefix="mpistrat-drill-"))
     given.mkdir(parents=True, exist_ok=True)

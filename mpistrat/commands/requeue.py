@@ -24,8 +24,6 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpoint", metavar="DIR", type=Path, help=text)
     text = "the id to count by, if not that of this job: the first one's, in a chain of jobs"
     parser.add_argument("--job", metavar="ID", help=text)
-    text = "no, if this file is there"
-    parser.add_argument("--stop-file", metavar="FILE", type=Path, help=text)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -42,7 +40,5 @@ def main(args: argparse.Namespace) -> int:
         print(f"no: {error}")
         return 1
     yes, why = decide(ends, told)
-    if args.stop_file is not None and args.stop_file.exists():
-        yes, why = False, f"the file {args.stop_file} is there"
     print(f"{'yes' if yes else 'no'}: {why}")
     return 0 if yes else 1

@@ -10,9 +10,9 @@ job. The exit code is the launcher's.
 from __future__ import annotations
 
 import argparse
-import sys
 
 from mpistrat.commands.arguments import positive, seconds
+from mpistrat.errors import LaunchError
 
 __all__ = ["main", "options"]
 
@@ -48,14 +48,12 @@ def main(args: argparse.Namespace) -> int:
 
     program, extra = _split([*(args.module or []), *args.script])
     if not program:
-        print("mpistrat run: error: give a SCRIPT or -m MODULE to run", file=sys.stderr)
-        return 2
+        raise LaunchError("give a SCRIPT or -m MODULE to run")
     return run(
-        args.ranks,
+        Wishes(args.ranks, args.nodes, args.per_node, args.bind, args.launcher, tuple(extra)),
         program,
         module=bool(args.module),
         timeout=args.timeout,
-        wishes=Wishes(None, args.nodes, args.per_node, args.bind, args.launcher, tuple(extra)),
         hostfile=args.hostfile,
         output=Output(args.output_dir, args.label),
         dry_run=args.dry_run,

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpistrat.commands.arguments import positive, seconds
+from mpistrat.errors import LaunchError
 
 if TYPE_CHECKING:
     from mpistrat.launch.scaling import Row
@@ -38,7 +38,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--per-node", metavar="N", type=positive, default=1, help="1")
     text = "cores of each rank, so many threads has its BLAS in every run; 1"
     parser.add_argument("--cores", metavar="N", type=positive, default=1, help=text)
-    text = "write the table to NAME.csv and NAME.json, and the picture to NAME.png"
+    text = "write the table to NAME.csv, and the picture to NAME.png"
     parser.add_argument("--output", metavar="NAME", type=Path, help=text)
     parser.add_argument("--timeout", metavar="S", type=seconds, help="end a run after S seconds")
     text = "-- and the program: a script, or -m and a module, then its arguments"
@@ -47,27 +47,22 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run the study."""
-    from mpistrat.errors import LaunchError
     from mpistrat.launch.mpiexec import cores
     from mpistrat.launch.scaling import Study, doubling, measure, rows, table
 
     program = tuple(args.program[1:] if args.program[:1] == ["--"] else args.program)
     if not program:
-        print("mpistrat scaling: error: give -- and a program to run", file=sys.stderr)
-        return 2
+        raise LaunchError("give -- and a program to run")
     counts = args.nodes or args.ranks or doubling(max(1, cores() // args.cores))
     per_node = args.per_node if args.nodes else None
     study = Study(program, counts, per_node, args.cores, args.timeout)
     runs, code = [], 0
     if args.output is not None:
-        try:  # before hours of computing
-            args.output.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise LaunchError(f"--output cannot be made: {error}. Give another.") from None
+        args.output.parent.mkdir(parents=True, exist_ok=True)  # before hours of computing
     try:
         for run in measure(study, lambda text: print(text, file=sys.stderr, flush=True)):
             runs.append(run)
-    except LaunchError as error:  # what was measured before it is shown
+    except (LaunchError, OSError) as error:  # what was measured before it is shown
         print(f"mpistrat scaling: error: {error}", file=sys.stderr)
         code = 1
     if runs:
@@ -82,12 +77,10 @@ def _write(output: Path, kind: str, lines: list[Row]) -> None:
     from mpistrat.launch.scaling import draw
 
     name = kind.replace(" ", "_")
-    found = [{name if k == "rate" else k: v for k, v in row._asdict().items()} for row in lines]
-    output.with_name(f"{output.name}.json").write_text(json.dumps(found, indent=1) + "\n")
     with output.with_name(f"{output.name}.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, found[0].keys())
-        writer.writeheader()
-        writer.writerows(found)
+        writer = csv.writer(file)
+        writer.writerow([name if field == "rate" else field for field in lines[0]._fields])
+        writer.writerows(lines)
     try:
         draw(kind, lines, output.with_name(f"{output.name}.png"))
     except ImportError:

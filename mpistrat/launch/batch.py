@@ -9,11 +9,10 @@ from __future__ import annotations
 import dataclasses
 import re
 import shlex
-import subprocess
 from pathlib import PurePath
 from typing import final
 
-from mpistrat.environment import environment
+from mpistrat.cluster.job import asked
 from mpistrat.errors import LaunchError
 
 __all__ = ["BatchJob", "check_line", "submit", "words"]
@@ -45,6 +44,7 @@ class BatchJob:
       venv: A virtual environment, relative to where the job is submitted or absolute.
       conda: The name or path of a conda environment.
       container: An image that Apptainer runs the program in.
+      archive: A tar of an environment, which each node unpacks on its own disk and runs from.
       launcher: ``srun``, ``run`` (`mpistrat run`) or ``none``: the program is started once, and
         starts ranks itself. Empty for the scheduler's own: ``srun``, with PBS ``run``.
       pmi: How ``srun`` tells the ranks of each other: ``pmi2``, ``pmix``; empty for the site's own.
@@ -74,6 +74,7 @@ class BatchJob:
     venv: str = ""
     conda: str = ""
     container: str = ""
+    archive: str = ""
     launcher: str = ""
     pmi: str = ""
     checkpoint: str = ""
@@ -103,7 +104,7 @@ class BatchJob:
                 _check_word(field_name, text or " ")
         for words in self.each:
             _check_quotes(words)
-        for path in self.stage:
+        for path in self.copied:
             if not PurePath(path).name:
                 _refuse("stage", path, "a file")
         _check_counts(self)
@@ -119,6 +120,11 @@ class BatchJob:
         """What goes on after a planned leave: what was chosen, or what the scheduler allows."""
         goes_on = "yes" if self.scheduler == "slurm" else "chain"
         return self.requeue or (goes_on if self.checkpoint else "no")
+
+    @property
+    def copied(self) -> tuple[str, ...]:
+        """All files that each node gets a copy of."""
+        return (*self.stage, *filter(None, [self.archive]))
 
     @property
     def ranks(self) -> int:
@@ -185,7 +191,10 @@ def _check_together(job: BatchJob) -> None:
     pbs = job.scheduler == "pbs"
     rules = (
         (not job.program, "there is no program: give a script, or -m and a module, after --"),
-        (bool(job.venv and job.conda), "--venv and --conda: give one of the two"),
+        (
+            sum(map(bool, (job.venv, job.conda, job.archive))) > 1,
+            "--venv, --conda and --archive: give one of them",
+        ),
         (bool(job.each and job.array), "--each makes the array itself; leave --array out"),
         (
             job.launcher == "none" and bool(job.checkpoint),
@@ -208,8 +217,8 @@ def _check_together(job: BatchJob) -> None:
             "a chain of PBS submits its own file again; say with -o FILE where it lies",
         ),
         (
-            pbs and bool(job.stage),
-            "PBS stages by itself: --directive=-Wstagein=LOCAL@HOST:REMOTE instead of --stage",
+            pbs and bool(job.copied),
+            "PBS copies by itself: --directive=-Wstagein=LOCAL@HOST:REMOTE, not --stage, --archive",
         ),
     )
     for wrong, text in rules:
@@ -250,30 +259,14 @@ def submit(scheduler: str, file: str) -> str:
       What the scheduler said: the number of the job.
 
     Raises:
-      LaunchError: The scheduler's command is not here, refuses the script, or does not answer.
+      LaunchError: The scheduler's command is not here.
+      OSError: It refuses the script, or does not answer.
     """
     command = _COMMANDS[scheduler]
     try:
-        got = subprocess.run(
-            [command, f"./{file}" if file.startswith("-") else file],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_PATIENCE,
-            env=environment({}),
-            check=False,
-        )
+        return asked([command, f"./{file}" if file.startswith("-") else file], _PATIENCE).strip()
     except FileNotFoundError:
         raise LaunchError(
             f"{file} is written and not submitted: there is no {command} here. Submit it on a "
             "login node of the cluster."
         ) from None
-    except subprocess.TimeoutExpired:
-        raise LaunchError(
-            f"{command} {file} has not answered for {_PATIENCE:g} s; it may have been submitted "
-            "nevertheless: ask the scheduler which jobs there are."
-        ) from None
-    if got.returncode:
-        said = got.stderr.strip() or got.stdout.strip()
-        raise LaunchError(f"{command} {file} failed with exit code {got.returncode}: {said}")
-    return got.stdout.strip()

@@ -12,6 +12,12 @@ from mpistrat.launch.batch import BatchJob, check_line
 __all__ = ["render"]
 
 _ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.xz")
+_FRESH = """'rm -rf "$0" && mkdir -m 700 "$0"'"""
+# Unpacks $0 in $1. Commands such as `mpistrat` hold the place of their Python, in their first line.
+_UNPACK = """'mkdir "$1" && tar -xf "$0" -C "$1" && rm "$0" || exit
+    if [ -e "$1/bin/conda-unpack" ]; then PATH="$1/bin:$PATH" conda-unpack; exit; fi
+    cd "$1/bin" && grep -lI "^#!.*/bin/python" * |
+        xargs -r sed -i "1s|^#!.*/bin/python|#!$1/bin/python|"'"""
 
 
 def render(job: BatchJob, made_by: Sequence[str] = ()) -> str:
@@ -114,19 +120,23 @@ def _environment(job: BatchJob) -> list[str]:
 
 def _staged(job: BatchJob) -> list[str]:
     """Return how files come to the disk of each node."""
-    if not job.stage:
+    if not job.copied:
         return []
     lines = [
         "# A copy for every node, on its own disk, removed at the end.",
         "local_copy=/tmp/job-$SLURM_JOB_ID",
         'each_node=(srun --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --cpus-per-task=1)',
         """trap '"${each_node[@]}" rm -rf "$local_copy"' EXIT""",
-        '"${each_node[@]}" mkdir -p "$local_copy"',
+        f'"${{each_node[@]}}" sh -c {_FRESH} "$local_copy"',
     ]
-    for path in job.stage:
+    for path in job.copied:
         name = shlex.quote(PurePath(path).name)
         lines += [f'sbcast --force {shlex.quote(_file(path))} "$local_copy"/{name}']
-        if path.endswith(_ARCHIVES):
+        if path == job.archive:
+            lines += ["environment=$local_copy/environment"]
+            lines += [f'"${{each_node[@]}}" sh -c {_UNPACK} "$local_copy"/{name} "$environment"']
+            lines += ['export PATH="$environment/bin:$PATH"']
+        elif path.endswith(_ARCHIVES):
             lines += [f'"${{each_node[@]}}" tar -xf "$local_copy"/{name} -C "$local_copy"']
     return lines
 
@@ -254,6 +264,7 @@ def _again(job: BatchJob) -> list[str]:
         f"if {runs} &&",
         f'    {_inside(job)}python3 -m mpistrat requeue --record "$MPISTRAT_RECORD" \\',
         f'        --code "$code" --checkpoint "$checkpoint"{one_job}; then',
+        *(['    "${each_node[@]}" rm -rf "$local_copy"'] if job.copied else []),
         f"    {again}",
         "fi",
         'exit "$code"',

@@ -27,14 +27,6 @@ _OTHER = (
     "`mpistrat run` finds"
 )
 
-# (from, up to but without) of versions with a known fault, and which.
-KNOWN_BAD = {
-    "PMIx": (
-        ((0, 0), (4, 2, 6), "CVE-2023-41915: other users of a node can get at your files"),
-        ((5, 0), (5, 0, 1), "CVE-2023-41915: other users of a node can get at your files"),
-    ),
-}
-
 
 class Finding(NamedTuple):
     """One line of the report.
@@ -83,7 +75,8 @@ def _start(job: Job) -> Finding:
         where = _alike([host for host, _ in job.failed])
         text = f"Python or mpistrat cannot be started on {where}: {job.failed[0][1]}"
         mend = "install into a directory that all nodes see, or load the same modules on all"
-        return Finding(name, text, BAD, f"{mend}; `srun -N 1 -w {job.failed[0][0]} ls DIR` looks")
+        look = "srun -N 1 -w" if job.slurm else "ssh"
+        return Finding(name, text, BAD, f"{mend}; `{look} {job.failed[0][0]} ls DIR` looks")
     if len(job.ranks) != job.wanted:
         text = f"{job.wanted} ranks were wanted, {len(job.ranks)} came. {job.trouble}".strip()
         return Finding(name, text, BAD, "run the line of `launcher` above by hand, and see it fail")
@@ -113,7 +106,7 @@ def _versions(job: Job) -> Finding:
     ]
     if differ:
         where = "; ".join(f"{host}: {ranks[0].python}" for host, ranks in job.hosts.items())
-        mend = f"start all ranks with one Python, by its full path: srun {job.ranks[0].python}"
+        mend = f"start all ranks with one Python, by its full path, {job.ranks[0].python}"
         return Finding(name, f"{'; '.join(differ)} ({where})", BAD, mend)
     broken = [one for one, version in first.items() if version.startswith("cannot")]
     missing = [*sorted({"numpy", "mpi4py", "optree"} - first.keys()), *broken]
@@ -235,15 +228,6 @@ def _overlap(job: Job) -> Finding:
     return Finding(name, "all_reduce_start overlaps with computation, between nodes")
 
 
-def _known(job: Job) -> Finding:
-    version = tuple(map(int, re.findall(r"\d+", job.pmix)[:3]))
-    for low, high, why in KNOWN_BAD["PMIx"] if version else ():
-        if low <= version < high:
-            mend = "ask for PMIx 4.2.6, 5.0.1 or newer"
-            return Finding("known faults", f"PMIx {job.pmix}: {why}", NOTE, mend)
-    return Finding("known faults", f"none (PMIx {job.pmix})" if job.pmix else "none")
-
-
 def _words(found: LinkFacts) -> str:
     return f"{found.latency:.1f} us, {found.bandwidth:.2f} Gbit/s"
 
@@ -272,9 +256,9 @@ def _between(job: Job) -> Finding:
 CHECKS: tuple[Callable[[Job], Finding], ...] = (
     *(_system, _launcher, _start, _ranks),
     *(_versions, _library, _fabric, _binding, _shared_memory, _opens, _home, _files),
-    *(_directories, _ends, _overlap, _known, _inside, _between),
+    *(_directories, _ends, _overlap, _inside, _between),
 )
-_ALWAYS = (_system, _launcher, _start, _ranks, _ends, _known)
+_ALWAYS = (_system, _launcher, _start, _ranks, _ends)
 
 
 def examine(job: Job) -> Iterator[Finding]:

@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import secrets
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,8 +20,7 @@ from typing import Any
 from mpistrat.environment import environment, launched_by
 from mpistrat.errors import LaunchError
 from mpistrat.launch.facts import FAILED, Job, LinkFacts, collect, parse
-from mpistrat.launch.flavours import version
-from mpistrat.launch.mpiexec import Command, candidates, find
+from mpistrat.launch.mpiexec import Command, ask, find
 from mpistrat.launch.plan import HERE, Wishes, handing_on
 from mpistrat.launch.process import run_job
 from mpistrat.launch.run import call_of, place_of, plan_note
@@ -88,14 +86,7 @@ def _output(command: Command) -> tuple[str, str]:
 def _ask(*argv: str) -> str:
     """Return what a command prints; an empty string if there is none, or it fails."""
     try:
-        got = subprocess.run(
-            argv,
-            capture_output=True,
-            text=True,
-            timeout=_PATIENCE,
-            env=environment({}),
-            check=False,
-        )
+        got = ask(argv)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return "" if got.returncode else got.stdout
@@ -152,7 +143,6 @@ def gather(
     place = place_of()
     count = ranks or max(sum(place.tasks), 2)
     facts: dict[str, Any] = {
-        "pmix": version(_ask(_beside("pmix_info"), "--version")),
         "slurm": _ask("scontrol", "show", "config") if place is not HERE else "",
         "kills": _kills(launcher),
     }
@@ -184,14 +174,6 @@ def gather(
         said, trouble = _output(command([sys.executable, "-c", _MEASURE]))
         facts |= _measured(said)
     return Job(count, trouble=trouble, **facts)
-
-
-def _beside(name: str) -> str:
-    """Return a tool of the MPI of this environment, or its name."""
-    for launcher in candidates():
-        if found := shutil.which(name, path=str(Path(launcher).parent)):
-            return found
-    return name
 
 
 def _kills(launcher: Sequence[str]) -> bool:

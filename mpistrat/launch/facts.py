@@ -97,7 +97,6 @@ class Job(NamedTuple):
       trouble: Why the ranks could not be started or measured, or an empty string.
       inside: Between two ranks of one host.
       between: Between two hosts.
-      pmix: Version of PMIx, or an empty string.
       slurm: What ``scontrol show config`` prints, in an allocation; else an empty string.
       within: What has started this process as a rank, so that it starts none; or an empty string.
       directories: Those that ranks were asked to see.
@@ -113,7 +112,6 @@ class Job(NamedTuple):
     trouble: str = ""
     inside: LinkFacts | None = None
     between: LinkFacts | None = None
-    pmix: str = ""
     slurm: str = ""
     within: str = ""
     directories: tuple[str, ...] = ()

@@ -27,6 +27,7 @@ __all__ = [
     "Command",
     "Launcher",
     "Library",
+    "ask",
     "candidates",
     "cores",
     "find",
@@ -132,7 +133,8 @@ def cores() -> int:
     return bin(mask_of()).count("1")
 
 
-def _ask(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
+def ask(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run a command that only prints; it has a minute."""
     return subprocess.run(
         argv,
         stdin=subprocess.DEVNULL,
@@ -156,7 +158,7 @@ def library(python: str = sys.executable) -> Library:
 
     Cost: one start of Python, 0.2 s; the answer is kept.
     """
-    got = _ask([python, "-c", _PROBE])
+    got = ask([python, "-c", _PROBE])
     if got.returncode:
         why = (got.stderr.strip().splitlines() or [f"exit code {got.returncode}"])[-1]
         raise LaunchError(_unloaded(python, why))
@@ -171,7 +173,7 @@ def plugins() -> str:
     """
     if shutil.which("srun") is None:
         return ""
-    got = _ask(["srun", "--mpi=list"])
+    got = ask(["srun", "--mpi=list"])
     return got.stdout + got.stderr
 
 
@@ -263,7 +265,7 @@ def find(paths: Sequence[str] | None = None) -> tuple[Launcher, Library]:
     known = []
     for path in paths:
         try:
-            got = _ask([path, "--version"])
+            got = ask([path, "--version"])
         except (OSError, subprocess.TimeoutExpired):  # another may do
             continue
         text = got.stdout + got.stderr

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, NamedTuple
 
+from mpistrat.board.proc import look
 from mpistrat.environment import environment
 from mpistrat.launch.mpiexec import Command
 from mpistrat.launch.relay import streams
@@ -46,34 +47,21 @@ class Outcome(NamedTuple):
     killed: int = 0
 
 
-def _stat(pid: int) -> tuple[int, int] | None:
-    """Return parent and start time of a process, or None if it does not exist (or /proc)."""
-    try:
-        # The second field is a name in parentheses that may hold anything, so count from its end.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return int(fields[1]), int(fields[19])
-
-
 def descendants(pid: int) -> dict[int, int]:
     """Return all descendants of the process `pid`, with their start times.
 
     A launcher puts its ranks into process groups of their own, so a group is not enough.
     On systems without /proc the answer is empty.
     """
-    born: dict[int, int] = {}
-    children: dict[int, list[int]] = {}
+    children: dict[int, dict[int, int]] = {}
     for entry in Path("/proc").glob("[0-9]*"):
-        stat = _stat(int(entry.name))
-        if stat is not None:
-            born[int(entry.name)] = stat[1]
-            children.setdefault(stat[0], []).append(int(entry.name))
+        if process := look(int(entry.name)):
+            children.setdefault(process.parent, {})[int(entry.name)] = process.born
     found: dict[int, int] = {}
     todo = [pid]
     while todo:
-        below = children.get(todo.pop(), [])
-        found.update((child, born[child]) for child in below)
+        below = children.get(todo.pop(), {})
+        found |= below
         todo += below
     return found
 
@@ -85,8 +73,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(_GRACE)
     for pid, born in {**below, **descendants(process.pid)}.items():
-        stat = _stat(pid)
-        if stat is not None and stat[1] == born:  # else the number belongs to somebody else by now
+        there = look(pid)
+        if there and there.born == born:  # else the number belongs to somebody else by now
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
     process.kill()

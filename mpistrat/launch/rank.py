@@ -12,17 +12,17 @@ from __future__ import annotations
 
 import contextlib
 import runpy
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from mpistrat.comm.mpi import before_abort, library
-from mpistrat.comm.session import Session
 from mpistrat.launch.output import Output, redirect
 from mpistrat.launch.roster import shared_files, sign_in
-from mpistrat.lockstep.exits import code_of, exits
-from mpistrat.lockstep.lockstep import Lockstep
-from mpistrat.lockstep.startup import begin
+
+if TYPE_CHECKING:
+    from mpistrat.comm.session import Session
 
 __all__ = ["main"]
 
@@ -36,7 +36,12 @@ def main(argv: Sequence[str]) -> None:
     output, argv = _output(list(argv))
     known = redirect(output) if output != Output() else None
     before = shared_files()
-    session = Session.on(library().COMM_WORLD)
+    session = _session()
+    from mpistrat.comm.mpi import before_abort
+    from mpistrat.lockstep.exits import code_of, exits
+    from mpistrat.lockstep.lockstep import Lockstep
+    from mpistrat.lockstep.startup import begin
+
     if known is not None:
         known(session.comm.rank, session.comm.size)
     files = shared_files() - before  # MPI's; of a job that fails, its launcher removes them
@@ -64,6 +69,23 @@ def main(argv: Sequence[str]) -> None:
             raise  # with its text, if it has one
         # It is printed in the last proof, once; here the process only has to end.
         raise SystemExit(code_of(error)) from None
+
+
+def _session() -> Session:
+    """Start MPI, and from then on remember SIGUSR1, which may tell that the job is to end.
+
+    Where there is no handler it ends the process, in whatever thread, such as those that NumPy
+    starts; that of MPICH swallows it. So it has to wait from before NumPy is imported.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    from mpistrat.checkpoint.notice import before_listening
+    from mpistrat.comm.mpi import library
+    from mpistrat.comm.session import Session
+
+    session = Session.on(library().COMM_WORLD)
+    signal.signal(signal.SIGUSR1, before_listening)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
+    return session
 
 
 def _output(argv: list[str]) -> tuple[Output, list[str]]:

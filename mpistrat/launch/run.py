@@ -33,20 +33,24 @@ __all__ = [
 
 UNRECORDED = 70  # the launcher reports success, the ranks do not
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+_TERMINAL = Output()
 
 
-def python_program(program: Sequence[str], module: bool) -> list[str]:
+def python_program(program: Sequence[str], module: bool, output: Output = _TERMINAL) -> list[str]:
     """Return the command that runs a Python program so that a failure on one rank ends the job.
 
     Args:
       program: A module or a script, then its arguments.
       module: Whether the first is a module.
+      output: Where the output of each rank goes.
 
     Example:
       >>> python_program(["train.py", "--fast"], module=False)[1:]
       ['-m', 'mpistrat.launch.rank', 'train.py', '--fast']
     """
-    return [sys.executable, "-m", "mpistrat.launch.rank", *(["-m"] if module else []), *program]
+    words = [sys.executable, "-m", "mpistrat.launch.rank", *(["--label"] if output.label else [])]
+    words += ["--output-dir", str(Path(output.directory).resolve())] if output.directory else []
+    return [*words, *(["-m"] if module else []), *program]
 
 
 def refuse_inside(env: Mapping[str, str] | None = None) -> None:
@@ -89,14 +93,13 @@ def _without_python(program: Sequence[str]) -> tuple[Sequence[str], bool]:
 
 
 def run(
-    ranks: int | None,
+    wishes: Wishes,
     program: Sequence[str],
     module: bool = False,
     timeout: float | None = None,
     *,
-    wishes: Wishes | None = None,
     hostfile: str | None = None,
-    output: Output | None = None,
+    output: Output = _TERMINAL,
     dry_run: bool = False,
 ) -> int:
     """Run a Python program on several ranks, here or in the allocation that this process is in.
@@ -104,11 +107,10 @@ def run(
     The exact call of the launcher is printed to stderr first.
 
     Args:
-      ranks: Number of ranks, at least 1; None for as many as the allocation has tasks.
+      wishes: What was said of the job: the number of ranks, if not as many as the allocation has.
       program: A script or a module, then its arguments; ``python`` before it is left out.
       module: Whether the first word is a module, as after ``python -m``.
       timeout: Seconds after which the job is ended, or None for never.
-      wishes: What else was said of the job.
       hostfile: A file of hosts to use instead of those of the allocation.
       output: Where the output of the ranks goes; None for the terminal.
       dry_run: Print the call, and do nothing.
@@ -121,25 +123,22 @@ def run(
     Raises:
       LaunchError: No launcher fits, the numbers of ranks and nodes do not fit each other or the
         allocation, a file cannot be used, or this process already is a rank.
+      OSError: A directory cannot be made.
     """
     refuse_inside()
     if not module:
         program, module = _without_python(program)
     if not module and not Path(program[0]).is_file():
         raise LaunchError(f"there is no program {program[0]!r}; for a module write -m before it.")
-    place, output = place_of(hostfile), output or Output()
-    wishes = (wishes or Wishes())._replace(ranks=ranks)
+    place = place_of(hostfile)
     job = shape(wishes, place)
-    words = _with_output(program, module, output)
+    words = python_program(program, module, output)
     command, flag = call_of(place, wishes, words, _threads(job, place))
     _say(str(command))
     if dry_run:
         return 0
     if output.directory:
-        try:
-            Path(output.directory).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise LaunchError(f"--output-dir cannot be made: {error}. Give another.") from None
+        Path(output.directory).mkdir(parents=True, exist_ok=True)
     return _watched(command, flag, place, job.ranks, timeout)
 
 
@@ -158,13 +157,6 @@ def place_of(hostfile: str | None = None) -> Allocation:
         raise LaunchError(f"the list of hosts cannot be used: {error}.") from error
 
 
-def _with_output(program: Sequence[str], module: bool, output: Output) -> list[str]:
-    """Return what each rank runs."""
-    words = python_program(program, module)
-    where = ["--output-dir", str(Path(output.directory).resolve())] if output.directory else []
-    return [*words[:3], *(["--label"] if output.label else []), *where, *words[3:]]
-
-
 def call_of(
     place: Allocation, wishes: Wishes, program: Sequence[str], env: Mapping[str, str]
 ) -> tuple[Command, str]:
@@ -174,7 +166,8 @@ def call_of(
         pmi = spoken(loaded.flavour, listed, environment({}))
         if pmi or wishes.launcher == "srun":
             return by_srun(pmi or "", place, wishes, program, env), ""
-        _say(f"note: srun does not speak what {loaded} does ({_short(listed)}), hence mpiexec")
+        listed = " ".join(listed.split())[:200] or "there is no srun"
+        _say(f"note: srun does not speak what {loaded} does ({listed}), hence mpiexec")
     elif wishes.launcher == "srun":
         raise LaunchError("--launcher srun: this is not inside an allocation of Slurm.")
     launcher, loaded = find()
@@ -182,10 +175,6 @@ def call_of(
         _say(f"note: {note}")
     command = by_mpiexec(launcher, place, wishes, program, env, cores())
     return command, launcher.flavour.export if place is not HERE else ""
-
-
-def _short(listed: str) -> str:
-    return " ".join(listed.split())[:200] or "there is no srun"
 
 
 def _watched(
@@ -243,9 +232,16 @@ def _judged(
         _say(f"{launcher} itself {how}, hence exit code {outcome.code}")
     elif recorded is None and not outcome.interrupted:
         _say_who(roster.first(outcome.code), roster)
-    if outcome.interrupted and recorded is None and outcome.code:
-        return INTERRUPTED  # Open MPI's launcher says 1
-    return _verdict(outcome.code, recorded)
+    if recorded is not None or outcome.code:
+        # Interrupted, Open MPI's launcher says 1.
+        return recorded or (
+            INTERRUPTED if outcome.interrupted and recorded is None else outcome.code
+        )
+    _say(
+        "the launcher reports success, but not every rank has left the program in order (a call of "
+        "os._exit, perhaps); the job counts as failed"
+    )
+    return UNRECORDED
 
 
 def _threads(job: Shape, place: Allocation) -> dict[str, str]:
@@ -288,22 +284,6 @@ def _killed(number: int, roster: Roster, launcher: bool = False) -> str:
         f"{what}, from outside of the job; look for {memory if number != signal.SIGTERM else ''}a "
         "limit of the batch system (its log of the job), or a kill by hand"
     )
-
-
-def _verdict(code: int, recorded: int | None) -> int:
-    """Return the exit code of the job: the launcher's, unless the ranks know better.
-
-    Args:
-      code: The launcher's exit code.
-      recorded: The code that the ranks agreed on when they left; None if they did not.
-    """
-    if recorded is None and code == 0:
-        _say(
-            "the launcher reports success, but not every rank has left the program in order (a "
-            "call of os._exit, perhaps); the job counts as failed"
-        )
-        return UNRECORDED
-    return recorded or code
 
 
 def _say(text: str) -> None:

@@ -7,6 +7,7 @@ runs of a study have the same kind of number. Nothing is extrapolated.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import subprocess
@@ -154,7 +155,9 @@ def measure(study: Study, say: Callable[[str], None]) -> Iterator[Run]:
             seconds = time.perf_counter() - begin
             text = got.stdout.decode(errors="replace")
             say(text.rstrip("\n"))
-            found = json.loads(told.read_text()) if told.exists() else {}
+            found: dict[str, Any] = {}
+            with contextlib.suppress(FileNotFoundError, ValueError):  # cut off by a full disk
+                found = json.loads(told.read_text())
         if got.returncode:
             what = _what(study, count)
             raise LaunchError(f"the run on {what} has failed with exit code {got.returncode}.")
@@ -172,7 +175,8 @@ def _checked(study: Study, count: int, found: dict[str, Any], seconds: float, te
     if not found:
         raise LaunchError(
             "the run has not told how many ranks and nodes it had, so it counts for nothing: the "
-            "directory in which `mpistrat scaling` is started has to be seen by all nodes."
+            "directory in which `mpistrat scaling` is started has to be seen by all nodes, and to "
+            "have room."
         )
     if found["ranks"] != ranks or (study.per_node is not None and found["nodes"] != count):
         wanted = _what(study, count)

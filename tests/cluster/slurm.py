@@ -138,7 +138,7 @@ class Job:
             r"JobState=(\w+)", self.slurm("scontrol", "show", "job", self.number, "-o")
         )
 
-    def until(self, *wanted, timeout=180):
+    def until(self, *wanted, timeout=400):
         """Wait until its state is one of these, and return it; an end that is not is a failure."""
         found = []
 
@@ -150,7 +150,7 @@ class Job:
         _wait(there, timeout, self.story)
         return found[0]
 
-    def until_says(self, text, timeout=60, times=1):
+    def until_says(self, text, timeout=180, times=1):
         """Wait until its log holds a text so many times."""
 
         def said():

@@ -5,6 +5,9 @@ from __future__ import annotations
 import csv
 import re
 import sys
+import sysconfig
+import tarfile
+import venv
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ import slurm as scheduler
 
 from mpistrat.launch.batch import BatchJob
 from mpistrat.launch.batch_script import render
+from mpistrat.launch.mpiexec import library
 
 PROGRAM = str(Path(__file__).parent / "programs" / "leaving.py")
 
@@ -20,7 +24,8 @@ def hand_in(slurm, pmi, shared, program, **fields):
     """Submit the script of a job of 2 nodes x 2 ranks."""
     shape = {"nodes": 2, "per_node": 2, "time": "00:05:00", "pmi": pmi}
     text = render(BatchJob(tuple(map(str, program)), **{**shape, **fields}))
-    (shared / "job.sbatch").write_text(text)
+    # The virtual hosts share /tmp; what is each one's own is /run.
+    (shared / "job.sbatch").write_text(text.replace("/tmp/job-", "/run/job-"))
     words = ["--parsable", "--output=log", "--open-mode=append", "job.sbatch"]
     number = slurm("sbatch", *words, cwd=shared).strip()
     return scheduler.Job(slurm, number, shared)
@@ -43,7 +48,7 @@ def test_a_chain_is_jobs_one_after_the_other(slurm, shared, pmi):
     slurm("scancel", "--signal=USR1", job.number)
     job.until("FAILED", timeout=60)
     following = scheduler.Job(slurm, str(int(job.number) + 1), shared)
-    following.until("COMPLETED", timeout=90)
+    following.until("COMPLETED", timeout=300)
     logs = "".join(path.read_text() for path in [shared / "log", *shared.glob("slurm-*.out")])
     assert sorted(map(int, re.findall(r"^step (\d+)$", logs, re.MULTILINE))) == list(range(30))
 
@@ -61,30 +66,38 @@ def test_an_array_has_directories_of_its_own(slurm, shared, pmi):
     job = hand_in(
         slurm, pmi, shared, (PROGRAM,), nodes=1, each=("1", "2"), checkpoint="runs", requeue="no"
     )
-    job.until("COMPLETED", timeout=90)
+    job.until("COMPLETED", timeout=300)
     assert {"ends at 1", "ends at 2"} <= set(job.log.splitlines())
     assert sorted(path.name for path in (shared / "runs").iterdir()) == ["0", "1"]
 
 
-def test_staged_files_are_on_each_node_while_it_runs(slurm, shared, pmi, hosts):
+def test_files_and_environment_are_on_each_node_while_it_runs(slurm, shared, pmi, hosts):
     (shared / "data set.txt").write_text("data")
     program = shared / "read.py"
     program.write_text(
         "import sys, mpistrat as ms\nfrom pathlib import Path\n"
-        "print(ms.MirroredStrategy().rank, *map(Path.read_text, map(Path, sys.argv[1:])))\n"
+        "print(ms.MirroredStrategy().rank, Path(sys.argv[1]).read_text(), sys.prefix)\n"
     )
-    job = hand_in(slurm, pmi, shared, (program, "{local}/data set.txt"), stage=("data set.txt",))
-    job.until("COMPLETED", timeout=60)
-    assert len(re.findall(r"^\d data$", job.log, re.MULTILINE)) == 4
+    venv.create(shared / "env", symlinks=True)
+    (site,) = (shared / "env").glob("lib/python*/site-packages")
+    (site / "ours.pth").write_text(f"{sysconfig.get_path('purelib')}\n")  # the packages stay there
+    with tarfile.open(shared / "env.tar", "w") as archive:
+        archive.add(shared / "env", ".")
+    fields = {"stage": ("data set.txt",), "archive": "env.tar"}
+    fields |= {"directive": (f"--export=ALL,MPI4PY_LIBMPI={library().file}",)}  # stays there too
+    job = hand_in(slurm, pmi, shared, (program, "{local}/data set.txt"), **fields)
+    job.until("COMPLETED", timeout=180)
+    said = re.findall(rf"^\d data /run/job-{job.number}/environment$", job.log, re.MULTILINE)
+    assert len(said) == 4, job.story()
     for name in hosts.names:
-        assert hosts.run(name, "ls", f"/tmp/job-{job.number}").returncode != 0
+        assert hosts.run(name, "ls", f"/run/job-{job.number}").returncode != 0
 
 
 def test_a_scaling_study_of_nodes(slurm, shared, pmi):
     study = ["-m", "mpistrat", "scaling", "--nodes", "1,2", "--per-node", "2", "--output", "s/a"]
     program = ["--", Path(__file__).parents[2] / "docs" / "programs" / "fit_mpistrat.py"]
     job = hand_in(slurm, pmi, shared, (*study, *program), launcher="none")
-    job.until("COMPLETED", timeout=120)
+    job.until("COMPLETED", timeout=300)
     with (shared / "s/a.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["ranks"], row["nodes"]) for row in rows] == [("2", "1"), ("4", "2")], job.story()
@@ -95,6 +108,7 @@ def test_a_scaling_study_of_nodes(slurm, shared, pmi):
     [
         ("several_nodes", (), ("--epochs=1",), "test accuracy"),
         ("requeue", ("--ntasks-per-node=2",), ("--steps=2", "--every=2"), "update 2 of 2"),
+        ("sweep_array", ("--array=1",), ("--epochs=1",), "test accuracy"),
         ("sweep_one_job", (), ("--epochs=1",), "trial 3: rate 0.4, ranks 2: test accuracy"),
     ],
 )
@@ -105,5 +119,5 @@ def test_scripts_of_hpc_jobs(slurm, shared, pmi, script, shape, words, says):
     options = ["--parsable", "--output=log", f"--export=ALL,SLURM_MPI_TYPE={pmi}", *shape]
     number = slurm("sbatch", *options, f"hpc_jobs/{script}.sbatch", *words, cwd=shared).strip()
     job = scheduler.Job(slurm, number, shared)
-    job.until("COMPLETED", timeout=120)
+    job.until("COMPLETED", timeout=400)
     assert says in job.log, job.story()

@@ -46,7 +46,7 @@ def test_time_limit(slurm, shared):
     body = REQUEUED.format(run=counted(0.25, "SIGUSR1"))
     words = ["--time=1", "--signal=B:USR1@45", "--requeue"]
     job = slurm.submit(shared, body, *FOUR, *words)
-    job.until("COMPLETED", timeout=240)
+    job.until("COMPLETED", timeout=540)
     assert int(job.facts()["Restarts"]) >= 1, job.story()
     assert "code 42" in job.log
     assert job.log.count("begins at 0\n") == 1
@@ -60,8 +60,8 @@ def test_preemption(slurm, shared):
     job.until_says("begins at 0")
     (shared / "other").mkdir()
     other = slurm.submit(shared / "other", "sleep 2", "-N2", "--exclusive", "--partition=high")
-    other.until("COMPLETED", timeout=60)
-    job.until("COMPLETED", timeout=120)
+    other.until("COMPLETED", timeout=180)
+    job.until("COMPLETED", timeout=300)
     assert int(job.facts()["Restarts"]) == 1
     assert "told to end" in job.log
     assert job.log.count("begins at 0\n") == 1
@@ -87,10 +87,10 @@ def test_a_node_without_power(slurm, shared, hosts):
     job.until_says("begins at 0")
     time.sleep(2)
     slurm("scancel", "--signal=USR1", "--batch", job.number)
-    job.until_says("begins at ", times=2, timeout=90)
+    job.until_says("begins at ", times=2, timeout=300)
     time.sleep(1)
     hosts.power_off("node2")
-    job.until("PENDING", "COMPLETING", timeout=90)
+    job.until("PENDING", "COMPLETING", timeout=300)
     hosts.power_on("node2")
     slurm.join("node2")
     job.until("COMPLETED", timeout=180)

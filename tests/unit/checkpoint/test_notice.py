@@ -161,3 +161,35 @@ def test_a_signal_after_the_last_step_does_not_kill(how):
         [sys.executable, "-c", LATE, how], capture_output=True, text=True, timeout=50, check=False
     )
     assert (found.returncode, found.stdout) == (0, "left\n"), found.stderr
+
+
+EARLY = """
+import os, signal, sys
+from mpistrat.launch.rank import main
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+os.kill(os.getpid(), signal.SIGUSR1)  # waits until MPI has started
+main([sys.argv[1]])
+"""
+LISTENS = """
+import signal
+from mpistrat.checkpoint.notice import Notice
+notices = Notice(), Notice()
+for one in notices:
+    one.listen([signal.SIGUSR1, signal.SIGTERM], "a test")
+    print("told:", one.why)
+    one.end()
+print(signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN)
+"""
+
+
+def test_a_signal_before_mpi_has_started_tells_the_first_that_listens(tmp_path):
+    (tmp_path / "listens.py").write_text(LISTENS)
+    words = [sys.executable, "-c", EARLY, str(tmp_path / "listens.py")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "told: SIGUSR1\ntold: \nTrue\n", done.stderr
+
+
+def test_of_many_ranks_only_the_first_say_that_they_are_told(capfd):
+    for rank in (3, 4):
+        Notice(rank).tell("SIGUSR1")
+    assert capfd.readouterr().err.count("got SIGUSR1") == 1

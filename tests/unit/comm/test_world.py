@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from mpistrat.launch.plan import Wishes
 from mpistrat.launch.run import run
 
 TOLD = "was started by multiprocessing and is not a rank"
@@ -63,7 +64,7 @@ def test_a_strategy_at_top_level_ends_the_program_with_a_text(pool, tmp_path, ca
     assert code
     assert TOLD in err
     assert '`if __name__ == "__main__":`' in err
-    assert run(2, [str(program)], timeout=60) not in (0, 124)
+    assert run(Wishes(2), [str(program)], timeout=60) not in (0, 124)
     err = capfd.readouterr().err
     assert TOLD in err
     assert "PMI" not in err  # no child has tried to join
@@ -74,7 +75,7 @@ def test_one_that_children_do_not_make_is_fine(pool, tmp_path, capfd):
     program = tmp_path / "guarded.py"
     program.write_text(HEAD + GUARDED + pool)
     assert alone(program)[:2] == (0, "[2, 4]\n")
-    assert run(2, [str(program)], timeout=60) == 0
+    assert run(Wishes(2), [str(program)], timeout=60) == 0
     assert capfd.readouterr().out.count("[2, 4]") == 2
 
 

@@ -123,7 +123,7 @@ def test_every_script_of_hpc_jobs_resumes():
         ({"array": "a-b"}, "0-7%2"),
         ({"array": "0-1", "each": ("x",)}, "leave --array out"),
         ({"each": ("'x",)}, "quotes that are closed"),
-        ({"venv": "a", "conda": "b"}, "one of the two"),
+        ({"venv": "a", "conda": "b"}, "one of them"),
         ({"requeue": "yes"}, "needs --checkpoint"),
         ({"requeue": "maybe"}, "yes or chain or no"),
         ({"notice": -1}, "seconds from 0"),
@@ -133,7 +133,9 @@ def test_every_script_of_hpc_jobs_resumes():
         ({"scheduler": "pbs", "checkpoint": "a", "requeue": "yes"}, "operators"),
         ({"scheduler": "pbs", "checkpoint": "a"}, "-o FILE"),
         ({"scheduler": "pbs", "checkpoint": "a", "file": "x", "array": "0-1"}, "one task of an"),
-        ({"scheduler": "pbs", "stage": ("a",)}, "stages by itself"),
+        ({"scheduler": "pbs", "stage": ("a",)}, "copies by itself"),
+        ({"scheduler": "pbs", "archive": "a"}, "copies by itself"),
+        ({"venv": "a", "archive": "b"}, "one of them"),
     ],
 )
 def test_what_is_refused(given_, said):
@@ -287,4 +289,4 @@ class TestSubmit:
         assert "there is no sbatch here" in capsys.readouterr().err
         stub(tmp_path, "sbatch", 'echo "no such account" >&2; exit 1')
         assert cli.main(["batch", "--submit", "--", "train.py"]) == 2
-        assert "failed with exit code 1: no such account" in capsys.readouterr().err
+        assert "sbatch ended with 1: no such account" in capsys.readouterr().err

@@ -86,7 +86,7 @@ WRONG = {
             "versions",
             BAD,
             "numpy is 2.1, 1.26 (n1: /site/bin/python; n2: /b/python)",
-            "srun /site",
+            "full path, /site",
         ),
     ),
     "a package on one node only": (
@@ -152,14 +152,6 @@ WRONG = {
         *("a rank that dies", BAD, "KillOnBadExit is 0", "srun -K1"),
     ),
     "no overlap": (both(yields=False), "overlap", NOTE, "does not overlap", "_idle=1"),
-    "PMIx before 4.2.6": (
-        WELL._replace(pmix="4.2.5"),
-        "known faults",
-        NOTE,
-        "CVE-2023-41915",
-        "4.2.6",
-    ),
-    "PMIx 5.0.0": (WELL._replace(pmix="5.0.0"), "known faults", NOTE, "CVE-2023-41915", "5.0.1"),
     "a slow network": (
         ranks(RANK._replace(rate=100.0), AWAY._replace(rate=100.0))._replace(
             between=LinkFacts(20.0, 9.0)
@@ -173,8 +165,6 @@ WELL_TOO = {
     "KillOnBadExit off, with -K1": WELL._replace(slurm=SLURM),
     "KillOnBadExit on": WELL._replace(slurm=SLURM.replace("0", "1"), kills=False),
     "InfiniBand, used": both(fabric=("mlx5_0",)),
-    "PMIx that is mended": WELL._replace(pmix="4.2.6"),
-    "newer PMIx": WELL._replace(pmix="5.0.11"),
     "descriptors without limit": both(files=-1),
     "a rank on each node": ranks(RANK, AWAY),
     "a fast network": ranks(RANK, AWAY)._replace(between=LinkFacts(2.0, 9.0)),

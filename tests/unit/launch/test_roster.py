@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from mpistrat.launch import roster
+from mpistrat.launch.plan import Wishes
 from mpistrat.launch.roster import Ended, Roster, shared_files, sign_in
 from mpistrat.launch.run import run
 
@@ -159,7 +160,7 @@ def test_run_names_the_rank_and_leaves_nothing_in_shared_memory(tmp_path, capfd,
         signed.extend(self._files)
 
     monkeypatch.setattr(Roster, "close", closes)
-    assert run(3, [str(program)], timeout=60) in (9, 137)
+    assert run(Wishes(3), [str(program)], timeout=60) in (9, 137)
     told = [line for line in capfd.readouterr().err.splitlines() if "was ended by" in line]
     assert len(told) == 1
     assert told[0].startswith("mpistrat: rank 1 (process ")

@@ -34,8 +34,8 @@ STEPS = {
 def test_a_directory_for_output_that_cannot_be_made(tmp_path):
     (tmp_path / "x.py").touch()
     output = Output(str(tmp_path / "x.py"))
-    with pytest.raises(LaunchError, match="--output-dir cannot be made"):
-        run(1, [str(tmp_path / "x.py")], output=output)
+    with pytest.raises(FileExistsError, match=r"x\.py"):
+        run(Wishes(1), [str(tmp_path / "x.py")], output=output)
 
 
 @pytest.mark.parametrize(("launcher", "env"), STEPS.items())
@@ -71,7 +71,7 @@ def test_plain_shell_and_batch_script_are_not_ranks(env):
 
 
 def test_rank_started_by_the_launcher_here_is_refused(capfd):
-    assert run(1, ["mpistrat", "run", "-n", "2", "never.py"], module=True) == 2
+    assert run(Wishes(1), ["mpistrat", "run", "-n", "2", "never.py"], module=True) == 2
     assert "this process already is one rank of a job" in capfd.readouterr().err
 
 
@@ -82,7 +82,7 @@ def test_all_ranks_start_and_the_line_is_printed(tmp_path, capfd):
         "w, word = MPI.COMM_WORLD, sys.argv[1].encode()\n"
         "os.write(1, b'rank %d of %d %s\\n' % (w.rank, w.size, word))\n"
     )
-    assert run(3, [str(program), "--flag"]) == 0
+    assert run(Wishes(3), [str(program), "--flag"]) == 0
     out, err = capfd.readouterr()
     assert sorted(out.split("\n"))[-3:] == [f"rank {r} of 3 --flag" for r in range(3)]
     line = err.splitlines()[0]
@@ -101,7 +101,7 @@ def test_failure_on_one_rank_ends_a_job_that_waits_for_it(failure, tmp_path, mon
         "from mpi4py import MPI\n"
         f"if MPI.COMM_WORLD.rank == 1:\n    {failure}\nMPI.COMM_WORLD.Barrier()\n"
     )
-    assert run(2, [str(program)], timeout=30) not in (0, 124)
+    assert run(Wishes(2), [str(program)], timeout=30) not in (0, 124)
     assert "rank 1 of 2 failed, and the others have not come" in capfd.readouterr().err
 
 
@@ -129,7 +129,7 @@ def ways(*cases, names, by_default):
 def test_ways_out(body, code, told, tmp_path, capfd):
     program = tmp_path / "leaves.py"
     program.write_text(f"from mpi4py import MPI\nrank = MPI.COMM_WORLD.rank\n{body}\n")
-    ended = run(2, [str(program)], timeout=60)
+    ended = run(Wishes(2), [str(program)], timeout=60)
     # Open MPI's launcher notices by itself that a rank has not left in order.
     assert ended == code or (code == 70 and ended == 1)
     err = capfd.readouterr().err
@@ -158,7 +158,10 @@ os._exit(0)
 def test_a_launcher_that_is_killed_is_told_of_in_one_line(name, tmp_path, capfd):
     program, number = tmp_path / "kills.py", getattr(signal, name)
     program.write_text(KILLS)
-    assert run(1, [str(program), str(os.getpid()), str(int(number))], timeout=60) == 128 + number
+    assert (
+        run(Wishes(1), [str(program), str(os.getpid()), str(int(number))], timeout=60)
+        == 128 + number
+    )
     told = [line for line in capfd.readouterr().err.splitlines() if "was ended by" in line]
     assert len(told) == 1
     assert f"mpiexec itself was ended by signal {int(number)} ({name})" in told[0]
@@ -258,7 +261,7 @@ def test_the_ranks_belong_to_the_thread_of_the_first_strategy(runner, tmp_path, 
     program, output = tmp_path / "threads.py", tmp_path / "output"
     program.write_text(THREADS)
     if runner:
-        assert run(2, [str(program)], timeout=60) == 0
+        assert run(Wishes(2), [str(program)], timeout=60) == 0
         text = capfd.readouterr().out
     else:
         launcher, _ = find()
@@ -300,7 +303,7 @@ def test_jobs_of_one_rank_each_are_found_out(tmp_path, capfd, monkeypatch):
 def test_job_that_takes_too_long_is_ended(tmp_path, capfd):
     program = tmp_path / "sleeps.py"
     program.write_text("import time\ntime.sleep(600)\n")
-    assert run(2, [str(program)], timeout=1) == 124
+    assert run(Wishes(2), [str(program)], timeout=1) == 124
     assert "longer than --timeout 1 s" in capfd.readouterr().err
 
 
@@ -358,11 +361,11 @@ def test_a_rank_that_finds_no_other_is_refused_unless_it_is_meant(ranks, code, t
 def test_hosts_of_a_file(tmp_path, capfd):
     file = tmp_path / "hosts"
     with pytest.raises(LaunchError, match=r"the list of hosts cannot be used: .*hosts"):
-        run(2, ["x"], module=True, hostfile=str(file), dry_run=True)
+        run(Wishes(2), ["x"], module=True, hostfile=str(file), dry_run=True)
     file.write_text("here:2\nthere:2\n")
-    assert run(None, ["x"], module=True, hostfile=str(file), dry_run=True) == 0
+    assert run(Wishes(), ["x"], module=True, hostfile=str(file), dry_run=True) == 0
     assert "here:2,there:2 " in capfd.readouterr().err
     with pytest.raises(LaunchError, match="not inside an allocation of Slurm"):
-        run(2, ["x"], module=True, wishes=Wishes(launcher="srun"))
+        run(Wishes(2, launcher="srun"), ["x"], module=True)
     with pytest.raises(LaunchError, match="only -n N can tell"):
-        run(None, ["x"], module=True)
+        run(Wishes(), ["x"], module=True)

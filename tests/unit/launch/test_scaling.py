@@ -35,6 +35,15 @@ def job(tmp_path, monkeypatch, told, says="", code=0):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
 
+def raises(error):
+    """Return a function that raises an error."""
+
+    def call(*args, **words):
+        raise error
+
+    return call
+
+
 def told(ranks, nodes, rate=10.0):
     found = {"ranks": ranks, "nodes": nodes, "cores": 8, "seconds": 2.0, "steps": 9}
     return json.dumps(found | {"steps_per_second": rate})
@@ -132,7 +141,16 @@ class TestRuns:
         (tmp_path / "file").touch()
         words = ["--output", str(tmp_path / "file" / "study"), "--", "train.py"]
         assert cli.main(["scaling", *words]) == 2
-        assert "--output cannot be made: " in capsys.readouterr().err
+        assert f"File exists: '{tmp_path}/file'" in capsys.readouterr().err
+
+    @pytest.mark.parametrize("full", ["", '{"ranks": 1, "no'])
+    def test_a_disk_that_is_full(self, full, tmp_path, monkeypatch, capsys):
+        job(tmp_path, monkeypatch, full or " ")
+        assert cli.main(["scaling", "--ranks", "1", "--", "train.py"]) == 1
+        assert "and to have room" in capsys.readouterr().err
+        monkeypatch.setattr("tempfile.TemporaryDirectory", raises(OSError(28, "No space left")))
+        assert cli.main(["scaling", "--ranks", "1", "--", "train.py"]) == 1
+        assert "error: [Errno 28] No space left" in capsys.readouterr().err
 
     def test_no_program(self, capsys):
         assert cli.main(["scaling"]) == 2
@@ -174,10 +192,9 @@ def test_real_runs(tmp_path, monkeypatch, capsys):
     assert cli.main(["scaling", *words]) == 0
     kind = capsys.readouterr().out.splitlines()[0]
     assert "steps per second" in kind
-    found = json.loads((tmp_path / "out/study.json").read_text())
-    assert [(row["ranks"], row["nodes"]) for row in found] == [(1, 1), (2, 1)]
-    assert all(0 < row["steps_per_second"] < 100 for row in found)
     with (tmp_path / "out/study.csv").open() as file:
-        assert [row["ranks"] for row in csv.DictReader(file)] == ["1", "2"]
+        found = list(csv.DictReader(file))
+    assert [(row["ranks"], row["nodes"]) for row in found] == [("1", "1"), ("2", "1")]
+    assert all(0 < float(row["steps_per_second"]) < 100 for row in found)
     drawn = (tmp_path / "out/study.png").exists()
     assert drawn or "matplotlib" not in sys.modules

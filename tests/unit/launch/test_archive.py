@@ -1,9 +1,8 @@
-"""The page of starting: its job script runs from an unpacked archive, and leaves nothing behind."""
+"""A batch job whose environment is one archive runs from its copy, and leaves nothing behind."""
 
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import venv
@@ -13,8 +12,9 @@ import numpy
 import pytest
 
 import mpistrat
+from mpistrat.launch.batch import BatchJob
+from mpistrat.launch.batch_script import render
 
-PAGE = Path(__file__).parents[2] / "docs" / "start-up.md"
 PACKAGES = ("numpy", "numpy.libs", "optree", "xxhash", "typing_extensions.py")
 PROGRAM = """
 import sys, warnings
@@ -23,29 +23,20 @@ import mpistrat as ms
 step = lambda: ms.get_replica_context().all_reduce("sum", 1)
 print("total", int(ms.MirroredStrategy().run(step).local), sys.prefix, ms.__file__)
 """
-# As Slurm's, on one node: sbcast copies; srun runs its words, and programs under strace.
+# As those of Slurm, on one node: sbcast --force copies; srun runs words, ranks under strace.
 STUBS = {
-    "sbcast": 'exec cp "$1" "$2"',
+    "sbcast": 'exec cp "$2" "$3"',
     "srun": 'while [ "${1#-}" != "$1" ]; do shift; done\n'
-    'case "$1" in */python) python=$1; shift 3; exec strace -f -qq -e trace=%file -o "$CALLS" '
-    '"$python" "$@";; esac\nexec "$@"',
+    'case "$1" in python3) shift 3; exec strace -f -qq -e trace=%file -o "$CALLS" '
+    'python3 "$@";; esac\nexec "$@"',
 }
-
-
-def script():
-    text = PAGE.read_text()
-    return re.search(r"<!-- archive.*?```sh\n(.*?)```", text, re.DOTALL)[1]
-
-
-def test_the_script_is_one_of_bash():
-    subprocess.run(["bash", "-n"], input=script(), text=True, check=True, timeout=30)
 
 
 @pytest.mark.nightly
 @pytest.mark.skipif(shutil.which("strace") is None, reason="counts calls with strace")
 def test_a_job_runs_from_the_archive_and_removes_it(tmp_path):
-    shared, local = tmp_path / "shared", tmp_path / "local"
-    local.mkdir()
+    shared, number = tmp_path / "shared", f"test-{os.getpid()}"
+    local = Path(f"/tmp/job-{number}")
     venv.create(shared, symlinks=True)
     (site,) = shared.glob("lib/python*/site-packages")
     from_here = Path(numpy.__file__).parents[1]
@@ -63,8 +54,8 @@ def test_a_job_runs_from_the_archive_and_removes_it(tmp_path):
         (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / "bin" / name).chmod(0o755)
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    env |= {"PATH": f"{tmp_path}/bin:{env['PATH']}", "TMPDIR": str(local), "SLURM_JOB_ID": "7"}
-    env |= {"SLURM_NNODES": "1", "CALLS": str(tmp_path / "calls"), "VIRTUAL_ENV": str(shared)}
+    env |= {"PATH": f"{tmp_path}/bin:{env['PATH']}", "SLURM_JOB_ID": number, "SLURM_NNODES": "1"}
+    env |= {"SLURM_SUBMIT_DIR": str(tmp_path), "CALLS": str(tmp_path / "calls")}
 
     def count(call):
         got = subprocess.run(
@@ -79,11 +70,11 @@ def test_a_job_runs_from_the_archive_and_removes_it(tmp_path):
     subprocess.run(
         ["tar", "-C", str(shared), "-cf", str(tmp_path / "env.tar"), "."], check=True, timeout=60
     )
-    job = script().replace("srun -K1", f"srun {local}/environment-7/bin/hello\nsrun -K1")
-    (tmp_path / "job").write_text(job)
+    job = render(BatchJob(("train.py",), archive="env.tar"))
+    (tmp_path / "job").write_text(job.replace("srun -K1", "hello\nsrun -K1"))
     said, after = count(["bash", "job"])
-    unpacked = f"{local}/environment-7"
+    unpacked = f"{local}/environment"
     assert said == [unpacked, "total", "1", unpacked, *said[4:]]
     assert said[4].startswith(unpacked)
     assert (before > 500, after) == (True, 0)
-    assert list(local.iterdir()) == []
+    assert not local.exists()
