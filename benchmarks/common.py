@@ -37,13 +37,13 @@ MOVERS = {
     ("collectives/paths/frame.py", "totals"): "small",
     ("collectives/gatherer.py", "_cut"): "small",
     ("collectives/paths/shared.py", "_total"): "direct",
-    ("collectives/paths/shared.py", "_reduce_pairs"): "node",
+    ("collectives/paths/pairs.py", "finish"): "node",
     ("collectives/paths/shared.py", "_reduce_slices"): "node",
     ("collectives/node.py", "reduce_placed"): "in place",
     ("collectives/paths/mpi.py", "finish"): "native",
     ("collectives/paths/alone.py", "finish"): "alone",
     ("collectives/paths/in_place.py", "_of_one"): "alone",
-    ("collectives/gatherer.py", "_allgatherv"): "native",
+    ("collectives/gatherer.py", "_rooms"): "native",  # for what MPI gathers
 }
 
 

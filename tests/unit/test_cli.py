@@ -21,9 +21,9 @@ def calls(monkeypatch):
     recorded = []
     options.clear()
 
-    def launch(ranks, program, module=False, timeout=None, **others):
-        recorded.append((ranks, list(program), module, timeout))
-        options.update(others)
+    def launch(wishes, program, module=False, timeout=None, **others):
+        recorded.append((wishes.ranks, list(program), module, timeout))
+        options.update(others, wishes=wishes)
         return 17
 
     monkeypatch.setattr("mpistrat.launch.run.run", launch)
