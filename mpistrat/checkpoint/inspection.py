@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import datetime
 import importlib
-import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ import numpy as np
 from mpistrat.arrays import Array, is_bfloat16
 from mpistrat.checkpoint import files, format, parts, sharded
 from mpistrat.checkpoint.differences import difference
-from mpistrat.checkpoint.entries import Contents, Entry, checked, stored
+from mpistrat.checkpoint.entries import Contents, checked
 from mpistrat.checkpoint.values import NAME, parsed, shown
 from mpistrat.errors import CheckpointError, DataError
 
@@ -120,11 +118,7 @@ def diff_of(given: str, other: str) -> Told:
 
 
 def export_of(given: str, out: str) -> Told:
-    """Write the arrays to a file that other libraries read.
-
-    What is equal in dtype, shape and every bit is written once to safetensors; the file's metadata
-    tells which other names it has.
-    """
+    """Write the arrays to a file that other libraries read."""
     path, target = files.found(given), Path(out)
     found = sharded.read(path)
     if target.suffix == ".npz":
@@ -142,23 +136,6 @@ def export_of(given: str, out: str) -> Told:
     odd = [f"{name} {one}" for name, one in found.entries.items() if one.dtype not in _SAFETENSORS]
     if odd:
         raise CheckpointError(f"{out}: safetensors has no such dtype: {', '.join(odd)}. Use .npz.")
-    kept, same = _once(found.arrays)
-    more = {"save_counter": str(found.counter), **({"same": json.dumps(same)} if same else {})}
     with parts.whole(target, replace=False) as file:
-        file.write(library.save(kept, metadata=more))
-    lines = [f"{target}: {len(kept)} arrays"]
-    return lines + [f"  {name} is the same as {first}" for name, first in same.items()], 0
-
-
-def _once(arrays: Mapping[str, Array]) -> tuple[dict[str, Array], dict[str, str]]:
-    """Return arrays without those that are equal to one before, and which those are."""
-    kept: dict[str, Array] = {}
-    same: dict[str, str] = {}
-    first: dict[tuple[Entry, bytes], str] = {}
-    for name, array in arrays.items():
-        key = Entry.of(array), sharded.checksum(stored(np.ascontiguousarray(array)).data)
-        if array.size > 1 and key in first:
-            same[name] = first[key]
-        else:
-            kept[first.setdefault(key, name) if array.size > 1 else name] = array
-    return kept, same
+        file.write(library.save(dict(found.arrays), metadata={"save_counter": str(found.counter)}))
+    return [f"{target}: {len(found.arrays)} arrays"], 0

@@ -26,6 +26,7 @@ __all__ = ["CRASHES", "Ended", "Roster", "shared_files", "sign_in"]
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 _SHARED = Path("/dev/shm")
 _LOOK = 0.05  # seconds between two looks
+_WHOLE = 1.0  # seconds in which a process has ended that has given its memory back
 _FATAL = (signal.SIGKILL, signal.SIGTERM, *CRASHES)
 # PIDFD_GET_INFO of linux/pidfd.h: a structure of 64 bytes, its mask first, the exit code last.
 _INFO, _INFO_EXIT = 64, 1 << 3
@@ -156,10 +157,12 @@ class Roster:
                     poll.register(descriptor, select.POLLIN)
                 everybody = len(self._known) == self._ranks
                 wait = 0.0 if self._ended else _LOOK if everybody else _LOOK / 10
-                self._ended += [
-                    (*waiting[descriptor], _status(descriptor, waiting[descriptor][1]))
-                    for descriptor, _ in poll.poll(1000 * wait)
-                ]
+                if ended := [descriptor for descriptor, _ in poll.poll(1000 * wait)]:
+                    for descriptor in waiting.keys() - ended:
+                        if _gone(waiting[descriptor][1]):
+                            select.select([descriptor], [], [], _WHOLE)
+                            ended.append(descriptor)
+                self._ended += [(*waiting[d], _status(d, waiting[d][1])) for d in ended]
                 self._sure = everybody
         finally:
             for descriptor in waiting:
@@ -175,6 +178,17 @@ class Roster:
                 self._files.update(map(Path, told["files"]))
                 found.append((told["rank"], told["pid"]))
         return found
+
+
+def _gone(pid: int) -> bool:
+    """Tell whether a process ends: its memory is given back, and soon after it its files.
+
+    A launcher that sees the files close may have ended another one before this one is a zombie.
+    """
+    try:
+        return Path(f"/proc/{pid}/statm").read_text().startswith("0 ")
+    except OSError:
+        return True
 
 
 def _status(descriptor: int, pid: int) -> int | None:
