@@ -90,7 +90,7 @@ class Arena:
       per_node: Take so many consecutive ranks as one node; 0 to ask MPI.
 
     Attributes:
-      direct: How many bytes a row of `sides` has; 0 if there are none. Equal on all ranks.
+      direct: How many bytes a row of `sides` has; 0 without `sides`. Equal on all ranks.
       generation: Changes whenever an array of a block comes or goes.
       refused: Some node has not had the memory; equal on all ranks.
       moving: The arrays that an ``all_reduce_start`` is at work on, by their `ArenaAddress.key`.

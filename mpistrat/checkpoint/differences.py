@@ -68,7 +68,7 @@ def difference(wanted: Array | None, found: Array | None, tolerance: float = 0.0
     """Return in words how an array differs from the one that is wanted, or an empty text.
 
     Args:
-      wanted: The first, or None if there is none.
+      wanted: The first array; None where only the second checkpoint has one.
       found: The other.
       tolerance: As of `differences`.
     """

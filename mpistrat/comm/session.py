@@ -32,7 +32,7 @@ _alive: tuple[weakref.ref[Session], ...] = ()
 
 
 def _disown() -> None:
-    """Let the sessions of a process be nobody's in the process that it has forked."""
+    """Take note in a forked process that the sessions it has copied are not its own."""
     for one in _alive:
         session = one()
         if session is not None and session._owner is not None:

@@ -65,7 +65,7 @@ class _Relay:
 
 
 def open_standard() -> None:
-    """Let what is closed of stdin, stderr and stdout be /dev/null before files take its place."""
+    """Open /dev/null as those of stdin, stdout and stderr that are closed."""
     while (opened := os.open(os.devnull, os.O_RDWR)) <= 2:  # the lowest that is free
         os.set_inheritable(opened, True)
     os.close(opened)

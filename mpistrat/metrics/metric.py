@@ -52,7 +52,7 @@ class Metric(abc.ABC):
     """
 
     def __init_subclass__(cls, **more: Any) -> None:
-        """Let metrics be leaves of trees."""
+        """Register metrics as leaves of trees."""
         super().__init_subclass__(**more)
         nest.leaf(cls)
 

@@ -63,7 +63,7 @@ class OptimizerSettings(abc.ABC):
     shard: Literal["node", "all"] = dataclasses.field(default="node", kw_only=True)
 
     def __init_subclass__(cls, **more: Any) -> None:
-        """Let optimizers be leaves of trees."""
+        """Register optimizers as leaves of trees."""
         super().__init_subclass__(**more)
         nest.leaf(cls)
 
