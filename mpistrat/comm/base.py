@@ -7,7 +7,7 @@ are C-contiguous, aligned and of native byte order; whoever calls has seen to th
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -27,11 +27,13 @@ class Comm(abc.ABC):
       rank: This rank, 0 to size - 1.
       size: The number of ranks.
       name: What to call the transport in messages, such as ``"MPI"``.
+      ended: Returns whether it has been shut down, so that nothing can be called any more.
     """
 
     rank: int
     size: int
     name: str
+    ended: Callable[[], bool] = staticmethod(lambda: False)
 
     @abc.abstractmethod
     def allgather(self, send: Buffer, recv: Buffer) -> None:
@@ -93,11 +95,6 @@ class Comm(abc.ABC):
     @abc.abstractmethod
     def pages(self, nbytes: int) -> Pages | None:
         """Return zeroed memory that all ranks of this group see, with an overlay; else `shared`."""
-
-    @property
-    def ended(self) -> bool:
-        """Whether the transport has been shut down, so that nothing can be called any more."""
-        return False
 
     @abc.abstractmethod
     def free(self) -> None:

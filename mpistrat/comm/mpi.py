@@ -157,7 +157,7 @@ class MPIComm(Comm):
         # Looked up once: every proof passes here, and it takes as long as some of these.
         self._allgather, self._byte = self._comm.Allgather, library().BYTE
         self._allreduce, self._barrier = self._comm.Allreduce, self._comm.Barrier
-        self._finalized: Callable[[], bool] = library().Is_finalized
+        self.ended = library().Is_finalized
 
     def allgather(self, send: Buffer, recv: Buffer) -> None:
         """Put every rank's `send` into `recv`, in rank order, by MPI_Allgather."""
@@ -321,11 +321,6 @@ class MPIComm(Comm):
     def pages(self, nbytes: int) -> Pages | None:
         """Return zeroed memory that the processes of this group map; None if they cannot."""
         return shared_pages(self._comm.allgather, self.rank == 0, nbytes, "copies")
-
-    @property
-    def ended(self) -> bool:
-        """Whether MPI has been finalized."""
-        return self._finalized()
 
     def free(self) -> None:
         """Free the duplicate. Collective; nothing happens once MPI is finalized."""

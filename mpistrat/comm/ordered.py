@@ -37,7 +37,7 @@ class Ordered(Comm):
         self._comm = comm
         self._order = list(order)
         self.rank = self._order.index(comm.rank)
-        self.size, self.name = comm.size, comm.name
+        self.size, self.name, self.ended = comm.size, comm.name, comm.ended
 
     def allgather(self, send: Buffer, recv: Buffer) -> None:
         """Put every rank's `send` into `recv`, in this order."""
@@ -107,11 +107,6 @@ class Ordered(Comm):
     def pages(self, nbytes: int) -> Pages | None:
         """Return memory that all ranks see, or None on all of them."""
         return self._comm.pages(nbytes)
-
-    @property
-    def ended(self) -> bool:
-        """Whether the transport has been shut down."""
-        return self._comm.ended
 
     def free(self) -> None:
         """Do nothing: the group belongs to whoever made it."""

@@ -224,12 +224,12 @@ class Session:
         if self._owner is None:
             return
         theirs = threading.get_ident() != self._owner
-        if theirs or self.freed or self.comm.ended or self.awaited is not None:
+        if theirs or self.freed or self.comm.ended() or self.awaited is not None:
             self._look()
 
     def _look(self) -> None:
         """Do what `check` does, where there is more to look at than who calls."""
-        here, ended = threading.get_ident(), self.freed or self.comm.ended
+        here, ended = threading.get_ident(), self.freed or self.comm.ended()
         if os.getpid() == self._pid and not ended:
             if here == self._borrower:
                 return
@@ -266,7 +266,7 @@ class Session:
                 "the communicator of this strategy has been freed by the program, so the strategy "
                 "cannot be used any more."
             )
-        if self.comm.ended:
+        if self.comm.ended():
             return (
                 f"rank {self.comm.rank}: MPI has been finalized, so strategies cannot be used any "
                 "more. Leave MPI.Finalize to mpi4py, which does it at exit."

@@ -71,6 +71,8 @@ class Known:
             f"{text} {', '.join([*names, *[f'rows of {t.variable.spec()}' for t in sparse]])}"
         )
         self._what = Call(self.start, ReduceOp.MEAN, dtypes, shapes, weigh=True)
+        self._rates: list[float] = []
+        self._by_rates = self._what
         self.optimizers = list({id(t.optimizer): t.optimizer for t in (*dense, *sparse)}.values())
         # Some memory that is updated here belongs to other ranks too.
         self.shared = any(t.shared for t in (*dense, *sparse))
@@ -87,7 +89,10 @@ class Known:
         if not (several and self._tells):
             return self._what
         rates = sorted({one.rate(step) for one in self.optimizers})
-        return self._what.but(f", at step {step} by {', '.join(map(repr, rates))}")
+        if rates != self._rates:  # as long as they stay, so does what there is to say of them
+            self._rates = rates
+            self._by_rates = self._what.but(f", by {', '.join(map(repr, rates))}")
+        return self._by_rates
 
     def compile(self, optimizer: OptimizerSettings, wire: str) -> None:
         """Compile the loops that this call needs, before its handshake.
