@@ -16,7 +16,7 @@ PACKAGE = ROOT / "mpistrat"
 
 # Imports point down this list; rooms of one row may use each other.
 ROWS = (
-    ("bytecode", "errors", "options", "environment", "nest"),
+    ("bytecode", "errors", "options", "environment", "names", "nest"),
     ("arrays", "kernels"),
     ("sharedmem",),
     ("comm",),
@@ -61,9 +61,8 @@ CIRCLES: set[frozenset[str]] = set()  # modules that import each other
 TWICE: set[str] = set()  # names of two classes
 THIN = {
     # path -> why it is a module of its own
-    "compat/v1/distribute/experimental.py": "tf.compat.v1.distribute has a module of that name",
-    "experimental/coordinator.py": "tf.distribute has a module of that name",
-    "experimental/rpc.py": "tf.distribute has a module of that name",
+    "compat/tf_distribute.py": "tf has a module of that name; its names are rows of the stub",
+    "coordinator.py": "tf.distribute has a module of that name",
     "testing/faults.py": "grows with the faults",
 }
 COMING: set[str] = set()  # rooms that are being built
