@@ -26,9 +26,7 @@ V = TypeVar("V", bound=DistributedVariable)
 class ScatterUpdates(DistributedVariable):
     """The methods of variables that write to some rows."""
 
-    def scatter_add(
-        self: V, sparse_delta: Any, use_locking: bool = False, name: str | None = None
-    ) -> V:
+    def scatter_add(self: V, sparse_delta: Any, use_locking: bool = False, name: Any = None) -> V:
         """Add rows to some rows, and return the variable.
 
         Collective, but in the function of ``extended.update``. In replica code the rows of all
@@ -60,21 +58,15 @@ class ScatterUpdates(DistributedVariable):
         """
         return _scatter(self, "scatter_add", sparse_delta)
 
-    def scatter_sub(
-        self: V, sparse_delta: Any, use_locking: bool = False, name: str | None = None
-    ) -> V:
+    def scatter_sub(self: V, sparse_delta: Any, use_locking: bool = False, name: Any = None) -> V:
         """Subtract rows from some rows, and return the variable; as `scatter_add` in all else."""
         return _scatter(self, "scatter_sub", sparse_delta)
 
-    def scatter_mul(
-        self: V, sparse_delta: Any, use_locking: bool = False, name: str | None = None
-    ) -> V:
+    def scatter_mul(self: V, sparse_delta: Any, use_locking: bool = False, name: Any = None) -> V:
         """Multiply some rows by rows, and return the variable; as `scatter_add` in all else."""
         return _scatter(self, "scatter_mul", sparse_delta)
 
-    def scatter_div(
-        self: V, sparse_delta: Any, use_locking: bool = False, name: str | None = None
-    ) -> V:
+    def scatter_div(self: V, sparse_delta: Any, use_locking: bool = False, name: Any = None) -> V:
         """Divide some rows by rows, and return the variable; as `scatter_add` in all else.
 
         Integers divide towards zero.
@@ -84,9 +76,7 @@ class ScatterUpdates(DistributedVariable):
         """
         return _scatter(self, "scatter_div", sparse_delta)
 
-    def scatter_min(
-        self: V, sparse_delta: Any, use_locking: bool = False, name: str | None = None
-    ) -> V:
+    def scatter_min(self: V, sparse_delta: Any, use_locking: bool = False, name: Any = None) -> V:
         """Make some rows no larger than rows, and return the variable; else as `scatter_add`.
 
         Raises:
@@ -94,9 +84,7 @@ class ScatterUpdates(DistributedVariable):
         """
         return _scatter(self, "scatter_min", sparse_delta)
 
-    def scatter_max(
-        self: V, sparse_delta: Any, use_locking: bool = False, name: str | None = None
-    ) -> V:
+    def scatter_max(self: V, sparse_delta: Any, use_locking: bool = False, name: Any = None) -> V:
         """Make some rows no smaller than rows, and return the variable; else as `scatter_add`.
 
         Raises:
@@ -105,7 +93,7 @@ class ScatterUpdates(DistributedVariable):
         return _scatter(self, "scatter_max", sparse_delta)
 
     def scatter_update(
-        self: V, sparse_delta: Any, use_locking: bool = False, name: str | None = None
+        self: V, sparse_delta: Any, use_locking: bool = False, name: Any = None
     ) -> V:
         """Set some rows, and return the variable; as `scatter_add` in all else.
 

@@ -6,6 +6,7 @@ the part that one replica gets: `cut`.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -211,50 +212,30 @@ class Selected(BatchSlice):
 
 @final
 class Given(BatchSlice):
-    """A batch that an iterable gave, whole."""
+    """Arrays that are a whole batch: one that an iterable gave, or what is read of a file.
 
-    def __init__(self, batch: Any, index: int):
-        """Create it of a batch, which is number `index` of its epoch."""
-        self._arrays = Arrays(batch, f"batch {index} of the iterable")
+    Args:
+      arrays: Returns them; called once, when a row is asked for.
+      here: Every replica has them anyway, so they are taken at once.
+    """
+
+    def __init__(self, arrays: Callable[[], Arrays], here: bool = False):
+        """Create it; of a file, nothing is read yet."""
+        self._arrays, self._here = functools.cache(arrays), here
+        if here:
+            self._arrays()
 
     def count(self) -> int:
         """Return the number of rows."""
-        return self._arrays.rows
+        return self._arrays().rows
 
     def span(self, lo: int, hi: int) -> Any:
         """Copy these rows."""
-        return self._arrays.span(lo, hi)
+        return self._arrays().span(lo, hi)
 
     def alike(self, made: bool = True) -> Iterator[Array]:
         """Iterate over the leaves that are in memory."""
-        return self._arrays.in_memory()
-
-
-@final
-class FileRead(BatchSlice):
-    """What a function reads of one file, once a row of it is asked for."""
-
-    def __init__(self, path: str, read: Callable[[str], Any]):
-        """Create it; nothing is read yet."""
-        self._path, self._read = path, read
-        self._arrays: Arrays | None = None
-
-    def count(self) -> int:
-        """Open the file and return its number of rows."""
-        return self._open().rows
-
-    def span(self, lo: int, hi: int) -> Any:
-        """Open the file and copy these rows."""
-        return self._open().span(lo, hi)
-
-    def alike(self, made: bool = True) -> Iterator[Array]:
-        """Iterate over what opening the file brings into memory."""
-        return self._open().in_memory() if made else iter(())
-
-    def _open(self) -> Arrays:
-        if self._arrays is None:
-            self._arrays = Arrays(self._read(self._path), f"what was read of {self._path}")
-        return self._arrays
+        return self._arrays().in_memory() if made or self._here else iter(())
 
 
 @final
