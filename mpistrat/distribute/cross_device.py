@@ -10,17 +10,17 @@ from mpistrat import nest
 from mpistrat.arrays import whole
 from mpistrat.collectives.communication import CommunicationOptions
 from mpistrat.collectives.routes import Hierarchical, Native, OneRoot, Route
-from mpistrat.distribute.broadcasting import broadcast
 from mpistrat.distribute.choice import Ops
-from mpistrat.distribute.default import current_strategy
 from mpistrat.distribute.destinations import (
     at_destinations,
+    broadcast,
     check_destinations,
     checked_pairs,
     device_called,
 )
 from mpistrat.distribute.mode import refuse_unchosen
 from mpistrat.distribute.reductions import reduce_over_replicas
+from mpistrat.distribute.strategies import current_strategy
 from mpistrat.distribute.strategy import Strategy
 from mpistrat.kernels.ops import ReduceOp
 

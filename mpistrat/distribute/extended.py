@@ -11,10 +11,9 @@ import numpy as np
 
 from mpistrat.collectives.communication import CommunicationOptions
 from mpistrat.distribute import updating
-from mpistrat.distribute.base import StrategyBase
-from mpistrat.distribute.broadcasting import broadcast_as_chosen
 from mpistrat.distribute.destinations import (
     at_destinations,
+    broadcast_as_chosen,
     check_destinations,
     checked_pairs,
     place,
@@ -24,6 +23,7 @@ from mpistrat.distribute.mode import Mode, cross_replica, current, entered, same
 from mpistrat.distribute.multi_step import MultiStepContext, run_steps
 from mpistrat.distribute.reductions import reduce_over_replicas
 from mpistrat.distribute.regroup import select
+from mpistrat.distribute.replica_group import StrategyBase
 from mpistrat.distribute.views import ALONE, LOCAL
 from mpistrat.errors import ContextError, StructureError
 from mpistrat.lockstep.guards import VariableRegistry

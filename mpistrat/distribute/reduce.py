@@ -28,7 +28,7 @@ from mpistrat.collectives.call import ONES, SMALL, Call, Contribution, described
 from mpistrat.collectives.calls import Request, request
 from mpistrat.collectives.results import of_one
 from mpistrat.distribute import sparse
-from mpistrat.distribute.naming import named
+from mpistrat.distribute.kinds import named
 from mpistrat.distribute.replica_group import ReplicaGroup
 from mpistrat.distribute.sparse import SlicesContribution
 from mpistrat.distribute.values import DistributedValues

@@ -12,8 +12,7 @@ from mpistrat import nest
 from mpistrat.arrays import Array, as_array, digest, dtype_name, finish, kind_of, label
 from mpistrat.collectives.call import Contribution
 from mpistrat.collectives.dtypes import wire_type
-from mpistrat.distribute.kinds import DistributedVariable
-from mpistrat.distribute.naming import named
+from mpistrat.distribute.kinds import DistributedVariable, named
 from mpistrat.distribute.regroup import select
 from mpistrat.distribute.replica_group import ReplicaGroup
 from mpistrat.distribute.slices import IndexedSlices, arrays_of

@@ -13,9 +13,7 @@ from mpistrat.arena.storage import PrivateStorage, Slices, SpreadStorage, Storag
 from mpistrat.arrays import Array, digest, quiet, sealed, spec_text
 from mpistrat.distribute import sparse, writes
 from mpistrat.distribute.aggregations import first_of, write
-from mpistrat.distribute.default import current_strategy
 from mpistrat.distribute.exchanged import LOOKED_AT, validator_of
-from mpistrat.distribute.incoming import incoming, initial, kinds, own_copy
 from mpistrat.distribute.kinds import (
     DistributedVariable,
     VariableAggregation,
@@ -23,7 +21,16 @@ from mpistrat.distribute.kinds import (
 )
 from mpistrat.distribute.mode import Mode, again, current, entered, same_strategy
 from mpistrat.distribute.reading import Reading
-from mpistrat.distribute.scatter import KINDS, ScatterUpdates, apply
+from mpistrat.distribute.scatter import (
+    KINDS,
+    ScatterUpdates,
+    apply,
+    incoming,
+    initial,
+    kinds,
+    own_copy,
+)
+from mpistrat.distribute.strategies import current_strategy
 from mpistrat.distribute.views import ALONE
 from mpistrat.errors import ContextError, StructureError
 from mpistrat.lockstep.guards import VariableRegistry

@@ -12,7 +12,7 @@ from mpistrat.collectives.communication import (
 )
 from mpistrat.collectives.communication import CommunicationOptions as CommunicationOptions
 from mpistrat.compat.absent import ParameterServerStrategy as ParameterServerStrategy
-from mpistrat.distribute.inputs import ValueContext as ValueContext
+from mpistrat.distribute.feeding import ValueContext as ValueContext
 from mpistrat.distribute.strategies import CentralStorageStrategy as CentralStorageStrategy
 from mpistrat.distribute.strategies import (
     ExperimentalMultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,

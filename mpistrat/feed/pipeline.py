@@ -13,11 +13,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, final
 
 from mpistrat.arrays import kind_of
-from mpistrat.feed.orders import Order, straight
-from mpistrat.feed.padded import PaddedBatch
-from mpistrat.feed.pieces import BatchSlice, ExampleReader, Given, MapFn, named
+from mpistrat.feed.pieces import BatchSlice, ExampleReader, Given, MapFn, Order, named, straight
 from mpistrat.feed.reads import Reads
-from mpistrat.feed.rebatch import Rebatch
+from mpistrat.feed.rebatch import PaddedBatch, Rebatch
 from mpistrat.feed.sources import INFINITE, Arrays, Files, Stream, is_array
 from mpistrat.feed.steps import Arrange, Batch, Map, Path, Pieces, Seeds, Step
 
