@@ -26,7 +26,7 @@ from mpistrat.kernels.ops import ReduceOp
 
 
 class CrossDeviceOps(Ops):
-    """How the values of all replicas become one; subclass it to say so yourself.
+    """How the values of all replicas become one; subclass it for a way of your own.
 
     A subclass writes `reduce_implementation`, and `batch_reduce_implementation` if several values
     at once deserve better than one after another; `broadcast_implementation`, if replica 0's value

@@ -43,7 +43,7 @@ class _InputOptions(NamedTuple):
 
 @final
 class InputOptions(_InputOptions):
-    """How inputs are wanted; a named tuple.
+    """Options of distributed inputs; a named tuple.
 
     All memory is the host's here, so what speaks of devices changes nothing; `Dataset.prefetch`
     reads ahead.

@@ -1,4 +1,4 @@
-"""The presets, each of which is a choice of a replica group; and which strategy rules here."""
+"""The presets, each of which is a choice of a replica group; and the current strategy."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ class OneDeviceStrategy(Strategy):
 
 @final
 class DefaultStrategy(Strategy):
-    """What rules where no strategy is in scope: one replica, no communication."""
+    """The strategy where no other is in scope: one replica, no communication."""
 
     is_default = True
 
@@ -287,6 +287,6 @@ def default_strategy() -> Strategy:
 
 
 def current_strategy() -> Strategy:
-    """Return the strategy that rules where the running code is."""
+    """Return the current strategy: that of the innermost scope or run, or the default one."""
     mode = current()
     return default_strategy() if mode is None else cast("Strategy", mode.strategy)

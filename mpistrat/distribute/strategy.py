@@ -66,8 +66,8 @@ class Strategy(Inputs):
         """Create a strategy over this group."""
         if not isinstance(group, ReplicaGroup):
             raise TypeError(
-                f"Strategy() is made of a ReplicaGroup, not of {group!r:.60}: another strategy is "
-                "another choice of it, not of `extended`. Make a MirroredStrategy(), or one of the "
+                f"Strategy() takes a ReplicaGroup, not {group!r:.60}: a strategy of its own is not "
+                "written as a class of `extended` here. Make a MirroredStrategy(), or one of the "
                 "others."
             )
         self.replicas = group
@@ -137,12 +137,12 @@ class Strategy(Inputs):
 
     @property
     def extended(self) -> StrategyExtended[Strategy]:
-        """The finer calls."""
+        """The lower-level methods."""
         return StrategyExtended(self)
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
-        """What names this process in the job; None if nothing was asked to."""
+        """The `ClusterResolver` that names this process in the job, if there is one."""
         return self._resolver
 
     def scope(self) -> AbstractContextManager[Strategy]:
@@ -228,7 +228,7 @@ class Strategy(Inputs):
         return run(self, fn, args, kwargs)
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any) -> Any:
-        """Make values per replica one, on every rank.
+        """Reduce values per replica to one value, on every rank.
 
         Collective: all ranks call it, in cross-replica code.
 

@@ -23,7 +23,7 @@ from mpistrat.feed.steps import whole_number
 
 @dataclass(frozen=True)
 class PlacedExtended(StrategyExtended["PlacedStrategy"]):
-    """The finer calls of a strategy with a topology."""
+    """The lower-level methods of a strategy with a topology."""
 
     @property
     def num_hosts(self) -> int:
@@ -147,7 +147,7 @@ class PlacedStrategy(Strategy):
 
     @property
     def extended(self) -> PlacedExtended:
-        """The finer calls."""
+        """The lower-level methods."""
         return PlacedExtended(self)
 
     def experimental_assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> Any:
