@@ -203,7 +203,7 @@ class TPUStrategy(Strategy, topology_strategy.PlacedStrategy):
       4
     """
 
-    __init__ = _as(topology_strategy.TPUStrategyV1)
+    __init__ = _as(topology_strategy.PlacedStrategy)
 
 
 def get_loss_reduction() -> ReduceOp:
