@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, TypeVar
 
 import numpy as np
 
-from mpistrat.arrays import Array, as_array, as_dtype, is_bfloat16
+from mpistrat.arrays import Array, as_array, as_dtype, is_bfloat16, quiet
 from mpistrat.distribute.aggregations import write
 from mpistrat.distribute.kinds import (
     DistributedVariable,
@@ -201,7 +202,6 @@ def _converted(
 
 # How values of several replicas become one is known for these; a sum of bounds bounds nothing.
 _FOLDED = frozenset({"scatter_add", "scatter_sub", "scatter_mul", "scatter_div"})
-KINDS = (*sorted(_FOLDED), "scatter_min", "scatter_max", "scatter_update")
 _APART = frozenset({VariableAggregation.NONE, VariableAggregation.ONLY_FIRST_REPLICA})
 
 
@@ -326,32 +326,47 @@ def _taken(
     return slices.values, slices.indices
 
 
-# At a row that comes several times, each of these is done several times.
-_AT: dict[str, Any] = {
+# What each way of writing does to the values that are there; None puts others in their place.
+_UFUNCS: dict[str, Any] = {
+    "assign": None,
+    "assign_add": np.add,
+    "assign_sub": np.subtract,
     "scatter_add": np.add,
     "scatter_sub": np.subtract,
     "scatter_mul": np.multiply,
     "scatter_div": np.divide,
     "scatter_min": np.minimum,
     "scatter_max": np.maximum,
+    "scatter_update": None,
 }
 
 
-def apply(array: Array, kind: str, values: Array, rows: Array) -> None:
-    """Do a scatter update of `array`, in place; of rows that are updated twice the last one wins.
+def apply(kind: str, array: Array, values: Array, rows: Array | None) -> None:
+    """Write values to all of `array`, or to some rows, in place and without warnings.
+
+    At a row that comes several times it is done several times; of several updates the last one
+    stays.
 
     Example:
       >>> a = np.array([4, 4, 4])
-      >>> apply(a, "scatter_mul", np.array([2, 3]), np.array([1, 1]))
+      >>> apply("scatter_mul", a, np.array([2, 3]), np.array([1, 1]))
       >>> a
       array([ 4, 24,  4])
     """
-    if kind == "scatter_update":
-        array[rows] = values
-    elif kind == "scatter_div" and array.dtype.kind in "iu":
-        _divide(array, values, rows)
+    ufunc = _UFUNCS[kind]
+    if ufunc is None:
+        array[... if rows is None else rows] = values
+    elif rows is None:
+        quiet().run(ufunc, array, values, array)
     else:
-        _AT[kind].at(array, rows, values)
+        with np.errstate(all="ignore"):
+            if kind == "scatter_div" and array.dtype.kind in "iu":
+                _divide(array, values, rows)
+            else:
+                ufunc.at(array, rows, values)
+
+
+WRITES = {kind: functools.partial(apply, kind) for kind in _UFUNCS}
 
 
 def _divide(array: Array, values: Array, rows: Array) -> None:
