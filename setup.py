@@ -38,7 +38,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["mpistrat", "mpistrat.*"]),
-    package_data={"mpistrat": ["py.typed", "*.pyi"]},
+    package_data={"": ["py.typed", "*.pyi"]},
     install_requires=["numpy>=2", "numba", "mpi4py>=4", "optree", "xxhash>=3"],
     extras_require={
         # One of the two at most: the wheels own the same file names (bin/mpiexec, lib/libmpi.so).

@@ -40,7 +40,7 @@ GROUPS = (
             *("mpistrat.distribute.slices", "mpistrat.distribute.kinds", "mpistrat.kernels"),
         ),
     ),
-    Group("input", "Input", ("mpistrat.feed", "mpistrat.distribute.inputs")),
+    Group("input", "Input", ("mpistrat.feed", "mpistrat.distribute.feeding")),
     Group("errors", "Errors", ("mpistrat.errors",)),
     Group("others", "Other names", ("",)),
 )

@@ -31,11 +31,11 @@ from mpistrat.distribute.cross_device import HierarchicalCopyAllReduce as Hierar
 from mpistrat.distribute.cross_device import NcclAllReduce as NcclAllReduce
 from mpistrat.distribute.cross_device import ReductionToOneDevice as ReductionToOneDevice
 from mpistrat.distribute.extended import StrategyExtended as StrategyExtended
-from mpistrat.distribute.inputs import InputContext as InputContext
-from mpistrat.distribute.inputs import InputOptions as InputOptions
-from mpistrat.distribute.inputs import InputReplicationMode as InputReplicationMode
-from mpistrat.distribute.inputs import RunOptions as RunOptions
-from mpistrat.distribute.inputs import ValueContext as ValueContext
+from mpistrat.distribute.feeding import InputContext as InputContext
+from mpistrat.distribute.feeding import InputOptions as InputOptions
+from mpistrat.distribute.feeding import InputReplicationMode as InputReplicationMode
+from mpistrat.distribute.feeding import RunOptions as RunOptions
+from mpistrat.distribute.feeding import ValueContext as ValueContext
 from mpistrat.distribute.kinds import VariableAggregation as VariableAggregation
 from mpistrat.distribute.kinds import VariableSynchronization as VariableSynchronization
 from mpistrat.distribute.once import once as once

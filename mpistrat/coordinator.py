@@ -1,20 +1,9 @@
 """The names of ``tf.distribute.coordinator``, which are refused with a reason."""
 
 from mpistrat.compat.absent import absent_from as _absent_from
-from mpistrat.compat.absent import refused as _refused
+from mpistrat.compat.absent import refused_in as _refused_in
 
-__all__ = [
-    "ClusterCoordinator",
-    "PerWorkerValue",
-    "RemoteValue",
-    "experimental_get_current_worker_index",
-]
-
+_NAMES = _refused_in("coordinator")
+globals().update(_NAMES)
+__all__ = sorted(_NAMES)
 __getattr__ = _absent_from("mpistrat.coordinator")
-
-ClusterCoordinator = _refused("coordinator.ClusterCoordinator")
-PerWorkerValue = _refused("coordinator.PerWorkerValue")
-RemoteValue = _refused("coordinator.RemoteValue")
-experimental_get_current_worker_index = _refused(
-    "coordinator.experimental_get_current_worker_index"
-)

@@ -13,8 +13,8 @@ from mpistrat.checkpoint import files, parts, restoring, saving, tree
 from mpistrat.checkpoint.background import Background
 from mpistrat.checkpoint.restoring import Restored
 from mpistrat.comm.world import size_of_job
-from mpistrat.distribute.default import current_strategy
 from mpistrat.distribute.mode import cross_replica, current
+from mpistrat.distribute.strategies import current_strategy
 from mpistrat.distribute.variables import Variable
 from mpistrat.distribute.views import ALONE
 from mpistrat.errors import ContextError, StrategyError, StructureError

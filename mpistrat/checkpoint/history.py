@@ -16,7 +16,7 @@ from mpistrat.arrays import Array
 from mpistrat.checkpoint import parts
 from mpistrat.checkpoint.checkpoint import refuse_alone
 from mpistrat.checkpoint.first import by_first
-from mpistrat.distribute.default import current_strategy
+from mpistrat.distribute.strategies import current_strategy
 
 __all__ = ["History"]
 

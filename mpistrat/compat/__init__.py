@@ -5,16 +5,6 @@
 - `absent`: the errors of names that are not here.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from mpistrat.names import bound as _bound
 
-__all__ = ["tf", "v1"]
-
-if TYPE_CHECKING:
-    from mpistrat.compat import tf, v1
-
-
-def __getattr__(name: str) -> Any:
-    if name in __all__:  # when first used: other rooms import `absent` alone
-        return importlib.import_module(f"mpistrat.compat.{name}")
-    raise AttributeError(f"module 'mpistrat.compat' has no attribute {name!r}")
+__all__, __getattr__, __dir__ = _bound(__name__, __file__)

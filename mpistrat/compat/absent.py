@@ -27,6 +27,7 @@ __all__ = [
     "absent",
     "absent_from",
     "refused",
+    "refused_in",
     "refusing",
 ]
 
@@ -212,6 +213,16 @@ def refused(path: str) -> Any:
         return refuse
     facts = {"__module__": where, "__doc__": refuse.__doc__, "__new__": refuse}
     return type(name, (), {**facts, **dict.fromkeys(row.static, staticmethod(refuse))})
+
+
+def refused_in(where: str) -> dict[str, Any]:
+    """Return what stands for the refused names of a module, by name.
+
+    Args:
+      where: The module, by its path below mpistrat, such as ``coordinator``.
+    """
+    parts = {path: path.rpartition(".") for path in REFUSED}
+    return {name: refused(path) for path, (home, _, name) in parts.items() if home == where}
 
 
 def absent(where: str, name: str) -> AttributeError:

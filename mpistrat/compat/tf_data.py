@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, final
 
@@ -12,6 +11,7 @@ from mpistrat.compat.absent import absent as _absent
 from mpistrat.compat.absent import absent_from as _absent_from
 from mpistrat.compat.absent import refusing as _refusing
 from mpistrat.compat.tf_arrays import constant
+from mpistrat.compat.tf_arrays import named as _named
 from mpistrat.errors import RefusedError
 from mpistrat.feed import dataset
 from mpistrat.feed.policies import AutoShardPolicy, DatasetOptions, DistributeOptions
@@ -51,16 +51,6 @@ experimental = _Names(
     DistributeOptions=DistributeOptions,
     cardinality=_cardinality,
 )
-
-
-def _named(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method that takes ``name=`` too, without effect, as all have it there."""
-
-    @functools.wraps(method)
-    def named(self: Any, *args: Any, name: Any = None, **kwargs: Any) -> Any:
-        return method(self, *args, **kwargs)
-
-    return named
 
 
 @final

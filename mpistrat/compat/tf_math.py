@@ -13,8 +13,7 @@ import numpy as np
 from mpistrat.arrays import as_dtype
 from mpistrat.compat import tf_reductions as _reductions
 from mpistrat.compat.absent import absent_from as _absent_from
-from mpistrat.compat.tf_arrays import convert_to_tensor, is_typed
-from mpistrat.compat.tf_tensor import named
+from mpistrat.compat.tf_arrays import convert_to_tensor, is_typed, named
 
 __getattr__ = _absent_from("tf.math")
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.compat.tf_arrays import constant, is_typed
-from mpistrat.compat.tf_tensor import Kind
+from mpistrat.compat.tf_arrays import Kind, constant, is_typed
 from mpistrat.distribute import variables
 from mpistrat.distribute.kinds import VariableAggregation, VariableSynchronization
 from mpistrat.errors import RefusedError, StructureError

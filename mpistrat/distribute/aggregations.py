@@ -113,7 +113,8 @@ def write(variable: DistributedVariable, kind: str, value: Any, take: Take) -> N
         lockstep.refuse(f"{kind}({variable.spec()})", error)
     if replica:
         if variable.aggregation is not VariableAggregation.NONE:
-            values, rows = REPLICA[variable.aggregation](variable, kind, values, rows)
+            become_one = _reduced if variable.aggregation in OPS else _first
+            values, rows = become_one(variable, kind, values, rows)
         elif variable.large:
             call = f"{kind}({variable.spec()})"
             _agree(variable, call, None, values, rows, _IN_REPLICA_CODE)
@@ -176,12 +177,3 @@ def first_of(lockstep: Lockstep, call: str, values: Array) -> Array:
     lockstep.prove(f"{call} {spec_text(buffer)}")
     lockstep.comm.bcast(buffer, 0)
     return buffer
-
-
-# How what replicas write to an ON_WRITE variable becomes the one thing that is written, if they may
-# write different things.
-REPLICA: dict[VariableAggregation, Callable[[Any, str, Array, Array | None], Pair]] = {
-    VariableAggregation.SUM: _reduced,
-    VariableAggregation.MEAN: _reduced,
-    VariableAggregation.ONLY_FIRST_REPLICA: _first,
-}

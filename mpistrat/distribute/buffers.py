@@ -11,7 +11,7 @@ import numpy as np
 from mpistrat import nest
 from mpistrat.arena.layout import LINE
 from mpistrat.arrays import Array, dtype_name, is_bfloat16, kind_of, label
-from mpistrat.distribute.naming import named
+from mpistrat.distribute.kinds import named
 from mpistrat.distribute.replica_group import ReplicaGroup
 from mpistrat.errors import LeafTypeError
 

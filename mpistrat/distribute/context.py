@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager
 from typing import Any, final
 
 from mpistrat.collectives.communication import CommunicationOptions
-from mpistrat.distribute.default import current_strategy, default_strategy
 from mpistrat.distribute.gather import gather
 from mpistrat.distribute.handles import Handle, all_reduce_start
 from mpistrat.distribute.mode import Replica, current, refuse_unchosen, settle
@@ -17,6 +16,7 @@ from mpistrat.distribute.reduce import in_replica
 from mpistrat.distribute.regroup import select
 from mpistrat.distribute.replica_code import body, merged
 from mpistrat.distribute.replica_group import ReplicaGroup
+from mpistrat.distribute.strategies import current_strategy, default_strategy
 from mpistrat.distribute.strategy import Strategy
 from mpistrat.errors import ContextError
 from mpistrat.kernels.ops import ReduceOp

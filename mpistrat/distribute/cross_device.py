@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
 from mpistrat import nest
+from mpistrat.arrays import whole
 from mpistrat.collectives.communication import CommunicationOptions
 from mpistrat.collectives.routes import Hierarchical, Native, OneRoot, Route
-from mpistrat.distribute.broadcasting import broadcast
 from mpistrat.distribute.choice import Ops
-from mpistrat.distribute.default import current_strategy
 from mpistrat.distribute.destinations import (
     at_destinations,
+    broadcast,
     check_destinations,
     checked_pairs,
     device_called,
 )
 from mpistrat.distribute.mode import refuse_unchosen
 from mpistrat.distribute.reductions import reduce_over_replicas
+from mpistrat.distribute.strategies import current_strategy
 from mpistrat.distribute.strategy import Strategy
 from mpistrat.kernels.ops import ReduceOp
 
 
 class CrossDeviceOps(Ops):
-    """How the values of all replicas become one; subclass it to say so yourself.
+    """How the values of all replicas become one; subclass it for a way of your own.
 
     A subclass writes `reduce_implementation`, and `batch_reduce_implementation` if several values
     at once deserve better than one after another; `broadcast_implementation`, if replica 0's value
@@ -293,7 +293,7 @@ class ReductionToOneDevice(_Routing):
     ):
         """Reduce to that rank."""
         device: Any = reduce_to_device
-        number = _whole(device)
+        number = whole(device)
         if number is None and not isinstance(device, str | None):
             raise ValueError(
                 "reduce_to_device must be the label of a device or the number of a rank, got "
@@ -394,15 +394,7 @@ def _packs(name: str, count: Any) -> int:
 
 
 def _count(before: str, after: str, given: Any) -> int:
-    number = _whole(given)
+    number = whole(given)
     if number is None or number < 0:
         raise ValueError(f"{before} {given!r:.80} {after}")
     return number
-
-
-def _whole(given: Any) -> int | None:
-    """Return a number as an int, or None if it is no whole number."""
-    try:
-        return None if isinstance(given, bool) else operator.index(given)
-    except TypeError:
-        return None

@@ -124,7 +124,7 @@ def _error(variables: str, ranks: str, lockstep: Lockstep) -> LockstepError:
     return LockstepError(
         f"{variables} seem to be created in another order on {ranks} ({lockstep.here}): "
         f"their initial values are those of rank {first}, the first "
-        "replica, whose values are taken, but exchanged.\n  Create variables in one order on all "
-        "ranks (a loop over a set has another one in each process: sort it), or give each a name "
-        "of its own: Variable(..., name=...). If the values are random, name the variables."
+        "replica, whose values all ranks take, but swapped.\n  Create variables in one order on "
+        "all ranks (a loop over a set has another one in each process: sort it), or give each a "
+        "name of its own: Variable(..., name=...). If the values are random, name the variables."
     )

@@ -1,4 +1,4 @@
-"""The finer calls of a strategy, for those who write optimizers and layers."""
+"""The lower-level methods of a strategy, for those who write optimizers and layers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import numpy as np
 
 from mpistrat.collectives.communication import CommunicationOptions
 from mpistrat.distribute import updating
-from mpistrat.distribute.base import StrategyBase
-from mpistrat.distribute.broadcasting import broadcast_as_chosen
 from mpistrat.distribute.destinations import (
     at_destinations,
+    broadcast_as_chosen,
     check_destinations,
     checked_pairs,
     place,
@@ -24,6 +23,7 @@ from mpistrat.distribute.mode import Mode, cross_replica, current, entered, same
 from mpistrat.distribute.multi_step import MultiStepContext, run_steps
 from mpistrat.distribute.reductions import reduce_over_replicas
 from mpistrat.distribute.regroup import select
+from mpistrat.distribute.replica_group import StrategyBase
 from mpistrat.distribute.views import ALONE, LOCAL
 from mpistrat.errors import ContextError, StructureError
 from mpistrat.lockstep.guards import VariableRegistry
@@ -33,7 +33,7 @@ S_co = TypeVar("S_co", bound=StrategyBase, covariant=True)
 
 @dataclass(frozen=True)
 class StrategyExtended(Generic[S_co]):
-    """The finer calls of one strategy; get it as ``strategy.extended``.
+    """The lower-level methods of one strategy; get it as ``strategy.extended``.
 
     As: ``tf.distribute.StrategyExtended``.
 
@@ -111,7 +111,7 @@ class StrategyExtended(Generic[S_co]):
 
     @property
     def steps_per_run(self) -> int:
-        """How many steps `experimental_run_steps_on_iterator` makes unless it is told."""
+        """How many steps `experimental_run_steps_on_iterator` makes without `iterations`."""
         return int(getattr(self.strategy, "steps_per_run", 1))
 
     def experimental_run_steps_on_iterator(
@@ -129,8 +129,8 @@ class StrategyExtended(Generic[S_co]):
           fn: ``fn(context, inputs)``, one step in cross-replica code; it calls `Strategy.run` and
             ``context.set_last_step_output``.
           iterator: A distributed iterator.
-          iterations: How many steps. A strategy with `steps_per_run` makes so many unless it is
-            told.
+          iterations: How many steps. A strategy with `steps_per_run` makes that many unless this
+            says otherwise.
           initial_loop_values: Outputs by name before the first step; the steps set no others.
 
         Returns:

@@ -1,15 +1,16 @@
-"""How datasets come into a strategy: what its methods about inputs do."""
+"""How datasets come into a strategy: its methods about inputs, their options and contexts."""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple, final
 
 from mpistrat.distribute.arguments import check_function, check_kind
-from mpistrat.distribute.base import StrategyBase
-from mpistrat.distribute.inputs import InputContext, InputOptions, InputReplicationMode
 from mpistrat.distribute.iterators import InputIterator
 from mpistrat.distribute.mode import check_cross_replica, current
+from mpistrat.distribute.replica_group import StrategyBase
 from mpistrat.distribute.views import ALONE, GLOBAL
 from mpistrat.errors import ContextError, DataError
 from mpistrat.feed.dataset import Dataset
@@ -17,76 +18,357 @@ from mpistrat.feed.distributed import DistributedDataset, InputGate
 from mpistrat.feed.sharding import Sharding, ShardSpec, calls, own, policy_deal, turns
 
 
-def distribute(strategy: StrategyBase, dataset: Any, options: Any) -> Any:
-    """Divide a dataset of global batches; see ``Strategy.experimental_distribute_dataset``."""
-    name = "experimental_distribute_dataset"
-    with strategy.replicas.lockstep.preparing(name):
-        _check_dataset(name, dataset)
-        if _checked(name, options).per_replica:
-            raise NotImplementedError(
-                f"{name} divides one dataset over all replicas; PER_REPLICA is for "
-                "distribute_datasets_from_function."
+@final
+class InputReplicationMode(enum.Enum):
+    """How often a ``dataset_fn`` is called.
+
+    - PER_WORKER: once for each input pipeline.
+    - PER_REPLICA: once for each replica.
+
+    A rank is both, so for ``distribute_datasets_from_function`` they are the same.
+
+    As: ``tf.distribute.InputReplicationMode``.
+    """
+
+    PER_WORKER = "PER_WORKER"
+    PER_REPLICA = "PER_REPLICA"
+
+
+class _InputOptions(NamedTuple):
+    experimental_fetch_to_device: bool
+    experimental_replication_mode: InputReplicationMode
+    experimental_place_dataset_on_device: bool
+    experimental_per_replica_buffer_size: int
+
+
+@final
+class InputOptions(_InputOptions):
+    """Options of distributed inputs; a named tuple.
+
+    All memory is the host's here, so what speaks of devices changes nothing; `Dataset.prefetch`
+    reads ahead.
+
+    Args:
+      experimental_fetch_to_device: No effect. None stands for True.
+      experimental_replication_mode: Who calls a ``dataset_fn``.
+      experimental_place_dataset_on_device: No effect.
+      experimental_per_replica_buffer_size: No effect.
+
+    As: ``tf.distribute.InputOptions``.
+
+    Example:
+      >>> InputOptions().experimental_replication_mode.name
+      'PER_WORKER'
+    """
+
+    __slots__ = ()
+
+    def __new__(
+        cls,
+        experimental_fetch_to_device: bool | None = None,
+        experimental_replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER,
+        experimental_place_dataset_on_device: bool = False,
+        experimental_per_replica_buffer_size: int = 1,
+    ) -> InputOptions:
+        """Make the options; nothing is checked until they are used."""
+        return super().__new__(
+            cls,
+            True if experimental_fetch_to_device is None else experimental_fetch_to_device,
+            experimental_replication_mode,
+            experimental_place_dataset_on_device,
+            experimental_per_replica_buffer_size,
+        )
+
+    @property
+    def per_replica(self) -> bool:
+        """Whether every replica is to have a pipeline of its own."""
+        return self.experimental_replication_mode is InputReplicationMode.PER_REPLICA
+
+    def check(self) -> None:
+        """Raise if they contradict each other.
+
+        Raises:
+          ValueError: A dataset is to be on a device without being made for each replica, or while
+            elements are also to be fetched to it.
+        """
+        if not self.experimental_place_dataset_on_device:
+            return
+        if not self.per_replica:
+            raise DataError(
+                "experimental_place_dataset_on_device=True needs the replication mode PER_REPLICA."
             )
-        if strategy.replicas.view is ALONE:
-            return dataset
-        sharding = _cut(strategy, dataset)
-    return DistributedDataset(sharding, _gate(strategy), dataset)
-
-
-def from_function(
-    strategy: StrategyBase, dataset_fn: Callable[[InputContext], Any], options: Any
-) -> Any:
-    """Let each rank bring a dataset; see ``Strategy.distribute_datasets_from_function``."""
-    name = "distribute_datasets_from_function"
-    view = strategy.replicas.view
-    place = _place(strategy)
-    with strategy.replicas.lockstep.preparing(name):
-        checked = _checked(name, options)
-        checked.check()
-        if checked.per_replica and not getattr(strategy, "pipeline_per_replica", False):
-            raise NotImplementedError(
-                f"{name}: PER_REPLICA is for MirroredStrategy. Here leave it out: dataset_fn is "
-                "called on every rank, which is one replica, anyway."
+        if self.experimental_fetch_to_device:
+            raise DataError(
+                "experimental_place_dataset_on_device and experimental_fetch_to_device cannot both "
+                "be True in the replication mode PER_REPLICA."
             )
-        check_function(name, "dataset_fn", dataset_fn)
-        dataset = dataset_fn(InputContext(place.size, place.rank, place.size))
-        _check_dataset(name, dataset)
-    if view is ALONE:
-        return dataset
-    return DistributedDataset(own(dataset), _gate(strategy))
 
 
-def dataset_iterator(strategy: StrategyBase, dataset: Any) -> InputIterator:
-    """Make an iterator of the older kind; see ``Strategy.make_dataset_iterator``."""
-    with strategy.replicas.lockstep.preparing("make_dataset_iterator"):
-        _check_dataset("make_dataset_iterator", dataset)
-        sharding = own(dataset) if strategy.replicas.view is ALONE else _cut(strategy, dataset)
-    return InputIterator(DistributedDataset(sharding, _gate(strategy), dataset))
+@final
+class RunOptions(NamedTuple):
+    """Options of ``Strategy.run``; a named tuple. They are for TPUs, and are ignored here.
+
+    As: ``tf.distribute.RunOptions``.
+
+    Example:
+      >>> RunOptions().experimental_enable_dynamic_batch_size
+      True
+    """
+
+    experimental_enable_dynamic_batch_size: bool = True
+    experimental_bucketizing_dynamic_shape: bool = False
+    experimental_xla_options: Any = None
 
 
-def input_fn_iterator(
-    strategy: StrategyBase, input_fn: Callable[[InputContext], Any], mode: Any
-) -> InputIterator:
-    """Make an iterator of the older kind; see ``Strategy.make_input_fn_iterator``."""
-    name = "make_input_fn_iterator"
-    place = _place(strategy)
-    shown = strategy.replicas.view is GLOBAL
-    with strategy.replicas.lockstep.preparing(name):
-        if mode is not InputReplicationMode.PER_WORKER:
-            raise DataError(f"{name}: input replication mode not supported: {mode!r}.")
-        check_function(name, "input_fn", input_fn)
-        pipelines, number = (1, 0) if shown else (place.size, place.rank)
-        made = input_fn(InputContext(pipelines, number, place.size))
-        if not isinstance(made, Dataset):
-            if not callable(made):
-                raise DataError(
-                    f"{name}: input_fn must return an mpistrat.Dataset or a callable, not "
-                    f"{type(made).__name__}."
+@final
+@dataclass(frozen=True)
+class InputContext:
+    """Which input pipeline a ``dataset_fn`` is to make.
+
+    Attributes:
+      num_input_pipelines: How many pipelines there are.
+      input_pipeline_id: Which one this is, from 0.
+      num_replicas_in_sync: How many replicas there are.
+
+    As: ``tf.distribute.InputContext``.
+    """
+
+    num_input_pipelines: int = 1
+    input_pipeline_id: int = 0
+    num_replicas_in_sync: int = 1
+
+    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
+        """Return the rows of a global batch of `global_batch_size` that one replica gets.
+
+        Raises:
+          ValueError: It cannot be split evenly.
+
+        Example:
+          >>> InputContext(num_replicas_in_sync=4).get_per_replica_batch_size(64)
+          16
+        """
+        size, rest = divmod(global_batch_size, self.num_replicas_in_sync)
+        if rest:
+            raise DataError(
+                f"a global batch of {global_batch_size} cannot be split evenly over "
+                f"{self.num_replicas_in_sync} replicas. Use experimental_distribute_dataset, which "
+                "splits any batch, or another batch size."
+            )
+        return size
+
+    def __str__(self) -> str:
+        """Return which pipeline this is."""
+        return (
+            f"tf.distribute.InputContext(input pipeline id {self.input_pipeline_id}, "
+            f"total: {self.num_input_pipelines})"
+        )
+
+
+@final
+@dataclass(frozen=True)
+class ValueContext:
+    """Which replica's value a ``value_fn`` is to make.
+
+    Attributes:
+      replica_id_in_sync_group: Which replica.
+      num_replicas_in_sync: How many there are.
+
+    As: ``tf.distribute.experimental.ValueContext``.
+    """
+
+    replica_id_in_sync_group: int = 0
+    num_replicas_in_sync: int = 1
+
+    def __str__(self) -> str:
+        """Return which replica this is."""
+        return (
+            f"tf.distribute.ValueContext(replica id {self.replica_id_in_sync_group},  "
+            f"total replicas in sync: {self.num_replicas_in_sync})"
+        )
+
+
+class Inputs(StrategyBase):
+    """What a strategy does about inputs; `Strategy` has these methods."""
+
+    def experimental_distribute_values_from_function(
+        self, value_fn: Callable[[ValueContext], Any]
+    ) -> Any:
+        """Make one value per replica: each rank calls `value_fn` for its own.
+
+        Collective: all ranks call it; in replica code too.
+
+        Args:
+          value_fn: ``value_fn(ValueContext)``.
+
+        Returns:
+          `PerReplica` for every leaf of what it returned; a plain value where there is one replica
+          by construction (`OneDeviceStrategy`).
+
+        Raises:
+          TypeError: `value_fn` is not a function.
+          LockstepError: The replicas returned trees of different structure.
+
+        Cost: one proof; small values ride in it.
+        """
+        call = "experimental_distribute_values_from_function"
+        comm = self.replicas.lockstep.comm
+        failure, made = None, None
+        try:
+            check_function(call, "value_fn", value_fn)
+            made = value_fn(ValueContext(comm.rank, comm.size))
+        except Exception as error:
+            failure = error
+        return self.replicas.regroup.inputs(call, made, failure)
+
+    def experimental_distribute_dataset(
+        self, dataset: Dataset, options: InputOptions | None = None
+    ) -> DistributedDataset | Any:
+        """Divide every global batch of `dataset` over the replicas.
+
+        Collective: all ranks call it; iterating is collective too.
+
+        Args:
+          dataset: The same on every rank: ranks that made it otherwise, or with another seed, get
+            an error here. Batched by the *global* batch size; an unbatched one is taken as if
+            batched by the number of replicas. Its options choose another `AutoShardPolicy`.
+          options: `InputOptions`, which change nothing here.
+
+        Returns:
+          A `DistributedDataset`: replica i of n gets the rows ``[i * k, min((i + 1) * k, L))`` of a
+          batch of L, ``k = ceil(L / n)``, possibly none. Under `OneDeviceStrategy` and the default
+          strategy, `dataset` itself.
+
+        Raises:
+          TypeError: `dataset` is not a `Dataset`.
+          LockstepError: The ranks hold datasets of different descriptions.
+          NotImplementedError: The replication mode is PER_REPLICA.
+
+        Cost: one proof, and one a step.
+        """
+        name = "experimental_distribute_dataset"
+        with self.replicas.lockstep.preparing(name):
+            _check_dataset(name, dataset)
+            if _checked(name, options).per_replica:
+                raise NotImplementedError(
+                    f"{name} divides one dataset over all replicas; PER_REPLICA is for "
+                    "distribute_datasets_from_function."
                 )
-            sharding = calls(made)
-        else:
-            sharding = turns(made, place) if shown else own(made)
-    return InputIterator(DistributedDataset(sharding, _gate(strategy), together=True))
+            if self.replicas.view is ALONE:
+                return dataset
+            sharding = _cut(self, dataset)
+        return DistributedDataset(sharding, _gate(self), dataset)
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Dataset], options: InputOptions | None = None
+    ) -> DistributedDataset | Any:
+        """Let every replica bring its own dataset, batched for one replica.
+
+        Collective: all ranks call it; iterating is collective too. Replicas whose data end early
+        get empty batches until all have ended.
+
+        Args:
+          dataset_fn: ``dataset_fn(InputContext)``, called once on each rank: one input pipeline is
+            one rank. Take its part of the data by
+            ``dataset.shard(context.num_input_pipelines, context.input_pipeline_id)``. If the first
+            batches of all ranks are the same, the first ``next()`` warns.
+          options: `InputOptions`. Both replication modes are the same here, but PER_REPLICA is for
+            `MirroredStrategy`.
+
+        Returns:
+          A `DistributedDataset`; under `OneDeviceStrategy` and the default strategy, the dataset.
+
+        Raises:
+          TypeError: `dataset_fn` returned no `Dataset`.
+          ValueError: The options contradict each other.
+          NotImplementedError: PER_REPLICA under another strategy than `MirroredStrategy`.
+
+        Cost: one proof, and one a step.
+        """
+        name = "distribute_datasets_from_function"
+        view = self.replicas.view
+        place = _place(self)
+        with self.replicas.lockstep.preparing(name):
+            checked = _checked(name, options)
+            checked.check()
+            if checked.per_replica and not getattr(self, "pipeline_per_replica", False):
+                raise NotImplementedError(
+                    f"{name}: PER_REPLICA is for MirroredStrategy. Here leave it out: dataset_fn "
+                    "is called on every rank, which is one replica, anyway."
+                )
+            check_function(name, "dataset_fn", dataset_fn)
+            dataset = dataset_fn(InputContext(place.size, place.rank, place.size))
+            _check_dataset(name, dataset)
+        if view is ALONE:
+            return dataset
+        return DistributedDataset(own(dataset), _gate(self))
+
+    experimental_distribute_datasets_from_function = distribute_datasets_from_function
+
+    def make_dataset_iterator(self, dataset: Dataset) -> InputIterator:
+        """Divide `dataset` as `experimental_distribute_dataset` does, for an older loop.
+
+        Collective: all ranks call it; each element is collective too.
+
+        Args:
+          dataset: Batched by the *global* batch size; the same on every rank.
+
+        Returns:
+          An `InputIterator`, to be asked by ``get_next()`` or given to `experimental_run`.
+
+        Cost: one proof, and one a step.
+        """
+        with self.replicas.lockstep.preparing("make_dataset_iterator"):
+            _check_dataset("make_dataset_iterator", dataset)
+            sharding = own(dataset) if self.replicas.view is ALONE else _cut(self, dataset)
+        return InputIterator(DistributedDataset(sharding, _gate(self), dataset))
+
+    def make_input_fn_iterator(
+        self,
+        input_fn: Callable[[InputContext], Any],
+        replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER,
+    ) -> InputIterator:
+        """Make an iterator over what `input_fn` brings, for an older loop.
+
+        Collective: all ranks call it; each element is collective too. It ends when the data of the
+        first replica end.
+
+        Args:
+          input_fn: ``input_fn(InputContext)``, called once on each rank, returns a dataset batched
+            for one replica, or a callable that returns one element each time. Under
+            `MirroredStrategy` there is one pipeline: the dataset must be the same on every rank,
+            and its batches go to the replicas in turns, each read by its replica only. Elsewhere
+            each rank has a pipeline of its own.
+          replication_mode: PER_WORKER.
+
+        Returns:
+          An `InputIterator`, as `make_dataset_iterator` does.
+
+        Raises:
+          ValueError: Another mode, or `input_fn` returned something else.
+
+        Cost: one proof, and one a step.
+        """
+        name = "make_input_fn_iterator"
+        place = _place(self)
+        shown = self.replicas.view is GLOBAL
+        with self.replicas.lockstep.preparing(name):
+            if replication_mode is not InputReplicationMode.PER_WORKER:
+                raise DataError(
+                    f"{name}: input replication mode not supported: {replication_mode!r}."
+                )
+            check_function(name, "input_fn", input_fn)
+            pipelines, number = (1, 0) if shown else (place.size, place.rank)
+            made = input_fn(InputContext(pipelines, number, place.size))
+            if not isinstance(made, Dataset):
+                if not callable(made):
+                    raise DataError(
+                        f"{name}: input_fn must return an mpistrat.Dataset or a callable, not "
+                        f"{type(made).__name__}."
+                    )
+                sharding = calls(made)
+            else:
+                sharding = turns(made, place) if shown else own(made)
+        return InputIterator(DistributedDataset(sharding, _gate(self), together=True))
 
 
 def _cut(strategy: StrategyBase, dataset: Dataset) -> Sharding:

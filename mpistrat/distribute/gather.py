@@ -8,9 +8,8 @@ from typing import Any
 
 from mpistrat import nest
 from mpistrat.arrays import Array, as_array, finish, label
-from mpistrat.distribute.kinds import DistributedVariable
+from mpistrat.distribute.kinds import DistributedVariable, named
 from mpistrat.distribute.mode import same_strategy
-from mpistrat.distribute.naming import named
 from mpistrat.distribute.regroup import select
 from mpistrat.distribute.replica_group import ReplicaGroup
 from mpistrat.distribute.slices import IndexedSlices

@@ -1,14 +1,16 @@
-"""The kinds of variables, and what strategies know of one."""
+"""The kinds of variables, what strategies know of one, and the names of leaves that may be one."""
 
 from __future__ import annotations
 
 import abc
 import enum
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from mpistrat import nest
 from mpistrat.arena.storage import Storage
 from mpistrat.arrays import Array, spec_text
 from mpistrat.errors import StructureError
@@ -110,3 +112,14 @@ class DistributedVariable(abc.ABC):
     @abc.abstractmethod
     def store(self, kind: str, values: Array, rows: Array | None) -> None:
         """Write, all ranks alike."""
+
+
+def named(leaves: Sequence[Any], structure: nest.Structure) -> Sequence[str]:
+    """Return the names of the leaves; of a variable it says which one it is."""
+    paths = nest.path_names(structure)
+    if not any(isinstance(leaf, DistributedVariable) for leaf in leaves):
+        return paths
+    return [
+        f"{path}={leaf.name}(no. {leaf.number})" if isinstance(leaf, DistributedVariable) else path
+        for leaf, path in zip(leaves, paths, strict=True)
+    ]

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, final
 
 from mpistrat.distribute.arguments import check_function
-from mpistrat.distribute.base import StrategyBase
 from mpistrat.distribute.mode import current
 from mpistrat.distribute.replica_code import merged
+from mpistrat.distribute.replica_group import StrategyBase
 from mpistrat.errors import ContextError, OutOfRangeError, StructureError
 from mpistrat.feed.steps import whole_number
 from mpistrat.kernels.ops import ReduceOp
@@ -18,7 +18,7 @@ _CALL = "experimental_run_steps_on_iterator"
 
 @final
 class MultiStepContext:
-    """What a step of several tells about itself; every step gets the same one.
+    """The outputs of the steps that one call makes; every step gets the same context.
 
     Attributes:
       last_step_outputs: By name, what the last step set.
@@ -35,7 +35,7 @@ class MultiStepContext:
         self.run_op = None
 
     def set_last_step_output(self, name: str, output: Any, reduce_op: Any = None) -> None:
-        """Set what this step gave under `name`, over what the step before gave.
+        """Set the output `name` of this step, in the place of that of the step before.
 
         Collective with a `reduce_op`: every rank calls it.
 

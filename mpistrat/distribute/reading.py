@@ -8,8 +8,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from mpistrat.distribute.kinds import DistributedVariable
-from mpistrat.distribute.operators import Operators
-from mpistrat.distribute.values import DistributedValues
+from mpistrat.distribute.values import DistributedValues, Operators
 
 _WRITE = (
     "Write rows by v.scatter_update(mpistrat.IndexedSlices(rows, indices)), or scatter_add and so "

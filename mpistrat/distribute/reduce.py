@@ -28,7 +28,7 @@ from mpistrat.collectives.call import ONES, SMALL, Call, Contribution, described
 from mpistrat.collectives.calls import Request, request
 from mpistrat.collectives.results import of_one
 from mpistrat.distribute import sparse
-from mpistrat.distribute.naming import named
+from mpistrat.distribute.kinds import named
 from mpistrat.distribute.replica_group import ReplicaGroup
 from mpistrat.distribute.sparse import SlicesContribution
 from mpistrat.distribute.values import DistributedValues
@@ -99,13 +99,11 @@ def ready(
 
     What is wrong on one rank is raised on all of them.
     """
-    try:
+    with group.lockstep.preparing(name):
         given = _prepared(reduce_op, value, weight, out)
         how = " weighted" if given.weighed else ""
         start = f"{name}({given.op.value}{how}, {nest.describe(given.structure)})"
         return given, start, _compiled(start, given), group.reducer.alarm(start, given.dense)
-    except Exception as error:
-        group.lockstep.refuse(name, error)
 
 
 def _compiled(start: str, given: Prepared) -> Call:
@@ -261,11 +259,9 @@ def _outs(group: ReplicaGroup, call: Call, asked: Request, value: Any, out: Any)
     outs = asked.places(value, out) if call.raw else None
     if outs is not None:
         return outs
-    try:
+    with group.lockstep.preparing("all_reduce"):
         results = [dtypes.result for dtypes in call.dtypes]
         return _fitting(out, asked.structure, call.shapes, results)
-    except Exception as error:
-        group.lockstep.refuse("all_reduce", error)
 
 
 def _takes(out: Any, value: Any) -> bool:

@@ -12,8 +12,7 @@ from mpistrat import nest
 from mpistrat.arrays import Array, as_array, digest, dtype_name, finish, kind_of, label
 from mpistrat.collectives.call import Contribution
 from mpistrat.collectives.dtypes import wire_type
-from mpistrat.distribute.kinds import DistributedVariable
-from mpistrat.distribute.naming import named
+from mpistrat.distribute.kinds import DistributedVariable, named
 from mpistrat.distribute.regroup import select
 from mpistrat.distribute.replica_group import ReplicaGroup
 from mpistrat.distribute.slices import IndexedSlices, arrays_of
@@ -45,8 +44,8 @@ def _moves(name: str, op: ReduceOp, leaf: Any, plain: Plain, path: str) -> bool:
         return False
     kind = "the same on all replicas" if mirrored else "not a value per replica"
     raise StructureError(
-        f"{name}({op.value}): {label(path)} is {kind}, so its {op.value} over replicas is a "
-        "question of the program. Multiply it by strategy.num_replicas_in_sync, or reduce what "
+        f"{name}({op.value}): {label(path)} is {kind}, so it is not known whether it counts once "
+        "or once per replica. Multiply it by strategy.num_replicas_in_sync, or reduce what "
         "strategy.run returned."
     )
 
@@ -223,6 +222,4 @@ def _refuse_nothing(
     totals = sum(np.frombuffer(row, np.int64) for row in rows)
     empty = [path for path, total in zip(paths, np.atleast_1d(totals), strict=True) if total == 0]
     if empty:
-        group.lockstep.fail(
-            StructureError(f"{call}: {label(empty[0])} is empty on every replica; it has none.")
-        )
+        group.lockstep.fail(StructureError(f"{call}: {label(empty[0])} is empty on every replica."))

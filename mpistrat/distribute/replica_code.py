@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from mpistrat.distribute.arguments import check_function, given
-from mpistrat.distribute.base import StrategyBase
 from mpistrat.distribute.handles import ended
 from mpistrat.distribute.mode import Mode, Replica, cross_replica, current, entered
+from mpistrat.distribute.replica_group import StrategyBase
 from mpistrat.errors import ContextError
 from mpistrat.lockstep.guards import compare_copies
 from mpistrat.lockstep.ranks import CallState

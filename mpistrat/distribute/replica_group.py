@@ -1,8 +1,8 @@
-"""`ReplicaGroup`: the ranks of a strategy, and what moves values between them."""
+"""`ReplicaGroup`: the ranks of a strategy, and what moves values between them; `StrategyBase`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -143,3 +143,23 @@ class ReplicaGroup:
             call, alarm = call_of(name, op, given, weigh), self.reducer.alarm(name, given)
         values, weights = [one.value for one in given], [one.weight for one in given]
         return self.all_reduce(call, values, weights, None, alarm)
+
+
+class StrategyBase:
+    """A strategy, as functions of this room take one; `Strategy` says what its methods do.
+
+    Attributes:
+      replicas: What it is made of.
+      device_labels: The labels of the replicas' devices.
+      is_default: Whether it is the one that rules where no other does.
+    """
+
+    replicas: ReplicaGroup
+    device_labels: tuple[str, ...]
+    is_default = False
+
+    scope: Callable[[], Any]
+    run: Callable[..., Any]
+    reduce: Callable[..., Any]
+    experimental_local_results: Callable[[Any], tuple[Any, ...]]
+    experimental_make_numpy_dataset: Callable[[Any], Any]

@@ -7,10 +7,10 @@ from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any
 
 from mpistrat.distribute.arguments import check_function, given
-from mpistrat.distribute.base import StrategyBase
 from mpistrat.distribute.mode import Entered, Mode, Replica
 from mpistrat.distribute.regroup import select
 from mpistrat.distribute.replica_code import begin, end, proved
+from mpistrat.distribute.replica_group import StrategyBase
 from mpistrat.errors import LeafTypeError
 
 __all__ = ["run"]

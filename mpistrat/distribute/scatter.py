@@ -1,22 +1,207 @@
-"""Writes to some rows of a variable, with the promises of writes to the whole."""
+"""What is to be written to a variable, checked and converted; and writes to some of its rows."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any, TypeVar
 
 import numpy as np
 
-from mpistrat.arrays import Array
+from mpistrat.arrays import Array, as_array, as_dtype, is_bfloat16, quiet
 from mpistrat.distribute.aggregations import write
-from mpistrat.distribute.incoming import incoming_slices
-from mpistrat.distribute.kinds import DistributedVariable, VariableAggregation
+from mpistrat.distribute.kinds import (
+    DistributedVariable,
+    VariableAggregation,
+    VariableSynchronization,
+)
 from mpistrat.distribute.mode import Mode
+from mpistrat.distribute.reading import plain
+from mpistrat.distribute.slices import IndexedSlices
+from mpistrat.distribute.values import PerReplica
 from mpistrat.distribute.views import ALONE
-from mpistrat.errors import LeafTypeError
+from mpistrat.errors import LeafTypeError, StructureError
+
+_NUMBERS = frozenset("biufc")
+
+
+def own_copy(variable: DistributedVariable, mode: Mode | None) -> bool:
+    """Tell whether code in `mode` sees its own copy of `variable` only."""
+    return mode is not None and (mode.replica is not None or mode.updating is variable)
+
+
+def kinds(
+    name: str, dtype: np.dtype[Any], synchronization: Any, aggregation: Any, alone: bool = False
+) -> tuple[VariableSynchronization, VariableAggregation]:
+    """Return what kind of variable is meant; AUTO is ON_WRITE.
+
+    Where a replica is `alone`, variables are ordinary: nothing drifts apart, and nothing is meant.
+
+    Raises:
+      ValueError: The kind is unknown, or has no meaning for `dtype`.
+    """
+    if not isinstance(synchronization, VariableSynchronization):
+        raise ValueError(f"Invalid synchronization {synchronization!r} for {name!r}.")
+    if synchronization is VariableSynchronization.NONE and not alone:
+        raise ValueError(
+            f"synchronization NONE of {name!r} would let replicas drift apart. "
+            "Use ON_READ for values that each replica owns."
+        )
+    if not isinstance(aggregation, VariableAggregation):
+        raise ValueError(f"Invalid aggregation {aggregation!r} for {name!r}.")
+    floats = dtype.kind in "fc" or is_bfloat16(dtype)
+    if aggregation is VariableAggregation.MEAN and not floats and not alone:
+        raise ValueError(
+            f"aggregation MEAN of {name!r} needs a floating dtype, got {dtype}; a mean of "
+            "integers is not an integer. Use SUM, or another dtype."
+        )
+    if synchronization is VariableSynchronization.AUTO:
+        synchronization = VariableSynchronization.ON_WRITE
+    return synchronization, aggregation
+
+
+def initial(name: str, value: Any, dtype: Any) -> Array:
+    """Return a copy of an initial value, of the dtype that is wanted; None for its own.
+
+    Raises:
+      LeafTypeError: It is not an array of numbers, or does not convert: floating point to integers,
+        integers to bool, or an integer that the dtype does not hold.
+    """
+    source, listed = _array(name, value)
+    wanted = source.dtype if dtype is None else as_dtype(dtype, f"Variable {name!r}")
+    if not _fits(source, wanted, listed):
+        what = f"{source.dtype}" if source.size != 1 else f"{source.dtype}, {source.item()!r},"
+        raise LeafTypeError(
+            f"Variable {name!r}: an initial value of dtype {what} does not convert to {wanted}. "
+            f"Give another dtype, or cast it with astype({str(wanted)!r}) if that is meant."
+        )
+    return as_array(np.array(source, wanted, order="C"), name)
+
+
+def _array(name: str, value: Any) -> tuple[Array, bool]:
+    """Return what is in `value` as an array, and whether it was a list."""
+    value = plain(value)
+    listed = isinstance(value, list | tuple)
+    return as_array(np.asarray(value) if listed else value, name), listed
+
+
+def _fits(given: Array, wanted: np.dtype[Any], listed: bool) -> bool:
+    """Tell whether values convert: within their kind, and integers that the dtype holds."""
+    if given.dtype == wanted or (listed and not given.size):  # an empty list is of any dtype
+        return True
+    if given.dtype.kind not in "iu" or wanted.kind not in "iu":
+        return _keeps_kind(given.dtype, wanted)
+    if np.can_cast(given.dtype, wanted) or not given.size:
+        return True
+    least, most = np.iinfo(wanted).min, np.iinfo(wanted).max
+    return int(given.min()) >= least and int(given.max()) <= most
+
+
+def _keeps_kind(given: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
+    if given.kind == "c" and wanted.kind != "c":  # NumPy lets it become bfloat16
+        return wanted.kind not in _NUMBERS and not is_bfloat16(wanted)
+    # What is not a number at all is refused by `as_array`, with its own words.
+    return wanted.kind not in _NUMBERS or np.can_cast(given, wanted, "same_kind")
+
+
+def incoming(variable: DistributedVariable, mode: Mode | None, kind: str, value: Any) -> Array:
+    """Return what is to be written, in the variable's shape and dtype.
+
+    Args:
+      variable: What is written to.
+      mode: The mode of the code that writes.
+      kind: Which method writes.
+      value: What was given to it.
+
+    Raises:
+      StructureError: A value per replica in cross-replica code, or another shape.
+      LeafTypeError: The dtype does not convert, or it does not hold an integer.
+      ValueError: The write has no meaning there.
+    """
+    own = own_copy(variable, mode)
+    _refuse_per_replica(variable, own, kind, value)
+    several = variable.strategy.replicas.view is not ALONE
+    summed = variable.on_read and several and variable.aggregation is VariableAggregation.SUM
+    if summed and kind != "assign" and not own:
+        raise ValueError(
+            f"{kind} of ON_READ variable {variable.name!r} with aggregation SUM has no meaning in "
+            "cross-replica code. Do it in replica code, or assign."
+        )
+    array, listed = _array(variable.name, value)
+    if array.shape != variable.shape:
+        raise StructureError(
+            f"{kind} of {variable.name!r}: wanted shape {variable.shape}, got {array.shape}."
+        )
+    return _converted(variable, kind, array, listed)
+
+
+def incoming_slices(
+    variable: DistributedVariable, mode: Mode | None, kind: str, value: Any
+) -> IndexedSlices:
+    """Return rows that are to be written: of the variable's dtype, and copies.
+
+    Raises:
+      StructureError: A value per replica in cross-replica code, or rows of another shape.
+      LeafTypeError: `value` is not `IndexedSlices`, or the dtype does not convert.
+      IndexError: A row index is out of range.
+    """
+    _refuse_per_replica(variable, own_copy(variable, mode), kind, value)
+    value = plain(value)
+    if not isinstance(value, IndexedSlices):
+        raise LeafTypeError(
+            f"{kind} of {variable.name!r}: wanted IndexedSlices, got {type(value).__name__}. Make "
+            "them: mpistrat.IndexedSlices(values, indices)."
+        )
+    if not variable.ndim or value.values.shape[1:] != variable.shape[1:]:
+        raise StructureError(
+            f"{kind} of {variable.name!r} of shape {variable.shape}: rows of shape "
+            f"{value.values.shape[1:]} do not fit."
+        )
+    outside = (value.indices < 0) | (value.indices >= variable.shape[0])
+    if outside.any():
+        raise IndexError(
+            f"{kind} of {variable.name!r}: row index {value.indices[outside][0]} is out of range "
+            f"for {variable.shape[0]} rows."
+        )
+    rows = _converted(variable, kind, value.values)
+    return IndexedSlices(np.array(rows), value.indices.astype(np.int64), variable.shape)
+
+
+def _refuse_per_replica(variable: DistributedVariable, own: bool, kind: str, value: Any) -> None:
+    if not isinstance(value, PerReplica) or own:
+        return
+    if variable.on_read:
+        # Its copies may differ; but what is assigned here is what the variable reads as, one value.
+        raise StructureError(
+            f"{kind} of ON_READ variable {variable.name!r}: got a value per replica, and in "
+            "cross-replica code it takes one value for all. Let each replica write its own in "
+            "replica code (strategy.run), or give one array or number."
+        )
+    raise StructureError(
+        f"{kind} of {variable.name!r}: got a value per replica, which would make the copies "
+        "differ. Reduce it first (strategy.reduce, extended.reduce_to)."
+    )
+
+
+def _converted(
+    variable: DistributedVariable, kind: str, array: Array, listed: bool = False
+) -> Array:
+    if not _fits(array, variable.dtype, listed):
+        integers = array.dtype.kind in "iu" and variable.dtype.kind in "iu"
+        what = f"a value of dtype {array.dtype} does not convert to {variable.dtype}"
+        if integers:
+            limits = np.iinfo(variable.dtype)
+            what = f"{array.min()} to {array.max()} do not all fit in"
+            what = f"{array.item()} does not fit in" if array.size == 1 else what
+            what += f" {variable.dtype} ({limits.min} to {limits.max})"
+        raise LeafTypeError(
+            f"{kind} of {variable.name!r}: {what}. Cast it with astype if that is meant."
+        )
+    with np.errstate(all="ignore"):
+        return array.astype(variable.dtype, copy=False)
+
 
 # How values of several replicas become one is known for these; a sum of bounds bounds nothing.
 _FOLDED = frozenset({"scatter_add", "scatter_sub", "scatter_mul", "scatter_div"})
-KINDS = (*sorted(_FOLDED), "scatter_min", "scatter_max", "scatter_update")
 _APART = frozenset({VariableAggregation.NONE, VariableAggregation.ONLY_FIRST_REPLICA})
 
 
@@ -26,9 +211,7 @@ V = TypeVar("V", bound=DistributedVariable)
 class ScatterUpdates(DistributedVariable):
     """The methods of variables that write to some rows."""
 
-    def scatter_add(
-        self: V, sparse_delta: Any, use_locking: bool = False, name: str | None = None
-    ) -> V:
+    def scatter_add(self: V, sparse_delta: Any, use_locking: bool = False, name: Any = None) -> V:
         """Add rows to some rows, and return the variable.
 
         Collective, but in the function of ``extended.update``. In replica code the rows of all
@@ -60,21 +243,15 @@ class ScatterUpdates(DistributedVariable):
         """
         return _scatter(self, "scatter_add", sparse_delta)
 
-    def scatter_sub(
-        self: V, sparse_delta: Any, use_locking: bool = False, name: str | None = None
-    ) -> V:
+    def scatter_sub(self: V, sparse_delta: Any, use_locking: bool = False, name: Any = None) -> V:
         """Subtract rows from some rows, and return the variable; as `scatter_add` in all else."""
         return _scatter(self, "scatter_sub", sparse_delta)
 
-    def scatter_mul(
-        self: V, sparse_delta: Any, use_locking: bool = False, name: str | None = None
-    ) -> V:
+    def scatter_mul(self: V, sparse_delta: Any, use_locking: bool = False, name: Any = None) -> V:
         """Multiply some rows by rows, and return the variable; as `scatter_add` in all else."""
         return _scatter(self, "scatter_mul", sparse_delta)
 
-    def scatter_div(
-        self: V, sparse_delta: Any, use_locking: bool = False, name: str | None = None
-    ) -> V:
+    def scatter_div(self: V, sparse_delta: Any, use_locking: bool = False, name: Any = None) -> V:
         """Divide some rows by rows, and return the variable; as `scatter_add` in all else.
 
         Integers divide towards zero.
@@ -84,9 +261,7 @@ class ScatterUpdates(DistributedVariable):
         """
         return _scatter(self, "scatter_div", sparse_delta)
 
-    def scatter_min(
-        self: V, sparse_delta: Any, use_locking: bool = False, name: str | None = None
-    ) -> V:
+    def scatter_min(self: V, sparse_delta: Any, use_locking: bool = False, name: Any = None) -> V:
         """Make some rows no larger than rows, and return the variable; else as `scatter_add`.
 
         Raises:
@@ -94,9 +269,7 @@ class ScatterUpdates(DistributedVariable):
         """
         return _scatter(self, "scatter_min", sparse_delta)
 
-    def scatter_max(
-        self: V, sparse_delta: Any, use_locking: bool = False, name: str | None = None
-    ) -> V:
+    def scatter_max(self: V, sparse_delta: Any, use_locking: bool = False, name: Any = None) -> V:
         """Make some rows no smaller than rows, and return the variable; else as `scatter_add`.
 
         Raises:
@@ -105,7 +278,7 @@ class ScatterUpdates(DistributedVariable):
         return _scatter(self, "scatter_max", sparse_delta)
 
     def scatter_update(
-        self: V, sparse_delta: Any, use_locking: bool = False, name: str | None = None
+        self: V, sparse_delta: Any, use_locking: bool = False, name: Any = None
     ) -> V:
         """Set some rows, and return the variable; as `scatter_add` in all else.
 
@@ -153,32 +326,47 @@ def _taken(
     return slices.values, slices.indices
 
 
-# At a row that comes several times, each of these is done several times.
-_AT: dict[str, Any] = {
+# What each way of writing does to the values that are there; None puts others in their place.
+_UFUNCS: dict[str, Any] = {
+    "assign": None,
+    "assign_add": np.add,
+    "assign_sub": np.subtract,
     "scatter_add": np.add,
     "scatter_sub": np.subtract,
     "scatter_mul": np.multiply,
     "scatter_div": np.divide,
     "scatter_min": np.minimum,
     "scatter_max": np.maximum,
+    "scatter_update": None,
 }
 
 
-def apply(array: Array, kind: str, values: Array, rows: Array) -> None:
-    """Do a scatter update of `array`, in place; of rows that are updated twice the last one wins.
+def apply(kind: str, array: Array, values: Array, rows: Array | None) -> None:
+    """Write values to all of `array`, or to some rows, in place and without warnings.
+
+    At a row that comes several times it is done several times; of several updates the last one
+    stays.
 
     Example:
       >>> a = np.array([4, 4, 4])
-      >>> apply(a, "scatter_mul", np.array([2, 3]), np.array([1, 1]))
+      >>> apply("scatter_mul", a, np.array([2, 3]), np.array([1, 1]))
       >>> a
       array([ 4, 24,  4])
     """
-    if kind == "scatter_update":
-        array[rows] = values
-    elif kind == "scatter_div" and array.dtype.kind in "iu":
-        _divide(array, values, rows)
+    ufunc = _UFUNCS[kind]
+    if ufunc is None:
+        array[... if rows is None else rows] = values
+    elif rows is None:
+        quiet().run(ufunc, array, values, array)
     else:
-        _AT[kind].at(array, rows, values)
+        with np.errstate(all="ignore"):
+            if kind == "scatter_div" and array.dtype.kind in "iu":
+                _divide(array, values, rows)
+            else:
+                ufunc.at(array, rows, values)
+
+
+WRITES = {kind: functools.partial(apply, kind) for kind in _UFUNCS}
 
 
 def _divide(array: Array, values: Array, rows: Array) -> None:

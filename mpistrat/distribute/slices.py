@@ -64,12 +64,12 @@ class IndexedSlices:
 
     @property
     def indices(self) -> Array:
-        """Where each row stands."""
+        """Which row of the whole each one is."""
         return self._indices
 
     @property
     def dense_shape(self) -> tuple[int, ...] | None:
-        """The shape of the whole, if it was told."""
+        """The shape of the whole; None if it was not given."""
         return self._shape
 
     @property

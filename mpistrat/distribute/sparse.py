@@ -85,38 +85,33 @@ def all_reduce(
         where = ["s" if isinstance(part, SlicesContribution) else "d" for part in parts]
         shapes = [part.slices.dense_shape for part in sparse]
         call = f"{call} with slices {''.join(where)} of {shapes}"
-        given = [_values(op, part, weigh) for part in sparse]
-        pairs = zip(given, sparse, strict=True)
-        kept = [Contribution(v, p.dtypes, p.weight, p.path) for v, p in pairs]
-        alarm = group.reducer.alarm(call, kept)
+        sparse = [_to_be_read(part) if weigh and part.weight == 0 else part for part in sparse]
+        alarm = group.reducer.alarm(call, [Contribution(p.slices.values, *p[1:]) for p in sparse])
     if group.reducer.watches:
         lockstep.prove(f"{call}, their numbers", alarm=alarm)
     totals = iter(group.all_reduce_given(call, op, dense, weigh) if dense else [])
     meet = _gathered if group.delegate is None else _by_class
-    gathered = iter(meet(group, call, op, sparse, given, weigh))
+    gathered = iter(meet(group, call, op, sparse, weigh))
     return [next(gathered if kind == "s" else totals) for kind in where]
 
 
-def _values(op: ReduceOp, part: SlicesContribution, weigh: bool) -> Array:
-    unread = weigh and op is ReduceOp.MEAN and part.weight == 0
-    return np.zeros_like(part.slices.values) if unread else part.slices.values
+def _to_be_read(part: SlicesContribution) -> SlicesContribution:
+    """Return zeros in the place of rows of weight 0, which are never read."""
+    rows = part.slices
+    zeros = IndexedSlices(np.zeros_like(rows.values), rows.indices, rows.dense_shape)
+    return part._replace(slices=zeros)
 
 
 def _gathered(
-    group: ReplicaGroup,
-    call: str,
-    op: ReduceOp,
-    sparse: Sequence[SlicesContribution],
-    given: Sequence[Array],
-    weigh: bool,
+    group: ReplicaGroup, call: str, op: ReduceOp, sparse: Sequence[SlicesContribution], weigh: bool
 ) -> list[IndexedSlices]:
     leaves: list[Array] = []
     paths: list[str] = []
-    for part, values in zip(sparse, given, strict=True):
-        leaves += [values, part.slices.indices]
+    for part in sparse:
+        leaves += [part.slices.values, part.slices.indices]
         paths += [f"{part.path} values".strip(), f"{part.path} indices".strip()]
         if weigh:  # and how many rows it is for, because they are known only once all have met
-            leaves.append(np.array([[part.weight, len(values)]], np.float64))
+            leaves.append(np.array([[part.weight, len(part.slices.values)]], np.float64))
             paths.append(f"{part.path} weight".strip())
     found = iter(group.reducer.all_gather(call, [0] * len(leaves), leaves, paths))
     results = []
@@ -130,16 +125,10 @@ def _gathered(
 
 
 def _by_class(
-    group: ReplicaGroup,
-    call: str,
-    op: ReduceOp,
-    sparse: Sequence[SlicesContribution],
-    given: Sequence[Array],
-    weigh: bool,
+    group: ReplicaGroup, call: str, op: ReduceOp, sparse: Sequence[SlicesContribution], weigh: bool
 ) -> list[IndexedSlices]:
     """Return what a class of the program's own makes of the rows."""
-    pairs = list(zip(sparse, given, strict=True))
-    wires = [values.astype(part.dtypes.wire, copy=False) for part, values in pairs]
+    wires = [part.slices.values.astype(part.dtypes.wire, copy=False) for part in sparse]
     shapes = [f"{dtype_name(wire.dtype)} rows of {wire.shape[1:]}" for wire in wires]
     text = f"{call}, {', '.join(shapes)}"
     with np.errstate(all="ignore"):

@@ -15,8 +15,7 @@ from mpistrat.collectives.call import spec_of
 from mpistrat.comm.base import Comm
 from mpistrat.comm.callsite import ranks_text
 from mpistrat.comm.codec import decode, encode, pack, unpack
-from mpistrat.distribute.kinds import DistributedVariable
-from mpistrat.distribute.naming import named
+from mpistrat.distribute.kinds import DistributedVariable, named
 from mpistrat.distribute.reduce import fit
 from mpistrat.distribute.regroup import select
 from mpistrat.distribute.replica_group import ReplicaGroup

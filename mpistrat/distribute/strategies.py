@@ -1,9 +1,10 @@
-"""The presets: each is a choice of a replica group, and nothing else."""
+"""The presets, each of which is a choice of a replica group; and the current strategy."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, cast, final
 
 from mpistrat.cluster.resolver import ClusterResolver
 from mpistrat.cluster.resolvers import default_resolver
@@ -16,6 +17,7 @@ from mpistrat.collectives.communication import (
 from mpistrat.comm.world import size_of_job
 from mpistrat.distribute.arguments import check_kind
 from mpistrat.distribute.choice import Ops
+from mpistrat.distribute.mode import current
 from mpistrat.distribute.replica_group import ReplicaGroup
 from mpistrat.distribute.strategy import Strategy
 from mpistrat.distribute.views import ALONE, GLOBAL, LOCAL
@@ -235,7 +237,7 @@ class OneDeviceStrategy(Strategy):
 
 @final
 class DefaultStrategy(Strategy):
-    """What rules where no strategy is in scope: one replica, no communication."""
+    """The strategy where no other is in scope: one replica, no communication."""
 
     is_default = True
 
@@ -267,3 +269,24 @@ def _compare(strategy: Strategy, what: str, labels: tuple[str, ...]) -> None:
         f"mpistrat run -n {len(labels)} program.py"
     )
     warn(lockstep, f"{name}({list(labels)})", text, UserWarning, 4)
+
+
+class _Made(threading.local):
+    strategy: Strategy | None = None
+
+
+# One per thread: it never communicates, but it remembers whether a run has failed.
+_made = _Made()
+
+
+def default_strategy() -> Strategy:
+    """Return the default strategy of this thread: one replica, no communication."""
+    if _made.strategy is None:
+        _made.strategy = DefaultStrategy()
+    return _made.strategy
+
+
+def current_strategy() -> Strategy:
+    """Return the current strategy: that of the innermost scope or run, or the default one."""
+    mode = current()
+    return default_strategy() if mode is None else cast("Strategy", mode.strategy)

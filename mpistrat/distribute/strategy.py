@@ -9,19 +9,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpistrat import nest
 from mpistrat.collectives.communication import CommunicationOptions
-from mpistrat.distribute import feeding, reductions
-from mpistrat.distribute.arguments import check_function, check_long_operation
-from mpistrat.distribute.base import StrategyBase
+from mpistrat.distribute import reductions
+from mpistrat.distribute.arguments import check_long_operation
 from mpistrat.distribute.buffers import make_buffers
 from mpistrat.distribute.extended import StrategyExtended
+from mpistrat.distribute.feeding import Inputs
 from mpistrat.distribute.gather import gather_leaves
 from mpistrat.distribute.handles import Handle, all_reduce_start
-from mpistrat.distribute.inputs import (
-    InputContext,
-    InputOptions,
-    InputReplicationMode,
-    ValueContext,
-)
 from mpistrat.distribute.mode import (
     Mode,
     Replica,
@@ -44,10 +38,9 @@ from mpistrat.feed.dataset import Dataset
 if TYPE_CHECKING:
     from mpistrat.cluster.resolver import ClusterResolver
     from mpistrat.distribute.iterators import InputIterator
-    from mpistrat.feed.distributed import DistributedDataset
 
 
-class Strategy(StrategyBase):
+class Strategy(Inputs):
     """How a program runs on all replicas at once; one MPI rank is one replica.
 
     Use one of the presets: `MirroredStrategy`, `MultiWorkerMirroredStrategy`, `OneDeviceStrategy`.
@@ -73,8 +66,8 @@ class Strategy(StrategyBase):
         """Create a strategy over this group."""
         if not isinstance(group, ReplicaGroup):
             raise TypeError(
-                f"Strategy() is made of a ReplicaGroup, not of {group!r:.60}: another strategy is "
-                "another choice of it, not of `extended`. Make a MirroredStrategy(), or one of the "
+                f"Strategy() takes a ReplicaGroup, not {group!r:.60}: a strategy of its own is not "
+                "written as a class of `extended` here. Make a MirroredStrategy(), or one of the "
                 "others."
             )
         self.replicas = group
@@ -144,12 +137,12 @@ class Strategy(StrategyBase):
 
     @property
     def extended(self) -> StrategyExtended[Strategy]:
-        """The finer calls."""
+        """The lower-level methods."""
         return StrategyExtended(self)
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
-        """What names this process in the job; None if nothing was asked to."""
+        """The `ClusterResolver` that names this process in the job, if there is one."""
         return self._resolver
 
     def scope(self) -> AbstractContextManager[Strategy]:
@@ -235,7 +228,7 @@ class Strategy(StrategyBase):
         return run(self, fn, args, kwargs)
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any) -> Any:
-        """Make values per replica one, on every rank.
+        """Reduce values per replica to one value, on every rank.
 
         Collective: all ranks call it, in cross-replica code.
 
@@ -537,136 +530,6 @@ class Strategy(StrategyBase):
     def colocate_vars_with(self, colocate_with_variable: Any) -> AbstractContextManager[None]:
         """Return a context manager; see `StrategyExtended.colocate_vars_with`."""
         return self.extended.colocate_vars_with(colocate_with_variable)
-
-    def experimental_distribute_values_from_function(
-        self, value_fn: Callable[[ValueContext], Any]
-    ) -> Any:
-        """Make one value per replica: each rank calls `value_fn` for its own.
-
-        Collective: all ranks call it; in replica code too.
-
-        Args:
-          value_fn: ``value_fn(ValueContext)``.
-
-        Returns:
-          `PerReplica` for every leaf of what it returned; a plain value where there is one replica
-          by construction (`OneDeviceStrategy`).
-
-        Raises:
-          TypeError: `value_fn` is not a function.
-          LockstepError: The replicas returned trees of different structure.
-
-        Cost: one proof; small values ride in it.
-        """
-        call = "experimental_distribute_values_from_function"
-        comm = self.replicas.lockstep.comm
-        failure, made = None, None
-        try:
-            check_function(call, "value_fn", value_fn)
-            made = value_fn(ValueContext(comm.rank, comm.size))
-        except Exception as error:
-            failure = error
-        return self.replicas.regroup.inputs(call, made, failure)
-
-    def experimental_distribute_dataset(
-        self, dataset: Dataset, options: InputOptions | None = None
-    ) -> DistributedDataset | Any:
-        """Divide every global batch of `dataset` over the replicas.
-
-        Collective: all ranks call it; iterating is collective too.
-
-        Args:
-          dataset: The same on every rank: ranks that made it otherwise, or with another seed, get
-            an error here. Batched by the *global* batch size; an unbatched one is taken as if
-            batched by the number of replicas. Its options choose another `AutoShardPolicy`.
-          options: `InputOptions`, which change nothing here.
-
-        Returns:
-          A `DistributedDataset`: replica i of n gets the rows ``[i * k, min((i + 1) * k, L))`` of a
-          batch of L, ``k = ceil(L / n)``, possibly none. Under `OneDeviceStrategy` and the default
-          strategy, `dataset` itself.
-
-        Raises:
-          TypeError: `dataset` is not a `Dataset`.
-          LockstepError: The ranks hold datasets of different descriptions.
-          NotImplementedError: The replication mode is PER_REPLICA.
-
-        Cost: one proof, and one a step.
-        """
-        return feeding.distribute(self, dataset, options)
-
-    def distribute_datasets_from_function(
-        self, dataset_fn: Callable[[InputContext], Dataset], options: InputOptions | None = None
-    ) -> DistributedDataset | Any:
-        """Let every replica bring its own dataset, batched for one replica.
-
-        Collective: all ranks call it; iterating is collective too. Replicas whose data end early
-        get empty batches until all have ended.
-
-        Args:
-          dataset_fn: ``dataset_fn(InputContext)``, called once on each rank: one input pipeline is
-            one rank. Take its part of the data by
-            ``dataset.shard(context.num_input_pipelines, context.input_pipeline_id)``. If the first
-            batches of all ranks are the same, the first ``next()`` warns.
-          options: `InputOptions`. Both replication modes are the same here, but PER_REPLICA is for
-            `MirroredStrategy`.
-
-        Returns:
-          A `DistributedDataset`; under `OneDeviceStrategy` and the default strategy, the dataset.
-
-        Raises:
-          TypeError: `dataset_fn` returned no `Dataset`.
-          ValueError: The options contradict each other.
-          NotImplementedError: PER_REPLICA under another strategy than `MirroredStrategy`.
-
-        Cost: one proof, and one a step.
-        """
-        return feeding.from_function(self, dataset_fn, options)
-
-    experimental_distribute_datasets_from_function = distribute_datasets_from_function
-
-    def make_dataset_iterator(self, dataset: Dataset) -> InputIterator:
-        """Divide `dataset` as `experimental_distribute_dataset` does, for an older loop.
-
-        Collective: all ranks call it; each element is collective too.
-
-        Args:
-          dataset: Batched by the *global* batch size; the same on every rank.
-
-        Returns:
-          An `InputIterator`, to be asked by ``get_next()`` or given to `experimental_run`.
-
-        Cost: one proof, and one a step.
-        """
-        return feeding.dataset_iterator(self, dataset)
-
-    def make_input_fn_iterator(
-        self,
-        input_fn: Callable[[InputContext], Any],
-        replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER,
-    ) -> InputIterator:
-        """Make an iterator over what `input_fn` brings, for an older loop.
-
-        Collective: all ranks call it; each element is collective too. It ends when the data of the
-        first replica end.
-
-        Args:
-          input_fn: ``input_fn(InputContext)``, called once on each rank, returns a dataset batched
-            for one replica, or a callable that returns one element each time. Under
-            `MirroredStrategy` there is one pipeline: the dataset must be the same on every rank,
-            and its batches go to the replicas in turns, each read by its replica only. Elsewhere
-            each rank has a pipeline of its own.
-          replication_mode: PER_WORKER.
-
-        Returns:
-          An `InputIterator`, as `make_dataset_iterator` does.
-
-        Raises:
-          ValueError: Another mode, or `input_fn` returned something else.
-
-        Cost: one proof, and one a step.
-        """
-        return feeding.input_fn_iterator(self, input_fn, replication_mode)
 
     def experimental_run(
         self, fn: Callable[..., Any], input_iterator: InputIterator | None = None

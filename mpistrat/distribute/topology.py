@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import numpy as np
@@ -218,6 +218,9 @@ class DeviceAssignment:
       core_assignment: The place in the mesh of each replica's only device: an int array of shape
         [replicas, 1, dimensions of the mesh]; or the rank of each replica, one number each.
 
+    Attributes:
+      ranks: The rank of each replica.
+
     Raises:
       TypeError: `topology` is not a `Topology`.
       ValueError: A rank has no replica, or several: every rank runs the program, so each is one.
@@ -232,7 +235,8 @@ class DeviceAssignment:
     """
 
     topology: Topology
-    core_assignment: Any
+    core_assignment: Any = field(compare=False)
+    ranks: tuple[int, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Check that each rank is one replica."""
@@ -262,16 +266,7 @@ class DeviceAssignment:
             )
         coordinates = [[topology.coordinates(rank)] for rank in ranks]
         object.__setattr__(self, "core_assignment", np.array(coordinates, np.int32))
-
-    def __eq__(self, other: object) -> bool:
-        """Tell whether the same replicas are on the same ranks of the same topology."""
-        if not isinstance(other, DeviceAssignment):
-            return NotImplemented
-        return self.topology == other.topology and self.ranks == other.ranks
-
-    def __hash__(self) -> int:
-        """Return a hash of what is compared."""
-        return hash((self.topology, self.ranks))
+        object.__setattr__(self, "ranks", ranks)
 
     @staticmethod
     def build(
@@ -296,11 +291,6 @@ class DeviceAssignment:
                 raise ValueError(f"computation_{name} must be ones: one rank is one replica.")
         count = topology.num_ranks if num_replicas is None else num_replicas
         return DeviceAssignment(topology, list(range(count)))
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The rank of each replica."""
-        return tuple(self.topology.rank_at(place[0].tolist()) for place in self.core_assignment)
 
     @property
     def num_replicas(self) -> int:

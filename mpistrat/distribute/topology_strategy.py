@@ -23,7 +23,7 @@ from mpistrat.feed.steps import whole_number
 
 @dataclass(frozen=True)
 class PlacedExtended(StrategyExtended["PlacedStrategy"]):
-    """The finer calls of a strategy with a topology."""
+    """The lower-level methods of a strategy with a topology."""
 
     @property
     def num_hosts(self) -> int:
@@ -84,27 +84,29 @@ class PlacedStrategy(Strategy):
 
     Collective: making the first strategy of a communicator duplicates it.
 
+    Its arguments are those of ``tf.compat.v1.distribute.experimental.TPUStrategy``.
+
     Args:
-      resolver: Names this process in the job; None for ``TF_CONFIG`` if that is set, else for MPI.
-      assignment: Which rank is which replica; None for rank order.
+      tpu_cluster_resolver: Names this process in the job; None for ``TF_CONFIG`` if that is set,
+        else for MPI.
       steps_per_run: How many steps ``extended.experimental_run_steps_on_iterator`` makes; None
         for one.
+      device_assignment: Which rank is which replica; None for rank order.
       comm: An mpi4py intracommunicator whose ranks are the replicas; None for all of the job's.
-      partitioned: Must be False: a replica has one device.
 
     Raises:
-      TypeError: `resolver` or `assignment` is of another class, or `steps_per_run` not an integer.
-      ValueError: The assignment is for another number of ranks, there are no steps, or
-        partitioning is asked for.
+      TypeError: `tpu_cluster_resolver` or `device_assignment` is of another class, or
+        `steps_per_run` is not an integer.
+      ValueError: The assignment is for another number of ranks, or there are no steps.
     """
 
     def __init__(
         self,
-        resolver: ClusterResolver | None,
-        assignment: DeviceAssignment | None,
-        steps_per_run: int | None,
-        comm: Any,
-        partitioned: bool = False,
+        tpu_cluster_resolver: ClusterResolver | None = None,
+        steps_per_run: int | None = None,
+        device_assignment: DeviceAssignment | None = None,
+        *,
+        comm: Any = None,
     ):
         """Create a strategy over all ranks of `comm`."""
         # The group first: what is wrong with the arguments of one rank is told to all of them.
@@ -112,21 +114,16 @@ class PlacedStrategy(Strategy):
         rank, size = group.lockstep.comm.rank, group.lockstep.comm.size
         name = type(self).__name__
         with group.lockstep.preparing(name):
-            if partitioned:
-                raise ValueError(
-                    "a replica has one device, its rank, so nothing can be partitioned."
-                )
-            check_kind("tpu_cluster_resolver", resolver, ClusterResolver)
-            check_kind("device_assignment", assignment, DeviceAssignment)
+            check_kind("tpu_cluster_resolver", tpu_cluster_resolver, ClusterResolver)
+            check_kind("device_assignment", device_assignment, DeviceAssignment)
             steps = 1 if steps_per_run is None else whole_number("steps_per_run", steps_per_run, 1)
-            if assignment is not None and len(assignment.ranks) != size:
+            if device_assignment is not None and len(device_assignment.ranks) != size:
                 raise ValueError(
-                    f"device_assignment places {len(assignment.ranks)} replicas, but there are "
-                    f"{size} ranks."
+                    f"device_assignment places {len(device_assignment.ranks)} replicas, but there "
+                    f"are {size} ranks."
                 )
-            found = resolver or default_resolver(rank, size)
-        if assignment is None:
-            assignment = DeviceAssignment.build(Topology.read(comm))
+            found = tpu_cluster_resolver or default_resolver(rank, size)
+        assignment = device_assignment or DeviceAssignment.build(Topology.read(comm))
         ranks = assignment.ranks
         # A replica would wait for another one that counts differently, so it is proved first.
         group.lockstep.prove(f"{name}({ranks}, {assignment.topology}, {steps})")
@@ -147,7 +144,7 @@ class PlacedStrategy(Strategy):
 
     @property
     def extended(self) -> PlacedExtended:
-        """The finer calls."""
+        """The lower-level methods."""
         return PlacedExtended(self)
 
     def experimental_assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> Any:
@@ -232,8 +229,12 @@ class TPUStrategy(PlacedStrategy):
         comm: Any = None,
     ):
         """Create a strategy over all ranks of `comm`."""
-        partitioned = experimental_spmd_xla_partitioning
-        super().__init__(tpu_cluster_resolver, experimental_device_assignment, 1, comm, partitioned)
+        super().__init__(tpu_cluster_resolver, 1, experimental_device_assignment, comm=comm)
+        with self.replicas.lockstep.preparing("TPUStrategy"):
+            if experimental_spmd_xla_partitioning:
+                raise ValueError(
+                    "a replica has one device, its rank, so nothing can be partitioned."
+                )
 
 
 @final
@@ -254,28 +255,4 @@ class TPUStrategyExperimental(PlacedStrategy):
         comm: Any = None,
     ):
         """Create a strategy over all ranks of `comm`."""
-        super().__init__(tpu_cluster_resolver, device_assignment, 1, comm)
-
-
-@final
-class TPUStrategyV1(PlacedStrategy):
-    """`TPUStrategy` with the arguments of ``tf.compat.v1.distribute.experimental.TPUStrategy``.
-
-    Args:
-      tpu_cluster_resolver: As there.
-      steps_per_run: How many steps ``extended.experimental_run_steps_on_iterator`` makes; None
-        for one.
-      device_assignment: As there.
-      comm: As there.
-    """
-
-    def __init__(
-        self,
-        tpu_cluster_resolver: ClusterResolver | None = None,
-        steps_per_run: int | None = None,
-        device_assignment: DeviceAssignment | None = None,
-        *,
-        comm: Any = None,
-    ):
-        """Create a strategy over all ranks of `comm`."""
-        super().__init__(tpu_cluster_resolver, device_assignment, steps_per_run, comm)
+        super().__init__(tpu_cluster_resolver, 1, device_assignment, comm=comm)

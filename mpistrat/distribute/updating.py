@@ -11,10 +11,10 @@ from mpistrat import nest
 from mpistrat.arrays import digest, is_scalar, sealed
 from mpistrat.comm.session import Session
 from mpistrat.distribute import writes
-from mpistrat.distribute.base import StrategyBase
 from mpistrat.distribute.kinds import DistributedVariable
 from mpistrat.distribute.mode import Mode, entered
 from mpistrat.distribute.regroup import select
+from mpistrat.distribute.replica_group import StrategyBase
 from mpistrat.distribute.slices import IndexedSlices, arrays_of
 from mpistrat.distribute.values import Mirrored, PerReplica
 from mpistrat.errors import StrategyError

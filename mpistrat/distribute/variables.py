@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NoReturn, final
 
 import numpy as np
@@ -10,12 +9,10 @@ import numpy as np
 from mpistrat import nest
 from mpistrat.arena import storage
 from mpistrat.arena.storage import PrivateStorage, Slices, SpreadStorage, Storage
-from mpistrat.arrays import Array, digest, quiet, sealed, spec_text
+from mpistrat.arrays import Array, digest, sealed, spec_text
 from mpistrat.distribute import sparse, writes
 from mpistrat.distribute.aggregations import first_of, write
-from mpistrat.distribute.default import current_strategy
 from mpistrat.distribute.exchanged import LOOKED_AT, validator_of
-from mpistrat.distribute.incoming import incoming, initial, kinds, own_copy
 from mpistrat.distribute.kinds import (
     DistributedVariable,
     VariableAggregation,
@@ -23,7 +20,15 @@ from mpistrat.distribute.kinds import (
 )
 from mpistrat.distribute.mode import Mode, again, current, entered, same_strategy
 from mpistrat.distribute.reading import Reading
-from mpistrat.distribute.scatter import KINDS, ScatterUpdates, apply
+from mpistrat.distribute.scatter import (
+    WRITES,
+    ScatterUpdates,
+    incoming,
+    initial,
+    kinds,
+    own_copy,
+)
+from mpistrat.distribute.strategies import current_strategy
 from mpistrat.distribute.views import ALONE
 from mpistrat.errors import ContextError, StructureError
 from mpistrat.lockstep.guards import VariableRegistry
@@ -318,7 +323,7 @@ class Variable(Reading, ScatterUpdates):
           values: What; of the variable's dtype.
           rows: To which rows; None for all.
         """
-        self.storage.write(_WRITES[kind], values, rows)
+        self.storage.write(WRITES[kind], values, rows)
 
     def __repr__(self) -> str:
         """Return name, kind and this replica's copy. Never communicates."""
@@ -378,25 +383,3 @@ def _taken(
     if fits and value.flags.aligned and not variable.on_read:  # as most do
         return value, None
     return incoming(variable, mode, kind, value), None
-
-
-def _assign(array: Array, values: Array, rows: Array | None) -> None:
-    array[...] = values
-
-
-def _add(array: Array, values: Array, rows: Array | None) -> None:
-    quiet().run(np.add, array, values, array)
-
-
-def _subtract(array: Array, values: Array, rows: Array | None) -> None:
-    quiet().run(np.subtract, array, values, array)
-
-
-def _apply(kind: str, array: Array, values: Array, rows: Array | None) -> None:
-    assert rows is not None
-    with np.errstate(all="ignore"):
-        apply(array, kind, values, rows)
-
-
-_WRITES: dict[str, Any] = {kind: functools.partial(_apply, kind) for kind in KINDS}
-_WRITES |= {"assign": _assign, "assign_add": _add, "assign_sub": _subtract}

@@ -16,13 +16,12 @@ import numpy as np
 from mpistrat import nest
 from mpistrat.errors import DataError
 from mpistrat.feed.iterators import DatasetIterator
-from mpistrat.feed.padded import PaddedBatch
 from mpistrat.feed.pieces import BatchSlice
 from mpistrat.feed.pipeline import Batches, Examples, begin
 from mpistrat.feed.places import EpochPlace, drawn
 from mpistrat.feed.policies import AutoShardPolicy, DatasetOptions
 from mpistrat.feed.prefetch import prefetched
-from mpistrat.feed.rebatch import Rebatch
+from mpistrat.feed.rebatch import PaddedBatch, Rebatch
 from mpistrat.feed.sources import INFINITE, UNKNOWN, Files, Stream, stacked
 from mpistrat.feed.steps import (
     Batch,

@@ -1,23 +1,97 @@
 """One global batch that nobody has read yet, and the part of it that one replica reads.
 
-Each class is one way a batch comes about. All know one verb, to read a `span` of their rows, and so
-the part that one replica gets: `cut`.
+Of arrays, an `Order` says which rows they are. Each class is one way a batch comes about. All know
+one verb, to read a `span` of their rows, and so the part that one replica gets: `cut`.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy as np
 
 from mpistrat import nest
 from mpistrat.arrays import Array
 from mpistrat.errors import DataError
-from mpistrat.feed.orders import Order
-from mpistrat.feed.sources import Arrays, Rows
+from mpistrat.feed.sources import INFINITE, Arrays, Rows
+
+
+class Order(NamedTuple):
+    """A sequence of row numbers.
+
+    Attributes:
+      length: How many there are, or `INFINITE`.
+      span: Returns those at positions lo to hi (exclusive); ``lo <= hi <= length``.
+    """
+
+    length: int
+    span: Callable[[int, int], Rows]
+
+
+def straight(length: int) -> Order:
+    """Return the order of so many rows as they lie."""
+    return Order(length, lambda lo, hi: np.arange(lo, hi, dtype=np.int64))
+
+
+def listed(rows: Rows) -> Order:
+    """Return the order of a list of rows."""
+    return Order(len(rows), lambda lo, hi: rows[lo:hi])
+
+
+def strided(inner: Order, start: int, stop: int | None, step: int) -> Order:
+    """Return another order at positions `start`, ``start + step`` and so on, before `stop`.
+
+    Args:
+      inner: The other order.
+      start: The first position.
+      stop: The end; None for that of the other order.
+      step: The distance.
+    """
+    end = inner.length if stop is None else stop
+    if inner.length != INFINITE:
+        end = min(end, inner.length)
+
+    def span(lo: int, hi: int) -> Rows:
+        if lo >= hi:
+            return np.empty(0, np.int64)
+        return inner.span(start + lo * step, start + (hi - 1) * step + 1)[::step]
+
+    return Order(INFINITE if end == INFINITE else len(range(start, end, step)), span)
+
+
+def repeated(first: Order, make: Callable[[int], Order], length: int) -> Order:
+    """Return one order after another, each made when it is first needed.
+
+    Args:
+      first: The order of repetition 0.
+      make: Returns the order of repetition 1, 2 and so on, of the same length.
+      length: The length of all together, or `INFINITE`.
+    """
+    each, made = first.length, {0: first}  # which alone keeps it
+
+    def repetition(index: int) -> Order:
+        if index not in made:
+            # A batch can span an end, so the one before stays; older ones would only fill memory.
+            for old in [i for i in made if i != index - 1]:
+                del made[old]
+            made[index] = make(index)
+        return made[index]
+
+    def span(lo: int, hi: int) -> Rows:
+        parts = []
+        while lo < hi:
+            index, start = divmod(lo, each)
+            stop = min(each, start + hi - lo)
+            parts.append(repetition(index).span(start, stop))
+            lo += stop - start
+        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+    return Order(length, span)
+
 
 MapFn: TypeAlias = Callable[..., Any]
 
@@ -211,50 +285,30 @@ class Selected(BatchSlice):
 
 @final
 class Given(BatchSlice):
-    """A batch that an iterable gave, whole."""
+    """Arrays that are a whole batch: one that an iterable gave, or what is read of a file.
 
-    def __init__(self, batch: Any, index: int):
-        """Create it of a batch, which is number `index` of its epoch."""
-        self._arrays = Arrays(batch, f"batch {index} of the iterable")
+    Args:
+      arrays: Returns them; called once, when a row is asked for.
+      here: Every replica has them anyway, so they are taken at once.
+    """
+
+    def __init__(self, arrays: Callable[[], Arrays], here: bool = False):
+        """Create it; of a file, nothing is read yet."""
+        self._arrays, self._here = functools.cache(arrays), here
+        if here:
+            self._arrays()
 
     def count(self) -> int:
         """Return the number of rows."""
-        return self._arrays.rows
+        return self._arrays().rows
 
     def span(self, lo: int, hi: int) -> Any:
         """Copy these rows."""
-        return self._arrays.span(lo, hi)
+        return self._arrays().span(lo, hi)
 
     def alike(self, made: bool = True) -> Iterator[Array]:
         """Iterate over the leaves that are in memory."""
-        return self._arrays.in_memory()
-
-
-@final
-class FileRead(BatchSlice):
-    """What a function reads of one file, once a row of it is asked for."""
-
-    def __init__(self, path: str, read: Callable[[str], Any]):
-        """Create it; nothing is read yet."""
-        self._path, self._read = path, read
-        self._arrays: Arrays | None = None
-
-    def count(self) -> int:
-        """Open the file and return its number of rows."""
-        return self._open().rows
-
-    def span(self, lo: int, hi: int) -> Any:
-        """Open the file and copy these rows."""
-        return self._open().span(lo, hi)
-
-    def alike(self, made: bool = True) -> Iterator[Array]:
-        """Iterate over what opening the file brings into memory."""
-        return self._open().in_memory() if made else iter(())
-
-    def _open(self) -> Arrays:
-        if self._arrays is None:
-            self._arrays = Arrays(self._read(self._path), f"what was read of {self._path}")
-        return self._arrays
+        return self._arrays().in_memory() if made or self._here else iter(())
 
 
 @final

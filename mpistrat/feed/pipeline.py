@@ -13,11 +13,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, final
 
 from mpistrat.arrays import kind_of
-from mpistrat.feed.orders import Order, straight
-from mpistrat.feed.padded import PaddedBatch
-from mpistrat.feed.pieces import BatchSlice, ExampleReader, FileRead, Given, MapFn, named
+from mpistrat.feed.pieces import BatchSlice, ExampleReader, Given, MapFn, Order, named, straight
 from mpistrat.feed.reads import Reads
-from mpistrat.feed.rebatch import Rebatch
+from mpistrat.feed.rebatch import PaddedBatch, Rebatch
 from mpistrat.feed.sources import INFINITE, Arrays, Files, Stream, is_array
 from mpistrat.feed.steps import Arrange, Batch, Map, Path, Pieces, Seeds, Step
 
@@ -154,10 +152,11 @@ class Batches:
     def _begin(self, seeds: Seeds, path: Path) -> Iterator[BatchSlice]:
         if isinstance(self.source, Stream):
             for index, batch in enumerate(self.source()):
-                yield Given(batch, index)
+                what = f"batch {index} of the iterable"
+                yield Given(functools.partial(Arrays, batch, what), here=True)
         elif isinstance(self.source, Files):
             for name in self.source.paths:
-                yield FileRead(name, self.source.read)
+                yield Given(functools.partial(self.source.open, name))
         else:
             examples, batch = self.source
             yield from batch.examples(examples.reader, examples.order(seeds, path))

@@ -1,4 +1,4 @@
-"""Batches taken apart and joined anew, in other sizes."""
+"""Batches joined anew, in other sizes; and of examples that are padded to one shape."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import numpy as np
 from mpistrat import nest
 from mpistrat.arrays import Array
 from mpistrat.errors import DataError
-from mpistrat.feed.pieces import BatchSlice, columns_of
-from mpistrat.feed.sources import UNKNOWN
-from mpistrat.feed.steps import Path, Pieces, Seeds, Step
+from mpistrat.feed.pieces import BatchSlice, ExampleReader, Order, Selected, columns_of, stack
+from mpistrat.feed.sources import UNKNOWN, Arrays, Spec
+from mpistrat.feed.steps import Path, Pieces, Seeds, Step, batches_of, bounds
 
 
 @final
@@ -132,3 +132,150 @@ class Rebatch(Step):
     def batch_size(self, before: int | None) -> int | None:
         """Return the new size."""
         return self.size
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class PaddedBatch:
+    """Successive examples, each padded at its ends, joined to one batch.
+
+    Attributes:
+      size: How many.
+      shapes: A tree with the shape of an example in the place of each leaf; None in a shape, or
+        for all of them, stands for the longest of the global batch.
+      values: A tree with the number to pad with in the place of each leaf, or one for all; None
+        for zeros.
+      drop_remainder: Leave out a last one of fewer.
+    """
+
+    size: int
+    shapes: Any
+    values: Any
+    drop_remainder: bool
+
+    def cardinality(self, before: int) -> int:
+        """Return the number of batches."""
+        return batches_of(self.size, self.drop_remainder, before)
+
+    def examples(self, reader: ExampleReader, order: Order) -> Iterator[BatchSlice]:
+        """Iterate over batches of examples."""
+        for lo, hi in bounds(self.size, self.drop_remainder, order.length):
+            yield _Padded(reader, order, lo, hi, self)
+
+    def spec(self, arrays: Arrays, leading: Sequence[int | None]) -> Any:
+        """Return the tree of `Spec` of a batch of rows of these arrays, after the leading axes."""
+        specs, structure = nest.flatten(arrays.specs())
+        shapes = self.shapes_of(structure, [(None,) * len(spec.shape) for spec in specs])
+        shown = [
+            Spec((*leading, *shape), spec.dtype) for spec, shape in zip(specs, shapes, strict=True)
+        ]
+        return nest.unflatten(structure, shown)
+
+    def shapes_of(
+        self, structure: nest.Structure, longest: Sequence[Sequence[int | None]]
+    ) -> list[tuple[int | None, ...]]:
+        """Return the shape of each leaf, where None means what `longest` says.
+
+        Raises:
+          DataError: The tree of shapes does not fit.
+        """
+        given = None
+        if self.shapes is not None:
+            given = nest.up_to(structure, self.shapes, "padded_shapes")
+        found = []
+        for i, most in enumerate(longest):
+            wanted = given and given[i]
+            shape = (None,) * len(most) if wanted is None else tuple(wanted)
+            if len(shape) != len(most):
+                raise DataError(
+                    f"padded_batch: an example has {len(most)} dimensions, the padded shape "
+                    f"{list(shape)} has {len(shape)}."
+                )
+            found.append(
+                tuple(
+                    size if want in (None, -1) else want
+                    for want, size in zip(shape, most, strict=True)
+                )
+            )
+        return found
+
+    @property
+    def fixed(self) -> bool:
+        """Whether the shapes leave nothing to be learned from the examples."""
+        sizes = [] if self.shapes is None else nest.flatten(self.shapes)[0]
+        return self.shapes is not None and not any(size in (None, -1) for size in sizes)
+
+    def padding(self, structure: nest.Structure) -> list[Any]:
+        """Return the number to pad each leaf with; None for zero."""
+        count = structure.num_leaves
+        if self.values is None or np.isscalar(self.values):
+            return [self.values] * count
+        return nest.up_to(structure, self.values, "padding_values")
+
+
+@final
+class _Padded(Selected):
+    """A batch of padded examples; a replica reads its own rows if the shape is given."""
+
+    def __init__(self, reader: ExampleReader, order: Order, lo: int, hi: int, how: PaddedBatch):
+        super().__init__(reader, order, lo, hi)
+        self._how = how
+        self._batch: Any = None  # the whole of it, once somebody wants to look at that
+
+    def span(self, lo: int, hi: int) -> Any:
+        """Read these examples, or all if the longest is wanted, and pad them."""
+        if not self._how.fixed:
+            batch = self._whole() if self._batch is None else self._batch
+            return nest.map(lambda leaf: leaf[lo:hi].copy(), batch)
+        if lo < hi:
+            return self._padded(self._read(lo, hi))
+        # Only an example shows the dtype.
+        return nest.map(lambda leaf: leaf[:0].copy(), self._padded(self._read(0, 1)))
+
+    def alike(self, made: bool = True) -> Iterator[Array]:
+        """Iterate over the leaves of the batch, if every replica reads it whole."""
+        if not made or self._how.fixed:
+            return iter(())
+        self._batch = self._whole()
+        return iter(nest.flatten(self._batch)[0])
+
+    def _whole(self) -> Any:
+        return self._padded(self._read(0, self.count()))
+
+    def _read(self, lo: int, hi: int) -> list[Any]:
+        return self._reader.examples(self._order.span(self._lo + lo, self._lo + hi))
+
+    def _padded(self, examples: list[Any]) -> Any:
+        columns, structure = columns_of(examples, "Examples of one batch", "example")
+        longest = [_longest(column) for column in columns]
+        shapes = self._how.shapes_of(structure, longest)
+        values = self._how.padding(structure)
+        padded = [
+            nest.unflatten(
+                structure,
+                [_pad(*each) for each in zip(row, shapes, values, strict=True)],
+            )
+            for row in zip(*columns, strict=True)
+        ]
+        return stack(padded)
+
+
+def _longest(column: Sequence[Any]) -> tuple[int, ...]:
+    if len({array.ndim for array in column}) > 1:
+        dims = sorted({array.ndim for array in column})
+        raise DataError(f"padded_batch: examples of one batch have {dims} dimensions.")
+    return tuple(max(sizes) for sizes in zip(*(array.shape for array in column), strict=True))
+
+
+def _pad(array: Any, shape: tuple[int | None, ...], value: Any) -> Any:
+    sizes = [size if size is not None else 0 for size in shape]
+    if any(have > want for have, want in zip(array.shape, sizes, strict=True)):
+        raise DataError(
+            f"padded_batch: an example of shape {array.shape} does not fit the padded shape "
+            f"{tuple(sizes)}. Give None for a dimension to pad it to the longest."
+        )
+    out = np.zeros(sizes, array.dtype)
+    if value is not None:
+        out[...] = value
+    out[tuple(slice(0, size) for size in array.shape)] = array
+    return out

@@ -114,7 +114,7 @@ def prove_dataset(lockstep: Lockstep, number: int, call: str, sample: bytes) -> 
                 LockstepError(
                     f"datasets no. {other} and no. {number} are distributed in another order on "
                     f"{ranks_text(odd)} ({lockstep.here}): their descriptions are equal, their "
-                    "contents are exchanged.\n  Distribute datasets in one order on all ranks; a "
+                    "contents are swapped.\n  Distribute datasets in one order on all ranks; a "
                     "loop over a set has another order in each process: sort it."
                 )
             )

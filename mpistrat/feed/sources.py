@@ -337,6 +337,10 @@ class Files:
         found = hashlib.blake2b(names.encode(errors="surrogateescape"), digest_size=8).hexdigest()
         return f"{len(self.paths)} files {found}"
 
+    def open(self, path: str) -> Arrays:
+        """Return the arrays of a file."""
+        return Arrays(self.read(path), f"what was read of {path}")
+
     def part(self, index: int, count: int) -> Files:
         """Return every count-th file, from number `index`."""
         return Files(self.paths[index::count], self.read)

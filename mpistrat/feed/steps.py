@@ -17,16 +17,19 @@ from typing import TypeAlias, final
 import numpy as np
 
 from mpistrat.errors import DataError
-from mpistrat.feed.orders import Order, listed, repeated, strided
 from mpistrat.feed.pieces import (
     BatchSlice,
     ExampleReader,
     Grouped,
     MapFn,
     Mapped,
+    Order,
     RowMapped,
     Selected,
+    listed,
     named,
+    repeated,
+    strided,
 )
 from mpistrat.feed.sources import INFINITE, UNKNOWN
 

@@ -19,12 +19,12 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from mpistrat.arrays import Array, as_array
 from mpistrat.comm.callsite import standing_for
 from mpistrat.comm.session import Session
-from mpistrat.distribute.default import current_strategy
 from mpistrat.distribute.gather import gather
 from mpistrat.distribute.mode import beside, current, refuse_unchosen
 from mpistrat.distribute.reduce import in_replica
 from mpistrat.distribute.replica_group import ReplicaGroup
 from mpistrat.distribute.state import broadcast_state
+from mpistrat.distribute.strategies import current_strategy
 from mpistrat.jax.arrays import given_back
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.lockstep.ranks import CallState

@@ -10,7 +10,7 @@ import numpy as np
 
 from mpistrat.arrays import Array, as_array, is_scalar
 from mpistrat.checkpoint.cells import Cell
-from mpistrat.distribute.default import current_strategy
+from mpistrat.distribute.strategies import current_strategy
 from mpistrat.jax.arrays import is_key
 
 __all__ = ["TrainState"]

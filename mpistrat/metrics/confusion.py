@@ -8,7 +8,7 @@ from typing import Any, final
 import numpy as np
 
 from mpistrat.arrays import Array, as_dtype
-from mpistrat.distribute.default import current_strategy
+from mpistrat.distribute.strategies import current_strategy
 from mpistrat.errors import LeafTypeError
 from mpistrat.metrics.metric import Metric, first_bad
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from mpistrat.arrays import Array, as_array, digest, is_bfloat16, spec_text
-from mpistrat.distribute.default import current_strategy, default_strategy
 from mpistrat.distribute.mode import current, refuse_unchosen, same_strategy
 from mpistrat.distribute.slices import IndexedSlices, arrays_of
+from mpistrat.distribute.strategies import current_strategy, default_strategy
 from mpistrat.distribute.values import DistributedValues, Mirrored
 from mpistrat.distribute.variables import Variable
 from mpistrat.errors import ContextError, LeafTypeError, StructureError

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from mpistrat.distribute.default import current_strategy
+from mpistrat.distribute.strategies import current_strategy
 from mpistrat.distribute.variables import Variable
 from mpistrat.errors import ContextError
 from mpistrat.optim import apply

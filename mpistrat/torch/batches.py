@@ -8,9 +8,9 @@ from typing import Any, final
 from torch.utils.data import DataLoader, SequentialSampler
 
 from mpistrat import nest
-from mpistrat.distribute.default import current_strategy, default_strategy
 from mpistrat.distribute.mode import refuse_unchosen
 from mpistrat.distribute.regroup import select
+from mpistrat.distribute.strategies import current_strategy, default_strategy
 from mpistrat.errors import DataError
 from mpistrat.feed.dataset import Dataset
 from mpistrat.torch.items import rows_of

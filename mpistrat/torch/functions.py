@@ -10,10 +10,10 @@ from torch.autograd.function import once_differentiable
 
 from mpistrat import nest
 from mpistrat.arrays import label
-from mpistrat.distribute.default import current_strategy, default_strategy
 from mpistrat.distribute.gather import gather
 from mpistrat.distribute.mode import refuse_unchosen
 from mpistrat.distribute.reduce import in_replica as fold
+from mpistrat.distribute.strategies import current_strategy, default_strategy
 from mpistrat.errors import LeafTypeError
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.torch.gradients import as_replica

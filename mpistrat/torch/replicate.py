@@ -12,8 +12,8 @@ from typing import Any, TypeVar, final
 
 import torch
 
-from mpistrat.distribute.default import current_strategy, default_strategy
 from mpistrat.distribute.mode import refuse_unchosen
+from mpistrat.distribute.strategies import current_strategy, default_strategy
 from mpistrat.torch.gradients import Gradients
 from mpistrat.torch.rows import first_rows
 from mpistrat.torch.states import GRADIENTS, all_gradients

@@ -14,7 +14,7 @@ from public_names import entries, members, namespaces
 # What a body does that communicates; the words of this library, and calls of its own that do.
 COMMUNICATES = re.compile(
     r"\.prove\(|\.share\(|\.bcast\(|reduce_over_\w+\(|reduce_in_replica\(|\.gathered\(|regroup\.\w+\("
-    r"|feeding\.(distribute|from_function|dataset_iterator|input_fn_iterator)\(|updating\.update\w*\("
+    r"|DistributedDataset\(|updating\.update\w*\("
     r"|\b_?write\(|[^.\w]gather\(|\brun\(self|strategy\.run\(|self\.experimental_local_results\("
 )
 TELLS = re.compile(r"collective|communicat", re.IGNORECASE)

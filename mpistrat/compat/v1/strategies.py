@@ -9,6 +9,7 @@ from typing import Any, NoReturn, final
 from mpistrat import experimental
 from mpistrat.distribute import strategies, strategy, topology_strategy
 from mpistrat.feed.dataset import Dataset
+from mpistrat.kernels.ops import ReduceOp
 
 __all__ = [
     "CentralStorageStrategy",
@@ -17,6 +18,7 @@ __all__ = [
     "OneDeviceStrategy",
     "Strategy",
     "TPUStrategy",
+    "get_loss_reduction",
 ]
 
 
@@ -201,4 +203,14 @@ class TPUStrategy(Strategy, topology_strategy.PlacedStrategy):
       4
     """
 
-    __init__ = _as(topology_strategy.TPUStrategyV1)
+    __init__ = _as(topology_strategy.PlacedStrategy)
+
+
+def get_loss_reduction() -> ReduceOp:
+    """Return how losses of replicas are added up: SUM, always.
+
+    Example:
+      >>> get_loss_reduction().name
+      'SUM'
+    """
+    return ReduceOp.SUM

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.distribute.topology_strategy import TPUStrategyV1
+from mpistrat.distribute.topology_strategy import PlacedStrategy
 from mpistrat.testing import run_ranks
 
 
@@ -25,7 +25,7 @@ def step_of(strategy):
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_so_many_steps_per_call(size, steps):
     def rank(comm):
-        strategy = TPUStrategyV1(steps_per_run=steps, comm=comm)
+        strategy = PlacedStrategy(steps_per_run=steps, comm=comm)
         dataset = ms.Dataset.range(12 * size).batch(2 * size)
         iterator = iter(strategy.experimental_distribute_dataset(dataset))
         run, found = strategy.extended.experimental_run_steps_on_iterator, []
@@ -154,7 +154,7 @@ def test_what_goes_wrong_on_one_rank_is_told_to_all(case):
 def test_one_step_unless_it_is_told():
     def rank(comm):
         count = []
-        for strategy in (ms.MirroredStrategy(), TPUStrategyV1(steps_per_run=2)):
+        for strategy in (ms.MirroredStrategy(), PlacedStrategy(steps_per_run=2)):
             run = strategy.extended.experimental_run_steps_on_iterator
             run(lambda c, x: count.append(x), iter(range(9)))
         return count

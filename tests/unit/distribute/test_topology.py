@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.distribute.topology_strategy import TPUStrategyV1
+from mpistrat.distribute.topology_strategy import PlacedStrategy
 from mpistrat.testing import run_ranks
 
 TWO = ms.Topology(nodes=(0, 0, 1, 1))
@@ -280,7 +280,7 @@ def test_three_constructors():
     assignment = ms.DeviceAssignment.build(ms.Topology((0,)))
     v2 = ms.TPUStrategy(resolver, assignment)
     older = ms.experimental.TPUStrategy(resolver, assignment)
-    v1 = TPUStrategyV1(resolver, 3, assignment)
+    v1 = PlacedStrategy(resolver, 3, assignment)
     for strategy in (v2, older, v1):
         assert strategy.cluster_resolver is resolver
         assert strategy.device_assignment is assignment
@@ -301,7 +301,7 @@ def test_three_constructors():
             with pytest.raises(ValueError, match=r"device|dimensions"):
                 call(*args)
     assert (v1.steps_per_run, v1.extended.steps_per_run, v2.extended.steps_per_run) == (3, 3, 1)
-    assert TPUStrategyV1().cluster_resolver.task_type == "worker"
+    assert PlacedStrategy().cluster_resolver.task_type == "worker"
 
 
 @pytest.mark.parametrize(
@@ -310,7 +310,7 @@ def test_three_constructors():
         (lambda: ms.TPUStrategy("local"), TypeError),
         (lambda: ms.TPUStrategy(None, [0]), TypeError),
         (lambda: ms.TPUStrategy(None, None, True), ValueError),
-        (lambda: TPUStrategyV1(steps_per_run=0), ValueError),
+        (lambda: PlacedStrategy(steps_per_run=0), ValueError),
     ],
 )
 def test_wrong_arguments(make, error):

@@ -7,8 +7,8 @@ import weakref
 import numpy as np
 import pytest
 
-from mpistrat.feed.orders import listed, straight, strided
-from mpistrat.feed.orders import repeated as in_a_row
+from mpistrat.feed.pieces import listed, straight, strided
+from mpistrat.feed.pieces import repeated as in_a_row
 from mpistrat.feed.sources import INFINITE
 
 

@@ -1,0 +1,42 @@
+"""Public names of a module that its stub tells: each is bound when it is first used."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+__all__ = ["bound"]
+
+
+def bound(
+    module: str, file: str, absent: Callable[[str], Any] | None = None
+) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
+    """Return ``__all__``, ``__getattr__`` and ``__dir__`` of a module.
+
+    Args:
+      module: Its ``__name__``.
+      file: Its ``__file__``. Beside it is the stub, in which each name has a line of its own such
+        as ``from mpistrat.errors import DataError as DataError``; type checkers read it as it is.
+      absent: Is called with a name that the stub does not have, and raises what says so; None
+        for what Python says of it.
+    """
+    text = Path(file).with_suffix(".pyi").read_text(encoding="utf-8")
+    rows = [row.split() for row in text.replace("(\n", "").splitlines() if row.startswith("from ")]
+    homes = {name.rstrip(","): (home, own) for _, home, _, own, _, name in rows}
+
+    def __getattr__(name: str) -> Any:
+        if name not in homes and absent is not None:
+            return absent(name)
+        if name not in homes:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        home, own = homes[name]
+        of_package = home == module  # so it is a module itself
+        found = importlib.import_module(f"{home}.{own}" if of_package else home)
+        setattr(sys.modules[module], name, found if of_package else getattr(found, own))
+        return getattr(sys.modules[module], name)
+
+    names = sorted(homes)
+    return names, __getattr__, lambda: names
