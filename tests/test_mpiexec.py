@@ -104,19 +104,19 @@ def test_slow_rung(tmp_path):
 # The driver itself: a rung of one test that goes wrong in one way.
 
 
-def broken_rung(tmp_path, size, body, *options, seconds=60, longest=LONGEST):
+def broken_rung(tmp_path, size, body, *options, longest=LONGEST):
     """Run one test function `test_it(world)` with this body, and tests before and after it.
 
-    It may take so many seconds; the others as long as ever, on a machine that is busy, too.
+    These two have their time on a machine that is busy, too, whatever the options say of the one.
     """
     rung = tmp_path / "rung"
     rung.mkdir()
     shutil.copy(RUNG / "conftest.py", rung)
     (rung / "test_broken.py").write_text(
         "import os, time\nimport pytest\n\n"
-        "def test_before(world):\n    assert world.size\n\n"
-        f"@pytest.mark.timeout({seconds})\ndef test_it(world):\n{textwrap.indent(textwrap.dedent(body), '    ')}\n\n"
-        "def test_after(world):\n    world.Barrier()\n"
+        "@pytest.mark.timeout(60)\ndef test_before(world):\n    assert world.size\n\n"
+        f"def test_it(world):\n{textwrap.indent(textwrap.dedent(body), '    ')}\n\n"
+        "@pytest.mark.timeout(60)\ndef test_after(world):\n    world.Barrier()\n"
     )
     options = ("--rootdir", str(rung), "-c", str(rung / "pytest.ini"), *options)
     (rung / "pytest.ini").write_text(OWN)
@@ -144,7 +144,7 @@ def test_failure_on_all_ranks_is_reported_once_with_the_text_of_the_lowest(tmp_p
 
 def test_hang_names_the_test_the_ranks_in_it_and_where(tmp_path):
     body = "if world.rank == 1:\n    world.recv(source=1)"
-    job = broken_rung(tmp_path, 2, body, seconds=2, longest=60)
+    job = broken_rung(tmp_path, 2, body, "--rank-timeout=2", longest=60)
     assert not job.outcome.timed_out
     [failure] = job.failures()
     assert failure.test.endswith("test_broken.py::test_it")
@@ -157,7 +157,7 @@ def test_hang_names_the_test_the_ranks_in_it_and_where(tmp_path):
 
 @pytest.mark.mpi
 def test_hang_of_all_ranks_is_one_failure(tmp_path):
-    job = broken_rung(tmp_path, 2, "time.sleep(600)", seconds=2, longest=60)
+    job = broken_rung(tmp_path, 2, "time.sleep(600)", "--rank-timeout=2", longest=60)
     [failure] = job.failures()
     assert failure.ranks == [0, 1]
     assert "HUNG" in failure.text
