@@ -105,15 +105,18 @@ def test_slow_rung(tmp_path):
 
 
 def broken_rung(tmp_path, size, body, *options, longest=LONGEST):
-    """Run one test function `test_it(world)` with this body, and tests before and after it."""
+    """Run one test function `test_it(world)` with this body, and tests before and after it.
+
+    These two have their time on a machine that is busy, too, whatever the options say of the one.
+    """
     rung = tmp_path / "rung"
     rung.mkdir()
     shutil.copy(RUNG / "conftest.py", rung)
     (rung / "test_broken.py").write_text(
-        "import os, time\n\n"
-        "def test_before(world):\n    assert world.size\n\n"
+        "import os, time\nimport pytest\n\n"
+        "@pytest.mark.timeout(60)\ndef test_before(world):\n    assert world.size\n\n"
         f"def test_it(world):\n{textwrap.indent(textwrap.dedent(body), '    ')}\n\n"
-        "def test_after(world):\n    world.Barrier()\n"
+        "@pytest.mark.timeout(60)\ndef test_after(world):\n    world.Barrier()\n"
     )
     options = ("--rootdir", str(rung), "-c", str(rung / "pytest.ini"), *options)
     (rung / "pytest.ini").write_text(OWN)

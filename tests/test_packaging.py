@@ -37,6 +37,7 @@ def test_the_version_is_written_once():
     assert f"## {mpistrat.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 
 
+@pytest.mark.beside
 def test_a_test_module_that_cannot_be_imported_is_an_error(tmp_path):
     (tmp_path / "test_moved.py").write_text("import mpistrat.nowhere\n")
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider"]

@@ -102,10 +102,19 @@ def pytests(tree, *paths):
     return run(tree, "pytest", *options, *paths)
 
 
+def files(example):
+    return [b["path"] for b in example.blocks if b["kind"] == "file"]
+
+
+@pytest.fixture(scope="module")
+def tried(tree):
+    """What a run of all files of all examples said, with the examples in their docstrings."""
+    return pytests(tree, "-rA", *(path for example in EXAMPLES for path in files(example)))
+
+
 @pytest.mark.parametrize("example", EXAMPLES, ids=[example.title for example in EXAMPLES])
-def test_it_works(example, tree):
-    files = [b["path"] for b in example.blocks if b["kind"] == "file"]
-    assert "passed" in pytests(tree, *files)  # with their examples
+def test_it_works(example, tried):
+    assert all(f"PASSED {path}::" in tried for path in example.tests)
 
 
 @pytest.mark.nightly

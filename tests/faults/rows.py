@@ -193,7 +193,7 @@ class Class:
         printed = directory / "printed"
         program = [sys.executable, self.file, *words]
         with printed.open("wb") as output:
-            outcome = run_job(find()[0].command(size, program), 60, output, cwd=ROOT)
+            outcome = run_job(find()[0].command(size, program), 240, output, cwd=ROOT)
         text = printed.read_text(errors="replace")
         assert outcome.code == 0, text
         assert words or f"{len(self.bodies)} tests passed" in text

@@ -1,14 +1,19 @@
 """Lines and branches of the package that the tests reach, over all rungs, threads and ranks.
 
-    python tests/tools/coverage_all.py                    everything: about an hour on two cores
-    python tests/tools/coverage_all.py fast               what needs no MPI
-    python tests/tools/coverage_all.py mpi -k test_rung   one part, with options for pytest
-    python tests/tools/coverage_all.py --report           what is there so far
+    nice python tests/tools/coverage_all.py         every piece that has not been run, and a report
+    python tests/tools/coverage_all.py --list       the pieces, and which have been run
+    python tests/tools/coverage_all.py feed jobs    these pieces, again if need be
+    python tests/tools/coverage_all.py --report     what is there so far
+    python tests/tools/coverage_all.py --anew       forget what is there, and begin again
+
+Other options are pytest's. A piece is a room of ``tests/unit``, or one of those below; each leaves
+its part in ``build/coverage``, so a run that was stopped goes on with the next one.
 
 Every process that a test starts is counted too: ranks of jobs, workers, programs, those that end by
 ``os._exit``. What a signal ends, or ``MPI_Abort``, is lost. Code that Numba compiles cannot be
-traced; each loop has a twin in NumPy with the same bits, and that counts in its place: some parts
-run with ``MPISTRAT_NUMBA=0``. The exit code is 1 if less than ``--at-least`` percent are reached.
+traced; each loop has a twin in NumPy with the same bits, and that counts in its place: pieces that
+end in ``-twins`` run with ``MPISTRAT_NUMBA=0``. The rooms of PyTorch and JAX count where these are
+installed. The exit code is 1 if less than ``--at-least`` percent are reached.
 """
 
 from __future__ import annotations
@@ -18,11 +23,15 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "build" / "coverage"
+# Optional, so their rooms count where they are installed.
+MISSING = [name for name in ("torch", "jax") if not find_spec(name)]
+OMITTED = [f"*/mpistrat/{x}" for name in MISSING for x in (f"{name}/*", f"examples/*_{name}.py")]
 SETTINGS = f"""
 [run]
 branch = true
@@ -33,6 +42,7 @@ patch = subprocess, _exit
 disable_warnings = no-data-collected, module-not-measured, no-ctracer
 
 [report]
+omit = {",".join(OMITTED)}
 show_missing = true
 skip_covered = true
 exclude_also =
@@ -43,35 +53,42 @@ exclude_also =
     @overload
     \\.\\.\\.$
 """
+NO_JOB = "not mpi and not nightly and not cluster and not job"
 
 
-class Part(NamedTuple):
+class Piece(NamedTuple):
     """One run of pytest.
 
     Attributes:
-      options: What pytest is given.
+      paths: What it runs of the tests.
+      marks: Which of them.
       numba: Whether kernels are compiled.
-      fast: It needs no MPI.
+      beside: On all cores; what starts ranks never is.
     """
 
-    options: tuple[str, ...]
-    numba: bool
-    fast: bool
+    paths: tuple[str, ...]
+    marks: str = NO_JOB
+    numba: bool = True
+    beside: bool = True
 
 
-UNIT = (
-    "-m",
-    "not mpi and not nightly and not cluster and not job",
-    "--dist=loadscope",
-    "tests",
-    "mpistrat",
-)
-PARTS = {
-    "threads": Part(UNIT, numba=True, fast=True),
-    "twins": Part((*UNIT[:3], "tests/unit", "tests/golden"), numba=False, fast=True),
-    "jobs": Part(("-n0", "-m", "job and not mpi and not nightly", "tests"), True, False),
-    "mpi": Part(("-n0", "-m", "mpi", "tests"), numba=True, fast=False),
-}
+def pieces() -> dict[str, Piece]:
+    """Return all there are, those that start ranks last."""
+    unit = sorted(path.relative_to(ROOT) for path in (ROOT / "tests/unit").iterdir())
+    rooms = [path for path in unit if (ROOT / path).is_dir() and path.name != "__pycache__"]
+    files = tuple(str(path) for path in unit if path.name.startswith("test_"))
+    return {
+        **{path.name: Piece((str(path),)) for path in rooms},
+        "unit": Piece(files),
+        "other": Piece(("tests", "--ignore=tests/unit", "mpistrat")),
+        **{
+            f"{room}-twins": Piece((f"tests/unit/{room}",), numba=False)
+            for room in ("kernels", "collectives", "optim")
+        },
+        "unit-twins": Piece((*files, "tests/golden"), numba=False),
+        "jobs": Piece(("tests",), "job and not mpi and not nightly and not cluster", beside=False),
+        "mpi": Piece(("tests",), "mpi", beside=False),
+    }
 
 
 def settings() -> Path:
@@ -88,37 +105,46 @@ def coverage(*command: str) -> int:
     return subprocess.run(call, cwd=ROOT, check=False).returncode
 
 
-def run(part: Part, options: list[str]) -> None:
-    """Run the tests of a part; those that fail are shown, and what they reach counts."""
-    env = {**os.environ, "MPISTRAT_NUMBA": str(int(part.numba))}
-    tests = ("-q", "-p", "no:cacheprovider", "--timeout=3600", *part.options, *options)
-    call = [sys.executable, "-m", "coverage", "run", f"--rcfile={settings()}", "-m", "pytest"]
-    subprocess.run([*call, *tests], cwd=ROOT, env=env, check=False)
-
-
-def report(least: float) -> int:
-    """Combine what all processes have left, and print what was not reached."""
+def combine() -> None:
+    """Add what processes have left to what is there."""
     if any(DATA.glob("data.*")):
         coverage("combine", "--append", "--quiet")
-    return coverage("report", "--sort=-miss", f"--fail-under={least:g}")
+
+
+def run(name: str, piece: Piece, options: list[str]) -> None:
+    """Run the tests of a piece; those that fail are shown, and what they reach counts."""
+    env = {**os.environ, "MPISTRAT_NUMBA": str(int(piece.numba))}
+    workers = f"-n{min(4, os.cpu_count() or 1)}" if piece.beside else "-n0"
+    tests = ["-q", "-p", "no:cacheprovider", "--timeout=3600", workers, "-m", piece.marks]
+    call = [sys.executable, "-m", "coverage", "run", f"--rcfile={settings()}", "-m", "pytest"]
+    subprocess.run([*call, *tests, *piece.paths, *options], cwd=ROOT, env=env, check=False)
+    combine()
+    (DATA / f"done-{name}").touch()
 
 
 def main() -> int:
-    """Run the parts that were asked for, and report."""
+    """Run the pieces that were asked for, and report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    choices = ("all", "fast", *PARTS)
-    parser.add_argument("part", nargs="?", default="all", choices=choices)
+    parser.add_argument("--list", action="store_true", help="print the pieces")
     parser.add_argument("--report", action="store_true", help="only print what is there so far")
+    parser.add_argument("--anew", action="store_true", help="forget what is there")
     parser.add_argument("--at-least", type=float, default=95.0, metavar="PERCENT")
-    args, options = parser.parse_known_args()
-    if not args.report:
-        if args.part == "all":
-            shutil.rmtree(DATA, ignore_errors=True)
-        for name, part in PARTS.items():
-            if args.part in ("all", name) or (args.part == "fast" and part.fast):
-                print(f"=== {name}", flush=True)
-                run(part, options)
-    return report(args.at_least)
+    args, rest = parser.parse_known_args()
+    known = pieces()
+    options = [word for word in rest if word not in known]
+    if args.anew:
+        shutil.rmtree(DATA, ignore_errors=True)
+    chosen = [word for word in rest if word in known]
+    chosen = chosen or [name for name in known if not (DATA / f"done-{name}").exists()]
+    for name in () if args.list or args.report else chosen:
+        print(f"=== {name}", flush=True)
+        run(name, known[name], options)
+    if args.list:
+        for name in known:
+            print(f"{'run' if (DATA / f'done-{name}').exists() else '   '} {name}")
+        return 0
+    combine()
+    return coverage("report", "--sort=-miss", f"--fail-under={args.at_least:g}")
 
 
 if __name__ == "__main__":

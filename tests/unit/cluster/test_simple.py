@@ -63,3 +63,28 @@ def test_a_union_of_a_union():
     }
     with pytest.raises(KeyError, match=r"tasks \[0\] of job 'w'"):
         UnionResolver(inner, of({"w": ["b"]})).cluster_spec()
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: SimpleClusterResolver({"worker": ["a:1"]}), TypeError, "must be a ClusterSpec"),
+        (lambda: of({}, master=3), TypeError, "master must be a string, got 3"),
+        (lambda: UnionResolver(), ValueError, "at least one ClusterResolver"),
+        (lambda: UnionResolver(of({}), {"worker": []}), TypeError, "takes ClusterResolvers, got"),
+        (lambda: UnionResolver(of({}), jobs=1), ValueError, r"task_id, not \['jobs'\]"),
+    ],
+    ids=["no spec", "no text", "none", "no resolver", "keyword"],
+)
+def test_what_is_no_resolver_or_cluster_is_refused(make, error, words):
+    with pytest.raises(error, match=words):
+        make()
+
+
+def test_a_union_answers_as_its_first():
+    first = of({"worker": ["a:1"]}, master="m:1", num_accelerators={"GPU": 2}, environment="here")
+    union = UnionResolver(first, of({"worker": ["b:1"]}), rpc_layer="grpc")
+    assert union.master() == first.master()
+    assert union.master("worker", 1) == "grpc://b:1"
+    assert union.num_accelerators() == {"GPU": 2}
+    assert union.environment == "here"

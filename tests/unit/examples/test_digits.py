@@ -169,6 +169,7 @@ class _Stop(digits.ProgressBar):
             raise KeyboardInterrupt
 
 
+@pytest.mark.beside
 def test_a_run_goes_on_where_it_was_stopped_and_is_lengthened(results, tmp_path):
     settings = SHORT._replace(checkpoint=str(tmp_path))
 
@@ -186,6 +187,7 @@ def test_a_run_goes_on_where_it_was_stopped_and_is_lengthened(results, tmp_path)
     assert longer.history["loss"][0].tolist() == [1, 2, 3, 4]
 
 
+@pytest.mark.beside
 def test_another_seed_in_a_used_directory_is_told(tmp_path):
     settings = Settings(epochs=1, hidden=8, checkpoint=str(tmp_path))
     of(settings)

@@ -18,11 +18,11 @@ RECORDED = json.loads((Path(__file__).parent / "recorded.json").read_text())
 CLOSE = {"float64": (1e-12, 0.0), "float32": (1e-5, 1e-6)}
 
 
-# Each loop compiles for seconds; in float64 one of each kind, and in test_passes.py one more.
 LOOPS = [
-    pytest.param(title, dtype, True, marks=[pytest.mark.nightly] * late, id=f"{title}-{dtype}-loop")
-    for title, (name, _) in cases.CASES.items()
-    for dtype, late in (("float32", False), ("float64", name not in ("adam", "lars")))
+    pytest.param(title, dtype, True, marks=marks, id=f"{title}-{dtype}-loop")
+    for title, (name, given) in cases.CASES.items()
+    for dtype in CLOSE
+    for marks in [cases.late(optim.OPTIMIZERS[name](**given), dtype)]
 ]
 TWINS = [
     pytest.param(title, dtype, False, id=f"{title}-{dtype}-twin")

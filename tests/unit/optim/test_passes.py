@@ -45,11 +45,10 @@ def assert_same_bits(one, two):
         assert one[name].tobytes() == two[name].tobytes(), name
 
 
-# Each compiles for seconds. In float64 those that go both passes: rules name no dtype, see below.
-BOTH = ("adam", "lars")
+# In float64 few: rules name no dtype, see below.
 LOOPS = [
-    pytest.param(name, dtype, marks=[pytest.mark.nightly] * (dtype == "f8" and name not in BOTH))
-    for name in OPTIMIZERS
+    pytest.param(name, dtype, marks=cases.late(one, dtype))
+    for name, one in OPTIMIZERS.items()
     for dtype in ("f4", "f8")
 ]
 
@@ -71,6 +70,26 @@ class TestBits:
         for seed in range(5):
             cuts = sorted(np.random.default_rng(seed).integers(0, n // step, 3) * step)
             assert_same_bits(whole, trained(optimizer, n, dtype, bool(seed % 2), cuts))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_loop_of_a_rule_gives_what_its_twin_does(name):
+    """What the passes call for each block, by itself; float32."""
+    optimizer, n, low, high = OPTIMIZERS[name], 5000, 7, 4500
+    rule, found = optimizer.rule, []
+    for compiled in (True, False):
+        w, out = random(n, "f4"), np.zeros(high - low, "f4")
+        slots = tuple(np.zeros(n, "f4") for _ in rule.slots)
+        for step in range(3):
+            g, s = random(high - low, "f4", step), optimizer.scalars(step, (2.0, 3.0))
+            for kernel, last in ((rule.measure, (out,)), (rule.update, ())):
+                if kernel is not None:
+                    call = kernel.compiled() if compiled else kernel.twin
+                    call(w, g, slots, np.array(s, "f4"), low, high, *last)
+        found.append([w.tobytes(), out.tobytes(), *(slot.tobytes() for slot in slots)])
+    assert found[0] == found[1]
+    changed = np.frombuffer(found[0][0], "f4") != random(n, "f4")
+    assert changed[low:high].any() and not changed[:low].any() and not changed[high:].any()
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -173,9 +192,15 @@ class TestNorms:
         np.testing.assert_allclose(one.w, wanted, 1e-13)
 
 
-@pytest.mark.parametrize("compiled", [True, False], ids=["loop", "twin"])
+@pytest.mark.parametrize(
+    ("name", "compiled"),
+    [
+        pytest.param(name, compiled, marks=marks, id=f"{name}-{'loop' if compiled else 'twin'}")
+        for name, one in OPTIMIZERS.items()
+        for compiled, marks in ((True, cases.late(one, "f4")), (False, ()))
+    ],
+)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("name", OPTIMIZERS)
 class TestNonfinite:
     def test_its_block_is_left_out_and_counted(self, name, value, compiled):
         n, at = 3 * B, B + 5
