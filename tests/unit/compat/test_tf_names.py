@@ -170,7 +170,7 @@ def test_operations_by_aggregation():
         (lambda: tf.summary.create_file_writer, "should_save_summary"),
         (lambda: tf.keras.Model, "Models"),
         (lambda: tf.cond, "Python's own"),
-        (lambda: tf.config.set_logical_device_configuration, "mpistrat run"),
+        (lambda: tf.config.get_logical_device_configuration, "mpistrat run"),
         (lambda: tf.cumsum, r"numpy\.cumsum"),
         (lambda: tf.math.cumsum, r"numpy\.cumsum"),
         (lambda: tf.nonsense, "coming-from"),
