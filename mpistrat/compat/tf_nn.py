@@ -35,32 +35,57 @@ def compute_average_loss(
 
     Args:
       per_example_loss: Losses of this replica's examples, with at least one axis.
-      sample_weight: Weights to multiply them with, broadcast to them; None for none.
-      global_batch_size: The number of examples of all replicas. None for this replica's rows times
-        the number of replicas, which is wrong for a batch that is not divided evenly: give it then.
+      sample_weight: Weights to multiply them with; None for none. Broadcast to them from the first
+        axis on, if they have one axis more or less: one for each example, or of shape (rows, 1).
+      global_batch_size: The number of examples of all replicas; if it is 0, so is the result. None
+        for this replica's rows times the number of replicas, which is wrong for a batch that is not
+        divided evenly: give it then.
 
     Raises:
-      ValueError: `per_example_loss` has no axis.
-      ContextError: Called in cross-replica code, where no replica has a share.
+      ValueError: `per_example_loss` has no axis, the weights do not fit, or `global_batch_size` is
+        negative or no scalar.
+      TypeError: `global_batch_size` is not an integer.
+      ContextError: Called without a `global_batch_size` in cross-replica code, where no replica has
+        rows.
 
     Example:
       >>> float(compute_average_loss([1.0, 2.0], global_batch_size=4))
       0.75
     """
-    _replica_code("compute_average_loss")
     losses = convert_to_tensor(per_example_loss)
     if not losses.ndim:
         raise ValueError(
             "compute_average_loss: per_example_loss has no axis; give one loss per example."
         )
     if sample_weight is not None:
-        losses = (losses * np.asarray(sample_weight)).astype(losses.dtype)
+        weights = np.asarray(sample_weight)
+        if weights.ndim == losses.ndim + 1 and weights.shape[-1] == 1:
+            weights = weights[..., 0]
+        elif weights.ndim and weights.ndim == losses.ndim - 1:
+            weights = weights[..., None]
+        if weights.ndim > losses.ndim:
+            raise ValueError(
+                f"compute_average_loss: sample_weight of shape {weights.shape} does not fit losses "
+                f"of shape {losses.shape}; give one weight per example."
+            )
+        losses = (losses * weights).astype(losses.dtype)
     if global_batch_size is None:
+        _replica_code("compute_average_loss")
         global_batch_size = len(losses) * get_strategy().num_replicas_in_sync
-    # A replica without examples adds nothing, where the quotient would be NaN.
-    size = np.asarray(global_batch_size, losses.dtype)
+    size = np.asarray(global_batch_size)
+    if size.ndim or size < 0:
+        raise ValueError(
+            "compute_average_loss: global_batch_size must be scalar and non-negative, got "
+            f"{global_batch_size!r:.80}."
+        )
+    if size.dtype.kind not in "iu":
+        raise TypeError(
+            "compute_average_loss: global_batch_size must be an integer, got "
+            f"{global_batch_size!r:.80}."
+        )
     total = np.sum(losses, dtype=losses.dtype)
-    return total / size if size else total
+    # Without examples there is nothing to share, where the quotient would be NaN.
+    return total / size.astype(losses.dtype) if size else np.zeros_like(total)[()]
 
 
 def scale_regularization_loss(regularization_loss: Any) -> Any:
@@ -72,8 +97,9 @@ def scale_regularization_loss(regularization_loss: Any) -> Any:
       ContextError: Called in cross-replica code.
     """
     _replica_code("scale_regularization_loss")
-    loss = np.sum(convert_to_tensor(regularization_loss))
-    return (loss / get_strategy().num_replicas_in_sync).astype(loss.dtype)
+    tensor = convert_to_tensor(regularization_loss)
+    total = np.sum(tensor, dtype=tensor.dtype)
+    return total / np.asarray(get_strategy().num_replicas_in_sync, tensor.dtype)
 
 
 @named

@@ -9,11 +9,13 @@ from __future__ import annotations
 import builtins
 import contextlib
 import sys
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from typing import Any, NamedTuple
 
 from mpistrat.compat.absent import Names
+from mpistrat.environment import job_size
 from mpistrat.errors import (
     CheckpointError,
     ContextError,
@@ -70,6 +72,17 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     """Do nothing: MPI connects the ranks, and there are no devices to configure."""
 
 
+def _parts(device: Any, logical_devices: Any) -> None:
+    """Warn if more `logical_devices` are asked for than a launcher has started ranks."""
+    wanted, ranks = len(logical_devices), job_size() or 1
+    if wanted > ranks:
+        warnings.warn(
+            f"{wanted} logical devices would be {wanted} replicas; here each rank is one, and this "
+            f"job has {ranks}. Start it with: mpistrat run -n {wanted} program.py",
+            stacklevel=2,
+        )
+
+
 def _config(where: str, nothing: str, **names: Any) -> Names:
     """Return a namespace whose names in `nothing` are calls without effect."""
     return Names(where, **dict.fromkeys(nothing.split(), _nothing), **names)
@@ -80,15 +93,20 @@ _lists = {"list_logical_devices": _logical, "list_physical_devices": _physical}
 
 config = _config(
     "tf.config",
-    "experimental_connect_to_cluster experimental_connect_to_host run_functions_eagerly "
+    "LogicalDeviceConfiguration experimental_connect_to_cluster experimental_connect_to_host "
+    "experimental_run_functions_eagerly run_functions_eagerly "
     "set_soft_device_placement set_visible_devices",
     experimental=_config(
         "tf.config.experimental",
-        "enable_op_determinism set_memory_growth set_visible_devices",
+        "VirtualDeviceConfiguration enable_op_determinism enable_tensor_float_32_execution "
+        "set_memory_growth set_visible_devices",
+        get_visible_devices=_physical,
+        set_virtual_device_configuration=_parts,
         **_lists,
     ),
     get_visible_devices=_physical,
-    optimizer=_config("tf.config.optimizer", "set_jit"),
+    set_logical_device_configuration=_parts,
+    optimizer=_config("tf.config.optimizer", "set_experimental_options set_jit"),
     threading=_config(
         "tf.config.threading", "set_inter_op_parallelism_threads set_intra_op_parallelism_threads"
     ),

@@ -223,8 +223,7 @@ class DistributedDataset:
         spec = self._sharding.dataset.element_spec
         if spec is None:
             return None
-        comm = self._gate.lockstep.comm
-        shown = 1 if self._gate.alone else comm.size
+        shown = 1 if self._gate.alone else self._gate.lockstep.comm.size
         whole = self._together or self._sharding.dataset.cardinality() == INFINITE
         cut = self._sharding.dataset.batched or not whole
 
@@ -251,9 +250,10 @@ class DistributedDataset:
         Args:
           initial_state: What the first call gets.
           reduce_func: ``reduce_func(state, element)`` returns the next state. It is cross-replica
-            code: `element` is what ``next()`` gives.
+            code: `element` is what ``next()`` gives. What it raises on one rank is an error on all.
         """
-        return functools.reduce(reduce_func, self, initial_state)
+        told = self._gate.lockstep.preparing("reduce_func")
+        return functools.reduce(told(reduce_func), self, initial_state)
 
     def auto_shard(self, num_shards: int, shard_ix: int) -> DistributedDataset:
         """Return a distributed dataset of every `num_shards`-th batch, from number `shard_ix`.

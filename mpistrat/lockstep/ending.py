@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from contextlib import suppress
 from typing import NoReturn
 
 from mpistrat.board.proc import ended, look, machine
@@ -14,7 +15,7 @@ from mpistrat.comm.session import Session
 from mpistrat.environment import passes_on_a_code
 from mpistrat.lockstep.lockstep import Lockstep
 
-__all__ = ["end_job", "leave", "leave_at_once"]
+__all__ = ["end_job", "flush", "leave", "leave_at_once"]
 
 # Seconds that launchers get to pass on what the ranks have printed; an abort may cut it off.
 _LAST_WORDS = 0.2
@@ -29,10 +30,19 @@ def end_job(code: int) -> None:
     mpi.abort(code)
 
 
+def flush() -> None:
+    """Pass on what was printed, as far as somebody takes it: that may not keep a rank from leaving.
+
+    Streams are None in a process without a terminal, closed by the program, or on a full disk.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, ValueError, OSError):
+            stream.flush()
+
+
 def leave_at_once(code: int) -> NoReturn:
     """End this process, without MPI and without what other modules do at exit."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush()
     os._exit(code)
 
 
@@ -49,8 +59,7 @@ def leave(session: Session, code: int, planned: bool) -> None:
     comm, lockstep = session.comm, Lockstep(session)
     if not code or comm.size < max(2, mpi.world_size()):
         return
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush()
     if planned and passes_on_a_code():
         _in_order(lockstep, code)
     # Launchers do not pass on codes of several ranks: MPICH's kills the others when the first

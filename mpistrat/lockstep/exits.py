@@ -26,7 +26,7 @@ from mpistrat.comm.base import Comm
 from mpistrat.comm.nodes import threads_allowed
 from mpistrat.comm.session import Session
 from mpistrat.errors import LockstepError, PreflightError, RemoteError
-from mpistrat.lockstep.ending import end_job, leave, leave_at_once
+from mpistrat.lockstep.ending import end_job, flush, leave, leave_at_once
 from mpistrat.lockstep.interrupts import Interrupted
 from mpistrat.lockstep.lockstep import Lockstep
 from mpistrat.lockstep.ranks import CallState
@@ -159,13 +159,18 @@ class Exits:
             return
         if not self._printed.acquire(blocking=False):
             return
-        print(header, end="", file=sys.stderr, flush=True)
-        self._hook(type(failure), failure, failure.__traceback__)
-        sys.stderr.flush()
+        told = type(failure), failure, failure.__traceback__
+        try:
+            print(header, end="", file=sys.stderr, flush=True)
+            self._hook(*told)
+        except Exception:  # the others wait for this rank, whatever a hook or a stream does
+            with suppress(Exception):
+                sys.__excepthook__(*told)
+        flush()
 
     def _say(self, text: str) -> None:
         if self._printed.acquire(blocking=False):
-            print(text, file=sys.stderr, flush=True)
+            say(text)
 
     def at_exit(self) -> None:
         """Take part in the last proof of every session, and leave with the agreed code."""

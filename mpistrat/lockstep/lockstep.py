@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NamedTuple, NoReturn, TypeAlias, final
 
 import numpy as np
@@ -217,7 +217,8 @@ class Lockstep(Ranks):
         if self.options.nan == "raise":
             self.fail(NonFiniteError(text))
         if self.comm.rank == first:
-            print(f"mpistrat: {text}", file=sys.stderr, flush=True)
+            with suppress(OSError, ValueError):  # a stream that is closed on one rank alone
+                print(f"mpistrat: {text}", file=sys.stderr, flush=True)
 
     def _explain(
         self, call: str, failure: BaseException | None, union: int, writes: list[Unproved]

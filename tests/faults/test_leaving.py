@@ -100,3 +100,19 @@ def test_an_exception_is_told_where_the_program_has_a_hook(tmp_path):
     assert code == 1, said
     assert "mine replica 1 raised ValueError" in said
     assert "and left the program: unusual" in said
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    "leave",
+    [
+        "sys.stdout.close(); raise ValueError",
+        "sys.stderr.close(); raise ValueError",
+        "import os; os.close(2); raise ValueError",
+        "sys.stdout = open('/dev/full', 'w'); print('lost'); raise ValueError",
+        "sys.stderr = None; raise ValueError",
+    ],
+)
+def test_a_rank_without_its_streams_leaves(leave, tmp_path):
+    code, said = told(leave, "main()", tmp_path)
+    assert code == 1, said

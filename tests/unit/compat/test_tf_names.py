@@ -122,6 +122,34 @@ def test_the_average_loss_has_its_place():
         tf.nn.compute_average_loss(1.0)
     with ms.MirroredStrategy().scope(), pytest.raises(RuntimeError, match="cross-replica"):
         tf.nn.compute_average_loss([1.0])
+    with ms.MirroredStrategy().scope():  # as there, if nothing of a replica is asked for
+        assert tf.nn.compute_average_loss([1.0], global_batch_size=2) == 0.5
+
+
+def test_sizes_and_weights_of_the_average_loss():
+    """As ``nn_loss_scaling_utilities_test.py`` of TensorFlow 2.21 has them."""
+    five, share = [1, 2, 3, 4, 5], tf.nn.compute_average_loss
+    assert share(five, global_batch_size=10) == 1.5
+    assert share(five, global_batch_size=0) == 0.0
+    for size, error in ([10], ValueError), (10.0, TypeError), (-1, ValueError), (True, TypeError):
+        with pytest.raises(error, match="global_batch_size must be"):
+            share(five, global_batch_size=size)
+    for weights in (2.0, [2.0], [2.0] * 3, [[2.0]] * 3, np.full(3, 2.0)):
+        found = share(np.float32([2, 4, 6]), sample_weight=weights)
+        assert (found, found.dtype) == (8.0, np.float32)
+    square = np.float32([[1, 2], [3, 4]])
+    assert share(square, sample_weight=[1.0, 0.0]) == 1.5  # by rows, not by columns
+    assert share(square, sample_weight=[[0.0, 1.0]] * 2) == 3.0
+    for weights in ([0.2, 0.8], [[1.0, 2.0]] * 3, [[[1.0]]] * 3):
+        with pytest.raises(ValueError):
+            share([2.5, 6.2, 5.0], sample_weight=weights)
+
+    def program(comm):
+        strategy = ms.MirroredStrategy()
+        half = strategy.run(tf.nn.scale_regularization_loss, args=([2, 3],))
+        return float(strategy.reduce("sum", half, axis=None))
+
+    assert run_ranks(program, 2) == [5.0, 5.0]  # not 2 * (5 // 2)
 
 
 def test_operations_by_aggregation():
@@ -142,7 +170,7 @@ def test_operations_by_aggregation():
         (lambda: tf.summary.create_file_writer, "should_save_summary"),
         (lambda: tf.keras.Model, "Models"),
         (lambda: tf.cond, "Python's own"),
-        (lambda: tf.config.set_logical_device_configuration, "mpistrat run"),
+        (lambda: tf.config.get_logical_device_configuration, "mpistrat run"),
         (lambda: tf.cumsum, r"numpy\.cumsum"),
         (lambda: tf.math.cumsum, r"numpy\.cumsum"),
         (lambda: tf.nonsense, "coming-from"),

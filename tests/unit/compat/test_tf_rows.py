@@ -238,7 +238,7 @@ def test_what_happens_here_is_caught_by_the_name_of_there(n, tmp_path):
     run_ranks(program, n)
 
 
-def test_devices():
+def test_devices(monkeypatch):
     assert [d.name for d in tf.config.list_physical_devices()] == ["/physical_device:CPU:0"]
     assert tf.config.list_physical_devices("GPU") == []
     (cpu,) = tf.config.list_logical_devices("CPU")
@@ -248,6 +248,15 @@ def test_devices():
         assert tf.config.experimental.set_memory_growth(gpu, True) is None
     with pytest.raises(AttributeError, match=r"It is tf\.config\.experimental\.set_memory_growth"):
         tf.config.set_memory_growth(cpu, True)
+    part = tf.config.LogicalDeviceConfiguration()
+    with pytest.warns(UserWarning, match=r"each rank is one, .* mpistrat run -n 4 program\.py"):
+        tf.config.set_logical_device_configuration(cpu, [part] * 4)
+    monkeypatch.setenv("PMI_SIZE", "4")
+    monkeypatch.setenv("PMI_RANK", "0")
+    tf.config.set_logical_device_configuration(cpu, [part] * 4)  # no warning: each is a rank
+    part = tf.config.experimental.VirtualDeviceConfiguration(memory_limit=1024)
+    tf.config.experimental.set_virtual_device_configuration(cpu, [part])
+    assert tf.config.list_logical_devices() == [cpu]
     assert tf.config.threading.set_intra_op_parallelism_threads(1) is None
     assert tf.compat.v1.enable_v2_behavior() is tf.compat.v1.enable_eager_execution() is None
 

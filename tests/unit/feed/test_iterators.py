@@ -319,3 +319,21 @@ def test_one_device():
     assert strategy.experimental_run(lambda x: x + 1, iterator).tolist() == [3]
     own = strategy.make_input_fn_iterator(lambda c: ms.Dataset.range(2).batch(2))
     assert [x.tolist() for x in own] == [[0, 1]]
+
+
+def test_what_a_fold_raises_on_one_rank_is_an_error_on_all():
+    def program(comm):
+        strategy = ms.MirroredStrategy()
+        data = strategy.experimental_distribute_dataset(ms.Dataset(np.arange(8.0)).batch(4))
+
+        def fold(state, element):
+            if comm.rank == 1:
+                raise KeyError("mine")
+            return state
+
+        with pytest.raises(KeyError, match="mine") as found:
+            data.reduce(0, fold)
+        assert isinstance(found.value, ms.RemoteError) == (comm.rank != 1)
+        return float(strategy.all_reduce("sum", 1.0))
+
+    assert run_ranks(program, 3) == [3.0] * 3

@@ -1,0 +1,34 @@
+"""What a rank that leaves does with its streams."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+
+import pytest
+
+from mpistrat.lockstep.ending import flush
+
+
+def shut():
+    stream = io.StringIO()
+    stream.close()
+    return stream
+
+
+def full():
+    stream = Path("/dev/full").open("w")  # noqa: SIM115  # closing it fails too
+    stream.write("lost")
+    return stream
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("stream", [shut, full, lambda: None])
+def test_streams_that_take_nothing_keep_no_rank_from_leaving(stream, monkeypatch):
+    other = io.TextIOWrapper(io.BufferedWriter(raw := io.BytesIO()))
+    other.write("said")
+    monkeypatch.setattr(sys, "stdout", stream())
+    monkeypatch.setattr(sys, "stderr", other)
+    flush()
+    assert raw.getvalue() == b"said"
