@@ -154,7 +154,7 @@ def gather(
     try:
         if not launcher:
             start, flag = call_of(place, Wishes(ranks=count), (), {})
-            start = handing_on(start, flag, environment(start.env))
+            start = handing_on(start, flag, start.environment())
             by_srun = start.argv[0] == "srun"
             facts["mismatch"] = "" if by_srun else plan_note(*find())
     except LaunchError as error:

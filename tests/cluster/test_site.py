@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 from hosts import HEAD
-from mpistrat.launch.process import TIMED_OUT
 from test_slurm import EVERYBODY, HALF, RUN, WHO, ranks
+
+from mpistrat.launch.process import TIMED_OUT
 
 LIBRARIES = Path(f"/usr/lib/{platform.machine()}-linux-gnu")
 SITES = {

@@ -110,6 +110,7 @@ class TestRun:
     def test_variables_that_an_editor_has_left_are_ignored(self, slurm, shared):
         (shared / "who.py").write_text(WHO)
         left = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_NNODES": "2"}
+        left |= {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_TASKS_PER_NODE": "2(x2)"}
         done = slurm.command(*RUN.split(), "-n", "2", "who.py", cwd=shared, env=left)
         assert done.returncode == 0, done.stderr
         assert ranks(done.stdout) == [f"rank {r} of 2, 2 here, head" for r in range(2)]
