@@ -272,6 +272,22 @@ class TestInjected:
         assert "of 64 MiB" in wrong["/dev/shm"]["text"]
         assert str(tmp_path) in wrong["directories"]["text"]
 
+    @pytest.mark.nightly
+    @pytest.mark.skipif(os.geteuid() != 0, reason="namespaces")
+    def test_a_container_for_each_rank_and_too_many_threads(self, capsys, launcher, monkeypatch):
+        monkeypatch.setenv("OMP_NUM_THREADS", "999")
+        apart = launcher('shift 2; for i in 1 2; do unshare -pf --mount-proc "$@" & done; wait')
+        _, wrong = report(capsys, "--launcher", apart)
+        assert "/proc/PID/fd cannot be opened" in wrong["memory"]["text"]
+        assert "x 999 BLAS threads" in wrong["cores"]["text"] or os.cpu_count() == 1
+
+    @pytest.mark.nightly
+    def test_more_ranks_than_cores(self, capsys):
+        count = len(os.sched_getaffinity(0)) + 1
+        code, wrong = report(capsys, "-n", str(count))
+        assert code == 0
+        assert f"{count} ranks" in wrong["cores"]["text"]
+
     def test_a_launcher_that_is_not_there(self, capsys):
         code, wrong = report(capsys, "--launcher", "/no/such/srun -K1")
         assert code == 1
