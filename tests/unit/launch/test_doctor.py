@@ -186,6 +186,19 @@ class TestChecks:
         assert [one for one in examine(job) if one.level != OK] == []
         assert len(list(examine(job))) == len(CHECKS)
 
+    def test_what_is_said_of_many_nodes_can_be_read(self):
+        odd = [RANK.versions, RANK.versions | {"numpy": "1.26"}]
+        many = [
+            OTHER._replace(
+                **{"host": f"node{n:04}.site.example.org", "python": f"/{n}/bin/python"},
+                **{"versions": odd[n % 2], "opens": False, "unseen": ("/fast",)},
+            )
+            for n in range(1024)
+        ]
+        found = {one.name: one.text for one in examine(ranks(*many))}
+        assert max(map(len, found.values())) < 500
+        assert found["start"].endswith("1 on node0007.site.example.org and 1016 more")
+
     def test_each_wrong_thing_is_found_by_itself(self):
         for what, (job, name, *_) in WRONG.items():
             others = {one.name for one in examine(job) if one.level == BAD} - {name}
