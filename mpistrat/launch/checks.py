@@ -236,16 +236,21 @@ def _words(found: LinkFacts) -> str:
     return f"{found.latency:.1f} us, {found.bandwidth:.2f} Gbit/s"
 
 
+def _unmeasured(job: Job, why: str) -> str:
+    met = set(job.sizes) == {job.wanted}
+    return f"not measured: {why if met else 'the ranks have not found each other'}"
+
+
 def _inside(job: Job) -> Finding:
     if job.inside is None:
-        return Finding("inside a node", "not measured: no two ranks were on one")
+        return Finding("inside a node", _unmeasured(job, "no two ranks were on one"))
     return Finding("inside a node", _words(job.inside))
 
 
 def _between(job: Job) -> Finding:
     name = "between nodes"
     if job.between is None:
-        return Finding(name, "not measured: all ranks were on one")
+        return Finding(name, _unmeasured(job, "all ranks were on one"))
     rate = min(rank.rate for rank in job.ranks)
     text = _words(job.between) + (f" of {rate:g} that /sys tells" if rate else "")
     if job.between.bandwidth < _SLOW * rate:
