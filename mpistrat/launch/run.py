@@ -272,7 +272,10 @@ def _judged(
         how = _killed(outcome.killed, roster, launcher=True)
         _say(f"{launcher} itself {how}, hence exit code {outcome.code}")
     elif recorded is None and not outcome.interrupted:
-        _say_who(roster.first(outcome.code), roster)
+        first = roster.first(outcome.code)
+        _say_who(first, roster)
+        if not first and outcome.code % 128 == signal.SIGBUS:  # MPICH's launcher has it as it is
+            _say("if that is a bus error, /dev/shm is full, or small (a container): df -h /dev/shm")
     if recorded is not None or outcome.code:
         # Interrupted, Open MPI's launcher says 1.
         return recorded or (

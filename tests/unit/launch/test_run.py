@@ -375,6 +375,21 @@ FOUND = (
     Launcher("mpiexec", of_launcher("HYDRA build details:"), "5.0"),
     Library(of_library("MPICH Version: 5.0"), "MPICH Version: 5.0", ""),
 )
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts")
+def test_a_full_dev_shm_is_guessed(tmp_path):
+    (tmp_path / "x.py").write_text("import mpistrat as ms; ms.MirroredStrategy()")
+    words = f"{sys.executable} -m mpistrat run -n 2 {tmp_path / 'x.py'}"
+    inner = f"mount -t tmpfs -o size=1m none /dev/shm && {words}"
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", inner], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode, done.stderr
+    assert find()[1].flavour.name != "MPICH" or "df -h /dev/shm" in done.stderr
+
+
 PLACE = Allocation("Slurm", ("n1", "n2"), (2, 2))
 
 
