@@ -135,5 +135,5 @@ def test_scripts_of_hpc_jobs(slurm, shared, pmi, script):
     options = ["--parsable", "--output=log", given, *shape]
     number = slurm("sbatch", *options, f"hpc_jobs/{script}.sbatch", *words, cwd=shared).strip()
     job = scheduler.Job(slurm, number, shared)
-    job.until("COMPLETED", timeout=400)
+    job.until("COMPLETED", timeout=540)
     assert says in job.log, job.story()
