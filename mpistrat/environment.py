@@ -22,6 +22,7 @@ __all__ = [
     "installed",
     "job_size",
     "launched_by",
+    "marks",
     "mask_of",
     "passes_on_a_code",
     "quota",
@@ -139,14 +140,28 @@ def launched_by(env: Mapping[str, str] | None = None) -> str | None:
       >>> launched_by({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}) is None
       True
     """
-    env = os.environ if env is None else env
+    mark = _mark(os.environ if env is None else env)
+    return mark and mark.launcher
+
+
+def marks(env: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    """Return the variables by which `launched_by` knows; none in a plain process.
+
+    Args:
+      env: The environment, or None for that of this process.
+    """
+    mark = _mark(os.environ if env is None else env)
+    return mark.needs if mark else ()
+
+
+def _mark(env: Mapping[str, str]) -> _Mark | None:
     if shell_of_step(env):
         return None
     for mark in _MARKS:
-        if all(name in env for name in mark.needs):
+        if all(env.get(name) for name in mark.needs):
             if mark.launcher == "srun" and env["SLURM_STEP_ID"] in _SHELL_STEPS:
                 continue
-            return mark.launcher
+            return mark
     return None
 
 

@@ -8,8 +8,7 @@ The rank always comes from MPI; a resolver only adds names (job, task, address).
   arguments of a TPU's resolver.
 - `simple`: names that the program gives, and the union of several resolvers. `slurm`: names from
   Slurm's environment, whose lists `hostlist` reads. `clouds`: from Kubernetes and Compute Engine.
-- `roles`: which task is the chief, and who counts as a worker. `tasks`: whether the names that
-  resolvers give to ranks fit the ranks.
+- `tasks`: which task is the chief, and whether the names that resolvers give fit the ranks.
 - `job`: the batch job, as Slurm or PBS tells it: its id, and when its time ends.
 - `tf_config`: the text of ``TF_CONFIG``; `mpistrat.launch.tf_config` asks the ranks for it.
 

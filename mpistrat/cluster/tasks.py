@@ -1,4 +1,7 @@
-"""Checks that the names that resolvers give to ranks fit the ranks, which come from MPI."""
+"""Names that resolvers give to ranks: by tf.distribute's rules, and whether they fit the ranks.
+
+In mpistrat itself every rank is a worker, and rank 0 is the chief.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from mpistrat.cluster.resolver import ClusterResolver
-from mpistrat.cluster.roles import check_task, is_chief, worker_count
 from mpistrat.cluster.spec import ClusterSpec
 
 __all__ = ["Task", "misfit", "task_of"]
 
-_WORKING = ("chief", "worker", "evaluator")
+_JOBS = ("chief", "worker", "evaluator", "ps")
+_WORKING = _JOBS[:3]
 
 
 class Task(NamedTuple):
@@ -70,7 +73,7 @@ def task_of(resolver: ClusterResolver) -> Task:
             f"is: task_type is {kind!r}, task_id {number!r}. Give both, or leave the resolver out: "
             "then names come from MPI."
         )
-    check_task(spec, kind, number)
+    _check(spec, kind, number)
     if kind not in _WORKING:
         raise ValueError(
             f"{name} calls this process {kind} {number}, but ranks are replicas: a "
@@ -78,7 +81,38 @@ def task_of(resolver: ClusterResolver) -> Task:
         )
     if number < 0 or (kind in spec.jobs and number not in spec.task_indices(kind)):
         raise ValueError(f"{name} calls this process {kind} {number}, which {spec} does not have.")
-    return Task(kind, number, worker_count(spec, kind), is_chief(spec, kind, number))
+    # The rules of tf.distribute: a cluster without a chief has the first worker for one, and an
+    # evaluator, which takes part in no collective, is its own.
+    together = ("evaluator",) if kind == "evaluator" else ("chief", "worker")
+    first = "chief" not in spec.jobs and kind == "worker" and number == 0
+    workers = max(1, sum(_count(spec, job) for job in together))
+    return Task(kind, number, workers, first or kind in ("chief", "evaluator"))
+
+
+def _count(spec: ClusterSpec, job: str) -> int:
+    return spec.num_tasks(job) if job in spec.jobs else 0
+
+
+def _check(spec: ClusterSpec, kind: str, number: int) -> None:
+    """Refuse a cluster that tf.distribute does not know, or that has no such task.
+
+    It need not list an evaluator.
+    """
+    strange = sorted(set(spec.jobs) - set(_JOBS))
+    if strange:
+        raise ValueError(f"jobs are called {', '.join(_JOBS)}, but this cluster has {strange}.")
+    if kind not in _JOBS:
+        raise ValueError(f"task_type is one of {', '.join(_JOBS)}, got {kind!r}.")
+    for job in ("chief", "evaluator"):
+        if _count(spec, job) > 1:
+            raise ValueError(f"a cluster has at most one {job}, this one {_count(spec, job)}.")
+    if kind not in ("evaluator", *spec.jobs):
+        raise ValueError(f"task_type {kind!r} is not in the cluster; its jobs: {spec.jobs}.")
+    if kind in spec.jobs and number >= _count(spec, kind):
+        raise ValueError(
+            f"task_id {number} is too large: job {kind!r} has {_count(spec, kind)} tasks, numbered "
+            "from 0."
+        )
 
 
 def misfit(tasks: Sequence[Task], job: int) -> str:

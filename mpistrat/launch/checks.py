@@ -19,6 +19,7 @@ OK, NOTE, BAD = "ok", "note", "BAD"
 _MIB = 2**20
 _SMALL = 64 * _MIB  # what container engines give by default; MPI's own buffers for 8 ranks fill it
 _FILES = 1024  # a rank opens a handful for each neighbour on its node
+_FEW = 8  # hosts and values that a text names; --json has all
 _SLOW = 0.4  # of the rate that the system tells; what is below it has another cause than protocols
 
 _OTHER = (
@@ -44,9 +45,11 @@ class Finding(NamedTuple):
     mend: str = ""
 
 
-def _alike(values: Sequence[str]) -> str:
-    """Return the values that differ, each once, for a message."""
-    return ", ".join(dict.fromkeys(values))
+def _alike(values: Sequence[str], between: str = ", ") -> str:
+    """Return the values that differ, each once, for a message; the first few of many."""
+    found = list(dict.fromkeys(values))
+    more = len(found) - _FEW
+    return between.join(found[:_FEW]) + (f" and {more} more" if more > 0 else "")
 
 
 def _on(ranks: Sequence[RankFacts]) -> str:
@@ -81,7 +84,7 @@ def _start(job: Job) -> Finding:
         text = f"{job.wanted} ranks were wanted, {len(job.ranks)} came. {job.trouble}".strip()
         return Finding(name, text, BAD, "run the line of `launcher` above by hand, and see it fail")
     hosts = [f"{len(ranks)} on {host}" for host, ranks in job.hosts.items()]
-    return Finding(name, f"{job.wanted} ranks: {', '.join(hosts)}")
+    return Finding(name, f"{job.wanted} ranks: {_alike(hosts)}")
 
 
 def _ranks(job: Job) -> Finding:
@@ -105,7 +108,8 @@ def _versions(job: Job) -> Finding:
         if len({rank.versions.get(package) for rank in job.ranks}) > 1
     ]
     if differ:
-        where = "; ".join(f"{host}: {ranks[0].python}" for host, ranks in job.hosts.items())
+        hosts = [f"{host}: {ranks[0].python}" for host, ranks in job.hosts.items()]
+        where = _alike(hosts, "; ")
         mend = f"start all ranks with one Python, by its full path, {job.ranks[0].python}"
         return Finding(name, f"{'; '.join(differ)} ({where})", BAD, mend)
     broken = [one for one, version in first.items() if version.startswith("cannot")]
@@ -232,16 +236,21 @@ def _words(found: LinkFacts) -> str:
     return f"{found.latency:.1f} us, {found.bandwidth:.2f} Gbit/s"
 
 
+def _unmeasured(job: Job, why: str) -> str:
+    met = set(job.sizes) == {job.wanted}
+    return f"not measured: {why if met else 'the ranks have not found each other'}"
+
+
 def _inside(job: Job) -> Finding:
     if job.inside is None:
-        return Finding("inside a node", "not measured: no two ranks were on one")
+        return Finding("inside a node", _unmeasured(job, "no two ranks were on one"))
     return Finding("inside a node", _words(job.inside))
 
 
 def _between(job: Job) -> Finding:
     name = "between nodes"
     if job.between is None:
-        return Finding(name, "not measured: all ranks were on one")
+        return Finding(name, _unmeasured(job, "all ranks were on one"))
     rate = min(rank.rate for rank in job.ranks)
     text = _words(job.between) + (f" of {rate:g} that /sys tells" if rate else "")
     if job.between.bandwidth < _SLOW * rate:

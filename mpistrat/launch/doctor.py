@@ -10,17 +10,17 @@ import contextlib
 import json
 import os
 import secrets
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from mpistrat.cluster.job import asked
 from mpistrat.environment import environment, launched_by
 from mpistrat.errors import LaunchError
 from mpistrat.launch.facts import FAILED, Job, LinkFacts, collect, parse
-from mpistrat.launch.mpiexec import Command, ask, find
+from mpistrat.launch.mpiexec import Command, find
 from mpistrat.launch.plan import HERE, Wishes, handing_on
 from mpistrat.launch.process import run_job
 from mpistrat.launch.run import call_of, place_of, plan_note
@@ -83,15 +83,6 @@ def _output(command: Command) -> tuple[str, str]:
     return said, wrong
 
 
-def _ask(*argv: str) -> str:
-    """Return what a command prints; an empty string if there is none, or it fails."""
-    try:
-        got = ask(argv)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return "" if got.returncode else got.stdout
-
-
 def _measured(said: str) -> dict[str, Any]:
     """Return what ranks 0 have told; there are several if the job fell apart."""
     lines = [line.partition("mpistrat-measured ")[2] for line in said.splitlines()]
@@ -142,10 +133,9 @@ def gather(
     """
     place = place_of()
     count = ranks or max(sum(place.tasks), 2)
-    facts: dict[str, Any] = {
-        "slurm": _ask("scontrol", "show", "config") if place is not HERE else "",
-        "kills": _kills(launcher),
-    }
+    facts: dict[str, Any] = {"kills": _kills(launcher)}
+    with contextlib.suppress(OSError):
+        facts["slurm"] = asked(["scontrol", "show", "config"]) if place is not HERE else ""
     within = launched_by()
     if within is not None:
         return Job(1, ranks=(collect(),), within=within, **facts)
@@ -154,7 +144,7 @@ def gather(
     try:
         if not launcher:
             start, flag = call_of(place, Wishes(ranks=count), (), {})
-            start = handing_on(start, flag, environment(start.env))
+            start = handing_on(start, flag, start.environment())
             by_srun = start.argv[0] == "srun"
             facts["mismatch"] = "" if by_srun else plan_note(*find())
     except LaunchError as error:

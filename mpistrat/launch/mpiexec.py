@@ -69,10 +69,22 @@ class Library(NamedTuple):
 
 
 class Command(NamedTuple):
-    """A call of a launcher: its arguments, and the variables set for it and its ranks."""
+    """A call of a launcher.
+
+    Attributes:
+      argv: Its words.
+      env: The variables set for it and its ranks.
+      without: Variables of this process that neither it nor its ranks get.
+    """
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
+    without: tuple[str, ...] = ()
+
+    def environment(self) -> dict[str, str]:
+        """Return all variables that it and its ranks get."""
+        kept = {k: v for k, v in environment({}).items() if k not in self.without}
+        return {**kept, **self.env}
 
     def __str__(self) -> str:
         """Return the call as one would type it into a shell."""

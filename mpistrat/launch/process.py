@@ -16,7 +16,6 @@ from types import FrameType
 from typing import IO, NamedTuple
 
 from mpistrat.board.proc import look
-from mpistrat.environment import environment
 from mpistrat.launch.mpiexec import Command
 from mpistrat.launch.relay import streams
 
@@ -96,23 +95,35 @@ def _end_with(parent: int) -> Callable[[], None] | None:
 
 
 @contextlib.contextmanager
-def _signals_go_to(process: subprocess.Popen[bytes]) -> Iterator[set[int]]:
-    """Forward signals to the launcher, which forwards them to its ranks; yields those so far."""
-    handed: set[int] = set()
+def _handing_on() -> Iterator[tuple[set[int], Callable[[subprocess.Popen[bytes]], None]]]:
+    """Forward signals to the launcher, which forwards them to its ranks.
 
-    def hand_on(number: int, frame: FrameType | None) -> None:
+    Yields those so far, and what is to be told the launcher; it gets what came before.
+    """
+    handed: set[int] = set()
+    early: list[int] = []
+    to: list[subprocess.Popen[bytes]] = []
+
+    def hand_on(number: int, frame: FrameType | None = None) -> None:
         handed.add(number)
+        if not to:
+            early.append(number)
+            return
         with contextlib.suppress(ProcessLookupError):
             # Of a terminal that closes MPICH's launcher tells its ranks nothing, and dies.
-            process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
+            to[0].send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
 
-    if threading.current_thread() is not threading.main_thread():
-        yield handed  # only the main thread may set handlers
-        return
-    numbers = [getattr(signal, name) for name in _HANDED_ON if hasattr(signal, name)]
+    def begin(process: subprocess.Popen[bytes]) -> None:
+        to.append(process)
+        for number in early:
+            hand_on(number)
+
+    main = threading.current_thread() is threading.main_thread()  # only that may set handlers
+    names = filter(lambda name: main and hasattr(signal, name), _HANDED_ON)
+    numbers = [getattr(signal, name) for name in names]
     before = {number: signal.signal(number, hand_on) for number in numbers}
     try:
-        yield handed
+        yield handed, begin
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -126,7 +137,7 @@ def run_job(
 ) -> Outcome:
     """Run a launcher and wait for it.
 
-    Where stdout or stderr is a pipe that nobody reads any more, the job goes on.
+    Where nobody reads what it prints any more, or the disk is full, the job goes on.
 
     Args:
       command: The call, from `Launcher.command`.
@@ -146,7 +157,7 @@ def run_job(
 
 def _untaken() -> None:
     with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr may be gone as well
-        print("mpistrat: what the job prints is not read any more; it goes on", file=sys.stderr)
+        print("mpistrat: what the job prints is not taken any more; it goes on", file=sys.stderr)
 
 
 def _run(
@@ -158,20 +169,21 @@ def _run(
     begun: Callable[[], None] = lambda: None,
 ) -> Outcome:
     start = time.monotonic()
-    # A session of its own: else Ctrl-C reaches the launcher twice, from the terminal and from us,
-    # and twice means "do not clean up" to it.
-    process = subprocess.Popen(
-        command.argv,
-        env=environment(command.env),
-        stdout=out,
-        stderr=err,
-        cwd=cwd,
-        start_new_session=True,
-        preexec_fn=_end_with(os.getpid()),
-    )
-    begun()
     timed_out = False
-    with _signals_go_to(process) as handed:
+    with _handing_on() as (handed, begin):
+        # A session of its own: else Ctrl-C reaches the launcher twice, from the terminal and from
+        # us, and twice means "do not clean up" to it.
+        process = subprocess.Popen(
+            command.argv,
+            env=command.environment(),
+            stdout=out,
+            stderr=err,
+            cwd=cwd,
+            start_new_session=True,
+            preexec_fn=_end_with(os.getpid()),
+        )
+        begin(process)
+        begun()
         try:
             code = process.wait(timeout)
         except subprocess.TimeoutExpired:

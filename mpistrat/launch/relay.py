@@ -1,9 +1,9 @@
 """Hands on what a job prints, and goes on reading when nobody takes it any more.
 
-``mpistrat run train.py | head`` closes the pipe after ten lines. mpiexec of MPICH and prterun of
-Open MPI then end themselves and the job: hours of work for the sake of a line. So where stdout or
-stderr is a pipe, the launcher gets one of ours. Terminals and files it gets as they are, and what
-is closed is /dev/null, without which mpiexec does not start.
+``mpistrat run train.py | head`` closes the pipe after ten lines, and the disk of a file may be
+full. mpiexec of MPICH and prterun of Open MPI then end themselves and the job: hours of work for
+the sake of a line. So the launcher gets a pipe of ours, unless it prints to a terminal or to
+/dev/null, as which what is closed is opened: mpiexec does not start without it.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import stat
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 __all__ = ["open_standard", "streams"]
 
@@ -84,9 +84,10 @@ def streams(
     """
     relays: dict[tuple[int, int], _Relay] = {}
     given: list[int | None] = []
+    nowhere = Path(os.devnull).stat().st_rdev
     for descriptor in (1, 2):
         kind = os.fstat(descriptor)
-        if not stat.S_ISFIFO(kind.st_mode):
+        if os.isatty(descriptor) or kind.st_rdev == nowhere:
             given.append(None)
         else:  # one relay where both are one pipe, so that lines keep their order
             key = (kind.st_dev, kind.st_ino)

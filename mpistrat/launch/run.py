@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from mpistrat.cluster.allocation import Allocation, allocation, from_file
-from mpistrat.environment import environment, launched_by
+from mpistrat.environment import environment, launched_by, marks
 from mpistrat.errors import LaunchError
 from mpistrat.launch.flavours import version
 from mpistrat.launch.mpiexec import Command, Launcher, Library, cores, find, library, plugins
@@ -36,19 +38,26 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 _TERMINAL = Output()
 
 
-def python_program(program: Sequence[str], module: bool, output: Output = _TERMINAL) -> list[str]:
+def python_program(
+    program: Sequence[str],
+    module: bool,
+    output: Output = _TERMINAL,
+    options: Sequence[str] = (),
+) -> list[str]:
     """Return the command that runs a Python program so that a failure on one rank ends the job.
 
     Args:
       program: A module or a script, then its arguments.
       module: Whether the first is a module.
       output: Where the output of each rank goes.
+      options: Those of Python.
 
     Example:
       >>> python_program(["train.py", "--fast"], module=False)[1:]
       ['-m', 'mpistrat.launch.rank', 'train.py', '--fast']
     """
-    words = [sys.executable, "-m", "mpistrat.launch.rank", *(["--label"] if output.label else [])]
+    words = [sys.executable, *options, "-m", "mpistrat.launch.rank"]
+    words += ["--label"] if output.label else []
     words += ["--output-dir", str(Path(output.directory).resolve())] if output.directory else []
     return [*words, *(["-m"] if module else []), *program]
 
@@ -65,7 +74,8 @@ def refuse_inside(env: Mapping[str, str] | None = None) -> None:
             f"this process already is one rank of a job ({launcher} started it), and a job\n"
             "  in a job would start ranks x ranks processes. Drop one of the two: either\n"
             "  `mpistrat run -n N train.py` in a plain shell or batch script, or\n"
-            "  `srun python -m mpistrat.launch.rank train.py`."
+            "  `srun python -m mpistrat.launch.rank train.py`. If this is no rank, its variables\n"
+            f"  are left from one: unset {' '.join(marks(env))}."
         )
 
 
@@ -79,17 +89,22 @@ def plan_note(launcher: Launcher, loaded: Library) -> str:
     return ""
 
 
-def _without_python(program: Sequence[str]) -> tuple[Sequence[str], bool]:
-    """Return a program without the ``python`` that ``mpiexec`` wants, and whether it is a module.
+def _without_python(program: Sequence[str]) -> tuple[list[str], Sequence[str], bool]:
+    """Return the options of the ``python`` that ``mpiexec`` wants, the rest, and if it is a module.
 
     Example:
-      >>> _without_python(["python", "-m", "train", "--fast"])
-      (['train', '--fast'], True)
+      >>> _without_python(["python", "-u", "-m", "train", "--fast"])
+      (['-u'], ['train', '--fast'], True)
     """
     if program[0] not in ("python", "python3") or len(program) < 2 or Path(program[0]).exists():
-        return program, False
-    module = program[1] == "-m" and len(program) > 2
-    return program[2 if module else 1 :], module
+        return [], program, False
+    first = 1
+    while first < len(program) - 1 and program[first][:1] == "-" and program[first] != "-m":
+        if program[first] == "-c":
+            raise LaunchError("python -c: write the code to a file, and give its name.")
+        first += 2 if program[first] in ("-W", "-X") else 1
+    module = program[first] == "-m" and len(program) > first + 1
+    return list(program[1:first]), program[first + module :], module
 
 
 def run(
@@ -126,13 +141,15 @@ def run(
       OSError: A directory cannot be made.
     """
     refuse_inside()
+    options: list[str] = []
     if not module:
-        program, module = _without_python(program)
-    if not module and not Path(program[0]).is_file():
+        options, program, module = _without_python(program)
+    here = Path(program[0])
+    if not module and not here.is_file() and not (here / "__main__.py").is_file():
         raise LaunchError(f"there is no program {program[0]!r}; for a module write -m before it.")
     place = place_of(hostfile)
     job = shape(wishes, place)
-    words = python_program(program, module, output)
+    words = python_program(program, module, output, options)
     command, flag = call_of(place, wishes, words, _threads(job, place))
     _say(str(command))
     if dry_run:
@@ -161,9 +178,16 @@ def call_of(
     place: Allocation, wishes: Wishes, program: Sequence[str], env: Mapping[str, str]
 ) -> tuple[Command, str]:
     """Return the call of the launcher that fits, and its flag for variables to hand on."""
-    if place.scheduler == "Slurm" and wishes.launcher != "mpiexec":
+    in_slurm = place.scheduler == "Slurm"
+    if in_slurm and wishes.launcher != "mpiexec":
         listed, loaded = plugins(), library()
         pmi = spoken(loaded.flavour, listed, environment({}))
+        if "srun: fatal" in listed:
+            raise LaunchError(
+                f"Slurm does not answer ({listed.strip().splitlines()[-1]}), but the variables of "
+                "an allocation are set.\n  If this shell is of a job that has ended, open a new "
+                "one; after `unset SLURM_JOB_ID` jobs start on this machine."
+            )
         if pmi or wishes.launcher == "srun":
             return by_srun(pmi or "", place, wishes, program, env), ""
         listed = " ".join(listed.split())[:200] or "there is no srun"
@@ -173,8 +197,25 @@ def call_of(
     launcher, loaded = find()
     if note := plan_note(launcher, loaded):
         _say(f"note: {note}")
+    unreached = in_slurm and shutil.which("srun") is None  # as in a container
+    if unreached and len(place.hosts) > 1 and not place.hostfile:
+        raise LaunchError(
+            f"the {len(place.hosts)} hosts of this allocation are reached by srun, which is not "
+            "here. Start where it is (outside of the container), or give --hostfile FILE."
+        )
     command = by_mpiexec(launcher, place, wishes, program, env, cores())
+    if not place.scheduler or unreached:  # mpiexec would ask a scheduler that does not answer
+        command = command._replace(without=_of_schedulers(environment({})))
     return command, launcher.flavour.export if place is not HERE else ""
+
+
+def _of_schedulers(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the variables that name an allocation; say of those that are no allocation."""
+    found = sorted(n for n in names if re.match("SLURM_(?!CONF$)|PBS_", n))
+    if found and allocation() is None:
+        some = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if found[3:] else "")
+        _say(f"note: {some} are set, but this is no allocation; they are left out")
+    return tuple(found)
 
 
 def _watched(
@@ -196,7 +237,7 @@ def _watched(
         roster = Roster(near, ranks if place is HERE else 0)
         try:
             command = command._replace(env={**command.env, **told})
-            outcome = run_job(handing_on(command, flag, environment(command.env)), timeout)
+            outcome = run_job(handing_on(command, flag, command.environment()), timeout)
         finally:
             roster.close()
         recorded = None
@@ -231,7 +272,10 @@ def _judged(
         how = _killed(outcome.killed, roster, launcher=True)
         _say(f"{launcher} itself {how}, hence exit code {outcome.code}")
     elif recorded is None and not outcome.interrupted:
-        _say_who(roster.first(outcome.code), roster)
+        first = roster.first(outcome.code)
+        _say_who(first, roster)
+        if not first and outcome.code % 128 == signal.SIGBUS:  # MPICH's launcher has it as it is
+            _say("if that is a bus error, /dev/shm is full, or small (a container): df -h /dev/shm")
     if recorded is not None or outcome.code:
         # Interrupted, Open MPI's launcher says 1.
         return recorded or (

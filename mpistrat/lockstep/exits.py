@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
@@ -189,7 +190,14 @@ class Exits:
         thread = threading.Thread(target=self._watch_leaving, args=(code, left), daemon=True)
         with suppress(RuntimeError):  # no thread can be started: it goes without
             thread.start()
-        agreed = self._parts(code)
+        try:
+            agreed = self._parts(code)
+        except Exception:  # such as MemoryError: the others wait for this rank in the last proof
+            if self.sessions[0].comm.size > 1:
+                with suppress(Exception):
+                    traceback.print_exc()
+                end_job(code or 1)
+            raise
         left.set()
         # Before MPI is finalized no watchdog may be inside it any more.
         calm = [session.board.close() for session in self.sessions]

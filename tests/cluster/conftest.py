@@ -1,4 +1,4 @@
-"""One Slurm on two virtual hosts for all tests of this directory, with this environment's MPI."""
+"""One Slurm on four virtual hosts for all tests of this directory, with this environment's MPI."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def place():
 
 @pytest.fixture(scope="session")
 def hosts(place):
-    """Two nodes and a head."""
+    """Four nodes and a head; most jobs are of the first two."""
     (place / "hosts").mkdir()
-    made = virtual.Hosts(place / "hosts", 2)
+    made = virtual.Hosts(place / "hosts", 4)
     yield made
     made.close()
 

@@ -72,6 +72,11 @@ class Hosts:
         for name in self.names:
             self.power_on(name)
 
+    @property
+    def running(self):
+        """Those that have power."""
+        return self._holders.keys()
+
     def power_on(self, name):
         """Start a node, and plug it in."""
         self._start(name, own_processes=True)

@@ -29,15 +29,18 @@ class Slurm:
       env: The variables with which its commands and jobs run.
     """
 
-    def __init__(self, hosts, directory, env, cpus=2):
-        """Start all of them, and wait until the nodes are idle."""
+    def __init__(self, hosts, directory, env, cpus=4, few=2):
+        """Start all of them, and wait until the nodes are idle.
+
+        The first `few` nodes are the partitions `main` and `high`, all of them `wide`.
+        """
         self.hosts, self.directory = hosts, Path(directory)
         self.env = {**env, "SLURM_CONF": str(self.directory / "slurm.conf")}
         for name in ("state", "log"):
             (self.directory / name).mkdir()
-        nodes = ",".join(hosts.names)
+        names = {"nodes": ",".join(hosts.names), "few": ",".join(hosts.names[:few])}
         (self.directory / "slurm.conf").write_text(
-            _CONF.format(directory=self.directory, head=HEAD, nodes=nodes, cpus=cpus)
+            _CONF.format(directory=self.directory, head=HEAD, cpus=cpus, **names)
         )
         # Where the ranks of Open MPI meet Slurm: on a file system of the host, by a short path.
         (self.directory / "mpi.conf").write_text("PMIxCliTmpDirBase=/run\n")
@@ -82,12 +85,22 @@ class Slurm:
 
     def until_idle(self, timeout=60):
         """Wait until no node runs anything, and all are there."""
-        every = len(self.hosts.names)
+        every = str(len(self.hosts.names))
 
         def idle():
-            return self("sinfo", "-h", "-p", "main", "-t", "idle", "-o", "%D").strip() == str(every)
+            return self("sinfo", "-h", "-p", "wide", "-t", "idle", "-o", "%D").strip() == every
 
-        _wait(idle, timeout, lambda: "no idle nodes: " + self("sinfo", "-N", "-l"))
+        _wait(idle, timeout, lambda: f"no idle nodes: {self.state()}")
+
+    def state(self):
+        """Nodes, jobs and steps, and what runs on each node: for a test that waits in vain."""
+        asked = (["sinfo", "-N", "-l"], ["squeue"], ["squeue", "-s"], ["scontrol", "show", "job"])
+        told = [self(*words, check=False) for words in asked]
+        for name in self.hosts.names:
+            if name in self.hosts.running:
+                words = ["ps", "-eo", "pid,ppid,stat,wchan:24,etimes,args", "--forest"]
+                told += [name, self.hosts.run(name, *words).stdout]
+        return "\n".join(told)
 
     def close(self):
         """End the daemons; those of the nodes end with them."""
@@ -104,7 +117,12 @@ class Slurm:
     def command(self, *argv, cwd=None, timeout=120, env=None):
         """Run a command on the head; return code, output and errors."""
         kept = {**self.env, **(env or {})}
-        return self.hosts.run(HEAD, *argv, cwd=cwd, timeout=timeout, env=kept)
+        try:
+            return self.hosts.run(HEAD, *argv, cwd=cwd, timeout=timeout, env=kept)
+        except subprocess.TimeoutExpired as late:
+            said = b"".join(filter(None, (late.stdout, late.stderr))).decode(errors="replace")
+            state = self.state()
+            raise AssertionError(f"{argv} goes on after {timeout} s: {said}\n{state}") from None
 
     def submit(self, directory, body, *options):
         """Hand in a script of bash in `directory`; return the job."""
@@ -207,7 +225,8 @@ KillWait=10
 MinJobAge=3600
 JobRequeue=1
 NodeName={nodes} CPUs={cpus} RealMemory=2000 State=UNKNOWN
-PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 \
+PartitionName=main Nodes={few} Default=YES MaxTime=INFINITE State=UP PriorityTier=1 \
 PreemptMode=REQUEUE
-PartitionName=high Nodes=ALL Default=NO MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
+PartitionName=high Nodes={few} Default=NO MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
+PartitionName=wide Nodes=ALL Default=NO MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE
 """

@@ -10,6 +10,8 @@ import pytest
 from hosts import HEAD
 from test_slurm import EVERYBODY, HALF, RUN, WHO, ranks
 
+from mpistrat.launch.process import TIMED_OUT
+
 LIBRARIES = Path(f"/usr/lib/{platform.machine()}-linux-gnu")
 SITES = {
     "openmpi": ("libmpi.so.40", "Open MPI v4", "openmpi-bin"),
@@ -37,8 +39,13 @@ def test_in_slurm(slurm, shared, site):
     env, says = site
     (shared / "who.py").write_text(WHO + TELL)
     for launcher in ("srun", "mpiexec"):
-        words = ["salloc", *HALF, *RUN.split(), "--launcher", launcher, "who.py"]
-        done = slurm.command(*words, cwd=shared, env=env)
+        words = ["salloc", *HALF, *RUN.split(), "--launcher", launcher]
+        for _ in range(3):
+            done = slurm.command(*words, "--timeout", "60", "who.py", cwd=shared, env=env)
+            # Debian's MPICH 4.0.2 over UCX stays in MPI_Finalize now and then: the rank that
+            # closes its connections waits for others that sleep in the barrier of PMI.
+            if done.returncode != TIMED_OUT or "mpich" not in says.lower():
+                break
         assert done.returncode == 0, done.stderr
         assert ranks(done.stdout) == EVERYBODY
         assert says in " ".join(done.stdout.split())
@@ -47,7 +54,7 @@ def test_in_slurm(slurm, shared, site):
 def test_by_a_file_of_hosts(hosts, shared, site, clean):
     env, says = site
     (shared / "who.py").write_text(WHO + TELL)
-    (shared / "hosts").write_text("".join(f"{name}:2\n" for name in hosts.names))
+    (shared / "hosts").write_text("".join(f"{name}:2\n" for name in hosts.names[:2]))
     env = {
         **clean,
         **env,

@@ -110,6 +110,7 @@ class TestRun:
     def test_variables_that_an_editor_has_left_are_ignored(self, slurm, shared):
         (shared / "who.py").write_text(WHO)
         left = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_NNODES": "2"}
+        left |= {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_TASKS_PER_NODE": "2(x2)"}
         done = slurm.command(*RUN.split(), "-n", "2", "who.py", cwd=shared, env=left)
         assert done.returncode == 0, done.stderr
         assert ranks(done.stdout) == [f"rank {r} of 2, 2 here, head" for r in range(2)]
@@ -140,6 +141,34 @@ def test_doctor_in_an_allocation(slurm, shared):
     assert told["inside"]
     assert told["between"]
     assert list(shared.iterdir()) == []
+
+
+def wrong(done):
+    return {one["name"]: one["text"] for one in json.loads(done.stdout)["findings"] if one["mend"]}
+
+
+def test_doctor_finds_what_is_wrong(slurm, shared):
+    """Another PMI, threads of BLAS, a directory of each node, and a rank that others wait for."""
+    doctor = ["salloc", *HALF, sys.executable, "-m", "mpistrat", "doctor", "--json"]
+    words = [*doctor, "--launcher", "srun --mpi=none", str(shared), "/run"]
+    done = slurm.command(*words, cwd=shared, env={"OMP_NUM_THREADS": "64"})
+    assert done.returncode == 1, done.stdout + done.stderr
+    found = wrong(done)
+    assert found["ranks"].startswith("4 jobs of 1")
+    assert "x 64 BLAS threads" in found["cores"] or "share" in found["cores"]
+    assert "/run is not the same directory" in found["directories"]
+    assert "KillOnBadExit is 0" in found["a rank that dies"]
+
+
+def test_doctor_finds_a_node_without_the_environment(slurm, shared, hosts):
+    doctor = ["salloc", *HALF, sys.executable, "-m", "mpistrat", "doctor", "--json", str(shared)]
+    assert hosts.run("node2", "mount", "-t", "tmpfs", "none", sys.prefix).returncode == 0
+    try:
+        done = slurm.command(*doctor, cwd=shared)
+    finally:
+        hosts.run("node2", "umount", sys.prefix)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "cannot be started on node2" in wrong(done)["start"]
 
 
 def test_a_drill_on_one_node_of_an_allocation(slurm, shared):

@@ -116,3 +116,13 @@ def test_an_exception_is_told_where_the_program_has_a_hook(tmp_path):
 def test_a_rank_without_its_streams_leaves(leave, tmp_path):
     code, said = told(leave, "main()", tmp_path)
     assert code == 1, said
+
+
+@pytest.mark.mpi
+def test_a_rank_that_cannot_take_part_in_the_last_proof_ends_the_job(tmp_path):
+    """As where memory has ended; the others would wait for it."""
+    how = "from mpistrat.lockstep.lockstep import Lockstep\ntry:\n    main()\nfinally:\n    pass"
+    leave = "def none(*_):\n            raise MemoryError\n        Lockstep.leave = none; return"
+    code, said = told(leave, how, tmp_path)
+    assert code == 1, said
+    assert "MemoryError" in said

@@ -29,7 +29,8 @@ def test_the_size_of_the_job(env, size):
 
 
 @pytest.mark.parametrize(
-    "env", [{}, {"SLURM_JOB_ID": "1", "SLURM_PROCID": "0"}, {"PATH": "mpiexec"}]
+    "env",
+    [{}, {"SLURM_JOB_ID": "1", "SLURM_PROCID": "0"}, {"PATH": "mpiexec"}, {"PMI_RANK": ""}],
 )
 def test_plain_processes_and_batch_scripts_have_no_launcher(env):
     assert launched_by(env) is None

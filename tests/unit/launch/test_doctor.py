@@ -186,6 +186,19 @@ class TestChecks:
         assert [one for one in examine(job) if one.level != OK] == []
         assert len(list(examine(job))) == len(CHECKS)
 
+    def test_what_is_said_of_many_nodes_can_be_read(self):
+        odd = [RANK.versions, RANK.versions | {"numpy": "1.26"}]
+        many = [
+            OTHER._replace(
+                **{"host": f"node{n:04}.site.example.org", "python": f"/{n}/bin/python"},
+                **{"versions": odd[n % 2], "opens": False, "unseen": ("/fast",)},
+            )
+            for n in range(1024)
+        ]
+        found = {one.name: one.text for one in examine(ranks(*many))}
+        assert max(map(len, found.values())) < 500
+        assert found["start"].endswith("1 on node0007.site.example.org and 1016 more")
+
     def test_each_wrong_thing_is_found_by_itself(self):
         for what, (job, name, *_) in WRONG.items():
             others = {one.name for one in examine(job) if one.level == BAD} - {name}
@@ -271,6 +284,22 @@ class TestInjected:
         assert code == 1
         assert "of 64 MiB" in wrong["/dev/shm"]["text"]
         assert str(tmp_path) in wrong["directories"]["text"]
+
+    @pytest.mark.nightly
+    @pytest.mark.skipif(os.geteuid() != 0, reason="namespaces")
+    def test_a_container_for_each_rank_and_too_many_threads(self, capsys, launcher, monkeypatch):
+        monkeypatch.setenv("OMP_NUM_THREADS", "999")
+        apart = launcher('shift 2; for i in 1 2; do unshare -pf --mount-proc "$@" & done; wait')
+        _, wrong = report(capsys, "--launcher", apart)
+        assert "/proc/PID/fd cannot be opened" in wrong["memory"]["text"]
+        assert "x 999 BLAS threads" in wrong["cores"]["text"] or os.cpu_count() == 1
+
+    @pytest.mark.nightly
+    def test_more_ranks_than_cores(self, capsys):
+        count = len(os.sched_getaffinity(0)) + 1
+        code, wrong = report(capsys, "-n", str(count))
+        assert code == 0
+        assert f"{count} ranks" in wrong["cores"]["text"]
 
     def test_a_launcher_that_is_not_there(self, capsys):
         code, wrong = report(capsys, "--launcher", "/no/such/srun -K1")

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from mpistrat.cluster.allocation import Allocation
 from mpistrat.errors import LaunchError
 from mpistrat.launch.flavours import of_launcher, of_library
 from mpistrat.launch.mpiexec import Launcher, Library, find
 from mpistrat.launch.output import Output
 from mpistrat.launch.plan import Wishes
 from mpistrat.launch.process import run_job
-from mpistrat.launch.run import plan_note, python_program, refuse_inside, run
+from mpistrat.launch.run import call_of, plan_note, python_program, refuse_inside, run
 
 STEPS = {
     "srun": {
@@ -75,17 +76,29 @@ def test_rank_started_by_the_launcher_here_is_refused(capfd):
     assert "this process already is one rank of a job" in capfd.readouterr().err
 
 
-def test_all_ranks_start_and_the_line_is_printed(tmp_path, capfd):
-    program = tmp_path / "hello world.py"
+# As an editor leaves them that came by ssh, or a container: launchers believe some of them.
+LEFT = {
+    **{"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_NODELIST": "", "PMI_RANK": ""},
+    **{"PBS_JOBID": "7", "PBS_ENVIRONMENT": "PBS_BATCH", "SLURM_CONF": "/etc/slurm.conf"},
+}
+
+
+def test_all_ranks_start_and_the_line_is_printed(tmp_path, capfd, monkeypatch):
+    for name, text in LEFT.items():
+        monkeypatch.setenv(name, text)
+    program = tmp_path / "hëllo world.py"
     program.write_text(
         "import os, sys\nfrom mpi4py import MPI\n"
-        "w, word = MPI.COMM_WORLD, sys.argv[1].encode()\n"
-        "os.write(1, b'rank %d of %d %s\\n' % (w.rank, w.size, word))\n"
+        "w, words = MPI.COMM_WORLD, [sys.argv[1], sys.warnoptions, sys.flags.optimize]\n"
+        "os.write(1, b'rank %d of %d %s\\n' % (w.rank, w.size, str(words).encode()))\n"
     )
-    assert run(Wishes(3), [str(program), "--flag"]) == 0
+    assert run(Wishes(3), ["python", "-u", "-O", "-W", "error", str(program), "--flag"]) == 0
     out, err = capfd.readouterr()
-    assert sorted(out.split("\n"))[-3:] == [f"rank {r} of 3 --flag" for r in range(3)]
-    line = err.splitlines()[0]
+    told = "['--flag', ['error'], 1]"
+    assert sorted(out.split("\n"))[-3:] == [f"rank {r} of 3 {told}" for r in range(3)]
+    note, line = err.splitlines()[:2]
+    some = "PBS_ENVIRONMENT, PBS_JOBID, SLURM_JOB_ID and 2 more"
+    assert note == f"mpistrat: note: {some} are set, but this is no allocation; they are left out"
     assert line.startswith("mpistrat: ")
     assert " OMP_NUM_THREADS=" in line or "OMP_NUM_THREADS" in os.environ
 
@@ -356,6 +369,49 @@ def test_a_rank_that_finds_no_other_is_refused_unless_it_is_meant(ranks, code, t
     done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == code, done.stderr
     assert ("2 ranks were started" in done.stderr) == (code == 1)
+
+
+FOUND = (
+    Launcher("mpiexec", of_launcher("HYDRA build details:"), "5.0"),
+    Library(of_library("MPICH Version: 5.0"), "MPICH Version: 5.0", ""),
+)
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts")
+def test_a_full_dev_shm_is_guessed(tmp_path):
+    (tmp_path / "x.py").write_text("import mpistrat as ms; ms.MirroredStrategy()")
+    words = f"{sys.executable} -m mpistrat run -n 2 {tmp_path / 'x.py'}"
+    inner = f"mount -t tmpfs -o size=1m none /dev/shm && {words}"
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", inner], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode, done.stderr
+    assert find()[1].flavour.name != "MPICH" or "df -h /dev/shm" in done.stderr
+
+
+PLACE = Allocation("Slurm", ("n1", "n2"), (2, 2))
+
+
+def test_an_allocation_that_cannot_be_reached_is_no_hang(monkeypatch):
+    monkeypatch.setattr("mpistrat.launch.run.plugins", lambda: "srun: fatal: no configuration\n")
+    with pytest.raises(LaunchError, match=r"srun: fatal: no configuration.*\n.*unset SLURM_JOB_ID"):
+        call_of(PLACE, Wishes(), ["x"], {})
+    monkeypatch.setattr("mpistrat.launch.run.plugins", lambda: "")
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr("mpistrat.launch.run.find", lambda: FOUND)
+    with pytest.raises(LaunchError, match="the 2 hosts of this allocation are reached by srun"):
+        call_of(PLACE, Wishes(), ["x"], {})
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    alone = call_of(Allocation("Slurm", ("n1",), (2,)), Wishes(), ["x"], {})[0]
+    assert "SLURM_JOB_ID" not in alone.environment()
+
+
+def test_what_python_is_to_be_told(tmp_path):
+    with pytest.raises(LaunchError, match="write the code to a file"):
+        run(Wishes(1), ["python", "-c", "print(1)"])
+    (tmp_path / "__main__.py").touch()
+    assert run(Wishes(1), [str(tmp_path)], dry_run=True) == 0
 
 
 def test_hosts_of_a_file(tmp_path, capfd):
