@@ -9,7 +9,7 @@ import numpy as np
 from mpistrat.arrays import Array
 from mpistrat.collectives.dtypes import decode_order, encode_order, ordered
 from mpistrat.comm.base import Comm
-from mpistrat.kernels.ops import FOLDS, ReduceOp
+from mpistrat.kernels.ops import UFUNCS, ReduceOp
 from mpistrat.kernels.scaling import real
 
 
@@ -24,8 +24,8 @@ def reduce_by_mpi(comm: Comm, send: Array, recv: Array, op: ReduceOp) -> None:
     if not op.how.left_to_mpi(send.dtype):
         rows = np.empty((comm.size, *send.shape), send.dtype)
         comm.allgather(send, rows)
-        fold: Any = FOLDS[op]
-        fold.reduce(rows, axis=0, out=recv)
+        ufunc: Any = UFUNCS[op]
+        ufunc.reduce(rows, axis=0, out=recv)
         return
     comm.allreduce(send, recv, op.how.mpi)
     if recv.dtype.kind in "fc" and comm.size > 1:

@@ -22,8 +22,8 @@ from mpistrat.arena.nodes import Nodes, find_nodes
 from mpistrat.arrays import Array
 from mpistrat.collectives.buckets import LIMIT, Bucket, fill
 from mpistrat.collectives.call import Call
-from mpistrat.collectives.lanes import Lane, fold_between
-from mpistrat.collectives.node import NodeFolds
+from mpistrat.collectives.lanes import Lane, reduce_between
+from mpistrat.collectives.node import NodeReducer
 from mpistrat.collectives.reducer import Reducer
 from mpistrat.collectives.results import put, results_for
 from mpistrat.collectives.segments import Part, Placed, placed, segments_of
@@ -34,8 +34,8 @@ from mpistrat.comm.mpi import MPIComm, needs_yielding
 from mpistrat.comm.nodes import before_finalize, threads_allowed
 from mpistrat.comm.ordered import Ordered
 from mpistrat.environment import YIELD, yields
-from mpistrat.kernels.fold import spread_rows
 from mpistrat.kernels.ops import ReduceOp
+from mpistrat.kernels.rows import spread_rows
 from mpistrat.lockstep.abort import abort
 from mpistrat.lockstep.guards import warn
 from mpistrat.lockstep.lockstep import Lockstep
@@ -141,7 +141,7 @@ class Overlap:
             moved(results)
         return results
 
-    def _able(self, lockstep: Lockstep, node: NodeFolds, call: str) -> bool:
+    def _able(self, lockstep: Lockstep, node: NodeReducer, call: str) -> bool:
         """Tell whether calls may overlap; if not, it is said why, where something can be done.
 
         Collective the first time; equal on all ranks.
@@ -180,7 +180,7 @@ class Overlap:
 
     def _prepared(
         self,
-        node: NodeFolds,
+        node: NodeReducer,
         call: Call,
         values: Sequence[Array],
         weights: Sequence[float],
@@ -197,7 +197,9 @@ class Overlap:
             values = call.wires(values, weights, fresh=False)
         return "", self._packed(node, call, values, outs)
 
-    def _placed(self, node: NodeFolds, op: ReduceOp, placed: Placed, leaves: list[Array]) -> Begin:
+    def _placed(
+        self, node: NodeReducer, op: ReduceOp, placed: Placed, leaves: list[Array]
+    ) -> Begin:
         """Return what begins to reduce arrays of the arena where they lie."""
 
         def begin(scales: Scales, oldest: int) -> Wait:
@@ -208,7 +210,7 @@ class Overlap:
 
     def _packed(
         self,
-        node: NodeFolds,
+        node: NodeReducer,
         call: Call,
         values: Sequence[Array],
         outs: Sequence[Array] | None,
@@ -241,7 +243,7 @@ class Overlap:
         return begin
 
     def _room(
-        self, node: NodeFolds, buckets: tuple[Bucket, ...], oldest: int
+        self, node: NodeReducer, buckets: tuple[Bucket, ...], oldest: int
     ) -> list[Array] | None:
         """Return rows for these packs that no rank reads any more. Collective."""
         rooms = self._rooms.pop(buckets, [])
@@ -260,10 +262,10 @@ class Overlap:
             del self._rooms[key]
         return found
 
-    def _begin(self, node: NodeFolds, op: ReduceOp, parts: list[Part], spread: bool) -> Transfer:
+    def _begin(self, node: NodeReducer, op: ReduceOp, parts: list[Part], spread: bool) -> Transfer:
         with node.moving():
             for rows, ranges in parts:
-                node.fold_inside(op, rows, rows[:1], rows.shape[1], ranges)
+                node.reduce_inside(op, rows, rows[:1], rows.shape[1], ranges)
         lane = None if self._lane is None else node.over(self._lane)
         return self._transfers.begin(functools.partial(self._move, op, parts, spread, lane))
 
@@ -286,7 +288,7 @@ class Overlap:
         if lane is not None:
             for rows, ranges in parts:
                 mine = slice_of(inside.rank, own.lanes, rows.shape[1], rows.dtype)
-                fold_between(lane, op, rows, rows[0], mine, ranges)
+                reduce_between(lane, op, rows, rows[0], mine, ranges)
         if not shared:
             return
         inside.barrier()

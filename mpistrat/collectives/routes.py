@@ -18,7 +18,7 @@ from mpistrat.collectives.buckets import Bucket, buckets
 from mpistrat.collectives.by_mpi import reduce_by_mpi
 from mpistrat.comm.base import Buffer, Comm
 from mpistrat.errors import StructureError
-from mpistrat.kernels.ops import FOLDS, ReduceOp
+from mpistrat.kernels.ops import UFUNCS, ReduceOp
 from mpistrat.lockstep.lockstep import Lockstep
 
 _ADDS = (ReduceOp.SUM, ReduceOp.MEAN)
@@ -98,7 +98,7 @@ def _reduced(values: Sequence[Array], out: Array, op: ReduceOp) -> None:
     out[...] = values[0]
     with np.errstate(all="ignore"):
         for value in values[1:]:
-            FOLDS[op](out, value, out=out)
+            UFUNCS[op](out, value, out=out)
 
 
 @final
@@ -118,8 +118,8 @@ class OneRoot(Route):
 
     Args:
       root: That rank.
-      accumulation_fn: Folds a list of arrays, in rank order, into one of the same shape and dtype;
-        takes the place of addition. None for addition.
+      accumulation_fn: Reduces a list of arrays, in rank order, into one of the same shape and
+        dtype; takes the place of addition. None for addition.
     """
 
     def __init__(self, root: int = 0, accumulation_fn: Callable[[list[Array]], Any] | None = None):
@@ -224,7 +224,7 @@ class Ring(Route):
             came = room[: mine.size]
             comm.sendrecv(given, ahead, came, behind)
             with np.errstate(all="ignore"):
-                FOLDS[op](came, mine, out=mine)
+                UFUNCS[op](came, mine, out=mine)
         for step in range(size - 1):
             given, mine = parts[(rank - step + 1) % size], parts[(rank - step) % size]
             comm.sendrecv(given, ahead, mine, behind)

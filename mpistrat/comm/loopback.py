@@ -20,7 +20,7 @@ import numpy as np
 from mpistrat.comm.base import Buffer, Comm
 from mpistrat.sharedmem.shared import Pages, shared_pages
 
-_FOLDS: dict[str, Callable[..., Any]] = {
+_UFUNCS: dict[str, Callable[..., Any]] = {
     "SUM": np.add,
     "PROD": np.multiply,
     # As MPI_MIN and MPI_MAX on both libraries: a NaN on one side is not seen reliably.
@@ -351,5 +351,5 @@ def _reduced(parts: Sequence[Any], op: str) -> Any:
     total = parts[0].copy()
     with np.errstate(all="ignore"):
         for part in parts[1:]:
-            _FOLDS[op](total, part, out=total)
+            _UFUNCS[op](total, part, out=total)
     return total

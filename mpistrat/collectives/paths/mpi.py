@@ -131,10 +131,10 @@ def _parts(bucket: Bucket, message: Array) -> list[tuple[int, Array]]:
 
 
 def _low_total(
-    fold: Callable[[Array, Array], None], value: Array, power: float, where: NDArray[np.intp]
+    ufunc: Callable[[Array, Array], None], value: Array, power: float, where: NDArray[np.intp]
 ) -> Array:
     """Return the sums at some places of everybody's values, scaled down before. Collective."""
     send = low_sum([value], None, power, where)
     total = np.empty_like(send)
-    fold(send, total)
+    ufunc(send, total)
     return total

@@ -22,8 +22,8 @@ from mpistrat.collectives.reducer import Reducer
 from mpistrat.collectives.results import Results, results_for
 from mpistrat.collectives.segments import segments_of
 from mpistrat.collectives.weights import Scales
-from mpistrat.kernels.fold import fold_rows
-from mpistrat.kernels.ops import FOLDS
+from mpistrat.kernels.ops import UFUNCS
+from mpistrat.kernels.rows import reduce_rows
 from mpistrat.kernels.scaling import Overflow, divide, noting, rescue_rows
 
 
@@ -68,7 +68,7 @@ class Direct(Path):
         self._arena, self._received = node.arena, lockstep.received
         self._divisor = reducer.comm.size if call.mean else 0
         self._header, self._same = call.header(ONES * call.weights), Scales()
-        self._fold: Callable[..., Any] = FOLDS[call.op]
+        self._ufunc: Callable[..., Any] = UFUNCS[call.op]
         self._columns, self._dtype = bucket.columns, bucket.dtype
         self._sides = node.arena.sides(bucket.dtype)
         self._rows = tuple(tuple(row[: bucket.columns] for row in side) for side in self._sides)
@@ -182,11 +182,11 @@ class Direct(Path):
         return total
 
     def _reduce(self, side: int, total: Array) -> None:
-        rows, fold = self._rows[side], self._fold
+        rows, ufunc = self._rows[side], self._ufunc
         with noting(overflow := Overflow() if self._divisor else None):
-            fold(rows[0], rows[1], out=total)
+            ufunc(rows[0], rows[1], out=total)
             for row in rows[2:]:
-                fold(total, row, out=total)
+                ufunc(total, row, out=total)
             if overflow is not None:
                 divide(total, self._divisor)
         if overflow is not None and overflow.seen:
@@ -197,10 +197,10 @@ class Direct(Path):
         ready = self.reducer.node.ready(self.call.op, self._dtype, self._columns)
         rows = self._sides[side]
         if self.call.weights == 1:
-            fold_rows(self._fold, rows, total[None], 0, len(total), *scales.of(0), ready=ready)
+            reduce_rows(self._ufunc, rows, total[None], 0, len(total), *scales.of(0), ready=ready)
             return
         for start, stop, table, divisor in segments_of(self.call.buckets[0], scales):
-            fold_rows(self._fold, rows, total[None], start, stop, table, divisor, ready=ready)
+            reduce_rows(self._ufunc, rows, total[None], start, stop, table, divisor, ready=ready)
 
 
 def _cuts(shapes: Sequence[tuple[int, ...] | None]) -> tuple[_Cut, ...]:

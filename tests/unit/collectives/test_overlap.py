@@ -155,13 +155,13 @@ def test_memory_is_used_again_once_all_ranks_have_waited(apart):
 
 def test_transfer_goes_on_while_the_program_computes(apart, monkeypatch):
     moved = [threading.Event() for _ in range(2)]
-    fold = overlap.fold_between
+    fold = overlap.reduce_between
 
     def told(lane, *args):
         fold(lane, *args)
         moved[lane.comm.rank].set()
 
-    monkeypatch.setattr(overlap, "fold_between", told)
+    monkeypatch.setattr(overlap, "reduce_between", told)
 
     def rank(comm):
         def fn(strategy, ctx):
@@ -318,14 +318,14 @@ def test_handle_of_no_run_that_is_dropped_keeps_no_memory(apart):
 
 
 def test_what_fails_in_the_thread_is_raised_where_it_is_waited_for(apart, monkeypatch):
-    fold = overlap.fold_between
+    fold = overlap.reduce_between
 
     def fails(lane, *args):
         if lane.comm.rank == 1:
             raise MemoryError("no memory here")
         fold(lane, *args)
 
-    monkeypatch.setattr(overlap, "fold_between", fails)
+    monkeypatch.setattr(overlap, "reduce_between", fails)
 
     def rank(comm):
         in_run(comm, lambda s, ctx: ctx.all_reduce_start("SUM", tree(comm.rank)).wait())
