@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpistrat.arrays import Array
-from mpistrat.collectives.by_mpi import reduce_array, reduce_by_mpi
+from mpistrat.collectives.by_mpi import reduce_by_mpi
 from mpistrat.collectives.segments import Segment
 from mpistrat.comm.base import Comm
 from mpistrat.kernels.narrow import from_bfloat16, to_bfloat16
@@ -77,7 +77,8 @@ class Lane(NamedTuple):
             factor = 1.0 if lowered else power
             self._reduce_narrow(given, factor, divisor * power, part)
             return part
-        total = reduce_array(self.comm, part, op)
+        total = np.empty_like(part)
+        reduce_by_mpi(self.comm, part, total, op)
         if divisor != 1.0:
             divide(total, divisor)
             low_total = functools.partial(self._low_total, part, kept)

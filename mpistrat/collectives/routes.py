@@ -183,22 +183,13 @@ class Hierarchical(Route):
         return found
 
     def reduce(self, call: str, lockstep: Lockstep, send: Array, recv: Array, op: ReduceOp) -> None:
-        """Reduce by an MPI_Reduce in the node, MPI_Allreduce among first ranks, and MPI_Bcast."""
+        """Reduce by an MPI_Allreduce in the node, another among first ranks, and MPI_Bcast."""
         nodes = self._nodes(lockstep)
-        first = nodes.node.rank == 0
-        mine = np.empty_like(send) if first else None
-        if not op.how.left_to_mpi(send.dtype):
-            values = _at_root(nodes.node, send, 0)
-            if mine is not None:
-                _reduced(values, mine, op)
-        else:
-            nodes.node.reduce(send, mine, op.how.mpi, 0)
-        if mine is not None:
-            if nodes.lane is None:
-                recv[...] = mine
-            else:
-                reduce_by_mpi(nodes.lane, mine, recv, op)
-        nodes.node.bcast(recv, 0)
+        reduce_by_mpi(nodes.node, send, recv, op)
+        if nodes.nodes > 1:
+            if nodes.node.rank == 0 and nodes.lane is not None:
+                reduce_by_mpi(nodes.lane, recv.copy(), recv, op)
+            nodes.node.bcast(recv, 0)
 
 
 @final

@@ -220,13 +220,6 @@ class MPIComm(Comm):
             part = flat[piece]
             self._comm.Bcast([part, part.size, self._byte], root=root)
 
-    def reduce(self, send: Buffer, recv: Buffer | None, op: str, root: int) -> None:
-        """Reduce every rank's `send` into `recv` of `root` by MPI_Reduce, in pieces."""
-        flat_send, flat_recv = send.reshape(-1), None if recv is None else recv.reshape(-1)
-        for piece in slices(send.size, send.itemsize, self.limit):
-            room = None if flat_recv is None else flat_recv[piece]
-            self._comm.Reduce(flat_send[piece], room, op=_ops()[op], root=root)
-
     def sendrecv(self, send: Buffer, dest: int, recv: Buffer, source: int) -> None:
         """Give `send` to `dest` and get `recv` from `source` by MPI_Sendrecv, in pieces."""
         given, room = _bytes(send), _bytes(recv)

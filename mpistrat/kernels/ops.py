@@ -32,10 +32,6 @@ class Fold(NamedTuple):
     repeats: bool = False
     loses_nan: bool = False
 
-    def left_to_mpi(self, dtype: np.dtype[Any]) -> bool:
-        """Tell whether MPI's own operation gives the right result for a dtype."""
-        return bool(self.mpi) and not (self.loses_nan and dtype.kind == "f")
-
 
 def _zero(dtype: np.dtype[Any]) -> Any:
     return dtype.type(0)
