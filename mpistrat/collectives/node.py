@@ -20,6 +20,7 @@ import numpy as np
 
 from mpistrat.arena.arena import Arena, ArenaAddress
 from mpistrat.arena.layout import Specs, slice_of
+from mpistrat.arena.nodes import Nodes
 from mpistrat.arena.storage import Storage
 from mpistrat.arrays import Array
 from mpistrat.collectives.call import Call
@@ -37,6 +38,7 @@ from mpistrat.kernels.rows import (
     sum_between,
 )
 from mpistrat.kernels.scaling import power_for
+from mpistrat.kernels.threads import Team
 from mpistrat.lockstep.guards import warn
 from mpistrat.lockstep.lockstep import Lockstep
 from mpistrat.lockstep.ranks import Hooks
@@ -44,6 +46,41 @@ from mpistrat.lockstep.ranks import Hooks
 
 class _Compiled(set[np.dtype[Any]]):
     """The dtypes whose loops some call of the session has had compiled; equal on all ranks."""
+
+
+def reduce_outside(
+    nodes: Nodes,
+    lane: Lane | None,
+    op: ReduceOp,
+    parts: Sequence[tuple[Array, Array, int, Sequence[Segment]]],
+    team: Team | None = None,
+) -> None:
+    """Reduce between nodes what their ranks have reduced, each its slice, in the first row.
+
+    Collective over all ranks. Others may read it after a barrier of the node.
+
+    Args:
+      nodes: Who shares a node.
+      lane: This rank and its twins, if it has any.
+      op: The operation.
+      parts: As `NodeReducer.reduce` takes them: rows, where results go, columns, segments.
+      team: The threads that take part in copying to other rows.
+    """
+    node = nodes.node
+    # A rank exchanges and spreads what it has reduced itself, and waits for nobody.
+    apart = nodes.lanes < node.size
+    if apart:
+        node.barrier()
+    if lane is not None:
+        for rows, out, columns, segments in parts:
+            mine = slice_of(node.rank, nodes.lanes, columns, rows.dtype)
+            reduce_between(lane, op, rows, out[0], mine, segments)
+    if apart:
+        node.barrier()
+    for rows, out, columns, segments in parts:
+        low, high = slice_of(node.rank, node.size, columns, rows.dtype)
+        for start, stop, *_ in segments:
+            spread_rows(out, 0, max(low, start), min(high, stop), team)
 
 
 @final
@@ -214,20 +251,10 @@ class NodeReducer:
         nodes = self.arena.nodes()
         several = nodes.nodes > 1
         self.reduce_inside(op, rows, out[:1] if several else out, columns, segments)
-        if not several:
-            return
-        # A rank exchanges and spreads what it has reduced itself, and waits for nobody.
-        apart = nodes.lanes < nodes.node.size
-        if apart:
-            nodes.node.barrier()
-        if nodes.lane is not None:
-            mine = slice_of(nodes.node.rank, nodes.lanes, columns, out.dtype)
-            reduce_between(self.over(nodes.lane), op, rows, out[0], mine, segments)
-        if apart:
-            nodes.node.barrier()
-        low, high = slice_of(nodes.node.rank, nodes.node.size, columns, rows.dtype)
-        for start, stop, *_ in segments:
-            spread_rows(out, 0, max(low, start), min(high, stop), self._lockstep.session.team)
+        if several:
+            lane = None if nodes.lane is None else self.over(nodes.lane)
+            team = self._lockstep.session.team
+            reduce_outside(nodes, lane, op, [(rows, out, columns, segments)], team)
 
     def _reduce_here(
         self, op: ReduceOp, rows: Array, out: Array, segment: Segment, whole: int, ready: bool

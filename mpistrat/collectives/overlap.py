@@ -17,13 +17,12 @@ from typing import final
 
 import numpy as np
 
-from mpistrat.arena.layout import slice_of
 from mpistrat.arena.nodes import Nodes, find_nodes
 from mpistrat.arrays import Array
 from mpistrat.collectives.buckets import LIMIT, Bucket, fill
 from mpistrat.collectives.call import Call
-from mpistrat.collectives.lanes import Lane, reduce_between
-from mpistrat.collectives.node import NodeReducer
+from mpistrat.collectives.lanes import Lane
+from mpistrat.collectives.node import NodeReducer, reduce_outside
 from mpistrat.collectives.reducer import Reducer
 from mpistrat.collectives.results import put, results_for
 from mpistrat.collectives.segments import Part, Placed, placed, segments_of
@@ -35,7 +34,6 @@ from mpistrat.comm.nodes import before_finalize, threads_allowed
 from mpistrat.comm.ordered import Ordered
 from mpistrat.environment import YIELD, yields
 from mpistrat.kernels.ops import ReduceOp
-from mpistrat.kernels.rows import spread_rows
 from mpistrat.lockstep.abort import abort
 from mpistrat.lockstep.guards import warn
 from mpistrat.lockstep.lockstep import Lockstep
@@ -282,23 +280,10 @@ class Overlap:
         own, inside = self._own, self._inside
         assert own is not None
         assert inside is not None
-        shared = inside.size > 1
-        if shared:
+        all_rows = [(rows, rows[: None if spread else 1], rows.shape[1], r) for rows, r in parts]
+        reduce_outside(own._replace(node=inside), lane, op, all_rows)
+        if inside.size > 1:
             inside.barrier()
-        if lane is not None:
-            for rows, ranges in parts:
-                mine = slice_of(inside.rank, own.lanes, rows.shape[1], rows.dtype)
-                reduce_between(lane, op, rows, rows[0], mine, ranges)
-        if not shared:
-            return
-        inside.barrier()
-        if not spread:
-            return
-        for rows, ranges in parts:
-            low, high = slice_of(inside.rank, inside.size, rows.shape[1], rows.dtype)
-            for start, stop, *_ in ranges:
-                spread_rows(rows, 0, max(low, start), min(high, stop))
-        inside.barrier()
 
     def _wait(self, transfer: Transfer, take: Wait) -> list[Array]:
         transfer.wait()

@@ -25,32 +25,29 @@ def reduce_blocks(
     ufunc: Callable[..., Any],
     rows: Array,
     out: Array,
-    start: int,
-    stop: int,
     scales: Array | None,
     divisor: float,
     inside: bool = False,
 ) -> None:
-    """Reduce columns of all rows by NumPy; see `mpistrat.kernels.rows.reduce_rows`.
+    """Reduce all rows by NumPy; see `mpistrat.kernels.rows.reduce_rows`.
 
     Args:
       ufunc: As there.
-      rows: As there.
-      out: As there.
-      start: As there.
-      stop: As there.
+      rows: A matrix whose rows are contiguous.
+      out: Rows that take the result, of as many columns.
       scales: As there.
       divisor: As there.
       inside: `out` is in the memory of `rows`.
     """
+    size = rows.shape[1]
     mean = divisor != 0.0 and (scales is not None or divisor != 1.0)
     # A mean is made beside the values, which may be needed again; else in the first row that goes
     # out, which may be the first that comes in: that is read first.
-    room = np.empty(min(BLOCK, stop - start) if inside and mean else 0, rows.dtype)
-    spare = np.empty(min(BLOCK, stop - start) if scales is not None else 0, rows.dtype)
+    room = np.empty(min(BLOCK, size) if inside and mean else 0, rows.dtype)
+    spare = np.empty(min(BLOCK, size) if scales is not None else 0, rows.dtype)
     overflow = Overflow()
-    for low in range(start, stop, BLOCK):
-        high = min(low + BLOCK, stop)
+    for low in range(0, size, BLOCK):
+        high = min(low + BLOCK, size)
         given = rows[:, low:high]
         total = room[: high - low] if room.size else out[0, low:high]
         with noting(overflow if mean else None):

@@ -25,7 +25,7 @@ def _sum_rows_twin(
 ) -> None:
     given, into = rows[:, start:stop], out[:, start - shift : stop - shift]
     scales = None if (factors == 1).all() else factors
-    reduce_blocks(np.add, given, into, 0, stop - start, scales, float(divisor[0]), inside)
+    reduce_blocks(np.add, given, into, scales, float(divisor[0]), inside)
 
 
 # Numba compiles the texts of the errors of ``total[:] = row``, which take it 7 s; this loop is the

@@ -195,5 +195,5 @@ def reduce_narrow(
         high = min(low + BLOCK, stop)
         with np.errstate(all="ignore"):
             wide = rows[:, low:high].astype(_WIDE)
-            reduce_blocks(ufunc, wide, total, 0, high - low, scales, divisor)
+            reduce_blocks(ufunc, wide, total[:, : high - low], scales, divisor)
             rows[:, low:high] = total[:, : high - low].astype(rows.dtype)

@@ -37,6 +37,7 @@ def reduce_rows(
     whole: int | None = None,
     team: Team | None = None,
     ready: bool = False,
+    shift: int = 0,
 ) -> None:
     """Reduce columns `start` to `stop` of all rows, and write the result to the rows of `out`.
 
@@ -55,9 +56,12 @@ def reduce_rows(
       scales: What to multiply each row by; a row of 0 is never read. None for all ones.
       divisor: What to divide the result by. With one, or with scales, it is a mean, and where its
         sum overflows, it is made from values that are scaled down before.
-      whole: How many columns all ranks together reduce in this call; these alone if None.
+      whole: How many columns all ranks together reduce in this call; these alone if None. Equal on
+        all ranks, which may cut differently: loops give a NaN that comes of two another payload
+        than NumPy.
       team: The threads that take part if the slice is large; None for this one alone.
       ready: The loop for this dtype is compiled, so what is less takes it too. Equal on all ranks.
+      shift: The column of `rows` that is the first of `out`.
 
     Cost: One pass over the slice of all rows. New dtypes compile for a second or two, once per
       cache on disk; what is less than 256 Ki columns as a whole does not wait for it, and goes
@@ -66,11 +70,8 @@ def reduce_rows(
     """
     count = stop - start if whole is None else whole
     if team is not None and stop - start >= 2 * _PART:
-
-        def part(low: int, high: int) -> None:
-            reduce_rows(ufunc, rows, out, low, high, scales, divisor, count, ready=ready)
-
-        _divided(team, part, start, stop)
+        how = (scales, divisor, count, None, ready, shift)
+        _divided(team, lambda a, b: reduce_rows(ufunc, rows, out, a, b, *how), start, stop)
         return
     if stop <= start:
         return
@@ -88,9 +89,10 @@ def reduce_rows(
     if ufunc is np.add and compiled:
         # To multiply by 1 changes no number, and takes no time beside that of memory.
         factors = np.ones(len(rows), dtype) if scales is None else factors_of(scales, dtype)
-        sum_rows(rows, out, start, stop, factors, np.array([divisor], dtype), 0, inside)
+        sum_rows(rows, out, start, stop, factors, np.array([divisor], dtype), shift, inside)
     else:
-        reduce_blocks(ufunc, rows, out, start, stop, scales, divisor, inside)
+        here, into = rows[:, start:stop], out[:, start - shift : stop - shift]
+        reduce_blocks(ufunc, here, into, scales, divisor, inside)
 
 
 def sum_between(
@@ -117,42 +119,6 @@ def _divided(team: Team, work: Callable[[int, int], None], start: int, stop: int
     """
     columns = stop - start
     team.run(lambda a, b: work(start + a, start + b), 0, columns, columns // _PART, TILE)
-
-
-def reduce_pair(
-    ufunc: Callable[..., Any],
-    rows: Array,
-    start: int,
-    stop: int,
-    out: Array,
-    scales: Array | None = None,
-    divisor: float = 1.0,
-    whole: int | None = None,
-    ready: bool = False,
-) -> None:
-    """Reduce columns `start` to `stop` of two rows into a flat array, by one thread.
-
-    Args:
-      ufunc: As in `reduce_rows`.
-      rows: C-ordered matrix of two rows.
-      start: The first column.
-      stop: The column after the last.
-      out: Where the result goes; of ``stop - start`` elements and the same dtype, contiguous.
-      scales: As in `reduce_rows`.
-      divisor: As in `reduce_rows`.
-      whole: As in `reduce_rows`. Equal on all ranks, which may cut differently: loops give a NaN
-        that comes of two another payload than NumPy.
-      ready: As in `reduce_rows`.
-
-    Cost: One pass over the columns.
-    """
-    compiled = ready or compiles(ufunc, rows.dtype, stop - start if whole is None else whole)
-    if rows.dtype.kind == "f" and ufunc is np.add and compiled:
-        factors = np.ones(2, rows.dtype) if scales is None else factors_of(scales, rows.dtype)
-        by = np.array([divisor], rows.dtype)
-        sum_rows(rows, out[None], start, stop, factors, by, start, False)
-    else:
-        reduce_blocks(ufunc, rows[:, start:stop], out[None], 0, stop - start, scales, divisor)
 
 
 def _ones(scales: Array | None) -> bool:

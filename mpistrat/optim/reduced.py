@@ -233,7 +233,7 @@ def _mean(rows: Array, factors: Array | None, divisor: float) -> Array:
         if finite.twin(found):
             return found
     total = np.empty((1, rows.shape[1]), rows.dtype)
-    reduce_blocks(np.add, rows, total, 0, rows.shape[1], factors, divisor)
+    reduce_blocks(np.add, rows, total, factors, divisor)
     whole: Array = total[0]
     return whole
 

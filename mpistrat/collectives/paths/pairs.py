@@ -16,7 +16,7 @@ from mpistrat.collectives.reducer import Reducer
 from mpistrat.collectives.results import results_for
 from mpistrat.collectives.weights import Scales
 from mpistrat.kernels.ops import UFUNCS
-from mpistrat.kernels.rows import reduce_pair
+from mpistrat.kernels.rows import reduce_rows
 from mpistrat.sharedmem.pool import Pool
 
 __all__ = ["Pairs"]
@@ -102,7 +102,8 @@ class Pairs(StagedPath):
                     table, divisor = scales.of(leaf)
                     end, into = column + stop - start, outs[leaf][start:stop]
                     if table is not None or divisor != 1.0:
-                        reduce_pair(ufunc, rows, column, end, into, table, divisor, whole, ready)
+                        how = (table, divisor, whole, None, ready, column)
+                        reduce_rows(ufunc, rows, into[None], column, end, *how)
                         continue
                     pair = [rows[0, column:end], rows[1, column:end]]
                     if mine[leaf].dtype == bucket.dtype:

@@ -19,7 +19,7 @@ from mpistrat.collectives.call import ONES, Call
 from mpistrat.collectives.paths.mpi import Messages
 from mpistrat.collectives.paths.path import Path, StagedPath
 from mpistrat.collectives.reducer import Reducer
-from mpistrat.collectives.results import Results, results_for
+from mpistrat.collectives.results import Results, put, results_for
 from mpistrat.collectives.segments import segments_of
 from mpistrat.collectives.weights import Scales
 from mpistrat.kernels.ops import UFUNCS
@@ -79,7 +79,6 @@ class Direct(Path):
         # If no leaf has to be put into shape, that is half of what it takes to cut hundreds.
         flat = all(cut.leaves == 1 and len(cut.shape or ()) == 1 for cut in self._cuts)
         self._lines = [cut.line for cut in self._cuts] if flat else None
-        self._spare: tuple[Array, list[Any]] | None = None
 
     @property
     def holds(self) -> bool:
@@ -100,17 +99,7 @@ class Direct(Path):
             self._stage(self._mine[side], values, weights)
         except Exception as error:
             self._lockstep.refuse(self.call.text, error)
-        if outs is None:
-            return self._cut(self._total(side, weights, None, alarm))
-        if self._spare is None:
-            room = np.empty(self._columns, self._dtype)
-            self._spare = room, self._cut(room, view=True)
-        total, parts = self._spare
-        self._total(side, weights, total, alarm)
-        with np.errstate(all="ignore"):
-            for out, part in zip(outs, parts, strict=True):
-                out[...] = part
-        return list(outs)
+        return put(self._cut(self._total(side, weights, alarm)), outs)
 
     def one(self, leaf: Any) -> Any:
         """Return the total of the only leaf, an array, without weights. Collective."""
@@ -136,30 +125,24 @@ class Direct(Path):
         with np.errstate(all="ignore"):
             np.concatenate(values, axis=None, out=mine, casting="unsafe")
 
-    def _cut(self, total: Array, view: bool = False) -> list[Any]:
+    def _cut(self, total: Array) -> list[Any]:
         if self._lines is not None:
             parts: list[Any] = [total[line] for line in self._lines]
         else:
             parts = []
             for line, shape, count in self._cuts:
                 if shape is None:
-                    parts.append(total[line] if view else total[line.start])
+                    parts.append(total[line.start])
                 elif count == 1:
                     parts.append(total[line].reshape(shape))
                 else:
                     parts.extend(total[line].reshape(count, *shape))
-        if view or self.call.as_it_is:
+        if self.call.as_it_is:
             return parts
         with np.errstate(all="ignore"):
             return self.call.results(parts)
 
-    def _total(
-        self,
-        side: int,
-        weights: Sequence[float] = ONES,
-        total: Array | None = None,
-        alarm: str = "",
-    ) -> Array:
+    def _total(self, side: int, weights: Sequence[float] = ONES, alarm: str = "") -> Array:
         call, even, scales = self.call, self._even, self._same
         header = self._header if even else call.header(weights)
         if not self._rides:
@@ -171,8 +154,7 @@ class Direct(Path):
         hooks = self._lockstep.hooks
         if hooks.on_moving is not None:
             hooks.on_moving()
-        if total is None:
-            total = np.empty(self._columns, self._dtype)
+        total = np.empty(self._columns, self._dtype)
         if even or (call.weigh and scales.table is None):
             self._reduce(side, total)
         else:

@@ -22,7 +22,7 @@ from mpistrat.collectives.buckets import buckets
 from mpistrat.collectives.paths import pairs
 from mpistrat.comm.loopback import LoopbackComm
 from mpistrat.kernels import rows as rows_module
-from mpistrat.kernels.rows import reduce_pair, reduce_rows
+from mpistrat.kernels.rows import reduce_rows
 from mpistrat.kernels.scaling import divide
 from mpistrat.testing import run_ranks
 
@@ -452,7 +452,8 @@ def test_the_kernel_has_the_bits_of_its_twin(rows, dtype, scaled, by, second, pl
     outs = [{"inside": v, "first row": v[:1]}.get(place, v[:2] + 1) for v in (compiled, twin)]
     reduce_rows(np.add, compiled, outs[0], 17, 4321, scales, divisor)
     with np.errstate(all="ignore"):
-        rows_module.reduce_blocks(np.add, twin, outs[1], 17, 4321, scales, divisor)
+        given, into = twin[:, 17:4321], outs[1][:, 17:4321]
+        rows_module.reduce_blocks(np.add, given, into, scales, divisor)
     assert compiled.tobytes() == twin.tobytes()
     assert outs[0].tobytes() == outs[1].tobytes()
     terms = [
@@ -506,7 +507,7 @@ def test_two_rows_have_the_bits_of_rounding_once_each_step(scales, by, dtype):
     for ready in (False, True):
         out, into = np.zeros((1, 5000), dtype), np.zeros(4304, dtype)
         reduce_rows(np.add, values, out, *given, ready=ready)
-        reduce_pair(np.add, values, *given[:2], into, *given[2:], ready=ready)
+        reduce_rows(np.add, values, into[None], *given, ready=ready, shift=17)
         found += [out[0, 17:4321].tobytes(), into.tobytes()]
     assert set(found) == {found[0]}
     np.testing.assert_array_equal(np.frombuffer(found[0], dtype), want)
