@@ -19,7 +19,7 @@ import numpy as np
 
 from mpistrat.arena.nodes import Nodes, find_nodes
 from mpistrat.arrays import Array
-from mpistrat.collectives.buckets import LIMIT, Bucket, fill
+from mpistrat.collectives.buckets import Bucket, fill
 from mpistrat.collectives.call import Call
 from mpistrat.collectives.lanes import Lane
 from mpistrat.collectives.node import NodeReducer, reduce_outside
@@ -191,9 +191,7 @@ class Overlap:
         if homes is not None:
             where = placed(homes)
             return where.suffix, self._placed(node, call.op, where, list(values))
-        if call.mean and 0 in weights:  # never read
-            values = call.wires(values, weights, fresh=False)
-        return "", self._packed(node, call, values, outs)
+        return "", self._packed(node, call, call.to_copy(values, weights), outs)
 
     def _placed(
         self, node: NodeReducer, op: ReduceOp, placed: Placed, leaves: list[Array]
@@ -214,8 +212,6 @@ class Overlap:
         outs: Sequence[Array] | None,
     ) -> Begin:
         """Return what copies values, and begins to reduce the copies."""
-        if call.most > LIMIT // 2:  # it may be cut into pieces, which are taken from one run
-            values = [v if v.flags.c_contiguous else v.copy() for v in values]
         results = results_for(call, values, outs, self._lockstep.session.kept(Pool))
 
         def begin(scales: Scales, oldest: int) -> Wait | None:

@@ -30,7 +30,7 @@ _PIECE = 2 * 1024 * 1024
 class _Given(NamedTuple):
     """Leaves, C-ordered, and where their results go."""
 
-    values: list[Array]
+    values: Sequence[Array]
     results: list[Array]
 
 
@@ -68,9 +68,7 @@ class Pairs(StagedPath):
     ) -> _Given:
         """Fill the first piece of this rank's own memory."""
         call, node, session = self.call, self.reducer.node, self.reducer.lockstep.session
-        if call.mean and 0 in weights:  # never read
-            values = call.wires(values, weights, fresh=False)
-        values = [v if v.flags.c_contiguous else v.copy() for v in values]
+        values = call.to_copy(values, weights, flat=True)
         node.compile(call)
         session.check()  # a thread or a child that may not call must not write first
         fill(self._buckets[0], values, self._rows(0)[node.rank])

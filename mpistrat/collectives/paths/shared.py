@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.collectives.buckets import LIMIT, fill
+from mpistrat.collectives.buckets import fill
 from mpistrat.collectives.call import ONES, Call
 from mpistrat.collectives.paths.mpi import Messages
 from mpistrat.collectives.paths.path import Path, StagedPath
@@ -236,13 +236,10 @@ class Packs(StagedPath):
     ) -> _Packed:
         """Fill the first bucket if there is room for it: in this rank's own row."""
         call, node, session = self.call, self.reducer.node, self.reducer.lockstep.session
-        if call.mean and 0 in weights:  # never read
-            values = call.wires(values, weights, fresh=False)
+        values = call.to_copy(values, weights)
         node.compile(call)
         # A thread or a child that may not call must not write to the row first.
         session.check()
-        if call.most > LIMIT // 2:  # it may be cut into pieces, which are taken from one run
-            values = [v if v.flags.c_contiguous else v.copy() for v in values]
         filled = bool(call.buckets) and node.arena.has_room(call.most)
         if filled:
             bucket = call.buckets[0]
