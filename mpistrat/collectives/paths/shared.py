@@ -99,7 +99,8 @@ class Direct(Path):
             self._stage(self._mine[side], values, weights)
         except Exception as error:
             self._lockstep.refuse(self.call.text, error)
-        return put(self._cut(self._total(side, weights, alarm)), outs)
+        results = self._cut(self._total(side, weights, alarm))
+        return results if outs is None else put(results, outs)
 
     def one(self, leaf: Any) -> Any:
         """Return the total of the only leaf, an array, without weights. Collective."""
