@@ -48,7 +48,7 @@ from mpi4py import MPI
 from pictures import Panel, bars
 
 import mpistrat
-from mpistrat.kernels.fold import fold_rows
+from mpistrat.kernels.rows import reduce_rows
 
 BUCKET = 25 * 2**20
 REPETITIONS = 15
@@ -196,7 +196,7 @@ def own_memory(shapes: list[tuple[int, ...]], comm: MPI.Intracomm) -> dict[str, 
     rows = np.zeros((comm.size, size), np.float32)
 
     def call() -> None:
-        fold_rows(np.add, rows, rows, 0, size)
+        reduce_rows(np.add, rows, rows, 0, size)
 
     def right(_: Any, number: int) -> bool:
         return bool(rows[0, -1] == rows[-1, 0] == np.float32(comm.size * (comm.rank + number)))

@@ -9,8 +9,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, final
+from typing import Any, cast, final
 
+from mpistrat.arena.nodes import Nodes, find_nodes
 from mpistrat.board.departure import Departure
 from mpistrat.board.link import Link
 from mpistrat.board.observer import Limits, Observer
@@ -19,15 +20,8 @@ from mpistrat.board.proc import Parents, look
 from mpistrat.board.reporter import Reporter, dump_signal, nothing_else, say
 from mpistrat.board.status import Status
 from mpistrat.board.watchdog import Watchdog
-from mpistrat.comm.mpi import abort
-from mpistrat.comm.nodes import (
-    Mailbox,
-    MPINodes,
-    arrival,
-    before_finalize,
-    nodes_of,
-    threads_allowed,
-)
+from mpistrat.comm.mpi import MPIComm, abort
+from mpistrat.comm.nodes import Mailbox, arrival, before_finalize, threads_allowed
 from mpistrat.comm.session import StatusBoard
 from mpistrat.sharedmem.shared import shared_memory
 
@@ -64,38 +58,40 @@ class Board(StatusBoard):
         self.resume = self.slot.resume
         self.leave = self.slot.leave
         self._watchdog: Watchdog | None = None
-        self._nodes: MPINodes | None = None
+        self._nodes: Nodes | None = None
+        self._leaders: Any = None
         self._ended: bool | None = None
         self._departure: Departure | None = None
         self._closes: Callable[[], None] | None = None
 
     @staticmethod
     def on(
-        comm: Any,
+        comm: MPIComm,
         limits: Limits | None = None,
-        node: Any | None = None,
+        per_node: int = 0,
         launched: bool = True,
         others: Callable[[], tuple[int, str]] = nothing_else,
     ) -> Board:
         """Open the board of a communicator and have it watched.
 
-        Collective: over `comm`. Cost: two splits and a few small all-gathers; then a thread that
+        Collective: over `comm`. Cost: two splits and a few small calls; then a thread that
         sleeps, and four times a second takes about 0.1 ms.
 
         Args:
-          comm: An mpi4py intracommunicator. The board makes its own from it.
+          comm: The ranks. Watchdogs talk on communicators that are made from it.
           limits: How patient to be; by default 60 s and 1800 s.
-          node: The ranks to take as one node, if not those that MPI says share memory.
+          per_node: Take so many consecutive ranks as one node; 0 to ask MPI who shares memory.
           launched: A launcher started this process, which is to end when that one is gone.
           others: Returns how many calls this process has made on other communicators, and the text
             of the one that it is inside of.
         """
         limits = limits or Limits()
-        nodes = nodes_of(comm, node)
-        size, index = nodes.node.size, nodes.node.rank
+        nodes = find_nodes(comm, per_node)
+        node = cast(MPIComm, nodes.node).mpi
+        size, index = node.size, node.rank
         memory = None
         if size > 1:
-            memory = shared_memory(nodes.node.allgather, index == 0, page_bytes(size), "board")
+            memory = shared_memory(node.allgather, index == 0, page_bytes(size), "board")
         shared = size == 1 or memory is not None
         if not shared:
             size, index = 1, 0
@@ -103,10 +99,12 @@ class Board(StatusBoard):
         page = Page(memory or memoryview(bytearray(page_bytes(size))), size)
         board = Board(page, index)
         board._nodes = nodes
+        if node.rank == 0 and nodes.lane is not None:
+            board._leaders = cast(MPIComm, nodes.lane).mpi
         mine = look(os.getpid())
         board.slot.open(comm.rank, os.getpid(), mine.born if mine else 0, dump_signal())
         # Everybody's slot is open after this, which the observer relies on.
-        everybody = tuple(nodes.node.allgather(comm.rank))
+        everybody = tuple(node.allgather(comm.rank))
         own = everybody if shared else (comm.rank,)
         board._watch(comm, limits, index, own, launched, others)
         if shared:
@@ -115,7 +113,7 @@ class Board(StatusBoard):
 
     def _watch(
         self,
-        comm: Any,
+        comm: MPIComm,
         limits: Limits,
         index: int,
         ranks: tuple[int, ...],
@@ -123,9 +121,8 @@ class Board(StatusBoard):
         others: Callable[[], tuple[int, str]],
     ) -> None:
         host = platform.node()
-        leaders = self._nodes.leaders if self._nodes is not None else None
-        home, link = 0, None
-        if leaders is not None and leaders.size > 1:
+        leaders, home, link = self._leaders, 0, None
+        if leaders is not None:
             home = leaders.rank
             told = leaders.allgather((host, ranks))
             if threads_allowed():
@@ -151,9 +148,9 @@ class Board(StatusBoard):
         """Return how to wait for the others to leave; None if not all of them can be seen."""
         if self.page.size == size:
             return Departure(self.page, size)
-        if not threads_allowed() or self._nodes is None:  # the nodes tell each other nothing
+        if not threads_allowed():  # the nodes tell each other nothing
             return None
-        leaders = self._nodes.leaders
+        leaders = self._leaders
         return Departure(self.page, size, None if leaders is None else lambda: arrival(leaders))
 
     @property

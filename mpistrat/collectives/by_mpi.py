@@ -9,7 +9,7 @@ import numpy as np
 from mpistrat.arrays import Array
 from mpistrat.collectives.dtypes import decode_order, encode_order, ordered
 from mpistrat.comm.base import Comm
-from mpistrat.kernels.ops import FOLDS, ReduceOp
+from mpistrat.kernels.ops import UFUNCS, ReduceOp
 from mpistrat.kernels.scaling import real
 
 
@@ -17,15 +17,23 @@ def reduce_by_mpi(comm: Comm, send: Array, recv: Array, op: ReduceOp) -> None:
     """Reduce by the MPI library's own all-reduce; a NaN has the same bits on all ranks.
 
     Of two NaNs, and of where they came from, MPICH leaves other bits on other ranks. Where MPI
-    would lose a NaN, or has no such operation, everybody's values are gathered instead.
+    would lose a NaN, integers that sort alike travel; where it has no such operation, or they have
+    none, everybody's values are gathered instead.
 
-    Collective; unproved. Cost: one MPI_Allreduce, and of floating point one pass over `recv`.
+    Collective; unproved. Cost: one MPI_Allreduce, and of floating point one pass over `recv`, or
+    some over both for MIN and MAX.
     """
-    if not op.how.left_to_mpi(send.dtype):
+    if ordered(op, send.dtype):
+        keys = encode_order(send, op)
+        least = np.empty_like(keys)
+        comm.allreduce(keys, least, op.how.mpi)
+        recv[...] = decode_order(least, op)
+        return
+    if not op.how.mpi or (op.how.loses_nan and send.dtype.kind == "f"):
         rows = np.empty((comm.size, *send.shape), send.dtype)
         comm.allgather(send, rows)
-        fold: Any = FOLDS[op]
-        fold.reduce(rows, axis=0, out=recv)
+        ufunc: Any = UFUNCS[op]
+        ufunc.reduce(rows, axis=0, out=recv)
         return
     comm.allreduce(send, recv, op.how.mpi)
     if recv.dtype.kind in "fc" and comm.size > 1:
@@ -33,11 +41,3 @@ def reduce_by_mpi(comm: Comm, send: Array, recv: Array, op: ReduceOp) -> None:
         missing = np.isnan(flat)
         if missing.any():
             flat[missing] = np.nan
-
-
-def reduce_array(comm: Comm, array: Array, op: ReduceOp) -> Array:
-    """Return an array reduced by MPI's own operations, in memory of its own. Collective."""
-    send = encode_order(array, op) if ordered(op, array.dtype) else array
-    recv = np.empty_like(send)
-    reduce_by_mpi(comm, send, recv, op)
-    return recv if send is array else decode_order(recv, op)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from mpistrat.arrays import Array, label, spec_text
-from mpistrat.collectives.buckets import Bucket, buckets
+from mpistrat.collectives.buckets import LIMIT, Bucket, buckets
 from mpistrat.collectives.dtypes import WireType
 from mpistrat.comm.callsite import where
 from mpistrat.kernels.narrow import is_narrow
@@ -191,6 +191,22 @@ class Call:
             )
             for value, dtypes, weight in zip(values, self.dtypes, each, strict=True)
         ]
+
+    def to_copy(
+        self, values: Sequence[Array], weights: Sequence[float], flat: bool = False
+    ) -> Sequence[Array]:
+        """Return the leaves as buckets take them; those never read as zeros.
+
+        Args:
+          values: The leaves.
+          weights: As `wires` takes them.
+          flat: All of them C-ordered; else if a bucket may have a part of one.
+        """
+        if self.mean and 0 in weights:
+            values = self.wires(values, weights, fresh=False)
+        if flat or self.most > LIMIT // 2:
+            values = [v if v.flags.c_contiguous else v.copy() for v in values]
+        return values
 
     def results(self, totals: Sequence[Any], divisors: Sequence[float] | None = None) -> list[Any]:
         """Return the totals divided, in place, and in the dtypes that come back.

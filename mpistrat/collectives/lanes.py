@@ -1,6 +1,6 @@
 """Sums that the nodes have made, reduced between them: one rank of each node for each slice.
 
-`Lane.fold` is one exchange, of one slice. What float32 travels as is up to the wire:
+`Lane.reduce` is one exchange, of one slice. What float32 travels as is up to the wire:
 
 =============  ===================================================================================
 wire           how
@@ -14,8 +14,8 @@ wire           how
 
 Everyone has the owner's bits, and what an element becomes does not depend on where it lies.
 
-`Lane.fold_own` is the first half: each twin gets what is its own from messages of all others, and
-adds it in the order of the nodes. The sum has the bits that `Lane.fold` gives, but where an MPI
+`Lane.reduce_own` is the first half: each twin gets what is its own from messages of all others, and
+adds it in the order of the nodes. The sum has the bits that `Lane.reduce` gives, but where an MPI
 library adds float32 or float64 of three nodes and more in another order.
 """
 
@@ -30,12 +30,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpistrat.arrays import Array
-from mpistrat.collectives.by_mpi import reduce_array, reduce_by_mpi
+from mpistrat.collectives.by_mpi import reduce_by_mpi
 from mpistrat.collectives.segments import Segment
 from mpistrat.comm.base import Comm
-from mpistrat.kernels.fold import compiles, fold_rows
 from mpistrat.kernels.narrow import from_bfloat16, to_bfloat16
 from mpistrat.kernels.ops import ReduceOp
+from mpistrat.kernels.rows import compiles, reduce_rows
 from mpistrat.kernels.scaling import divide, real, rescue
 
 # What goes between nodes at once, in elements; bounds what it takes beside the arena.
@@ -55,7 +55,7 @@ class Lane(NamedTuple):
     power: float
     wire: str
 
-    def fold(self, op: ReduceOp, part: Array, kept: Array | None, divisor: float) -> Array:
+    def reduce(self, op: ReduceOp, part: Array, kept: Array | None, divisor: float) -> Array:
         """Return what the nodes have of one slice, reduced. Collective over `comm`; unproved.
 
         Args:
@@ -75,9 +75,10 @@ class Lane(NamedTuple):
             power = self.power if op is ReduceOp.MEAN else 1.0
             given, lowered = self._or_lowered(part, kept)
             factor = 1.0 if lowered else power
-            self._fold_narrow(given, factor, divisor * power, part)
+            self._reduce_narrow(given, factor, divisor * power, part)
             return part
-        total = reduce_array(self.comm, part, op)
+        total = np.empty_like(part)
+        reduce_by_mpi(self.comm, part, total, op)
         if divisor != 1.0:
             divide(total, divisor)
             low_total = functools.partial(self._low_total, part, kept)
@@ -91,7 +92,7 @@ class Lane(NamedTuple):
         reduce_by_mpi(self.comm, send, total, ReduceOp.MEAN)
         return total
 
-    def _fold_narrow(self, given: Array, factor: float, divisor: float, out: Array) -> None:
+    def _reduce_narrow(self, given: Array, factor: float, divisor: float, out: Array) -> None:
         """Add what the nodes give times `factor`, by way of bfloat16, and divide."""
         cuts = [given.size * rank // self.comm.size for rank in range(self.comm.size + 1)]
         bits = np.empty(given.size, np.uint16)
@@ -106,7 +107,7 @@ class Lane(NamedTuple):
         came = self._exchange(bits)
         wide: Array = np.empty(came.shape, np.float32)
         _widen(came.reshape(-1), wide.reshape(-1))
-        fold_rows(np.add, wide, wide[:1], 0, wide.shape[1])
+        reduce_rows(np.add, wide, wide[:1], 0, wide.shape[1])
         if divisor != 1.0:
             divide(wide[0], divisor)
         mine = np.empty(wide.shape[1], np.uint16)
@@ -129,7 +130,7 @@ class Lane(NamedTuple):
             comm.sendrecv(given[to], to, came[source], source)
         return came
 
-    def fold_own(
+    def reduce_own(
         self, parts: Sequence[Array], kept: Sequence[Array] | None, divisor: float
     ) -> Array:
         """Return the mean of what the nodes have for this rank. Collective; unproved.
@@ -137,7 +138,7 @@ class Lane(NamedTuple):
         Args:
           parts: What this node has for each of the twins, in their order; flat, contiguous, of one
             dtype, float32 or float64.
-          kept: As in `fold`, for each of them, or None.
+          kept: As in `reduce`, for each of them, or None.
           divisor: As there.
 
         Cost: one message to each of the others.
@@ -170,7 +171,7 @@ def _mean_of_rows(came: Array, divisor: float, power: float) -> Array:
         found: Array = functools.reduce(np.add, some)
         return found
 
-    fold_rows(np.add, came, total, 0, rows.shape[1])
+    reduce_rows(np.add, came, total, 0, rows.shape[1])
     found: Array = total[0, :-1]
     if divisor != 1.0:
         divide(found, divisor)
@@ -207,7 +208,7 @@ def compile_wire(dtype: np.dtype[Any], columns: int) -> None:
         from_bfloat16(bits, one)
 
 
-def fold_between(
+def reduce_between(
     lane: Lane,
     op: ReduceOp,
     rows: Array,
@@ -233,10 +234,10 @@ def fold_between(
         for at in range(start, stop, MOST):
             part = row[at : min(at + MOST, stop)]
             low_sums = [rows[1, at : at + part.size]] if kept else None
-            fold_together(lane, op, [part], low_sums, segment.divisor)
+            reduce_together(lane, op, [part], low_sums, segment.divisor)
 
 
-def fold_together(
+def reduce_together(
     lane: Lane, op: ReduceOp, parts: Sequence[Array], kept: Sequence[Array] | None, divisor: float
 ) -> None:
     """Reduce several slices in one exchange, in place. Collective over `lane`; unproved.
@@ -245,7 +246,7 @@ def fold_together(
       lane: One rank of each node.
       op: How.
       parts: The slices, of one dtype; together at most `MOST` elements.
-      kept: As in `Lane.fold`, for each of them, or none.
+      kept: As in `Lane.reduce`, for each of them, or none.
       divisor: As there.
     """
     whole, low = parts[0], kept[0] if kept else None
@@ -253,14 +254,14 @@ def fold_together(
         whole, low = np.concatenate(parts), None
         if kept and not np.isfinite(whole).all():
             low = np.concatenate(kept)
-    total, at = lane.fold(op, whole, low, divisor), 0
+    total, at = lane.reduce(op, whole, low, divisor), 0
     for part in parts:
         if total is not part:
             part[:] = total[at : at + part.size]
         at += part.size
 
 
-def fold_far(lane: Lane, op: ReduceOp, parts: Sequence[Sequence[tuple[Array, Segment]]]) -> None:
+def reduce_far(lane: Lane, op: ReduceOp, parts: Sequence[Sequence[tuple[Array, Segment]]]) -> None:
     """Make means in the first rows of matrices, of what is there and of their second rows.
 
     Collective over `lane`; unproved.
@@ -276,11 +277,11 @@ def fold_far(lane: Lane, op: ReduceOp, parts: Sequence[Sequence[tuple[Array, Seg
     if segment.scales is None and len(rows) > 1:
         low = _columns(parts, 1)
     if len(parts) == 1:
-        fold_together(lane, op, sums[0], None if low is None else low[0], segment.divisor)
+        reduce_together(lane, op, sums[0], None if low is None else low[0], segment.divisor)
         return
     given = [np.concatenate(some) for some in sums]
     kept = None if low is None else [np.concatenate(some) for some in low]
-    own, at = lane.fold_own(given, kept, segment.divisor), 0
+    own, at = lane.reduce_own(given, kept, segment.divisor), 0
     for mine in sums[lane.comm.rank]:
         mine[:] = own[at : at + mine.size]
         at += mine.size

@@ -20,23 +20,25 @@ import numpy as np
 
 from mpistrat.arena.arena import Arena, ArenaAddress
 from mpistrat.arena.layout import Specs, slice_of
+from mpistrat.arena.nodes import Nodes
 from mpistrat.arena.storage import Storage
 from mpistrat.arrays import Array
 from mpistrat.collectives.call import Call
 from mpistrat.collectives.communication import WIRES
-from mpistrat.collectives.lanes import Lane, compile_wire, fold_between, fold_far
+from mpistrat.collectives.lanes import Lane, compile_wire, reduce_between, reduce_far
 from mpistrat.collectives.segments import Placed, Segment
 from mpistrat.collectives.weights import Scales
 from mpistrat.comm.base import Comm
-from mpistrat.kernels.fold import (
+from mpistrat.kernels.ops import UFUNCS, ReduceOp
+from mpistrat.kernels.rows import (
     compile_for,
     compiles,
-    fold_rows,
+    reduce_rows,
     spread_rows,
     sum_between,
 )
-from mpistrat.kernels.ops import FOLDS, ReduceOp
 from mpistrat.kernels.scaling import power_for
+from mpistrat.kernels.threads import Team
 from mpistrat.lockstep.guards import warn
 from mpistrat.lockstep.lockstep import Lockstep
 from mpistrat.lockstep.ranks import Hooks
@@ -46,8 +48,43 @@ class _Compiled(set[np.dtype[Any]]):
     """The dtypes whose loops some call of the session has had compiled; equal on all ranks."""
 
 
+def reduce_outside(
+    nodes: Nodes,
+    lane: Lane | None,
+    op: ReduceOp,
+    parts: Sequence[tuple[Array, Array, int, Sequence[Segment]]],
+    team: Team | None = None,
+) -> None:
+    """Reduce between nodes what their ranks have reduced, each its slice, in the first row.
+
+    Collective over all ranks. Others may read it after a barrier of the node.
+
+    Args:
+      nodes: Who shares a node.
+      lane: This rank and its twins, if it has any.
+      op: The operation.
+      parts: As `NodeReducer.reduce` takes them: rows, where results go, columns, segments.
+      team: The threads that take part in copying to other rows.
+    """
+    node = nodes.node
+    # A rank exchanges and spreads what it has reduced itself, and waits for nobody.
+    apart = nodes.lanes < node.size
+    if apart:
+        node.barrier()
+    if lane is not None:
+        for rows, out, columns, segments in parts:
+            mine = slice_of(node.rank, nodes.lanes, columns, rows.dtype)
+            reduce_between(lane, op, rows, out[0], mine, segments)
+    if apart:
+        node.barrier()
+    for rows, out, columns, segments in parts:
+        low, high = slice_of(node.rank, node.size, columns, rows.dtype)
+        for start, stop, *_ in segments:
+            spread_rows(out, 0, max(low, start), min(high, stop), team)
+
+
 @final
-class NodeFolds:
+class NodeReducer:
     """The shared-memory path of a reducer.
 
     Args:
@@ -135,9 +172,9 @@ class NodeFolds:
         two has another payload in loops than in NumPy.
         """
         known = self._lockstep.session.kept(_Compiled)
-        if compiles(FOLDS[op], dtype, columns):
+        if compiles(UFUNCS[op], dtype, columns):
             known.add(dtype)
-        return FOLDS[op] is np.add and dtype in known
+        return UFUNCS[op] is np.add and dtype in known
 
     @property
     def rank(self) -> int:
@@ -177,7 +214,7 @@ class NodeFolds:
                 self.reduce(op, rows, rows[:into], rows.shape[1], segments)
             self.arena.nodes().node.barrier()
 
-    def fold_inside(
+    def reduce_inside(
         self, op: ReduceOp, rows: Array, out: Array, columns: int, segments: Sequence[Segment]
     ) -> None:
         """Reduce this rank's slice of what its node gave into `out`.
@@ -190,7 +227,7 @@ class NodeFolds:
         ready = self.ready(op, rows.dtype, whole)
         for segment in segments:
             here = segment._replace(start=max(low, segment.start), stop=min(high, segment.stop))
-            self._fold_here(op, rows, out, here, whole, ready)
+            self._reduce_here(op, rows, out, here, whole, ready)
 
     def moving(self) -> Hooks:
         """Return a context for what moves data in shared memory; the proof was the barrier."""
@@ -213,23 +250,13 @@ class NodeFolds:
         """
         nodes = self.arena.nodes()
         several = nodes.nodes > 1
-        self.fold_inside(op, rows, out[:1] if several else out, columns, segments)
-        if not several:
-            return
-        # A rank exchanges and spreads what it has reduced itself, and waits for nobody.
-        apart = nodes.lanes < nodes.node.size
-        if apart:
-            nodes.node.barrier()
-        if nodes.lane is not None:
-            mine = slice_of(nodes.node.rank, nodes.lanes, columns, out.dtype)
-            fold_between(self.over(nodes.lane), op, rows, out[0], mine, segments)
-        if apart:
-            nodes.node.barrier()
-        low, high = slice_of(nodes.node.rank, nodes.node.size, columns, rows.dtype)
-        for start, stop, *_ in segments:
-            spread_rows(out, 0, max(low, start), min(high, stop), self._lockstep.session.team)
+        self.reduce_inside(op, rows, out[:1] if several else out, columns, segments)
+        if several:
+            lane = None if nodes.lane is None else self.over(nodes.lane)
+            team = self._lockstep.session.team
+            reduce_outside(nodes, lane, op, [(rows, out, columns, segments)], team)
 
-    def _fold_here(
+    def _reduce_here(
         self, op: ReduceOp, rows: Array, out: Array, segment: Segment, whole: int, ready: bool
     ) -> None:
         """Reduce columns of this node's rows; of several, none divides before all have met."""
@@ -240,7 +267,7 @@ class NodeFolds:
                 sum_between(rows, out, start, stop, power_for(self._size), team)
                 return
             table, divisor = None if table is None else table[nodes.ranks], 1.0
-        fold_rows(FOLDS[op], rows, out, start, stop, table, divisor, whole, team, ready)
+        reduce_rows(UFUNCS[op], rows, out, start, stop, table, divisor, whole, team, ready)
 
     def over(self, comm: Comm) -> Lane:
         """Return the lane of these reductions over ranks of several nodes."""
@@ -252,7 +279,7 @@ class NodeFolds:
         nodes = self.arena.nodes()
         return nodes.nodes > 1 and nodes.lanes * nodes.nodes == self._size
 
-    def fold_parts(self, parts: Sequence[Sequence[tuple[Array, Segment]]]) -> None:
+    def reduce_parts(self, parts: Sequence[Sequence[tuple[Array, Segment]]]) -> None:
         """Make means of columns that are this rank's and its twins' alone, in the first rows.
 
         Collective over the lane, without a barrier: no other rank of the node reads them.
@@ -269,8 +296,8 @@ class NodeFolds:
         with self.moving():
             # How much is this rank's own: it says nothing of what others have compiled.
             dtype = parts[0][0][0].dtype
-            ready = compiles(FOLDS[op], dtype, whole) or self.ready(op, dtype, 0)
+            ready = compiles(UFUNCS[op], dtype, whole) or self.ready(op, dtype, 0)
             for rows, segment in itertools.chain.from_iterable(parts):
                 if len(rows) > 1 or segment.scales is not None:
-                    self._fold_here(op, rows, rows[:1], segment, whole, ready)
-            fold_far(self.over(lane), op, parts)
+                    self._reduce_here(op, rows, rows[:1], segment, whole, ready)
+            reduce_far(self.over(lane), op, parts)

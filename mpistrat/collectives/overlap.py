@@ -17,13 +17,12 @@ from typing import final
 
 import numpy as np
 
-from mpistrat.arena.layout import slice_of
 from mpistrat.arena.nodes import Nodes, find_nodes
 from mpistrat.arrays import Array
-from mpistrat.collectives.buckets import LIMIT, Bucket, fill
+from mpistrat.collectives.buckets import Bucket, fill
 from mpistrat.collectives.call import Call
-from mpistrat.collectives.lanes import Lane, fold_between
-from mpistrat.collectives.node import NodeFolds
+from mpistrat.collectives.lanes import Lane
+from mpistrat.collectives.node import NodeReducer, reduce_outside
 from mpistrat.collectives.reducer import Reducer
 from mpistrat.collectives.results import put, results_for
 from mpistrat.collectives.segments import Part, Placed, placed, segments_of
@@ -34,7 +33,6 @@ from mpistrat.comm.mpi import MPIComm, needs_yielding
 from mpistrat.comm.nodes import before_finalize, threads_allowed
 from mpistrat.comm.ordered import Ordered
 from mpistrat.environment import YIELD, yields
-from mpistrat.kernels.fold import spread_rows
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.lockstep.abort import abort
 from mpistrat.lockstep.guards import warn
@@ -141,7 +139,7 @@ class Overlap:
             moved(results)
         return results
 
-    def _able(self, lockstep: Lockstep, node: NodeFolds, call: str) -> bool:
+    def _able(self, lockstep: Lockstep, node: NodeReducer, call: str) -> bool:
         """Tell whether calls may overlap; if not, it is said why, where something can be done.
 
         Collective the first time; equal on all ranks.
@@ -180,7 +178,7 @@ class Overlap:
 
     def _prepared(
         self,
-        node: NodeFolds,
+        node: NodeReducer,
         call: Call,
         values: Sequence[Array],
         weights: Sequence[float],
@@ -193,11 +191,11 @@ class Overlap:
         if homes is not None:
             where = placed(homes)
             return where.suffix, self._placed(node, call.op, where, list(values))
-        if call.mean and 0 in weights:  # never read
-            values = call.wires(values, weights, fresh=False)
-        return "", self._packed(node, call, values, outs)
+        return "", self._packed(node, call, call.to_copy(values, weights), outs)
 
-    def _placed(self, node: NodeFolds, op: ReduceOp, placed: Placed, leaves: list[Array]) -> Begin:
+    def _placed(
+        self, node: NodeReducer, op: ReduceOp, placed: Placed, leaves: list[Array]
+    ) -> Begin:
         """Return what begins to reduce arrays of the arena where they lie."""
 
         def begin(scales: Scales, oldest: int) -> Wait:
@@ -208,14 +206,12 @@ class Overlap:
 
     def _packed(
         self,
-        node: NodeFolds,
+        node: NodeReducer,
         call: Call,
         values: Sequence[Array],
         outs: Sequence[Array] | None,
     ) -> Begin:
         """Return what copies values, and begins to reduce the copies."""
-        if call.most > LIMIT // 2:  # it may be cut into pieces, which are taken from one run
-            values = [v if v.flags.c_contiguous else v.copy() for v in values]
         results = results_for(call, values, outs, self._lockstep.session.kept(Pool))
 
         def begin(scales: Scales, oldest: int) -> Wait | None:
@@ -241,7 +237,7 @@ class Overlap:
         return begin
 
     def _room(
-        self, node: NodeFolds, buckets: tuple[Bucket, ...], oldest: int
+        self, node: NodeReducer, buckets: tuple[Bucket, ...], oldest: int
     ) -> list[Array] | None:
         """Return rows for these packs that no rank reads any more. Collective."""
         rooms = self._rooms.pop(buckets, [])
@@ -260,10 +256,10 @@ class Overlap:
             del self._rooms[key]
         return found
 
-    def _begin(self, node: NodeFolds, op: ReduceOp, parts: list[Part], spread: bool) -> Transfer:
+    def _begin(self, node: NodeReducer, op: ReduceOp, parts: list[Part], spread: bool) -> Transfer:
         with node.moving():
             for rows, ranges in parts:
-                node.fold_inside(op, rows, rows[:1], rows.shape[1], ranges)
+                node.reduce_inside(op, rows, rows[:1], rows.shape[1], ranges)
         lane = None if self._lane is None else node.over(self._lane)
         return self._transfers.begin(functools.partial(self._move, op, parts, spread, lane))
 
@@ -280,23 +276,10 @@ class Overlap:
         own, inside = self._own, self._inside
         assert own is not None
         assert inside is not None
-        shared = inside.size > 1
-        if shared:
+        all_rows = [(rows, rows[: None if spread else 1], rows.shape[1], r) for rows, r in parts]
+        reduce_outside(own._replace(node=inside), lane, op, all_rows)
+        if inside.size > 1:
             inside.barrier()
-        if lane is not None:
-            for rows, ranges in parts:
-                mine = slice_of(inside.rank, own.lanes, rows.shape[1], rows.dtype)
-                fold_between(lane, op, rows, rows[0], mine, ranges)
-        if not shared:
-            return
-        inside.barrier()
-        if not spread:
-            return
-        for rows, ranges in parts:
-            low, high = slice_of(inside.rank, inside.size, rows.shape[1], rows.dtype)
-            for start, stop, *_ in ranges:
-                spread_rows(rows, 0, max(low, start), min(high, stop))
-        inside.barrier()
 
     def _wait(self, transfer: Transfer, take: Wait) -> list[Array]:
         transfer.wait()

@@ -13,7 +13,7 @@ from mpistrat.arrays import Array
 from mpistrat.collectives.call import Call, Contribution, first_nonfinite
 from mpistrat.collectives.communication import WIRES
 from mpistrat.collectives.gatherer import Move, all_gather
-from mpistrat.collectives.node import NodeFolds
+from mpistrat.collectives.node import NodeReducer
 from mpistrat.collectives.routes import Packing, Route
 from mpistrat.collectives.weights import Scales, scales_of
 from mpistrat.lockstep.lockstep import Lockstep
@@ -49,7 +49,7 @@ class Reducer:
         by: str = "",
     ):
         """Reduce over the ranks of `lockstep`."""
-        self.lockstep, self.comm, self.node = lockstep, lockstep.comm, NodeFolds(lockstep, wire)
+        self.lockstep, self.comm, self.node = lockstep, lockstep.comm, NodeReducer(lockstep, wire)
         self.route, self.packing, self.seconds = route, packing or Packing(), seconds
         within = "" if seconds is None else f" within {seconds:g} s"
         between = "" if wire == WIRES[0] else f", {wire} between nodes"

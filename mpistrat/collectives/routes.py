@@ -18,7 +18,7 @@ from mpistrat.collectives.buckets import Bucket, buckets
 from mpistrat.collectives.by_mpi import reduce_by_mpi
 from mpistrat.comm.base import Buffer, Comm
 from mpistrat.errors import StructureError
-from mpistrat.kernels.ops import FOLDS, ReduceOp
+from mpistrat.kernels.ops import UFUNCS, ReduceOp
 from mpistrat.lockstep.lockstep import Lockstep
 
 _ADDS = (ReduceOp.SUM, ReduceOp.MEAN)
@@ -98,7 +98,7 @@ def _reduced(values: Sequence[Array], out: Array, op: ReduceOp) -> None:
     out[...] = values[0]
     with np.errstate(all="ignore"):
         for value in values[1:]:
-            FOLDS[op](out, value, out=out)
+            UFUNCS[op](out, value, out=out)
 
 
 @final
@@ -118,8 +118,8 @@ class OneRoot(Route):
 
     Args:
       root: That rank.
-      accumulation_fn: Folds a list of arrays, in rank order, into one of the same shape and dtype;
-        takes the place of addition. None for addition.
+      accumulation_fn: Reduces a list of arrays, in rank order, into one of the same shape and
+        dtype; takes the place of addition. None for addition.
     """
 
     def __init__(self, root: int = 0, accumulation_fn: Callable[[list[Array]], Any] | None = None):
@@ -183,22 +183,13 @@ class Hierarchical(Route):
         return found
 
     def reduce(self, call: str, lockstep: Lockstep, send: Array, recv: Array, op: ReduceOp) -> None:
-        """Reduce by an MPI_Reduce in the node, MPI_Allreduce among first ranks, and MPI_Bcast."""
+        """Reduce by an MPI_Allreduce in the node, another among first ranks, and MPI_Bcast."""
         nodes = self._nodes(lockstep)
-        first = nodes.node.rank == 0
-        mine = np.empty_like(send) if first else None
-        if not op.how.left_to_mpi(send.dtype):
-            values = _at_root(nodes.node, send, 0)
-            if mine is not None:
-                _reduced(values, mine, op)
-        else:
-            nodes.node.reduce(send, mine, op.how.mpi, 0)
-        if mine is not None:
-            if nodes.lane is None:
-                recv[...] = mine
-            else:
-                reduce_by_mpi(nodes.lane, mine, recv, op)
-        nodes.node.bcast(recv, 0)
+        reduce_by_mpi(nodes.node, send, recv, op)
+        if nodes.nodes > 1:
+            if nodes.node.rank == 0 and nodes.lane is not None:
+                reduce_by_mpi(nodes.lane, recv.copy(), recv, op)
+            nodes.node.bcast(recv, 0)
 
 
 @final
@@ -224,7 +215,7 @@ class Ring(Route):
             came = room[: mine.size]
             comm.sendrecv(given, ahead, came, behind)
             with np.errstate(all="ignore"):
-                FOLDS[op](came, mine, out=mine)
+                UFUNCS[op](came, mine, out=mine)
         for step in range(size - 1):
             given, mine = parts[(rank - step + 1) % size], parts[(rank - step) % size]
             comm.sendrecv(given, ahead, mine, behind)

@@ -8,6 +8,6 @@
   of calls, the thread that makes them.
 - `world`: which communicator a strategy gets when none is named.
 - `codec`: values as bytes. `chunks`: messages that are too large for one call of MPI.
-- `nodes`: the ranks of a node and the first ranks of all nodes, for the board.
+- `nodes`: messages between the first ranks of the nodes, for the board.
 - `callsite`: where a program called, and lists of ranks, in words.
 """

@@ -62,10 +62,6 @@ class Comm(abc.ABC):
         """Put every rank's uint8 `send` into uint8 `recv` of `root`, the only rank that has one."""
 
     @abc.abstractmethod
-    def reduce(self, send: Buffer, recv: Buffer | None, op: str, root: int) -> None:
-        """Reduce every rank's `send` into `recv` of `root`, the only rank that has one."""
-
-    @abc.abstractmethod
     def sendrecv(self, send: Buffer, dest: int, recv: Buffer, source: int) -> None:
         """Give `send` to rank `dest` while `source` gives `recv`; all ranks do so at once."""
 

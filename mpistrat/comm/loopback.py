@@ -20,7 +20,7 @@ import numpy as np
 from mpistrat.comm.base import Buffer, Comm
 from mpistrat.sharedmem.shared import Pages, shared_pages
 
-_FOLDS: dict[str, Callable[..., Any]] = {
+_UFUNCS: dict[str, Callable[..., Any]] = {
     "SUM": np.add,
     "PROD": np.multiply,
     # As MPI_MIN and MPI_MAX on both libraries: a NaN on one side is not seen reliably.
@@ -281,7 +281,10 @@ class LoopbackComm(Comm):
         """Reduce every rank's `send` into `recv`, in rank order."""
         kind = f"allreduce {op} of {send.dtype} {send.shape}"
         parts = self._meet(kind, send.copy(), send, recv)
-        recv[...] = _reduced(parts, op)
+        recv[...] = parts[0]
+        with np.errstate(all="ignore"):
+            for part in parts[1:]:
+                _UFUNCS[op](recv, part, out=recv)
 
     def bcast(self, buffer: Buffer, root: int) -> None:
         """Copy `buffer` of rank `root` to every rank."""
@@ -294,13 +297,6 @@ class LoopbackComm(Comm):
         parts = self._meet(f"gatherv of {list(counts)} bytes to {root}", send.tobytes(), send, recv)
         if recv is not None:
             recv[:] = np.frombuffer(b"".join(parts), np.uint8)
-
-    def reduce(self, send: Buffer, recv: Buffer | None, op: str, root: int) -> None:
-        """Reduce every rank's `send` into `recv` of `root`, in rank order."""
-        kind = f"reduce {op} of {send.dtype} {send.shape} to {root}"
-        parts = self._meet(kind, send.copy(), send, recv)
-        if recv is not None:
-            recv[...] = _reduced(parts, op)
 
     def sendrecv(self, send: Buffer, dest: int, recv: Buffer, source: int) -> None:
         """Give `send` to `dest`, and get `recv` from `source`."""
@@ -345,11 +341,3 @@ class LoopbackComm(Comm):
     def free(self) -> None:
         """Leave the world."""
         self.world.leave(self.rank)
-
-
-def _reduced(parts: Sequence[Any], op: str) -> Any:
-    total = parts[0].copy()
-    with np.errstate(all="ignore"):
-        for part in parts[1:]:
-            _FOLDS[op](total, part, out=total)
-    return total

@@ -1,48 +1,14 @@
-"""Which ranks share a node, and messages between the first ranks of the nodes."""
+"""What the watchdogs of nodes need of MPI: messages that nobody waits for, and when it ends."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 from mpistrat.comm.mpi import library
 
 _TAG = 75
 _LIMIT = 4096
-
-
-class MPINodes(NamedTuple):
-    """A communicator cut at the borders of shared memory.
-
-    Attributes:
-      node: The ranks of this node, an mpi4py communicator.
-      leaders: The first rank of every node; None on ranks that are not the first of theirs.
-    """
-
-    node: Any
-    leaders: Any | None
-
-    def free(self) -> None:
-        """Give both back. Collective over the communicator that was cut."""
-        self.node.Free()
-        if self.leaders is not None:
-            self.leaders.Free()
-
-
-def nodes_of(comm: Any, node: Any | None = None) -> MPINodes:
-    """Cut an mpi4py communicator at the borders of shared memory.
-
-    Collective: over `comm`. Cost: two splits.
-
-    Args:
-      comm: An mpi4py intracommunicator.
-      node: The ranks to take as this node, if not those that MPI says share memory.
-    """
-    mpi = library()
-    if node is None:
-        node = comm.Split_type(mpi.COMM_TYPE_SHARED, comm.rank)
-    leaders = comm.Split(0 if node.rank == 0 else mpi.UNDEFINED, comm.rank)
-    return MPINodes(node, None if leaders == mpi.COMM_NULL else leaders)
 
 
 def threads_allowed() -> bool:

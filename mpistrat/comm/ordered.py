@@ -76,10 +76,6 @@ class Ordered(Comm):
         """Reduce every rank's `send` into `recv`, in whatever order the group itself does."""
         self._comm.allreduce(send, recv, op)
 
-    def reduce(self, send: Buffer, recv: Buffer | None, op: str, root: int) -> None:
-        """Reduce every rank's `send` into `recv` of `root`."""
-        self._comm.reduce(send, recv, op, self._order[root])
-
     def sendrecv(self, send: Buffer, dest: int, recv: Buffer, source: int) -> None:
         """Give `send` to `dest`, and get `recv` from `source`."""
         self._comm.sendrecv(send, self._order[dest], recv, self._order[source])

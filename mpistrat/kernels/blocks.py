@@ -1,4 +1,4 @@
-"""Folds of the rows of a matrix by NumPy, block by block."""
+"""Reductions of the rows of a matrix by NumPy, block by block."""
 
 from __future__ import annotations
 
@@ -18,43 +18,40 @@ from mpistrat.kernels.scaling import (
     scale_into,
 )
 
-BLOCK = 65536  # elements folded at once: calls of NumPy cost more than its loops
+BLOCK = 65536  # elements reduced at once: calls of NumPy cost more than its loops
 
 
-def fold_blocks(
-    fold: Callable[..., Any],
+def reduce_blocks(
+    ufunc: Callable[..., Any],
     rows: Array,
     out: Array,
-    start: int,
-    stop: int,
     scales: Array | None,
     divisor: float,
     inside: bool = False,
 ) -> None:
-    """Fold columns of all rows by NumPy; see `mpistrat.kernels.fold.fold_rows`.
+    """Reduce all rows by NumPy; see `mpistrat.kernels.rows.reduce_rows`.
 
     Args:
-      fold: As there.
-      rows: As there.
-      out: As there.
-      start: As there.
-      stop: As there.
+      ufunc: As there.
+      rows: A matrix whose rows are contiguous.
+      out: Rows that take the result, of as many columns.
       scales: As there.
       divisor: As there.
       inside: `out` is in the memory of `rows`.
     """
+    size = rows.shape[1]
     mean = divisor != 0.0 and (scales is not None or divisor != 1.0)
     # A mean is made beside the values, which may be needed again; else in the first row that goes
     # out, which may be the first that comes in: that is read first.
-    room = np.empty(min(BLOCK, stop - start) if inside and mean else 0, rows.dtype)
-    spare = np.empty(min(BLOCK, stop - start) if scales is not None else 0, rows.dtype)
+    room = np.empty(min(BLOCK, size) if inside and mean else 0, rows.dtype)
+    spare = np.empty(min(BLOCK, size) if scales is not None else 0, rows.dtype)
     overflow = Overflow()
-    for low in range(start, stop, BLOCK):
-        high = min(low + BLOCK, stop)
+    for low in range(0, size, BLOCK):
+        high = min(low + BLOCK, size)
         given = rows[:, low:high]
         total = room[: high - low] if room.size else out[0, low:high]
         with noting(overflow if mean else None):
-            _fold_block(fold, given, total, spare[: high - low], scales)
+            _reduce_block(ufunc, given, total, spare[: high - low], scales)
             if divisor != 1.0:
                 divide(total, divisor)
         if overflow.seen:
@@ -65,20 +62,20 @@ def fold_blocks(
             out[r, low:high] = total
 
 
-def _fold_block(
-    fold: Callable[..., Any], rows: Array, total: Array, part: Array, scales: Array | None
+def _reduce_block(
+    ufunc: Callable[..., Any], rows: Array, total: Array, part: Array, scales: Array | None
 ) -> None:
     if scales is not None:
         scale_into(rows[0], scales[0], total)
         for row, factor in zip(rows[1:], scales[1:], strict=True):
-            fold(total, scale_into(row, factor, part), out=total)
+            ufunc(total, scale_into(row, factor, part), out=total)
         return
     if len(rows) > 1:
-        fold(rows[0], rows[1], out=total)
+        ufunc(rows[0], rows[1], out=total)
     else:
         total[:] = rows[0]
     for row in rows[2:]:
-        fold(total, row, out=total)
+        ufunc(total, row, out=total)
 
 
 def sum_partly(rows: Array, out: Array, start: int, stop: int, power: float) -> None:
@@ -101,7 +98,7 @@ def sum_partly(rows: Array, out: Array, start: int, stop: int, power: float) -> 
         high = min(low + BLOCK, stop)
         given, total = rows[:, low:high], room[: high - low]
         with np.errstate(all="ignore"):
-            _fold_block(np.add, given, total, total, None)
+            _reduce_block(np.add, given, total, total, None)
             if len(rows) > 1 and not np.isfinite(total).all():
                 where = np.flatnonzero(~np.isfinite(real(total)))
                 real(given[1])[where] = low_sum(list(given), None, power, where)

@@ -299,7 +299,7 @@ def _add_panel(
 
 
 @jit.helper
-def _fold(lanes: int, width: int, totals: Array, carries: Array) -> None:
+def _add_lanes(lanes: int, width: int, totals: Array, carries: Array) -> None:
     """Add the lanes up into the first one, half of them at a time."""
     while lanes > 1:
         stay = (lanes + 1) // 2
@@ -332,14 +332,14 @@ def _add_loops(
         at, to = _place(tile // blocks, loops, 2, kept)
         first = tile % blocks * _TILE
         width = min(_TILE, columns - first)
-        # A narrow block takes several rows side by side, if there are enough to pay the fold.
+        # A narrow block takes several rows side by side, if there are enough to pay for that.
         lanes = max(1, min(_LANES // width, loops[1, 0] // 8))
         totals[: lanes * width] = 0
         carries[: lanes * width] = 0
         for outer in range(loops[kept:, 0].prod()):
             here = at + first * column_step + _place(outer, loops, kept, len(loops))[0]
             _add_panel(values, here, loops, lanes, width, totals, carries)
-        _fold(lanes, width, totals, carries)
+        _add_lanes(lanes, width, totals, carries)
         for i in range(width):
             # Beside an infinite total the carry is NaN, from inf - inf, and means nothing.
             whole = totals[i] + carries[i] if np.isfinite(carries[i]) else totals[i]

@@ -1,4 +1,4 @@
-"""Compiled folds of the rows of a matrix, tile by tile: one pass over memory."""
+"""Compiled reductions of the rows of a matrix, tile by tile: one pass over memory."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import numpy as np
 
 from mpistrat.arrays import Array
 from mpistrat.kernels import jit
-from mpistrat.kernels.blocks import fold_blocks
+from mpistrat.kernels.blocks import reduce_blocks
 
-TILE = 2048  # elements folded at once; of float64 16 KiB, half of a first-level cache
+TILE = 2048  # elements reduced at once; of float64 16 KiB, half of a first-level cache
 
 
 def _sum_rows_twin(
@@ -25,7 +25,7 @@ def _sum_rows_twin(
 ) -> None:
     given, into = rows[:, start:stop], out[:, start - shift : stop - shift]
     scales = None if (factors == 1).all() else factors
-    fold_blocks(np.add, given, into, 0, stop - start, scales, float(divisor[0]), inside)
+    reduce_blocks(np.add, given, into, scales, float(divisor[0]), inside)
 
 
 # Numba compiles the texts of the errors of ``total[:] = row``, which take it 7 s; this loop is the

@@ -1,4 +1,4 @@
-"""Folds of float16 and bfloat16: read narrow, added in float32 in rank order, rounded once.
+"""Reductions of float16 and bfloat16: read narrow, added in float32 in rank order, rounded once.
 
 Numbers are widened in registers, tile by tile, so what passes through memory is half of what
 float32 takes. bfloat16 is the upper half of a float32: shifts of integers, and an addition that
@@ -16,7 +16,7 @@ import numpy as np
 
 from mpistrat.arrays import Array
 from mpistrat.kernels import jit
-from mpistrat.kernels.blocks import BLOCK, fold_blocks
+from mpistrat.kernels.blocks import BLOCK, reduce_blocks
 from mpistrat.kernels.loops import TILE, add_up, average, copy, divide, make_anew, only_ones
 
 if TYPE_CHECKING:
@@ -163,8 +163,8 @@ _of_halves = _loop(float_of_half, half_of_float)
 _of_bfloat16 = _loop(_widen_bfloat16, _narrow_bfloat16)
 
 
-def fold_narrow(
-    fold: Callable[..., Any],
+def reduce_narrow(
+    ufunc: Callable[..., Any],
     rows: Array,
     start: int,
     stop: int,
@@ -172,10 +172,10 @@ def fold_narrow(
     divisor: float,
     compiled: bool,
 ) -> None:
-    """Fold columns of all rows into all rows; see `mpistrat.kernels.fold.fold_rows`.
+    """Reduce columns of all rows into all rows; see `mpistrat.kernels.rows.reduce_rows`.
 
     Args:
-      fold: As there.
+      ufunc: As there.
       rows: As there, of float16 or bfloat16.
       start: As there.
       stop: As there.
@@ -195,5 +195,5 @@ def fold_narrow(
         high = min(low + BLOCK, stop)
         with np.errstate(all="ignore"):
             wide = rows[:, low:high].astype(_WIDE)
-            fold_blocks(fold, wide, total, 0, high - low, scales, divisor)
+            reduce_blocks(ufunc, wide, total[:, : high - low], scales, divisor)
             rows[:, low:high] = total[:, : high - low].astype(rows.dtype)

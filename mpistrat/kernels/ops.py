@@ -21,7 +21,7 @@ class Fold(NamedTuple):
       mpi: What MPI calls it; empty if MPI has no such operation, and values have to be gathered.
       start: Gives, for a dtype, the value that changes nothing.
       kinds: The kinds of dtypes that it takes, as `numpy.dtype.kind` names them.
-      repeats: Folding equal values gives the value itself; of no values at all there is no result.
+      repeats: Reducing equal values gives the value itself; of no values at all there is no result.
       loses_nan: MPI's own operation may lose a NaN.
     """
 
@@ -31,10 +31,6 @@ class Fold(NamedTuple):
     kinds: str = "iufcV"  # V: what ml_dtypes adds
     repeats: bool = False
     loses_nan: bool = False
-
-    def left_to_mpi(self, dtype: np.dtype[Any]) -> bool:
-        """Tell whether MPI's own operation gives the right result for a dtype."""
-        return bool(self.mpi) and not (self.loses_nan and dtype.kind == "f")
 
 
 def _zero(dtype: np.dtype[Any]) -> Any:
@@ -129,4 +125,4 @@ class ReduceOp(enum.Enum):
 
 
 # What folds two values into one; MEAN divides afterwards.
-FOLDS: dict[ReduceOp, Callable[..., Any]] = {op: op.how.fold for op in ReduceOp}
+UFUNCS: dict[ReduceOp, Callable[..., Any]] = {op: op.how.fold for op in ReduceOp}

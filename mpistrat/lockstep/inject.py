@@ -36,10 +36,7 @@ _ACTIONS: dict[str, tuple[Callable[[str], float] | None, bool]] = {
     "os_exit": (int, True),
     "sleep": (float, False),
 }
-_METHODS = (
-    *("allgather", "allgatherv", "allreduce", "bcast", "barrier"),
-    *("gatherv", "reduce", "sendrecv"),
-)
+_METHODS = ("allgather", "allgatherv", "allreduce", "bcast", "barrier", "gatherv", "sendrecv")
 # A rank that waits in the proof for others that are late has sent its part by then.
 _SENT = 0.05
 _PROVES = frozenset({Lockstep.prove.__code__, Lockstep.ride.__code__})

@@ -115,8 +115,7 @@ def begin(lockstep: Lockstep) -> None:
             limits = Limits(warn=min(session.options.warn, timeout / 2), timeout=timeout)
             launched = launched_by() is not None
             each = session.options.ranks_per_node
-            node = session.comm.split(session.comm.rank // each).mpi if each else None
-            session.board = Board.on(session.comm.mpi, limits, node, launched, session.others)
+            session.board = Board.on(session.comm, limits, each, launched, session.others)
         # After the board: what is registered last is called first at exit.
         exits().arm(session)
         failure = failure or _apart(session.options.ranks, world_size())

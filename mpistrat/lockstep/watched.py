@@ -45,7 +45,6 @@ class Watched(Comm):
     allreduce = _told("allreduce")
     bcast = _told("bcast")
     gatherv = _told("gatherv")
-    reduce = _told("reduce")
     sendrecv = _told("sendrecv")
     barrier = _told("barrier")
     shared = _told("shared")

@@ -2,7 +2,7 @@
 
 All but `Optimizer.apply_gradients` and what it is made of is pure: nothing communicates, and no
 variable is known. `mpistrat.optim.passes` tells how gradients of several ranks, weights and state
-pass through the loops; `folded` how they come there, `state` what is remembered.
+pass through the loops; `reduced` how they come there, `state` what is remembered.
 """
 
 from __future__ import annotations

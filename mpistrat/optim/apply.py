@@ -1,4 +1,4 @@
-"""`Optimizer.apply_gradients` behind its door: checked, folded, updated, and what failed told."""
+"""`Optimizer.apply_gradients` behind its door: checked, reduced, updated, and what failed told."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from mpistrat.lockstep.abort import abort
 from mpistrat.lockstep.guards import warn
 from mpistrat.optim import passes
 from mpistrat.optim.clipping import limit_of
-from mpistrat.optim.folded import Folded, fold
 from mpistrat.optim.given import (
     GradientCall,
     checked,
@@ -29,6 +28,7 @@ from mpistrat.optim.given import (
 )
 from mpistrat.optim.passes import Gradient
 from mpistrat.optim.progress import Progress
+from mpistrat.optim.reduced import Reduced, reduce
 from mpistrat.optim.rows import Rows
 from mpistrat.optim.state import State, Target, check_variable
 from mpistrat.optim.updating import NOBODY, Update, Work, meet
@@ -123,27 +123,27 @@ def _step(
     call: GradientCall,
     what: Call,
 ) -> None:
-    """Fold the gradients, and update or accumulate. Collective."""
+    """Reduce the gradients, and update or accumulate. Collective."""
     group, known = state.strategy.replicas, call.known
     lockstep, node = group.lockstep, group.reducer.node
-    folded, rows = fold(state, call, what)
-    if call.values and not folded.weight:
+    reduced, rows = reduce(state, call, what)
+    if call.values and not reduced.weight:
         lockstep.fail(ValueError(f"{call.name}: the weights of all replicas are 0."))
     try:
         meets = None
-        if lockstep.comm.size > 1 and (folded.reads or known.shared):
+        if lockstep.comm.size > 1 and (reduced.reads or known.shared):
             meets = lockstep.comm if known.spread else node.arena.nodes().node
-        if known.plain and not folded.far and progress.scale == 1.0:
-            bad = quiet().run(_plainly, optimizer, call, folded, meets)
+        if known.plain and not reduced.far and progress.scale == 1.0:
+            bad = quiet().run(_plainly, optimizer, call, reduced, meets)
             outcome = _ended(optimizer, state, progress, call, bad)
         else:
-            works = _works(optimizer, progress, call, folded)
+            works = _works(optimizer, progress, call, reduced)
             sparse_ones = _unique(optimizer, progress.scale, call, rows) if rows else []
             how = (optimizer, progress, call.scalars, known.worth_compiling)
-            far = (folded.far, folded.fetch)
+            far = (reduced.far, reduced.fetch)
             update = Update(*how, works, sparse_ones, meets, lockstep.session.team, *far)
             with np.errstate(all="ignore"):
-                outcome = _outcome(optimizer, state, progress, call, update, folded.weight)
+                outcome = _outcome(optimizer, state, progress, call, update, reduced.weight)
     except Exception as error:
         abort(lockstep, what.text, error)
     if outcome is not None:
@@ -151,7 +151,7 @@ def _step(
 
 
 def _plainly(
-    optimizer: OptimizerSettings, call: GradientCall, folded: Folded, meets: Comm | None
+    optimizer: OptimizerSettings, call: GradientCall, reduced: Reduced, meets: Comm | None
 ) -> int | None:
     """Do what `Update.apply` does, where there is nothing to know before, and nothing is fetched.
 
@@ -162,7 +162,7 @@ def _plainly(
     clip = optimizer.clip
     guard, limit = optimizer.nonfinite == "raise", math.inf if clip is None else limit_of(clip)
     compiled, decay = known.worth_compiling, optimizer.ema or 0.0
-    means, apart = folded.means, known.apart
+    means, apart = reduced.means, known.apart
     for one, places in known.together:
         gradients: list[Any] = [means[i] for i in places]
         if any([mean is None for mean in gradients]):
@@ -173,7 +173,7 @@ def _plainly(
             first = min(first, places[found])
     for i in apart:
         target, mean = known.dense[i], means[i]
-        (rows, start), factors, divisor = folded.rows[i] if mean is None else _whole(mean)
+        (rows, start), factors, divisor = reduced.rows[i] if mean is None else _whole(mean)
         gradient = Gradient(rows, start + target.low, factors, divisor, 1.0, limit)
         how = (scalars[id(target.optimizer)], target.ema, decay, guard, compiled)
         if passes.update(target.rule, gradient, target.w, target.mine, *how):
@@ -226,17 +226,17 @@ def _ended(
 
 
 def _works(
-    optimizer: OptimizerSettings, progress: Progress, call: GradientCall, folded: Folded
+    optimizer: OptimizerSettings, progress: Progress, call: GradientCall, reduced: Reduced
 ) -> list[Work]:
     """Return what is updated."""
     limit, factor = limit_of(optimizer.clip), 1.0 / progress.scale
     works = []
-    for i, (target, mean) in enumerate(zip(call.known.dense, folded.means, strict=True)):
-        (rows, start), factors, divisor = folded.rows[i] if mean is None else _whole(mean)
+    for i, (target, mean) in enumerate(zip(call.known.dense, reduced.means, strict=True)):
+        (rows, start), factors, divisor = reduced.rows[i] if mean is None else _whole(mean)
         if target.pending is not None:  # the mean is over all calls
-            divisor = progress.weight + folded.weight
-            if not folded.reads:  # a mean of this call, which is to count by its weight
-                factors = np.array([folded.weight], rows.dtype)
+            divisor = progress.weight + reduced.weight
+            if not reduced.reads:  # a mean of this call, which is to count by its weight
+                factors = np.array([reduced.weight], rows.dtype)
         start += target.low
         gradient = Gradient(rows, start, factors, divisor, factor, limit, target.pending)
         works.append(Work(target, gradient))
@@ -244,7 +244,7 @@ def _works(
 
 
 def _whole(mean: Array) -> tuple[tuple[Array, int], Array | None, float]:
-    """Return a gradient as `Folded.rows` has them: a matrix of one row that loops can take."""
+    """Return a gradient as `Reduced.rows` has them: a matrix of one row that loops can take."""
     ready = mean if mean.flags.carray else np.require(mean, requirements=("C", "A", "W"))
     return (ready.reshape(1, -1), 0), None, 1.0
 

@@ -74,7 +74,7 @@ def finite(g: Array) -> bool:
 def mean_rows(rows: Array, divisor: float) -> Array:
     """Return the sum of rows over a divisor.
 
-    If it is finite it has the bits of `mpistrat.kernels.fold.fold_rows`, which also sees to means
+    If it is finite it has the bits of `mpistrat.kernels.rows.reduce_rows`, which also sees to means
     of numbers whose sum overflows.
     """
     total: Array = rows[0] + rows[1] if len(rows) > 1 else rows[0].copy()

@@ -212,7 +212,7 @@ def _shown(name: str, gradient: Any, variable: Variable) -> Array | bytes:
             raise StructureError(
                 f"{name}: the gradient of {variable.label} is a value per replica, in "
                 "cross-replica code. Reduce it first (strategy.reduce, extended.reduce_to), or "
-                "call this in the function that run calls, where gradients are folded."
+                "call this in the function that run calls, where gradients are reduced."
             )
         proof = gradient.proved_by(variable.strategy.replicas.lockstep.session)
         if proof:

@@ -111,15 +111,15 @@ class Known:
 
 
 class Places(NamedTuple):
-    """Where gradients lie that are folded in place.
+    """Where gradients lie that are reduced in place.
 
     Attributes:
       suffix: What the text of the call says of it.
       rows: Of each gradient the block, the matrix in it, and its first column.
-      first: Which of them are folded into the first row, before they are read from there.
+      first: Which of them are reduced into the first row, before they are read from there.
       far: The numbers of those of these that are so when they are fetched, part by part.
       placed: All others of these; None without any.
-      runs: Which others every rank folds as one, in memory of its own; and from which column to
+      runs: Which others every rank reduces as one, in memory of its own; and from which column to
         which.
     """
 

@@ -1,6 +1,6 @@
 """What all optimizers can do: update variables, and remember what for.
 
-The other modules of the room are pure, but for `state`, `given`, `folded`, `updating` and `apply`,
+The other modules of the room are pure, but for `state`, `given`, `reduced`, `updating` and `apply`,
 which this one calls.
 """
 
@@ -117,11 +117,12 @@ class Optimizer(OptimizerSettings):
             where these have to be the same.
           RemoteError: Another rank failed.
 
-        Cost: one handshake. Gradients in ``Strategy.gradient_buffers`` are folded and the variables
-        updated in one pass over memory, in which each rank does its part of all variables of 64 KiB
-        and more, then one barrier of the node; between nodes one ``MPI_Allreduce`` of each 2^20
-        elements of such a part, or half the bytes in bfloat16 (`CommunicationOptions`). Other
-        gradients are copied there first, if there are such variables; without, it is an all-reduce.
+        Cost: one handshake. Gradients in ``Strategy.gradient_buffers`` are reduced and the
+        variables updated in one pass over memory, in which each rank does its part of all variables
+        of 64 KiB and more, then one barrier of the node; between nodes one ``MPI_Allreduce`` of
+        each 2^20 elements of such a part, or half the bytes in bfloat16 (`CommunicationOptions`).
+        Other gradients are copied there first, if there are such variables; without, it is an
+        all-reduce.
         With ``shard="all"`` each twin gets the gradients of its slice alone, in one message from
         each other node, and an ``MPI_Allgatherv`` of each variable between nodes gives it the
         weights: as many bytes; it ends with a barrier of all ranks. Norms, and

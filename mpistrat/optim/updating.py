@@ -30,7 +30,7 @@ __all__ = ["NOBODY", "THREADS", "Fetch", "Update", "Work", "meet"]
 
 _PART = 1 << 19  # elements that are worth a thread
 THREADS = 2 * _PART  # elements that are worth more than one
-_KEEP = 3  # from so many rows on a folded gradient that is needed twice is written down
+_KEEP = 3  # from so many rows on a reduced gradient that is needed twice is written down
 NOBODY = np.iinfo(np.int64).max
 
 # Takes which gradients, and which elements, counted from the first that the rank updates, up to

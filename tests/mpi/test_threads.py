@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.kernels import fold
+from mpistrat.kernels import rows
 from mpistrat.testing import same
 
 pytestmark = pytest.mark.mpi
@@ -41,7 +41,7 @@ def test_ranks_that_are_bound_apart_have_all_of_their_own(world, parent, monkeyp
 
 @pytest.mark.parametrize("asked", [1, 2, 3, 5])
 def test_folds_have_the_bits_of_one_thread(world, parent, asked, monkeypatch):
-    monkeypatch.setattr(fold, "_PART", 5000)
+    monkeypatch.setattr(rows, "_PART", 5000)
     monkeypatch.setenv("MPISTRAT_THREADS", str(asked))
     mine = [np.random.default_rng(r).standard_normal(150_001) for r in range(world.size)]
     want = mine[0].copy()

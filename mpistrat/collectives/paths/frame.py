@@ -15,7 +15,7 @@ from mpistrat.collectives.paths.path import Path
 from mpistrat.collectives.reducer import Reducer
 from mpistrat.collectives.results import put
 from mpistrat.collectives.weights import Scales
-from mpistrat.kernels.ops import FOLDS
+from mpistrat.kernels.ops import UFUNCS
 from mpistrat.kernels.scaling import Overflow, divide, multiply, noting, rescue_rows
 from mpistrat.lockstep.frame import FRAME, HEAD
 
@@ -44,7 +44,7 @@ class Frame(Path):
         lockstep = reducer.lockstep
         self._text, self._digest = call.said(reducer.said)
         self._ride, self._received = lockstep.ride, lockstep.received
-        self._fold: Callable[..., Any] = FOLDS[call.op]
+        self._ufunc: Callable[..., Any] = UFUNCS[call.op]
         self._quiet = all(dtype.kind in "iu" for dtype, _ in call.specs)
         # Without weights every rank gives 1.
         self.same = reducer.even(call)
@@ -97,7 +97,7 @@ class Frame(Path):
     def _reduced(self, scales: Scales, overflow: Overflow | None) -> list[Any]:
         runs = self._runs
         if self._one or scales.uniform:
-            how = (self._fold, *scales.of(0), overflow)
+            how = (self._ufunc, *scales.of(0), overflow)
             if len(runs) == 1:
                 return _leaves_of(runs[0], *how)
             return list(itertools.chain.from_iterable(_leaves_of(run, *how) for run in runs))
@@ -105,7 +105,7 @@ class Frame(Path):
             self._each = [self._runs_of(leaf, leaf + 1) for leaf in range(len(self.call.specs))]
         found: list[Any] = []
         for leaf, (run,) in enumerate(self._each):
-            found += _leaves_of(run, self._fold, *scales.of(leaf), overflow)
+            found += _leaves_of(run, self._ufunc, *scales.of(leaf), overflow)
         return found
 
     def _runs_of(self, first: int, last: int) -> tuple[_Run, ...]:
@@ -166,7 +166,7 @@ def _bytes(number: Any) -> bytes:
 
 def _leaves_of(
     run: _Run,
-    fold: Callable[..., Any],
+    ufunc: Callable[..., Any],
     factors: Array | None,
     divisor: float,
     overflow: Overflow | None,
@@ -180,9 +180,9 @@ def _leaves_of(
         values = tuple(value.copy() for value in values)
         for value, factor in zip(values, factors, strict=True):
             multiply(value, factor)
-    total: Array = fold(values[0], values[1]) if len(values) > 1 else values[0].copy()
+    total: Array = ufunc(values[0], values[1]) if len(values) > 1 else values[0].copy()
     for value in values[2:]:
-        fold(total, value, out=total)
+        ufunc(total, value, out=total)
     if divisor != 1.0:
         divide(total, divisor)
     if overflow is not None and overflow.seen:

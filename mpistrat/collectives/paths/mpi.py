@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from mpistrat.arrays import Array
 from mpistrat.collectives.buckets import ALONE, Bucket
 from mpistrat.collectives.call import Call
-from mpistrat.collectives.dtypes import decode_order, encode_order, ordered
 from mpistrat.collectives.paths.path import StagedPath
 from mpistrat.collectives.reducer import Reducer
 from mpistrat.collectives.routes import Native, Packing
@@ -57,11 +56,10 @@ class Messages(StagedPath):
         """Make messages, and room for what comes."""
         call = self.call
         wires = call.wires(values, weights, fresh=call.weigh)
-        keys = [encode_order(w, call.op) if ordered(call.op, w.dtype) else w for w in wires]
         found = []
-        for bucket in self._packing.buckets([(key.dtype, key.size) for key in keys]):
-            some = [keys[piece.leaf] for piece in bucket.pieces]
-            send = some[0] if len(some) == 1 else np.concatenate([k.reshape(-1) for k in some])
+        for bucket in self._packing.buckets([(wire.dtype, wire.size) for wire in wires]):
+            some = [wires[piece.leaf] for piece in bucket.pieces]
+            send = some[0] if len(some) == 1 else np.concatenate([w.reshape(-1) for w in some])
             found.append((bucket, send, np.empty_like(send)))
         return Sent(wires, found)
 
@@ -101,16 +99,12 @@ class Messages(StagedPath):
                 self._reduce(one, to)
 
     def _totals(self, sent: Sent) -> list[Array]:
-        op = self.call.op
         totals = [w if w.size else np.empty_like(w) for w in sent.wires]
         for bucket, _, recv in sent.messages:
             for i, flat in _parts(bucket, recv):
                 part = flat.reshape(sent.wires[i].shape)
-                if ordered(op, sent.wires[i].dtype):
-                    part = decode_order(part, op)
-                elif len(bucket.pieces) > 1:  # keeping one is to keep nothing else
-                    part = part.copy()
-                totals[i] = part
+                # Keeping one is to keep nothing else.
+                totals[i] = part.copy() if len(bucket.pieces) > 1 else part
         return totals
 
 
@@ -131,10 +125,10 @@ def _parts(bucket: Bucket, message: Array) -> list[tuple[int, Array]]:
 
 
 def _low_total(
-    fold: Callable[[Array, Array], None], value: Array, power: float, where: NDArray[np.intp]
+    ufunc: Callable[[Array, Array], None], value: Array, power: float, where: NDArray[np.intp]
 ) -> Array:
     """Return the sums at some places of everybody's values, scaled down before. Collective."""
     send = low_sum([value], None, power, where)
     total = np.empty_like(send)
-    fold(send, total)
+    ufunc(send, total)
     return total

@@ -15,8 +15,8 @@ from mpistrat.collectives.paths.path import StagedPath
 from mpistrat.collectives.reducer import Reducer
 from mpistrat.collectives.results import results_for
 from mpistrat.collectives.weights import Scales
-from mpistrat.kernels.fold import fold_pair
-from mpistrat.kernels.ops import FOLDS
+from mpistrat.kernels.ops import UFUNCS
+from mpistrat.kernels.rows import reduce_rows
 from mpistrat.sharedmem.pool import Pool
 
 __all__ = ["Pairs"]
@@ -30,7 +30,7 @@ _PIECE = 2 * 1024 * 1024
 class _Given(NamedTuple):
     """Leaves, C-ordered, and where their results go."""
 
-    values: list[Array]
+    values: Sequence[Array]
     results: list[Array]
 
 
@@ -68,9 +68,7 @@ class Pairs(StagedPath):
     ) -> _Given:
         """Fill the first piece of this rank's own memory."""
         call, node, session = self.call, self.reducer.node, self.reducer.lockstep.session
-        if call.mean and 0 in weights:  # never read
-            values = call.wires(values, weights, fresh=False)
-        values = [v if v.flags.c_contiguous else v.copy() for v in values]
+        values = call.to_copy(values, weights, flat=True)
         node.compile(call)
         session.check()  # a thread or a child that may not call must not write first
         fill(self._buckets[0], values, self._rows(0)[node.rank])
@@ -87,26 +85,27 @@ class Pairs(StagedPath):
 
     def finish(self, staged: _Given, scales: Scales) -> list[Any]:
         """Reduce piece by piece; a rank is one piece ahead of the other at most."""
-        folds, rank, fold = self.reducer.node, self.reducer.node.rank, FOLDS[self.call.op]
-        node = folds.arena.nodes().node
+        reduces, rank, ufunc = self.reducer.node, self.reducer.node.rank, UFUNCS[self.call.op]
+        node = reduces.arena.nodes().node
         mine = [value.reshape(-1) for value in staged.values]
         outs = [array.reshape(-1) for array in staged.results]
-        with folds.moving():
+        with reduces.moving():
             for number, bucket in enumerate(self._buckets):
                 rows, whole = self._rows(number), self._sizes[bucket.dtype]
                 if number:
                     fill(bucket, staged.values, rows[rank])
                     node.barrier()
-                ready = folds.ready(self.call.op, bucket.dtype, whole)
+                ready = reduces.ready(self.call.op, bucket.dtype, whole)
                 for leaf, start, stop, column, _ in bucket.pieces:
                     table, divisor = scales.of(leaf)
                     end, into = column + stop - start, outs[leaf][start:stop]
                     if table is not None or divisor != 1.0:
-                        fold_pair(fold, rows, column, end, into, table, divisor, whole, ready)
+                        how = (table, divisor, whole, None, ready, column)
+                        reduce_rows(ufunc, rows, into[None], column, end, *how)
                         continue
                     pair = [rows[0, column:end], rows[1, column:end]]
                     if mine[leaf].dtype == bucket.dtype:
                         pair[rank] = mine[leaf][start:stop]
-                    fold(*pair, out=into)
+                    ufunc(*pair, out=into)
             node.barrier()
         return staged.results

@@ -14,16 +14,16 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.collectives.buckets import LIMIT, fill
+from mpistrat.collectives.buckets import fill
 from mpistrat.collectives.call import ONES, Call
 from mpistrat.collectives.paths.mpi import Messages
 from mpistrat.collectives.paths.path import Path, StagedPath
 from mpistrat.collectives.reducer import Reducer
-from mpistrat.collectives.results import Results, results_for
+from mpistrat.collectives.results import Results, put, results_for
 from mpistrat.collectives.segments import segments_of
 from mpistrat.collectives.weights import Scales
-from mpistrat.kernels.fold import fold_rows
-from mpistrat.kernels.ops import FOLDS
+from mpistrat.kernels.ops import UFUNCS
+from mpistrat.kernels.rows import reduce_rows
 from mpistrat.kernels.scaling import Overflow, divide, noting, rescue_rows
 
 
@@ -68,7 +68,7 @@ class Direct(Path):
         self._arena, self._received = node.arena, lockstep.received
         self._divisor = reducer.comm.size if call.mean else 0
         self._header, self._same = call.header(ONES * call.weights), Scales()
-        self._fold: Callable[..., Any] = FOLDS[call.op]
+        self._ufunc: Callable[..., Any] = UFUNCS[call.op]
         self._columns, self._dtype = bucket.columns, bucket.dtype
         self._sides = node.arena.sides(bucket.dtype)
         self._rows = tuple(tuple(row[: bucket.columns] for row in side) for side in self._sides)
@@ -79,7 +79,6 @@ class Direct(Path):
         # If no leaf has to be put into shape, that is half of what it takes to cut hundreds.
         flat = all(cut.leaves == 1 and len(cut.shape or ()) == 1 for cut in self._cuts)
         self._lines = [cut.line for cut in self._cuts] if flat else None
-        self._spare: tuple[Array, list[Any]] | None = None
 
     @property
     def holds(self) -> bool:
@@ -100,17 +99,8 @@ class Direct(Path):
             self._stage(self._mine[side], values, weights)
         except Exception as error:
             self._lockstep.refuse(self.call.text, error)
-        if outs is None:
-            return self._cut(self._total(side, weights, None, alarm))
-        if self._spare is None:
-            room = np.empty(self._columns, self._dtype)
-            self._spare = room, self._cut(room, view=True)
-        total, parts = self._spare
-        self._total(side, weights, total, alarm)
-        with np.errstate(all="ignore"):
-            for out, part in zip(outs, parts, strict=True):
-                out[...] = part
-        return list(outs)
+        results = self._cut(self._total(side, weights, alarm))
+        return results if outs is None else put(results, outs)
 
     def one(self, leaf: Any) -> Any:
         """Return the total of the only leaf, an array, without weights. Collective."""
@@ -136,30 +126,24 @@ class Direct(Path):
         with np.errstate(all="ignore"):
             np.concatenate(values, axis=None, out=mine, casting="unsafe")
 
-    def _cut(self, total: Array, view: bool = False) -> list[Any]:
+    def _cut(self, total: Array) -> list[Any]:
         if self._lines is not None:
             parts: list[Any] = [total[line] for line in self._lines]
         else:
             parts = []
             for line, shape, count in self._cuts:
                 if shape is None:
-                    parts.append(total[line] if view else total[line.start])
+                    parts.append(total[line.start])
                 elif count == 1:
                     parts.append(total[line].reshape(shape))
                 else:
                     parts.extend(total[line].reshape(count, *shape))
-        if view or self.call.as_it_is:
+        if self.call.as_it_is:
             return parts
         with np.errstate(all="ignore"):
             return self.call.results(parts)
 
-    def _total(
-        self,
-        side: int,
-        weights: Sequence[float] = ONES,
-        total: Array | None = None,
-        alarm: str = "",
-    ) -> Array:
+    def _total(self, side: int, weights: Sequence[float] = ONES, alarm: str = "") -> Array:
         call, even, scales = self.call, self._even, self._same
         header = self._header if even else call.header(weights)
         if not self._rides:
@@ -171,8 +155,7 @@ class Direct(Path):
         hooks = self._lockstep.hooks
         if hooks.on_moving is not None:
             hooks.on_moving()
-        if total is None:
-            total = np.empty(self._columns, self._dtype)
+        total = np.empty(self._columns, self._dtype)
         if even or (call.weigh and scales.table is None):
             self._reduce(side, total)
         else:
@@ -182,11 +165,11 @@ class Direct(Path):
         return total
 
     def _reduce(self, side: int, total: Array) -> None:
-        rows, fold = self._rows[side], self._fold
+        rows, ufunc = self._rows[side], self._ufunc
         with noting(overflow := Overflow() if self._divisor else None):
-            fold(rows[0], rows[1], out=total)
+            ufunc(rows[0], rows[1], out=total)
             for row in rows[2:]:
-                fold(total, row, out=total)
+                ufunc(total, row, out=total)
             if overflow is not None:
                 divide(total, self._divisor)
         if overflow is not None and overflow.seen:
@@ -197,10 +180,10 @@ class Direct(Path):
         ready = self.reducer.node.ready(self.call.op, self._dtype, self._columns)
         rows = self._sides[side]
         if self.call.weights == 1:
-            fold_rows(self._fold, rows, total[None], 0, len(total), *scales.of(0), ready=ready)
+            reduce_rows(self._ufunc, rows, total[None], 0, len(total), *scales.of(0), ready=ready)
             return
         for start, stop, table, divisor in segments_of(self.call.buckets[0], scales):
-            fold_rows(self._fold, rows, total[None], start, stop, table, divisor, ready=ready)
+            reduce_rows(self._ufunc, rows, total[None], start, stop, table, divisor, ready=ready)
 
 
 def _cuts(shapes: Sequence[tuple[int, ...] | None]) -> tuple[_Cut, ...]:
@@ -254,13 +237,10 @@ class Packs(StagedPath):
     ) -> _Packed:
         """Fill the first bucket if there is room for it: in this rank's own row."""
         call, node, session = self.call, self.reducer.node, self.reducer.lockstep.session
-        if call.mean and 0 in weights:  # never read
-            values = call.wires(values, weights, fresh=False)
+        values = call.to_copy(values, weights)
         node.compile(call)
         # A thread or a child that may not call must not write to the row first.
         session.check()
-        if call.most > LIMIT // 2:  # it may be cut into pieces, which are taken from one run
-            values = [v if v.flags.c_contiguous else v.copy() for v in values]
         filled = bool(call.buckets) and node.arena.has_room(call.most)
         if filled:
             bucket = call.buckets[0]

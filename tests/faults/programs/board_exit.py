@@ -9,9 +9,10 @@ from mpi4py import MPI
 
 from mpistrat.board.board import Board
 from mpistrat.board.observer import Limits
+from mpistrat.comm.mpi import MPIComm
 
 comm = MPI.COMM_WORLD
-board = Board.on(comm, Limits(0.05, 20.0), comm.Split(comm.rank % 2, comm.rank))
+board = Board.on(MPIComm(comm), Limits(0.05, 20.0), 1)
 board.enter(1, "barrier()")
 comm.Barrier()
 board.leave()

@@ -8,9 +8,10 @@ from mpi4py import MPI
 
 from mpistrat.board.board import Board
 from mpistrat.board.observer import Limits
+from mpistrat.comm.mpi import MPIComm
 
 comm = MPI.COMM_WORLD
-board = Board.on(comm, Limits(0.1, 5.0), comm.Split(comm.rank % 2, comm.rank))
+board = Board.on(MPIComm(comm), Limits(0.1, 5.0), 1)
 board.enter(1, "barrier()")
 comm.Barrier()
 board.leave()

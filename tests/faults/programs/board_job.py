@@ -15,6 +15,7 @@ from mpi4py import MPI
 
 from mpistrat.board.board import Board
 from mpistrat.board.observer import Limits
+from mpistrat.comm.mpi import MPIComm
 
 CALLS = 6
 
@@ -71,10 +72,9 @@ def main() -> None:
         float(os.environ.get("MPISTRAT_WARN", "60")),
         float(os.environ.get("MPISTRAT_TIMEOUT", "1800")),
     )
-    node = None
-    if "BOARD_RANKS_PER_NODE" in os.environ:  # emulate nodes where the MPI library cannot
-        node = comm.Split(comm.rank // int(os.environ["BOARD_RANKS_PER_NODE"]), comm.rank)
-    board = Board.on(comm, limits, node)
+    # Emulate nodes where the MPI library cannot.
+    per_node = int(os.environ.get("BOARD_RANKS_PER_NODE", "0"))
+    board = Board.on(MPIComm(comm), limits, per_node)
     print(f"rank {comm.rank} is {os.getpid()}", flush=True)
     for number in range(1, CALLS + 1):
         if number == 4 and comm.rank == culprit:

@@ -21,8 +21,8 @@ from mpistrat.collectives import lanes
 from mpistrat.collectives.buckets import buckets
 from mpistrat.collectives.paths import pairs
 from mpistrat.comm.loopback import LoopbackComm
-from mpistrat.kernels import fold as fold_module
-from mpistrat.kernels.fold import fold_pair, fold_rows
+from mpistrat.kernels import rows as rows_module
+from mpistrat.kernels.rows import reduce_rows
 from mpistrat.kernels.scaling import divide
 from mpistrat.testing import run_ranks
 
@@ -430,7 +430,7 @@ def test_a_mean_in_the_memory_of_its_values_does_not_overflow(rows, count, ready
     top = np.finfo(np.float32).max
     values = np.full((count, 300), top)
     out = values if rows == count else values[:rows]
-    fold_rows(np.add, values, out, 0, 300, None, float(count), ready=ready)
+    reduce_rows(np.add, values, out, 0, 300, None, float(count), ready=ready)
     np.testing.assert_allclose(values[:rows], top, rtol=1e-6)
 
 
@@ -442,7 +442,7 @@ def test_a_mean_in_the_memory_of_its_values_does_not_overflow(rows, count, ready
 @every("second", [0.0, 1.5])
 @every("place", ["inside", "first row", "elsewhere"])
 def test_the_kernel_has_the_bits_of_its_twin(rows, dtype, scaled, by, second, place, monkeypatch):
-    monkeypatch.setattr(fold_module, "_COMPILE", 1)
+    monkeypatch.setattr(rows_module, "_COMPILE", 1)
     values = np.array([random(r, (5000,), dtype) for r in range(rows)])
     scales = np.array([2.0, second, 3.5, 1.0, 0.25][:rows]) if scaled else None
     if scaled and rows > 1 and second == 0:
@@ -450,9 +450,10 @@ def test_the_kernel_has_the_bits_of_its_twin(rows, dtype, scaled, by, second, pl
     divisor = by if dtype != "i8" else 1.0
     compiled, twin = values.copy(), values.copy()
     outs = [{"inside": v, "first row": v[:1]}.get(place, v[:2] + 1) for v in (compiled, twin)]
-    fold_rows(np.add, compiled, outs[0], 17, 4321, scales, divisor)
+    reduce_rows(np.add, compiled, outs[0], 17, 4321, scales, divisor)
     with np.errstate(all="ignore"):
-        fold_module.fold_blocks(np.add, twin, outs[1], 17, 4321, scales, divisor)
+        given, into = twin[:, 17:4321], outs[1][:, 17:4321]
+        rows_module.reduce_blocks(np.add, given, into, scales, divisor)
     assert compiled.tobytes() == twin.tobytes()
     assert outs[0].tobytes() == outs[1].tobytes()
     terms = [
@@ -505,8 +506,8 @@ def test_two_rows_have_the_bits_of_rounding_once_each_step(scales, by, dtype):
     found = []
     for ready in (False, True):
         out, into = np.zeros((1, 5000), dtype), np.zeros(4304, dtype)
-        fold_rows(np.add, values, out, *given, ready=ready)
-        fold_pair(np.add, values, *given[:2], into, *given[2:], ready=ready)
+        reduce_rows(np.add, values, out, *given, ready=ready)
+        reduce_rows(np.add, values, into[None], *given, ready=ready, shift=17)
         found += [out[0, 17:4321].tobytes(), into.tobytes()]
     assert set(found) == {found[0]}
     np.testing.assert_array_equal(np.frombuffer(found[0], dtype), want)
@@ -518,14 +519,14 @@ def test_two_rows_have_the_bits_of_rounding_once_each_step(scales, by, dtype):
 def test_small_folds_take_the_loop_once_a_large_one_has_had_it_compiled(
     size, weighted, count, monkeypatch
 ):
-    monkeypatch.setattr(fold_module, "_COMPILE", 120_000)
+    monkeypatch.setattr(rows_module, "_COMPILE", 120_000)
     loops = Counter()
 
     def counted(run, *args):
         loops[threading.get_ident()] += 1
         return run(*args)
 
-    monkeypatch.setattr(fold_module, "sum_rows", functools.partial(counted, fold_module.sum_rows))
+    monkeypatch.setattr(rows_module, "sum_rows", functools.partial(counted, rows_module.sum_rows))
     gradients = [random(r, (count,), "f4") for r in range(size)]
     weights = [2.0, 5.0, 9.0][:size] if weighted else [1.0] * size
     with np.errstate(all="ignore"):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
+from mpistrat.collectives import node as node_module
 from mpistrat.collectives import overlap
 from mpistrat.testing import run_ranks
 from mpistrat.testing.ranks import RanksFailed
@@ -155,13 +156,13 @@ def test_memory_is_used_again_once_all_ranks_have_waited(apart):
 
 def test_transfer_goes_on_while_the_program_computes(apart, monkeypatch):
     moved = [threading.Event() for _ in range(2)]
-    fold = overlap.fold_between
+    fold = node_module.reduce_between
 
     def told(lane, *args):
         fold(lane, *args)
         moved[lane.comm.rank].set()
 
-    monkeypatch.setattr(overlap, "fold_between", told)
+    monkeypatch.setattr(node_module, "reduce_between", told)
 
     def rank(comm):
         def fn(strategy, ctx):
@@ -318,14 +319,14 @@ def test_handle_of_no_run_that_is_dropped_keeps_no_memory(apart):
 
 
 def test_what_fails_in_the_thread_is_raised_where_it_is_waited_for(apart, monkeypatch):
-    fold = overlap.fold_between
+    fold = node_module.reduce_between
 
     def fails(lane, *args):
         if lane.comm.rank == 1:
             raise MemoryError("no memory here")
         fold(lane, *args)
 
-    monkeypatch.setattr(overlap, "fold_between", fails)
+    monkeypatch.setattr(node_module, "reduce_between", fails)
 
     def rank(comm):
         in_run(comm, lambda s, ctx: ctx.all_reduce_start("SUM", tree(comm.rank)).wait())

@@ -30,9 +30,6 @@ def program(comm, order):
     room = np.empty(sum(counts), np.uint8) if here == root else None
     group.gatherv(bytes_of(here), room, counts, root)
     found["gatherv"] = None if room is None else room.tolist()
-    total = np.empty(1) if here == root else None
-    group.reduce(np.array([here + 1.0]), total, "SUM", root)
-    found["reduce"] = None if total is None else total.tolist()
     everywhere = np.empty(1)
     group.allreduce(np.array([here + 1.0]), everywhere, "PROD")
     found["allreduce"] = everywhere.tolist()
@@ -67,7 +64,6 @@ def test_everything_follows_the_order(order):
             "allgather": [[i, 0.5] for i in range(size)],
             "allgatherv": joined,
             "gatherv": joined if last else None,
-            "reduce": [size * (size + 1) / 2] if last else None,
             "allreduce": [float(np.prod(np.arange(1, size + 1)))],
             "bcast": [size - 1],
             "sendrecv": [(place - 1) % size],

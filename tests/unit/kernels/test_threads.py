@@ -14,9 +14,9 @@ from every import every
 
 import mpistrat as ms
 from mpistrat.comm.loopback import LoopbackComm, LoopbackWorld
-from mpistrat.kernels import fold as fold_module
 from mpistrat.kernels import local
-from mpistrat.kernels.fold import fold_rows, spread_rows
+from mpistrat.kernels import rows as rows_module
+from mpistrat.kernels.rows import reduce_rows, spread_rows
 from mpistrat.kernels.threads import Team, cuts
 from mpistrat.testing import run_ranks
 
@@ -148,14 +148,14 @@ def same_bits(dtype, fold, scaled, monkeypatch):
         pytest.skip("complex numbers have no order")
     if np.dtype(dtype).kind == "i" and scaled:
         pytest.skip("integers are not scaled")
-    monkeypatch.setattr(fold_module, "_COMPILE", 1)
-    monkeypatch.setattr(fold_module, "_PART", 200)
+    monkeypatch.setattr(rows_module, "_COMPILE", 1)
+    monkeypatch.setattr(rows_module, "_PART", 200)
     given = matrix(3, 5000, dtype)
     rest = (np.array([2.0, 0.5, 3.0]), 7.0) if scaled else (None, 1.0)
     found = []
     for count in COUNTS:
         rows, team = given.copy(), team_of(count)
-        fold_rows(fold, rows, rows, 17, 4321, *rest, None, team)
+        reduce_rows(fold, rows, rows, 17, 4321, *rest, None, team)
         assert rows[:, :17].tobytes() == given[:, :17].tobytes()
         assert rows[:, 4321:].tobytes() == given[:, 4321:].tobytes()
         found.append(rows.tobytes())
@@ -166,7 +166,7 @@ def same_bits(dtype, fold, scaled, monkeypatch):
 
 
 def test_spreading_has_the_same_bits_with_any_number_of_threads(monkeypatch):
-    monkeypatch.setattr(fold_module, "_PART", 200)
+    monkeypatch.setattr(rows_module, "_PART", 200)
     given = matrix(3, 5000, "f8")
     want = given[1, 17:4321]
     for count in COUNTS:
@@ -249,7 +249,7 @@ def test_ranks_divide_the_cores_if_nothing_is_asked_for(cores, wanted, monkeypat
 @pytest.mark.parametrize("how", ["fresh", "in place"])
 @pytest.mark.parametrize("per_node", ["0", "2"])
 def test_all_reduces_have_the_same_bits_with_any_number_of_threads(how, per_node, monkeypatch):
-    monkeypatch.setattr(fold_module, "_PART", 5000)
+    monkeypatch.setattr(rows_module, "_PART", 5000)
     monkeypatch.setenv("MPISTRAT_RANKS_PER_NODE", per_node)
     done = []
     original = Team.run
@@ -296,10 +296,10 @@ def test_columns_beyond_what_a_c_int_counts(monkeypatch):
     rows = np.frombuffer(with_room, np.float32).reshape(2, columns)
     start, stop = 2**31 - width // 2, 2**31 + width // 2
     rows[0, start:stop], rows[1, start:stop] = 1.5, np.arange(stop - start)
-    fold_rows(np.add, rows, rows, start, stop)  # compiled
+    reduce_rows(np.add, rows, rows, start, stop)  # compiled
     want = np.arange(stop - start, dtype="f4") + np.float32(1.5)
     np.testing.assert_array_equal(rows[:, start:stop], [want, want])
-    fold_rows(np.maximum, rows, rows, start, stop)  # by NumPy
+    reduce_rows(np.maximum, rows, rows, start, stop)  # by NumPy
     np.testing.assert_array_equal(rows[:, start:stop], [want, want])
     assert not rows[:, start - 3000 : start].any()
     assert not rows[:, stop : stop + 3000].any()

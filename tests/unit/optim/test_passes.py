@@ -11,7 +11,8 @@ import optim_cases as cases
 import pytest
 
 from mpistrat import optim
-from mpistrat.kernels import fold, jit
+from mpistrat.kernels import jit
+from mpistrat.kernels import rows as rows_module
 from mpistrat.optim import passes
 from mpistrat.optim.clipping import norm_of
 
@@ -116,7 +117,7 @@ class TestGradient:
         n, dtype = B + 33, np.dtype("f4")
         rows, scales = random((ranks, n), dtype), np.array([3.0, 0.0, 1.5][:ranks])
         wanted = np.empty((1, n), dtype)
-        fold.fold_rows(np.add, rows, wanted, 0, n, scales, 4.5)
+        rows_module.reduce_rows(np.add, rows, wanted, 0, n, scales, 4.5)
         made = passes.Gradient(rows, factors=scales.astype(dtype), divisor=4.5)
         np.testing.assert_array_equal(self.of(made, n, compiled), wanted[0])
 

@@ -1,6 +1,6 @@
-"""Folds of the rows of a matrix into each other: what an all-reduce is, in shared memory.
+"""Reductions of the rows of a matrix into each other: what an all-reduce is, in shared memory.
 
-Row r holds the values of rank r; each rank folds its own slice of columns, in rank order, so the
+Row r holds the values of rank r; each rank reduces its own slice of columns, in rank order, so the
 result has the same bits whoever computed it and however the columns are cut.
 """
 
@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.kernels.blocks import BLOCK, fold_blocks, sum_partly
+from mpistrat.kernels.blocks import BLOCK, reduce_blocks, sum_partly
 from mpistrat.kernels.loops import TILE, sum_rows
-from mpistrat.kernels.narrow import fold_narrow, is_narrow
+from mpistrat.kernels.narrow import is_narrow, reduce_narrow
 from mpistrat.kernels.scaling import factors_of
 from mpistrat.kernels.threads import Team
 
@@ -26,8 +26,8 @@ _PART = 1 << 19
 _COMPILED = frozenset(map(np.dtype, ("f4", "f8", "i4", "i8", "u4", "u8")))
 
 
-def fold_rows(
-    fold: Callable[..., Any],
+def reduce_rows(
+    ufunc: Callable[..., Any],
     rows: Array,
     out: Array,
     start: int,
@@ -37,8 +37,9 @@ def fold_rows(
     whole: int | None = None,
     team: Team | None = None,
     ready: bool = False,
+    shift: int = 0,
 ) -> None:
-    """Fold columns `start` to `stop` of all rows, and write the result to the rows of `out`.
+    """Reduce columns `start` to `stop` of all rows, and write the result to the rows of `out`.
 
     Replaces k - 1 calls of ``np.add`` and k of ``np.copyto`` by one pass that reads and writes each
     element once. Measured on 25.6 million float32 in two rows, each of two processes one half:
@@ -46,18 +47,21 @@ def fold_rows(
     in place. Two threads of one process instead of one, on 2 cores: 7.4 and 11.0 ms.
 
     Args:
-      fold: ``np.add``, ``np.multiply``, ``np.minimum`` or ``np.maximum``.
+      ufunc: ``np.add``, ``np.multiply``, ``np.minimum`` or ``np.maximum``.
       rows: C-ordered matrix, one row for each rank.
       out: C-ordered matrix of the same dtype and number of columns, which may be `rows` itself, or
-        its first rows; of float16 and bfloat16, which are folded in float32, it is `rows`.
+        its first rows; of float16 and bfloat16, which are reduced in float32, it is `rows`.
       start: The first column.
       stop: The column after the last.
       scales: What to multiply each row by; a row of 0 is never read. None for all ones.
       divisor: What to divide the result by. With one, or with scales, it is a mean, and where its
         sum overflows, it is made from values that are scaled down before.
-      whole: How many columns all ranks together fold in this call; these alone if None.
+      whole: How many columns all ranks together reduce in this call; these alone if None. Equal on
+        all ranks, which may cut differently: loops give a NaN that comes of two another payload
+        than NumPy.
       team: The threads that take part if the slice is large; None for this one alone.
       ready: The loop for this dtype is compiled, so what is less takes it too. Equal on all ranks.
+      shift: The column of `rows` that is the first of `out`.
 
     Cost: One pass over the slice of all rows. New dtypes compile for a second or two, once per
       cache on disk; what is less than 256 Ki columns as a whole does not wait for it, and goes
@@ -66,11 +70,8 @@ def fold_rows(
     """
     count = stop - start if whole is None else whole
     if team is not None and stop - start >= 2 * _PART:
-
-        def part(low: int, high: int) -> None:
-            fold_rows(fold, rows, out, low, high, scales, divisor, count, ready=ready)
-
-        _divided(team, part, start, stop)
+        how = (scales, divisor, count, None, ready, shift)
+        _divided(team, lambda a, b: reduce_rows(ufunc, rows, out, a, b, *how), start, stop)
         return
     if stop <= start:
         return
@@ -79,18 +80,19 @@ def fold_rows(
     dtype = rows.dtype
     if is_narrow(dtype):
         table = None if scales is None else factors_of(scales, np.dtype(np.float32))
-        compiled = fold is np.add and (ready or compiles(fold, dtype, count))
-        fold_narrow(fold, rows, start, stop, table, divisor, compiled)
+        compiled = ufunc is np.add and (ready or compiles(ufunc, dtype, count))
+        reduce_narrow(ufunc, rows, start, stop, table, divisor, compiled)
         return
     plain = scales is None and divisor == 1.0
-    compiled = (plain or dtype.kind == "f") and (ready or compiles(fold, dtype, count))
+    compiled = (plain or dtype.kind == "f") and (ready or compiles(ufunc, dtype, count))
     inside = out is rows or np.may_share_memory(out, rows)
-    if fold is np.add and compiled:
+    if ufunc is np.add and compiled:
         # To multiply by 1 changes no number, and takes no time beside that of memory.
         factors = np.ones(len(rows), dtype) if scales is None else factors_of(scales, dtype)
-        sum_rows(rows, out, start, stop, factors, np.array([divisor], dtype), 0, inside)
+        sum_rows(rows, out, start, stop, factors, np.array([divisor], dtype), shift, inside)
     else:
-        fold_blocks(fold, rows, out, start, stop, scales, divisor, inside)
+        here, into = rows[:, start:stop], out[:, start - shift : stop - shift]
+        reduce_blocks(ufunc, here, into, scales, divisor, inside)
 
 
 def sum_between(
@@ -109,7 +111,7 @@ def sum_between(
 
 
 def _divided(team: Team, work: Callable[[int, int], None], start: int, stop: int) -> None:
-    """Let the team do slices of these columns; elements are folded alike in any of them.
+    """Let the team do slices of these columns; elements are reduced alike in any of them.
 
     They meet at whole tiles from the start on. So what a loop does with its last few elements, of
     which a NaN of two or a product of complex numbers may show something, it does to the same ones
@@ -119,63 +121,27 @@ def _divided(team: Team, work: Callable[[int, int], None], start: int, stop: int
     team.run(lambda a, b: work(start + a, start + b), 0, columns, columns // _PART, TILE)
 
 
-def fold_pair(
-    fold: Callable[..., Any],
-    rows: Array,
-    start: int,
-    stop: int,
-    out: Array,
-    scales: Array | None = None,
-    divisor: float = 1.0,
-    whole: int | None = None,
-    ready: bool = False,
-) -> None:
-    """Fold columns `start` to `stop` of two rows into a flat array, by one thread.
-
-    Args:
-      fold: As in `fold_rows`.
-      rows: C-ordered matrix of two rows.
-      start: The first column.
-      stop: The column after the last.
-      out: Where the result goes; of ``stop - start`` elements and the same dtype, contiguous.
-      scales: As in `fold_rows`.
-      divisor: As in `fold_rows`.
-      whole: As in `fold_rows`. Equal on all ranks, which may cut differently: loops give a NaN
-        that comes of two another payload than NumPy.
-      ready: As in `fold_rows`.
-
-    Cost: One pass over the columns.
-    """
-    compiled = ready or compiles(fold, rows.dtype, stop - start if whole is None else whole)
-    if rows.dtype.kind == "f" and fold is np.add and compiled:
-        factors = np.ones(2, rows.dtype) if scales is None else factors_of(scales, rows.dtype)
-        by = np.array([divisor], rows.dtype)
-        sum_rows(rows, out[None], start, stop, factors, by, start, False)
-    else:
-        fold_blocks(fold, rows[:, start:stop], out[None], 0, stop - start, scales, divisor)
-
-
 def _ones(scales: Array | None) -> bool:
     return scales is None or set(scales.tolist()) == {1.0}
 
 
-def compiles(fold: Callable[..., Any], dtype: np.dtype[Any], columns: int) -> bool:
-    """Tell whether folding so many columns of this dtype is worth a compiler."""
+def compiles(ufunc: Callable[..., Any], dtype: np.dtype[Any], columns: int) -> bool:
+    """Tell whether reducing so many columns of this dtype is worth a compiler."""
     known = dtype in _COMPILED or is_narrow(dtype)
-    return fold is np.add and columns >= _COMPILE and known
+    return ufunc is np.add and columns >= _COMPILE and known
 
 
 @functools.cache
 def _compiled_for(dtype: np.dtype[Any]) -> None:
     rows = np.zeros((2, 1), dtype)
     if is_narrow(dtype):
-        fold_narrow(np.add, rows, 0, 1, None, 1.0, True)
+        reduce_narrow(np.add, rows, 0, 1, None, 1.0, True)
     else:
         sum_rows(rows, rows, 0, 1, np.ones(2, dtype), np.ones(1, dtype), 0, True)
 
 
 def compile_for(dtype: np.dtype[Any], columns: int) -> None:
-    """Compile what folding so many columns by addition needs, if it is not there yet.
+    """Compile what reducing so many columns by addition needs, if it is not there yet.
 
     Cost: A second or two per dtype, once per cache on disk; nothing for small slices.
     """

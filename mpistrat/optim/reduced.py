@@ -1,4 +1,4 @@
-"""Gradients of all replicas made readable: proved, moved, and folded as far as they have to be.
+"""Gradients of all replicas made readable: proved, moved, and reduced as far as they have to be.
 
 One handshake; then one of these, alike on all ranks:
 
@@ -6,18 +6,18 @@ One handshake; then one of these, alike on all ranks:
 way       when                                what moves
 ========  ==================================  ==================================================
 alone     one rank, or cross-replica code     nothing: the gradient is there
-folded    small variables only, or memory     an all-reduce; then each rank updates what it holds
+reduced    small variables only, or memory     an all-reduce; then each rank updates what it holds
           is not shared, or values move by
           choice
-in place  gradients lie in the arena, or are  each rank folds and updates its parts of all
+in place  gradients lie in the arena, or are  each rank reduces and updates its parts of all
           put there                           variables in one pass; one barrier of the node
 ========  ==================================  ==================================================
 
 On several nodes with as many ranks each, this rank's part of a large variable goes the same way:
-some at a time (`Folded.fetch`), it is folded here, then with the twins on the other nodes, and
-updated while it is in cache; with ``shard="all"`` each twin folds and updates its slice of the part
-alone. Everything else that lies in the arena, and all of it where nodes
-differ in size, is folded into the first row of each node before it is read.
+some at a time (`Reduced.fetch`), it is reduced here, then with the twins on the other nodes, and
+updated while it is in cache; with ``shard="all"`` each twin reduces and updates its slice of the
+part alone. Everything else that lies in the arena, and all of it where nodes differ in size, is
+reduced into the first row of each node before it is read.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ import numpy as np
 from mpistrat.arena.arena import ArenaAddress
 from mpistrat.arrays import Array, quiet
 from mpistrat.collectives.call import Call, Contribution
-from mpistrat.collectives.node import NodeFolds
+from mpistrat.collectives.node import NodeReducer
 from mpistrat.collectives.segments import Segment, placed
 from mpistrat.collectives.weights import Scales, scales_of
 from mpistrat.distribute import sparse, writes
 from mpistrat.distribute.slices import IndexedSlices
-from mpistrat.kernels.blocks import fold_blocks
+from mpistrat.kernels.blocks import reduce_blocks
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.kernels.scaling import factors_of
 from mpistrat.lockstep.abort import abort
@@ -47,15 +47,15 @@ from mpistrat.optim.known import Known, Places
 from mpistrat.optim.state import State, Target
 from mpistrat.optim.updating import Fetch
 
-__all__ = ["Folded", "fold"]
+__all__ = ["Reduced", "reduce"]
 
-# Small variables are updated by every rank, which folds the rows of all: up to so many bytes it is
-# quicker than to fold them in slices first, and to wait for that.
+# Small variables are updated by every rank, which reduces the rows of all: up to so many bytes it
+# is quicker than to reduce them in slices first, and to wait for that.
 _EACH = 1 << 20
 _MEAN = ReduceOp.MEAN
 
 
-class Folded(NamedTuple):
+class Reduced(NamedTuple):
     """Gradients as this rank can read them.
 
     Attributes:
@@ -65,7 +65,7 @@ class Folded(NamedTuple):
       weight: The sum of the weights of all replicas.
       reads: Other ranks read what this one has given, until the call ends.
       far: Which of them have to be fetched, part by part, before they are read.
-      fetch: Folds parts of them with the twins on other nodes.
+      fetch: Reduces parts of them with the twins on other nodes.
     """
 
     means: Sequence[Array | None]
@@ -76,7 +76,7 @@ class Folded(NamedTuple):
     fetch: Fetch | None = None
 
 
-def fold(state: State, call: GradientCall, what: Call) -> tuple[Folded, list[IndexedSlices]]:
+def reduce(state: State, call: GradientCall, what: Call) -> tuple[Reduced, list[IndexedSlices]]:
     """Prove the call, and return the gradients of all replicas as this rank can read them."""
     group, known = state.strategy.replicas, call.known
     weight = 1.0 if call.weight is None else call.weight
@@ -110,13 +110,13 @@ def fold(state: State, call: GradientCall, what: Call) -> tuple[Folded, list[Ind
     return _alone(totals, math.fsum(group.reducer.weights[:, 0].tolist())), rows
 
 
-def _alone(values: Sequence[Array], weight: float) -> Folded:
+def _alone(values: Sequence[Array], weight: float) -> Reduced:
     """Return gradients that are means already."""
-    return Folded(values, [], weight, False)
+    return Reduced(values, [], weight, False)
 
 
 def _places(state: State, call: GradientCall, what: Call, weight: float) -> Places | None:
-    """Return where the gradients lie in the arena, if they are folded there.
+    """Return where the gradients lie in the arena, if they are reduced there.
 
     Collective, the first time that memory for gradients is wanted.
     """
@@ -161,9 +161,9 @@ def _placed(state: State, known: Known, homes: list[ArenaAddress]) -> Places:
     own = [t.shared or nodes.node.size == 1 for t in known.dense]
     far = [node.twins and is_own for is_own in own]
     first = [nodes.nodes > 1 or (much and not t.shared) for t in known.dense]
-    folded = [h for h, yes, is_far in zip(homes, first, far, strict=True) if yes and not is_far]
+    reduced = [h for h, yes, is_far in zip(homes, first, far, strict=True) if yes and not is_far]
     rows = [(weakref.ref(h.block), h.place.matrix, h.place.start) for h in homes]
-    where = placed(folded) if folded else None
+    where = placed(reduced) if reduced else None
     runs, some = _runs(known, homes, first), [i for i, is_far in enumerate(far) if is_far]
     return Places(placed(homes).suffix, rows, first, some, where, runs)
 
@@ -171,7 +171,7 @@ def _placed(state: State, known: Known, homes: list[ArenaAddress]) -> Places:
 def _runs(
     known: Known, homes: list[ArenaAddress], first: list[bool]
 ) -> list[tuple[list[int], int, int]]:
-    """Return which gradients every rank folds as one, and the columns of these."""
+    """Return which gradients every rank reduces as one, and the columns of these."""
     groups: dict[tuple[int, int], list[int]] = {}
     for i, (target, home) in enumerate(zip(known.dense, homes, strict=True)):
         if not target.shared and not first[i]:
@@ -188,8 +188,8 @@ def _runs(
 
 def _in_place(
     state: State, call: GradientCall, what: Call, places: Places, weight: float
-) -> Folded:
-    """Prove the call, and fold into the first row what every rank would have to fold."""
+) -> Reduced:
+    """Prove the call, and reduce into the first row what every rank would have to reduce."""
     reducer = state.strategy.replicas.reducer
     table = reducer.meet(what, places.suffix, weight)
     whole = math.fsum(table[:, 0].tolist())
@@ -222,7 +222,7 @@ def _in_place(
                 means[i] = total[start : start + call.known.dense[i].w.size]
         dense, far = call.known.dense, places.far
         fetch = _fetch_by(reducer.node, dense, given, column, divisor) if far else None
-        return Folded(means, rows, whole, True, far, fetch)
+        return Reduced(means, rows, whole, True, far, fetch)
     except Exception as error:
         abort(state.strategy.replicas.lockstep, what.text, error)
 
@@ -233,22 +233,22 @@ def _mean(rows: Array, factors: Array | None, divisor: float) -> Array:
         if finite.twin(found):
             return found
     total = np.empty((1, rows.shape[1]), rows.dtype)
-    fold_blocks(np.add, rows, total, 0, rows.shape[1], factors, divisor)
+    reduce_blocks(np.add, rows, total, factors, divisor)
     whole: Array = total[0]
     return whole
 
 
 def _fetch_by(
-    node: NodeFolds,
+    node: NodeReducer,
     targets: Sequence[Target],
     given: Sequence[tuple[Array, int]],
     column: Array | None,
     divisor: float,
 ) -> Fetch:
-    """Return what folds parts of gradients with the twins.
+    """Return what reduces parts of gradients with the twins.
 
     Args:
-      node: Folds.
+      node: Reduces them.
       targets: The variables.
       given: Of each the matrix with all ranks of the node, and its first column.
       column: What ranks are scaled by.
@@ -267,6 +267,6 @@ def _fetch_by(
     def fetch(parts: Sequence[tuple[int, int, int]]) -> None:
         slices = targets[parts[0][0]].slices
         twins = 1 if slices is None else slices.lane.size
-        node.fold_parts([[columns(part, twin) for part in parts] for twin in range(twins)])
+        node.reduce_parts([[columns(part, twin) for part in parts] for twin in range(twins)])
 
     return fetch
