@@ -22,10 +22,13 @@ wherever the library adds in an order that does not depend on where an element l
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 # Bytes.
 LIMIT = 2**30
+# A gather in rounds passes through so much memory; larger rounds are not faster.
+_ROOM = 2**26
 
 
 def slices(size: int, itemsize: int, limit: int) -> Iterator[slice]:
@@ -40,3 +43,43 @@ def slices(size: int, itemsize: int, limit: int) -> Iterator[slice]:
     step = max(1, limit // itemsize)
     for low in range(0, size, step):
         yield slice(low, min(low + step, size))
+
+
+class Round(NamedTuple):
+    """A part of an uneven gather: some bytes of every rank that has not given all yet.
+
+    Attributes:
+      begin: Where in each rank's bytes they begin.
+      counts: How many each rank gives; 0 once it has given all.
+    """
+
+    begin: int
+    counts: list[int]
+
+    def places(self, counts: Sequence[int]) -> Iterator[tuple[slice, slice]]:
+        """Yield where bytes that came are, and where they go among all, rank by rank.
+
+        Args:
+          counts: How many bytes each rank gives in all rounds.
+        """
+        came = goes = 0
+        for part, whole in zip(self.counts, counts, strict=True):
+            if part:
+                to = goes + self.begin
+                yield slice(came, came + part), slice(to, to + part)
+            came += part
+            goes += whole
+
+
+def rounds(counts: Sequence[int], limit: int) -> Iterator[Round]:
+    """Cut a gather of so many bytes of each rank into rounds of at most `limit` bytes in all.
+
+    All ranks give alike in each round, so that none waits while the others pass on its bytes.
+
+    Example:
+      >>> [step.counts for step in rounds([5, 0, 3], 6)]
+      [[2, 0, 2], [2, 0, 1], [1, 0, 0]]
+    """
+    share = max(1, min(limit, _ROOM) // len(counts))
+    for begin in range(0, max(counts), share):
+        yield Round(begin, [min(max(count - begin, 0), share) for count in counts])

@@ -15,7 +15,7 @@ from typing import Any, final
 import numpy as np
 
 from mpistrat.comm.base import Buffer, Comm
-from mpistrat.comm.chunks import LIMIT, slices
+from mpistrat.comm.chunks import LIMIT, rounds, slices
 from mpistrat.sharedmem.shared import Pages, shared_memory, shared_pages
 
 # Seconds that a thread sleeps between two looks at what it waits for. One that polls takes its time
@@ -127,12 +127,6 @@ def _bytes(buffer: Buffer) -> Buffer:
     return buffer.reshape(-1).view(np.uint8)
 
 
-def _parts(recv: Buffer, counts: Sequence[int]) -> list[Buffer]:
-    """Return where the bytes of each rank go."""
-    ends = np.cumsum(counts).tolist()
-    return [recv[end - count : end] for end, count in zip(ends, counts, strict=True)]
-
-
 @final
 class MPIComm(Comm):
     """A private duplicate of an MPI communicator; `mpi` is mpi4py's object for it.
@@ -171,37 +165,39 @@ class MPIComm(Comm):
         if size * self.size <= self.limit:
             self._allgather([send, size, self._byte], [recv, size, self._byte])
         else:
-            self._around(_bytes(send), _bytes(recv), [size] * self.size)
+            self._rounds(self._comm.Allgatherv, _bytes(send), _bytes(recv), [size] * self.size)
 
     def allgatherv(self, send: Buffer, recv: Buffer, counts: Sequence[int]) -> None:
         """Put every rank's bytes into `recv`, in rank order, by MPI_Allgatherv."""
         if sum(counts) <= self.limit:
             self._comm.Allgatherv([send, send.nbytes, self._byte], [recv, counts, self._byte])
         else:
-            self._around(send, recv, counts)
-
-    def _around(self, send: Buffer, recv: Buffer, counts: Sequence[int]) -> None:
-        """Gather what is too large for one call: each rank passes on what the one before has."""
-        parts = _parts(recv, counts)
-        parts[self.rank][:] = send
-        after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
-        for step in range(self.size - 1):
-            given, came = (self.rank - step) % self.size, (before - step) % self.size
-            self.sendrecv(parts[given], after, parts[came], before)
+            self._rounds(self._comm.Allgatherv, send, recv, counts)
 
     def gatherv(self, send: Buffer, recv: Buffer | None, counts: Sequence[int], root: int) -> None:
         """Put every rank's bytes into `recv` of `root`, in rank order, by MPI_Gatherv."""
+        gather = functools.partial(self._comm.Gatherv, root=root)
         if sum(counts) <= self.limit:
             room = None if recv is None else [recv, counts, self._byte]
-            self._comm.Gatherv([send, send.nbytes, self._byte], room, root=root)
-        elif recv is None:
-            self.sendrecv(send, root, send[:0], root)
+            gather([send, send.nbytes, self._byte], room)
         else:
-            for source, part in enumerate(_parts(recv, counts)):
-                if source == root:
-                    part[:] = send
-                else:
-                    self.sendrecv(send[:0], source, part, source)
+            self._rounds(gather, send, recv, counts)
+
+    def _rounds(
+        self, gather: Callable[..., None], send: Buffer, recv: Buffer | None, counts: Sequence[int]
+    ) -> None:
+        # Through a room of its own, as what comes in one round does not lie side by side in `recv`,
+        # and how far apart it lies is more than an MPI 3 can be told.
+        room = None
+        for step in rounds(counts, self.limit):
+            if recv is not None and room is None:
+                room = np.empty(sum(step.counts), np.uint8)  # the first round is the largest
+            mine = send[step.begin : step.begin + step.counts[self.rank]]
+            into = None if room is None else [room, step.counts, self._byte]
+            gather([mine, mine.size, self._byte], into)
+            if recv is not None and room is not None:
+                for came, goes in step.places(counts):
+                    recv[goes] = room[came]
 
     def allreduce(self, send: Buffer, recv: Buffer, op: str) -> None:
         """Reduce every rank's `send` into `recv` by MPI_Allreduce, in pieces as every MPI takes."""

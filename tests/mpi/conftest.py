@@ -18,7 +18,7 @@ from rank_report import RankReporter
 def pytest_addoption(parser):
     group = parser.getgroup("ranks")
     group.addoption("--rank-report", metavar="DIR", help="directory for the files of the ranks")
-    group.addoption("--rank-timeout", type=float, default=60.0, help="seconds for one test")
+    group.addoption("--rank-timeout", type=float, default=180.0, help="seconds for one test")
     group.addoption("--rank-patience", type=float, default=10.0, help="seconds after a failure")
 
 
