@@ -121,14 +121,14 @@ def restore(
     path, what = path.with_name(stored), sharded.parsed(path, manifest) if manifest else None
     if number not in (None, counter):
         if what is not None:
-            gather(lockstep, call, path, what, ())  # or the manifest is of another one
+            gather(lockstep, call, path, what, {})  # or the manifest is of another one
         return Restored(None), counter
-    taken = sorted(set(mine) - set(missing))
+    taken = {name: mine[name] for name in sorted(set(mine) - set(missing))}
     seen([path, path.with_name(newest)])
     if what is not None:
         held: Iterable[tuple[str, Array]] = gather(lockstep, call, path, what, taken).items()
     else:
-        held = _broadcast(lockstep, call, {name: mine[name] for name in taken}, shapes, arrays)
+        held = _broadcast(lockstep, call, taken, shapes, arrays)
     for name, value in held:
         _give(lockstep, mine[name], value)
     if NAME in missing:
