@@ -120,6 +120,7 @@ def preempted(directory, size, times, seed, steps):
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(LONGEST * 21)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_twenty_random_preemptions_end_in_the_same_bits(size, tmp_path):
     """F7."""
