@@ -11,7 +11,7 @@ import abc
 import itertools
 import math
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, cast, final
 
 import numpy as np
@@ -154,6 +154,20 @@ class NodeStorage(Storage):
     def fill(self, values: Array) -> None:
         """Write all of it; for one rank of the node, before the others look."""
         self._shared[:] = values.reshape(-1)
+
+    def put(self, parts: Mapping[int, Array]) -> None:
+        """Write bytes of it, each rank of the node others; what is beyond the end is left out.
+
+        Collective over the node: each returns when all are written. Cost: one barrier.
+
+        Args:
+          parts: The bytes of each part of this rank, flat, by the first of them.
+        """
+        self._writes += 1
+        flat = self._shared.view(np.uint8)
+        for at, data in parts.items():
+            flat[at : at + data.size] = data[: flat.size - at]
+        self.node.barrier()
 
     def slice(self, count: int | None = None) -> tuple[int, int]:
         """Return which of `count` things are this rank's: first, and after the last."""

@@ -22,8 +22,8 @@ class Cell:
     Args:
       name: What messages call it.
       read: Returns it, as an array.
-      write: Takes an array of the same dtype and shape, which is replica 0's and is written to
-        later.
+      write: Takes an array of the same dtype and shape, which is replica 0's; of what it keeps it
+        makes a copy, as the memory is that of all other values too.
       strategy: Whose ranks have it; None if nobody said.
       free: The array in a file may have another first axis than that of the program.
       values: The `Values` that it holds, if it is they.

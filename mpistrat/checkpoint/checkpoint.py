@@ -231,9 +231,10 @@ class Checkpoint:
 
         Ctrl-C while values are on their way may leave some that have come; restore again.
 
-        Cost: replica 0 reads the whole file into its memory; then a proof and an ``MPI_Bcast`` for
-        each variable, and an all-reduce of what is an ON_READ sum of floating point. The ranks of a
-        node read a directory into memory that they share, each a part; there are no broadcasts.
+        Cost: replica 0 reads the whole file into its memory; then a proof and an ``MPI_Bcast``, for
+        which every rank has memory as large as the file, and an all-reduce of what is an ON_READ
+        sum of floating point. The ranks of a node read a directory together, each a part; there are
+        no broadcasts.
         """
         return self._restored("Checkpoint.restore", save_path, partial)[0]
 

@@ -1,19 +1,22 @@
 """A large checkpoint, read by all ranks: those of a node read all of it, each its share.
 
-They read into memory that they have in common, so each byte comes from the disk once for a node,
-and nothing is given to a variable before all of it has been checked, on all nodes.
+Each byte comes from the disk once for a node, and nothing is given to a variable before all of it
+has been checked, on all nodes. What the node has in common each rank reads into memory of its own,
+of large pages, and writes to the variable from there; of what each rank has to itself all need all
+bytes, so that is read into memory that they have in common.
 """
 
 from __future__ import annotations
 
 import errno
-import itertools
 import platform
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from mpistrat.arena.storage import NodeStorage
 from mpistrat.arrays import Array
 from mpistrat.checkpoint import sharded
 from mpistrat.checkpoint.entries import formed
@@ -28,20 +31,21 @@ __all__ = ["gather"]
 
 
 def gather(
-    lockstep: Lockstep, call: str, path: Path, manifest: Manifest, names: Container[str]
+    lockstep: Lockstep, call: str, path: Path, manifest: Manifest, wanted: Mapping[str, Any]
 ) -> dict[str, Array]:
-    """Read arrays of a directory, each node all of them once, and check them. Collective.
+    """Read a directory, each node all of it once, and check it. Collective.
 
     Args:
       lockstep: Proves it.
       call: What reads it.
       path: The directory.
       manifest: What is in it.
-      names: Those that are wanted; the others are read for their checksums only.
+      wanted: The variables that want an array, by name. Those of which the node has one copy get it
+        here; what nobody wants is read for its checksums only.
 
     Returns:
-      The arrays, in memory that the ranks of a node have in common. The call does not return before
-      all ranks have read and checked their share.
+      The other arrays, in memory that the ranks of a node have in common. The call does not return
+      before all ranks have read and checked their share.
 
     Raises:
       OSError: Some rank cannot read its share, or does not see the directory; on every rank.
@@ -49,40 +53,78 @@ def gather(
       MemoryError: Some rank has no memory for it.
     """
     node = nodes_of(lockstep).node
-    starts, total = {}, 0
+    placed, starts, total = {}, {}, 0
     for region in manifest.regions:
-        if region.name in names:
+        storage = wanted[region.name].storage if region.name in wanted else None
+        if isinstance(storage, NodeStorage) and storage.node.size == node.size:
+            placed[region.name] = storage
+        elif storage is not None:
             starts[region.name], total = total, total + region.room
-    every = manifest.pieces()
-    lengths = [piece.stop - piece.start for piece in every]
-    ends = list(itertools.accumulate(lengths, initial=0))
-    owners = [at * node.size // ends[-1] for at in ends[:-1]]
-    kept = [0] * node.size  # bytes of the image that each rank reads, one rank after the other
-    for piece, length, owner in zip(every, lengths, owners, strict=True):
-        kept[owner] += length if piece.region.name in starts else 0
+    owned = _shares(manifest, node.size, placed)
+    kept = [sum(p.stop - p.start for p in each if p.region.name in starts) for each in owned]
     image, common = _image(node, total, kept)
+    mine = owned[node.rank]
+    own: dict[str, dict[int, Array]] = {}
 
     def room(piece: Stretch) -> Array | None:
-        at = starts.get(piece.region.name)
-        return None if at is None else image[at + piece.start : at + piece.stop]
+        name, at = piece.region.name, starts.get(piece.region.name)
+        if at is None:
+            return own[name][piece.start] if name in own else None
+        return image[at + piece.start : at + piece.stop]
 
-    failure: BaseException | None = None
-    try:
-        with patient(lockstep, f"read {path}", ends[-1]):
-            mine = [one for one, owner in zip(every, owners, strict=True) if owner == node.rank]
+    def read() -> None:
+        own.update(_rooms([piece for piece in mine if piece.region.name in placed]))
+        with patient(lockstep, f"read {path}", sum(manifest.sizes)):
             sharded.fetch(path, mine, room)
-    except FileNotFoundError as error:
-        text = f"Node {platform.node()} (rank {lockstep.comm.rank}) does not see this file"
-        failure = FileNotFoundError(errno.ENOENT, text, error.filename)
-    except BaseException as error:
-        failure = error
+
+    failure = _failing(read, lockstep.comm.rank)
     lockstep.prove(f"{call}, shares", failure=failure)
+    for name, storage in placed.items():
+        storage.put(own.get(name, {}))
     if not common:
         low = sum(kept[: node.rank])
         node.allgatherv(image[low : low + kept[node.rank]].copy(), image, kept)
     node.barrier()
-    regions = (region for region in manifest.regions if region.name in names)
+    regions = (region for region in manifest.regions if region.name in starts)
     return {r.name: formed(r.entry, image[starts[r.name] :]) for r in regions}
+
+
+def _failing(read: Callable[[], None], rank: int) -> BaseException | None:
+    """Return what `read` fails with, as users are to see it; None if it does not."""
+    try:
+        read()
+    except FileNotFoundError as error:
+        text = f"Node {platform.node()} (rank {rank}) does not see this file"
+        return FileNotFoundError(errno.ENOENT, text, error.filename)
+    except BaseException as error:
+        return error
+    return None
+
+
+def _shares(manifest: Manifest, ranks: int, placed: Container[str]) -> list[list[Stretch]]:
+    """Return the pieces that each rank of a node reads: some that follow each other of all.
+
+    Of a large one that is `placed` it reads what is about its slice, whose pages it has already.
+    """
+    owned: list[list[Stretch]] = [[] for _ in range(ranks)]
+    at, total = 0, sum(manifest.sizes)
+    for piece in manifest.pieces():
+        region = piece.region
+        sliced = region.name in placed and region.room >= ranks * manifest.chunk
+        owner = piece.start * ranks // region.room if sliced else at * ranks // total
+        owned[owner].append(piece)
+        at += piece.stop - piece.start
+    return owned
+
+
+def _rooms(pieces: Sequence[Stretch]) -> dict[str, dict[int, Array]]:
+    """Return memory for pieces, of one block, by the name of the array and the first byte."""
+    block, at = np.empty(sum(each.stop - each.start for each in pieces), np.uint8), 0
+    found: dict[str, dict[int, Array]] = {}
+    for region, start, stop, _ in pieces:
+        found.setdefault(region.name, {})[start] = block[at : at + stop - start]
+        at += stop - start
+    return found
 
 
 def _image(node: Comm, nbytes: int, kept: Sequence[int]) -> tuple[Array, bool]:

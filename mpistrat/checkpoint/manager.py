@@ -31,7 +31,9 @@ class CheckpointManager:
     Args:
       checkpoint: What is saved.
       directory: Where; replica 0 makes it when it first saves. The same text on every rank.
-      max_to_keep: How many may be there, those of earlier runs included; None for any number.
+      max_to_keep: How many may be there, those of earlier runs included; None for any number. One
+        that this manager has found damaged does not count: it never takes the place of a good one,
+        and is removed with those that are older than the oldest that stays.
       checkpoint_name: What comes before the numbers.
       background: `save` returns when the state is copied, and a thread of one rank of each node
         writes it; at most one save is on its way. What it failed with, on any rank, is raised on
@@ -312,6 +314,7 @@ class CheckpointManager:
                 done, holds = self._checkpoint._restored("Checkpoint.restore", path, False, number)
             except CheckpointError as error:
                 bad.append(str(error))
+                self._keep.damaged.add(Path(path))
                 continue
             if done.path is None:
                 suffix = Path(path).suffix

@@ -38,23 +38,30 @@ class Retention:
 
     Args:
       keep: How many of them are to stay; None for all.
+
+    Attributes:
+      damaged: Those that are known not to be readable. They do not count, and go with the good ones
+        that are older.
     """
 
     def __init__(self, keep: int | None = None):
         """Create it; nothing has been printed yet of what cannot be removed."""
         self._keep = keep
+        self.damaged: set[Path] = set()
         self._told: set[Path] = set()
 
     def __call__(self, directory: Path, name: str, new: Path) -> list[str]:
-        """Remove those that are too many, but never `new`, and return those that are there.
+        """Remove those that are too many, but not `new`, the newest; return those that are there.
 
         What cannot be looked for or removed stops nothing: it is one of the oldest next time too.
         """
         there = [new]
         with contextlib.suppress(OSError):
             there = list(saved(directory, name).values())
-        old = [path for path in there if path != new]
-        for path in old[: max(0, len(old) + 1 - self._keep)] if self._keep is not None else ():
+        self.damaged.discard(new)
+        good = [path for path in there if path not in self.damaged]
+        stay = there if self._keep is None else good[-self._keep :]
+        for path in there[: there.index(stay[0])] if stay else ():
             if self._removed(path):
                 there.remove(path)
         return [os.fspath(path) for path in there]

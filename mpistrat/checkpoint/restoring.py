@@ -7,7 +7,7 @@ import errno
 import functools
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -121,15 +121,15 @@ def restore(
     path, what = path.with_name(stored), sharded.parsed(path, manifest) if manifest else None
     if number not in (None, counter):
         if what is not None:
-            gather(lockstep, call, path, what, ())  # or the manifest is of another one
+            gather(lockstep, call, path, what, {})  # or the manifest is of another one
         return Restored(None), counter
-    taken = sorted(set(mine) - set(missing))
+    taken = {name: mine[name] for name in sorted(set(mine) - set(missing))}
     seen([path, path.with_name(newest)])
     if what is not None:
-        held: Iterable[tuple[str, Array]] = gather(lockstep, call, path, what, taken).items()
+        held = gather(lockstep, call, path, what, taken)
     else:
-        held = _broadcast(lockstep, call, {name: mine[name] for name in taken}, shapes, arrays)
-    for name, value in held:
+        held = _broadcast(lockstep, call, taken, shapes, arrays)
+    for name, value in held.items():
         _give(lockstep, mine[name], value)
     if NAME in missing:
         missing.remove(NAME)
@@ -249,20 +249,21 @@ def _broadcast(
     taken: Mapping[str, Variable],
     shapes: Mapping[str, Sequence[int]],
     arrays: Mapping[str, Array],
-) -> Iterator[tuple[str, Array]]:
-    """Yield each value that replica 0 has read, in memory that the next one takes. Collective."""
+) -> dict[str, Array]:
+    """Return the values that replica 0 has read, as views of one block. Collective."""
     with lockstep.preparing(call):
         # All the memory that ranks need for it, before anything is written.
         likes = {name: Entry.of(one.storage.array) for name, one in taken.items()}
         likes |= {name: likes[name]._replace(shape=tuple(shapes[name])) for name in shapes}
-        scratch = np.empty(max((each.nbytes for each in likes.values()), default=0), np.uint8)
-    for name, one in taken.items():
-        room = scratch[: likes[name].nbytes]
-        if lockstep.comm.rank == 0:
-            room[:] = np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8)
-        lockstep.prove(f"restore({one.spec()})")
-        lockstep.comm.bcast(room, 0)
-        yield name, formed(likes[name], room)
+        regions = sharded.plan(likes, 0, 1)
+        block = np.empty(sum(sharded.sizes_of(regions)), np.uint8)
+    if lockstep.comm.rank == 0:
+        for one in regions:
+            flat = np.ascontiguousarray(arrays[one.name]).reshape(-1).view(np.uint8)
+            block[one.offset : one.offset + one.nbytes] = flat
+    lockstep.prove(f"{call}, values")
+    lockstep.comm.bcast(block, 0)
+    return {one.name: formed(one.entry, block[one.offset :]) for one in regions}
 
 
 def _give(lockstep: Lockstep, variable: Variable, value: Array) -> None:

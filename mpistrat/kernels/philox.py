@@ -80,34 +80,37 @@ def _product_high(a: Any, b: Any) -> Any:
     return (a >> _HALF) * (b >> _HALF) + (middle >> _HALF) + (other >> _HALF)
 
 
-def _words_twin(out: Any, key: Any, example: Any, first: Any) -> None:
-    counter = np.array([first, example, key[2], key[3]], np.uint64)
-    out[...] = np.random.Philox(key=key[:2], counter=counter).random_raw(out.size)
+def _words_twin(out: Any, key: Any, examples: Any, first: Any) -> None:
+    for row, example in zip(out, examples, strict=True):
+        counter = np.array([first, example, key[2], key[3]], np.uint64)
+        row[...] = np.random.Philox(key=key[:2], counter=counter).random_raw(row.size)
 
 
 @jit.kernel(_words_twin)
-def _words(out: Any, key: Any, example: Any, first: Any) -> None:
-    """Write words of an example, from block `first` on; a block is four of them."""
-    for block in range((out.size + 3) // 4):
-        a, b = key[0], key[1]
-        w, x, y, z = first + np.uint64(block + 1), example, key[2], key[3]
-        for _ in range(10):
-            w, x, y, z = (
-                _product_high(_MULTIPLY[1], y) ^ x ^ a,
-                _MULTIPLY[1] * y,
-                _product_high(_MULTIPLY[0], w) ^ z ^ b,
-                _MULTIPLY[0] * w,
-            )
-            a, b = a + _WEYL[0], b + _WEYL[1]
-        at = 4 * block
-        out[at] = w
-        if at + 3 < out.size:
-            out[at + 1], out[at + 2], out[at + 3] = x, y, z
-        else:
-            if at + 1 < out.size:
-                out[at + 1] = x
-            if at + 2 < out.size:
-                out[at + 2] = y
+def _words(out: Any, key: Any, examples: Any, first: Any) -> None:
+    """Write a row of words for each example, from block `first` on; a block is four of them."""
+    count = out.shape[1]
+    for row in range(examples.size):
+        for block in range((count + 3) // 4):
+            a, b = key[0], key[1]
+            w, x, y, z = first + np.uint64(block + 1), examples[row], key[2], key[3]
+            for _ in range(10):
+                w, x, y, z = (
+                    _product_high(_MULTIPLY[1], y) ^ x ^ a,
+                    _MULTIPLY[1] * y,
+                    _product_high(_MULTIPLY[0], w) ^ z ^ b,
+                    _MULTIPLY[0] * w,
+                )
+                a, b = a + _WEYL[0], b + _WEYL[1]
+            at = 4 * block
+            out[row, at] = w
+            if at + 3 < count:
+                out[row, at + 1], out[row, at + 2], out[row, at + 3] = x, y, z
+            else:
+                if at + 1 < count:
+                    out[row, at + 1] = x
+                if at + 2 < count:
+                    out[row, at + 2] = y
 
 
 def _doubles_twin(words: Any, out: Any, low: Any, span: Any) -> None:
@@ -116,31 +119,34 @@ def _doubles_twin(words: Any, out: Any, low: Any, span: Any) -> None:
 
 @jit.kernel(_doubles_twin)
 def _doubles(words: Any, out: Any, low: Any, span: Any) -> None:
-    for i in range(out.size):
-        out[i] = np.float64(words[i] >> np.uint64(11)) * 2.0**-53
+    for i in range(out.shape[0]):
+        for j in range(out.shape[1]):
+            out[i, j] = np.float64(words[i, j] >> np.uint64(11)) * 2.0**-53
 
 
 def _singles_twin(words: Any, out: Any, low: Any, span: Any) -> None:
-    halves = words.view(np.uint32)[: out.size]
+    halves = words.view(np.uint32)[:, : out.shape[1]]
     out[...] = (halves >> np.uint32(8)) * np.float32(2.0**-24)
 
 
 @jit.kernel(_singles_twin)
 def _singles(words: Any, out: Any, low: Any, span: Any) -> None:
     halves = words.view(np.uint32)
-    for i in range(out.size):
-        out[i] = np.float32(halves[i] >> np.uint32(8)) * np.float32(2.0**-24)
+    for i in range(out.shape[0]):
+        for j in range(out.shape[1]):
+            out[i, j] = np.float32(halves[i, j] >> np.uint32(8)) * np.float32(2.0**-24)
 
 
 def _chances_twin(words: Any, out: Any, low: Any, span: Any) -> None:
-    np.less(words.view(np.uint32)[: out.size], span, out=out)
+    np.less(words.view(np.uint32)[:, : out.shape[1]], span, out=out)
 
 
 @jit.kernel(_chances_twin)
 def _chances(words: Any, out: Any, low: Any, span: Any) -> None:
     halves = words.view(np.uint32)
-    for i in range(out.size):
-        out[i] = np.uint64(halves[i]) < span
+    for i in range(out.shape[0]):
+        for j in range(out.shape[1]):
+            out[i, j] = np.uint64(halves[i, j]) < span
 
 
 def _bounded_twin(words: Any, out: Any, low: Any, span: Any) -> None:
@@ -149,8 +155,9 @@ def _bounded_twin(words: Any, out: Any, low: Any, span: Any) -> None:
 
 @jit.kernel(_bounded_twin)
 def _bounded(words: Any, out: Any, low: Any, span: Any) -> None:
-    for i in range(out.size):
-        out[i] = low + np.int64(_product_high(words[i], span))
+    for i in range(out.shape[0]):
+        for j in range(out.shape[1]):
+            out[i, j] = low + np.int64(_product_high(words[i, j], span))
 
 
 @jit.helper
@@ -185,33 +192,45 @@ def _normals_twin(words: Any, out: Any, low: Any, span: Any) -> None:
     out[...] = found
 
 
+@jit.helper
+def _quantile(word: Any) -> Any:
+    q = (np.float64(word >> np.uint64(12)) + 0.5) * 2.0**-52 - 0.5
+    if abs(q) <= _EDGE:
+        return q * _fraction(_MIDDLE, 0.180625 - q * q)
+    mantissa, exponent = math.frexp(0.5 - abs(q))
+    r = math.sqrt(_minus_log(mantissa, exponent))
+    found = _fraction(_TAIL, r - 1.6) if r <= _FARTHER else _fraction(_FAR, r - _FARTHER)
+    return found if q > 0.0 else -found
+
+
 @jit.kernel(_normals_twin)
 def _normals(words: Any, out: Any, low: Any, span: Any) -> None:
-    for i in range(out.size):
-        q = (np.float64(words[i] >> np.uint64(12)) + 0.5) * 2.0**-52 - 0.5
-        if abs(q) <= _EDGE:
-            out[i] = q * _fraction(_MIDDLE, 0.180625 - q * q)
-        else:
-            mantissa, exponent = math.frexp(0.5 - abs(q))
-            r = math.sqrt(_minus_log(mantissa, exponent))
-            found = _fraction(_TAIL, r - 1.6) if r <= _FARTHER else _fraction(_FAR, r - _FARTHER)
-            out[i] = found if q > 0.0 else -found
+    for i in range(out.shape[0]):
+        for j in range(out.shape[1]):
+            out[i, j] = _quantile(words[i, j])
 
 
 def _rows(out: Any, words: Any, per: Any, key: Any, examples: Any, low: Any, span: Any) -> None:
-    """Fill the row of each example, piece by piece; `per` numbers come from a word."""
-    for row in range(examples.size):
-        for at in range(0, out.shape[1], words.size * per):
-            piece = out[row, at : min(at + words.size * per, out.shape[1])]
-            used = words[: (piece.size + per - 1) // per]
-            _words(used, key, examples[row], np.uint64(at // (4 * per)))
+    """Fill the rows of examples, as many as `words` is enough for, or pieces of one."""
+    flat, count = out.reshape(-1), out.shape[1]
+    width = min(words.size * per, count)
+    together = words.size // ((width + per - 1) // per)
+    for row in range(0, examples.size, together):
+        those = examples[row : row + together]
+        for at in range(0, count, width):
+            size = min(width, count - at)
+            start = row * count + at
+            piece = flat[start : start + those.size * size].reshape(those.size, size)
+            each = (size + per - 1) // per
+            used = words[: those.size * each].reshape(those.size, each)
+            _words(used, key, those, np.uint64(at // (4 * per)))
             _convert(used, piece, low, span)
 
 
 _convert: Any = None  # what `_rows` names; each of these has another in its place
 # By distribution, ``fill(out, words, per, key, examples, low, span)``: `out` is of shape (rows, n),
-# `words` room for `PIECE` or what n numbers need, each of which makes `per`; `key` is two words,
-# step and kind.
+# `words` room for some of them, at most `PIECE`, each of which makes `per` numbers; `key` is two
+# words, step and kind.
 FILL = {
     "float64": jit.driver(_rows, _convert=_doubles),
     "float32": jit.driver(_rows, _convert=_singles),

@@ -105,6 +105,7 @@ def test_the_end_is_that_of_a_run_that_was_left_alone(size, name, tmp_path):
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(LONGEST * 21)  # so many jobs
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_twenty_times(size, tmp_path):
     assert preempted(tmp_path, size, 20, seed=size) == wanted()

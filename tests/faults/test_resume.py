@@ -83,6 +83,7 @@ def test_a_killed_job_goes_on_to_the_same_state(tmp_path):
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(LONGEST * 60)  # sixty jobs
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_twenty_times(size, tmp_path):
     for seed in range(20):

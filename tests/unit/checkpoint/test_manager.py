@@ -107,6 +107,31 @@ def test_damage_is_passed_over_and_told(size, tmp_path, capfd):
     assert "ckpt-3.npz is damaged" in said
 
 
+@SIZES
+def test_damaged_ones_take_no_place_of_good_ones(size, tmp_path):
+    def save(comm):
+        _, manager = made(tmp_path, None)
+        for _ in range(4):
+            manager.save()
+
+    def go_on(comm):
+        _, manager = made(tmp_path, 2)
+        assert manager.restore_or_initialize().endswith("ckpt-2.npz")
+        found = []
+        for _ in range(3):
+            manager.save()
+            found.append(names(manager))
+        return found
+
+    run_ranks(save, 1)
+    for number in (3, 4):
+        (tmp_path / f"ckpt-{number}.npz").write_bytes(b"")
+    left = [[2, 3, 4, 5], [5, 6], [6, 7]]
+    wanted = [[f"ckpt-{number}.npz" for number in each] for each in left]
+    assert run_ranks(go_on, size) == [wanted] * size
+    assert there(tmp_path) == wanted[-1]
+
+
 @pytest.mark.parametrize("error", [OSError(5, "Input/output error"), MemoryError("too little")])
 def test_what_is_no_damage_is_not_passed_over(error, tmp_path, monkeypatch):
     def read(*args):

@@ -20,6 +20,7 @@ from every import every
 from patched import patch_os
 
 import mpistrat as ms
+from mpistrat.arena import storage
 from mpistrat.checkpoint import files, parts, sharded, shares
 from mpistrat.checkpoint.cells import Cell
 from mpistrat.checkpoint.entries import Entry
@@ -38,6 +39,7 @@ def small(monkeypatch):
     """Let what is large be small, so that a test costs little."""
     monkeypatch.setattr(sharded, "LEAST", 1 << 10)
     monkeypatch.setattr(sharded, "CHUNK", 1 << 9)
+    monkeypatch.setattr(storage, "LEAST", 1 << 10)  # from here on the ranks of a node share it
     monkeypatch.setattr(shares, "_LOOKS", 0.001)
 
 
