@@ -12,6 +12,7 @@ from typing import final
 
 import torch
 import torch.distributed as dist
+import typing_extensions
 
 from mpistrat.collectives.reducer import Reducer
 from mpistrat.comm.callsite import pass_over, standing_for, where
@@ -26,6 +27,7 @@ __all__ = ["GroupChannel"]
 
 # Places in messages are those of the program, not of the library that it calls.
 pass_over(str(Path(torch.__file__).parent))
+pass_over(typing_extensions.__file__)  # wraps what torch calls deprecated
 
 # Seconds that a thread looks without a pause for the others: the program's own, as it has nothing
 # else to do, or where they are at the same call; the one beside it, which would take the program's
@@ -86,6 +88,15 @@ class GroupChannel:
                 self._lost = self.late(self._doing, self._allowed)
                 raise self._lost
             time.sleep(_NAP)
+
+    def one_each(self, name: str, listed: Sequence[torch.Tensor], root: int) -> None:
+        """Raise ValueError on the root unless a list has a tensor for each rank."""
+        rank, size = self.comm.rank, self.comm.size
+        if rank == root and len(listed) != size:
+            raise ValueError(
+                f"rank {rank}: {name} has {len(listed)} tensors, and the group {size} ranks. Give "
+                "one for each."
+            )
 
     def late(self, text: str, seconds: float) -> TimedOut:
         """Return the error of a call that has taken too long."""
