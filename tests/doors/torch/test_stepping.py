@@ -116,7 +116,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_what_is_one_ranks_own_is_an_error_on_every_rank(size, case):
     kind, words = CASES[case]
 
