@@ -107,13 +107,13 @@ def _unreduced(own: Any) -> str:
 
 def _look(optimizer: Optimizer, params: Iterable[Any]) -> Any:
     """Raise, on all ranks, if a step would take gradients of this rank; return whose it takes."""
-    first, others = None, []
+    first, last, others = None, None, []
     for p in params:
         if p.grad is None:
             continue
         own, i = _owner(p)
-        if own is not None:
-            why = _unreduced(own)
+        if own is not None and own is not last:
+            why, last = _unreduced(own), own
             if why:
                 name = type(optimizer).__name__
                 own.strategy.replicas.lockstep.refuse(
