@@ -106,7 +106,7 @@ def batches(
         `mpistrat.Dataset`; or what that takes, such as a tuple of arrays.
       strategy: The strategy; None for the one that rules here.
       batch_size: How many rows all ranks together get in a batch. None for what gives batches
-        already: a `mpistrat.Dataset` that was batched, a ``DataLoader``.
+        already, and only for that: a `mpistrat.Dataset` that was batched, a ``DataLoader``.
       shuffle: Take the rows in another order in each epoch, alike on all ranks.
       seed: Of these orders.
       drop_last: Leave out the last batch of an epoch, if it has fewer rows.
@@ -145,22 +145,25 @@ def batches(
         refuse_unchosen("batches")
     if isinstance(data, DataLoader):
         _check_loader(data, batch_size)
-    is_map_style = hasattr(data, "__getitem__") and hasattr(data, "__len__")
-    if is_map_style and batch_size is None:
-        raise DataError(
-            "batches: how many rows do all ranks together get in a batch? Give batch_size=..., as "
-            "this is a source of single rows."
-        )
     rows = None
-    if is_map_style and not isinstance(data, tuple | dict) and not hasattr(data, "shape"):
+    if not isinstance(data, tuple | dict | Dataset) and not hasattr(data, "shape"):
         rows = rows_of(data, workers)
-        data = rows or data
     if workers and rows is None:
         raise DataError(
             f"workers={workers} read the items of a map-style dataset of PyTorch, and this is "
             f"{type(data).__name__}. Give its dataset, or ms.Dataset(...).prefetch(2)."
         )
-    dataset = data if isinstance(data, Dataset) else Dataset(data)
+    dataset = data if isinstance(data, Dataset) else Dataset(rows or data)
+    if not dataset.batched and batch_size is None:
+        raise DataError(
+            "batches: how many rows do all ranks together get in a batch? Give batch_size=..., as "
+            "this is a source of single rows."
+        )
+    if dataset.batched and batch_size is not None:
+        raise DataError(
+            f"batches: these are batches already, and batch_size={batch_size} would make batches "
+            "of them. Leave it out, or give Dataset(...).rebatch(batch_size)."
+        )
     if shuffle:
         dataset = dataset.shuffle(seed=seed)
     if batch_size is not None:

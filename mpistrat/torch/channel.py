@@ -12,6 +12,7 @@ from typing import final
 
 import torch
 import torch.distributed as dist
+import typing_extensions
 
 from mpistrat.collectives.reducer import Reducer
 from mpistrat.comm.callsite import pass_over, standing_for, where
@@ -26,6 +27,7 @@ __all__ = ["GroupChannel"]
 
 # Places in messages are those of the program, not of the library that it calls.
 pass_over(str(Path(torch.__file__).parent))
+pass_over(typing_extensions.__file__)  # wraps what torch calls deprecated
 
 # Seconds that a thread looks without a pause for the others: the program's own, as it has nothing
 # else to do, or where they are at the same call; the one beside it, which would take the program's
@@ -41,7 +43,7 @@ class GroupChannel:
     Args:
       comm: A communicator that nobody else uses; its ranks are those of the group.
       name: What messages call the group; empty for the group of all ranks.
-      seconds: How long a call may take that says nothing of it.
+      seconds: How long a call may wait for the others that says nothing of it.
 
     Attributes:
       session: Counts the calls.
@@ -59,7 +61,6 @@ class GroupChannel:
         self.session = Session(self.comm, owned=False)
         self.lockstep = Lockstep(self.session)
         self.worker = Worker(f"mpistrat {name or 'world'}", threads_allowed())
-        self._deadline = float("inf")
         self._allowed, self._aside = seconds, True
         self._doing = ""
         self._lost: Exception | None = None
@@ -71,9 +72,10 @@ class GroupChannel:
         return Reducer(self.lockstep)
 
     def _await(self, test: Callable[[], bool]) -> None:
-        """Wait for the others, for as long as the call may take."""
+        """Wait for the others, as long as the call may; what this rank does itself is no wait."""
         if test():
             return
+        end = time.monotonic() + self._allowed
         long = not self._aside or self.lockstep.hooks.sharing
         look = time.monotonic() + (_LOOK if long else _GLANCE)
         while time.monotonic() < look:
@@ -82,10 +84,19 @@ class GroupChannel:
             if long:  # on one core it may be this process that the other waits for
                 os.sched_yield()
         while not test():
-            if time.monotonic() > self._deadline:
+            if time.monotonic() > end:
                 self._lost = self.late(self._doing, self._allowed)
                 raise self._lost
             time.sleep(_NAP)
+
+    def one_each(self, name: str, listed: Sequence[torch.Tensor], root: int) -> None:
+        """Raise ValueError on the root unless a list has a tensor for each rank."""
+        rank, size = self.comm.rank, self.comm.size
+        if rank == root and len(listed) != size:
+            raise ValueError(
+                f"rank {rank}: {name} has {len(listed)} tensors, and the group {size} ranks. Give "
+                "one for each."
+            )
 
     def late(self, text: str, seconds: float) -> TimedOut:
         """Return the error of a call that has taken too long."""
@@ -112,7 +123,7 @@ class GroupChannel:
           make: Proves, and moves.
           outputs: The tensors that it fills.
           beside: The program wants to go on.
-          seconds: How long it may take, if that was said.
+          seconds: How long it may wait for the others, if that was said.
         """
         allowed = seconds or self.seconds
         work = CallWork(outputs, self.worker.help, functools.partial(self.late, text))
@@ -138,8 +149,7 @@ class GroupChannel:
         """
         if self._failed or self._lost is not None or not self.worker.take_turn():
             return False
-        self._aside, self._deadline = False, time.monotonic() + self.seconds
-        self._allowed, self._doing = self.seconds, text
+        self._aside, self._allowed, self._doing = False, self.seconds, text
         try:
             make()
         except BaseException as failure:
@@ -192,7 +202,6 @@ class GroupChannel:
             if self._lost is not None:
                 raise self._lost
             self._aside, self._allowed, self._doing = aside, allowed, text
-            self._deadline = time.monotonic() + allowed
             with standing_for(place), torch.no_grad():
                 earlier = self.unheard(beside)
                 if earlier is not None:

@@ -28,8 +28,13 @@ def _strategy(strategy: Any, call: str) -> Any:
     return found
 
 
-def _checked(call: str, strategy: Any, value: Any) -> tuple[list[Any], Any]:
-    """Return the leaves and their structure; raise on all ranks unless they are tensors."""
+def _checked(
+    call: str, strategy: Any, value: Any, stage: str | None
+) -> tuple[list[Any], Any, list[torch.device]]:
+    """Return the leaves, their structure and devices; raise on all ranks unless they are tensors.
+
+    With `stage` they are copies of the CPU, which gradients pass, of leaves that are not there.
+    """
     with as_replica(strategy), strategy.replicas.lockstep.preparing(call):
         leaves, structure = nest.flatten(value)
         for leaf, path in zip(leaves, nest.path_names(structure), strict=True):
@@ -38,11 +43,25 @@ def _checked(call: str, strategy: Any, value: Any) -> tuple[list[Any], Any]:
                     f"{call}: {label(path)} is {leaf!r:.60}; wanted a tensor. Numbers and arrays "
                     "have no gradient: strategy.all_reduce takes them."
                 )
-    return leaves, structure
+        if stage not in (None, "host"):
+            raise ValueError(f"{call}: stage={stage!r}; wanted 'host', or None.")
+        near = [leaf.cpu() for leaf in leaves] if stage else leaves
+    return near, structure, [leaf.device for leaf in leaves]
+
+
+def _there(structure: Any, found: Any, devices: list[torch.device]) -> Any:
+    """Return a tree of results where the leaves were."""
+    pairs = zip(found, devices, strict=True)
+    return nest.unflatten(structure, [one.to(device) for one, device in pairs])
 
 
 def all_reduce(
-    reduce_op: ReduceOp | str, value: Any, strategy: Any = None, *, weight: float | None = None
+    reduce_op: ReduceOp | str,
+    value: Any,
+    strategy: Any = None,
+    *,
+    weight: float | None = None,
+    stage: str | None = None,
 ) -> Any:
     """Fold the tensors of all ranks; gradients come back through it.
 
@@ -57,12 +76,14 @@ def all_reduce(
       value: Tree of tensors of floating point, which may require grad.
       strategy: The strategy; None for the one that rules here.
       weight: For MEAN, how many examples the tensors of this rank stand for; a constant.
+      stage: ``"host"`` takes tensors of other devices too: they are copied to the memory of the
+        host, and results back. None: these are errors.
 
     Returns:
       The same tree of fresh tensors, with the same bits on every rank.
 
     Raises:
-      ValueError: Another operation.
+      ValueError: Another operation, or `stage`.
       LeafTypeError: A leaf is not a tensor that ranks can read.
       ContextError: No strategy rules here, in a job of several ranks.
       LockstepError: The calls differ between ranks.
@@ -78,12 +99,12 @@ def all_reduce(
       tensor([3., 3.])
     """
     strategy = _strategy(strategy, "all_reduce")
-    leaves, structure = _checked("all_reduce", strategy, value)
+    leaves, structure, devices = _checked("all_reduce", strategy, value, stage)
     with as_replica(strategy), strategy.replicas.lockstep.preparing("all_reduce"):
         op = ReduceOp.parse(reduce_op)
         if op not in (ReduceOp.SUM, ReduceOp.MEAN):
             raise ValueError(f"mpistrat.torch.all_reduce is for SUM and MEAN, not for {op.value}.")
-    return nest.unflatten(structure, list(_AllReduce.apply(strategy, op, weight, *leaves)))
+    return _there(structure, _AllReduce.apply(strategy, op, weight, *leaves), devices)
 
 
 class _AllReduce(torch.autograd.Function):
@@ -121,7 +142,7 @@ def _fold(strategy: Any, op: ReduceOp, leaves: list[Any], weight: Any = None) ->
         return fold(strategy.replicas, op, [leaf.detach() for leaf in leaves], weight, None)
 
 
-def all_gather(value: Any, axis: int = 0, strategy: Any = None) -> Any:
+def all_gather(value: Any, axis: int = 0, strategy: Any = None, *, stage: str | None = None) -> Any:
     """Concatenate the tensors of all ranks along an axis; gradients come back through it.
 
     The gradient by the value of a rank is that of the sum of all ranks' losses: the sum of the
@@ -133,12 +154,14 @@ def all_gather(value: Any, axis: int = 0, strategy: Any = None) -> Any:
       value: Tree of tensors, which may require grad; sizes along `axis` may differ, and be 0.
       axis: Which axis; counted from the end if negative.
       strategy: The strategy; None for the one that rules here.
+      stage: As of `all_reduce`.
 
     Returns:
       The same tree of fresh tensors, in the order of the ranks.
 
     Raises:
       LeafTypeError: A leaf is not a tensor that ranks can read.
+      ValueError: Another `stage`.
       AxisError: A leaf has no such axis.
       ContextError: No strategy rules here, in a job of several ranks.
       LockstepError: The calls differ between ranks.
@@ -152,8 +175,8 @@ def all_gather(value: Any, axis: int = 0, strategy: Any = None) -> Any:
       tensor([1., 1.])
     """
     strategy = _strategy(strategy, "all_gather")
-    leaves, structure = _checked("all_gather", strategy, value)
-    return nest.unflatten(structure, list(_AllGather.apply(strategy, axis, *leaves)))
+    leaves, structure, devices = _checked("all_gather", strategy, value, stage)
+    return _there(structure, _AllGather.apply(strategy, axis, *leaves), devices)
 
 
 class _AllGather(torch.autograd.Function):

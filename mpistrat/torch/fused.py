@@ -6,10 +6,10 @@ from typing import Any, final
 
 import numpy as np
 import torch
+import xxhash
 
-from mpistrat.arena.storage import NodeStorage
+from mpistrat.arena.storage import LEAST, NodeStorage
 from mpistrat.distribute.reduce import in_replica
-from mpistrat.distribute.state import check_same
 from mpistrat.distribute.variables import Variable
 from mpistrat.errors import ContextError, LeafTypeError
 from mpistrat.lockstep.guards import warn
@@ -17,6 +17,7 @@ from mpistrat.optim.optimizer import Optimizer
 from mpistrat.sharedmem.overlay import tells_of_writes
 from mpistrat.torch.gradients import as_replica
 from mpistrat.torch.replicate import gradients_of
+from mpistrat.torch.stepping import all_alike
 from mpistrat.torch.tensors import as_array, tensor_of
 
 __all__ = ["FusedOptimizer"]
@@ -34,7 +35,8 @@ class FusedOptimizer:
     that were ``channels_last``.
 
     A rank that writes to a weight itself writes to a copy of its own: no other rank's weight
-    changes, and the next ``step()`` is an error that names the parameter.
+    changes, and the next ``step()`` is an error that names the parameter. A step of an optimizer of
+    ``torch.optim`` that has some of the parameters is an error on all ranks.
 
     Collective: all ranks make it, with the same optimizer.
 
@@ -131,9 +133,10 @@ class FusedOptimizer:
                 if gradients.wrong is not None:
                     raise gradients.wrong
                 self._check()
-                mine = np.array([*gradients.ready(), gradients.passes], np.int32)
-            self._compare()
-            *mine, passes = in_replica(group, "MAX", mine, None, None).tolist()
+                small = self._digest_of_small()
+                mine = np.array([*gradients.ready(), gradients.passes, small, -small], np.int32)
+            *mine, passes, most, least = in_replica(group, "MAX", mine, None, None).tolist()
+            self._compare(most != -least)
             gradients.scale(passes)
             pairs = zip(gradients.arrays, self.variables.values(), mine, strict=True)
             given = [(array if used else None, variable) for array, variable, used in pairs]
@@ -186,17 +189,35 @@ class FusedOptimizer:
             if isinstance(storage, NodeStorage) and storage.written():
                 raise _wrong(name, "was written to by something else than this optimizer")
 
-    def _compare(self) -> None:
-        """Compare one small weight of all ranks now and then: each has a copy. Collective."""
-        every, self._steps = (
-            self._gradients.strategy.replicas.lockstep.options.check_every,
-            self._steps + 1,
-        )
-        own = [n for n, v in self.variables.items() if not isinstance(v.storage, NodeStorage)]
-        if own and every and self._steps % every == 0:
-            name = own[self._steps // every % len(own)]
-            value = self.variables[name].component()
-            check_same(self._gradients.strategy.replicas, {name: value})
+    def _digest_of_small(self) -> int:
+        """Return a number of small weights, of which each rank has a copy; cost: one pass."""
+        found = xxhash.xxh3_64()
+        for variable in self.variables.values():
+            if variable.storage.array.nbytes < LEAST:
+                found.update(variable.storage.array.data)
+        return found.intdigest() >> 33
+
+    def _compare(self, apart: bool) -> None:
+        """Compare weights of which each rank has a copy. Collective.
+
+        Args:
+          apart: Some small ones differ; alike on all ranks. Of the others one is compared now and
+            then.
+        """
+        group = self._gradients.strategy.replicas
+        every, self._steps = group.lockstep.options.check_every, self._steps + 1
+        own = {n: v for n, v in self.variables.items() if not isinstance(v.storage, NodeStorage)}
+        now = every and self._steps % every == 0
+        large = [n for n, v in own.items() if v.storage.array.nbytes >= LEAST] if now else []
+        names = list(own) if apart else large and [large[self._steps // every % len(large)]]
+        if names:
+            all_alike(
+                group,
+                {name: own[name].component() for name in names},
+                "Something else than this FusedOptimizer has written to it. Set weights on all "
+                "ranks, and call mpistrat.torch.replicate(model) again, which gives all of them "
+                "replica 0's.",
+            )
 
     def _watched(self) -> bool:
         """Tell whether the systems of all ranks tell which pages were written to. Collective."""

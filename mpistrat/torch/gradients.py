@@ -27,6 +27,7 @@ from mpistrat.distribute.state import check_same
 from mpistrat.errors import ContextError, LeafTypeError
 from mpistrat.torch.parameters import GradientRoom
 from mpistrat.torch.rows import nothing, tensors_in, without_weight
+from mpistrat.torch.stepping import watch_parameters
 from mpistrat.torch.tensors import as_array
 
 __all__ = ["Gradients", "as_replica"]
@@ -76,6 +77,8 @@ class Gradients:
       variables: What has the memory of parameters, by the identity of these.
       renewed: Is called when all weights were given anew, by whoever updates.
       wrong: Why the gradients that were added up have no weight, if so.
+      folded: How many rows of this rank the gradients were last the mean of.
+      stepped: How many steps took gradients that no pass has made; see `stepping`.
     """
 
     def __init__(self, model: Any, strategy: Any, rows: Callable[..., float]):
@@ -98,6 +101,7 @@ class Gradients:
         self.variables: dict[int, Any] = {}
         self.renewed: Callable[[], None] | None = None
         self.wrong: ContextError | None = None
+        self.folded, self.stepped = 0.0, 0
         self.begin_alike()
 
     # The parameters
@@ -142,12 +146,17 @@ class Gradients:
             # Python's collector does not see what the hooks of a tensor hold.
             hook = functools.partial(_arrived, weakref.ref(self), i)
             self._hooks.append(p.register_post_accumulate_grad_hook(hook))
+        watch_parameters(self)
 
     def close(self) -> None:
         """Leave the parameters alone from now on."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+    def in_pass(self) -> bool:
+        """Tell whether a backward pass has begun and not ended."""
+        return self._ending() is not None
 
     def check(self) -> None:
         """Raise ContextError if the model has other parameters than room was made for."""
@@ -207,7 +216,7 @@ class Gradients:
         self._pass += 1
         self._unhook()
         self._parameters.put_back()
-        if self.passes and self._dropped():
+        if self.passes and self.dropped():
             self.forget()
         if not self.passes and (self.deferred or not self.syncing):
             self._waiting = {i for i, p in enumerate(self.params) if p.grad is not None}
@@ -218,7 +227,7 @@ class Gradients:
             ]
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
-    def _dropped(self) -> bool:
+    def dropped(self) -> bool:
         """Tell whether the program has dropped what was added up, by None or by zeros."""
         return all(
             p.grad is None or (p.grad._version != version and not p.grad.any())
@@ -248,7 +257,7 @@ class Gradients:
         self._begin()
         self._seen = True
         gradient, view = p.grad, self.views[i]
-        if gradient is view:
+        if gradient is view or gradient is None:  # None: frozen since the forward pass
             return
         if gradient.layout is not torch.strided:
             raise LeafTypeError(
@@ -330,7 +339,7 @@ class Gradients:
             self.scale(passes)
             self._compare()
             in_replica(group, "MEAN", self._all, self.weight, self._all)
-        self.held = False
+        self.held, self.folded = False, self.weight
         self.give((self._used > 0).tolist())
 
     def give(self, used: list[bool]) -> None:

@@ -182,10 +182,10 @@ class GroupCalls(_Base):
 
         def make(said: str, given: list[torch.Tensor], out: list[torch.Tensor]) -> None:
             for tensor, into in zip(given, out, strict=True):
-                room = bytes_of(into)
-                counts = [room.size // channel.comm.size] * channel.comm.size
+                room, size = bytes_of(into), bytes_of(tensor).size
+                counts = [size] * channel.comm.size
                 with channel.lockstep.preparing(said):
-                    fits(counts[0], channel.comm.rank, tensor)
+                    fits(sum(counts), channel.comm.rank, into)
                 calls.all_gather(channel, said, tensor, counts, room)
 
         return self._call(text, inputs, outputs, opts, make)
@@ -213,6 +213,7 @@ class GroupCalls(_Base):
         def make(said: str, given: list[torch.Tensor], out: list[torch.Tensor]) -> None:
             size = bytes_of(given[0]).size
             with channel.lockstep.preparing(said):
+                channel.one_each("gather_list", out, root)
                 for tensor in out:
                     fits(size, channel.comm.rank, tensor)
             room = np.empty(size * len(out), np.uint8) if channel.comm.rank == root else None
@@ -231,6 +232,7 @@ class GroupCalls(_Base):
         def make(said: str, given: list[torch.Tensor], out: list[torch.Tensor]) -> None:
             recv = bytes_of(out[0])
             with channel.lockstep.preparing(said):
+                channel.one_each("scatter_list", given, root)
                 for tensor in given:
                     fits(recv.size, channel.comm.rank, tensor)
             send = np.concatenate([bytes_of(t) for t in given]) if given else None

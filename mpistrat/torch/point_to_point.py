@@ -163,6 +163,7 @@ class PointToPoint:
 
     def send(self, tensor: torch.Tensor, dest: int, tag: int) -> PostWork:
         """Begin to send a tensor."""
+        self._check_peer(dest)
         (tensor,) = checked([tensor])
         (room,) = rooms([tensor])
         post = self._posts.send(bytes_of(room), dest, tag)
@@ -171,11 +172,20 @@ class PointToPoint:
 
     def receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> PostWork:
         """Begin to receive a tensor; from any rank if `source` is None."""
+        if source is not None:
+            self._check_peer(source)
         (tensor,) = checked([tensor])
         (room,) = rooms([tensor], read=False)
         post = self._posts.receive(bytes_of(room), source, tag)
         what = f"recv({spec(tensor)}, src={source}, tag={tag})"
         return self._begun(PostWork(self, what, tensor, room, post, receives=True))
+
+    def _check_peer(self, peer: int) -> None:
+        size = self._posts.comm.size
+        if not 0 <= peer < size:
+            raise ValueError(
+                f"rank {self.rank}{self.group}: there is no rank {peer}; ranks are 0 to {size - 1}."
+            )
 
     def _begun(self, work: PostWork) -> PostWork:
         # What nobody waits for has to move too, and keeps its memory until it has.

@@ -30,6 +30,7 @@ __all__ = [
 ]
 
 _BFLOAT16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+_NEAR = "value.cpu(), or take mpistrat.torch.all_reduce or all_gather with stage='host'"
 # By identity: tensors of `Strategy.buffers`, and the arrays that are known by theirs.
 _OF_BUFFERS: dict[int, tuple[weakref.ref[Any], Array]] = {}
 
@@ -84,7 +85,7 @@ def _check(value: Any, path: str) -> None:
         lost = "has no contents" if value.is_meta else "is not in the memory that ranks see"
         raise LeafTypeError(
             f"{label(path)} is a tensor of device {value.device}, which {lost}. Give "
-            f"{'one with contents' if value.is_meta else 'value.cpu()'}."
+            f"{'one with contents' if value.is_meta else _NEAR}."
         )
 
 

@@ -103,6 +103,46 @@ def test_wrong_calls_are_errors_on_all_ranks():
     run_ranks(program, 2)
 
 
+class Far(torch.Tensor):
+    """Stands in for a tensor of a GPU, whose memory NumPy does not see."""
+
+    device = torch.device("cuda", 0)
+    cpu = lambda self: self.as_subclass(torch.Tensor)  # noqa: E731
+
+
+def test_tensors_of_other_devices_are_staged_in_the_host_where_that_is_asked_for(monkeypatch):
+    to = torch.Tensor.to
+
+    def there(tensor, device):
+        return tensor.as_subclass(Far) if device == Far.device else to(tensor, device)
+
+    monkeypatch.setattr(torch.Tensor, "to", there)
+
+    def program(comm):
+        strategy = ms.MirroredStrategy()
+        x = torch.full((2,), comm.rank + 1.0).as_subclass(Far).requires_grad_()
+        given = {"far": x, "near": torch.ones(2)}
+        found = mt.all_reduce("SUM", given, strategy, stage="host")
+        assert isinstance(found["far"], Far) and type(found["near"]) is torch.Tensor
+        assert found["far"].tolist() == [3.0, 3.0]
+        rows = mt.all_gather(x, strategy=strategy, stage="host")
+        assert isinstance(rows, Far) and rows.tolist() == [1.0, 1.0, 2.0, 2.0]
+        (found["far"].as_subclass(torch.Tensor).sum() * (comm.rank + 1)).backward()
+        assert x.grad.tolist() == [3.0, 3.0]
+        for call in (mt.all_reduce, mt.all_gather):
+            value = ["SUM", given] if call is mt.all_reduce else [given]
+            with pytest.raises(ms.errors.LeafTypeError, match=r"cuda:0.*cpu\(\).*stage='host'"):
+                call(*value, strategy=strategy)
+            with pytest.raises(ValueError, match="wanted 'host'"):
+                call(*value, strategy=strategy, stage="gpu")
+        with pytest.raises(NotImplementedError, match="meta"):  # what has no contents
+            one = torch.empty(2, device="meta") if comm.rank else torch.ones(2)
+            mt.all_reduce("SUM", one, strategy, stage="host")
+        assert strategy.all_reduce("sum", 1) == 2
+
+    run_ranks(program, 2)
+
+
 _lock = threading.Lock()  # ranks that are threads have one generator
 
 

@@ -154,3 +154,23 @@ def test_what_is_not_there_says_so(group):
         group.split_group()
     with pytest.raises(NotImplementedError, match="PREMUL_SUM"):
         dist.all_reduce(torch.zeros(1), dist._make_nccl_premul_sum(2.0))
+
+
+def test_lists_and_rooms_that_do_not_have_one_for_each_rank_are_an_error_on_all(rank, size):
+    """Nothing that is left over, or missing, goes without a word."""
+    one, root = torch.ones(2, dtype=torch.uint8), rank == 0
+    longer = [one.clone() for _ in range(size + 1)]
+    calls = {
+        "scatter_list has": lambda: dist.scatter(one, longer if root else None, 0),
+        "gather_list has": lambda: dist.gather(one, longer if root else None, 0),
+        f"has {2 * size + 1} bytes": lambda: dist.all_gather_into_tensor(
+            torch.empty(2 * size + root, dtype=torch.uint8), one
+        ),
+    }
+    for words, call in calls.items():
+        with pytest.raises(ValueError, match=words):
+            call()
+    for call in (dist.isend, dist.irecv):
+        with pytest.raises(ValueError, match=f"ranks are 0 to {size - 1}"):
+            call(one, size)
+    dist.barrier()

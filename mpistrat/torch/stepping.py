@@ -1,0 +1,140 @@
+"""A look at each step of ``torch.optim``: what it takes of a replicated model is all ranks'.
+
+Gradients are this rank's own before a backward pass has ended, after passes in `no_sync`, while a
+`FusedOptimizer` updates, and where the program has made them itself. A step with those lets the
+weights of the ranks come apart without a word, so each step is looked at before it is made.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from mpistrat.distribute.reduce import in_replica
+from mpistrat.distribute.state import check_same
+from mpistrat.errors import ContextError, DivergenceError
+
+__all__ = ["all_alike", "watch_parameters"]
+
+# By the identity of a parameter: whose it is, and which.
+_OWNERS: dict[int, tuple[weakref.ref[Any], int]] = {}
+
+
+def watch_parameters(gradients: Any) -> None:
+    """Look at steps of ``torch.optim`` that take parameters of a model, from now on.
+
+    Args:
+      gradients: Those of the model.
+    """
+    _register()
+    places = list(map(id, gradients.params))
+    own = weakref.ref(gradients, functools.partial(_forget, places))
+    _OWNERS.update({place: (own, i) for i, place in enumerate(places)})
+
+
+def _forget(places: list[int], own: weakref.ref[Any]) -> None:
+    for place in places:
+        if _OWNERS.get(place, (None, 0))[0] is own:
+            del _OWNERS[place]
+
+
+@functools.cache
+def _register() -> None:
+    register_optimizer_step_pre_hook(_before)
+
+
+def all_alike(group: Any, tree: Any, advice: str) -> None:
+    """Raise DivergenceError with advice, on all ranks, unless all have the same. Collective."""
+    try:
+        check_same(group, tree)
+    except DivergenceError as error:
+        raise DivergenceError(f"{str(error).partition(chr(10))[0]}\n  {advice}") from None
+
+
+def _owner(p: Any) -> tuple[Any, int]:
+    """Return the gradients of the model that has a parameter, and its place; None without one."""
+    found, i = _OWNERS.get(id(p), (None, 0))
+    own = None if found is None else found()
+    return (own, i) if own is not None and own.params[i] is p else (None, 0)
+
+
+def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Look at a step; give it a closure that does, if it has one."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    if not any(id(p) in _OWNERS for p in params):
+        return None
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if not callable(closure):
+        _look(optimizer, params)
+        return None
+    made = functools.partial(_closed, closure, optimizer, params)
+    return (optimizer, made), {name: x for name, x in kwargs.items() if name != "closure"}
+
+
+def _closed(closure: Callable[[], Any], optimizer: Optimizer, params: list[Any]) -> Any:
+    """Call the closure of a step; LBFGS goes by its loss, so that is all ranks' mean."""
+    loss = closure()
+    own = _look(optimizer, params)
+    if own is None or not isinstance(optimizer, torch.optim.LBFGS):
+        return loss
+    mine = np.array(float(loss.detach()))
+    mean = in_replica(own.strategy.replicas, "MEAN", mine, own.folded, None)
+    return torch.tensor(float(mean), dtype=loss.dtype)
+
+
+def _unreduced(own: Any) -> str:
+    """Return why gradients are this rank's own, and what to do; "" if they are all ranks'."""
+    if own.deferred:
+        return (
+            "a FusedOptimizer updates this model, by its own step(). For one of torch.optim take "
+            "a copy, model = mpistrat.torch.replicate(copy.deepcopy(model), strategy)."
+        )
+    if own.in_pass():
+        return "the ranks' mean is made when the backward pass ends. Call step() after it."
+    if own.passes and not own.dropped():
+        return (
+            "it was added up in no_sync. Make the last backward pass before step() outside of "
+            "mpistrat.torch.no_sync(model)."
+        )
+    return ""
+
+
+def _look(optimizer: Optimizer, params: Iterable[Any]) -> Any:
+    """Raise, on all ranks, if a step would take gradients of this rank; return whose it takes."""
+    first, last, others = None, None, []
+    for p in params:
+        if p.grad is None:
+            continue
+        own, i = _owner(p)
+        if own is not None and own is not last:
+            why, last = _unreduced(own), own
+            if why:
+                name = type(optimizer).__name__
+                own.strategy.replicas.lockstep.refuse(
+                    f"{name}.step",
+                    ContextError(
+                        f"{name}.step() would update {own.names[i]!r} by a gradient that is this "
+                        f"rank's own: {why}"
+                    ),
+                )
+            first = first or own
+        if own is None or p.grad is not own.views[i]:
+            others.append((own, i, p))
+    if first is not None and others and first.strategy.num_replicas_in_sync > 1:
+        first.stepped += 1
+        own, i, p = others[first.stepped % len(others)]
+        name = f"of shape {tuple(p.shape)}" if own is None else f"of {own.names[i]}"
+        all_alike(
+            first.strategy.replicas,
+            {f"gradient {name}": p.grad.detach()},
+            "No backward pass of a replicated model has made it, so it is each rank's own: of a "
+            "parameter beside the model (replicate what has both), or set by the program "
+            "(strategy.all_reduce('MEAN', gradients, weight=rows) first).",
+        )
+    return first

@@ -1,0 +1,233 @@
+"""Gradients and weights of one rank alone are never used without a word."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+
+import mpistrat as ms
+from mpistrat.testing import run_ranks
+
+torch = pytest.importorskip("torch", reason="wants PyTorch: pip install 'mpistrat[torch]'")
+import mpistrat.torch as mt  # noqa: E402
+
+nn, F = torch.nn, torch.nn.functional
+
+Alone, Apart = ms.errors.ContextError, ms.errors.DivergenceError
+
+
+def net():
+    """Small weights, and one that is in the memory of the node under `FusedOptimizer`."""
+    made = nn.Sequential(nn.Linear(4, 130), nn.Tanh(), nn.Linear(130, 130), nn.Linear(130, 1))
+    draw = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for p in made.parameters():
+            p.copy_(torch.rand(p.shape, generator=draw) * 0.1)
+    return made
+
+
+def rows(rank, count=3):
+    draw = torch.Generator().manual_seed(100 + rank)
+    return torch.randn(count, 4, generator=draw), torch.randn(count, 1, generator=draw)
+
+
+def loss(model, rank):
+    x, y = rows(rank)
+    return F.mse_loss(model(x), y)
+
+
+def begin(fused=False):
+    model = mt.replicate(net(), ms.MirroredStrategy())
+    own = mt.FusedOptimizer(model, ms.optim.SGD(0.1)) if fused else None
+    return model, own, torch.optim.SGD(model.parameters(), 0.1)
+
+
+def another_optimizer(rank):
+    model, _, optimizer = begin(fused=True)
+    loss(model, rank).backward()
+    optimizer.step()
+
+
+def another_optimizer_with_a_closure(rank):
+    model, _, optimizer = begin(fused=True)
+
+    def closure():
+        optimizer.zero_grad()
+        found = loss(model, rank)
+        found.backward()
+        return found
+
+    optimizer.step(closure=closure)
+
+
+def passes_added_up(rank):
+    model, _, optimizer = begin()
+    with mt.no_sync(model):
+        loss(model, rank).backward()
+    optimizer.step()
+
+
+def in_the_backward_pass(rank):
+    model, _, _ = begin()
+    for p in model.parameters():
+        step = torch.optim.SGD([p], 0.1).step
+        p.register_post_accumulate_grad_hook(lambda p, step=step: step())
+    loss(model, rank).backward()
+
+
+def set_by_the_program(rank):
+    model, _, optimizer = begin()
+    found = torch.autograd.grad(loss(model, rank), list(model.parameters()))
+    for p, gradient in zip(model.parameters(), found, strict=True):
+        p.grad = gradient
+    optimizer.step()
+
+
+def of_a_part_beside(rank):
+    model, _, optimizer = begin()
+    head = nn.Linear(1, 1)
+    optimizer.add_param_group({"params": head.parameters()})
+    loss(nn.Sequential(model, head), rank).backward()
+    optimizer.step()
+
+
+def small_weights_and_back(rank):
+    """As sharpness-aware steps do: there and back, which is not where it was."""
+    model, own, _ = begin(fused=True)
+    loss(model, rank).backward()
+    step = model[0].weight.grad * 0.05
+    model[0].weight.data.add_(step)
+    loss(model, rank).backward()
+    model[0].weight.data.sub_(step)
+    own.step()
+
+
+CASES = {
+    another_optimizer: (Alone, r"SGD\.step\(\) would .*FusedOptimizer.*deepcopy"),
+    another_optimizer_with_a_closure: (Alone, "FusedOptimizer"),
+    passes_added_up: (Alone, "added up in no_sync"),
+    in_the_backward_pass: (Alone, "when the backward pass ends"),
+    set_by_the_program: (Apart, "gradient of .*set by the program"),
+    of_a_part_beside: (Apart, "gradient of shape .*replicate what has both"),
+    small_weights_and_back: (Apart, r"'0\.weight'.*else than this FusedOptimizer"),
+}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.nightly)])
+def test_what_is_one_ranks_own_is_an_error_on_every_rank(size, case):
+    kind, words = CASES[case]
+
+    def program(comm):
+        with pytest.raises(kind, match=f"(?s){words}"):
+            case(comm.rank)
+
+    run_ranks(program, size)
+
+
+def test_gradients_that_the_program_makes_alike_are_taken():
+    def program(comm):
+        model, _, optimizer = begin()
+        strategy = model._mpistrat_gradients.strategy
+        for step in range(3):
+            if step < 2:
+                loss(model, comm.rank).backward()
+                for p in model.parameters():
+                    p.grad = p.grad.clone() * 0.5
+            else:
+                found = torch.autograd.grad(loss(model, comm.rank), list(model.parameters()))
+                for p, gradient in zip(model.parameters(), found, strict=True):
+                    p.grad = strategy.all_reduce("MEAN", gradient)
+            optimizer.step()
+            optimizer.zero_grad()
+        with mt.no_sync(model):
+            loss(model, comm.rank).backward()
+        optimizer.zero_grad(set_to_none=False)
+        optimizer.step()  # by zeros
+        strategy.check_same({name: p.detach() for name, p in model.named_parameters()})
+
+    run_ranks(program, 2)
+
+
+def test_other_models_and_copies_are_left_alone():
+    def program(comm):
+        model, own, _ = begin(fused=True)
+        average = torch.optim.swa_utils.AveragedModel(model)
+        copied, other = copy.deepcopy(model), nn.Linear(4, 1)
+        for one in (copied, other):
+            loss(one, comm.rank).backward()
+            torch.optim.SGD(one.parameters(), 0.1).step()
+        loss(model, comm.rank).backward()
+        own.step()
+        average.update_parameters(model)
+        assert type(average.module) is nn.Sequential
+        # What the error advises.
+        model = mt.replicate(copy.deepcopy(model), model._mpistrat_gradients.strategy)
+        optimizer = torch.optim.Adam(model.parameters())
+        loss(model, comm.rank).backward()
+        optimizer.step()
+        state = {name: p.detach() for name, p in model.named_parameters()}
+        model._mpistrat_gradients.strategy.check_same(state)
+
+    run_ranks(program, 2)
+
+
+@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+@pytest.mark.parametrize("counts", [(3, 3), (4, 2), (6, 0)], ids=str)
+def test_lbfgs_goes_by_the_loss_of_all_ranks(search, counts):
+    """Each rank's own would tell each rank another length of the step."""
+    x, y = rows(0, 6)
+
+    def train(model, x, y):
+        optimizer = torch.optim.LBFGS(
+            model.parameters(), 0.1, max_iter=4, line_search_fn=search, history_size=3
+        )
+
+        def closure():
+            optimizer.zero_grad()
+            found = F.mse_loss(model(x), y)
+            found.backward()
+            return found
+
+        for _ in range(2):
+            optimizer.step(closure)
+
+    wanted = net()
+    train(wanted, x, y)
+
+    def program(comm):
+        model = mt.replicate(net(), ms.MirroredStrategy())
+        cut = slice(0, counts[0]) if comm.rank == 0 else slice(counts[0], 6)
+        train(model, x[cut], y[cut])
+        for p, one in zip(model.parameters(), wanted.parameters(), strict=True):
+            torch.testing.assert_close(p.detach(), one.detach(), rtol=2e-3, atol=2e-4)
+        state = {name: p.detach() for name, p in model.named_parameters()}
+        model._mpistrat_gradients.strategy.check_same(state)
+
+    run_ranks(program, 2)
+
+
+def test_a_parameter_that_is_frozen_after_the_forward_pass_has_no_gradient():
+    def program(comm):
+        model, _, optimizer = begin()
+        found = loss(model, comm.rank)
+        model[0].requires_grad_(False)
+        found.backward()
+        optimizer.step()
+        model[0].requires_grad_(True)
+        assert model[0].weight.grad is None and model[3].weight.grad is not None
+
+    run_ranks(program, 2)
+
+
+def test_batches_of_batches_and_single_rows_are_refused():
+    arrays = np.ones((12, 4), np.float32), np.ones(12)
+    strategy = ms.OneDeviceStrategy("cpu")
+    with pytest.raises(ms.errors.DataError, match="how many rows do all ranks"):
+        mt.batches(ms.Dataset(arrays), strategy)
+    for given in (ms.Dataset(arrays).batch(4), lambda: iter([arrays])):
+        with pytest.raises(ms.errors.DataError, match="are batches already"):
+            mt.batches(given, strategy, batch_size=2)
+    assert len(list(mt.batches(ms.Dataset(arrays).batch(4), strategy))) == 3
