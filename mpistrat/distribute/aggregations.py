@@ -20,9 +20,8 @@ from mpistrat.distribute import sparse
 from mpistrat.distribute.kinds import DistributedVariable, VariableAggregation
 from mpistrat.distribute.mode import Mode, current, same_strategy
 from mpistrat.distribute.slices import IndexedSlices
-from mpistrat.distribute.values import Mirrored, PerReplica
+from mpistrat.distribute.values import Mirrored
 from mpistrat.distribute.writes import OPS, prove_same, share
-from mpistrat.errors import LockstepError, StructureError
 from mpistrat.lockstep.lockstep import Lockstep
 
 # Returns what was given to a write, checked and converted: values, and to which rows; None for all.
@@ -30,10 +29,6 @@ Take = Callable[[DistributedVariable, "Mode | None", str, Any], "tuple[Array, Ar
 Pair = tuple[Array, "Array | None"]
 
 _ADVICE = "Compute it alike on all ranks, or broadcast or reduce it first."
-_PER_REPLICA = (
-    "It is a value per replica. Reduce it first (strategy.reduce, extended.reduce_to), or let each "
-    "replica write it, to a variable with an aggregation."
-)
 _IN_REPLICA_CODE = (
     "Reduce it first (ctx.all_reduce), or create the variable with an aggregation, which says how "
     "the values of the replicas become one."
@@ -148,15 +143,10 @@ def _agree(
     proved = value.proved_by(lockstep.session) if isinstance(value, Mirrored) else ""
     if proved:
         lockstep.prove(f"{call} of what call {proved} gave")
-        return
-    error: type[LockstepError] | type[StructureError] = LockstepError
-    if isinstance(value, PerReplica):
-        error, advice = StructureError, _PER_REPLICA
-    if rows is None:
-        prove_same(lockstep, call, values, advice, error=error)
+    elif rows is None:
+        prove_same(lockstep, call, values, advice)
     else:
-        parts = {"the values": values, "the indices": rows}
-        prove_same(lockstep, f"{call} of rows", parts, advice, error=error)
+        prove_same(lockstep, f"{call} of rows", {"the values": values, "the indices": rows}, advice)
 
 
 def _reduced(variable: DistributedVariable, kind: str, values: Array, rows: Array | None) -> Pair:

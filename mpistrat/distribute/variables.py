@@ -279,8 +279,8 @@ class Variable(Reading, ScatterUpdates):
           read_value: Ignored.
 
         Raises:
-          StructureError: The shape differs from the variable's; or it is a value per replica in
-            cross-replica code that is not the same on all, or for an ON_READ variable.
+          StructureError: The shape differs from the variable's; or it is a value per replica for an
+            ON_READ variable in cross-replica code.
           LeafTypeError: The dtype does not convert.
           LockstepError: The value differs between ranks where it may not; reduce it first.
 

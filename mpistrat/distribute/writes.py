@@ -10,7 +10,7 @@ import xxhash
 from mpistrat.arrays import Array, digest
 from mpistrat.comm.callsite import ranks_text
 from mpistrat.distribute.kinds import VariableAggregation
-from mpistrat.errors import LockstepError, MpistratError, StructureError
+from mpistrat.errors import LockstepError
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.lockstep.lockstep import Lockstep
 
@@ -28,7 +28,6 @@ def prove_same(
     contents: Array | Mapping[str, Array | bytes],
     advice: str,
     failure: BaseException | None = None,
-    error: type[LockstepError] | type[StructureError] = LockstepError,
 ) -> None:
     """Prove that all ranks make this call with the same contents.
 
@@ -39,17 +38,15 @@ def prove_same(
         messages call it.
       advice: What to do if it is not.
       failure: What this rank failed with before it had contents.
-      error: What is raised if the contents differ.
 
     Raises:
       LockstepError: The contents differ; on every rank.
-      StructureError: The same, if that is `error`.
     """
     parts = contents if isinstance(contents, Mapping) else {"the value": contents}
     mine = b"".join(map(_row, parts.values()))
     ranks = lockstep.ranks
 
-    def validate(smalls: list[bytes] | None) -> MpistratError | None:
+    def validate(smalls: list[bytes] | None) -> LockstepError | None:
         smalls = lockstep.texts(mine) if smalls is None else smalls
         if all(small == mine for small in smalls):
             return None
@@ -57,7 +54,7 @@ def prove_same(
         told = dict(zip(parts, rows, strict=True))
         bad = {name: _who(row, ranks) for name, row in told.items() if len(set(row)) > 1}
         lines = "".join(f"\n  {name}: {groups}" for name, groups in bad.items())
-        return error(
+        return LockstepError(
             f"{call}: {' and '.join(bad)} {'differs' if len(bad) == 1 else 'differ'} between ranks "
             f"({lockstep.here}), so the copies would "
             f"drift apart.{lines}\n  {advice}"

@@ -206,7 +206,7 @@ def test_a_value_per_replica_is_taken_where_it_is_one_for_all(kind, aggregation)
         s.run(lambda: getattr(own, kind)(2.0))  # what it advises
         mirrored = made(s, 1.0, aggregation=aggregation)
         with pytest.raises(
-            ms.StructureError, match=r"2\.0 on rank 0; 3\.0 on rank 1(.|\n)*Reduce it first"
+            ms.LockstepError, match=r"2\.0 on rank 0; 3\.0 on rank 1(.|\n)*reduce it"
         ):
             getattr(mirrored, kind)(ms.PerReplica(2.0 + comm.rank))
         assert float(mirrored) == 1.0
