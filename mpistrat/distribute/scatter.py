@@ -113,8 +113,7 @@ def incoming(variable: DistributedVariable, mode: Mode | None, kind: str, value:
       value: What was given to it.
 
     Raises:
-      StructureError: A value per replica for an ON_READ variable in cross-replica code, or
-        another shape.
+      StructureError: A value per replica in cross-replica code, or another shape.
       LeafTypeError: The dtype does not convert, or it does not hold an integer.
       ValueError: The write has no meaning there.
     """
@@ -141,8 +140,7 @@ def incoming_slices(
     """Return rows that are to be written: of the variable's dtype, and copies.
 
     Raises:
-      StructureError: A value per replica for an ON_READ variable in cross-replica code, or rows
-        of another shape.
+      StructureError: A value per replica in cross-replica code, or rows of another shape.
       LeafTypeError: `value` is not `IndexedSlices`, or the dtype does not convert.
       IndexError: A row index is out of range.
     """
@@ -169,14 +167,18 @@ def incoming_slices(
 
 
 def _refuse_per_replica(variable: DistributedVariable, own: bool, kind: str, value: Any) -> None:
-    # An ON_WRITE variable takes one whose values are alike on all ranks; each write shows that.
-    if not variable.on_read or own or not isinstance(value, PerReplica):
+    if not isinstance(value, PerReplica) or own:
         return
-    # Its copies may differ; but what is assigned here is what the variable reads as, one value.
+    if variable.on_read:
+        # Its copies may differ; but what is assigned here is what the variable reads as, one value.
+        raise StructureError(
+            f"{kind} of ON_READ variable {variable.name!r}: got a value per replica, and in "
+            "cross-replica code it takes one value for all. Let each replica write its own in "
+            "replica code (strategy.run), or give one array or number."
+        )
     raise StructureError(
-        f"{kind} of ON_READ variable {variable.name!r}: got a value per replica, and in "
-        "cross-replica code it takes one value for all. Let each replica write its own in "
-        "replica code (strategy.run), or give one array or number."
+        f"{kind} of {variable.name!r}: got a value per replica, which would make the copies "
+        "differ. Reduce it first (strategy.reduce, extended.reduce_to)."
     )
 
 

@@ -262,8 +262,7 @@ class Variable(Reading, ScatterUpdates):
 
         Collective, unless it is ON_READ and this is replica code.
 
-        In cross-replica code the value must be the same on all ranks, also if it is a `PerReplica`;
-        of an ON_READ variable it may not be one. In replica code the values of
+        In cross-replica code the value must be the same on all ranks. In replica code the values of
         the replicas become one by `aggregation`. An ON_READ variable with SUM takes ``value / n``
         on each replica in cross-replica code, so that it reads as `value`.
 
@@ -279,10 +278,10 @@ class Variable(Reading, ScatterUpdates):
           read_value: Ignored.
 
         Raises:
-          StructureError: The shape differs from the variable's; or it is a value per replica for an
-            ON_READ variable in cross-replica code.
+          ValueError: A value per replica in cross-replica code; reduce it first.
+          StructureError: The shape differs from the variable's.
           LeafTypeError: The dtype does not convert.
-          LockstepError: The value differs between ranks where it may not; reduce it first.
+          LockstepError: The value differs between ranks where it may not.
 
         Cost: with one rank, NumPy's own operation. With several, a hash of the value at the speed
         of memory and a handshake, which smaller variables in replica code leave to the next call;

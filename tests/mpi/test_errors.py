@@ -118,7 +118,7 @@ def test_variables_that_differ(world):
     caught(world, ms.LockstepError, lambda: v.assign(np.full(3, float(r))))
     caught(world, ms.LockstepError, lambda: (v if r else w).assign_add(np.ones(3) if r else 1.0))
     caught(world, ms.LockstepError, lambda: strategy.run(lambda: v.assign(np.full(3, r + 1.0))))
-    caught(world, ValueError, lambda: v.assign(ms.PerReplica(np.full(3, float(r)))))
+    caught(world, ValueError, lambda: v.assign(ms.PerReplica(np.zeros(3))))
     same(world, [v.numpy(), w.numpy()], [np.zeros(3), 2.0])
 
 
