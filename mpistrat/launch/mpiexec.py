@@ -73,22 +73,23 @@ class Command(NamedTuple):
 
     Attributes:
       argv: Its words.
-      env: The variables set for it and its ranks.
-      without: Variables of this process that neither it nor its ranks get.
+      env: The variables set for it and its ranks; None for those of this process that it does not
+        get.
     """
 
     argv: tuple[str, ...]
-    env: Mapping[str, str]
-    without: tuple[str, ...] = ()
+    env: Mapping[str, str | None]
 
     def environment(self) -> dict[str, str]:
         """Return all variables that it and its ranks get."""
-        kept = {k: v for k, v in environment({}).items() if k not in self.without}
-        return {**kept, **self.env}
+        found = {**environment({}), **self.env}
+        return {name: value for name, value in found.items() if value is not None}
 
     def __str__(self) -> str:
         """Return the call as one would type it into a shell."""
-        env = [f"{name}={shlex.quote(value)}" for name, value in self.env.items()]
+        env = [
+            f"{name}={shlex.quote(value)}" for name, value in self.env.items() if value is not None
+        ]
         return " ".join([*env, shlex.join(self.argv)])
 
 

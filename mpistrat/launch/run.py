@@ -205,7 +205,8 @@ def call_of(
         )
     command = by_mpiexec(launcher, place, wishes, program, env, cores())
     if not place.scheduler or unreached:  # mpiexec would ask a scheduler that does not answer
-        command = command._replace(without=_of_schedulers(environment({})))
+        left_out = dict.fromkeys(_of_schedulers(environment({})))
+        command = command._replace(env={**left_out, **command.env})
     return command, launcher.flavour.export if place is not HERE else ""
 
 
