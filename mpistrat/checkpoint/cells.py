@@ -29,7 +29,7 @@ class Cell:
       values: The `Values` that it holds, if it is they.
     """
 
-    on_read = False
+    on_read = of_metric = False
     aggregation = VariableAggregation.NONE
 
     def __init__(

@@ -12,6 +12,7 @@ import numpy as np
 from mpistrat.arrays import Array, bits
 from mpistrat.checkpoint import files, sharded
 from mpistrat.checkpoint.entries import Entry
+from mpistrat.checkpoint.sums import is_part
 
 __all__ = ["difference", "differences", "newest"]
 
@@ -54,8 +55,9 @@ def differences(
     compared = 0
     for name in mine.keys() & theirs:
         wanted, found = (sharded.read(path).arrays for path in (mine[name], theirs[name]))
-        for key in sorted(wanted.keys() | found):
-            if any(fnmatch.fnmatchcase(key, pattern) for pattern in ignore):
+        names = wanted.keys() | found
+        for key in sorted(names):
+            if is_part(key, names) or any(fnmatch.fnmatchcase(key, pattern) for pattern in ignore):
                 continue
             compared += 1
             text = difference(wanted.get(key), found.get(key), tolerance)

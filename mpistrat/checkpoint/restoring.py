@@ -13,12 +13,13 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from mpistrat.arrays import Array
+from mpistrat.arrays import Array, bits
 from mpistrat.checkpoint import files, format, sharded
 from mpistrat.checkpoint.entries import Contents, Entry, fitting, formed
 from mpistrat.checkpoint.first import patient
 from mpistrat.checkpoint.gathering import gather
 from mpistrat.checkpoint.saving import seen, specs
+from mpistrat.checkpoint.sums import PARTS, is_part, wanted_parts
 from mpistrat.checkpoint.values import NAME, Values
 from mpistrat.distribute.kinds import VariableAggregation
 from mpistrat.distribute.variables import Variable
@@ -111,6 +112,7 @@ def restore(
       StructureError: It does not fit the variables.
     """
     call = f"Checkpoint.restore({str(path)!r}, partial={partial}) of {specs(mine)}"
+    mine = {**mine, **wanted_parts(mine)}
     arrays: dict[str, Array] = {}
     told, manifest, failure = b"", b"", None
     if lockstep.comm.rank == 0:
@@ -130,7 +132,9 @@ def restore(
     else:
         held = _broadcast(lockstep, call, taken, shapes, arrays)
     for name, value in held.items():
-        _give(lockstep, mine[name], value)
+        if not is_part(name, mine):
+            _give(lockstep, mine[name], value, held.get(name + PARTS))
+    missing = [name for name in missing if not is_part(name, mine)]
     if NAME in missing:
         missing.remove(NAME)
         cell: Any = mine[NAME]
@@ -172,7 +176,8 @@ def _read(
         return b"", b"", {}, error
     shapes = {name: found.entries[name].shape for name in free if name in found.arrays}
     missing = [name for name in mine if name not in found.arrays] + values[0]
-    unused = [name for name in found.entries if name not in (NAME, *mine)] + values[1]
+    left = [name for name in found.entries if name not in (NAME, *mine)]
+    unused = [name for name in left if not is_part(name, found.entries)] + values[1]
     told = [found.counter, missing, unused, _newest(path).name, shapes, path.name]
     return json.dumps(told).encode(), manifest, found.arrays, None
 
@@ -200,6 +205,8 @@ def _compare(
         known = _COUNTERS | {NAME}
         new = [name for name in mine if name not in found and name not in known]
         extra = [name for name in found if name not in mine and name not in known]
+        new = [name for name in new if not is_part(name, mine)]
+        extra = [name for name in extra if not is_part(name, found)]
         wrong += _sided(new, extra)
     _refuse(path, wrong, partial)
 
@@ -266,9 +273,17 @@ def _broadcast(
     return {one.name: formed(one.entry, block[one.offset :]) for one in regions}
 
 
-def _give(lockstep: Lockstep, variable: Variable, value: Array) -> None:
-    """Assign a value that all ranks have to a variable."""
+def _give(lockstep: Lockstep, variable: Variable, value: Array, parts: Array | None) -> None:
+    """Assign a value that all ranks have to a variable; of a sum this replica's part.
+
+    Collective. The parts that were saved, if there are as many and what reads is the same.
+    """
+    rank, size = lockstep.comm.rank, lockstep.comm.size
     if variable.on_read and variable.aggregation is VariableAggregation.SUM:
-        fold = functools.partial(variable.reduced, f"restore({variable.spec()}), its sum")
-        value = exact_share(fold, lockstep.comm.rank, lockstep.comm.size, value)
+        reduced = functools.partial(variable.reduced, f"restore({variable.spec()}), its sum")
+        own = parts[rank] if parts is not None and len(parts) == size > 1 else None
+        if own is not None and np.array_equal(bits(reduced(own)), bits(value)):
+            value = own
+        else:
+            value = exact_share(reduced, rank, size, value)
     variable.store("assign", value, None)

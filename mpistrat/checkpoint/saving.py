@@ -19,6 +19,7 @@ from mpistrat.checkpoint import claim, files, format, parts, sharded, shares
 from mpistrat.checkpoint.background import Background
 from mpistrat.checkpoint.first import by_first, unwritten
 from mpistrat.checkpoint.shares import Save
+from mpistrat.checkpoint.sums import parts_of
 from mpistrat.checkpoint.values import NAME
 from mpistrat.distribute.kinds import VariableAggregation
 from mpistrat.distribute.variables import Variable
@@ -67,6 +68,7 @@ def overwrite(lockstep: Lockstep, mine: Mapping[str, Variable], path: Path, coun
     """
     call = f"Checkpoint.write({str(path)!r}) of {specs(mine, True)}"
     _, large = _proved(lockstep, mine, call)
+    mine = {**mine, **parts_of(lockstep, mine)}
     path = path if path.name.endswith(files.FOLDER) == large else files.other(path)
     _written(Save(lockstep, mine, call, path, counter, True), lambda: [])
     return path
@@ -103,6 +105,7 @@ def save(
     """
     call = f"Checkpoint.save({str(prefix)!r}, number {number}) of {specs(mine, True)}"
     known, large = _proved(lockstep, mine, call, prefix)
+    mine = {**mine, **parts_of(lockstep, mine)}
 
     def chosen() -> int:
         with unwritten(prefix, claims=True):

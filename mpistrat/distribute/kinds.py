@@ -45,6 +45,7 @@ class DistributedVariable(abc.ABC):
       label: What messages call it.
       large: It is compared in the line of each write, as the ranks of a node may have it once.
       simple: The bytes of its dtype tell its values.
+      of_metric: It is a sum of a metric, so checkpoints have each replica's part of it, too.
       synchronization: When its copies are made equal.
       aggregation: How the values that replicas write or hold become one.
     """
@@ -56,6 +57,7 @@ class DistributedVariable(abc.ABC):
     label: str
     large: bool
     simple: bool
+    of_metric: bool = False
     synchronization: VariableSynchronization
     aggregation: VariableAggregation
 

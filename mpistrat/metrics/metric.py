@@ -69,6 +69,7 @@ class Metric(abc.ABC):
             for key, zero in zeros.items()
         }
         self._strategy: Strategy = self.variables[0].strategy
+        self._mark()
 
     def __repr__(self) -> str:
         """Return class and name; never communicates."""
@@ -78,7 +79,12 @@ class Metric(abc.ABC):
         """Return a metric of the same strategy with sums of its own. Collective."""
         made = memo[id(self)] = copy.copy(self)
         made._tree = copy.deepcopy(self._tree, memo)
+        made._mark()
         return made
+
+    def _mark(self) -> None:
+        for variable in self.variables:
+            variable.of_metric = True
 
     @property
     def variables(self) -> tuple[Variable, ...]:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from every import every
 
 import mpistrat as ms
 from mpistrat.checkpoint import format
@@ -284,3 +285,39 @@ def test_an_array_that_cannot_be_written_is_put_in_its_place(tmp_path):
     assert checkpoint.x.tolist() == [0, 1, 2]
     with pytest.raises(ms.StructureError, match=r"'y' is float64\[2\] there and float64\[3\] here"):
         ms.Checkpoint(x=fixed, y=np.zeros(3)).restore(path)
+
+
+@every("size", [1, 2, 3, 4])
+def test_a_metric_goes_on_as_if_nothing_had_happened(tmp_path, size):
+    """Saved amid its sum: at the same number of ranks to the bit, at others to rounding."""
+    where = tmp_path / str(size)
+    rng = np.random.default_rng(size)
+    given = rng.normal(size=(6, 4, 5)).astype(np.float64)
+
+    def run(comm, first, path=None):
+        strategy = ms.MirroredStrategy()
+        with strategy.scope():
+            loss = ms.metrics.Mean("loss")
+        checkpoint = ms.Checkpoint(loss=loss)
+        if path:
+            checkpoint.restore(path).assert_consumed()
+        saved = None
+        for step in range(first, 6):
+            if step == 3 and not path:
+                saved = checkpoint.save(where / "half")
+            strategy.run(lambda step=step: loss.update_state(given[step, comm.rank]))
+        return saved, loss.result()
+
+    [(path, whole), *_] = run_ranks(lambda comm: run(comm, 0), size)
+    assert {found for _, found in run_ranks(lambda comm: run(comm, 3, path), size)} == {whole}
+    other = 5 - size  # which sees other rows in the second half, so only the first one counts
+
+    def sums(comm):
+        strategy = ms.MirroredStrategy()
+        with strategy.scope():
+            loss = ms.metrics.Mean("loss")
+        ms.Checkpoint(loss=loss).restore(path).assert_consumed()
+        return loss.result()
+
+    half = given[:3, :size].mean()
+    assert all(abs(found - half) < 1e-12 for found in run_ranks(sums, other))
