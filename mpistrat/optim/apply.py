@@ -90,7 +90,7 @@ def apply(
     try:
         call = checked(optimizer, state, name, pairs, listed, weight, progress.step)
         known, node = call.known, strategy.replicas.reducer.node
-        what = known.what(progress.step, lockstep.comm.size > 1)
+        what = known.what(progress.step, call.scalars, lockstep.comm.size > 1)
         if node.arena.moving:
             node.arena.check_still(name, call.values)
         if not known.compiled:

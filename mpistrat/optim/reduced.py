@@ -34,7 +34,7 @@ from mpistrat.arrays import Array, quiet
 from mpistrat.collectives.call import Call, Contribution
 from mpistrat.collectives.node import NodeReducer
 from mpistrat.collectives.segments import Segment, placed
-from mpistrat.collectives.weights import Scales, scales_of
+from mpistrat.collectives.weights import Scales
 from mpistrat.distribute import sparse, writes
 from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.kernels.blocks import reduce_blocks
@@ -191,11 +191,12 @@ def _in_place(
 ) -> Reduced:
     """Prove the call, and reduce into the first row what every rank would have to reduce."""
     reducer = state.strategy.replicas.reducer
-    table = reducer.meet(what, places.suffix, weight)
+    scales, _ = reducer.prove(what, places.suffix, what.header((weight,)))
+    table = reducer.weights
     whole = math.fsum(table[:, 0].tolist())
     # In calls that accumulate, each is to count by its weight, and not by its part of the mean.
-    raw = state.accumulates
-    scales = Scales(table, [1.0]) if raw else scales_of(table, True)
+    if state.accumulates:
+        scales = Scales(table, [1.0])
     column, divisor = scales.of(0)
     try:
         if places.placed is not None and whole:
