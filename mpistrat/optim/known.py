@@ -35,12 +35,12 @@ class Known:
       dense: The variables with gradients of all elements.
       sparse: The variables with gradients of some rows.
       step: Whether the text has to tell the learning rates of each step.
-      together: Which variables are updated as one, where all of these are given; None if there is
-        more to do than to update.
+      together: What is updated in one call each, where all gradients of it are given; None if there
+        is more to do than to update.
 
     Attributes:
       plain: Gradients are updated one after the other, by this thread alone.
-      together: Which variables are updated as one then, and which of the gradients are theirs.
+      together: What is updated in one call each then, and which of the gradients it takes.
       apart: Which others there are.
     """
 

@@ -129,7 +129,8 @@ def _places(state: State, call: GradientCall, what: Call, weight: float) -> Plac
     if found is not None and found[0] == node.arena.generation:
         return found[1]
     # Where small variables are updated as one, what is given for them is reduced as one.
-    here = what.worth_a_place and (known.large or not known.together)
+    several = any(one.parts for one, _ in known.together)
+    here = what.worth_a_place and (known.large or not several)
     homes = node.homes(what, values) if here else None
     if homes is None:
         if not known.large or not state.has_buffers(what.text):

@@ -113,7 +113,7 @@ class State:
     Attributes:
       counters: Its counters, as variables.
       targets: Its variables, by number.
-      together: Those of them that are updated as one.
+      together: Those of them that are updated in one call, alone or several as one.
       buffers: Memory that gradients pass through, by the number of the variable.
       accumulates: Several calls make one update.
 
