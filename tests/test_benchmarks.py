@@ -55,7 +55,7 @@ def run(name, size, folder, *options):
     written, printed = folder / "found.json", folder / "printed"
     program += ["--json", str(written)]
     drawn = importlib.util.find_spec("matplotlib") is not None
-    drawn = drawn and name not in ("overlap", "jax_step")  # they have no picture
+    drawn = drawn and name not in ("overlap", "jax_step", "step_parts")  # they have no picture
     if drawn:
         program += ["--plot", str(folder / "picture.png")]
     launcher, _ = find()
@@ -393,6 +393,17 @@ def test_benchmarks_of_one_process(name, rows, capsys, monkeypatch):
     figures = [line for line in lines if re.search(r" \d+\.\d$", line)]
     missing = sum("not installed" in line for line in lines)
     assert len(figures) == rows or missing
+
+
+@alone
+@pytest.mark.parametrize("size", [1, 2])
+def test_step_parts(size, tmp_path):
+    pytest.importorskip("sklearn", reason="wants scikit-learn: pip install 'mpistrat[examples]'")
+    code, rows, text = run("step_parts", size, tmp_path)
+    assert code == 0, text
+    parts = ["next", "enter", "gradients", "apply", "metric", "leave"]
+    assert [row["part"] for row in rows] == parts
+    assert all(row["step_us"] > 0 < row["own_us"] for row in rows)
 
 
 @alone

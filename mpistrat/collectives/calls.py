@@ -135,7 +135,7 @@ class Calls:
         return None if asked is None else self._known.get((weighed, *asked.key))
 
     def again(self, reduce_op: Any, weighed: bool, value: Any) -> tuple[InPlace | None, list[Any]]:
-        """Return how arrays in a list or tuple were reduced in place, if these very ones were last.
+        """Return how an array, or a list or tuple of them, was reduced in place, if it was last.
 
         Args:
           reduce_op: The operation.
@@ -143,13 +143,13 @@ class Calls:
           value: Any value.
         """
         kind = type(value)
-        if not self._last or not (kind is list or kind is tuple):
+        if not self._last or not (kind is np.ndarray or kind is list or kind is tuple):
             return None, []
+        leaves = [value] if kind is np.ndarray else list(value)
         try:
-            path = self._last.get((reduce_op, weighed, kind, len(value)))
+            path = self._last.get((reduce_op, weighed, kind, len(leaves)))
         except TypeError:  # no operation
             return None, []
-        leaves = list(value)
         return (path, leaves) if path is not None and path.has(leaves) else (None, [])
 
     def learn(self, asked: Request, call: Call, weighed: bool) -> None:
@@ -163,8 +163,9 @@ class Calls:
         if self._reducer.seconds is not None:
             return
         if isinstance(path, InPlace):
-            if asked.kind is not None:
-                self._last[asked.key[0], weighed, asked.kind, len(asked.leaves)] = path
+            kind = np.ndarray if nest.is_lone(asked.structure) else asked.kind
+            if kind is not None:
+                self._last[asked.key[0], weighed, kind, len(asked.leaves)] = path
         elif isinstance(path, Frame | Direct) and not weighed and nest.is_lone(asked.structure):
             self._learn_lone(asked.key[0], asked.leaves[0], path)
 

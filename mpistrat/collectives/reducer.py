@@ -103,19 +103,6 @@ class Reducer:
         self.weights = rows[:, : 8 * call.weights].copy().view(np.float64)
         return scales_of(self.weights, call.weigh)
 
-    def meet(self, call: Call, suffix: str, weight: float) -> Array:
-        """Prove a MEAN that the caller reduces where it lies, and return the weights of all ranks.
-
-        Collective.
-
-        Args:
-          call: The call; equal on all ranks.
-          suffix: What its text says beside that.
-          weight: How many examples this rank's values stand for.
-        """
-        self.prove(call, suffix, call.header((weight,)))
-        return self.weights
-
     def all_gather(
         self, call: str, axis: Sequence[int], leaves: Sequence[Array], paths: Sequence[str]
     ) -> list[Array]:

@@ -17,7 +17,6 @@ from typing import Any, NoReturn, final
 import numpy as np
 
 from mpistrat import nest
-from mpistrat.arrays import digest
 from mpistrat.comm.codec import decode, encode
 from mpistrat.errors import DataError, LockstepError
 from mpistrat.feed import places
@@ -357,24 +356,26 @@ class DistributedIterator(ElementIterator):
     def _step(self) -> tuple[bool, Any]:
         failure: Exception | None = None
         item: StepPart | None = None
+        lockstep = self._gate.lockstep
         try:
             item = next(self._elements, None)
-            if item is not None:
+            if item is not None and lockstep.comm.size > 1:
                 self._looks.see(item.element)
         except Exception as error:
             failure = error
-        lost = item is None and not self._looks.seen
-        asked = self.asks() if self.asks is not None else 0
-        rows, contents = (_ENDED, UNSEEN) if item is None else (item.rows, item.contents)
-        if item is not None and self.watched and not self._steps:
-            contents = self._contents(item)
-        small = _STEP.pack(
-            asked << 1 | (item is not None), lost, rows, self._looks.digest, contents
-        )
-        call = f"next of {self._name}, step {self._steps}"
+        self.told = asked = self.asks() if self.asks is not None else 0
         self._steps += 1
-        smalls = self._gate.lockstep.share(call, small, failure)
-        self.told = asked
+        if item is not None and lockstep.comm.size == 1:  # nobody has to hear what it looks like
+            lockstep.share("next", b"")
+            return True, item.element
+        rows, contents = (_ENDED, UNSEEN) if item is None else (item.rows, item.contents)
+        if item is not None and self.watched and self._steps == 1:
+            contents = item.digest()
+        lost = item is None and not self._looks.seen
+        bits = asked << 1 | (item is not None)
+        small = _STEP.pack(bits, lost, rows, self._looks.digest, contents)
+        call = f"next of {self._name}, step {self._steps - 1}"
+        smalls = lockstep.share(call, small, failure)
         if self._sharding.same and item is not None and smalls.count(small) == len(smalls):
             return True, item.element  # nearly always, and then there is nothing to compare
         told = [_STEP.unpack(each) for each in smalls]
@@ -385,17 +386,11 @@ class DistributedIterator(ElementIterator):
         if self._sharding.cut:
             self._check_rows(call, [rows for _, _, rows, *_ in told])
         if len({look for _, lost, _, look, _ in told if not lost}) > 1:
-            self._looks.refuse(self._gate.lockstep, call)
+            self._looks.refuse(lockstep, call)
         self._check_contents(call, [seen for *_, seen in told])
         if any(lost for _, lost, *_ in told):
             self._learn(item is not None)
         return True, self._looks.empty() if item is None else item.element
-
-    @staticmethod
-    def _contents(item: StepPart) -> bytes:
-        leaves = nest.flatten(item.element)[0]
-        arrays = [array for array in map(np.asarray, leaves) if array.size]
-        return digest(arrays) if arrays else UNSEEN
 
     def _check_rows(self, call: str, rows: list[int]) -> None:
         if len(set(rows)) > 1:

@@ -10,6 +10,9 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
+
+from mpistrat import nest
 from mpistrat.arrays import digest
 from mpistrat.errors import DataError, OutOfRangeError
 from mpistrat.feed.dataset import Dataset
@@ -36,6 +39,11 @@ class StepPart(NamedTuple):
     element: Any
     rows: int = -1
     contents: bytes = UNSEEN
+
+    def digest(self) -> bytes:
+        """Return a digest of the part; `UNSEEN` of one without elements."""
+        arrays = [array for array in map(np.asarray, nest.flatten(self.element)[0]) if array.size]
+        return digest(arrays) if arrays else UNSEEN
 
 
 Parts: TypeAlias = Iterator[StepPart]

@@ -30,7 +30,7 @@ from mpistrat.optim.passes import Gradient
 from mpistrat.optim.progress import Progress
 from mpistrat.optim.reduced import Reduced, reduce
 from mpistrat.optim.rows import Rows
-from mpistrat.optim.state import State, Target, check_variable
+from mpistrat.optim.state import Listed, State, check_variable
 from mpistrat.optim.updating import NOBODY, Update, Work, meet
 
 if TYPE_CHECKING:
@@ -72,10 +72,10 @@ def apply(
     except Exception as error:
         failure = error
     variables = [variable for _, variable in pairs]
-    strategy, state, targets = _met(name, states, [] if failure else variables)
+    strategy, state, listed = _met(name, states, [] if failure else variables)
     lockstep = strategy.replicas.lockstep
     lockstep.check()
-    if state is None or targets is None:
+    if state is None or listed is None:
         with lockstep.preparing(name):
             if failure is not None:
                 raise failure
@@ -85,12 +85,12 @@ def apply(
             if all(gradient is None for gradient, _ in pairs):
                 raise ValueError(f"{name}: there is no gradient for any variable.")
         state = state or build(optimizer, states, variables)
-        targets = state.find(variables)
+        listed = state.find(variables)
     progress = state.progress
     try:
-        call = checked(optimizer, state, name, pairs, targets, weight, progress.step)
+        call = checked(optimizer, state, name, pairs, listed, weight, progress.step)
         known, node = call.known, strategy.replicas.reducer.node
-        what = known.what(progress.step, lockstep.comm.size > 1)
+        what = known.what(progress.step, call.scalars, lockstep.comm.size > 1)
         if node.arena.moving:
             node.arena.check_still(name, call.values)
         if not known.compiled:
@@ -103,17 +103,17 @@ def apply(
 
 def _met(
     name: str, states: dict[Any, State], variables: list[Variable]
-) -> tuple[Any, State | None, list[Target | None] | None]:
-    """Return the strategy of variables; its state, and theirs, if this list has been found good."""
+) -> tuple[Any, State | None, Listed | None]:
+    """Return the strategy of variables; its state, and the list if it has been found good."""
     mode = current()
     strategy = None if mode is None or mode.updating is not None else mode.strategy
     state = None if strategy is None else states.get(strategy)
-    targets = None if state is None else state.found(variables)
-    if targets is None:
+    listed = None if state is None else state.found(variables)
+    if listed is None:
         strategy = owner(name, variables)
         state = states.get(strategy)
-        targets = None if state is None else state.found(variables)
-    return strategy, state, targets
+        listed = None if state is None else state.found(variables)
+    return strategy, state, listed
 
 
 def _step(
@@ -192,12 +192,12 @@ def _outcome(
     """Do what the call does; return what is to be said of it, on all ranks, if anything is."""
     if not progress.due(optimizer):
         update.accumulate()
-        state.keep(progress.added(weight))
+        state.keep(progress.added(weight), progress)
         return None
     norm = update.norm() if optimizer.looks else 0.0
     if not math.isfinite(norm) and optimizer.nonfinite == "skip":
         update.forget()
-        state.keep(progress.left_out(optimizer))
+        state.keep(progress.left_out(optimizer), progress)
         return None if optimizer.loss_scale else lambda: _warn(state, call, progress.step)
     if not math.isfinite(norm) and optimizer.nonfinite == "raise":
         bad: int | None = -1
@@ -217,11 +217,11 @@ def _ended(
 ) -> Callable[[], None] | None:
     """Count the update; or return what is to be said of the gradient that was not finite."""
     if bad is None:
-        state.keep(progress.updated(optimizer))
+        state.keep(progress.updated(optimizer), progress)
         return None
     if update is not None and optimizer.accumulate > 1:  # what has come is gone, on all ranks
         update.forget()
-        state.keep(progress.dropped())
+        state.keep(progress.dropped(), progress)
     return lambda: _nonfinite(state, call, bad)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,7 +17,7 @@ from mpistrat.distribute.values import DistributedValues, Mirrored
 from mpistrat.distribute.variables import Variable
 from mpistrat.errors import ContextError, LeafTypeError, StructureError
 from mpistrat.optim.known import Known
-from mpistrat.optim.state import State, Target
+from mpistrat.optim.state import Listed, State, Target
 
 if TYPE_CHECKING:
     from mpistrat.optim.base import OptimizerSettings
@@ -27,6 +28,8 @@ __all__ = ["GradientCall", "checked", "owner", "refuse_twice", "refuse_unknown"]
 # Ways in which calls of one optimizer differ that are remembered.
 _CALLS = 64
 _MANY = 1 << 62
+_ARRAYS = {np.ndarray}
+_LIKE = operator.attrgetter("dtype", "shape")
 
 
 class GradientCall(NamedTuple):
@@ -95,7 +98,7 @@ def checked(
     state: State,
     name: str,
     given: Sequence[tuple[Any, Variable]],
-    targets: Sequence[Target | None],
+    listed: Listed,
     weight: float | None,
     step: int,
 ) -> GradientCall:
@@ -106,7 +109,7 @@ def checked(
       state: Its state.
       name: What messages call the call.
       given: Gradients, or None, and variables of one strategy, each once.
-      targets: Of each variable; None if the state is not made for it.
+      listed: What is known of the variables.
       weight: As it was given.
       step: How many updates were made before.
     """
@@ -116,10 +119,43 @@ def checked(
     if weight is not None:
         plain = type(weight) is int and 0 <= weight < _MANY
         number = float(weight) if plain else _weight(name, weight)
+    told = number is not None if replica else number
+    values, last = [gradient for gradient, _ in given], state.last
+    if (
+        last is not None
+        and last[0] is listed
+        and last[1:3] == (replica, told)
+        and {*map(type, values)} == _ARRAYS
+        and [*map(_LIKE, values)] == listed.likes
+    ):  # as in nearly all steps, and then the gradients are all that is new
+        looked = _Looked(last[3], values, [], {})
+    else:
+        looked = _looked_at(optimizer, state, name, given, listed, replica, number)
+    scalars = {id(one): one.scalars(step) for one in looked.known.optimizers}
+    return GradientCall(name, replica, number, *looked, scalars)
+
+
+class _Looked(NamedTuple):
+    known: Known
+    values: list[Array]
+    rows: list[IndexedSlices]
+    alike: dict[str, Array | bytes]
+
+
+def _looked_at(
+    optimizer: OptimizerSettings,
+    state: State,
+    name: str,
+    given: Sequence[tuple[Any, Variable]],
+    listed: Listed,
+    replica: bool,
+    weight: float | None,
+) -> _Looked:
+    """Return gradients, looked at one by one."""
     compares = not replica and state.strategy.replicas.lockstep.comm.size > 1
     dense, rows, values, slices = [], [], [], []
     alike: dict[str, Array | bytes] = {}
-    for (gradient, variable), target in zip(given, targets, strict=True):
+    for (gradient, variable), target in zip(given, listed.targets, strict=True):
         if gradient is None:
             continue
         if target is None:
@@ -138,9 +174,10 @@ def checked(
         values.append(found)
     if not dense or optimizer.accumulate > 1:
         _check_count(optimizer, state, name, len(dense), len(rows))
-    known = _known(optimizer, state, replica, number, dense, rows)
-    scalars = {id(one): one.scalars(step) for one in known.optimizers}
-    return GradientCall(name, replica, number, known, values, slices, alike, scalars)
+    known = _known(optimizer, state, replica, weight, dense, rows)
+    if not compares and len(dense) == len(given):
+        state.last = listed, replica, weight is not None if replica else weight, known
+    return _Looked(known, values, slices, alike)
 
 
 def _check_count(

@@ -35,12 +35,12 @@ class Known:
       dense: The variables with gradients of all elements.
       sparse: The variables with gradients of some rows.
       step: Whether the text has to tell the learning rates of each step.
-      together: Which variables are updated as one, where all of these are given; None if there is
-        more to do than to update.
+      together: What is updated in one call each, where all gradients of it are given; None if there
+        is more to do than to update.
 
     Attributes:
       plain: Gradients are updated one after the other, by this thread alone.
-      together: Which variables are updated as one then, and which of the gradients are theirs.
+      together: What is updated in one call each then, and which of the gradients it takes.
       apart: Which others there are.
     """
 
@@ -71,7 +71,7 @@ class Known:
             f"{text} {', '.join([*names, *[f'rows of {t.variable.spec()}' for t in sparse]])}"
         )
         self._what = Call(self.start, ReduceOp.MEAN, dtypes, shapes, weigh=True)
-        self._rates: list[float] = []
+        self._scalars: dict[int, tuple[float, ...]] = {}
         self._by_rates = self._what
         self.optimizers = list({id(t.optimizer): t.optimizer for t in (*dense, *sparse)}.values())
         # Some memory that is updated here belongs to other ranks too.
@@ -84,13 +84,12 @@ class Known:
         self.compiled = False
         self.places: dict[tuple[int, ...], tuple[int, Places]] = {}
 
-    def what(self, step: int, several: bool) -> Call:
-        """Return the call as it is at a step, with `several` ranks."""
+    def what(self, step: int, scalars: dict[int, tuple[float, ...]], several: bool) -> Call:
+        """Return the call as it is at a step, with these numbers, and with `several` ranks."""
         if not (several and self._tells):
             return self._what
-        rates = sorted({one.rate(step) for one in self.optimizers})
-        if rates != self._rates:  # as long as they stay, so does what there is to say of them
-            self._rates = rates
+        if scalars != self._scalars:  # as long as they stay, so does what there is to say of them
+            self._scalars, rates = scalars, sorted({one.rate(step) for one in self.optimizers})
             self._by_rates = self._what.but(f", by {', '.join(map(repr, rates))}")
         return self._by_rates
 

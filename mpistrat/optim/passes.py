@@ -60,29 +60,24 @@ if TYPE_CHECKING:
     step: Any = None  # the loop of an optimizer, which `_bound` puts in
 
 __all__ = [
-    "BLOCK",
-    "Gradient",
-    "accumulate",
-    "blocks",
-    "compiles",
-    "measure",
-    "measure_norm",
-    "update",
+    *("AT_ONCE", "BLOCK", "Gradient", "accumulate", "blocks", "compiles", "measure"),
+    *("measure_norm", "numbers_of", "update"),
 ]
 
 Array: TypeAlias = NDArray[Any]
 
 BLOCK = 4096  # elements; of float32 16 KiB, a third of a first-level cache
 _COMPILE = 1 << 18  # elements of all variables from which on a compiler is worth it
-# A twin does so many blocks at once: what a call of NumPy costs, it costs but once.
-_TOGETHER = 16
+# So many elements a twin does at once: what a call of NumPy costs, it costs but once.
+AT_ONCE = 16 * BLOCK
 
 
 # What loops take is made once for all variables, and nearly all steps: they do not write to it.
 
 
 @functools.lru_cache(maxsize=256)
-def _numbers(numbers: tuple[float, ...], dtype: np.dtype[Any]) -> Array:
+def numbers_of(numbers: tuple[float, ...], dtype: np.dtype[Any]) -> Array:
+    """Return the numbers of a step as loops take them; not to be written to."""
     return np.array(numbers, dtype)
 
 
@@ -138,7 +133,7 @@ class Gradient(NamedTuple):
         """Return what loops take: all numbers in the dtype of the rows; the row is all there is."""
         rows, start, factors, divisor, scale, limit, pending = self
         dtype = rows.dtype
-        numbers = _numbers((divisor, 1.0, scale, limit), dtype)
+        numbers = numbers_of((divisor, 1.0, scale, limit), dtype)
         plain = self.plain
         factors = _ones(len(rows), dtype) if factors is None else factors
         pending = _nothing(dtype) if pending is None else pending
@@ -367,7 +362,7 @@ def measure(
     """
     assert rule.measure is not None
     kernel = _bound(_measure_blocks, rule.measure)
-    numbers = _numbers(tuple(s), w.dtype)
+    numbers = numbers_of(tuple(s), w.dtype)
     arguments = (*gradient._forms(), w, slots, numbers, sums, not rule.reads, guard)
     return int(_run(kernel, compiled, *arguments))
 
@@ -403,10 +398,10 @@ def update(
       disk.
     """
     dtype, size = w.dtype, w.size
-    numbers = _numbers(tuple(s), dtype)
+    numbers = numbers_of(tuple(s), dtype)
     rows, start, factors, divisor, scale, limit, pending = gradient
     even = factors is None and pending is None and scale == 1.0 and limit == math.inf
-    if even and not compiled and size <= _TOGETHER * BLOCK and rule.reads:
+    if even and not compiled and size <= AT_ONCE and rule.reads:
         # What the twin of the loop comes to, for what is small without the price of that.
         g, folds = rows[:, start : start + size], len(rows) > 1 or divisor != 1.0
         g = mean_rows(g, divisor) if folds else g[0]
@@ -416,6 +411,6 @@ def update(
                 average.twin(w, ema, dtype.type(1.0 - decay))
             return 0
     mean, new = _nothing(dtype) if ema is None else ema, dtype.type(1.0 - decay)
-    span = BLOCK if compiled and jit.compiling() else _TOGETHER * BLOCK
+    span = BLOCK if compiled and jit.compiling() else AT_ONCE
     arguments = (*gradient._forms(), w, slots, numbers, mean, new, rule.reads, guard, span)
     return int(_run(_bound(_update_blocks, rule.update), compiled, *arguments))

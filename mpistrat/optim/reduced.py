@@ -34,7 +34,7 @@ from mpistrat.arrays import Array, quiet
 from mpistrat.collectives.call import Call, Contribution
 from mpistrat.collectives.node import NodeReducer
 from mpistrat.collectives.segments import Segment, placed
-from mpistrat.collectives.weights import Scales, scales_of
+from mpistrat.collectives.weights import Scales
 from mpistrat.distribute import sparse, writes
 from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.kernels.blocks import reduce_blocks
@@ -129,7 +129,8 @@ def _places(state: State, call: GradientCall, what: Call, weight: float) -> Plac
     if found is not None and found[0] == node.arena.generation:
         return found[1]
     # Where small variables are updated as one, what is given for them is reduced as one.
-    here = what.worth_a_place and (known.large or not known.together)
+    several = any(one.parts for one, _ in known.together)
+    here = what.worth_a_place and (known.large or not several)
     homes = node.homes(what, values) if here else None
     if homes is None:
         if not known.large or not state.has_buffers(what.text):
@@ -191,11 +192,12 @@ def _in_place(
 ) -> Reduced:
     """Prove the call, and reduce into the first row what every rank would have to reduce."""
     reducer = state.strategy.replicas.reducer
-    table = reducer.meet(what, places.suffix, weight)
+    scales, _ = reducer.prove(what, places.suffix, what.header((weight,)))
+    table = reducer.weights
     whole = math.fsum(table[:, 0].tolist())
     # In calls that accumulate, each is to count by its weight, and not by its part of the mean.
-    raw = state.accumulates
-    scales = Scales(table, [1.0]) if raw else scales_of(table, True)
+    if state.accumulates:
+        scales = Scales(table, [1.0])
     column, divisor = scales.of(0)
     try:
         if places.placed is not None and whole:

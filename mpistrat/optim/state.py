@@ -65,6 +65,20 @@ class Target(NamedTuple):
     twins: Array | None = None
 
 
+class Listed(NamedTuple):
+    """A list of variables that calls give.
+
+    Attributes:
+      variables: The variables; while it has them, no other object gets their identity.
+      targets: Of each; None where the state was not built for it.
+      likes: The dtype and the shape of each.
+    """
+
+    variables: list[Variable]
+    targets: list[Target | None]
+    likes: list[tuple[np.dtype[Any], tuple[int, ...]] | None]
+
+
 def check_variable(strategy: Any, variable: Any, call: str) -> None:
     """Raise what makes something unfit to be updated."""
     if not isinstance(variable, Variable):
@@ -99,7 +113,7 @@ class State:
     Attributes:
       counters: Its counters, as variables.
       targets: Its variables, by number.
-      together: Those of them that are updated as one.
+      together: Those of them that are updated in one call, alone or several as one.
       buffers: Memory that gradients pass through, by the number of the variable.
       accumulates: Several calls make one update.
 
@@ -119,7 +133,8 @@ class State:
             optimizers = [each[each.index(one)] for one in each]
         lockstep.prove(f"{optimizer.chosen()}.build({', '.join(v.spec() for v in variables)})")
         self.calls: dict[Any, Any] = {}  # what `mpistrat.optim.given` knows of calls
-        self._known: dict[tuple[int, ...], tuple[list[Variable], list[Target | None]]] = {}
+        self.last: tuple[Listed, bool, float | bool | None, Any] | None = None  # the same, newest
+        self._listed: dict[tuple[int, ...], Listed] = {}
         self.buffers: dict[int, Array] = {}
         self._refused = False
         self.accumulates = optimizer.accumulate > 1
@@ -142,19 +157,18 @@ class State:
         # Where programs or tests have had even the smallest variables shared.
         self._shares_counters = any(_shared(one) for one in counters)
 
-    def found(self, variables: Sequence[Variable]) -> list[Target | None] | None:
-        """Return the targets of a list of variables that has been found good before, or None."""
-        known = self._known.get(tuple(map(id, variables)))
-        return None if known is None else known[1]
+    def found(self, variables: Sequence[Variable]) -> Listed | None:
+        """Return what is known of a list of variables that has been found good before, or None."""
+        return self._listed.get(tuple(map(id, variables)))
 
-    def find(self, variables: Sequence[Variable]) -> list[Target | None]:
-        """Return the targets of variables that are good; None where it was not built for one."""
+    def find(self, variables: Sequence[Variable]) -> Listed:
+        """Return what is known of variables that are good."""
         targets = [self.targets.get(variable.number) for variable in variables]
-        if len(self._known) > _LISTS:
-            self._known.clear()
-        # With the variables, so that no other object gets their identity.
-        self._known[tuple(map(id, variables))] = list(variables), targets
-        return targets
+        if len(self._listed) > _LISTS:
+            self._listed.clear()
+        found = Listed(list(variables), targets, [one and one.like for one in targets])
+        self._listed[tuple(map(id, variables))] = found
+        return found
 
     def has_buffers(self, call: str) -> bool:
         """Tell whether there is memory for gradients that the ranks of a node can read.
@@ -178,10 +192,11 @@ class State:
         """The counters as they are now. Never communicates."""
         return Progress(*[array.item() for array in self._seen])
 
-    def keep(self, progress: Progress) -> None:
-        """Write the counters; alike on all ranks."""
-        for cell, number in zip(self._cells, progress, strict=True):
-            cell[...] = number
+    def keep(self, progress: Progress, before: Progress) -> None:
+        """Write the counters, of which the program knew what they were `before`; on all ranks."""
+        for cell, number, was in zip(self._cells, progress, before, strict=True):
+            if number != was:
+                cell[...] = number
         if self._shares_counters:
             self.strategy.replicas.reducer.node.arena.nodes().node.barrier()
 

@@ -1,8 +1,8 @@
-"""Small variables updated as one, so that what a call of NumPy or Numba costs, it costs but once.
+"""Variables of this rank alone, updated with the least calls of NumPy or Numba.
 
-Their slots lie side by side in memory. Gradients and weights are copied to lie so too, which for
-these sizes is less than the calls that it saves; the bits are the same, as what an element becomes
-depends on no other element.
+The slots of small ones lie side by side in memory. Gradients and weights are copied to lie so too,
+which for these sizes is less than the calls that it saves; the bits are the same, as what an
+element becomes depends on no other element. A larger one is updated where it lies.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import numpy as np
 from mpistrat.arrays import Array
 from mpistrat.distribute.variables import move_to
 from mpistrat.optim import passes
-from mpistrat.optim.blocks import finite
-from mpistrat.optim.passes import Gradient
+from mpistrat.optim.blocks import average, finite
+from mpistrat.optim.passes import AT_ONCE, Gradient, numbers_of
 
 __all__ = ["Together", "together"]
 
@@ -27,30 +27,26 @@ _MOST = 256 * 1024  # bytes of all that are updated as one, so that they stay in
 
 
 class Together(NamedTuple):
-    """Small variables of one dtype that have one optimizer.
+    """Small variables of one dtype that have one optimizer; or one variable that is larger.
 
     Attributes:
       targets: The variables, as `mpistrat.optim.state.Target`, with their slots where they lie now.
       optimizer: Theirs.
-      rule: That of the optimizer.
       weights: Those of each.
-      parts: The room for the weights of each.
+      parts: The room for the weights of each; of a single one none, as it needs no room.
       starts: Where each begins among the elements of all, and where the last one ends.
       g: Room for the gradients.
-      gradient: The same, as loops take it.
-      w: Room for the weights.
+      w: Room for the weights; the weights themselves of a single one.
       slots: Memory of the slots of the rule.
       ema: That of the average, if there is one.
     """
 
     targets: Sequence[Any]
     optimizer: Any
-    rule: Any
     weights: list[Array]
     parts: list[Array]
     starts: list[int]
     g: Array
-    gradient: Gradient
     w: Array
     slots: tuple[Array, ...]
     ema: Array | None
@@ -75,18 +71,28 @@ class Together(NamedTuple):
         Returns:
           None; or the first variable whose gradient is not finite.
         """
-        np.concatenate(gradients, axis=None, out=self.g)
+        targets, optimizer, weights, parts, starts, g, w, slots, ema = self
+        if parts:
+            np.concatenate(gradients, axis=None, out=g)
+        else:
+            g = gradients[0].reshape(-1)
         if limit < np.inf:
-            np.clip(self.g, -limit, limit, out=self.g)
-        if guard and not (finite(self.g) if compiled else finite.twin(self.g)):
-            bad = int(np.argmin(np.isfinite(self.g)))
-            return bisect.bisect(self.starts, bad) - 1
-        np.concatenate(self.weights, out=self.w)
-        decay = self.optimizer.ema or 0.0
-        how = (scalars, self.ema, decay, False, compiled)
-        passes.update(self.rule, self.gradient, self.w, self.slots, *how)
-        for w, part in zip(self.weights, self.parts, strict=True):
-            w[:] = part
+            g = np.clip(g, -limit, limit)
+        if compiled:
+            g = np.require(g, requirements=("A", "W"))
+        if guard and not (finite(g) if compiled else finite.twin(g)):
+            return bisect.bisect(starts, int(np.argmin(np.isfinite(g)))) - 1
+        if parts:
+            np.concatenate(weights, out=w)
+        rule, decay = targets[0].rule, optimizer.ema or 0.0
+        if compiled:
+            passes.update(rule, Gradient(g.reshape(1, -1)), w, slots, scalars, ema, decay, False)
+        else:
+            rule.update.twin(w, g, slots, numbers_of(scalars, w.dtype), 0, g.size)
+            if ema is not None:
+                average.twin(w, ema, w.dtype.type(1.0 - decay))
+        for one, part in zip(weights, parts, strict=False):
+            one[:] = part
         return None
 
 
@@ -99,17 +105,27 @@ def together(targets: Iterable[Any]) -> list[Together]:
     groups: dict[Any, list[Any]] = {}
     for target in targets:
         w, optimizer = target.w, target.optimizer
-        alone = target.shared or target.pending is not None or target.rule.measure is not None
-        if not alone and w.nbytes <= _SMALL:
+        if target.shared or target.pending is not None or target.rule.measure is not None:
+            continue
+        if w.nbytes <= _SMALL:
             groups.setdefault((id(optimizer), w.dtype), []).append(target)
+        elif w.size <= AT_ONCE:
+            groups[id(target)] = [target]
     made = []
     for members in groups.values():
         each = max(target.w.nbytes for target in members)
         count = max(2, _MOST // max(each, 1))
         for first in range(0, len(members), count):
-            if len(some := members[first : first + count]) > 1:
-                made.append(_side_by_side(some))
+            some = members[first : first + count]
+            made.append(_side_by_side(some) if len(some) > 1 else _single(some[0]))
     return made
+
+
+def _single(target: Any) -> Together:
+    w, none = target.w, np.empty(0, target.w.dtype)
+    return Together(
+        [target], target.optimizer, [w], [], [0, w.size], none, w, target.mine, target.ema
+    )
 
 
 def _side_by_side(targets: list[Any]) -> Together:
@@ -127,6 +143,4 @@ def _side_by_side(targets: list[Any]) -> Together:
     g, w = (np.empty(starts[-1], dtype) for _ in range(2))
     slots = tuple(memory[name] for name in names)
     ws, rooms = [target.w for target in found], np.split(w, starts[1:-1])
-    first = targets[0].optimizer
-    gradient, ema = Gradient(g.reshape(1, -1)), memory.get("ema")
-    return Together(found, first, first.rule, ws, rooms, starts, g, gradient, w, slots, ema)
+    return Together(found, targets[0].optimizer, ws, rooms, starts, g, w, slots, memory.get("ema"))
