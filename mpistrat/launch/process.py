@@ -183,8 +183,8 @@ def _run(
             preexec_fn=_end_with(os.getpid()),
         )
         begin(process)
-        begun()
         try:
+            begun()
             code = process.wait(timeout)
         except subprocess.TimeoutExpired:
             timed_out, code = True, TIMED_OUT

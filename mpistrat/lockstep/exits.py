@@ -163,9 +163,10 @@ class Exits:
         told = type(failure), failure, failure.__traceback__
         try:
             print(header, end="", file=sys.stderr, flush=True)
-            self._hook(*told)
-        except Exception:  # the others wait for this rank, whatever a hook or a stream does
-            with suppress(Exception):
+            with suppress(SystemExit):  # with which a hook may end
+                self._hook(*told)
+        except BaseException:  # the others wait for this rank, whatever a hook or a stream does
+            with suppress(BaseException):
                 sys.__excepthook__(*told)
         flush()
 
@@ -192,11 +193,13 @@ class Exits:
             thread.start()
         try:
             agreed = self._parts(code)
-        except Exception:  # such as MemoryError: the others wait for this rank in the last proof
+        except BaseException as error:
+            # Such as MemoryError, or the program's own handler of a signal: the others wait for
+            # this rank in the last proof.
             if self.sessions[0].comm.size > 1:
-                with suppress(Exception):
+                with suppress(BaseException):
                     traceback.print_exc()
-                end_job(code or 1)
+                end_job(code or code_of(error) or 1)
             raise
         left.set()
         # Before MPI is finalized no watchdog may be inside it any more.
