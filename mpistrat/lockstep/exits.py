@@ -101,7 +101,7 @@ class Exits:
         self.sessions: list[Session] = []
         self.failure: BaseException | None = None
         self.recorder: Callable[[int], None] | None = None
-        self._interrupted = Interrupted()
+        self.interrupted = Interrupted()  # armed before MPI makes others wait for this rank
         self._armed = False
         self._pid = os.getpid()
         self._printed = threading.Lock()
@@ -116,12 +116,11 @@ class Exits:
         # What was freed meanwhile must not keep its memory for being known here.
         self.sessions = [known for known in self.sessions if not known.freed]
         self.sessions.append(session)
-        session.kept(CallState).interrupted = self._interrupted
+        session.kept(CallState).interrupted = self.interrupted
         if self._armed:
             return
         self._armed = True
         atexit.register(self.at_exit)
-        self._interrupted.arm()
         if not hasattr(sys, "ps1") and not sys.flags.interactive:
             sys.excepthook = self.uncaught
             sys.exit = self.exit

@@ -127,3 +127,27 @@ def test_a_rank_that_cannot_take_part_in_the_last_proof_ends_the_job(what, wante
     code, said = told(leave.format(what=what), how, tmp_path)
     assert code == wanted, said
     assert what.partition("(")[0] in said
+
+
+STARTING = """
+import os, signal
+import mpistrat as ms
+from mpi4py import MPI
+from mpistrat.board.board import Board
+
+code = "def on(*args):\\n    os.kill(os.getpid(), signal.SIGINT)\\n    return made(*args)"
+ours = {"__name__": "mpistrat", "os": os, "signal": signal, "made": Board.on}
+exec(code, ours)
+if MPI.COMM_WORLD.rank == 1:
+    Board.on = ours["on"]
+ms.MirroredStrategy().all_reduce("sum", 1)
+"""
+
+
+@pytest.mark.mpi
+def test_ctrl_c_while_the_first_strategy_is_made_leaves_nobody_waiting(tmp_path):
+    program, said = tmp_path / "train.py", tmp_path / "said"
+    program.write_text(STARTING)
+    with said.open("wb") as output:
+        outcome = run_job(find()[0].command(2, [sys.executable, str(program)]), LONGEST, output)
+    assert outcome.code == 130, said.read_text(errors="replace")
