@@ -17,8 +17,8 @@ from mpistrat.lockstep.lockstep import Lockstep
 def abort(lockstep: Lockstep, call: str, error: BaseException) -> NoReturn:
     """Raise what failed after the proof of `call`; end the job if others would wait for ever.
 
-    They are in MPI, where nobody can tell them. The usual causes are memory that cannot be allocated,
-    and a handler of a signal, of the program's own, that raises or calls ``sys.exit``.
+    They are in MPI, where nobody can tell them. The usual causes are memory that cannot be
+    allocated, and a handler of a signal of the program's own that raises, or calls ``sys.exit``.
     What all ranks have raised, or one alone, or threads of one process, is raised.
     """
     comm = lockstep.comm

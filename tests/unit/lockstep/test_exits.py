@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 import mpistrat as ms
-from mpistrat.environment import passes_on_a_code
 from mpistrat.comm.mpi import MPIComm
+from mpistrat.environment import passes_on_a_code
 from mpistrat.lockstep import abort, mismatch
 from mpistrat.lockstep.exits import Exits, NotedExit
 from mpistrat.lockstep.shutdown import said_by
