@@ -149,28 +149,10 @@ def run_job(
       The outcome. The code is the launcher's own, 128 + n if signal n ended it, and
       `TIMED_OUT` if the time ran out.
     """
-    if output:
-        return _run(command, timeout, output, subprocess.STDOUT, cwd)
-    with streams(_untaken) as (out, err, begin):
-        return _run(command, timeout, out, err, cwd, begin)
-
-
-def _untaken() -> None:
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr may be gone as well
-        print("mpistrat: what the job prints is not taken any more; it goes on", file=sys.stderr)
-
-
-def _run(
-    command: Command,
-    timeout: float | None,
-    out: IO[bytes] | int | None,
-    err: int | None,
-    cwd: str | Path | None,
-    begun: Callable[[], None] = lambda: None,
-) -> Outcome:
     start = time.monotonic()
     timed_out = False
-    with _handing_on() as (handed, begin):
+    given = streams(_untaken) if output is None else _into(output)
+    with given as (out, err, begun), _handing_on() as (handed, begin):
         # A session of its own: else Ctrl-C reaches the launcher twice, from the terminal and from
         # us, and twice means "do not clean up" to it.
         process = subprocess.Popen(
@@ -194,3 +176,13 @@ def _run(
     killed = -code if code < 0 and -code not in handed else 0
     code = 128 - code if code < 0 else code
     return Outcome(code, time.monotonic() - start, timed_out, signal.SIGINT in handed, killed)
+
+
+@contextlib.contextmanager
+def _into(output: IO[bytes]) -> Iterator[tuple[IO[bytes], int, Callable[[], None]]]:
+    yield output, subprocess.STDOUT, lambda: None
+
+
+def _untaken() -> None:
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr may be gone as well
+        print("mpistrat: what the job prints is not taken any more; it goes on", file=sys.stderr)
