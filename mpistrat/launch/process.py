@@ -95,7 +95,9 @@ def _end_with(parent: int) -> Callable[[], None] | None:
 
 
 @contextlib.contextmanager
-def _handing_on() -> Iterator[tuple[set[int], Callable[[subprocess.Popen[bytes]], None]]]:
+def _handing_on(
+    started: Callable[[], bool],
+) -> Iterator[tuple[set[int], Callable[[subprocess.Popen[bytes]], None]]]:
     """Forward signals to the launcher, which forwards them to its ranks.
 
     Yields those so far, and what is to be told the launcher; it gets what came before.
@@ -109,9 +111,10 @@ def _handing_on() -> Iterator[tuple[set[int], Callable[[subprocess.Popen[bytes]]
         if not to:
             early.append(number)
             return
+        # Of a terminal that closes MPICH's launcher tells its ranks nothing, and dies.
+        ends = number == signal.SIGHUP or (number == signal.SIGINT and not started())
         with contextlib.suppress(ProcessLookupError):
-            # Of a terminal that closes MPICH's launcher tells its ranks nothing, and dies.
-            to[0].send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
+            to[0].send_signal(signal.SIGTERM if ends else number)
 
     def begin(process: subprocess.Popen[bytes]) -> None:
         to.append(process)
@@ -134,6 +137,7 @@ def run_job(
     timeout: float | None = None,
     output: IO[bytes] | None = None,
     cwd: str | Path | None = None,
+    started: Callable[[], bool] = lambda: True,
 ) -> Outcome:
     """Run a launcher and wait for it.
 
@@ -144,6 +148,8 @@ def run_job(
       timeout: Seconds after which the job is ended, or None for never.
       output: A file for all the job prints, or None for the terminal of this process.
       cwd: Directory to run in, or None for that of this process.
+      started: Tells whether MPI has started on all ranks. Before that, Ctrl-C ends the job: a rank
+        that it ends alone would leave the others in MPI_Init, where nobody can tell them.
 
     Returns:
       The outcome. The code is the launcher's own, 128 + n if signal n ended it, and
@@ -152,7 +158,7 @@ def run_job(
     start = time.monotonic()
     timed_out = False
     given = streams(_untaken) if output is None else _into(output)
-    with given as (out, err, begun), _handing_on() as (handed, begin):
+    with given as (out, err, begun), _handing_on(started) as (handed, begin):
         # A session of its own: else Ctrl-C reaches the launcher twice, from the terminal and from
         # us, and twice means "do not clean up" to it.
         process = subprocess.Popen(

@@ -112,6 +112,10 @@ class Roster:
             with contextlib.suppress(OSError):
                 file.unlink()
 
+    def complete(self) -> bool:
+        """Tell whether MPI has started on all ranks that are known to be on this host."""
+        return len(list(self._directory.glob(_SIGNS))) >= self._ranks
+
     def first(self, code: int) -> Sequence[Ended]:
         """Return the ranks that ended before any other rank did, if that is known.
 
