@@ -181,11 +181,13 @@ class Exits:
             self._print()
             leave_at_once(code)
         self.sessions = [session for session in self.sessions if not session.freed]
-        if not mpi.initialized() or not self.sessions:
-            self._print()
-            return
         # That of all ranks first, if there is one: what the others agree on goes into it.
         self.sessions.sort(key=lambda session: -session.comm.size)
+        if not mpi.initialized() or not self.sessions:
+            self._print()
+            if self.sessions:  # the program has finalized MPI, which waits for all of its ranks
+                self._record(code)
+            return
         left = threading.Event()
         thread = threading.Thread(target=self._watch_leaving, args=(code, left), daemon=True)
         with suppress(RuntimeError):  # no thread can be started: it goes without
@@ -203,12 +205,14 @@ class Exits:
         left.set()
         # Before MPI is finalized no watchdog may be inside it any more.
         calm = [session.board.close() for session in self.sessions]
-        first = self.sessions[0]
-        if self.recorder is not None and first.comm.rank == 0:
-            self.recorder(agreed or code)
-        leave(first, agreed or code, self._planned and all(calm))
+        self._record(agreed or code)
+        leave(self.sessions[0], agreed or code, self._planned and all(calm))
         if not all(calm):
             leave_at_once(code)
+
+    def _record(self, code: int) -> None:
+        if self.recorder is not None and self.sessions[0].comm.rank == 0:
+            self.recorder(code)
 
     def _watch_leaving(self, code: int, left: threading.Event) -> None:
         """Say what ends the program if the others do not come to leave; end the job, at last.

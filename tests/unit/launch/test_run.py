@@ -135,7 +135,8 @@ def ways(*cases, names, by_default):
         ("if rank: import no_such_module", 1, "No module named 'no_such_module'"),
         ("import os; os._exit(0)", 70, "mpi"),
         ("raise KeyboardInterrupt", 130, "KeyboardInterrupt"),
-        names=["end", "exit", "one", "all", "import", "os._exit", "interrupt"],
+        ("MPI.Finalize()", 0, ""),
+        names=["end", "exit", "one", "all", "import", "os._exit", "interrupt", "finalize"],
         by_default=["exit", "one", "os._exit", "interrupt"],
     ),
 )
