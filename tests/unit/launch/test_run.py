@@ -387,8 +387,9 @@ def test_a_full_dev_shm_is_guessed(tmp_path):
     done = subprocess.run(
         ["unshare", "-m", "sh", "-c", inner], capture_output=True, text=True, timeout=100
     )
-    assert done.returncode, done.stderr
-    assert find()[1].flavour.name != "MPICH" or "df -h /dev/shm" in done.stderr
+    if find()[1].flavour.name == "MPICH":  # Open MPI goes on without it
+        assert done.returncode, done.stderr
+        assert "df -h /dev/shm" in done.stderr
 
 
 PLACE = Allocation("Slurm", ("n1", "n2"), (2, 2))
