@@ -65,6 +65,10 @@ def code_of(failure: BaseException | None) -> int:
     return 1
 
 
+def _interactive() -> bool:
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive)
+
+
 _CODE: Any = SystemExit.__dict__["code"]
 
 
@@ -121,7 +125,7 @@ class Exits:
             return
         self._armed = True
         atexit.register(self.at_exit)
-        if not hasattr(sys, "ps1") and not sys.flags.interactive:
+        if not _interactive():
             sys.excepthook = self.uncaught
             sys.exit = self.exit
 
@@ -133,7 +137,8 @@ class Exits:
 
     def _unheard(self) -> BaseException | None:
         """Return what has ended the program if a hook that the program has set was told it."""
-        noted: BaseException | None = getattr(sys, "last_value", None)
+        # At a prompt, or in a notebook, it has ended one input, and not the program.
+        noted = None if _interactive() else getattr(sys, "last_value", None)
         trace = None if noted is None else noted.__traceback__
         if trace is None or trace.tb_frame.f_back is not None:  # it was caught further up
             return None

@@ -40,14 +40,19 @@ PASSING = {
 }
 
 
-def told(leave, how, tmp_path):
-    """Return the code of the job, and what it has said."""
+def ran(text, tmp_path):
+    """Return the code of a job of a program, and what it has said."""
     program, said = tmp_path / "train.py", tmp_path / "said"
-    program.write_text(PROGRAM.format(leave=leave, how=how))
+    program.write_text(text)
     with said.open("wb") as output:
         outcome = run_job(find()[0].command(2, [sys.executable, str(program)]), LONGEST, output)
     assert not outcome.timed_out
     return outcome.code, said.read_text(errors="replace")
+
+
+def told(leave, how, tmp_path):
+    """Return the same of the program above."""
+    return ran(PROGRAM.format(leave=leave, how=how), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -146,8 +151,23 @@ ms.MirroredStrategy().all_reduce("sum", 1)
 
 @pytest.mark.mpi
 def test_ctrl_c_while_the_first_strategy_is_made_leaves_nobody_waiting(tmp_path):
-    program, said = tmp_path / "train.py", tmp_path / "said"
-    program.write_text(STARTING)
-    with said.open("wb") as output:
-        outcome = run_job(find()[0].command(2, [sys.executable, str(program)]), LONGEST, output)
-    assert outcome.code == 130, said.read_text(errors="replace")
+    code, said = ran(STARTING, tmp_path)
+    assert code == 130, said
+
+
+PROMPTED = """
+import sys
+sys.ps1 = "In: "
+import mpistrat as ms
+ms.MirroredStrategy().all_reduce("sum", 1)
+try:
+    1 / 0
+except ZeroDivisionError as error:
+    sys.last_value = error
+"""
+
+
+@pytest.mark.mpi
+def test_what_has_failed_at_a_prompt_is_not_the_end_of_the_program(tmp_path):
+    code, said = ran(PROMPTED, tmp_path)
+    assert code == 0, said
