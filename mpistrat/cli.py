@@ -29,7 +29,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mpistrat", description="tf.distribute for NumPy on MPI.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, module in COMMANDS.items():
-        text = inspect.getdoc(module) or ""
+        text = inspect.getdoc(module) or f"{name}: `python -OO` leaves out what it does."
         module.options(
             commands.add_parser(
                 name,

@@ -23,7 +23,8 @@ def bound(
       absent: Is called with a name that the stub does not have, and raises what says so; None
         for what Python says of it.
     """
-    text = Path(file).with_suffix(".pyi").read_text(encoding="utf-8")
+    loader: Any = sys.modules[module].__loader__  # which reads from an archive, too
+    text = loader.get_data(str(Path(file).with_suffix(".pyi"))).decode()
     rows = [row.split() for row in text.replace("(\n", "").splitlines() if row.startswith("from ")]
     homes = {name.rstrip(","): (home, own) for _, home, _, own, _, name in rows}
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, final
 
 from mpistrat.arrays import whole
-from mpistrat.cluster.resolver import ClusterResolver, TaskResolver, url
+from mpistrat.cluster.resolver import ClusterResolver, TaskResolver
 from mpistrat.cluster.spec import ClusterSpec
 from mpistrat.comm.world import default_parent
 from mpistrat.environment import counted
@@ -30,7 +30,6 @@ def _wrong(what: str) -> OptionError:
     )
 
 
-@final
 class MPIClusterResolver(ClusterResolver):
     """Every rank is a worker, numbered by its rank.
 
@@ -198,12 +197,8 @@ class TFConfigClusterResolver(TaskResolver):
         if "session_master" in config:
             return str(config["session_master"])
         spec = self.cluster_spec()
-        if not spec or (len(spec.jobs) == 1 and spec.num_tasks(spec.jobs[0]) == 1):
-            return ""
-        kind = self.task_type if task_type is None else task_type
-        index = self.task_id if task_id is None else task_id
-        address = spec.task_address(str(kind), int(index or 0))
-        return url(address, rpc_layer or self.rpc_layer)
+        alone = len(spec.jobs) == 1 and spec.num_tasks(spec.jobs[0]) == 1
+        return "" if alone or not spec else super().master(task_type, task_id, rpc_layer)
 
 
 def default_resolver(rank: int, size: int, env: Mapping[str, str] | None = None) -> ClusterResolver:

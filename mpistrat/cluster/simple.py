@@ -69,9 +69,9 @@ class SimpleClusterResolver(TaskResolver):
         rpc_layer: str | None = None,
     ) -> str:
         """Return the address of a task, or the given master unless type and id are both named."""
-        named = task_type is not None and task_id is not None
-        address = self._spec.task_address(str(task_type), task_id or 0) if named else self._master
-        return url(address, rpc_layer or self.rpc_layer)
+        if task_type is not None and task_id is not None:
+            return super().master(task_type, task_id, rpc_layer)
+        return url(self._master, rpc_layer or self.rpc_layer)
 
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
@@ -146,8 +146,7 @@ class UnionResolver(TaskResolver):
     ) -> str:
         """Return the address of a task; the first resolver's master unless both are named."""
         if task_type is not None and task_id is not None:
-            address = self.cluster_spec().task_address(task_type, task_id)
-            return url(address, rpc_layer or self._rpc_layer)
+            return super().master(task_type, task_id, rpc_layer)
         return self._resolvers[0].master(rpc_layer=rpc_layer)
 
     def num_accelerators(

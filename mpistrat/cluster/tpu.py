@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from typing import Any, final
 
-from mpistrat.cluster.resolver import ClusterResolver
 from mpistrat.cluster.resolvers import MPIClusterResolver
 from mpistrat.cluster.spec import ClusterSpec
 
@@ -15,7 +14,7 @@ _NONE = (None, "", "local")
 
 
 @final
-class TPUClusterResolver(ClusterResolver):
+class TPUClusterResolver(MPIClusterResolver):
     """The ranks of the MPI world, for programs that were written for a TPU; no TPU is used.
 
     Making one starts MPI, and communicates nothing.
@@ -62,8 +61,7 @@ class TPUClusterResolver(ClusterResolver):
                 RuntimeWarning,
                 stacklevel=2,
             )
-        self._ranks = MPIClusterResolver(job=job_name)
-        self._task_type, self._task_id = job_name, self._ranks.task_id
+        super().__init__(job=job_name)
         self._coordinator: dict[str, list[str]] = {}
         if coordinator_address is not None:
             self._coordinator = {coordinator_name or "coordinator": [coordinator_address]}
@@ -84,17 +82,7 @@ class TPUClusterResolver(ClusterResolver):
 
     def cluster_spec(self) -> ClusterSpec:
         """Return the job of all ranks, and the coordinator's if there is one."""
-        return ClusterSpec({**self._ranks.cluster_spec().as_dict(), **self._coordinator})
-
-    def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-    ) -> str:
-        """Return the label of a task; that of rank 0 if no task is named."""
-        job = self._ranks.task_type if task_type is None else task_type
-        return self.cluster_spec().task_address(str(job), task_id or 0)
+        return ClusterSpec({**super().cluster_spec().as_dict(), **self._coordinator})
 
     def get_master(self) -> str:
         """Return the label of rank 0."""
@@ -102,4 +90,4 @@ class TPUClusterResolver(ClusterResolver):
 
     def get_job_name(self) -> str | None:
         """Return the name of the job of all ranks."""
-        return self._ranks.task_type
+        return self._job

@@ -123,7 +123,7 @@ class Overlap:
             told = rows[:, len(riding) - 8 : len(riding)].copy().view(np.uint64)
             try:
                 wait = begin(scales, int(told.min()))
-            except Exception as error:
+            except BaseException as error:
                 abort(lockstep, call.text, error)
         if wait is None:  # on all ranks
             self._known = False

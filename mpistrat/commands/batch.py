@@ -19,44 +19,12 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from mpistrat.commands.arguments import positive
 from mpistrat.errors import OptionError
+from mpistrat.launch.batch import BatchJob, submit, words
 
 __all__ = ["main", "options"]
 
-# Field of a job -> what stands for its value, its type (list: it may be given several times), help.
-_OPTIONS: dict[str, tuple[str, Any, str]] = {
-    "nodes": ("N", positive, "nodes; 1"),
-    "per_node": ("N", positive, "ranks on each node; 1"),
-    "cores": ("N", positive, "cores of each rank; 1"),
-    "name": ("NAME", str, "the name of the job"),
-    "time": ("[D-]H:M:S", str, "the limit; 01:00:00"),
-    "account": ("NAME", str, "whom the time is charged to"),
-    "partition": ("NAME", str, "the partition of Slurm, the queue of PBS"),
-    "venv": ("DIR", str, "a virtual environment"),
-    "conda": ("NAME", str, "a conda environment"),
-    "container": ("IMAGE", str, "run the program in this image, by apptainer"),
-    "archive": (
-        "TAR",
-        str,
-        "an environment in one file, which nodes unpack on their disks (Slurm)",
-    ),
-    "launcher": ("HOW", str, "srun; run: mpistrat run; none: the program starts ranks itself"),
-    "pmi": (
-        "KIND",
-        str,
-        "how srun tells ranks of each other: pmi2 (MPICH, Intel), pmix (Open MPI)",
-    ),
-    "checkpoint": ("DIR", str, "save here before the time ends, and go on from here"),
-    "notice": ("S", int, "SIGUSR1 so long before the end of the time; 120, 0 for none"),
-    "requeue": ("HOW", str, "after a planned leave: yes, chain (submit the next job), no"),
-    "array": ("TASKS", str, "tasks of an array, as 0-7 or 0-7%%2"),
-    "module": ("NAME", list, "an environment module to load"),
-    "each": ("WORDS", list, "the words of one task of an array"),
-    "after": ("JOB", list, "begin when this job has ended well"),
-    "stage": ("FILE", list, "copy to the disk of each node; archives are unpacked (Slurm)"),
-    "directive": ("WORD", list, "a further word for the scheduler: --directive=--constraint=fast"),
-}
+_FIELDS = {field.name: field for field in dataclasses.fields(BatchJob)}
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -64,11 +32,13 @@ def options(parser: argparse.ArgumentParser) -> None:
     kinds, absent, add = ("slurm", "pbs"), argparse.SUPPRESS, parser.add_argument
     add("--for", dest="scheduler", choices=kinds, default=absent, help="slurm")
     add("--file", dest="config", metavar="INI", type=Path, help="read options")
-    for name, (metavar, kind, text) in _OPTIONS.items():
-        how: dict[str, Any] = {"type": kind}
-        if kind is list:
+    for name, field in _FIELDS.items():
+        metavar, text = field.metadata["metavar"], field.metadata["help"]
+        how: dict[str, Any] = {"type": type(field.default)}
+        if field.default == ():
             how, text = {"action": "append"}, f"{text}; may be given several times"
-        add(f"--{name.replace('_', '-')}", metavar=metavar, default=absent, help=text, **how)
+        if metavar:
+            add(f"--{name.replace('_', '-')}", metavar=metavar, default=absent, help=text, **how)
     names, text = ("-o", "--output"), "the file to write"
     add(*names, dest="file", metavar="FILE", default=absent, help=text)
     add("--submit", action="store_true", help="submit the script")
@@ -78,7 +48,6 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Write the script."""
-    from mpistrat.launch.batch import BatchJob, submit, words
     from mpistrat.launch.batch_script import render
 
     given = _given(args)
@@ -99,9 +68,12 @@ def main(args: argparse.Namespace) -> int:
 
 def _given(args: argparse.Namespace) -> dict[str, Any]:
     """Return the fields of the job: those of the file, overridden by those of the command."""
-    given: dict[str, Any] = {} if args.config is None else _read(args.config)
-    given |= {
-        name: value for name, value in vars(args).items() if name in _fields() and value != []
+    both = [args] if args.config is None else [_read(args.config), args]
+    given: dict[str, Any] = {
+        name: value
+        for one in both
+        for name, value in vars(one).items()
+        if name in _FIELDS and value != []
     }
     program = list(given.pop("program", ()))
     program = program[1:] if program[:1] == ["--"] else program
@@ -114,13 +86,7 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
     return {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
 
 
-def _fields() -> set[str]:
-    from mpistrat.launch.batch import BatchJob
-
-    return {field.name for field in dataclasses.fields(BatchJob)}
-
-
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> argparse.Namespace:
     """Return the fields that a file gives."""
     ini = configparser.ConfigParser(interpolation=None, delimiters=("=",))
     try:
@@ -139,5 +105,4 @@ def _read(path: Path) -> dict[str, Any]:
             continue
         values = [line for line in text.splitlines() if line.strip()]
         words += [f"--{name}={value}" for value in values]
-    found = vars(parser.parse_args([*words, "--", *program]))
-    return {name: value for name, value in found.items() if name in _fields()}
+    return parser.parse_args([*words, "--", *program])

@@ -10,18 +10,38 @@ import dataclasses
 import re
 import shlex
 from pathlib import PurePath
-from typing import final
+from typing import Any, final
 
 from mpistrat.cluster.job import asked
 from mpistrat.errors import LaunchError
 
 __all__ = ["BatchJob", "check_line", "submit", "words"]
 
-_WORD = re.compile(r"[A-Za-z0-9_.,:=%@+/\[\]&|*()-]+")  # no blank, quote, backslash, $ or #
-_TIME = re.compile(r"(?:(\d+)-)?(\d{1,3}):([0-5]\d):([0-5]\d)")
+# Patterns of values, each with its words for people. No blank, quote, backslash, $ or # in a word.
+_LETTERS = r"[A-Za-z0-9_.,:=%@+/\[\]&|*()-]"
+_WANTED = "letters, digits and . , : = % @ + / [ ] & | * ( ) _ -, without blanks"
+_LINE = (r".*", "one line")
+_WORD, _WORDS = (f"{_LETTERS}*", _WANTED), (f"{_LETTERS}+", _WANTED)
+_COUNT = (r"[1-9]\d*", "an integer of at least 1")
+_SECONDS = (r"\d{1,5}", "seconds from 0 to 65535")
+_TIME = (
+    r"(\d+-)?\d{1,3}:[0-5]\d:[0-5]\d",
+    "[days-]hours:minutes:seconds, as 02:00:00 or 1-12:00:00",
+)
+_TASKS = (r"|\d+([-,:]\d+)*(%\d+)?", "numbers of tasks, as 0-7, 1,3,5 or 0-7%2")
 _COMMANDS = {"slurm": "sbatch", "pbs": "qsub"}
 _PATIENCE = 120.0  # seconds; a scheduler under load takes a minute
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
+
+
+def _one_of(*known: str) -> tuple[str, str]:
+    return "|".join(known), " or ".join(filter(None, known))
+
+
+def _option(default: Any, right: tuple[str, str] = _LINE, metavar: str = "", text: str = "") -> Any:
+    """Return a field: its default, what is right for it, and how the command line explains it."""
+    told = {"right": right, "metavar": metavar, "help": text}
+    return dataclasses.field(default=default, metadata=told)
 
 
 @final
@@ -61,31 +81,50 @@ class BatchJob:
       file: The name of the script; a chain of PBS submits it again.
     """
 
-    program: tuple[str, ...]
-    scheduler: str = "slurm"
-    name: str = "mpistrat"
-    nodes: int = 1
-    per_node: int = 1
-    cores: int = 1
-    time: str = "01:00:00"
-    account: str = ""
-    partition: str = ""
-    module: tuple[str, ...] = ()
-    venv: str = ""
-    conda: str = ""
-    container: str = ""
-    archive: str = ""
-    launcher: str = ""
-    pmi: str = ""
-    checkpoint: str = ""
-    notice: int = 120
-    requeue: str = ""
-    array: str = ""
-    each: tuple[str, ...] = ()
-    after: tuple[str, ...] = ()
-    stage: tuple[str, ...] = ()
-    directive: tuple[str, ...] = ()
-    file: str = ""
+    program: tuple[str, ...] = _option(())
+    scheduler: str = _option("slurm", _one_of("slurm", "pbs"))
+    name: str = _option("mpistrat", _WORD, "NAME", "the name of the job")
+    nodes: int = _option(1, _COUNT, "N", "nodes; 1")
+    per_node: int = _option(1, _COUNT, "N", "ranks on each node; 1")
+    cores: int = _option(1, _COUNT, "N", "cores of each rank; 1")
+    time: str = _option("01:00:00", _TIME, "[D-]H:M:S", "the limit; 01:00:00")
+    account: str = _option("", _WORD, "NAME", "whom the time is charged to")
+    partition: str = _option("", _WORD, "NAME", "the partition of Slurm, the queue of PBS")
+    module: tuple[str, ...] = _option((), _WORDS, "NAME", "an environment module to load")
+    venv: str = _option("", _LINE, "DIR", "a virtual environment")
+    conda: str = _option("", _LINE, "NAME", "a conda environment")
+    container: str = _option("", _LINE, "IMAGE", "run the program in this image, by apptainer")
+    archive: str = _option(
+        "", _LINE, "TAR", "an environment in one file, which nodes unpack on their disks (Slurm)"
+    )
+    launcher: str = _option(
+        *("", _one_of("", "srun", "run", "none"), "HOW"),
+        "srun; run: mpistrat run; none: the program starts ranks itself",
+    )
+    pmi: str = _option(
+        *("", _WORD, "KIND"),
+        "how srun tells ranks of each other: pmi2 (MPICH, Intel), pmix (Open MPI)",
+    )
+    checkpoint: str = _option(
+        "", _LINE, "DIR", "save here before the time ends, and go on from here"
+    )
+    notice: int = _option(
+        120, _SECONDS, "S", "SIGUSR1 so long before the end of the time; 120, 0 for none"
+    )
+    requeue: str = _option(
+        *("", _one_of("", "yes", "chain", "no"), "HOW"),
+        "after a planned leave: yes, chain (submit the next job), no",
+    )
+    array: str = _option("", _TASKS, "TASKS", "tasks of an array, as 0-7 or 0-7%%2")
+    each: tuple[str, ...] = _option((), _LINE, "WORDS", "the words of one task of an array")
+    after: tuple[str, ...] = _option((), _WORDS, "JOB", "begin when this job has ended well")
+    stage: tuple[str, ...] = _option(
+        *((), _LINE, "FILE"), "copy to the disk of each node; archives are unpacked (Slurm)"
+    )
+    directive: tuple[str, ...] = _option(
+        *((), _WORDS, "WORD"), "a further word for the scheduler: --directive=--constraint=fast"
+    )
+    file: str = _option("")
 
     def __post_init__(self) -> None:
         """Refuse what cannot be written, and fill in what follows from the rest.
@@ -94,20 +133,20 @@ class BatchJob:
           LaunchError: A value cannot be used; the text says which, and what to give.
         """
         for field in dataclasses.fields(self):
+            pattern, wanted = field.metadata["right"]
             value = getattr(self, field.name)
-            for text in value if isinstance(value, tuple) else (value,):
-                check_line(field.name, str(text))
-        for field_name in ("name", "account", "partition", "pmi", "array"):
-            _check_word(field_name, getattr(self, field_name))
-        for field_name in ("module", "after", "directive"):
-            for text in getattr(self, field_name):
-                _check_word(field_name, text or " ")
+            for text in map(str, value if isinstance(value, tuple) else (value,)):
+                check_line(field.name, text)
+                if not re.fullmatch(pattern, text):
+                    _refuse(field.name, text, wanted)
         for words in self.each:
-            _check_quotes(words)
+            try:
+                shlex.split(words)
+            except ValueError:
+                _refuse("each", words, "words with quotes that are closed, as in a shell")
         for path in self.copied:
             if not PurePath(path).name:
                 _refuse("stage", path, "a file")
-        _check_counts(self)
         _check_together(self)
 
     @property
@@ -155,38 +194,6 @@ def _refuse(name: str, value: object, wanted: str) -> None:
     raise LaunchError(f"--{name.replace('_', '-')} {value!r} cannot be used; give {wanted}.")
 
 
-def _check_word(name: str, text: str) -> None:
-    if text and not _WORD.fullmatch(text):
-        _refuse(name, text, "letters, digits and . , : = % @ + / [ ] & | * ( ) _ -, without blanks")
-
-
-def _check_quotes(words: str) -> None:
-    try:
-        shlex.split(words)
-    except ValueError:
-        _refuse("each", words, "words with quotes that are closed, as in a shell")
-
-
-def _check_counts(job: BatchJob) -> None:
-    for name in ("nodes", "per_node", "cores"):
-        if getattr(job, name) < 1:
-            _refuse(name, getattr(job, name), "an integer of at least 1")
-    if not 0 <= job.notice <= 65535:
-        _refuse("notice", job.notice, "seconds from 0 to 65535")
-    if not _TIME.fullmatch(job.time):
-        _refuse("time", job.time, "[days-]hours:minutes:seconds, as 02:00:00 or 1-12:00:00")
-    choices = {
-        "scheduler": ("slurm", "pbs"),
-        "launcher": ("", "srun", "run", "none"),
-        "requeue": ("", "yes", "chain", "no"),
-    }
-    for name, known in choices.items():
-        if getattr(job, name) not in known:
-            _refuse(name, getattr(job, name), " or ".join(filter(None, known)))
-    if job.array and not re.fullmatch(r"\d+([-,:]\d+)*(%\d+)?", job.array):
-        _refuse("array", job.array, "numbers of tasks, as 0-7, 1,3,5 or 0-7%2")
-
-
 def _check_together(job: BatchJob) -> None:
     pbs = job.scheduler == "pbs"
     rules = (
@@ -195,6 +202,7 @@ def _check_together(job: BatchJob) -> None:
             sum(map(bool, (job.venv, job.conda, job.archive))) > 1,
             "--venv, --conda and --archive: give one of them",
         ),
+        (job.notice > 65535, "--notice is at most 65535, the seconds that Slurm takes"),
         (bool(job.each and job.array), "--each makes the array itself; leave --array out"),
         (
             job.launcher == "none" and bool(job.checkpoint),
@@ -226,10 +234,6 @@ def _check_together(job: BatchJob) -> None:
             raise LaunchError(f"{text}.")
 
 
-# The fields whose options have other names.
-_NAMES = {"scheduler": "for", "per_node": "per-node"}
-
-
 def words(job: BatchJob) -> list[str]:
     """Return the words after ``mpistrat batch`` that describe a job, without what is as by default.
 
@@ -242,7 +246,7 @@ def words(job: BatchJob) -> list[str]:
         value = getattr(job, field.name)
         if field.name in ("program", "file") or value == field.default:
             continue
-        option = _NAMES.get(field.name, field.name)
+        option = "for" if field.name == "scheduler" else field.name.replace("_", "-")
         values = value if isinstance(value, tuple) else (value,)
         said += [f"--{option}={one}" for one in values]
     return [*said, *(["-o", job.file] if job.file else []), "--", *job.program]

@@ -2,7 +2,8 @@
 
 A child process passes it on, so that a rank which crashes or is killed loses none of it. It is
 made before MPI starts, after which a process should not be copied, and hears then which rank it
-serves.
+serves. What no file takes, where a disk is full or a host does not have the directory, is on the
+terminal: a rank does not end for the sake of a line.
 """
 
 from __future__ import annotations
@@ -90,9 +91,12 @@ def _serve(output: Output, told: int, ends: list[int]) -> None:
         file: IO[bytes] | None = None
         if output.directory:
             path = Path(output.directory, f"rank-{name}.txt")
-            file = stack.enter_context(path.open("ab", buffering=0))
+            try:
+                file = stack.enter_context(path.open("ab", buffering=0))
+            except OSError as error:
+                shown = _untaken(error)
         streams = {
-            end: _Stream(number if shown else None, prefix, file)
+            end: _Stream(number, shown, prefix, file)
             for end, number in zip(ends, (1, 2), strict=True)
         }
         while streams:
@@ -101,13 +105,20 @@ def _serve(output: Output, told: int, ends: list[int]) -> None:
                     del streams[end]
 
 
+def _untaken(error: OSError) -> bool:
+    """Say that a file takes nothing; return that its rank is on the terminal."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"mpistrat: {error}: what it does not take is on the terminal\n".encode())
+    return True
+
+
 @final
 class _Stream:
     """One of the two streams of a rank."""
 
-    def __init__(self, shown: int | None, prefix: bytes, file: IO[bytes] | None):
-        """Take the descriptor of the terminal, or None, what begins a line there, and a file."""
-        self._shown, self._prefix, self._file = shown, prefix, file
+    def __init__(self, number: int, shown: bool, prefix: bytes, file: IO[bytes] | None):
+        """Take its descriptor, whether that shows it, what begins a line there, and a file."""
+        self._number, self._shown, self._prefix, self._file = number, shown, prefix, file
         self._rest = b""
 
     def take(self, some: bytes) -> bool:
@@ -117,13 +128,17 @@ class _Stream:
         progress bar, each of which goes back to the beginning of the line, count as lines.
         """
         if self._file is not None and some:
-            self._file.write(some)
+            try:
+                self._file.write(some)
+            except OSError as error:
+                error.filename = self._file.name
+                self._file, self._shown = None, _untaken(error)
         self._rest += some
         end = max(self._rest.rfind(b"\n"), self._rest.rfind(b"\r")) + 1 if some else None
         lines, self._rest = self._rest[:end], self._rest[end:] if some else b""
-        if self._shown is not None and lines:
+        if self._shown and lines:
             whole = b"".join(self._prefix + line for line in lines.splitlines(keepends=True))
             with contextlib.suppress(OSError):  # nobody may be there to read it
                 while whole:
-                    whole = whole[os.write(self._shown, whole) :]
+                    whole = whole[os.write(self._number, whole) :]
         return bool(some)

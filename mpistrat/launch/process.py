@@ -95,7 +95,9 @@ def _end_with(parent: int) -> Callable[[], None] | None:
 
 
 @contextlib.contextmanager
-def _handing_on() -> Iterator[tuple[set[int], Callable[[subprocess.Popen[bytes]], None]]]:
+def _handing_on(
+    started: Callable[[], bool],
+) -> Iterator[tuple[set[int], Callable[[subprocess.Popen[bytes]], None]]]:
     """Forward signals to the launcher, which forwards them to its ranks.
 
     Yields those so far, and what is to be told the launcher; it gets what came before.
@@ -109,9 +111,10 @@ def _handing_on() -> Iterator[tuple[set[int], Callable[[subprocess.Popen[bytes]]
         if not to:
             early.append(number)
             return
+        # Of a terminal that closes MPICH's launcher tells its ranks nothing, and dies.
+        ends = number == signal.SIGHUP or (number == signal.SIGINT and not started())
         with contextlib.suppress(ProcessLookupError):
-            # Of a terminal that closes MPICH's launcher tells its ranks nothing, and dies.
-            to[0].send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
+            to[0].send_signal(signal.SIGTERM if ends else number)
 
     def begin(process: subprocess.Popen[bytes]) -> None:
         to.append(process)
@@ -134,6 +137,7 @@ def run_job(
     timeout: float | None = None,
     output: IO[bytes] | None = None,
     cwd: str | Path | None = None,
+    started: Callable[[], bool] = lambda: True,
 ) -> Outcome:
     """Run a launcher and wait for it.
 
@@ -144,33 +148,17 @@ def run_job(
       timeout: Seconds after which the job is ended, or None for never.
       output: A file for all the job prints, or None for the terminal of this process.
       cwd: Directory to run in, or None for that of this process.
+      started: Tells whether MPI has started on all ranks. Before that, Ctrl-C ends the job: a rank
+        that it ends alone would leave the others in MPI_Init, where nobody can tell them.
 
     Returns:
       The outcome. The code is the launcher's own, 128 + n if signal n ended it, and
       `TIMED_OUT` if the time ran out.
     """
-    if output:
-        return _run(command, timeout, output, subprocess.STDOUT, cwd)
-    with streams(_untaken) as (out, err, begin):
-        return _run(command, timeout, out, err, cwd, begin)
-
-
-def _untaken() -> None:
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr may be gone as well
-        print("mpistrat: what the job prints is not taken any more; it goes on", file=sys.stderr)
-
-
-def _run(
-    command: Command,
-    timeout: float | None,
-    out: IO[bytes] | int | None,
-    err: int | None,
-    cwd: str | Path | None,
-    begun: Callable[[], None] = lambda: None,
-) -> Outcome:
     start = time.monotonic()
     timed_out = False
-    with _handing_on() as (handed, begin):
+    given = streams(_untaken) if output is None else _into(output)
+    with given as (out, err, begun), _handing_on(started) as (handed, begin):
         # A session of its own: else Ctrl-C reaches the launcher twice, from the terminal and from
         # us, and twice means "do not clean up" to it.
         process = subprocess.Popen(
@@ -183,8 +171,8 @@ def _run(
             preexec_fn=_end_with(os.getpid()),
         )
         begin(process)
-        begun()
         try:
+            begun()
             code = process.wait(timeout)
         except subprocess.TimeoutExpired:
             timed_out, code = True, TIMED_OUT
@@ -194,3 +182,13 @@ def _run(
     killed = -code if code < 0 and -code not in handed else 0
     code = 128 - code if code < 0 else code
     return Outcome(code, time.monotonic() - start, timed_out, signal.SIGINT in handed, killed)
+
+
+@contextlib.contextmanager
+def _into(output: IO[bytes]) -> Iterator[tuple[IO[bytes], int, Callable[[], None]]]:
+    yield output, subprocess.STDOUT, lambda: None
+
+
+def _untaken() -> None:
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr may be gone as well
+        print("mpistrat: what the job prints is not taken any more; it goes on", file=sys.stderr)

@@ -75,16 +75,20 @@ def _session() -> Session:
     """Start MPI, and from then on remember SIGUSR1, which may tell that the job is to end.
 
     Where there is no handler it ends the process, in whatever thread, such as those that NumPy
-    starts; that of MPICH swallows it. So it has to wait from before NumPy is imported.
+    starts; that of MPICH swallows it. So it has to wait from before NumPy is imported. Ctrl-C waits
+    too: of a rank that has ended before MPI was there the others are told nothing.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    waiting = [signal.SIGUSR1, signal.SIGINT]
+    signal.pthread_sigmask(signal.SIG_BLOCK, waiting)
     from mpistrat.checkpoint.notice import before_listening
     from mpistrat.comm.mpi import library
     from mpistrat.comm.session import Session
+    from mpistrat.lockstep.exits import exits
 
     session = Session.on(library().COMM_WORLD)
     signal.signal(signal.SIGUSR1, before_listening)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
+    exits().interrupted.arm()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, waiting)
     return session
 
 

@@ -112,11 +112,16 @@ class Roster:
             with contextlib.suppress(OSError):
                 file.unlink()
 
+    def complete(self) -> bool:
+        """Tell whether MPI has started on all ranks that are known to be on this host."""
+        return len(list(self._directory.glob(_SIGNS))) >= self._ranks
+
     def first(self, code: int) -> Sequence[Ended]:
         """Return the ranks that ended before any other rank did, if that is known.
 
         Empty if a rank had not signed in by then (one on another host never does), because it may
-        have been the first. Several if this process was too slow to tell which was first.
+        have been the first, or if all that is known is that launchers have ended them, as after
+        MPI_Abort. Several if this process was too slow to tell which was first.
 
         Args:
           code: The exit code of the launcher. It tells how a rank ended where the system does not
@@ -126,12 +131,16 @@ class Roster:
             return []
         number = code - 128 if code > 128 else code
         killed = number if number in _FATAL else 0
-        return [
+        found = [
             Ended(rank, pid, killed, 0 if killed else code, False)
             if status is None
             else Ended(rank, pid, status & 127, status >> 8, True)
             for rank, pid, status in self._ended
         ]
+        # With these signals launchers end the others; of one from elsewhere their code tells.
+        theirs = (signal.SIGKILL, signal.SIGTERM)
+        own = [one for one in found if one.number not in theirs]
+        return own or [one for one in found if one.number == code % 128]
 
     @property
     def out_of_memory(self) -> bool:

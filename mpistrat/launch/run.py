@@ -238,7 +238,8 @@ def _watched(
         roster = Roster(near, ranks if place is HERE else 0)
         try:
             command = command._replace(env={**command.env, **told})
-            outcome = run_job(handing_on(command, flag, command.environment()), timeout)
+            command = handing_on(command, flag, command.environment())
+            outcome = run_job(command, timeout, started=roster.complete)
         finally:
             roster.close()
         recorded = None

@@ -10,20 +10,22 @@ from typing import NoReturn
 
 from mpistrat.comm import mpi
 from mpistrat.lockstep.ending import end_job
+from mpistrat.lockstep.exits import code_of
 from mpistrat.lockstep.lockstep import Lockstep
 
 
-def abort(lockstep: Lockstep, call: str, error: Exception) -> NoReturn:
+def abort(lockstep: Lockstep, call: str, error: BaseException) -> NoReturn:
     """Raise what failed after the proof of `call`; end the job if others would wait for ever.
 
-    They are in MPI, where nobody can tell them; memory that cannot be allocated is the usual cause.
+    They are in MPI, where nobody can tell them. The usual causes are memory that cannot be
+    allocated, and a handler of a signal of the program's own that raises, or calls ``sys.exit``.
     What all ranks have raised, or one alone, or threads of one process, is raised.
     """
     comm = lockstep.comm
     alone = comm.size == 1 or lockstep.session.comm.name != mpi.MPIComm.name
     if alone or error is lockstep.state.raised:
         raise error
-    with contextlib.suppress(Exception):  # there may be no memory for it
+    with contextlib.suppress(BaseException):  # there may be no memory for it
         text = "".join(traceback.format_exception(error))
         print(
             f"mpistrat: rank {lockstep.ranks[comm.rank]} of {comm.size} failed inside "
@@ -31,7 +33,7 @@ def abort(lockstep: Lockstep, call: str, error: Exception) -> NoReturn:
             file=sys.stderr,
             flush=True,
         )
-    end_job(1)
+    end_job(code_of(error) or 1)
     raise error
 
 
@@ -40,5 +42,5 @@ def aborting(lockstep: Lockstep, call: str) -> Iterator[None]:
     """Do what `abort` does with what the body raises."""
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
         abort(lockstep, call, error)

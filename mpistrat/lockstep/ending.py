@@ -33,10 +33,11 @@ def end_job(code: int) -> None:
 def flush() -> None:
     """Pass on what was printed, as far as somebody takes it: that may not keep a rank from leaving.
 
-    Streams are None in a process without a terminal, closed by the program, or on a full disk.
+    Streams are None in a process without a terminal, closed by the program, on a full disk, or of a
+    class of the program's own.
     """
     for stream in (sys.stdout, sys.stderr):
-        with suppress(AttributeError, ValueError, OSError):
+        with suppress(Exception):
             stream.flush()
 
 

@@ -65,6 +65,10 @@ def code_of(failure: BaseException | None) -> int:
     return 1
 
 
+def _interactive() -> bool:
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive)
+
+
 _CODE: Any = SystemExit.__dict__["code"]
 
 
@@ -101,7 +105,7 @@ class Exits:
         self.sessions: list[Session] = []
         self.failure: BaseException | None = None
         self.recorder: Callable[[int], None] | None = None
-        self._interrupted = Interrupted()
+        self.interrupted = Interrupted()  # armed before MPI makes others wait for this rank
         self._armed = False
         self._pid = os.getpid()
         self._printed = threading.Lock()
@@ -116,13 +120,12 @@ class Exits:
         # What was freed meanwhile must not keep its memory for being known here.
         self.sessions = [known for known in self.sessions if not known.freed]
         self.sessions.append(session)
-        session.kept(CallState).interrupted = self._interrupted
+        session.kept(CallState).interrupted = self.interrupted
         if self._armed:
             return
         self._armed = True
         atexit.register(self.at_exit)
-        self._interrupted.arm()
-        if not hasattr(sys, "ps1") and not sys.flags.interactive:
+        if not _interactive():
             sys.excepthook = self.uncaught
             sys.exit = self.exit
 
@@ -134,7 +137,8 @@ class Exits:
 
     def _unheard(self) -> BaseException | None:
         """Return what has ended the program if a hook that the program has set was told it."""
-        noted: BaseException | None = getattr(sys, "last_value", None)
+        # At a prompt, or in a notebook, it has ended one input, and not the program.
+        noted = None if _interactive() else getattr(sys, "last_value", None)
         trace = None if noted is None else noted.__traceback__
         if trace is None or trace.tb_frame.f_back is not None:  # it was caught further up
             return None
@@ -163,9 +167,10 @@ class Exits:
         told = type(failure), failure, failure.__traceback__
         try:
             print(header, end="", file=sys.stderr, flush=True)
-            self._hook(*told)
-        except Exception:  # the others wait for this rank, whatever a hook or a stream does
-            with suppress(Exception):
+            with suppress(SystemExit):  # with which a hook may end
+                self._hook(*told)
+        except BaseException:  # the others wait for this rank, whatever a hook or a stream does
+            with suppress(BaseException):
                 sys.__excepthook__(*told)
         flush()
 
@@ -181,32 +186,38 @@ class Exits:
             self._print()
             leave_at_once(code)
         self.sessions = [session for session in self.sessions if not session.freed]
-        if not mpi.initialized() or not self.sessions:
-            self._print()
-            return
         # That of all ranks first, if there is one: what the others agree on goes into it.
         self.sessions.sort(key=lambda session: -session.comm.size)
+        if not mpi.initialized() or not self.sessions:
+            self._print()
+            if self.sessions:  # the program has finalized MPI, which waits for all of its ranks
+                self._record(code)
+            return
         left = threading.Event()
         thread = threading.Thread(target=self._watch_leaving, args=(code, left), daemon=True)
         with suppress(RuntimeError):  # no thread can be started: it goes without
             thread.start()
         try:
             agreed = self._parts(code)
-        except Exception:  # such as MemoryError: the others wait for this rank in the last proof
+        except BaseException as error:
+            # Such as MemoryError, or the program's own handler of a signal: the others wait for
+            # this rank in the last proof.
             if self.sessions[0].comm.size > 1:
-                with suppress(Exception):
+                with suppress(BaseException):
                     traceback.print_exc()
-                end_job(code or 1)
+                end_job(code or code_of(error) or 1)
             raise
         left.set()
         # Before MPI is finalized no watchdog may be inside it any more.
         calm = [session.board.close() for session in self.sessions]
-        first = self.sessions[0]
-        if self.recorder is not None and first.comm.rank == 0:
-            self.recorder(agreed or code)
-        leave(first, agreed or code, self._planned and all(calm))
+        self._record(agreed or code)
+        leave(self.sessions[0], agreed or code, self._planned and all(calm))
         if not all(calm):
             leave_at_once(code)
+
+    def _record(self, code: int) -> None:
+        if self.recorder is not None and self.sessions[0].comm.rank == 0:
+            self.recorder(code)
 
     def _watch_leaving(self, code: int, left: threading.Event) -> None:
         """Say what ends the program if the others do not come to leave; end the job, at last.

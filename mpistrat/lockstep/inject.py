@@ -8,12 +8,14 @@ nothing to pay for it.
 from __future__ import annotations
 
 import functools
+import math
 import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -26,16 +28,12 @@ from mpistrat.lockstep.lockstep import Lockstep
 from mpistrat.lockstep.ranks import Hooks
 
 _PHASES = ("fn", "before", "proof", "payload", "after", "exit")
-# What may follow the colon of an action, and whether it needs a process of its own.
-_ACTIONS: dict[str, tuple[Callable[[str], float] | None, bool]] = {
-    "kill": (None, True),
-    "stop": (None, True),
-    "raise": (None, False),
-    "bitflip": (None, False),
-    "exit": (int, False),
-    "os_exit": (int, True),
-    "sleep": (float, False),
-}
+# What may follow the colon of an action: at most so much, in these words.
+_CODE, _SECONDS = (255, "an exit code from 0 to 255"), (threading.TIMEOUT_MAX, "seconds")
+_ACTIONS = dict.fromkeys(("kill", "stop", "raise", "bitflip"), (0.0, ""))
+_ACTIONS |= {"exit": _CODE, "os_exit": _CODE, "sleep": _SECONDS}
+_ENDING = ("kill", "stop", "os_exit")  # these need a process of their own
+_KEYS = ("rank", "call", "phase", "do")
 _METHODS = ("allgather", "allgatherv", "allreduce", "bcast", "barrier", "gatherv", "sendrecv")
 # A rank that waits in the proof for others that are late has sent its part by then.
 _SENT = 0.05
@@ -85,75 +83,54 @@ def parse(text: str, comm: Comm | None = None) -> Fault | None:
     """
     if not text:
         return None
+    want = functools.partial(_want, text)
     pairs = [pair.partition("=") for pair in text.split(";")]
     found = {key.strip(): value.strip() for key, _, value in pairs}
-    unknown = found.keys() - {"rank", "call", "phase", "do"}
-    if unknown or len(found) < len(pairs):
-        what = f"unknown key {min(unknown)!r}" if unknown else "a key that comes twice"
-        raise _refusal(text, f"{what}; the keys are rank, call, phase and do")
-    for key in {"rank", "do"} | (set() if found.get("phase") == "exit" else {"call"}):
-        if not found.get(key):
-            raise _refusal(text, f"{key} is missing")
-    fault = Fault(
-        _number(text, found["rank"], "rank", 0),
-        found.get("phase", "before"),
-        _number(text, found["call"], "call", 1) if "call" in found else 0,
-        *_action(text, found["do"]),
-        text,
-    )
-    _check(fault, comm)
+    unknown = sorted(found.keys() - set(_KEYS))
+    keys = f"; the keys are {', '.join(_KEYS)}"
+    want(not unknown, f"unknown key {''.join(unknown[:1])!r}{keys}")
+    want(len(found) == len(pairs), f"a key that comes twice{keys}")
+    phase = found.get("phase", "before")
+    for key in ("rank", "do") if phase == "exit" else ("rank", "do", "call"):
+        want(found.get(key), f"{key} is missing")
+    for key, least in (("rank", 0), ("call", 1)):
+        digits = found.get(key, "1")
+        right = digits.isdecimal() and int(digits) >= least
+        want(right, f"{key} wants a whole number from {least}, not {digits!r}")
+    do, colon, amount = found["do"].partition(":")
+    want(do in _ACTIONS, f"unknown do={do!r}; known: {', '.join(_ACTIONS)}")
+    most, wanted = _ACTIONS[do]
+    number = math.nan if wanted else 0.0
+    with suppress(ValueError):
+        number = float(amount if do == "sleep" else int(amount or "no"))
+    want(wanted or not colon, f"do={do} takes nothing after it")
+    want(0 <= number <= most, f"do={do}:... wants {wanted}, not {amount!r}")
+    fault = Fault(int(found["rank"]), phase, int(found.get("call", 0)), do, number, text)
+    _check(fault, want, comm)
     return fault
 
 
-def _refusal(text: str, why: str) -> OptionError:
-    return OptionError(
-        f"the fault {text!r} cannot be used: {why}. Write it like rank=1;call=5;phase=proof;do=kill"
-    )
+def _want(text: str, right: Any, why: str) -> None:
+    if not right:
+        like = "rank=1;call=5;phase=proof;do=kill"
+        raise OptionError(f"the fault {text!r} cannot be used: {why}. Write it like {like}")
 
 
-def _number(text: str, digits: str, key: str, least: int) -> int:
-    if not digits.isdecimal() or int(digits) < least:
-        raise _refusal(text, f"{key} wants a whole number from {least}, not {digits!r}")
-    return int(digits)
-
-
-def _action(text: str, words: str) -> tuple[str, float]:
-    do, colon, amount = words.partition(":")
-    if do not in _ACTIONS:
-        raise _refusal(text, f"unknown do={do!r}; known: {', '.join(_ACTIONS)}")
-    read, _ = _ACTIONS[do]
-    if read is None:
-        if colon:
-            raise _refusal(text, f"do={do} takes nothing after it")
-        return do, 0.0
-    try:
-        number = read(amount)
-        if not 0 <= number <= (255 if read is int else threading.TIMEOUT_MAX):
-            raise ValueError(amount)
-    except ValueError:
-        wanted = "an exit code from 0 to 255" if read is int else "seconds"
-        raise _refusal(text, f"do={do}:... wants {wanted}, not {amount!r}") from None
-    return do, number
-
-
-def _check(fault: Fault, comm: Comm | None) -> None:
-    text, phase, do = fault.text, fault.phase, fault.do
-    if phase not in _PHASES:
-        raise _refusal(text, f"unknown phase={phase!r}; known: {', '.join(_PHASES)}")
-    if phase == "exit" and (fault.call or do in ("raise", "exit", "bitflip")):
-        raise _refusal(text, "phase=exit takes no call, and only kill, stop, os_exit or sleep")
-    if do == "bitflip" and phase != "after":
-        raise _refusal(text, "do=bitflip wants phase=after, when data has arrived")
-    if do in ("raise", "exit") and phase in ("proof", "payload"):
-        # The others would take this rank's next message for its part of the payload.
-        where = "wants phase=fn, before or after"
-        raise _refusal(text, f"between proof and payload nothing raises; do={do} {where}")
-    if comm is None:
-        return
-    if fault.rank >= comm.size:
-        raise _refusal(text, f"there are only {comm.size} ranks")
-    if _ACTIONS[do][1] and not isinstance(comm, MPIComm):
-        raise _refusal(text, f"do={do} would end all ranks, which are threads of one process")
+def _check(fault: Fault, want: Callable[[Any, str], None], comm: Comm | None) -> None:
+    phase, do = fault.phase, fault.do
+    want(phase in _PHASES, f"unknown phase={phase!r}; known: {', '.join(_PHASES)}")
+    leaves = not fault.call and do in (*_ENDING, "sleep")
+    why = "phase=exit takes no call, and only kill, stop, os_exit or sleep"
+    want(phase != "exit" or leaves, why)
+    why = "do=bitflip wants phase=after, when data has arrived"
+    want(do != "bitflip" or phase == "after", why)
+    # The others would take this rank's next message for its part of the payload.
+    why = f"between proof and payload nothing raises; do={do} wants phase=fn, before or after"
+    want(do not in ("raise", "exit") or phase not in ("proof", "payload"), why)
+    if comm is not None:
+        want(fault.rank < comm.size, f"there are only {comm.size} ranks")
+        why = f"do={do} would end all ranks, which are threads of one process"
+        want(do not in _ENDING or isinstance(comm, MPIComm), why)
 
 
 @final
@@ -248,7 +225,7 @@ class Injection:
             self._act()
         timer = threading.Timer(_SENT, self._act)
         timer.daemon = True
-        if phase in ("proof", "exit") and _ACTIONS[self._fault.do][1]:
+        if phase in ("proof", "exit") and self._fault.do in _ENDING:
             timer.start()
         method(*args)
         timer.cancel()
@@ -257,23 +234,17 @@ class Injection:
             self._act(found[-1] if found else None)
 
     def _moving(self) -> None:
-        due = self._session.calls == self._call and not self.happened
-        if due and self._fault.phase == "payload":
+        if self._fault.phase == "payload" and self._session.calls == self._call:
             self._act()
 
     def _moved(self, results: list[Any]) -> None:
-        due = self._session.calls == self._call and not self.happened
-        if due and self._fault.phase == "after":
+        if self._fault.phase == "after" and self._session.calls == self._call:
             self._act(results[0])
 
     def _say(self, what: str) -> None:
-        comm = self._session.comm
-        print(
-            f"mpistrat: injected fault {self._fault.text!r} {what} (rank {comm.rank} of "
-            f"{comm.size}).",
-            file=sys.stderr,
-            flush=True,
-        )
+        who = f"rank {self._session.comm.rank} of {self._session.comm.size}"
+        text = f"mpistrat: injected fault {self._fault.text!r} {what} ({who})."
+        print(text, file=sys.stderr, flush=True)
 
     def _act(self, arrived: Any = None) -> None:
         with self._lock:
@@ -291,12 +262,8 @@ class Injection:
         elif do == "sleep":
             time.sleep(amount)
         elif do == "bitflip":
-            _flip(arrived)
+            # The last bit of the first number, where numbers are stored lowest byte first.
+            if arrived is not None and arrived.size:
+                arrived.reshape(-1).view(np.uint8)[0] ^= 1
         else:
             os.kill(os.getpid(), signal.SIGKILL if do == "kill" else signal.SIGSTOP)
-
-
-def _flip(arrived: Any) -> None:
-    # The last bit of the first number, where numbers are stored with their lowest byte first.
-    if arrived is not None and arrived.size:
-        arrived.reshape(-1).view(np.uint8)[0] ^= 1

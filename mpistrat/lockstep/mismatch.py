@@ -112,18 +112,21 @@ def _place(error: BaseException) -> str:
     return f"{Path(last.filename).name}:{last.lineno} ({last.name})"
 
 
-def _text(error: BaseException) -> str:
-    # An exception in here would leave the other ranks waiting for this one's text.
+def text_of(told: object) -> str:
+    """Return what is told of an exception, or of what a program left with, to the other ranks.
+
+    An exception in here would leave them waiting, a SystemExit too.
+    """
     try:
-        return str(error)
-    except Exception as worse:
+        return cut(str(told))
+    except BaseException as worse:
         return f"<no text: its __str__ raised {type(worse).__name__}>"
 
 
 def _traceback(error: BaseException) -> str:
     try:
         return "".join(traceback.format_exception(error))
-    except Exception:
+    except BaseException:
         return "".join(traceback.format_tb(error.__traceback__))
 
 
@@ -132,7 +135,7 @@ def report(error: BaseException) -> bytes:
     known: dict[str, Any] = {
         "kind": type(error).__name__,
         "names": [c.__name__ for c in type(error).__mro__ if c.__module__ in _SHARED],
-        "text": cut(_text(error)),
+        "text": text_of(error),
         "place": _place(error),
         "traceback": cut(_traceback(error)),
     }

@@ -61,7 +61,7 @@ def said_by(failure: BaseException | None) -> str:
     """Return the text that a program left with by ``sys.exit(text)``; empty if it did not."""
     if not isinstance(failure, SystemExit) or isinstance(failure.code, int | None):
         return ""
-    return mismatch.cut(str(failure.code))
+    return mismatch.text_of(failure.code)
 
 
 def _row(code: int, failure: BaseException | None, of_group: bool) -> dict[str, Any]:

@@ -100,6 +100,8 @@ def begin(lockstep: Lockstep) -> None:
     if session.begun:
         return
     parallel = session.comm.size > 1
+    if isinstance(session.comm, MPIComm):
+        exits().interrupted.arm()
     failure: Exception | None = None
     fault = None
     try:

@@ -144,7 +144,7 @@ def _step(
             update = Update(*how, works, sparse_ones, meets, lockstep.session.team, *far)
             with np.errstate(all="ignore"):
                 outcome = _outcome(optimizer, state, progress, call, update, reduced.weight)
-    except Exception as error:
+    except BaseException as error:
         abort(lockstep, what.text, error)
     if outcome is not None:
         outcome()

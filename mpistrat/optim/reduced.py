@@ -225,7 +225,7 @@ def _in_place(
         dense, far = call.known.dense, places.far
         fetch = _fetch_by(reducer.node, dense, given, column, divisor) if far else None
         return Reduced(means, rows, whole, True, far, fetch)
-    except Exception as error:
+    except BaseException as error:
         abort(state.strategy.replicas.lockstep, what.text, error)
 
 

@@ -40,14 +40,19 @@ PASSING = {
 }
 
 
-def told(leave, how, tmp_path):
-    """Return the code of the job, and what it has said."""
+def ran(text, tmp_path):
+    """Return the code of a job of a program, and what it has said."""
     program, said = tmp_path / "train.py", tmp_path / "said"
-    program.write_text(PROGRAM.format(leave=leave, how=how))
+    program.write_text(text)
     with said.open("wb") as output:
         outcome = run_job(find()[0].command(2, [sys.executable, str(program)]), LONGEST, output)
     assert not outcome.timed_out
     return outcome.code, said.read_text(errors="replace")
+
+
+def told(leave, how, tmp_path):
+    """Return the same of the program above."""
+    return ran(PROGRAM.format(leave=leave, how=how), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -119,10 +124,50 @@ def test_a_rank_without_its_streams_leaves(leave, tmp_path):
 
 
 @pytest.mark.mpi
-def test_a_rank_that_cannot_take_part_in_the_last_proof_ends_the_job(tmp_path):
-    """As where memory has ended; the others would wait for it."""
+@pytest.mark.parametrize(("what", "wanted"), [("MemoryError", 1), ("SystemExit(43)", 43)])
+def test_a_rank_that_cannot_take_part_in_the_last_proof_ends_the_job(what, wanted, tmp_path):
+    """As where memory has ended, or a handler of a signal exits; the others would wait for it."""
     how = "from mpistrat.lockstep.lockstep import Lockstep\ntry:\n    main()\nfinally:\n    pass"
-    leave = "def none(*_):\n            raise MemoryError\n        Lockstep.leave = none; return"
-    code, said = told(leave, how, tmp_path)
-    assert code == 1, said
-    assert "MemoryError" in said
+    leave = "def none(*_):\n            raise {what}\n        Lockstep.leave = none; return"
+    code, said = told(leave.format(what=what), how, tmp_path)
+    assert code == wanted, said
+    assert what.partition("(")[0] in said
+
+
+STARTING = """
+import os, signal
+import mpistrat as ms
+from mpi4py import MPI
+from mpistrat.board.board import Board
+
+code = "def on(*args):\\n    os.kill(os.getpid(), signal.SIGINT)\\n    return made(*args)"
+ours = {"__name__": "mpistrat", "os": os, "signal": signal, "made": Board.on}
+exec(code, ours)
+if MPI.COMM_WORLD.rank == 1:
+    Board.on = ours["on"]
+ms.MirroredStrategy().all_reduce("sum", 1)
+"""
+
+
+@pytest.mark.mpi
+def test_ctrl_c_while_the_first_strategy_is_made_leaves_nobody_waiting(tmp_path):
+    code, said = ran(STARTING, tmp_path)
+    assert code == 130, said
+
+
+PROMPTED = """
+import sys
+sys.ps1 = "In: "
+import mpistrat as ms
+ms.MirroredStrategy().all_reduce("sum", 1)
+try:
+    1 / 0
+except ZeroDivisionError as error:
+    sys.last_value = error
+"""
+
+
+@pytest.mark.mpi
+def test_what_has_failed_at_a_prompt_is_not_the_end_of_the_program(tmp_path):
+    code, said = ran(PROMPTED, tmp_path)
+    assert code == 0, said

@@ -109,6 +109,13 @@ def test_help_of_a_command_is_its_docstring(name, capsys):
     assert cli.COMMANDS[name].__doc__.splitlines()[0] in capsys.readouterr().out
 
 
+def test_help_without_docstrings(monkeypatch, capsys):
+    monkeypatch.setattr(cli.COMMANDS["run"], "__doc__", None)  # python -OO
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--help"])
+    assert "python -OO" in capsys.readouterr().out
+
+
 def test_module_is_the_command():
     got = subprocess.run(
         [sys.executable, "-m", "mpistrat", "--help"], capture_output=True, text=True, check=True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -37,3 +38,12 @@ def test_a_stub_has_every_public_name_from_where_it_is(stub):
 def test_a_name_that_is_missing_is_missing():
     assert not hasattr(ms, "nonsense")
     assert (STUB.parent / "py.typed").exists()
+
+
+def test_names_of_a_package_in_an_archive(tmp_path, monkeypatch):
+    with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
+        lines = "from mpistrat.names import bound\n", "__all__, *_ = bound(__name__, __file__)"
+        archive.writestr("zipped_package/__init__.py", "".join(lines))
+        archive.writestr("zipped_package/__init__.pyi", "from math import tau as tau")
+    monkeypatch.syspath_prepend(str(tmp_path / "all.zip"))
+    assert importlib.import_module("zipped_package").__all__ == ["tau"]

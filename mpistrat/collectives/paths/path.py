@@ -95,7 +95,7 @@ class StagedPath(Path):
             scales, _ = reducer.prove(call, self.suffix, call.header(weights), alarm)
             try:
                 results = self.finish(staged, scales)
-            except Exception as error:
+            except BaseException as error:
                 if not self.meets:
                     raise
                 abort(reducer.lockstep, call.text, error)

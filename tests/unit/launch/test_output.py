@@ -55,6 +55,18 @@ def test_one_rank_is_on_the_terminal_and_all_have_files(rank, tmp_path):
     assert len(text) == len(b"first\nstep 1\rstep 2\rhalf line\nno end")
 
 
+@pytest.mark.parametrize("at", ["full", "missing"])
+def test_what_no_file_takes_is_on_the_terminal(at, tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "rank-03.txt").symlink_to("/dev/full")
+    done = started(tmp_path / at)
+    assert done.returncode == 0
+    assert done.stdout == b"first\nstep 1\rstep 2\r"
+    said = done.stderr.decode()
+    assert f"{tmp_path / at}/rank-03.txt': what it does not take is on the terminal\n" in said
+    assert ("No space left" if at == "full" else "No such file") in said
+
+
 @pytest.mark.job
 def test_a_job_keeps_the_output_of_each_rank(tmp_path, capfd):
     program = tmp_path / "says.py"

@@ -116,6 +116,17 @@ def test_descendants_are_children_and_grandchildren():
         process.wait()
 
 
+@pytest.mark.parametrize(("started", "code"), [(True, 3), (False, 4)])
+def test_ctrl_c_before_mpi_has_started_ends_the_job(started, code):
+    came = 'trap "exit 3" INT; trap "exit 4" TERM; kill -INT $PPID; while :; do sleep 0.1; done'
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        outcome = run_job(Command(("/bin/sh", "-c", came), {}), 60, started=lambda: started)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (outcome.code, outcome.interrupted) == (code, True)
+
+
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1"])
 def test_signal_is_handed_on_once(name, tmp_path):
     said = tmp_path / "said"

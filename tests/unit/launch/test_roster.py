@@ -49,7 +49,26 @@ def test_the_first_rank_that_a_signal_ends_is_named(number, ranks, tmp_path):
         time.sleep(0.01)
     ranks[1].send_signal(number)
     seen(found)  # as a zombie, or on a new system: nobody has waited for it
-    assert found.first(code=1) == [Ended(1, ranks[1].pid, number, 0, True)]
+    assert found.first(code=number) == [Ended(1, ranks[1].pid, number, 0, True)]
+
+
+@pytest.mark.parametrize(
+    ("code", "numbers", "first"),
+    [
+        (11, (9, 11, 9), [1]),  # one crashed, and MPICH's launcher ended the others
+        (15, (9, 9, 6), [2]),  # the same; its code is all of theirs together
+        (9, (9, -9, 15), [1]),  # -9: one ended by itself, with that code
+        (17, (9, 15, 9), []),  # MPI_Abort(17), which says so itself
+        (137, (9, 15, 15), [0]),  # one was killed, and Open MPI's launcher ended the others
+    ],
+)
+def test_ranks_that_a_launcher_has_ended_are_not_named(code, numbers, first, tmp_path):
+    found = Roster(tmp_path, 3)
+    found.close()
+    found._sure = True
+    ended = [-number << 8 if number < 0 else number for number in numbers]
+    found._ended = [(rank, 100 + rank, status) for rank, status in enumerate(ended)]
+    assert [one.rank for one in found.first(code)] == first
 
 
 def test_one_that_has_ended_before_it_was_looked_at_counts(ranks, tmp_path):

@@ -135,7 +135,8 @@ def ways(*cases, names, by_default):
         ("if rank: import no_such_module", 1, "No module named 'no_such_module'"),
         ("import os; os._exit(0)", 70, "mpi"),
         ("raise KeyboardInterrupt", 130, "KeyboardInterrupt"),
-        names=["end", "exit", "one", "all", "import", "os._exit", "interrupt"],
+        ("MPI.Finalize()", 0, ""),
+        names=["end", "exit", "one", "all", "import", "os._exit", "interrupt", "finalize"],
         by_default=["exit", "one", "os._exit", "interrupt"],
     ),
 )
@@ -386,8 +387,9 @@ def test_a_full_dev_shm_is_guessed(tmp_path):
     done = subprocess.run(
         ["unshare", "-m", "sh", "-c", inner], capture_output=True, text=True, timeout=100
     )
-    assert done.returncode, done.stderr
-    assert find()[1].flavour.name != "MPICH" or "df -h /dev/shm" in done.stderr
+    if find()[1].flavour.name == "MPICH":  # Open MPI goes on without it
+        assert done.returncode, done.stderr
+        assert "df -h /dev/shm" in done.stderr
 
 
 PLACE = Allocation("Slurm", ("n1", "n2"), (2, 2))

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import pickle
+import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 import mpistrat as ms
+from mpistrat.comm.mpi import MPIComm
 from mpistrat.environment import passes_on_a_code
+from mpistrat.lockstep import abort, mismatch
 from mpistrat.lockstep.exits import Exits, NotedExit
+from mpistrat.lockstep.shutdown import said_by
 from mpistrat.testing import run_ranks
 
 
@@ -84,3 +90,44 @@ SRUN |= {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "PMI_RANK": "0"}
 )
 def test_launchers_that_pass_on_the_code_of_the_last_rank(env, passes):
     assert passes_on_a_code(env) is passes
+
+
+class Unprintable(Exception):
+    """As one may be whose text asks a service that is not there."""
+
+    def __init__(self, how):
+        """Take what making its text raises."""
+        self.how = how
+
+    def __str__(self):
+        """Fail."""
+        raise self.how
+
+
+@pytest.mark.parametrize("how", [ValueError(), SystemExit(3), KeyboardInterrupt()])
+def test_what_has_no_text_is_told_nevertheless(how):
+    told = json.loads(mismatch.report(Unprintable(how)))
+    assert told["text"] == f"<no text: its __str__ raised {type(how).__name__}>"
+    assert "Unprintable" in told["traceback"]
+    assert said_by(SystemExit(Unprintable(how))) == told["text"]
+
+
+def test_a_hook_that_exits_has_printed(monkeypatch, capsys):
+    found = Exits()
+    found._hook = lambda kind, value, trace: (print(f"mine {value}"), sys.exit(3))
+    found.note(ValueError("why"))
+    found._print()
+    assert capsys.readouterr() == ("mine why\n", "")
+
+
+def test_a_handler_of_a_signal_that_exits_inside_a_call_ends_the_job_with_its_code(monkeypatch):
+    codes = []
+    monkeypatch.setattr(abort, "end_job", codes.append)
+    comm = SimpleNamespace(size=2, rank=1, name=MPIComm.name)
+    state = SimpleNamespace(raised=None)
+    lockstep = SimpleNamespace(
+        comm=comm, session=SimpleNamespace(comm=comm), state=state, ranks=range(2)
+    )
+    with pytest.raises(SystemExit), abort.aborting(lockstep, "all_reduce"):
+        sys.exit(43)
+    assert codes == [43]
