@@ -127,7 +127,7 @@ def _step(
     group, known = state.strategy.replicas, call.known
     lockstep, node = group.lockstep, group.reducer.node
     reduced, rows = reduce(state, call, what)
-    if call.values and not reduced.weight:
+    if not reduced.weight:
         lockstep.fail(ValueError(f"{call.name}: the weights of all replicas are 0."))
     try:
         meets = None
@@ -174,7 +174,9 @@ def _plainly(
     for i in apart:
         target, mean = known.dense[i], means[i]
         (rows, start), factors, divisor = reduced.rows[i] if mean is None else _whole(mean)
-        gradient = Gradient(rows, start + target.low, factors, divisor, 1.0, limit)
+        gradient = Gradient(
+            rows, start + target.low, factors, divisor, 1.0, limit, ignore=not guard
+        )
         how = (scalars[id(target.optimizer)], target.ema, decay, guard, compiled)
         if passes.update(target.rule, gradient, target.w, target.mine, *how):
             first = min(first, i)
@@ -230,7 +232,7 @@ def _works(
 ) -> list[Work]:
     """Return what is updated."""
     limit, factor = limit_of(optimizer.clip), 1.0 / progress.scale
-    works = []
+    ignore, works = optimizer.nonfinite == "ignore", []
     for i, (target, mean) in enumerate(zip(call.known.dense, reduced.means, strict=True)):
         (rows, start), factors, divisor = reduced.rows[i] if mean is None else _whole(mean)
         if target.pending is not None:  # the mean is over all calls
@@ -238,7 +240,7 @@ def _works(
             if not reduced.reads:  # a mean of this call, which is to count by its weight
                 factors = np.array([reduced.weight], rows.dtype)
         start += target.low
-        gradient = Gradient(rows, start, factors, divisor, factor, limit, target.pending)
+        gradient = Gradient(rows, start, factors, divisor, factor, limit, target.pending, ignore)
         works.append(Work(target, gradient))
     return works
 
@@ -259,7 +261,8 @@ def _unique(
         values = np.zeros((len(which), *one.values.shape[1:]), target.variable.dtype)
         np.add.at(values, place.reshape(-1), one.values)
         values *= values.dtype.type(1.0 / scale)
-        np.clip(values, -limit, limit, out=values)
+        moved = optimizer.nonfinite == "ignore" or np.isfinite(values)
+        np.clip(values, -limit, limit, out=values, where=moved)
         found.append(Rows(target, which, values))
     return found
 

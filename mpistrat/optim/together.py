@@ -76,11 +76,11 @@ class Together(NamedTuple):
           None; or the first variable whose gradient is not finite.
         """
         np.concatenate(gradients, axis=None, out=self.g)
-        if limit < np.inf:
-            np.clip(self.g, -limit, limit, out=self.g)
         if guard and not (finite(self.g) if compiled else finite.twin(self.g)):
             bad = int(np.argmin(np.isfinite(self.g)))
             return bisect.bisect(self.starts, bad) - 1
+        if limit < np.inf:
+            np.clip(self.g, -limit, limit, out=self.g)
         np.concatenate(self.weights, out=self.w)
         decay = self.optimizer.ema or 0.0
         how = (scalars, self.ema, decay, False, compiled)
