@@ -117,7 +117,10 @@ class State:
             each = optimizer.of_all(list(zip(self.names, shapes, strict=True)))
             # One object for those that are equal, so that who shares one is seen at once.
             optimizers = [each[each.index(one)] for one in each]
-        lockstep.prove(f"{optimizer.chosen()}.build({', '.join(v.spec() for v in variables)})")
+            # Groups may choose by functions, of which the text of the optimizer does not tell all.
+            told = [f" by {one.chosen()}" if optimizer.groups else "" for one in optimizers]
+            texts = [variable.spec() + by for variable, by in zip(variables, told, strict=True)]
+        lockstep.prove(f"{optimizer.chosen()}.build({', '.join(texts)})")
         self.calls: dict[Any, Any] = {}  # what `mpistrat.optim.given` knows of calls
         self._known: dict[tuple[int, ...], tuple[list[Variable], list[Target | None]]] = {}
         self.buffers: dict[int, Array] = {}

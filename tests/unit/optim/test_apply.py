@@ -665,6 +665,16 @@ def test_ranks_that_differ_are_told(differ, built):
     run_ranks(rank, 2)
 
 
+def test_groups_that_choose_other_variables_on_a_rank_are_told():
+    def rank(comm):
+        group = optim.Group(lambda name, shape: comm.rank == 1 or not shape, weight_decay=0.1)
+        job = Job(optim.SGD(0.1, groups=[group]), first())
+        with pytest.raises(ms.LockstepError, match=r"\[5\] by SGD\(learning_rate=0.1\)"):
+            job.optimizer.build(job.variables)
+
+    run_ranks(rank, 2)
+
+
 def test_variables_without_a_gradient_stay():
     def rank(comm):
         job = Job(optim.Adam(0.1, weight_decay=0.1), first())
