@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -70,7 +70,7 @@ def apply(
     try:
         pairs = [(gradient, variable) for gradient, variable in grads_and_vars]
     except Exception as error:
-        failure = error
+        failure = _unpaired(name, grads_and_vars, error)
     variables = [variable for _, variable in pairs]
     strategy, state, targets = _met(name, states, [] if failure else variables)
     lockstep = strategy.replicas.lockstep
@@ -99,6 +99,13 @@ def apply(
         lockstep.refuse(name, error)
     _step(optimizer, state, progress, call, what)
     return state.counters["iterations"]
+
+
+def _unpaired(name: str, given: Any, error: Exception) -> Exception:
+    """Return what to say of gradients that could not be taken apart; of a generator, its own."""
+    if isinstance(given, Iterator) or not isinstance(error, TypeError | ValueError):
+        return error
+    return TypeError(f"{name}: wanted pairs, such as zip(gradients, variables), not {given!r:.60}.")
 
 
 def _met(

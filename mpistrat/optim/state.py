@@ -68,7 +68,8 @@ class Target(NamedTuple):
 def check_variable(strategy: Any, variable: Any, call: str) -> None:
     """Raise what makes something unfit to be updated."""
     if not isinstance(variable, Variable):
-        raise TypeError(f"{call}: {variable!r:.60} is not a Variable; wanted (gradient, variable).")
+        wanted = "(gradient, variable)" if call.endswith("apply_gradients") else "a list of those"
+        raise TypeError(f"{call}: {variable!r:.60} is not a Variable; wanted {wanted}.")
     if variable.strategy is not strategy:
         raise StrategyError(
             f"{call}: {variable.label} belongs to {variable.strategy!r}, others to {strategy!r}. "

@@ -601,7 +601,16 @@ class TestErrors:
         def program(job, rank):
             job.optimizer.apply_gradients([(1.0, job.variables[2].numpy())])
 
-        failing(size, program, TypeError, "is not a Variable")
+        failing(size, program, TypeError, r"is not a Variable; wanted \(gradient, variable\)")
+
+    @pytest.mark.parametrize(
+        "given", [lambda v: v[1], lambda v: [np.ones(5), v[1]], lambda v: None], ids=["v", "l", "N"]
+    )
+    def test_what_are_no_pairs(self, size, given):
+        def program(job, rank):
+            job.optimizer.apply_gradients(given(job.variables))
+
+        failing(size, program, TypeError, r"wanted pairs, such as zip\(gradients, variables\)")
 
     def test_a_variable_twice(self, size):
         def program(job, rank):
