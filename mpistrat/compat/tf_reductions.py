@@ -11,11 +11,13 @@ from mpistrat.compat.tf_arrays import axes, convert_to_tensor
 from mpistrat.distribute.slices import IndexedSlices
 
 
-def _reduction(function: Callable[..., Any], what: str, kinds: str = "") -> Callable[..., Any]:
+def _reduction(function: Callable[..., Any], what: str, truth: bool = False) -> Callable[..., Any]:
     def apply(input_tensor: Any, axis: Any = None, keepdims: bool = False, name: Any = None) -> Any:
         tensor = convert_to_tensor(input_tensor)
-        if kinds and tensor.dtype.kind not in kinds:
+        if truth and tensor.dtype.kind != "b":
             raise TypeError(f"wanted a tensor of bool, got {tensor.dtype}; compare it first.")
+        if not truth:
+            _refuse_bool(tensor)
         return function(tensor, axes(axis), keepdims)
 
     apply.__doc__ = f"""Return {what} of `input_tensor` along `axis`; the dtype is kept.
@@ -27,9 +29,18 @@ def _reduction(function: Callable[..., Any], what: str, kinds: str = "") -> Call
       name: No effect.
 
     Raises:
-      TypeError: `reduce_all` or `reduce_any` is given a dtype other than bool.
+      TypeError: `reduce_all` or `reduce_any` is given a dtype other than bool, or others are given
+        that.
     """
     return apply
+
+
+def _refuse_bool(tensor: Any) -> None:
+    """Raise TypeError for what NumPy would add up to True, whatever is counted."""
+    if tensor.dtype.kind == "b":
+        raise TypeError(
+            "wanted numbers, got a tensor of bool; cast it first: tf.cast(x, 'float32')."
+        )
 
 
 def _logsumexp(x: Any, axis: Any, keep: bool) -> Any:
@@ -47,8 +58,8 @@ reduce_mean = _reduction(
 )
 reduce_max = _reduction(lambda x, a, k: np.max(x, a, keepdims=k), "the largest element")
 reduce_min = _reduction(lambda x, a, k: np.min(x, a, keepdims=k), "the smallest element")
-reduce_any = _reduction(lambda x, a, k: np.any(x, a, keepdims=k), "whether any is true", "b")
-reduce_all = _reduction(lambda x, a, k: np.all(x, a, keepdims=k), "whether all are true", "b")
+reduce_any = _reduction(lambda x, a, k: np.any(x, a, keepdims=k), "whether any is true", True)
+reduce_all = _reduction(lambda x, a, k: np.all(x, a, keepdims=k), "whether all are true", True)
 reduce_std = _reduction(lambda x, a, k: np.std(x, a, keepdims=k), "the standard deviation")
 reduce_variance = _reduction(lambda x, a, k: np.var(x, a, keepdims=k), "the variance")
 reduce_logsumexp = _reduction(_logsumexp, "the logarithm of the sum of the exponentials")
@@ -63,6 +74,7 @@ def add_n(inputs: Any, name: Any = None) -> Any:
 
     Raises:
       ValueError: The list is empty, or the shapes differ.
+      TypeError: They are of bool.
 
     Example:
       >>> add_n([[1.0, 2.0], [3.0, 4.0]]).tolist()
@@ -73,6 +85,7 @@ def add_n(inputs: Any, name: Any = None) -> Any:
     if len({tensor.shape for tensor in tensors}) != 1:
         shapes = [tensor.shape for tensor in tensors]
         raise ValueError(f"add_n: wanted tensors of one shape, got {shapes or 'none'}.")
+    _refuse_bool(tensors[0])
     total = tensors[0].copy()
     for tensor in tensors[1:]:
         total = total + tensor
