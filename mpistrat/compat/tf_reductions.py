@@ -107,6 +107,14 @@ def _values(given: Any) -> Any:
     return convert_to_tensor(given.values if isinstance(given, IndexedSlices) else given)
 
 
+def _limit(limit: Any, values: Any) -> Any:
+    """Return a limit in the dtype of the values; raise TypeError if that would cut it off."""
+    found = np.asarray(limit, values.dtype)
+    if values.dtype.kind in "iu" and np.any(found != limit):
+        raise TypeError(f"the limit {limit!r:.60} is no {values.dtype}, as the tensor is; cast it.")
+    return found
+
+
 def clip_by_value(t: Any, clip_value_min: Any, clip_value_max: Any, name: Any = None) -> Any:
     """Return `t` with its values limited to a range; the dtype is kept.
 
@@ -115,9 +123,12 @@ def clip_by_value(t: Any, clip_value_min: Any, clip_value_max: Any, name: Any = 
       clip_value_min: The smallest value.
       clip_value_max: The largest value.
       name: No effect.
+
+    Raises:
+      TypeError: A limit is no integer, and the tensor is of integers.
     """
     values = _values(t)
-    least, most = (np.asarray(limit, values.dtype) for limit in (clip_value_min, clip_value_max))
+    least, most = (_limit(limit, values) for limit in (clip_value_min, clip_value_max))
     return _like(t, np.maximum(np.minimum(values, most), least))
 
 
@@ -130,12 +141,15 @@ def clip_by_norm(t: Any, clip_norm: Any, axes: Any = None, name: Any = None) -> 
       axes: The axes that the norm is taken over; all if None.
       name: No effect.
 
+    Raises:
+      TypeError: As of `clip_by_value`.
+
     Example:
       >>> clip_by_norm([3.0, 4.0], 1.0).tolist()
       [0.6000000238418579, 0.800000011920929]
     """
     values = _values(t)
-    limit = np.asarray(clip_norm, values.dtype)
+    limit = _limit(clip_norm, values)
     norm = np.sqrt(reduce_sum(values * values, axes, keepdims=True))
     return _like(t, values * limit / np.maximum(norm, limit))
 
@@ -175,7 +189,7 @@ def clip_by_global_norm(
       name: No effect.
 
     Raises:
-      TypeError: `t_list` is not a list or tuple.
+      TypeError: `t_list` is not a list or tuple, or a tensor is of integers.
 
     Example:
       >>> clipped, norm = clip_by_global_norm([[3.0], [4.0]], 10.0)
@@ -185,6 +199,9 @@ def clip_by_global_norm(
     found = global_norm(t_list)
     norm = found if use_norm is None else np.asarray(use_norm, found.dtype)[()]
     scale = np.float64(clip_norm) / max(norm, clip_norm) if np.isfinite(norm) else np.nan
+    for one in t_list:
+        if one is not None and _values(one).dtype.kind in "biu":
+            raise TypeError(f"wanted floating-point tensors, got {_values(one).dtype}; cast it.")
     clipped = [
         one if one is None else _like(one, _values(one) * _values(one).dtype.type(scale))
         for one in t_list

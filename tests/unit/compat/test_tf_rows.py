@@ -120,6 +120,13 @@ def test_gradients_are_clipped_together(limit):
         (lambda: tf.reduce_any(X), TypeError, "wanted a tensor of bool, got float32"),
         (lambda: tf.reduce_mean(X > 1), TypeError, "got a tensor of bool; cast it first"),
         (lambda: tf.add_n([X > 1]), TypeError, "got a tensor of bool; cast it first"),
+        (lambda: tf.clip_by_value([1, 2], 0, 1.5), TypeError, "limit 1.5 is no int32"),
+        (lambda: tf.clip_by_norm([1, 2], 0.5), TypeError, "limit 0.5 is no int32"),
+        (
+            lambda: tf.clip_by_global_norm([[3, 4]], 1.0),
+            TypeError,
+            "floating-point tensors, got int",
+        ),
         (lambda: tf.add_n([]), ValueError, "wanted tensors of one shape, got none"),
         (lambda: tf.add_n([X, X[0]]), ValueError, r"got \[\(2, 3\), \(3,\)\]"),
         (lambda: tf.clip_by_global_norm(X, 1.0), TypeError, "wanted a list of tensors"),
