@@ -13,6 +13,7 @@ example, step, 0])`` gives, whose key are 16 bytes of BLAKE2b of the text ``"{se
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -130,6 +131,7 @@ class RandomStream:
           step: The number of the step.
 
         Raises:
+          TypeError: `low` or `high` is no integer.
           ValueError: As of `uniform`; or `low` is not below `high`, or one of them no int64.
 
         Example:
@@ -137,7 +139,8 @@ class RandomStream:
           >>> int(shift.min()), int(shift.max())
           (-2, 2)
         """
-        if not -(2**63) <= low < high <= 2**63:
+        low, high = operator.index(low), operator.index(high)  # NumPy's would wrap around
+        if not -(2**63) <= low < high <= 2**63 or high - low == 2**64:
             raise ValueError(f"integers: low must be below high, both int64, got {low}, {high}.")
         return self._made(
             "integers", np.int64, 1, examples, shape, step, np.int64(low), np.uint64(high - low)
@@ -212,7 +215,7 @@ class RandomStream:
                 f"the stream {self.name!r}: examples must be integers of shape (rows,), not "
                 f"{rows.dtype} of shape {rows.shape}; give the dataset a column np.arange(n)."
             )
-        each = (shape,) if isinstance(shape, int) else tuple(shape)
+        each = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
         out = np.empty((len(rows), *each), dtype)
         if out.size:
             count = out.size // len(rows)

@@ -344,7 +344,8 @@ def split(value: Any, num_or_size_splits: Any, axis: int = 0) -> list[Any]:
 
     Args:
       value: Array.
-      num_or_size_splits: How many parts of equal size, or the size of each.
+      num_or_size_splits: How many parts of equal size, or the size of each; one may be -1, for
+        what is left.
       axis: The axis.
 
     Raises:
@@ -356,9 +357,12 @@ def split(value: Any, num_or_size_splits: Any, axis: int = 0) -> list[Any]:
     """
     tensor, sizes = convert_to_tensor(value), num_or_size_splits
     if np.ndim(sizes):
-        if sum(sizes) != tensor.shape[axis]:
-            raise ValueError(f"split: the sizes {sizes} do not add up to {tensor.shape[axis]}.")
-        sizes = np.cumsum(sizes)[:-1]
+        parts, whole = list(sizes), tensor.shape[axis]
+        if parts.count(-1) == 1:
+            parts[parts.index(-1)] = whole - (sum(parts) + 1)
+        if sum(parts) != whole or min(parts, default=0) < 0:
+            raise ValueError(f"split: the sizes {sizes} do not add up to {whole}.")
+        sizes = np.cumsum(parts)[:-1]
     return list(np.split(tensor, sizes, axis))
 
 

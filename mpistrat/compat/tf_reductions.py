@@ -11,11 +11,13 @@ from mpistrat.compat.tf_arrays import axes, convert_to_tensor
 from mpistrat.distribute.slices import IndexedSlices
 
 
-def _reduction(function: Callable[..., Any], what: str, kinds: str = "") -> Callable[..., Any]:
+def _reduction(function: Callable[..., Any], what: str, truth: bool = False) -> Callable[..., Any]:
     def apply(input_tensor: Any, axis: Any = None, keepdims: bool = False, name: Any = None) -> Any:
         tensor = convert_to_tensor(input_tensor)
-        if kinds and tensor.dtype.kind not in kinds:
+        if truth and tensor.dtype.kind != "b":
             raise TypeError(f"wanted a tensor of bool, got {tensor.dtype}; compare it first.")
+        if not truth:
+            _refuse_bool(tensor)
         return function(tensor, axes(axis), keepdims)
 
     apply.__doc__ = f"""Return {what} of `input_tensor` along `axis`; the dtype is kept.
@@ -27,9 +29,18 @@ def _reduction(function: Callable[..., Any], what: str, kinds: str = "") -> Call
       name: No effect.
 
     Raises:
-      TypeError: `reduce_all` or `reduce_any` is given a dtype other than bool.
+      TypeError: `reduce_all` or `reduce_any` is given a dtype other than bool, or others are given
+        that.
     """
     return apply
+
+
+def _refuse_bool(tensor: Any) -> None:
+    """Raise TypeError for what NumPy would add up to True, whatever is counted."""
+    if tensor.dtype.kind == "b":
+        raise TypeError(
+            "wanted numbers, got a tensor of bool; cast it first: tf.cast(x, 'float32')."
+        )
 
 
 def _logsumexp(x: Any, axis: Any, keep: bool) -> Any:
@@ -47,8 +58,8 @@ reduce_mean = _reduction(
 )
 reduce_max = _reduction(lambda x, a, k: np.max(x, a, keepdims=k), "the largest element")
 reduce_min = _reduction(lambda x, a, k: np.min(x, a, keepdims=k), "the smallest element")
-reduce_any = _reduction(lambda x, a, k: np.any(x, a, keepdims=k), "whether any is true", "b")
-reduce_all = _reduction(lambda x, a, k: np.all(x, a, keepdims=k), "whether all are true", "b")
+reduce_any = _reduction(lambda x, a, k: np.any(x, a, keepdims=k), "whether any is true", True)
+reduce_all = _reduction(lambda x, a, k: np.all(x, a, keepdims=k), "whether all are true", True)
 reduce_std = _reduction(lambda x, a, k: np.std(x, a, keepdims=k), "the standard deviation")
 reduce_variance = _reduction(lambda x, a, k: np.var(x, a, keepdims=k), "the variance")
 reduce_logsumexp = _reduction(_logsumexp, "the logarithm of the sum of the exponentials")
@@ -63,6 +74,7 @@ def add_n(inputs: Any, name: Any = None) -> Any:
 
     Raises:
       ValueError: The list is empty, or the shapes differ.
+      TypeError: They are of bool.
 
     Example:
       >>> add_n([[1.0, 2.0], [3.0, 4.0]]).tolist()
@@ -73,6 +85,7 @@ def add_n(inputs: Any, name: Any = None) -> Any:
     if len({tensor.shape for tensor in tensors}) != 1:
         shapes = [tensor.shape for tensor in tensors]
         raise ValueError(f"add_n: wanted tensors of one shape, got {shapes or 'none'}.")
+    _refuse_bool(tensors[0])
     total = tensors[0].copy()
     for tensor in tensors[1:]:
         total = total + tensor
@@ -94,6 +107,14 @@ def _values(given: Any) -> Any:
     return convert_to_tensor(given.values if isinstance(given, IndexedSlices) else given)
 
 
+def _limit(limit: Any, values: Any) -> Any:
+    """Return a limit in the dtype of the values; raise TypeError if that would cut it off."""
+    found = np.asarray(limit, values.dtype)
+    if values.dtype.kind in "iu" and np.any(found != limit):
+        raise TypeError(f"the limit {limit!r:.60} is no {values.dtype}, as the tensor is; cast it.")
+    return found
+
+
 def clip_by_value(t: Any, clip_value_min: Any, clip_value_max: Any, name: Any = None) -> Any:
     """Return `t` with its values limited to a range; the dtype is kept.
 
@@ -102,9 +123,12 @@ def clip_by_value(t: Any, clip_value_min: Any, clip_value_max: Any, name: Any = 
       clip_value_min: The smallest value.
       clip_value_max: The largest value.
       name: No effect.
+
+    Raises:
+      TypeError: A limit is no integer, and the tensor is of integers.
     """
     values = _values(t)
-    least, most = (np.asarray(limit, values.dtype) for limit in (clip_value_min, clip_value_max))
+    least, most = (_limit(limit, values) for limit in (clip_value_min, clip_value_max))
     return _like(t, np.maximum(np.minimum(values, most), least))
 
 
@@ -117,12 +141,15 @@ def clip_by_norm(t: Any, clip_norm: Any, axes: Any = None, name: Any = None) -> 
       axes: The axes that the norm is taken over; all if None.
       name: No effect.
 
+    Raises:
+      TypeError: As of `clip_by_value`.
+
     Example:
       >>> clip_by_norm([3.0, 4.0], 1.0).tolist()
       [0.6000000238418579, 0.800000011920929]
     """
     values = _values(t)
-    limit = np.asarray(clip_norm, values.dtype)
+    limit = _limit(clip_norm, values)
     norm = np.sqrt(reduce_sum(values * values, axes, keepdims=True))
     return _like(t, values * limit / np.maximum(norm, limit))
 
@@ -162,7 +189,7 @@ def clip_by_global_norm(
       name: No effect.
 
     Raises:
-      TypeError: `t_list` is not a list or tuple.
+      TypeError: `t_list` is not a list or tuple, or a tensor is of integers.
 
     Example:
       >>> clipped, norm = clip_by_global_norm([[3.0], [4.0]], 10.0)
@@ -172,6 +199,9 @@ def clip_by_global_norm(
     found = global_norm(t_list)
     norm = found if use_norm is None else np.asarray(use_norm, found.dtype)[()]
     scale = np.float64(clip_norm) / max(norm, clip_norm) if np.isfinite(norm) else np.nan
+    for one in t_list:
+        if one is not None and _values(one).dtype.kind in "biu":
+            raise TypeError(f"wanted floating-point tensors, got {_values(one).dtype}; cast it.")
     clipped = [
         one if one is None else _like(one, _values(one) * _values(one).dtype.type(scale))
         for one in t_list

@@ -40,14 +40,20 @@ def kinds(
       ValueError: The kind is unknown, or has no meaning for `dtype`.
     """
     if not isinstance(synchronization, VariableSynchronization):
-        raise ValueError(f"Invalid synchronization {synchronization!r} for {name!r}.")
+        raise ValueError(
+            f"Invalid synchronization {synchronization!r} for {name!r}; wanted is a "
+            "VariableSynchronization, such as VariableSynchronization.ON_READ."
+        )
     if synchronization is VariableSynchronization.NONE and not alone:
         raise ValueError(
             f"synchronization NONE of {name!r} would let replicas drift apart. "
             "Use ON_READ for values that each replica owns."
         )
     if not isinstance(aggregation, VariableAggregation):
-        raise ValueError(f"Invalid aggregation {aggregation!r} for {name!r}.")
+        raise ValueError(
+            f"Invalid aggregation {aggregation!r} for {name!r}; wanted is a VariableAggregation, "
+            "such as VariableAggregation.MEAN."
+        )
     floats = dtype.kind in "fc" or is_bfloat16(dtype)
     if aggregation is VariableAggregation.MEAN and not floats and not alone:
         raise ValueError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -70,7 +70,7 @@ def apply(
     try:
         pairs = [(gradient, variable) for gradient, variable in grads_and_vars]
     except Exception as error:
-        failure = error
+        failure = _unpaired(name, grads_and_vars, error)
     variables = [variable for _, variable in pairs]
     strategy, state, listed = _met(name, states, [] if failure else variables)
     lockstep = strategy.replicas.lockstep
@@ -101,6 +101,13 @@ def apply(
     return state.counters["iterations"]
 
 
+def _unpaired(name: str, given: Any, error: Exception) -> Exception:
+    """Return what to say of gradients that could not be taken apart; of a generator, its own."""
+    if isinstance(given, Iterator) or not isinstance(error, TypeError | ValueError):
+        return error
+    return TypeError(f"{name}: wanted pairs, such as zip(gradients, variables), not {given!r:.60}.")
+
+
 def _met(
     name: str, states: dict[Any, State], variables: list[Variable]
 ) -> tuple[Any, State | None, Listed | None]:
@@ -127,7 +134,7 @@ def _step(
     group, known = state.strategy.replicas, call.known
     lockstep, node = group.lockstep, group.reducer.node
     reduced, rows = reduce(state, call, what)
-    if call.values and not reduced.weight:
+    if not reduced.weight:
         lockstep.fail(ValueError(f"{call.name}: the weights of all replicas are 0."))
     try:
         meets = None
@@ -174,7 +181,9 @@ def _plainly(
     for i in apart:
         target, mean = known.dense[i], means[i]
         (rows, start), factors, divisor = reduced.rows[i] if mean is None else _whole(mean)
-        gradient = Gradient(rows, start + target.low, factors, divisor, 1.0, limit)
+        gradient = Gradient(
+            rows, start + target.low, factors, divisor, 1.0, limit, ignore=not guard
+        )
         how = (scalars[id(target.optimizer)], target.ema, decay, guard, compiled)
         if passes.update(target.rule, gradient, target.w, target.mine, *how):
             first = min(first, i)
@@ -230,7 +239,7 @@ def _works(
 ) -> list[Work]:
     """Return what is updated."""
     limit, factor = limit_of(optimizer.clip), 1.0 / progress.scale
-    works = []
+    ignore, works = optimizer.nonfinite == "ignore", []
     for i, (target, mean) in enumerate(zip(call.known.dense, reduced.means, strict=True)):
         (rows, start), factors, divisor = reduced.rows[i] if mean is None else _whole(mean)
         if target.pending is not None:  # the mean is over all calls
@@ -238,7 +247,7 @@ def _works(
             if not reduced.reads:  # a mean of this call, which is to count by its weight
                 factors = np.array([reduced.weight], rows.dtype)
         start += target.low
-        gradient = Gradient(rows, start, factors, divisor, factor, limit, target.pending)
+        gradient = Gradient(rows, start, factors, divisor, factor, limit, target.pending, ignore)
         works.append(Work(target, gradient))
     return works
 
@@ -259,7 +268,8 @@ def _unique(
         values = np.zeros((len(which), *one.values.shape[1:]), target.variable.dtype)
         np.add.at(values, place.reshape(-1), one.values)
         values *= values.dtype.type(1.0 / scale)
-        np.clip(values, -limit, limit, out=values)
+        moved = optimizer.nonfinite == "ignore" or np.isfinite(values)
+        np.clip(values, -limit, limit, out=values, where=moved)
         found.append(Rows(target, which, values))
     return found
 

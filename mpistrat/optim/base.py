@@ -88,6 +88,9 @@ class OptimizerSettings(abc.ABC):
 
     def __post_init__(self) -> None:
         """Check every number, and that the options go together."""
+        groups: object = self.groups
+        if isinstance(groups, Group):
+            raise TypeError(f"{self._told('groups')}: wanted is a list of them, groups=[...].")
         object.__setattr__(self, "groups", tuple(self.groups))
         for name, value in list(self._numbers()):
             object.__setattr__(self, name, value)

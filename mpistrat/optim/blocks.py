@@ -44,15 +44,16 @@ def scale(g: Array, scale: Any) -> None:
         g[i] = g[i] * scale
 
 
-def _clip_twin(g: Array, limit: Any) -> None:
-    np.clip(g, -limit, limit, out=g)
+def _clip_twin(g: Array, limit: Any, largest: Any) -> None:
+    np.clip(g, -limit, limit, out=g, where=np.abs(g) <= largest)
 
 
 @jit.kernel(_clip_twin)
-def clip(g: Array, limit: Any) -> None:
-    """Move what is beyond `limit` or its negative there, in place; NaN stays."""
+def clip(g: Array, limit: Any, largest: Any) -> None:
+    """Move what is beyond `limit`, up to `largest`, there, in place, by its sign; NaN stays."""
     for i in range(g.size):
-        g[i] = limit if g[i] > limit else (-limit if g[i] < -limit else g[i])
+        x = g[i]
+        g[i] = limit if limit < x <= largest else (-limit if -largest <= x < -limit else x)
 
 
 def _finite_twin(g: Array) -> bool:

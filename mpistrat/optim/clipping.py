@@ -76,7 +76,8 @@ class ClipByGlobalNorm:
 class ClipByValue:
     """Each element of a gradient moved into the range from ``-limit`` to `limit`.
 
-    After the mean over replicas, as ``tf.clip_by_value``. NaN stays NaN.
+    After the mean over replicas, as ``tf.clip_by_value``. NaN stays NaN; infinities count as not
+    finite (`Optimizer.nonfinite`), and are moved only where nobody looks for them (``"ignore"``).
 
     Attributes:
       limit: The largest absolute value that stays.

@@ -95,8 +95,8 @@ class Optimizer(OptimizerSettings):
             undefined. Of `IndexedSlices` those rows alone change, weights and state; but with
             `accumulate`, `ema`, and where the optimizer needs norms, as if it were dense.
           weight: How many rows this replica's gradients are the mean of, so that the update goes by
-            the mean over all rows. A gradient of weight 0 is never read. None: replicas count
-            alike.
+            the mean over all rows. A gradient of weight 0 is never read, and rows of
+            `IndexedSlices` are not updated for its sake. None: replicas count alike.
 
         Returns:
           `iterations`.
@@ -127,7 +127,8 @@ class Optimizer(OptimizerSettings):
         each other node, and an ``MPI_Allgatherv`` of each variable between nodes gives it the
         weights: as many bytes; it ends with a barrier of all ranks. Norms, and
         ``nonfinite="skip"``, take one more pass over the gradients. `IndexedSlices` take a
-        handshake and a gather more. The first call creates the state.
+        handshake and a gather more, and one handshake if all gradients are such and have weights.
+        The first call creates the state.
         As: ``tf.keras.optimizers.Optimizer.apply_gradients`` for what replicas give, with weights.
 
         Example:

@@ -104,6 +104,7 @@ class Gradient(NamedTuple):
       scale: What to multiply by: one over the loss scale, times the factor of the clipping.
       limit: The largest absolute value; infinite for no `ClipByValue`.
       pending: The slot of accumulated gradients, of the size of the slice; None for none.
+      ignore: Whether infinities are clipped, too; else they stay, for those who look for them.
     """
 
     rows: Array
@@ -113,6 +114,7 @@ class Gradient(NamedTuple):
     scale: float = 1.0
     limit: float = math.inf
     pending: Array | None = None
+    ignore: bool = False
 
     def kept(self, scale: float = 1.0) -> Gradient:
         """Return the gradient that `measure_norm` has kept in the first row.
@@ -120,24 +122,23 @@ class Gradient(NamedTuple):
         Args:
           scale: What to multiply it by now; it was multiplied by `Gradient.scale` before.
         """
-        return Gradient(self.rows[:1], self.start, scale=scale, limit=self.limit)
+        return Gradient(self.rows[:1], self.start, None, 1.0, scale, self.limit, None, self.ignore)
 
     @property
     def plain(self) -> bool:
         """Whether the row is all there is."""
-        rows, _, factors, divisor, scale, limit, pending = self
-        plain = factors is None and pending is None and divisor == 1.0 and scale == 1.0
-        return plain and limit == math.inf and len(rows) == 1
+        plain = self.factors is None and self.pending is None and self.divisor == 1.0
+        return plain and self.scale == 1.0 and self.limit == math.inf and len(self.rows) == 1
 
     def _forms(self) -> tuple[Array, int, Array, Array, Array, bool]:
         """Return what loops take: all numbers in the dtype of the rows; the row is all there is."""
-        rows, start, factors, divisor, scale, limit, pending = self
+        rows, start, factors, divisor, scale, limit, pending, ignore = self
         dtype = rows.dtype
-        numbers = numbers_of((divisor, 1.0, scale, limit), dtype)
-        plain = self.plain
+        largest = math.inf if ignore or limit == math.inf else float(np.finfo(dtype).max)
+        numbers = numbers_of((divisor, 1.0, scale, limit, largest), dtype)
         factors = _ones(len(rows), dtype) if factors is None else factors
         pending = _nothing(dtype) if pending is None else pending
-        return rows, start, factors, numbers, pending, plain
+        return rows, start, factors, numbers, pending, self.plain
 
 
 def blocks(elements: int) -> int:
@@ -177,7 +178,7 @@ def _gather(
     if factor != 1:
         scale(g, factor)
     if limit != np.inf:
-        clip(g, limit)
+        clip(g, limit, numbers[4])
     return g
 
 
@@ -399,7 +400,7 @@ def update(
     """
     dtype, size = w.dtype, w.size
     numbers = numbers_of(tuple(s), dtype)
-    rows, start, factors, divisor, scale, limit, pending = gradient
+    rows, start, factors, divisor, scale, limit, pending, _ = gradient
     even = factors is None and pending is None and scale == 1.0 and limit == math.inf
     if even and not compiled and size <= AT_ONCE and rule.reads:
         # What the twin of the loop comes to, for what is small without the price of that.

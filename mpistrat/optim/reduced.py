@@ -23,6 +23,7 @@ reduced into the first row of each node before it is read.
 from __future__ import annotations
 
 import math
+import struct
 import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -88,13 +89,17 @@ def reduce(state: State, call: GradientCall, what: Call) -> tuple[Reduced, list[
         return _alone(call.values, weight), call.rows
     rows: list[IndexedSlices] = []
     if call.rows:
+        ones = call.rows if weight else [_no_rows(one) for one in call.rows]
         given = [
             sparse.contribution(_MEAN, one, target.variable.name, weight)
-            for one, target in zip(call.rows, known.sparse, strict=True)
+            for one, target in zip(ones, known.sparse, strict=True)
         ]
         weigh = call.weight is not None
         rows = sparse.all_reduce(group, f"{what.text}, rows", _MEAN, given, weigh=weigh)
     if not call.values:
+        if call.weight is not None:
+            told = group.lockstep.share(f"{what.text}, weights", struct.pack("<d", weight))
+            weight = math.fsum(np.frombuffer(b"".join(told)).tolist())
         return _alone([], weight), rows
     places = _places(state, call, what, weight)
     if places is not None:
@@ -108,6 +113,11 @@ def reduce(state: State, call: GradientCall, what: Call) -> tuple[Reduced, list[
         )
     totals = group.all_reduce(what, call.values, (weight,), None, alarm)
     return _alone(totals, math.fsum(group.reducer.weights[:, 0].tolist())), rows
+
+
+def _no_rows(one: IndexedSlices) -> IndexedSlices:
+    """Return none of the rows: those of a gradient of weight 0 are not updated for its sake."""
+    return IndexedSlices(one.values[:0], one.indices[:0], one.dense_shape)
 
 
 def _alone(values: Sequence[Array], weight: float) -> Reduced:

@@ -45,13 +45,14 @@ def update_rows(one: Rows, step: int, compiled: bool) -> None:
     if target.slices is not None and target.twins is not None:
         _update_spread_rows(one, target.slices, target.twins, step, compiled)
         return
-    shape = (-1, *target.variable.shape[1:])
-    width = max(1, one.values[0].size if len(one.values) else 1)
+    width = math.prod(target.variable.shape[1:])
+    if not width:
+        return
     low, w = target.variable.storage.part(width)
     slots = [target.slots[name].storage.part(width)[1] for name in target.rule.slots]
     first, count = low // width, w.size // width
     mine = (one.rows >= first) & (one.rows < first + count)
-    places = [part.reshape(shape) for part in (w, *slots)]
+    places = [part.reshape(-1, *target.variable.shape[1:]) for part in (w, *slots)]
     _update_some(target, places, one.rows[mine] - first, one.values[mine], step, compiled)
 
 

@@ -82,7 +82,8 @@ class Listed(NamedTuple):
 def check_variable(strategy: Any, variable: Any, call: str) -> None:
     """Raise what makes something unfit to be updated."""
     if not isinstance(variable, Variable):
-        raise TypeError(f"{call}: {variable!r:.60} is not a Variable; wanted (gradient, variable).")
+        wanted = "(gradient, variable)" if call.endswith("apply_gradients") else "a list of those"
+        raise TypeError(f"{call}: {variable!r:.60} is not a Variable; wanted {wanted}.")
     if variable.strategy is not strategy:
         raise StrategyError(
             f"{call}: {variable.label} belongs to {variable.strategy!r}, others to {strategy!r}. "
@@ -131,7 +132,10 @@ class State:
             each = optimizer.of_all(list(zip(self.names, shapes, strict=True)))
             # One object for those that are equal, so that who shares one is seen at once.
             optimizers = [each[each.index(one)] for one in each]
-        lockstep.prove(f"{optimizer.chosen()}.build({', '.join(v.spec() for v in variables)})")
+            # Groups may choose by functions, of which the text of the optimizer does not tell all.
+            told = [f" by {one.chosen()}" if optimizer.groups else "" for one in optimizers]
+            texts = [variable.spec() + by for variable, by in zip(variables, told, strict=True)]
+        lockstep.prove(f"{optimizer.chosen()}.build({', '.join(texts)})")
         self.calls: dict[Any, Any] = {}  # what `mpistrat.optim.given` knows of calls
         self.last: tuple[Listed, bool, float | bool | None, Any] | None = None  # the same, newest
         self._listed: dict[tuple[int, ...], Listed] = {}

@@ -76,12 +76,12 @@ class Together(NamedTuple):
             np.concatenate(gradients, axis=None, out=g)
         else:
             g = gradients[0].reshape(-1)
-        if limit < np.inf:
-            g = np.clip(g, -limit, limit)
         if compiled:
             g = np.require(g, requirements=("A", "W"))
         if guard and not (finite(g) if compiled else finite.twin(g)):
             return bisect.bisect(starts, int(np.argmin(np.isfinite(g)))) - 1
+        if limit < np.inf:
+            g = np.clip(g, -limit, limit)
         if parts:
             np.concatenate(weights, out=w)
         rule, decay = targets[0].rule, optimizer.ema or 0.0

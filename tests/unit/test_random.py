@@ -90,6 +90,12 @@ class TestNumbers:
         wanted = [low + (int(word) * (high - low) >> 64) for word in raw(9, 99).ravel()]
         assert found.ravel().tolist() == wanted
 
+    def test_bounds_may_be_numbers_of_numpy(self):
+        found = DROPOUT.integers(EXAMPLES, np.int8(-100), np.int8(100), np.int64(99))
+        np.testing.assert_array_equal(found, DROPOUT.integers(EXAMPLES, -100, 100, 99))
+        with pytest.raises(TypeError, match="integer"):
+            DROPOUT.integers(EXAMPLES, 0.5, 3)
+
     @pytest.mark.parametrize("chance", [0.0, 0.9, 1.0])
     def test_mask(self, chance):
         found = DROPOUT.mask(EXAMPLES, chance, 33, step=9)
@@ -162,6 +168,7 @@ class TestStream:
             (lambda: DROPOUT.normal([1], dtype=int), "float64 or float32, got int64"),
             (lambda: DROPOUT.uniform([1], step=-1), "step must be 0 or more, got -1"),
             (lambda: DROPOUT.integers([1], 3, 3), "low must be below high"),
+            (lambda: DROPOUT.integers([1], -(2**63), 2**63), "low must be below high"),
             (lambda: DROPOUT.mask([1], 1.5), "from 0 to 1, got 1.5"),
         ],
     )

@@ -373,6 +373,35 @@ class TestNotFinite:
         everywhere(run_ranks(rank, size))
 
 
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("shape", [(5,), LARGE, "rows"])
+@pytest.mark.parametrize("nonfinite", ["raise", "skip", "ignore"])
+def test_an_infinity_is_not_clipped_before_anybody_looks(nonfinite, shape, size):
+    """What overflows in float16 is an infinity; a loss scale finds its way by them."""
+
+    def rank(comm):
+        scale = optim.LossScale(start=8.0) if nonfinite == "skip" else None
+        kind = {"nonfinite": nonfinite, "loss_scale": scale}
+        of = LARGE if shape == "rows" else shape
+        job = Job(optim.SGD(1.0, clip=optim.ClipByValue(0.5), **kind), [np.zeros(of), np.zeros(2)])
+        bad = np.full(of, -np.inf)
+        given = ms.IndexedSlices(bad[3:5], [3, 4], of) if shape == "rows" else bad
+        pairs = list(zip([given, np.ones(2)], job.variables, strict=True))
+        update = lambda: job.optimizer.apply_gradients(pairs) and None  # noqa: E731
+        if nonfinite == "raise":
+            with pytest.raises(ms.NonFiniteError, match="is -inf at index"):
+                job.strategy.run(update)
+        else:
+            job.strategy.run(update)
+        progress, wanted = job.optimizer.progress, 0.5 if nonfinite == "ignore" else 0.0
+        assert job.variables[0].numpy()[4].max() == wanted
+        if scale:
+            assert (progress.step, progress.skipped, progress.scale) == (0, 1, 4.0)
+        return job.contents()
+
+    everywhere(run_ranks(rank, size))
+
+
 def test_a_step_that_is_skipped_is_told():
     def rank(comm):
         job = Job(optim.Adam(0.1, nonfinite="skip"), first())
@@ -416,8 +445,8 @@ def test_cross_replica_code_wants_the_same_gradients_and_folds_nothing(size, mem
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("shape", [(6, 3), (600, 50)], ids=["small", "large"])
 def test_rows_of_embeddings(size, shape, memory):
-    """Rows of all replicas; one comes twice, and one on all."""
-    rows = [np.array([1, 5, 1]), np.array([2, 1]), np.array([], int), np.array([4])]
+    """Rows of all replicas; one comes twice, and one on all; those of weight 0 stay."""
+    rows = [np.array([1, 5, 1]), np.array([2, 1]), np.array([3]), np.array([4])]
     share = [1.0, 3.0, 0.0, 4.0][:size]
     dense = np.zeros(shape)
     for r in range(size):
@@ -425,7 +454,7 @@ def test_rows_of_embeddings(size, shape, memory):
             dense, rows[r], share[r] / sum(share) * (1.0 + r) * np.ones((len(rows[r]), shape[1]))
         )
     start = random(shape, "f8", 0)
-    touched = sorted({int(i) for r in range(size) for i in rows[r]})
+    touched = sorted({int(i) for r in range(size) for i in rows[r] if share[r]})
     wanted = start.copy()
     one = cases.Trained(optim.Adam(0.1), start[touched], False)
     one.step(0, dense[touched].reshape(1, -1))
@@ -444,6 +473,18 @@ def test_rows_of_embeddings(size, shape, memory):
         job.strategy.run(fn)
         job.strategy.run(fn)
         np.testing.assert_allclose(job.variables[0].numpy(), wanted, 1e-12)
+        return job.contents()
+
+    everywhere(run_ranks(rank, size))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_rows_without_elements(size):
+    def rank(comm):
+        job = Job(optim.Adam(0.1), [np.ones((2, 0, 3)), np.ones(2)])
+        slices = ms.IndexedSlices(np.ones((1, 0, 3)), [comm.rank % 2], (2, 0, 3))
+        pairs = [(slices, job.variables[0]), (np.ones(2), job.variables[1])]
+        job.strategy.run(lambda: job.optimizer.apply_gradients(pairs) and None)
         return job.contents()
 
     everywhere(run_ranks(rank, size))
@@ -546,9 +587,12 @@ class TestErrors:
 
         failing(size, program, ValueError, "weight must be a number of examples")
 
-    def test_no_rows_on_any_replica(self, size):
+    @pytest.mark.parametrize("kind", ["dense", "slices"])
+    def test_no_rows_on_any_replica(self, size, kind):
         def program(job, rank):
-            pairs = zip(means(0), job.variables, strict=True)
+            pairs = list(zip(means(0), job.variables, strict=True))
+            if kind == "slices":
+                pairs = [(ms.IndexedSlices(np.ones((1, 140), "f4"), [0], LARGE), pairs[0][1])]
             job.optimizer.apply_gradients(pairs, weight=0)
 
         failing(size, program, ValueError, "weights of all replicas are 0")
@@ -557,7 +601,16 @@ class TestErrors:
         def program(job, rank):
             job.optimizer.apply_gradients([(1.0, job.variables[2].numpy())])
 
-        failing(size, program, TypeError, "is not a Variable")
+        failing(size, program, TypeError, r"is not a Variable; wanted \(gradient, variable\)")
+
+    @pytest.mark.parametrize(
+        "given", [lambda v: v[1], lambda v: [np.ones(5), v[1]], lambda v: None], ids=["v", "l", "N"]
+    )
+    def test_what_are_no_pairs(self, size, given):
+        def program(job, rank):
+            job.optimizer.apply_gradients(given(job.variables))
+
+        failing(size, program, TypeError, r"wanted pairs, such as zip\(gradients, variables\)")
 
     def test_a_variable_twice(self, size):
         def program(job, rank):
@@ -617,6 +670,16 @@ def test_ranks_that_differ_are_told(differ, built):
             job.strategy.run(fn)
         for v, before in zip(job.variables, first(), strict=True):
             np.testing.assert_array_equal(v.numpy(), before)
+
+    run_ranks(rank, 2)
+
+
+def test_groups_that_choose_other_variables_on_a_rank_are_told():
+    def rank(comm):
+        group = optim.Group(lambda name, shape: comm.rank == 1 or not shape, weight_decay=0.1)
+        job = Job(optim.SGD(0.1, groups=[group]), first())
+        with pytest.raises(ms.LockstepError, match=r"\[5\] by SGD\(learning_rate=0.1\)"):
+            job.optimizer.build(job.variables)
 
     run_ranks(rank, 2)
 

@@ -131,6 +131,14 @@ class TestGradient:
         made = passes.Gradient(rows, divisor=2.0, scale=0.5, limit=0.75)
         np.testing.assert_array_equal(self.of(made, 4, compiled), [0.25, -0.75, 0.125, 0.75])
 
+    @pytest.mark.parametrize("ignore", [False, True])
+    def test_infinities_are_clipped_if_nobody_looks_for_them(self, compiled, ignore):
+        rows = np.array([[np.inf, -np.inf, np.nan, np.finfo("f8").max, 0.5]])
+        made, w = passes.Gradient(rows, limit=0.75, ignore=ignore), np.zeros(5)
+        passes.update(optim.SGD(1.0).rule, made, w, (), (1.0, 0.0), guard=False, compiled=compiled)
+        ends = [0.75, -0.75] if ignore else [np.inf, -np.inf]
+        np.testing.assert_array_equal(-w, [*ends, np.nan, 0.75, 0.5])
+
     def test_accumulated_calls_are_one_weighted_mean(self, compiled):
         n, weights = B + 5, np.array([[1.0, 2.0], [3.0, 0.5], [2.0, 2.0]])
         calls = random((3, 2, n), "f8")
