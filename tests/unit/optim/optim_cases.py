@@ -17,12 +17,11 @@ SHAPES = ((7,), (3, 4))
 
 
 # The passes around the loop of a rule compile for a second or three: by default those of one that
-# is plain, of Adam, and of one that goes both passes; in float64 of another one that goes both, and
-# of the rule of `test_new.py`. What else a rule has is its own loop, and that of each is compared
-# with its twin.
+# is plain, of Adam, and of one that goes both passes, in float64 another. What else a rule has is
+# its own loop, and that of each is compared with its twin.
 PASSES = {
     "f4": {optim.SGD(0.1).rule.update, optim.Adam().rule.update, optim.LAMB().rule.update},
-    "f8": {optim.LARS().rule.update},
+    "f8": {optim.SGD(0.1).rule.update, optim.Adam().rule.update, optim.LARS().rule.update},
 }
 
 
