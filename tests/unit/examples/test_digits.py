@@ -241,7 +241,7 @@ def start(ranks, program, directory, stderr=subprocess.PIPE):
         stdout=subprocess.PIPE,
         stderr=stderr,
         text=True,
-        timeout=100,
+        timeout=240,
         check=False,
     )
 
