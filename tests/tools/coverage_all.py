@@ -117,7 +117,7 @@ def combine() -> None:
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
-    """Give tests time, whatever they say themselves: this is a plugin of the runs that it starts."""
+    """Give tests time, whatever they say: this file is a plugin of the runs that it starts."""
     import pytest
 
     from mpistrat.testing import run_ranks
