@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import platform
@@ -316,13 +317,15 @@ def cores_of(masks: Sequence[int], rank: int, limit: float = math.inf) -> int:
     return max(1, min(MOST, int(cores // sharers)))
 
 
+@functools.cache
 def quota(
     groups: Path = Path("/sys/fs/cgroup"), process: Path = Path("/proc/self/cgroup")
 ) -> float:
     """Return how many cores' worth of time the control groups of this process allow.
 
     The least of its group and those above it, as containers set it (``cpu.max`` of version 2;
-    ``cpu.cfs_quota_us`` of version 1); infinity if there is no limit.
+    ``cpu.cfs_quota_us`` of version 1); infinity if there is no limit. Read once in a process: what
+    a container gets does not change, and a strategy would read six files.
 
     Args:
       groups: Where control groups are mounted.

@@ -61,7 +61,7 @@ class Job:
             self.process = subprocess.Popen(start, stdout=out, stderr=err, env=base | env)
         self.seconds = 0.0
 
-    def wait_for(self, pattern, seconds=30.0):
+    def wait_for(self, pattern, seconds=120.0):
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             found = re.findall(pattern, self.out.read_text())

@@ -20,6 +20,11 @@ _FOLDS = {"SUM": np.add, "MEAN": np.add, "PROD": np.multiply, "MIN": np.minimum,
 
 def random(rank, turn, shape=(), dtype=np.float64):
     """Numbers whose sum depends on the order of the ranks."""
+    return _made(rank, turn, shape, dtype).copy()
+
+
+@functools.cache  # a generator costs more than what is done to its numbers
+def _made(rank, turn, shape, dtype):
     rng = np.random.default_rng([rank, turn])
     scaled = rng.standard_normal(shape) * 10.0 ** rng.integers(-12, 12, shape)
     return np.asarray(scaled if np.dtype(dtype).kind == "f" else scaled.view(np.int64)).astype(

@@ -41,10 +41,10 @@ def squares_twin(values):
 
 @jit.kernel(squares_twin)
 def squares(values):
-    out = np.empty_like(values)
-    for i in range(values.size):
-        out[i] = square(values[i])
-    return sum_all(out)
+    total = sum_all(values[:0])
+    for value in values:
+        total += square(value)
+    return total
 """
 
 
@@ -126,9 +126,6 @@ class TestDoor:
     def test_importing_and_decorating_leave_numba_alone(self, program):
         assert program("import kernels_here\nprint('numba' in sys.modules)") == ["False"]
 
-    def test_kernels_call_helpers_and_kernels(self, program):
-        assert program(CALL.format(dtype="f8")) == ["14.0"]
-
     def test_the_option_chooses_twins_without_numba(self, program):
         code = CALL.format(dtype="f8") + "print('numba' in sys.modules, jit.compiling())"
         assert program(code, MPISTRAT_NUMBA="0") == ["1014.0", "False", "False"]
@@ -160,7 +157,7 @@ print(squares(np.arange(4.0)))
 
 
 class TestCache:
-    def test_a_second_process_compiles_nothing(self, program):
+    def test_kernels_call_helpers_and_kernels_and_a_second_process_compiles_nothing(self, program):
         assert program(CALL.format(dtype="f8") + HITS) == ["14.0", "0"]
         assert program(CALL.format(dtype="f8") + HITS) == ["14.0", "1"]
 

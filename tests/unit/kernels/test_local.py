@@ -132,12 +132,12 @@ class TestValues:
                 check(x, axes, dtype, oracle)
 
     # Not all pairs: each is compiled, and the kernel knows no special ones. `Id` and, below, `id`
-    # and `hf` are those of other tests, too.
+    # and `hf` are those of other tests, too; `bi` of the jobs of `tests/mpi`, which wait for it.
     @pytest.mark.parametrize(
         "pair",
         [
-            *("Bl", "ib", "Id", "lf", "lg", "He", "bD"),
-            *(pytest.param(pair, marks=pytest.mark.nightly) for pair in ("bl", "BL", "QH")),
+            *("Bl", "bi", "Id", "lf", "lg", "He", "bD"),
+            *(pytest.param(pair, marks=pytest.mark.nightly) for pair in ("bl", "ib", "BL", "QH")),
         ],
     )
     def test_integers_into_other_dtypes(self, path, pair):

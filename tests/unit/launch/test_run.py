@@ -114,7 +114,7 @@ def test_failure_on_one_rank_ends_a_job_that_waits_for_it(failure, tmp_path, mon
         "from mpi4py import MPI\n"
         f"if MPI.COMM_WORLD.rank == 1:\n    {failure}\nMPI.COMM_WORLD.Barrier()\n"
     )
-    assert run(Wishes(2), [str(program)], timeout=30) not in (0, 124)
+    assert run(Wishes(2), [str(program)], timeout=240) not in (0, 124)
     assert "rank 1 of 2 failed, and the others have not come" in capfd.readouterr().err
 
 
@@ -143,7 +143,7 @@ def ways(*cases, names, by_default):
 def test_ways_out(body, code, told, tmp_path, capfd):
     program = tmp_path / "leaves.py"
     program.write_text(f"from mpi4py import MPI\nrank = MPI.COMM_WORLD.rank\n{body}\n")
-    ended = run(Wishes(2), [str(program)], timeout=60)
+    ended = run(Wishes(2), [str(program)], timeout=240)
     # Open MPI's launcher notices by itself that a rank has not left in order.
     assert ended == code or (code == 70 and ended == 1)
     err = capfd.readouterr().err
@@ -173,7 +173,7 @@ def test_a_launcher_that_is_killed_is_told_of_in_one_line(name, tmp_path, capfd)
     program, number = tmp_path / "kills.py", getattr(signal, name)
     program.write_text(KILLS)
     assert (
-        run(Wishes(1), [str(program), str(os.getpid()), str(int(number))], timeout=60)
+        run(Wishes(1), [str(program), str(os.getpid()), str(int(number))], timeout=240)
         == 128 + number
     )
     told = [line for line in capfd.readouterr().err.splitlines() if "was ended by" in line]
@@ -275,7 +275,7 @@ def test_the_ranks_belong_to_the_thread_of_the_first_strategy(runner, tmp_path, 
     program, output = tmp_path / "threads.py", tmp_path / "output"
     program.write_text(THREADS)
     if runner:
-        assert run(Wishes(2), [str(program)], timeout=60) == 0
+        assert run(Wishes(2), [str(program)], timeout=240) == 0
         text = capfd.readouterr().out
     else:
         launcher, _ = find()
@@ -307,7 +307,7 @@ def test_jobs_of_one_rank_each_are_found_out(tmp_path, capfd, monkeypatch):
         [sys.executable, "-m", "mpistrat.launch.rank", "never.py"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert job.returncode == 78
@@ -367,7 +367,7 @@ def test_a_rank_that_finds_no_other_is_refused_unless_it_is_meant(ranks, code, t
         **({"MPISTRAT_RANKS": ranks} if ranks else {}),
     }
     words = [sys.executable, str(program)]
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == code, done.stderr
     assert ("2 ranks were started" in done.stderr) == (code == 1)
 
