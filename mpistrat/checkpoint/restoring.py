@@ -7,7 +7,7 @@ import errno
 import functools
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -15,6 +15,7 @@ import numpy as np
 
 from mpistrat.arrays import Array, bits
 from mpistrat.checkpoint import files, format, sharded
+from mpistrat.checkpoint.cells import Cell
 from mpistrat.checkpoint.entries import Contents, Entry, fitting, formed
 from mpistrat.checkpoint.first import patient
 from mpistrat.checkpoint.gathering import gather
@@ -112,12 +113,12 @@ def restore(
       StructureError: It does not fit the variables.
     """
     call = f"Checkpoint.restore({str(path)!r}, partial={partial}) of {specs(mine)}"
-    mine = {**mine, **wanted_parts(mine)}
+    every = {**mine, **wanted_parts(mine)}
     arrays: dict[str, Array] = {}
     told, manifest, failure = b"", b"", None
     if lockstep.comm.rank == 0:
         path = files.stored(path)
-        told, manifest, arrays, failure = _read(lockstep, mine, path, partial)
+        told, manifest, arrays, failure = _read(lockstep, mine, every, path, partial)
     told, _, manifest = lockstep.share(call, told + b"\n" + manifest, failure)[0].partition(b"\n")
     counter, missing, unused, newest, shapes, stored = json.loads(told)
     path, what = path.with_name(stored), sharded.parsed(path, manifest) if manifest else None
@@ -125,16 +126,14 @@ def restore(
         if what is not None:
             gather(lockstep, call, path, what, {})  # or the manifest is of another one
         return Restored(None), counter
-    taken = {name: mine[name] for name in sorted(set(mine) - set(missing))}
+    left = {*missing, *(every.keys() - mine - shapes.keys())}
+    taken = {name: one for name, one in every.items() if name not in left}
     seen([path, path.with_name(newest)])
     if what is not None:
-        held = gather(lockstep, call, path, what, taken)
+        held, place = gather(lockstep, call, path, what, taken)
     else:
-        held = _broadcast(lockstep, call, taken, shapes, arrays)
-    for name, value in held.items():
-        if not is_part(name, mine):
-            _give(lockstep, mine[name], value, held.get(name + PARTS))
-    missing = [name for name in missing if not is_part(name, mine)]
+        held, place = _broadcast(lockstep, call, taken, shapes, arrays), None
+    _give(lockstep, call, mine, held, place)
     if NAME in missing:
         missing.remove(NAME)
         cell: Any = mine[NAME]
@@ -143,21 +142,35 @@ def restore(
 
 
 def _read(
-    lockstep: Lockstep, mine: Mapping[str, Variable], path: Path, partial: bool
+    lockstep: Lockstep,
+    mine: Mapping[str, Variable],
+    every: Mapping[str, Any],
+    path: Path,
+    partial: bool,
 ) -> tuple[bytes, bytes, dict[str, Array], BaseException | None]:
     """Read the file, or of a directory the manifest and the values.
+
+    Args:
+      lockstep: Tells the others that this rank reads.
+      mine: The variables.
+      every: And their parts, which are taken if they are there and fit.
+      path: The file.
+      partial: As of `restore`.
 
     Returns:
       What to tell all ranks, the manifest, the arrays of a file, and what reading failed with.
     """
-    wanted = {name: Entry.of(variable.storage.array) for name, variable in mine.items()}
-    free = [name for name, each in mine.items() if getattr(each, "free", False)]
+    wanted = {name: Entry.of(variable.storage.array) for name, variable in every.items()}
+    free = [name for name, each in every.items() if getattr(each, "free", False)]
 
     def check(there: Mapping[str, Entry]) -> None:
         wanted.setdefault(NAME, Entry.of(Values({}).cell().array))
         for name in {NAME, *free} & there.keys():
             if there[name].fits(wanted[name]):
                 wanted[name] = there[name]
+        for name in every.keys() - mine:
+            if wanted[name] != there.get(name):
+                del wanted[name]
         _compare(path, there, wanted, partial)
 
     manifest = b""
@@ -205,7 +218,6 @@ def _compare(
         known = _COUNTERS | {NAME}
         new = [name for name in mine if name not in found and name not in known]
         extra = [name for name in found if name not in mine and name not in known]
-        new = [name for name in new if not is_part(name, mine)]
         extra = [name for name in extra if not is_part(name, found)]
         wrong += _sided(new, extra)
     _refuse(path, wrong, partial)
@@ -273,17 +285,42 @@ def _broadcast(
     return {one.name: formed(one.entry, block[one.offset :]) for one in regions}
 
 
-def _give(lockstep: Lockstep, variable: Variable, value: Array, parts: Array | None) -> None:
-    """Assign a value that all ranks have to a variable; of a sum this replica's part.
+def _give(
+    lockstep: Lockstep,
+    call: str,
+    mine: Mapping[str, Any],
+    held: Mapping[str, Array],
+    place: Callable[[], None] | None,
+) -> None:
+    """Assign values that all ranks have; of a sum this replica's part. Collective.
 
-    Collective. The parts that were saved, if there are as many and what reads is the same.
+    What is no variable comes first: to write it can fail, and then nothing is restored.
     """
+    cells = [name for name in held if isinstance(mine.get(name), Cell)]
+    with lockstep.preparing(call):
+        for name in cells:
+            mine[name].store("assign", held[name], None)
+    if cells:
+        lockstep.prove(f"{call}, what is no variable")
+    if place is not None:
+        place()
+    for name, value in held.items():
+        if name in mine and name not in cells:
+            parts = held.get(name + PARTS) if name + PARTS not in mine else None
+            mine[name].store("assign", _own(lockstep, mine[name], value, parts), None)
+
+
+def _own(lockstep: Lockstep, variable: Variable, value: Array, parts: Array | None) -> Array:
+    """Return what this replica has of a value: of a sum its part. Collective.
+
+    That is the one that was saved, if there are as many and what reads is the same.
+    """
+    if not variable.on_read or variable.aggregation is not VariableAggregation.SUM:
+        return value
     rank, size = lockstep.comm.rank, lockstep.comm.size
-    if variable.on_read and variable.aggregation is VariableAggregation.SUM:
-        reduced = functools.partial(variable.reduced, f"restore({variable.spec()}), its sum")
-        own = parts[rank] if parts is not None and len(parts) == size > 1 else None
-        if own is not None and np.array_equal(bits(reduced(own)), bits(value)):
-            value = own
-        else:
-            value = exact_share(reduced, rank, size, value)
-    variable.store("assign", value, None)
+    reduced = functools.partial(variable.reduced, f"restore({variable.spec()}), its sum")
+    if parts is not None and len(parts) == size > 1:
+        own: Array = parts[rank]
+        if np.array_equal(bits(reduced(own)), bits(value)):
+            return own
+    return exact_share(reduced, rank, size, value)
