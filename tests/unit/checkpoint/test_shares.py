@@ -21,7 +21,7 @@ from patched import patch_os
 
 import mpistrat as ms
 from mpistrat.arena import storage
-from mpistrat.checkpoint import files, gathering, parts, sharded, shares
+from mpistrat.checkpoint import files, gathering, parts, saving, sharded, shares
 from mpistrat.checkpoint.cells import Cell
 from mpistrat.checkpoint.entries import Entry
 from mpistrat.compat import tf
@@ -355,6 +355,39 @@ def test_too_little_memory_on_one_rank_is_told_on_all(per_node, three, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(gathering, "np", Poor())
         run_ranks(program, 2)
+
+
+@every("background", [False, True])
+@every("least", [1 << 26, 1 << 10])
+@every("at", [1, 4, 6])
+def test_too_little_memory_in_a_save_is_told_on_all(at, least, background, tmp_path, monkeypatch):
+    """Of the values that one rank looks at, one after the other, before anything is written."""
+    own = threading.local()
+
+    class Poor:
+        def __getattr__(self, name):
+            return getattr(np, name)
+
+        def asarray(self, value):
+            own.count = getattr(own, "count", 0) - 1
+            if not own.count:
+                raise MemoryError("too little")
+            return np.asarray(value)
+
+    def program(comm):
+        manager = ms.CheckpointManager(made(comm), tmp_path, 2, background=background)
+        own.count = at if comm.rank == 0 else 0
+        with pytest.raises(MemoryError, match="too little"):
+            manager.save()
+        assert manager.wait() is None
+        path = manager.save()
+        assert manager.wait() == path
+
+    monkeypatch.setattr(sharded, "LEAST", least)
+    monkeypatch.setattr(saving, "np", Poor())
+    monkeypatch.setattr(shares, "np", Poor())
+    run_ranks(program, 2)
+    assert hidden(tmp_path) == []
 
 
 def test_a_newer_format_is_named(three, tmp_path):
