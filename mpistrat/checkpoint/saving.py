@@ -145,9 +145,7 @@ def _proved(
 def _written(one: Save, there: Callable[[], list[str]]) -> list[str]:
     """Write, now or later; return what replica 0 then finds, by `there`. Collective."""
     large = one.path.name.endswith(files.FOLDER)
-    # What it communicates is proved, so what fails on one rank alone is told wherever others are.
-    with one.lockstep.preparing(one.call):
-        work = shares.large(one) if large else _small(one)
+    work = shares.large(one) if large else _small(one)
 
     def ended() -> list[str]:
         """What is left to do on this rank."""
@@ -181,12 +179,14 @@ def _written(one: Save, there: Callable[[], list[str]]) -> list[str]:
 def _small(one: Save) -> Callable[[], None] | None:
     """Return what replica 0 does to write a file; None on other ranks. Collective."""
     values = {}
-    # What is spread is read by all ranks, one variable after the other.
-    for key, variable in one.mine.items():
-        value = np.asarray(variable)
-        if one.lockstep.comm.rank == 0:
-            # Nobody writes to it before the call has ended.
-            values[key] = value if one.later is None else value.copy()
+    # What is spread is read by all ranks, one variable after the other: each in a proof, so what
+    # fails on one rank is told wherever the others are.
+    with one.lockstep.preparing(one.call):
+        for key, variable in one.mine.items():
+            value = np.asarray(variable)
+            if one.lockstep.comm.rank == 0:
+                # Nobody writes to it before the call has ended.
+                values[key] = value if one.later is None else value.copy()
     if one.later is not None:  # else the proof of what is written shows it
         one.lockstep.prove(f"{one.call}, copied")
 

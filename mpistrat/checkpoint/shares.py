@@ -74,10 +74,11 @@ def large(one: Save) -> Callable[[], None] | None:
     """
     job = _LargeSave(one)
     try:
-        job.plan()
-        return job.begin()
+        with one.lockstep.preparing(one.call):
+            job.plan()
+            return job.begin()
     except BaseException:
-        job.drop()
+        job.drop()  # when all ranks are told: they write in it
         raise
 
 
