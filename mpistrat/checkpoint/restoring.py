@@ -115,10 +115,15 @@ def restore(
     call = f"Checkpoint.restore({str(path)!r}, partial={partial}) of {specs(mine)}"
     every = {**mine, **wanted_parts(mine)}
     arrays: dict[str, Array] = {}
-    told, manifest, failure = b"", b"", None
+    told, manifest = b"", b""
+    failure: BaseException | None = None
     if lockstep.comm.rank == 0:
         path = files.stored(path)
-        told, manifest, arrays, failure = _read(lockstep, mine, every, path, partial)
+        try:
+            with patient(lockstep, f"read {path}", _size(path)):
+                told, manifest, arrays = _read(mine, every, path, partial)
+        except BaseException as error:
+            failure = error
     told, _, manifest = lockstep.share(call, told + b"\n" + manifest, failure)[0].partition(b"\n")
     counter, missing, unused, newest, shapes, stored = json.loads(told)
     path, what = path.with_name(stored), sharded.parsed(path, manifest) if manifest else None
@@ -138,23 +143,18 @@ def restore(
 
 
 def _read(
-    lockstep: Lockstep,
-    mine: Mapping[str, Any],
-    every: Mapping[str, Any],
-    path: Path,
-    partial: bool,
-) -> tuple[bytes, bytes, dict[str, Array], BaseException | None]:
+    mine: Mapping[str, Any], every: Mapping[str, Any], path: Path, partial: bool
+) -> tuple[bytes, bytes, dict[str, Array]]:
     """Read the file, or of a directory the manifest and the values.
 
     Args:
-      lockstep: Tells the others that this rank reads.
       mine: The variables.
       every: And their parts, which are taken if they are there and fit.
       path: The file.
       partial: As of `restore`.
 
     Returns:
-      What to tell all ranks, the manifest, the arrays of a file, and what reading failed with.
+      What to tell all ranks, the manifest, and the arrays of a file.
     """
     wanted = {name: Entry.of(variable.storage.array) for name, variable in every.items()}
     wanted.setdefault(NAME, Entry.of(Values({}).cell().array))
@@ -169,31 +169,27 @@ def _read(
             elif name not in mine and name != NAME:
                 wanted.pop(name)
         missing.extend(name for name in mine if name not in there and name != NAME)
-        unused.extend(n for n in there if n not in wanted and n != NAME and not is_part(n, there))
+        unused.extend(name for name in there if name not in wanted and not is_part(name, there))
         wrong = {name: here for name, here in wanted.items() if there.get(name, here) != here}
         texts = [f"{name!r} is {there[name]} there and {wrong[name]} here" for name in wrong]
         _refuse(path, texts, missing, unused, partial)
 
     manifest = b""
-    try:
-        if path.name.endswith(files.FOLDER):
-            manifest, what = sharded.look(path)
-            check(what.entries)
-            arrays, entries = sharded.take(path, what, {NAME}, False), what.entries
-            counter = what.counter
-        else:
-            with patient(lockstep, f"read {path}", _size(path)):
-                entries, arrays, counter = format.read(path, wanted, check)
-        values = mine[NAME].values if NAME in mine else Values({})
-        with checked(path):
-            lacks, extra, odd = values.wrong(arrays.get(NAME))
-        _refuse(path, odd, lacks, extra, partial)
-    except BaseException as error:
-        return b"", b"", {}, error
+    if path.name.endswith(files.FOLDER):
+        manifest, what = sharded.look(path)
+        check(what.entries)
+        arrays, entries = sharded.take(path, what, {NAME}, False), what.entries
+        counter = what.counter
+    else:
+        entries, arrays, counter = format.read(path, wanted, check)
+    values = mine[NAME].values if NAME in mine else Values({})
+    with checked(path):
+        lacks, extra, odd = values.wrong(arrays.get(NAME))
+    _refuse(path, odd, lacks, extra, partial)
     both = entries.keys() & wanted.keys() & every.keys()
     shapes = {name: entries[name].shape for name in free if name in both}
     told = [counter, missing + lacks, unused + extra, _newest(path).name, shapes, path.name]
-    return json.dumps(told).encode(), manifest, arrays, None
+    return json.dumps(told).encode(), manifest, arrays
 
 
 def _is_free(one: Any) -> bool:

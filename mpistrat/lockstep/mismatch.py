@@ -89,7 +89,8 @@ def mismatch(lockstep: Ranks, call: str) -> LockstepError:
             "on the rank. Make it the same on all, or reduce it first."
         )
         return LockstepError("\n".join(lines))
-    saving = all(what.startswith("Checkpoint") for _, _, what in calls)
+    names = {what.partition("(")[0] for _, _, what in calls}
+    saving = len(names) == 1 and names.pop().startswith("Checkpoint")
     lines.append(_of_buffers(calls) or (_SAVING if saving else _ADVICE))
     return LockstepError("\n".join(lines))
 
