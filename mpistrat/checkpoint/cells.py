@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
@@ -14,12 +15,13 @@ __all__ = ["Cell"]
 
 
 @final
+@dataclass(frozen=True, eq=False)
 class Cell:
     """A value that each rank has of its own, and that is the same on all: replica 0's is saved.
 
     It has those attributes of a variable that saving and restoring ask for.
 
-    Args:
+    Attributes:
       name: What messages call it.
       read: Returns it, as an array.
       write: Takes an array of the same dtype and shape, which is replica 0's; of what it keeps it
@@ -29,21 +31,15 @@ class Cell:
       values: The `Values` that it holds, if it is they.
     """
 
+    name: str
+    read: Callable[[], Array]
+    write: Callable[[Array], None]
+    strategy: Any = None
+    free: bool = False
+    values: Any = None
+
     on_read = of_metric = False
     aggregation = VariableAggregation.NONE
-
-    def __init__(
-        self,
-        name: str,
-        read: Callable[[], Array],
-        write: Callable[[Array], None],
-        strategy: Any = None,
-        free: bool = False,
-        values: Any = None,
-    ):
-        """Read nothing yet."""
-        self.name, self.strategy, self.free, self.values = name, strategy, free, values
-        self._read, self._write = read, write
 
     @property
     def storage(self) -> Cell:
@@ -53,7 +49,7 @@ class Cell:
     @property
     def array(self) -> Array:
         """The value."""
-        return self._read()
+        return self.read()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         """Return the value."""
@@ -71,4 +67,4 @@ class Cell:
           values: The value.
           rows: Always None.
         """
-        self._write(values)
+        self.write(values)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -118,8 +118,12 @@ class Checkpoint:
 
         Raises:
           StrategyError: They belong to several.
+          StructureError: As of `variables`.
         """
-        return _owner(self._found().entries)
+        strategy, failure, _ = _looked(self)
+        if failure is not None:
+            raise failure
+        return strategy
 
     @property
     def save_counter(self) -> int:
@@ -292,21 +296,6 @@ def _file(call: str, argument: str, given: Any) -> Path:
     return path if given else path.with_name(path.name + files.SUFFIX)
 
 
-def _owner(mine: Mapping[str, Any]) -> Any:
-    owners: dict[int, tuple[str, Any]] = {}
-    for name, variable in mine.items():
-        if variable.strategy is None:  # of no variable, and of whatever strategy the others are
-            continue
-        owners.setdefault(id(variable.strategy), (name, variable.strategy))
-    if len(owners) > 1:
-        text = "; ".join(f"{name!r} to {strategy!r}" for name, strategy in owners.values())
-        raise StrategyError(
-            f"the variables of a checkpoint belong to several strategies: {text}. Create all of "
-            "them in one `with strategy.scope()`."
-        )
-    return next((strategy for _, strategy in owners.values()), None) or current_strategy()
-
-
 def owner_of(checkpoint: Checkpoint) -> tuple[Any, Exception | None]:
     """Return the strategy that is to be told of a call, and what is wrong with the trees."""
     return _looked(checkpoint)[:2]
@@ -314,14 +303,20 @@ def owner_of(checkpoint: Checkpoint) -> tuple[Any, Exception | None]:
 
 def _looked(checkpoint: Checkpoint) -> tuple[Any, Exception | None, tree.Found]:
     """Return what `owner_of` does, and what is to be saved."""
-    try:
-        found = checkpoint._found()
-        return _owner(found.entries), None, found
-    except Exception as error:
-        # The others may have made good trees of the same variables, and wait for that strategy.
-        some = tree.first(checkpoint._root, checkpoint._trees())
-        strategy = current_strategy() if some is None else some.strategy
-        return strategy, error, tree.Found({}, {})
+    found, failure = checkpoint._found(), None
+    owners: dict[int, tuple[str, Any]] = {}
+    for name, variable in found.entries.items():
+        # What is no variable is of whatever strategy the others are.
+        if variable.strategy is not None:
+            owners.setdefault(id(variable.strategy), (name, variable.strategy))
+    if len(owners) > 1:
+        text = "; ".join(f"{name!r} to {strategy!r}" for name, strategy in owners.values())
+        failure = StrategyError(
+            f"the variables of a checkpoint belong to several strategies: {text}. Create all of "
+            "them in one `with strategy.scope()`."
+        )
+    strategy = next((strategy for _, strategy in owners.values()), None) or current_strategy()
+    return strategy, found.failure or failure, found
 
 
 def refuse_alone(strategy: Any, name: str) -> None:
@@ -356,4 +351,4 @@ def _cross(
     with cross_replica(strategy, name, "it after run()"):
         if failure is not None:
             strategy.replicas.lockstep.refuse(name, failure)
-        yield strategy.replicas.lockstep, *found
+        yield strategy.replicas.lockstep, found.entries, found.stateful

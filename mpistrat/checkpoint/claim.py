@@ -146,7 +146,6 @@ class Claim:
           FileExistsError: Another job saves there.
           OSError: The file cannot be read or written.
         """
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         while (found := read(self.path)) is not None:
             if not free_at_once(found, self._mine):
                 self._watch(found)
@@ -179,24 +178,18 @@ class Claim:
 
     def _put(self, over: bool) -> bool:
         """Put a file of this claim in its place; tell whether it is there."""
-        name = self.path.with_name(f".{NAME}.{secrets.token_hex(8)}")
-        # Who may read it is what the umask says.
-        self._file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+        part = parts.Part(self.path)
         try:
+            self._file = os.dup(part.descriptor)
             self._write(held=True)
-            parts.put(name, self.path, over)
+            part.commit(over)
         except (FileExistsError, FileNotFoundError):  # another was quicker, and has swept
             os.close(self._file)
             return False
         finally:
-            name.unlink(missing_ok=True)
+            part.drop()
         found = read(self.path)
-        if found is None or holder(found) != self._mine:
-            return False
-        for left in self.path.parent.glob(f".{NAME}.*"):  # by processes that were killed
-            with contextlib.suppress(OSError):
-                left.unlink()
-        return True
+        return found is not None and holder(found) == self._mine
 
     def _write(self, held: bool) -> None:
         with self._writing:

@@ -55,9 +55,10 @@ def differences(
     compared = 0
     for name in mine.keys() & theirs:
         wanted, found = (sharded.read(path).arrays for path in (mine[name], theirs[name]))
-        names = wanted.keys() | found
-        for key in sorted(names):
-            if is_part(key, names) or any(fnmatch.fnmatchcase(key, pattern) for pattern in ignore):
+        entries = {name: Entry.of(array) for name, array in (found | wanted).items()}
+        for key in sorted(entries):
+            ignored = any(fnmatch.fnmatchcase(key, pattern) for pattern in ignore)
+            if ignored or is_part(key, entries):
                 continue
             compared += 1
             text = difference(wanted.get(key), found.get(key), tolerance)

@@ -82,14 +82,17 @@ def found(given: str | os.PathLike[str]) -> Path:
     """Return the checkpoint that a path means: with or without its ending, or a directory's newest.
 
     Raises:
-      FileNotFoundError: It is a directory without checkpoints.
+      FileNotFoundError: There is no such checkpoint, or it is a directory without any.
       CheckpointError: It is a directory with checkpoints of several names.
     """
     path = Path(given)
     if path.name.endswith((SUFFIX, FOLDER)):
         return stored(path)
     if not path.is_dir():
-        return stored(path.with_name(path.name + SUFFIX))
+        there = stored(path.with_name(path.name + SUFFIX))
+        if not os.path.lexists(there):
+            raise FileNotFoundError(f"there is no checkpoint {path}{SUFFIX} or {path}{FOLDER}.")
+        return there
     newest = latest_checkpoint(path)
     if newest is None:
         raise FileNotFoundError(f"there is no checkpoint in {path}.")

@@ -3,12 +3,13 @@
 Each byte comes from the disk once for a node, and nothing is given to a variable before all of it
 has been checked, on all nodes. What the node has in common each rank reads into memory of its own,
 of large pages, and writes to the variable from there; of what each rank has to itself all need all
-bytes, so that is read into memory that they have in common.
+bytes, so that is read into memory that they have in common; where there is none, by each of them.
 """
 
 from __future__ import annotations
 
 import errno
+import itertools
 import platform
 from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
@@ -32,7 +33,7 @@ __all__ = ["gather"]
 
 def gather(
     lockstep: Lockstep, call: str, path: Path, manifest: Manifest, wanted: Mapping[str, Any]
-) -> dict[str, Array]:
+) -> tuple[dict[str, Array], Callable[[], None]]:
     """Read a directory, each node all of it once, and check it. Collective.
 
     Args:
@@ -40,12 +41,13 @@ def gather(
       call: What reads it.
       path: The directory.
       manifest: What is in it.
-      wanted: The variables that want an array, by name. Those of which the node has one copy get it
-        here; what nobody wants is read for its checksums only.
+      wanted: The variables that want an array, by name; what nobody wants is read for its checksums
+        only.
 
     Returns:
-      The other arrays, in memory that the ranks of a node have in common. The call does not return
-      before all ranks have read and checked their share.
+      What gives their arrays to those variables of which the node has one copy, collective over the
+      node; and the other arrays, in memory that the ranks of a node have in common. The call does
+      not return before all ranks have read and checked their share.
 
     Raises:
       OSError: Some rank cannot read its share, or does not see the directory; on every rank.
@@ -53,40 +55,46 @@ def gather(
       MemoryError: Some rank has no memory for it.
     """
     node = nodes_of(lockstep).node
-    placed, starts, total = {}, {}, 0
-    for region in manifest.regions:
-        storage = wanted[region.name].storage if region.name in wanted else None
-        if isinstance(storage, NodeStorage) and storage.node.size == node.size:
-            placed[region.name] = storage
-        elif storage is not None:
-            starts[region.name], total = total, total + region.room
+    regions = [region for region in manifest.regions if region.name in wanted]
+    storages = {region.name: wanted[region.name].storage for region in regions}
+    placed = {name: one for name, one in storages.items() if _of_node(one, node)}
+    rest = [region for region in regions if region.name not in placed]
+    ends = list(itertools.accumulate((region.room for region in rest), initial=0))
+    starts = {region.name: at for region, at in zip(rest, ends, strict=False)}
     owned = _shares(manifest, node.size, placed)
     kept = [sum(p.stop - p.start for p in each if p.region.name in starts) for each in owned]
-    image, common = _image(node, total, kept)
+    common = _common(node, ends[-1], kept)
     mine = owned[node.rank]
+    if common is None:  # each reads all that it needs
+        mine += [p for each in owned if each is not mine for p in each if p.region.name in starts]
+    image = np.empty(0, np.uint8) if common is None else np.frombuffer(common, np.uint8)
     own: dict[str, dict[int, Array]] = {}
 
     def room(piece: Stretch) -> Array | None:
-        name, at = piece.region.name, starts.get(piece.region.name)
-        if at is None:
-            return own[name][piece.start] if name in own else None
-        return image[at + piece.start : at + piece.stop]
+        name = piece.region.name
+        if name in starts:
+            return image[starts[name] + piece.start : starts[name] + piece.stop]
+        return own.get(name, {}).get(piece.start)
 
     def read() -> None:
+        nonlocal image
+        image = np.empty(ends[-1], np.uint8) if common is None else image
         own.update(_rooms([piece for piece in mine if piece.region.name in placed]))
         with patient(lockstep, f"read {path}", sum(manifest.sizes)):
             sharded.fetch(path, mine, room)
 
+    def place() -> None:
+        for name, storage in placed.items():
+            storage.put(own.get(name, {}))
+
     failure = _failing(read, lockstep.comm.rank)
     lockstep.prove(f"{call}, shares", failure=failure)
-    for name, storage in placed.items():
-        storage.put(own.get(name, {}))
-    if not common:
-        low = sum(kept[: node.rank])
-        node.allgatherv(image[low : low + kept[node.rank]].copy(), image, kept)
     node.barrier()
-    regions = (region for region in manifest.regions if region.name in starts)
-    return {r.name: formed(r.entry, image[starts[r.name] :]) for r in regions}
+    return {one.name: formed(one.entry, image[starts[one.name] :]) for one in rest}, place
+
+
+def _of_node(storage: Any, node: Comm) -> bool:
+    return isinstance(storage, NodeStorage) and storage.node.size == node.size
 
 
 def _failing(read: Callable[[], None], rank: int) -> BaseException | None:
@@ -94,7 +102,7 @@ def _failing(read: Callable[[], None], rank: int) -> BaseException | None:
     try:
         read()
     except FileNotFoundError as error:
-        text = f"Node {platform.node()} (rank {rank}) does not see this file"
+        text = f"Rank {rank} on {platform.node()} does not see this file, or it has been removed"
         return FileNotFoundError(errno.ENOENT, text, error.filename)
     except BaseException as error:
         return error
@@ -127,13 +135,11 @@ def _rooms(pieces: Sequence[Stretch]) -> dict[str, dict[int, Array]]:
     return found
 
 
-def _image(node: Comm, nbytes: int, kept: Sequence[int]) -> tuple[Array, bool]:
-    """Return memory for what a node reads, and whether its ranks have it in common. Collective."""
+def _common(node: Comm, nbytes: int, kept: Sequence[int]) -> memoryview | None:
+    """Return memory that a node has in common; None on all ranks if there is none. Collective."""
     memory = node.shared(nbytes) if node.size > 1 and nbytes else None
     low = sum(kept[: node.rank])
     found = memory is not None and touch(memory, [(low, low + kept[node.rank])])
     agreed = np.empty(1, np.int64)
     node.allreduce(np.array([int(found)]), agreed, "MIN")
-    if memory is not None and agreed[0]:
-        return np.frombuffer(memory, np.uint8), True
-    return np.empty(nbytes, np.uint8), node.size == 1
+    return memory if agreed[0] else None

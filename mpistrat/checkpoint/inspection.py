@@ -13,6 +13,7 @@ from mpistrat.arrays import Array, is_bfloat16
 from mpistrat.checkpoint import files, format, parts, sharded
 from mpistrat.checkpoint.differences import difference
 from mpistrat.checkpoint.entries import Contents, checked
+from mpistrat.checkpoint.sums import is_part
 from mpistrat.checkpoint.values import NAME, parsed, shown
 from mpistrat.errors import CheckpointError, DataError
 
@@ -103,15 +104,23 @@ def verify_of(given: str) -> Told:
 
 
 def diff_of(given: str, other: str) -> Told:
-    """Tell which arrays two checkpoints do not have alike, bit by bit."""
+    """Tell which arrays two checkpoints do not have alike, bit by bit.
+
+    Parts of metrics are compared where as many replicas have saved both.
+    """
     (one, mine), (two, theirs) = (_read(files.found(word)) for word in (given, other))
-    lines = [f"- {name} {one.entries[name]}" for name in one.entries if name not in two.entries]
-    lines += [f"+ {name} {two.entries[name]}" for name in two.entries if name not in one.entries]
+    lines = []
+    for sign, first, second in ("-", one.entries, two.entries), ("+", two.entries, one.entries):
+        only = [name for name in first if name not in second and not is_part(name, first)]
+        lines += [f"{sign} {name} {first[name]}" for name in only]
     for name in sorted(mine.keys() | theirs):
         here, there = mine.get(name, "absent"), theirs.get(name, "absent")
         if here != there:
             lines.append(f"! {name} is {here:.40} in the first and {there:.40} in the second")
     for name in filter(two.entries.__contains__, one.entries):
+        part = is_part(name, one.entries) and is_part(name, two.entries)
+        if part and one.entries[name] != two.entries[name]:
+            continue  # of other numbers of replicas
         if text := difference(one.arrays[name], two.arrays[name]):
             lines.append(f"! {name} {text}")
     return lines or ["no difference"], int(bool(lines))

@@ -305,6 +305,7 @@ class CheckpointManager:
           StructureError: The newest does not fit the variables.
           DataError: The newest is of another format.
           OSError: It cannot be read.
+          Exception: What `init_fn` raises, on any rank; on the others as `once` does.
         """
         self._settle("CheckpointManager.restore_or_initialize")
         bad: list[str] = []
@@ -336,7 +337,10 @@ class CheckpointManager:
                 f"{'; '.join(bad)}. Remove them to begin anew."
             )
         if self._init_fn is not None:
-            self._init_fn()
+            call = f"CheckpointManager({self.directory!r}), init_fn"
+            with self._lockstep.preparing(call):
+                self._init_fn()
+            self._lockstep.prove(call)
         self._begun()
         return None
 

@@ -7,7 +7,7 @@ import errno
 import functools
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -15,7 +15,8 @@ import numpy as np
 
 from mpistrat.arrays import Array, bits
 from mpistrat.checkpoint import files, format, sharded
-from mpistrat.checkpoint.entries import Contents, Entry, fitting, formed
+from mpistrat.checkpoint.cells import Cell
+from mpistrat.checkpoint.entries import Entry, checked, formed
 from mpistrat.checkpoint.first import patient
 from mpistrat.checkpoint.gathering import gather
 from mpistrat.checkpoint.saving import seen, specs
@@ -24,7 +25,7 @@ from mpistrat.checkpoint.values import NAME, Values
 from mpistrat.distribute.kinds import VariableAggregation
 from mpistrat.distribute.variables import Variable
 from mpistrat.distribute.writes import exact_share
-from mpistrat.errors import CheckpointError, StructureError
+from mpistrat.errors import StructureError
 from mpistrat.lockstep.lockstep import Lockstep
 
 __all__ = ["Restored", "restore"]
@@ -112,12 +113,17 @@ def restore(
       StructureError: It does not fit the variables.
     """
     call = f"Checkpoint.restore({str(path)!r}, partial={partial}) of {specs(mine)}"
-    mine = {**mine, **wanted_parts(mine)}
+    every = {**mine, **wanted_parts(mine)}
     arrays: dict[str, Array] = {}
-    told, manifest, failure = b"", b"", None
+    told, manifest = b"", b""
+    failure: BaseException | None = None
     if lockstep.comm.rank == 0:
         path = files.stored(path)
-        told, manifest, arrays, failure = _read(lockstep, mine, path, partial)
+        try:
+            with patient(lockstep, f"read {path}", _size(path)):
+                told, manifest, arrays = _read(mine, every, path, partial)
+        except BaseException as error:
+            failure = error
     told, _, manifest = lockstep.share(call, told + b"\n" + manifest, failure)[0].partition(b"\n")
     counter, missing, unused, newest, shapes, stored = json.loads(told)
     path, what = path.with_name(stored), sharded.parsed(path, manifest) if manifest else None
@@ -125,61 +131,70 @@ def restore(
         if what is not None:
             gather(lockstep, call, path, what, {})  # or the manifest is of another one
         return Restored(None), counter
-    taken = {name: mine[name] for name in sorted(set(mine) - set(missing))}
+    left = {*missing, *(name for name, one in every.items() if _is_free(one))} - shapes.keys()
+    taken = {name: one for name, one in every.items() if name not in left}
     seen([path, path.with_name(newest)])
     if what is not None:
-        held = gather(lockstep, call, path, what, taken)
+        held, place = gather(lockstep, call, path, what, taken)
     else:
-        held = _broadcast(lockstep, call, taken, shapes, arrays)
-    for name, value in held.items():
-        if not is_part(name, mine):
-            _give(lockstep, mine[name], value, held.get(name + PARTS))
-    missing = [name for name in missing if not is_part(name, mine)]
-    if NAME in missing:
-        missing.remove(NAME)
-        cell: Any = mine[NAME]
-        missing += cell.values.wanted
+        held, place = _broadcast(lockstep, call, taken, shapes, arrays), None
+    _give(lockstep, call, mine, held, place)
     return Restored(os.fspath(path), tuple(missing), tuple(unused)), counter
 
 
 def _read(
-    lockstep: Lockstep, mine: Mapping[str, Variable], path: Path, partial: bool
-) -> tuple[bytes, bytes, dict[str, Array], BaseException | None]:
+    mine: Mapping[str, Any], every: Mapping[str, Any], path: Path, partial: bool
+) -> tuple[bytes, bytes, dict[str, Array]]:
     """Read the file, or of a directory the manifest and the values.
 
+    Args:
+      mine: The variables.
+      every: And their parts, which are taken if they are there and fit.
+      path: The file.
+      partial: As of `restore`.
+
     Returns:
-      What to tell all ranks, the manifest, the arrays of a file, and what reading failed with.
+      What to tell all ranks, the manifest, and the arrays of a file.
     """
-    wanted = {name: Entry.of(variable.storage.array) for name, variable in mine.items()}
-    free = [name for name, each in mine.items() if getattr(each, "free", False)]
+    wanted = {name: Entry.of(variable.storage.array) for name, variable in every.items()}
+    wanted.setdefault(NAME, Entry.of(Values({}).cell().array))
+    free = [NAME, *(name for name, one in every.items() if _is_free(one))]
+    missing: list[str] = []
+    unused: list[str] = []
 
     def check(there: Mapping[str, Entry]) -> None:
-        wanted.setdefault(NAME, Entry.of(Values({}).cell().array))
-        for name in {NAME, *free} & there.keys():
-            if there[name].fits(wanted[name]):
+        for name in free:
+            if name in there and there[name].fits(wanted[name]):
                 wanted[name] = there[name]
-        _compare(path, there, wanted, partial)
+            elif name not in mine and name != NAME:
+                wanted.pop(name)
+        missing.extend(name for name in mine if name not in there and name != NAME)
+        unused.extend(name for name in there if name not in wanted and not is_part(name, there))
+        wrong = {name: here for name, here in wanted.items() if there.get(name, here) != here}
+        texts = [f"{name!r} is {there[name]} there and {wrong[name]} here" for name in wrong]
+        _refuse(path, texts, missing, unused, partial)
 
     manifest = b""
-    try:
-        if path.name.endswith(files.FOLDER):
-            manifest, what = sharded.look(path)
-            check(what.entries)
-            fits = fitting(what.entries, wanted)
-            arrays = dict.fromkeys(fits, np.empty(0)) | sharded.take(path, what, {NAME}, False)
-            found = Contents(what.entries, arrays, what.counter)
-        else:
-            with patient(lockstep, f"read {path}", _size(path)):
-                found = format.read(path, wanted, check)
-        values = _compare_values(path, found.arrays.get(NAME), mine.get(NAME), partial)
-    except BaseException as error:
-        return b"", b"", {}, error
-    shapes = {name: found.entries[name].shape for name in free if name in found.arrays}
-    missing = [name for name in mine if name not in found.arrays] + values[0]
-    left = [name for name in found.entries if name not in (NAME, *mine)]
-    unused = [name for name in left if not is_part(name, found.entries)] + values[1]
-    told = [found.counter, missing, unused, _newest(path).name, shapes, path.name]
-    return json.dumps(told).encode(), manifest, found.arrays, None
+    if path.name.endswith(files.FOLDER):
+        manifest, what = sharded.look(path)
+        check(what.entries)
+        arrays, entries = sharded.take(path, what, {NAME}, False), what.entries
+        counter = what.counter
+    else:
+        entries, arrays, counter = format.read(path, wanted, check)
+    values = mine[NAME].values if NAME in mine else Values({})
+    with checked(path):
+        lacks, extra, odd = values.wrong(arrays.get(NAME))
+    _refuse(path, odd, lacks, extra, partial)
+    both = entries.keys() & wanted.keys() & every.keys()
+    shapes = {name: entries[name].shape for name in free if name in both}
+    told = [counter, missing + lacks, unused + extra, _newest(path).name, shapes, path.name]
+    return json.dumps(told).encode(), manifest, arrays
+
+
+def _is_free(one: Any) -> bool:
+    """Tell whether the array in a file may have another first axis."""
+    return getattr(one, "free", False)
 
 
 def _size(path: Path) -> int:
@@ -193,46 +208,16 @@ def _size(path: Path) -> int:
         raise IsADirectoryError(errno.EISDIR, text, str(directory)) from None
 
 
-def _compare(
-    path: Path, found: Mapping[str, Entry], mine: Mapping[str, Entry], partial: bool
+def _refuse(
+    path: Path, wrong: Sequence[str], new: Sequence[str], extra: Sequence[str], partial: bool
 ) -> None:
-    wrong = []
-    for name, here in mine.items():
-        there = found.get(name)
-        if there is not None and there != here:
-            wrong.append(f"{name!r} is {there} there and {here} here")
+    """Raise StructureError if something does not fit, or without `partial` one side has more."""
     if not partial:
-        known = _COUNTERS | {NAME}
-        new = [name for name in mine if name not in found and name not in known]
-        extra = [name for name in found if name not in mine and name not in known]
-        new = [name for name in new if not is_part(name, mine)]
-        extra = [name for name in extra if not is_part(name, found)]
-        wrong += _sided(new, extra)
-    _refuse(path, wrong, partial)
-
-
-def _compare_values(
-    path: Path, there: Array | None, cell: Any, partial: bool
-) -> tuple[list[str], list[str]]:
-    """Return the names of values that the file lacks, and of those that only it has."""
-    mine = Values({}) if cell is None else cell.values
-    if there is None:
-        lacks, extra, odd = mine.wanted, [], []
-    else:
-        try:
-            lacks, extra, odd = mine.wrong(there)
-        except ValueError as error:
-            raise CheckpointError(f"{path} is damaged, or not a checkpoint: {error}") from error
-    _refuse(path, odd + ([] if partial else _sided(lacks, extra)), partial)
-    return lacks if there is not None else [], extra
-
-
-def _sided(new: Sequence[str], extra: Sequence[str]) -> list[str]:
-    texts = [f"{name!r} is not in the file" for name in new]
-    return texts + [f"{name!r} is only in the file" for name in extra]
-
-
-def _refuse(path: Path, wrong: Sequence[str], partial: bool) -> None:
+        sides = (new, "is not in the file"), (extra, "is only in the file")
+        wrong = [
+            *wrong,
+            *(f"{n!r} {text}" for names, text in sides for n in names if n not in _COUNTERS),
+        ]
     if wrong:
         hint = "" if partial else " What one side only has may be passed over: partial=True."
         raise StructureError(f"{path} does not fit these variables: {listed(wrong)}.{hint}")
@@ -273,17 +258,42 @@ def _broadcast(
     return {one.name: formed(one.entry, block[one.offset :]) for one in regions}
 
 
-def _give(lockstep: Lockstep, variable: Variable, value: Array, parts: Array | None) -> None:
-    """Assign a value that all ranks have to a variable; of a sum this replica's part.
+def _give(
+    lockstep: Lockstep,
+    call: str,
+    mine: Mapping[str, Any],
+    held: Mapping[str, Array],
+    place: Callable[[], None] | None,
+) -> None:
+    """Assign values that all ranks have; of a sum this replica's part. Collective.
 
-    Collective. The parts that were saved, if there are as many and what reads is the same.
+    What is no variable comes first: to write it can fail, and then nothing is restored.
     """
+    cells = dict.fromkeys(name for name in held if isinstance(mine.get(name), Cell))
+    with lockstep.preparing(call):
+        for name in cells:
+            mine[name].store("assign", held[name], None)
+    if cells:
+        lockstep.prove(f"{call}, what is no variable")
+    if place is not None:
+        place()
+    for name, value in held.items():
+        if name in mine and name not in cells:
+            parts = held.get(name + PARTS) if name + PARTS not in mine else None
+            mine[name].store("assign", _own(lockstep, mine[name], value, parts), None)
+
+
+def _own(lockstep: Lockstep, variable: Variable, value: Array, parts: Array | None) -> Array:
+    """Return what this replica has of a value: of a sum its part. Collective.
+
+    That is the one that was saved, if there are as many and what reads is the same.
+    """
+    if not variable.on_read or variable.aggregation is not VariableAggregation.SUM:
+        return value
     rank, size = lockstep.comm.rank, lockstep.comm.size
-    if variable.on_read and variable.aggregation is VariableAggregation.SUM:
-        reduced = functools.partial(variable.reduced, f"restore({variable.spec()}), its sum")
-        own = parts[rank] if parts is not None and len(parts) == size > 1 else None
-        if own is not None and np.array_equal(bits(reduced(own)), bits(value)):
-            value = own
-        else:
-            value = exact_share(reduced, rank, size, value)
-    variable.store("assign", value, None)
+    reduced = functools.partial(variable.reduced, f"restore({variable.spec()}), its sum")
+    if parts is not None and len(parts) == size > 1:
+        own: Array = parts[rank]
+        if np.array_equal(bits(reduced(own)), bits(value)):
+            return own
+    return exact_share(reduced, rank, size, value)

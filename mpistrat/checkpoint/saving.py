@@ -67,8 +67,7 @@ def overwrite(lockstep: Lockstep, mine: Mapping[str, Variable], path: Path, coun
       OSError: It cannot be written; on every rank.
     """
     call = f"Checkpoint.write({str(path)!r}) of {specs(mine, True)}"
-    _, large = _proved(lockstep, mine, call)
-    mine = {**mine, **parts_of(lockstep, mine)}
+    _, large, mine = _proved(lockstep, mine, call)
     path = path if path.name.endswith(files.FOLDER) == large else files.other(path)
     _written(Save(lockstep, mine, call, path, counter, True), lambda: [])
     return path
@@ -104,8 +103,7 @@ def save(
       ValueError: There are newer ones than `number`.
     """
     call = f"Checkpoint.save({str(prefix)!r}, number {number}) of {specs(mine, True)}"
-    known, large = _proved(lockstep, mine, call, prefix)
-    mine = {**mine, **parts_of(lockstep, mine)}
+    known, large, mine = _proved(lockstep, mine, call, prefix)
 
     def chosen() -> int:
         with unwritten(prefix, claims=True):
@@ -122,8 +120,11 @@ def save(
 
 def _proved(
     lockstep: Lockstep, mine: Mapping[str, Variable], call: str, prefix: Path | None = None
-) -> tuple[int, bool]:
-    """Prove the call; return the newest number that any rank knows, and if it is a directory."""
+) -> tuple[int, bool, Mapping[str, Any]]:
+    """Prove the call; return the newest number that any rank knows, if it is a directory, and all.
+
+    All are the variables, and the parts of those that are sums of metrics.
+    """
     with lockstep.preparing(call):
         for key, variable in mine.items():
             if variable.on_read and variable.aggregation is VariableAggregation.NONE:
@@ -136,7 +137,9 @@ def _proved(
         nbytes = sum(variable.storage.array.nbytes for variable in mine.values())
     smalls = lockstep.share(call, f"{known} {int(nbytes >= sharded.LEAST)}".encode())
     told = [tuple(map(int, small.split())) for small in smalls]
-    return max(one for one, _ in told), bool(told[0][1])
+    with lockstep.preparing(f"{call}, parts"):
+        mine = {**mine, **parts_of(lockstep, mine)}
+    return max(one for one, _ in told), bool(told[0][1]), mine
 
 
 def _written(one: Save, there: Callable[[], list[str]]) -> list[str]:
@@ -176,12 +179,16 @@ def _written(one: Save, there: Callable[[], list[str]]) -> list[str]:
 def _small(one: Save) -> Callable[[], None] | None:
     """Return what replica 0 does to write a file; None on other ranks. Collective."""
     values = {}
-    # What is spread is read by all ranks, one variable after the other.
-    for key, variable in one.mine.items():
-        value = np.asarray(variable)
-        if one.lockstep.comm.rank == 0:
-            # Nobody writes to it before the call has ended.
-            values[key] = value if one.later is None else value.copy()
+    # What is spread is read by all ranks, one variable after the other: each in a proof, so what
+    # fails on one rank is told wherever the others are.
+    with one.lockstep.preparing(one.call):
+        for key, variable in one.mine.items():
+            value = np.asarray(variable)
+            if one.lockstep.comm.rank == 0:
+                # Nobody writes to it before the call has ended.
+                values[key] = value if one.later is None else value.copy()
+    if one.later is not None:  # else the proof of what is written shows it
+        one.lockstep.prove(f"{one.call}, copied")
 
     def work() -> None:
         with parts.whole(one.path, one.replace) as file:

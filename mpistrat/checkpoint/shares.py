@@ -74,10 +74,11 @@ def large(one: Save) -> Callable[[], None] | None:
     """
     job = _LargeSave(one)
     try:
-        job.plan()
-        return job.written() if one.later is None else job.copied(one.later)
+        with one.lockstep.preparing(one.call):
+            job.plan()
+            return job.begin()
     except BaseException:
-        job.drop()
+        job.drop()  # when all ranks are told: they write in it
         raise
 
 
@@ -89,6 +90,8 @@ class _LargeSave:
         self._folder: Part | None = None  # of replica 0
         self._descriptor = -1  # of this node's file, from the first piece on
         self._sums: list[bytes] = []  # of what this rank has written, in order
+        self._rows: list[tuple[list[Stretch], Array]] = []  # what it has copied to write later
+        self._room: Array  # for further copies
 
     def plan(self) -> None:
         """Make the directory in which all ranks are to write; plan who writes what. Collective."""
@@ -117,28 +120,14 @@ class _LargeSave:
         # The ranks of the node that writes each file.
         self._ranks = [[r for r, of in enumerate(leaders) if of == each] for each in firsts]
 
-    def _owners(self, spread: bool) -> Iterator[tuple[Stretch, int]]:
-        """Yield each piece and the rank that writes it: any of the node, or else its first."""
+    def _owners(self) -> Iterator[tuple[Stretch, int]]:
+        """Yield each piece and the rank that writes it: any of the node; later, its first."""
         for number, region in enumerate(self._regions):
             ranks, size = self._ranks[region.file], self._sizes[region.file]
-            alone = number < self._together or not spread
+            alone = number < self._together or self._one.later is not None
             for piece in region.pieces(sharded.CHUNK):
                 share = 0 if alone else (region.offset + piece.start) * len(ranks) // size
                 yield piece, ranks[share]
-
-    def _values(self, spread: bool) -> Iterator[tuple[list[Stretch], Array]]:
-        """Yield what this rank writes of each region, and all its bytes. Collective to the end."""
-        mine: dict[str, list[Stretch]] = {}
-        for piece, rank in self._owners(spread):
-            if rank == self._rank:
-                mine.setdefault(piece.region.name, []).append(piece)
-        for region in self._regions:
-            variable = self._one.mine[region.name]
-            if isinstance(variable, Variable) or self._rank == 0:
-                value = np.asarray(variable)  # collective if it is spread or ON_READ
-                if region.name in mine:
-                    flat = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
-                    yield mine[region.name], flat
 
     def _failing(self, act: Callable[[], object]) -> BaseException | None:
         """Return what `act` fails with, as users are to see it; None if it does not."""
@@ -150,7 +139,32 @@ class _LargeSave:
             return error
         return None
 
-    def _check_seen(self) -> None:
+    def begin(self) -> Callable[[], None] | None:
+        """Write what is this rank's, or copy it; return what is left to do. Collective."""
+        one, later = self._one, self._one.later
+        mine: dict[str, list[Stretch]] = {}
+        for piece, rank in self._owners():
+            if rank == self._rank:
+                mine.setdefault(piece.region.name, []).append(piece)
+        failure = self._failing(functools.partial(self._prepare, mine))
+        for region in self._regions:
+            variable = one.mine[region.name]
+            if isinstance(variable, Variable) or self._rank == 0:
+                value = np.asarray(variable)  # collective if it is spread or ON_READ
+                if region.name in mine and failure is None:
+                    failure = self._failing(functools.partial(self._take, mine[region.name], value))
+        failure = self._failing(self._sync) or failure
+        told = one.lockstep.share(f"{one.call}, shares", b"".join(self._sums), failure)
+        if later is not None:
+            ours = not self._rank or self._rows
+            return functools.partial(self._write_copy, later.given_up) if ours else None
+        if self._rank == 0:
+            return functools.partial(self._commit, dict(enumerate(told)))
+        self.drop()
+        return None
+
+    def _prepare(self, mine: Mapping[str, list[Stretch]]) -> None:
+        """See that all is there that this rank needs to write or copy its pieces."""
         if self._leads and not self._part.is_dir():
             raise OSError(
                 errno.ENOENT,
@@ -159,48 +173,25 @@ class _LargeSave:
                 "system that all of them share",
                 os.fspath(self._part.parent),
             )
+        if self._one.later is not None:
+            nbytes = sum(pieces[0].region.nbytes for pieces in mine.values())
+            self._room = self._one.later.room(nbytes)
 
-    def written(self) -> Callable[[], None] | None:
-        """Write the share of this rank; return what replica 0 has to do then. Collective."""
-        failure = self._failing(self._check_seen)
-        for pieces, data in self._values(spread=True):
-            if failure is None:
-                failure = self._failing(functools.partial(self._put, pieces, data))
-        failure = self._failing(self._sync) or failure
-        call, sums = f"{self._one.call}, shares", b"".join(self._sums)
-        told = dict(enumerate(self._one.lockstep.share(call, sums, failure)))
-        if self._rank == 0:
-            return functools.partial(self._commit, told, True)
-        self.drop()
-        return None
+    def _take(self, pieces: list[Stretch], value: Array) -> None:
+        """Write pieces of one region, of which `value` is all; or copy it for later."""
+        data = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+        if self._one.later is None:
+            self._put(pieces, data)
+        else:
+            copy, self._room = np.split(self._room, [data.size])
+            copy[:] = data
+            self._rows.append((pieces, copy))
 
-    def copied(self, later: Background) -> Callable[[], None] | None:
-        """Copy what the first rank of each node is to write; return what it does then. Collective.
-
-        Args:
-          later: Has memory for the copy.
-        """
-        rows: list[tuple[list[Stretch], Array]] = []
-        mine = (piece.region for piece, rank in self._owners(False) if rank == self._rank)
-        room, at = sum({region.name: region.nbytes for region in mine}.values()), 0
-        failure = self._failing(self._check_seen) or self._failing(lambda: later.room(room))
-        for pieces, data in self._values(spread=False):
-            if failure is None:
-                rows.append((pieces, later.room(room)[at : at + data.size]))
-                rows[-1][1][:] = data
-                at += data.size
-        self._one.lockstep.prove(f"{self._one.call}, copied", failure=failure)
-        if self._rank and not rows:
-            return None
-        return functools.partial(self._write_copy, rows, later.given_up)
-
-    def _write_copy(
-        self, rows: Sequence[tuple[list[Stretch], Array]], given_up: threading.Event
-    ) -> None:
+    def _write_copy(self, given_up: threading.Event) -> None:
         """Write the file of this node; on replica 0 wait for the others, and name the directory."""
-        number = rows[0][0][0].region.file if rows else 0
+        number = self._rows[0][0][0].region.file if self._rows else 0
         try:
-            for pieces, data in rows:
+            for pieces, data in self._rows:
                 self._put(pieces, data)
             self._sync()
             told = {self._rank: b"".join(self._sums)}
@@ -209,7 +200,7 @@ class _LargeSave:
                 return
             for other in range(1, len(self._sizes)):
                 told[self._ranks[other][0]] = self._heard(other, given_up)
-            self._commit(told, False)
+            self._commit(told)
         except Exception as error:
             if self._rank:
                 with contextlib.suppress(OSError):  # all ranks are told by the next call
@@ -257,12 +248,11 @@ class _LargeSave:
         if self._descriptor >= 0:
             os.fsync(self._descriptor)
 
-    def _commit(self, told: Mapping[int, bytes], spread: bool) -> None:
+    def _commit(self, told: Mapping[int, bytes]) -> None:
         """Write the manifest, and give the directory its name; on replica 0.
 
         Args:
           told: For each rank the checksums of its pieces, in their order.
-          spread: As of `_owners`.
 
         Raises:
           OSError: It cannot be written, or is not whole.
@@ -275,7 +265,7 @@ class _LargeSave:
                 if found != size:
                     raise OSError(errno.EIO, f"{name} has {found} bytes after {size} were written")
             left = {rank: iter(range(0, len(sums), sharded.SUM)) for rank, sums in told.items()}
-            places = ((rank, next(left[rank])) for _, rank in self._owners(spread))
+            places = ((rank, next(left[rank])) for _, rank in self._owners())
             sums = tuple(told[rank][at : at + sharded.SUM] for rank, at in places)
             manifest = Manifest(self._one.counter, self._regions, sums, sharded.CHUNK)
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC

@@ -6,13 +6,14 @@ parts; so small ones are saved too, and used where there are as many replicas as
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from mpistrat.arrays import Array
 from mpistrat.checkpoint.cells import Cell
+from mpistrat.checkpoint.entries import Entry
 from mpistrat.lockstep.lockstep import Lockstep
 
 __all__ = ["PARTS", "is_part", "parts_of", "wanted_parts"]
@@ -21,17 +22,21 @@ PARTS = "/parts"
 _MOST = 1 << 16  # bytes of a variable, of which a file has as many as there are replicas
 
 
-def is_part(name: str, names: Container[str]) -> bool:
-    """Tell whether a name is that of the parts of one of the others."""
-    return name.endswith(PARTS) and name.removesuffix(PARTS) in names
+def is_part(name: str, entries: Mapping[str, Entry]) -> bool:
+    """Tell whether a name is that of the parts of another of these arrays."""
+    whole = entries.get(name.removesuffix(PARTS)) if name.endswith(PARTS) else None
+    return whole is not None and entries[name].fits(whole._replace(shape=(0, *whole.shape)))
 
 
 def _sums(mine: Mapping[str, Any]) -> dict[str, Array]:
-    """Return this replica's part of each sum that has parts, by the name of these."""
+    """Return this replica's part of each sum that has parts, by the name of these.
+
+    That is free but where a tree of the program and one in the root have names that meet.
+    """
     return {
         name + PARTS: one.storage.array
         for name, one in mine.items()
-        if one.of_metric and one.storage.array.nbytes <= _MOST
+        if one.of_metric and one.storage.array.nbytes <= _MOST and name + PARTS not in mine
     }
 
 

@@ -6,7 +6,6 @@ with ``/`` between them. It does not depend on the order in which things were ma
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
 import types
@@ -35,7 +34,7 @@ from mpistrat.feed.distributed import DistributedDataset
 from mpistrat.metrics.metric import Metric
 from mpistrat.optim.optimizer import Optimizer
 
-__all__ = ["Found", "entries", "first", "variables"]
+__all__ = ["Found", "entries", "variables"]
 
 # The attributes of their objects, as of those of Python's own modules, are their own affair.
 _CLOSED = {"mpistrat", "numpy", "numba", "mpi4py"}
@@ -56,16 +55,26 @@ class Found(NamedTuple):
       entries: What is saved as arrays, by name; numbers and texts are one of them.
       stateful: Objects with ``restore_state``, by the name that what is in them begins with, and
         what calls it once all values are there.
+      failure: What cannot be saved, if anything; `entries` has what was found all the same, as the
+        other ranks may have found it in good trees, and wait for its strategy.
     """
 
     entries: dict[str, Variable | Cell]
     stateful: dict[str, tuple[Any, Callable[[], None]]]
+    failure: Exception | None
 
 
 def variables(root: Any, trees: Mapping[str, Any]) -> dict[str, Variable]:
-    """Return all variables below an object and some trees, by name; see `entries`."""
-    found = entries(root, trees).entries
-    return {name: cast("Variable", each) for name, each in found.items() if name != NAME}
+    """Return all variables below an object and some trees, by name; see `entries`.
+
+    Raises:
+      StructureError: A mapping or sequence that was given holds what cannot be saved, or one of
+        `trees` nothing at all, or two ways have one name.
+    """
+    found = entries(root, trees)
+    if found.failure is not None:
+        raise found.failure
+    return {name: cast("Variable", each) for name, each in found.entries.items() if name != NAME}
 
 
 def entries(root: Any, trees: Mapping[str, Any], assign: Any = None) -> Found:
@@ -79,44 +88,18 @@ def entries(root: Any, trees: Mapping[str, Any], assign: Any = None) -> Found:
       root: What is in it has names of its own; None for nothing.
       trees: What is in each has names that begin with its key.
       assign: ``assign(key, value)`` puts a value in the place of one of `trees`.
-
-    Raises:
-      StructureError: A mapping or sequence that was given holds what cannot be saved, or one of
-        `trees` nothing at all, or two ways have one name.
     """
-    walk = _Walk()
+    walk, failure = _Walk(), None
     given = [("", "", root), *((_part(key), key, tree) for key, tree in trees.items())]
     for begin, key, tree in given:
-        above = len(walk.names)
-        if tree is None and not key:
-            continue
-        walk.seen = {}
-        walk.visit(tree, begin, True, functools.partial(assign or _fixed, key))
-        if isinstance(tree, Optimizer) and len(walk.names) == above:
-            raise StructureError(
-                f"{begin or 'the root'} of the checkpoint ({type(tree).__name__}) has no state "
-                "yet; create it first: optimizer.build(variables)."
-            )
-        if len(walk.names) == above:
-            raise StructureError(
-                f"{begin or 'the root'} of the checkpoint ({type(tree).__name__}) holds no "
-                f"variable, so nothing of it would be saved. {_ADVICE}"
-            )
+        try:
+            if tree is not None or key:
+                walk.root(tree, begin, functools.partial(assign or _fixed, key))
+        except Exception as error:
+            failure = failure or error
     if walk.values:
         walk.arrays[NAME] = Values(walk.values).cell()
-    return Found(dict(sorted(walk.arrays.items())), walk.stateful)
-
-
-def first(root: Any, trees: Mapping[str, Any]) -> Variable | None:
-    """Return some variable of what cannot all be saved, if there is one."""
-    for tree in (root, *trees.values()):
-        walk = _Walk()
-        with contextlib.suppress(Exception):  # it has been told already
-            walk.visit(tree, "", False, _fixed)
-        found = (each for each in walk.arrays.values() if each.strategy is not None)
-        if (one := next(found, None)) is not None:
-            return cast("Variable", one)
-    return None
+    return Found(dict(sorted(walk.arrays.items())), walk.stateful, failure)
 
 
 def _fixed(*_: Any) -> None:
@@ -139,6 +122,19 @@ class _Walk:
             raise StructureError(f"two variables of the checkpoint have the name {name!r}.")
         self.names.add(name)
         (self.values if isinstance(each, Value) else self.arrays)[name] = each
+
+    def root(self, tree: Any, path: str, assign: _Assign) -> None:
+        """Note what is in a tree that the program gave; raise StructureError if that is nothing."""
+        above, self.seen = len(self.names), {}
+        self.visit(tree, path, True, assign)
+        if len(self.names) > above:
+            return
+        what = f"{path or 'the root'} of the checkpoint ({type(tree).__name__})"
+        if isinstance(tree, Optimizer):
+            text = "has no state yet; create it first: optimizer.build(variables)."
+        else:
+            text = f"holds no variable, so nothing of it would be saved. {_ADVICE}"
+        raise StructureError(f"{what} {text}")
 
     def visit(self, value: Any, path: str, given: bool, assign: _Assign) -> None:
         """Note what is in `value`; `given` tells that the program meant all of it to be saved."""

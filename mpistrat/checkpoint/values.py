@@ -149,13 +149,16 @@ class Values:
         """The names of those that a file has to have: all but None and what holds nothing."""
         return [name for name, value in self.values.items() if not _is_empty(value.told)]
 
-    def wrong(self, array: Array) -> tuple[list[str], list[str], list[str]]:
+    def wrong(self, array: Array | None) -> tuple[list[str], list[str], list[str]]:
         """Return what a file lacks, what only the file has, and what does not fit, as texts.
+
+        Args:
+          array: What the file has; None for nothing.
 
         Raises:
           ValueError: The file's bytes are no values.
         """
-        found = parsed(array)
+        found = {} if array is None else parsed(array)
         lacks = [name for name in self.wanted if name not in found]
         extra = [name for name, told in found.items() if not _is_empty(told)]
         extra = [name for name in extra if name not in self.values]

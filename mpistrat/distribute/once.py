@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -121,7 +121,7 @@ def _called(
     if group.node.rank == 0:
         try:
             with declared:
-                message = _message(what, fn(*args))
+                message = pack([_packed(fn(*args), f"{what}: the result")])
         except BaseException as error:  # all ranks are told of Ctrl-C and SystemExit, too
             failure = error
     told = lockstep.share(
@@ -130,55 +130,38 @@ def _called(
     length = int.from_bytes(told[group.ranks[0]], "little")
     room = np.frombuffer(message.ljust(length), np.uint8).copy()
     group.node.bcast(room, 0)
-    outline, *leaves = unpack(room.tobytes())
-    return _rebuilt(json.loads(decode(*outline)), iter(leaves))
+    return _unpacked(*unpack(room.tobytes())[0])
 
 
-def _message(what: str, result: Any) -> bytes:
-    leaves: list[tuple[bytes, bytes]] = []
-    outline = json.dumps(_outline(result, leaves, f"{what}: the result"))
-    return pack([encode(outline, whole=True), *leaves])
-
-
-def _outline(value: Any, leaves: list[tuple[bytes, bytes]], where: str) -> Any:
-    """Return what a tree is made of, for JSON, and append its leaves."""
+def _packed(value: Any, where: str) -> tuple[bytes, bytes]:
+    """Return a tree as `codec.encode` returns a value: a container is the pack of its parts."""
     if type(value) is dict and all(type(key) is str for key in value):
-        rows = [[key, _outline(each, leaves, f"{where}[{key!r}]")] for key, each in value.items()]
-        return ["dict", rows]
+        rows = [(encode(k, whole=True), _packed(v, f"{where}[{k!r}]")) for k, v in value.items()]
+        return b"D", pack([each for row in rows for each in row])
     if type(value) in (list, tuple):
-        parts = [_outline(each, leaves, f"{where}[{i}]") for i, each in enumerate(value)]
-        return [type(value).__name__, parts]
+        parts = [_packed(each, f"{where}[{i}]") for i, each in enumerate(value)]
+        return b"L" if type(value) is list else b"T", pack(parts)
     if isinstance(value, PurePath):
-        leaves.append(encode(str(value), whole=True))
-        return "path"
+        return b"P", os.fsencode(value)
     if type(value) is bytes:
-        leaves.append((b"y", value))
-        return "bytes"
+        return b"y", value
     if type(value) not in _PLAIN and not isinstance(value, np.generic):
-        value = _array(value, where)
-    leaves.append(encode(value, whole=True))
-    return ""
+        try:
+            value = as_array(value, "")
+        except LeafTypeError as error:
+            raise LeafTypeError(
+                f"{where} is of type {type(value).__name__}. Return None, numbers, texts, bytes, "
+                "paths, arrays, or dicts (with texts for keys), lists and tuples of them."
+            ) from error
+    return encode(value, whole=True)
 
 
-def _array(value: Any, where: str) -> Any:
-    try:
-        array = as_array(value, "")
-    except LeafTypeError as error:
-        raise LeafTypeError(
-            f"{where} is of type {type(value).__name__}. Return None, numbers, texts, bytes, "
-            "paths, arrays, or dicts (with texts for keys), lists and tuples of them."
-        ) from error
-    return array
-
-
-def _rebuilt(outline: Any, leaves: Iterator[tuple[bytes, bytes]]) -> Any:
-    if isinstance(outline, list):
-        kind, parts = outline
-        if kind == "dict":
-            return {key: _rebuilt(each, leaves) for key, each in parts}
-        made = [_rebuilt(each, leaves) for each in parts]
-        return tuple(made) if kind == "tuple" else made
-    kind, data = next(leaves)
-    if outline == "bytes":
-        return data
-    return Path(decode(kind, data)) if outline == "path" else decode(kind, data)
+def _unpacked(kind: bytes, data: bytes) -> Any:
+    if kind in (b"D", b"L", b"T"):
+        parts = [_unpacked(*one) for one in unpack(data)]
+        if kind == b"D":
+            return dict(zip(parts[::2], parts[1::2], strict=True))
+        return parts if kind == b"L" else tuple(parts)
+    if kind == b"P":
+        return Path(os.fsdecode(data))
+    return data if kind == b"y" else decode(kind, data)

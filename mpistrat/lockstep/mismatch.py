@@ -29,6 +29,10 @@ _ADVICE = (
     "  Every rank must make the same calls in the same order, with the same structure, shapes and "
     "dtypes. Look for a collective under `if rank == ...`, or an early `break`."
 )
+_SAVING = (
+    "  Every rank must name the same path, as replica 0 writes and looks for all of them (no rank "
+    "needs one of its own), and save the same variables, numbers and texts."
+)
 # What texts of calls say of arrays that are reduced where they lie in shared memory.
 _PLACED = re.compile(r", out, in place [0-9/ ]+")
 
@@ -85,7 +89,9 @@ def mismatch(lockstep: Ranks, call: str) -> LockstepError:
             "on the rank. Make it the same on all, or reduce it first."
         )
         return LockstepError("\n".join(lines))
-    lines.append(_of_buffers(calls) or _ADVICE)
+    names = {what.partition("(")[0] for _, _, what in calls}
+    saving = len(names) == 1 and names.pop().startswith("Checkpoint")
+    lines.append(_of_buffers(calls) or (_SAVING if saving else _ADVICE))
     return LockstepError("\n".join(lines))
 
 

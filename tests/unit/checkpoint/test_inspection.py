@@ -12,6 +12,7 @@ import pytest
 import mpistrat as ms
 from mpistrat import cli
 from mpistrat.checkpoint import sharded
+from mpistrat.testing import run_ranks
 
 
 @pytest.fixture(params=["files", "directories"])
@@ -140,6 +141,8 @@ def test_what_is_not_there_is_told(tmp_path, capsys):
         code, said = told(capsys, act, tmp_path / "none")
         assert code in (1, 2)
         assert "none" in said.out + said.err
+    assert "there is no checkpoint" in said.err
+    assert "none.npz or" in said.err
     assert told(capsys, "show", tmp_path)[0] == 2
 
 
@@ -150,3 +153,21 @@ def test_mpi_is_not_started(tmp_path):
     )
     words = [sys.executable, "-c", program, "checkpoint", "list", str(tmp_path)]
     assert subprocess.run(words, timeout=60).returncode == 0
+
+
+def test_parts_of_metrics_are_compared_at_equal_numbers_of_replicas(tmp_path, capsys):
+    def save(comm, shift):
+        strategy = ms.MirroredStrategy()
+        with strategy.scope():
+            loss = ms.metrics.Mean("loss")
+        rows = [4.0, 0.0, 0.0, 0.0]
+        mine = rows[comm.rank :: comm.size] if not shift else [2.0, 0.0]
+        strategy.run(lambda: loss.update_state(mine))
+        return ms.Checkpoint(loss=loss).save(tmp_path / "x")
+
+    one, two, other = (run_ranks(save, n, shift)[0] for n, shift in [(2, 0), (1, 0), (2, 1)])
+    assert told(capsys, "diff", one, two)[0] == 0
+    assert told(capsys, "diff", two, one)[0] == 0
+    code, said = told(capsys, "diff", one, other)
+    assert code == 1
+    assert "loss/total/parts differs in 2 of 2 numbers" in said.out

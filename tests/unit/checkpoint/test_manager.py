@@ -231,6 +231,22 @@ def test_init_fn_is_called_where_there_is_nothing(tmp_path):
     assert run_ranks(program, 2) == [(1, 3)] * 2
 
 
+@SIZES
+def test_an_init_fn_that_fails_on_one_rank_fails_on_all(size, tmp_path):
+    def program(comm):
+        def fails():
+            if comm.rank == size - 1:
+                raise ValueError("no weights")
+
+        _, manager = made(tmp_path, init_fn=fails)
+        with pytest.raises(ValueError, match="no weights"):
+            manager.restore_or_initialize()
+        manager._init_fn = lambda: ms.once(int)  # it may communicate
+        assert manager.restore_or_initialize() is None
+
+    run_ranks(program, size)
+
+
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
@@ -266,7 +282,7 @@ def test_a_checkpoint_is_wanted(tmp_path):
 
 def test_other_directories_on_other_ranks(tmp_path):
     def program(comm):
-        with pytest.raises(ms.LockstepError):
+        with pytest.raises(ms.LockstepError, match="must name the same path, as replica 0 writes"):
             made(tmp_path / str(comm.rank))
 
     run_ranks(program, 2)

@@ -21,7 +21,7 @@ from patched import patch_os
 
 import mpistrat as ms
 from mpistrat.arena import storage
-from mpistrat.checkpoint import files, parts, sharded, shares
+from mpistrat.checkpoint import files, gathering, parts, saving, sharded, shares
 from mpistrat.checkpoint.cells import Cell
 from mpistrat.checkpoint.entries import Entry
 from mpistrat.compat import tf
@@ -315,6 +315,79 @@ def test_every_flip_and_truncation_is_found(step, three, tmp_path):
                 sharded.read(tmp_path / "x.arrays")
         file.write_bytes(whole)
     assert sharded.read(tmp_path / "x.arrays").counter == 1
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_node_without_shared_memory_reads_all_the_same(ranks, three, monkeypatch):
+    monkeypatch.setattr(gathering, "touch", lambda *_: False)
+
+    def restore(comm):
+        checkpoint = made(comm, scale=0)
+        checkpoint.restore(three / "ckpt-1").assert_consumed()
+        return values(checkpoint)
+
+    assert run_ranks(restore, ranks) == [WANTED] * ranks
+
+
+@every("per_node", [0, 1])
+def test_too_little_memory_on_one_rank_is_told_on_all(per_node, three, monkeypatch):
+    own = threading.local()
+
+    class Poor:
+        def __getattr__(self, name):
+            return getattr(np, name)
+
+        def empty(self, count, dtype):
+            if getattr(own, "poor", False) and count > 999:
+                raise MemoryError(f"no {count} bytes")
+            return np.empty(count, dtype)
+
+    def program(comm):
+        checkpoint = made(comm, scale=7)
+        own.poor = comm.rank == 1
+        with pytest.raises(MemoryError, match=r"no \d+ bytes"):
+            checkpoint.restore(three / "ckpt-1.arrays")
+        own.poor = False
+        assert values(checkpoint)["w"] == (W * 7).tobytes()
+        checkpoint.restore(three / "ckpt-1.arrays")
+
+    monkeypatch.setenv("MPISTRAT_RANKS_PER_NODE", str(per_node))
+    with monkeypatch.context() as patch:
+        patch.setattr(gathering, "np", Poor())
+        run_ranks(program, 2)
+
+
+@every("background", [False, True])
+@every("least", [1 << 26, 1 << 10])
+@every("at", [1, 4, 6])
+def test_too_little_memory_in_a_save_is_told_on_all(at, least, background, tmp_path, monkeypatch):
+    """Of the values that one rank looks at, one after the other, before anything is written."""
+    own = threading.local()
+
+    class Poor:
+        def __getattr__(self, name):
+            return getattr(np, name)
+
+        def asarray(self, value):
+            own.count = getattr(own, "count", 0) - 1
+            if not own.count:
+                raise MemoryError("too little")
+            return np.asarray(value)
+
+    def program(comm):
+        manager = ms.CheckpointManager(made(comm), tmp_path, 2, background=background)
+        own.count = at if comm.rank == 0 else 0
+        with pytest.raises(MemoryError, match="too little"):
+            manager.save()
+        assert manager.wait() is None
+        path = manager.save()
+        assert manager.wait() == path
+
+    monkeypatch.setattr(sharded, "LEAST", least)
+    monkeypatch.setattr(saving, "np", Poor())
+    monkeypatch.setattr(shares, "np", Poor())
+    run_ranks(program, 2)
+    assert hidden(tmp_path) == []
 
 
 def test_a_newer_format_is_named(three, tmp_path):

@@ -13,7 +13,8 @@ import pytest
 from every import every
 
 import mpistrat as ms
-from mpistrat.checkpoint import format
+from mpistrat.arena import storage
+from mpistrat.checkpoint import format, sharded
 from mpistrat.checkpoint.values import decode, encode
 from mpistrat.testing import run_ranks
 
@@ -321,3 +322,50 @@ def test_a_metric_goes_on_as_if_nothing_had_happened(tmp_path, size):
 
     half = given[:3, :size].mean()
     assert all(abs(found - half) < 1e-12 for found in run_ranks(sums, other))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_name_that_parts_of_a_metric_have_too(tmp_path, size):
+    """A tree in the root and one beside it can make it; the program's own value is kept."""
+
+    def program(comm):
+        with ms.MirroredStrategy().scope():
+            sums, w = ms.metrics.Mean().variables, ms.Variable(5.0)
+        checkpoint = ms.Checkpoint({"m": sums[0]}, m={"parts": w})
+        path = checkpoint.save(tmp_path / "x")
+        w.assign(0.0)
+        checkpoint.restore(path).assert_consumed()
+        return float(w.numpy())
+
+    assert run_ranks(program, size) == [5.0] * size
+
+
+class Roomy(dict):
+    """A mapping, but not one of numbers and texts alone."""
+
+
+class Full(Roomy):
+    def __setitem__(self, key, value):
+        raise RuntimeError("no room")
+
+
+@pytest.mark.parametrize("least", [1 << 26, 1 << 10])
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_takes_no_value_fails_before_any_variable_is_written(
+    size, least, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(sharded, "LEAST", least)
+    monkeypatch.setattr(storage, "LEAST", 1 << 10)
+
+    def program(comm):
+        with ms.MirroredStrategy().scope():
+            v = ms.Variable(np.ones(300))
+        last = comm.rank == size - 1
+        checkpoint = ms.Checkpoint(a=v, n=(Full if last else Roomy)(x=1))
+        path = checkpoint.save(tmp_path / "x")
+        v.assign(np.zeros(300))
+        with pytest.raises(RuntimeError, match="no room"):
+            checkpoint.restore(path)
+        assert not v.numpy().any()
+
+    run_ranks(program, size)
