@@ -282,7 +282,7 @@ def job_size(env: Mapping[str, str] | None = None) -> int | None:
 
 # Room for a mask of 8192 cores; Linux allows no more.
 MASK_BYTES = 1024
-# Folds and sums are bound by memory, which no more cores than this make faster.
+# Reductions and sums are bound by memory, which no more cores than this make faster.
 MOST = 16
 
 

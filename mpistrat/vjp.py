@@ -39,7 +39,7 @@ Pull = Callable[[Any], Any]
 def all_reduce(
     reduce_op: ReduceOp | str, value: Any, *, weight: float | None = None
 ) -> tuple[Any, Pull]:
-    """Fold the values of all replicas, and return the result and how gradients come back.
+    """Reduce the values of all replicas, and return the result and how gradients come back.
 
     Collective: every replica calls it, and every replica calls what it returns as often.
 

@@ -38,8 +38,8 @@ class Ops:
 
     Attributes:
       route: Returns the way of each message and the number of packs; None if `reduce` itself moves.
-      reduce: Folds one value.
-      batch_reduce: Folds several values.
+      reduce: Reduces one value.
+      batch_reduce: Reduces several values.
       broadcast: Gives replica 0's value to every replica.
     """
 
@@ -203,7 +203,7 @@ class Delegate:
             failure = error
         advice = "A CrossDeviceOps must return the same on every rank."
         told = {"what the class returned": contents}
-        prove_same(self._lockstep, f"{text}, folded", told, advice, failure)
+        prove_same(self._lockstep, f"{text}, reduced", told, advice, failure)
         return totals
 
     def _per_replica(self, value: Any, place: int, structure: nest.Structure) -> PerReplica:

@@ -228,7 +228,7 @@ class ReplicaContext:
         weight: float | None = None,
         out: Any = None,
     ) -> Any:
-        """Fold the values of all replicas, and return the result on each.
+        """Reduce the values of all replicas, and return the result on each.
 
         Collective: every replica calls it, with the same structure, shapes and dtypes.
 
@@ -243,13 +243,13 @@ class ReplicaContext:
             NaN. With all weights 0 the result is NaN.
           out: Where the results go: a tree of the same structure, of writable arrays of the shapes
             and dtypes of the results. It may be `value` itself. Arrays of ``Strategy.buffers`` that
-            are value and out both are folded where they lie, without any copy. Other overlaps with
+            are value and out both are reduced where they lie, without any copy. Other overlaps with
             `value` are allowed too: all of it is read before what it overlaps with is written.
 
         Returns:
           `out` if it was given, else the same tree. Arrays are fresh; numbers come back as NumPy
           scalars. dtypes are kept, except that MEAN of integers is float64 (float32 for 8 and 16
-          bits). float16 and bfloat16 are folded in float32. All replicas get the same bits.
+          bits). float16 and bfloat16 are reduced in float32. All replicas get the same bits.
 
         Raises:
           ContextError: Called outside the run that this context belongs to, or in another thread;
@@ -260,7 +260,7 @@ class ReplicaContext:
           LockstepError: The calls differ between ranks.
           RemoteError: Another rank failed.
 
-        Cost: the proof, in which up to some 200 bytes ride. More are folded in memory that the
+        Cost: the proof, in which up to some 200 bytes ride. More are reduced in memory that the
         ranks of a node share: two barriers of the node, one copy in and one out (neither for arrays
         of ``Strategy.buffers``), and between nodes one ``MPI_Allreduce`` of each slice, or half the
         bytes in bfloat16, if `options` say so. Where it cannot be shared, one ``MPI_Allreduce`` per
@@ -284,9 +284,9 @@ class ReplicaContext:
 
         What can fail fails here, on all ranks. Between the two, the program may make other calls,
         also more of these, which end in the order in which they were begun. Arrays of
-        ``Strategy.buffers`` are folded where they lie: until ``wait`` the program must neither read
-        nor write them, and another call that is given them raises. Others are copied first, so the
-        memory of a step is needed twice; those of `out` have the results after ``wait``.
+        ``Strategy.buffers`` are reduced where they lie: until ``wait`` the program must neither
+        read nor write them, and another call that is given them raises. Others are copied first, so
+        the memory of a step is needed twice; those of `out` have the results after ``wait``.
 
         Between nodes the bytes move in a thread. It needs Python's lock each time that it looks, so
         what computes should leave it free, as NumPy does for large arrays. Everything is done here
@@ -317,8 +317,8 @@ class ReplicaContext:
           LockstepError: The calls differ between ranks.
           RemoteError: Another rank failed.
 
-        Cost: the proof, one copy of what does not lie in ``Strategy.buffers``, and the fold of the
-        ranks of the node; the first time also some splits of the communicator.
+        Cost: the proof, one copy of what does not lie in ``Strategy.buffers``, and the reduction
+        over the ranks of the node; the first time also some splits of the communicator.
 
         Example:
           >>> import numpy as np

@@ -210,7 +210,7 @@ def _over_axis(op: ReduceOp, array: Array, axis: Any, path: str, team: Team | No
     count = int(np.prod([array.shape[a] for a in axes], dtype=np.int64))
     start = op.how.start(how.wire)
     with np.errstate(all="ignore"):
-        total = op.how.fold.reduce(array, axis=axes, dtype=how.wire, initial=start)
+        total = op.how.ufunc.reduce(array, axis=axes, dtype=how.wire, initial=start)
     return Contribution(np.asarray(total), how, count, spec)
 
 

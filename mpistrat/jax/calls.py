@@ -138,7 +138,7 @@ class TracedCall:
     Attributes:
       site: Whose it is.
       name: ``all_reduce``, ``all_gather`` or ``broadcast``.
-      op: The fold, of an all-reduce.
+      op: The reduction, of an all-reduce.
       axis: Along which arrays are gathered.
       weight: How many examples this replica stands for, if that is known when it is traced.
       weighed: It is known only when it runs: the first operand.

@@ -28,7 +28,7 @@ jnp = jax.numpy
 def all_reduce(
     reduce_op: ReduceOp | str, value: Any, *, weight: Any = None, shared_loss: bool = False
 ) -> Any:
-    """Fold the values of all replicas, in a function that JAX transforms or outside.
+    """Reduce the values of all replicas, in a function that JAX transforms or outside.
 
     It has gradients in both modes, and a batch of ``jax.vmap`` is one call. The gradient by a
     replica's value is that of the *sum of all replicas' losses*, as in `mpistrat.vjp`.

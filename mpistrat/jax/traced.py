@@ -1,8 +1,8 @@
 """Collectives as operations of JAX: how they are lowered, differentiated, transposed and batched.
 
 An operation has an ordered effect, so XLA neither drops it nor makes it out of turn. The callback
-reads its operands and writes its results where XLA has them. All operations but folds that are no
-sums are linear, so gradients follow from what their transposes are, in forward mode, too.
+reads its operands and writes its results where XLA has them. All operations are linear, but for
+reductions that are not sums, so gradients follow from their transposes, in forward mode, too.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ def _batched(args: Any, dims: Any, *, call: TracedCall) -> tuple[list[Any], list
 
 
 def _batched_weights(args: Any, dims: Any, call: TracedCall) -> tuple[list[Any], list[Any]]:
-    """Fold with a weight for each example of a batch, in one call."""
+    """Reduce with a weight for each example of a batch, in one call."""
     weights = jnp.moveaxis(args[0], dims[0], 0)
     weights = weights.astype(jnp.result_type(float))
     terms = []

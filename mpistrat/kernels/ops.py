@@ -1,4 +1,4 @@
-"""Reduce operations: what folds the values of two ranks into one, and what MPI has of it.
+"""Reduce operations: what reduces the values of two ranks into one, and what MPI has of it.
 
 The names SUM and MEAN are those of ``tf.distribute.ReduceOp``; MIN, MAX and PROD are additions. How
 to add an operation: one row in `ReduceOp`; CONTRIBUTING.md has an example.
@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 
-class Fold(NamedTuple):
+class Reduction(NamedTuple):
     """What is known of a reduce operation.
 
     Attributes:
-      fold: A ufunc of two arguments, associative; bits are the same on all ranks in any case.
+      ufunc: Of two arguments, associative; bits are the same on all ranks in any case.
       mpi: What MPI calls it; empty if MPI has no such operation, and values have to be gathered.
       start: Gives, for a dtype, the value that changes nothing.
       kinds: The kinds of dtypes that it takes, as `numpy.dtype.kind` names them.
@@ -25,7 +25,7 @@ class Fold(NamedTuple):
       loses_nan: MPI's own operation may lose a NaN.
     """
 
-    fold: np.ufunc
+    ufunc: np.ufunc
     mpi: str
     start: Callable[[np.dtype[Any]], Any]
     kinds: str = "iufcV"  # V: what ml_dtypes adds
@@ -56,25 +56,25 @@ class ReduceOp(enum.Enum):
     as `numpy.minimum` and `numpy.maximum` do.
 
     Attributes:
-      how: What is known of it, as a `Fold`.
+      how: What is known of it, as a `Reduction`.
 
     Example:
       >>> ReduceOp.parse("mean")
       <ReduceOp.MEAN: 'MEAN'>
     """
 
-    how: Fold
+    how: Reduction
     if TYPE_CHECKING:  # which take the value of members that are made of more for anything
 
         @property
         def value(self) -> str:
             """The name."""
 
-    SUM = "SUM", Fold(np.add, "SUM", _zero)
-    MEAN = "MEAN", Fold(np.add, "SUM", _zero, repeats=True)  # divided afterwards
-    MIN = "MIN", Fold(np.minimum, "MIN", _highest, "iufV", repeats=True, loses_nan=True)
-    MAX = "MAX", Fold(np.maximum, "MAX", _lowest, "iufV", repeats=True, loses_nan=True)
-    PROD = "PROD", Fold(np.multiply, "PROD", _one)
+    SUM = "SUM", Reduction(np.add, "SUM", _zero)
+    MEAN = "MEAN", Reduction(np.add, "SUM", _zero, repeats=True)  # divided afterwards
+    MIN = "MIN", Reduction(np.minimum, "MIN", _highest, "iufV", repeats=True, loses_nan=True)
+    MAX = "MAX", Reduction(np.maximum, "MAX", _lowest, "iufV", repeats=True, loses_nan=True)
+    PROD = "PROD", Reduction(np.multiply, "PROD", _one)
 
     def __new__(cls, name: str, how: Any = None) -> ReduceOp:
         """Create a member, whose value is its name; ``ReduceOp("SUM")`` finds one."""
@@ -124,5 +124,5 @@ class ReduceOp(enum.Enum):
         )
 
 
-# What folds two values into one; MEAN divides afterwards.
-UFUNCS: dict[ReduceOp, Callable[..., Any]] = {op: op.how.fold for op in ReduceOp}
+# What reduces two values into one; MEAN divides afterwards.
+UFUNCS: dict[ReduceOp, Callable[..., Any]] = {op: op.how.ufunc for op in ReduceOp}

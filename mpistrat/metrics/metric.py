@@ -126,7 +126,7 @@ class Metric(abc.ABC):
         strategy, own = self._place()
         arrays = [variable.storage.array for variable in self.variables]
         if not own:
-            # In its strategy's scope, for the sake of what a program has chosen to fold it.
+            # In its strategy's scope, for the sake of what a program has chosen to reduce it.
             with entered(again(current(), strategy)):
                 given = [Contribution(a, wire_type(ReduceOp.SUM, a.dtype)) for a in arrays]
                 call = f"{self._label}.result()"

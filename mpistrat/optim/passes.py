@@ -1,12 +1,12 @@
 """Passes over memory: gradients of several ranks in, weights and state changed, block by block.
 
 All memory is flat, contiguous and of one dtype, float32 or float64. A variable, or the slice of it
-that a rank updates, is cut into blocks of `BLOCK` elements. For each block a pass folds the rows of
-the ranks into a scratch array that stays in the fastest cache, does what is to be done to the
-gradient, and hands it to the loop of the optimizer; so the folded gradient never goes to memory::
+that a rank updates, is cut into blocks of `BLOCK` elements. For each block a pass reduces the rows
+of the ranks into a scratch array that stays in the fastest cache, does what is to be done to the
+gradient, and hands it to the loop of the optimizer; so the reduced gradient never goes to memory::
 
     for low in range(0, w.size, BLOCK):
-        g = fold of rows[:, start + low : start + high], over divisor, times scale, clipped
+        g = reduction of rows[:, start + low : start + high], over divisor, times scale, clipped
         update(w, g, slots, s, low, high)               # in place
         ema += (1 - decay) * (w - ema)                  # if wanted
 
@@ -26,7 +26,7 @@ may be cut anywhere. Only sums of squares look further: they are made for each b
 in 512 lanes that are then added in pairs. If slices begin at multiples of `BLOCK`, counted from the
 start of the variable, they have the same blocks whoever makes them; `clipping.norm_of` adds up the
 blocks of all ranks, rounded once. So norms, and with them weights, have the same bits however many
-ranks and threads there are (the fold of R gradients rounds by R, as every mean does).
+ranks and threads there are (the reduction of R gradients rounds by R, as every mean does).
 
 **Loops and twins** have the same bits, but for what is in a NaN: neither contracts a product and a
 sum into one operation, and both do them in the same order. So each rank may choose by itself;
@@ -34,10 +34,11 @@ sum into one operation, and both do them in the same order. So each rank may cho
 off, once for all variables. A twin does 16 blocks at once; only where a gradient in them is not
 finite it goes block by block, so that the same blocks are left out.
 
-**Rows.** A `Gradient` says what the gradient is made of. One row is a gradient that has been folded
-before, or that of the only rank. 16-bit gradients are folded into a row of the dtype of the weights
-first. With ``keep=True`` `measure_norm` writes the folded gradient to the first row; then
-``gradient.kept()`` reads that alone, and with one node more, the row can be exchanged in between.
+**Rows.** A `Gradient` says what the gradient is made of. One row is a gradient that has been
+reduced before, or that of the only rank. 16-bit gradients are reduced into a row of the dtype of
+the weights first. With ``keep=True`` `measure_norm` writes the reduced gradient to the first row;
+then ``gradient.kept()`` reads that alone, and with one node more, the row can be exchanged in
+between.
 """
 
 from __future__ import annotations
