@@ -223,6 +223,19 @@ def test_messages_to_the_neighbour(rank, size, count):
 
 
 @pytest.mark.mpi(min_size=2)
+def test_large_messages_find_their_room_in_whatever_order_they_are_waited_for(rank, size):
+    if rank == 0:
+        rooms = [torch.empty(40_000) for _ in range(3)]
+        works = [dist.irecv(room, src) for room, src in zip(rooms, [None, 1, None], strict=True)]
+        for work in works[::-1]:
+            work.wait()
+        assert [room.unique().tolist() for room in rooms] == [[0.0], [1.0], [2.0]]
+    elif rank == 1:
+        for work in [dist.isend(torch.full((40_000,), float(i)), 0) for i in range(3)]:
+            work.wait()
+
+
+@pytest.mark.mpi(min_size=2)
 def test_messages_by_tag_and_from_anyone(rank, size):
     if rank == 0:
         later, sooner = torch.empty(2), torch.empty(2, 2).t()
