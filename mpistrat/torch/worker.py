@@ -40,6 +40,7 @@ class Worker:
         self._todo: deque[Callable[[bool], None]] = deque()
         self._changed = threading.Condition()
         self._busy = self._thread = False
+        self._owner = 0  # the thread whose turn it is
         self._asleep = False
         self._waiting = 0
         self._pid = os.getpid()
@@ -49,22 +50,31 @@ class Worker:
         with self._changed:
             if self._busy or self._todo:
                 return False
-            self._busy = True
+            self._begin()
         return True
+
+    def _begin(self) -> None:
+        self._busy, self._owner = True, threading.get_ident()
 
     def end_turn(self) -> None:
         """Let others go on after `take_turn`."""
         with self._changed:
-            self._busy = False
+            self._busy, self._owner = False, 0
             if self._waiting or self._asleep:
                 self._changed.notify_all()
 
     def queue(self, call: Callable[[bool], None]) -> None:
         """Have the thread make a call, behind all that came before.
 
+        What a callback of a call asks for is made at once: it may wait for it, and so it has one
+        place in the order on all ranks, however much was queued by then.
+
         Args:
           call: Is told whether the program goes on beside it. It raises nothing.
         """
+        if self._owner == threading.get_ident():
+            call(False)
+            return
         if not self.beside:
             while not self.take_turn():
                 self.drain()
@@ -92,7 +102,7 @@ class Worker:
                 if self._busy or not self._todo:
                     self._wait(lambda: done() or not self._busy)
                     continue
-                self._busy = True
+                self._begin()
                 call = self._todo.popleft()
             try:
                 call(False)
@@ -131,7 +141,7 @@ class Worker:
                 if self._busy:
                     awake = time.monotonic() + _AWAKE
                 elif self._todo:
-                    self._busy = True
+                    self._begin()
                     return self._todo.popleft()
                 elif time.monotonic() > awake:
                     self._asleep = True
