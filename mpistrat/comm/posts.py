@@ -83,13 +83,15 @@ class Posts:
         """Begin to send uint8 `buffer` to `dest`; `said` is what it holds, up to 48 letters."""
         rides, follows = buffer.size <= self._rides, 1 + self._most + next(self._sent) % self._most
         head = np.empty(_HEAD.size + (buffer.size if rides else 0), np.uint8)
-        _HEAD.pack_into(head, 0, buffer.size, follows, said.encode()[:48])
+        told = _HEAD.pack(buffer.size, follows, said.encode()[:48])
+        head[: _HEAD.size] = np.frombuffer(told, np.uint8)
         if rides:
             head[_HEAD.size :] = buffer
         byte, isend = library().BYTE, self.comm.mpi.Isend
         first = isend([head, head.size, byte], dest=dest, tag=self._tag(tag))
         parts = [] if rides else self._parts(buffer)
-        return Post([first, *(isend([p, p.size, byte], dest=dest, tag=follows) for p in parts)], dest)
+        rest = [isend([part, part.size, byte], dest=dest, tag=follows) for part in parts]
+        return Post([first, *rest], dest)
 
     def receive(self, buffer: Buffer, source: int | None, tag: int) -> Post:
         """Begin to receive into uint8 `buffer` from `source`, or from any rank.
@@ -100,7 +102,7 @@ class Posts:
         head = np.empty(_HEAD.size + self._rides, np.uint8)
 
         def arrived(post: Post) -> list[Any]:
-            post.nbytes, follows, said = _HEAD.unpack_from(head)
+            post.nbytes, follows, said = _HEAD.unpack(head[: _HEAD.size].tobytes())
             post.said = said.rstrip(b"\0").decode(errors="replace")
             into = buffer if post.nbytes == buffer.size else np.empty(post.nbytes, np.uint8)
             if post.nbytes <= self._rides:

@@ -81,9 +81,10 @@ class PostWork(AnyWork):
         dtype, size = wanted.partition("[")[0], bytes_of(self._room).size
         if self._post.nbytes != size or sent.partition("[")[0] != dtype:
             raise ValueError(
-                f"rank {self._messages.rank}{self._messages.group}: {self._what} in {self._place} wants {wanted}, {size} "
-                f"bytes, and rank {self._post.peer} has sent {sent}, {self._post.nbytes} bytes. "
-                "Give a tensor of the dtype that was sent, with as many elements."
+                f"rank {self._messages.rank}{self._messages.group}: {self._what} in {self._place} "
+                f"wants {wanted}, {size} bytes, and rank {self._post.peer} has sent {sent}, "
+                f"{self._post.nbytes} bytes. Give a tensor of the dtype that was sent, with as "
+                "many elements."
             )
         settle([self._tensor], [self._room])
 
