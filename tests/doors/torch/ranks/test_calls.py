@@ -205,6 +205,23 @@ def test_functional_collectives(rank, size, group):
     same(got, torch.cat([mine(r, (size * 2,)).chunk(size)[rank] for r in range(size)]))
 
 
+@pytest.mark.parametrize("waits", [False, True], ids=["after", "inside"])
+def test_on_one_core_calls_of_a_backward_pass_are_made_at_its_end(size, waits, monkeypatch):
+    monkeypatch.setattr(dist.group.WORLD.channel.worker, "crowded", True)
+    values, works = [torch.ones(50_000), torch.full((3,), 2.0)], []
+
+    def came(_):
+        works.extend(dist.all_reduce(value, async_op=True) for value in values)
+        if waits:
+            works[1].get_future().wait()
+
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(came)
+    x.sum().backward()
+    assert all(work.is_completed() for work in works)
+    assert [value.unique().item() for value in values] == [size, 2 * size]
+
+
 # PointToPoint.
 
 
