@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+import struct
+from collections.abc import Callable
 from typing import Any, final
 
 import numpy as np
@@ -11,47 +13,44 @@ from mpistrat.comm.base import Buffer
 from mpistrat.comm.chunks import slices
 from mpistrat.comm.mpi import MPIComm, largest_tag, library
 
+# What each message begins with: its bytes, the tag that they follow by, and what they are in words.
+_HEAD = struct.Struct("=qq48s")
+_RIDES = 1 << 14  # bytes that come with that; to copy them takes less than a message of their own
+
 
 @final
 class Post:
     """A message on its way.
 
     Args:
-      begin: Begins to move its pieces, one after the other, each from the rank that it is given.
+      begun: The requests of it that were made, in their order.
       peer: The other rank; None if any may send it.
+      arrived: Is called once the first has come, and makes more; for what is received.
 
     Attributes:
       peer: The other rank; of a message that any may send, who has, once it is there.
-      nbytes: How many bytes have come; 0 before all have, and of one that is sent.
-      truncated: More were sent than there was room for.
+      nbytes: How many bytes were sent; 0 before that is known, and of one that is sent.
+      said: What they are in words, likewise.
     """
 
-    def __init__(self, begin: Iterator[Any], peer: int | None):
-        """Begin with the first piece; with all, if it is known whom they are for."""
-        self.peer, self.nbytes, self.truncated = peer, 0, False
-        self._begin = begin
-        self._open: list[Any] = [next(begin)] if peer is None else list(begin)
-        self._came = 0
+    def __init__(
+        self, begun: list[Any], peer: int | None, arrived: Callable[[Post], list[Any]] | None = None
+    ):
+        """Wait for nothing yet."""
+        self.peer, self.nbytes, self.said = peer, 0, ""
+        self._open, self._arrived = begun, arrived
 
     def test(self) -> bool:
         """Tell whether all of it has come, or its memory may be used again."""
         while self._open:
-            mpi = library()
-            status = mpi.Status()
-            try:
-                if not self._open[0].Test(status):
-                    return False
-            except mpi.Exception as error:
-                if error.Get_error_class() != mpi.ERR_TRUNCATE:
-                    raise
-                self.truncated = True
-                self._open[1:] = []
+            status = library().Status()
+            if not self._open[0].Test(status):
+                return False
             del self._open[0]
-            self._came += status.Get_count(mpi.BYTE)
-            if self.peer is None:
+            arrived, self._arrived = self._arrived, None
+            if arrived is not None:
                 self.peer = int(status.Get_source())
-                self._open = list(self._begin)
-        self.nbytes = self._came
+                self._open = arrived(self)
         return True
 
     def cancel(self) -> None:
@@ -66,6 +65,9 @@ class Post:
 class Posts:
     """Messages on a communicator of their own.
 
+    A message says first what it is, and small ones end there. The bytes of others follow by a tag
+    that no other message has, so each gets its own, in whatever order ranks look after them.
+
     Args:
       comm: The group; nobody else sends messages on it.
     """
@@ -73,40 +75,49 @@ class Posts:
     def __init__(self, comm: MPIComm):
         """Send nothing yet."""
         self.comm = comm
-        self._most = largest_tag()
+        self._most = largest_tag() // 2
+        self._rides = min(_RIDES, comm.limit)
+        self._sent = itertools.count()
 
-    def send(self, buffer: Buffer, dest: int, tag: int) -> Post:
-        """Begin to send uint8 `buffer` to `dest`, by MPI_Isend, in pieces that every MPI takes."""
-
-        def begin() -> Iterator[Any]:
-            for part in self._parts(buffer):
-                yield self.comm.mpi.Isend([part, part.size, byte], dest=dest, tag=self._tag(tag))
-
-        byte = library().BYTE
-        return Post(begin(), dest)
+    def send(self, buffer: Buffer, dest: int, tag: int, said: str = "") -> Post:
+        """Begin to send uint8 `buffer` to `dest`; `said` is what it holds, up to 48 letters."""
+        rides, follows = buffer.size <= self._rides, 1 + self._most + next(self._sent) % self._most
+        head = np.empty(_HEAD.size + (buffer.size if rides else 0), np.uint8)
+        told = _HEAD.pack(buffer.size, follows, said.encode()[:48])
+        head[: _HEAD.size] = np.frombuffer(told, np.uint8)
+        if rides:
+            head[_HEAD.size :] = buffer
+        byte, isend = library().BYTE, self.comm.mpi.Isend
+        first = isend([head, head.size, byte], dest=dest, tag=self._tag(tag))
+        parts = [] if rides else self._parts(buffer)
+        rest = [isend([part, part.size, byte], dest=dest, tag=follows) for part in parts]
+        return Post([first, *rest], dest)
 
     def receive(self, buffer: Buffer, source: int | None, tag: int) -> Post:
-        """Begin to receive into uint8 `buffer` from `source`, or from any rank, by MPI_Irecv."""
+        """Begin to receive into uint8 `buffer` from `source`, or from any rank.
 
-        def begin() -> Iterator[Any]:
-            for part in self._parts(buffer):
-                peer = mpi.ANY_SOURCE if post is None or post.peer is None else post.peer
-                yield self.comm.mpi.Irecv(
-                    [part, part.size, mpi.BYTE],
-                    source=peer if source is None else source,
-                    tag=self._tag(tag),
-                )
+        What has another size is received all the same, so whoever sends it goes on, and dropped.
+        """
+        byte, irecv = library().BYTE, self.comm.mpi.Irecv
+        head = np.empty(_HEAD.size + self._rides, np.uint8)
 
-        mpi = library()
-        post: Post | None = None
-        post = Post(begin(), source)
-        return post
+        def arrived(post: Post) -> list[Any]:
+            post.nbytes, follows, said = _HEAD.unpack(head[: _HEAD.size].tobytes())
+            post.said = said.rstrip(b"\0").decode(errors="replace")
+            into = buffer if post.nbytes == buffer.size else np.empty(post.nbytes, np.uint8)
+            if post.nbytes <= self._rides:
+                into[...] = head[_HEAD.size : _HEAD.size + post.nbytes]
+                return []
+            parts = self._parts(into)
+            return [irecv([p, p.size, byte], source=post.peer, tag=follows) for p in parts]
 
-    def _parts(self, buffer: Buffer) -> Iterator[Buffer]:
-        if not buffer.size:
-            yield buffer
-        for piece in slices(buffer.size, 1, self.comm.limit):
-            yield np.asarray(buffer[piece])
+        peer = library().ANY_SOURCE if source is None else source
+        first = irecv([head, head.size, byte], source=peer, tag=self._tag(tag))
+        return Post([first], source, arrived)
+
+    def _parts(self, buffer: Buffer) -> list[Buffer]:
+        """Return a buffer in pieces that every MPI takes."""
+        return [np.asarray(buffer[part]) for part in slices(buffer.size, 1, self.comm.limit)]
 
     def _tag(self, tag: int) -> int:
         if not 0 <= tag <= self._most:

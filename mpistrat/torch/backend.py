@@ -82,6 +82,7 @@ class _AllGroups:
             channel, messages = self._made(self.ordered, "", seconds)
             begin(channel.lockstep)
             messages.warn = channel.session.options.warn
+            channel.worker.crowded = channel.session.team is None
             atexit.register(self.leave)
             self.main = channel, messages, rank
             self.channels.append(channel)
@@ -107,6 +108,7 @@ class _AllGroups:
         channel.session.options = self.main[0].session.options
         channel.lockstep.ranks = tuple(ranks)  # as messages name them
         messages.warn = channel.session.options.warn
+        channel.worker.crowded = self.main[0].worker.crowded
         _allow(channel, messages, _seconds(options))
         return channel, messages
 

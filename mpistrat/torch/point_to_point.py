@@ -77,14 +77,14 @@ class PostWork(AnyWork):
     def _settle(self) -> None:
         if not self._receives:
             return
-        wanted = bytes_of(self._room).size
-        peer = "the other rank" if self._post.peer is None else f"rank {self._post.peer}"
-        if self._post.truncated or self._post.nbytes != wanted:
-            sent = "more" if self._post.truncated else self._post.nbytes
+        wanted, sent = spec(self._room), self._post.said
+        dtype, size = wanted.partition("[")[0], bytes_of(self._room).size
+        if self._post.nbytes != size or sent.partition("[")[0] != dtype:
             raise ValueError(
-                f"rank {self._messages.rank}: {self._what} in {self._place} wants {wanted} bytes, "
-                f"and {peer} has sent {sent}. Give a tensor of the "
-                "size and dtype that was sent."
+                f"rank {self._messages.rank}{self._messages.group}: {self._what} in {self._place} "
+                f"wants {wanted}, {size} bytes, and rank {self._post.peer} has sent {sent}, "
+                f"{self._post.nbytes} bytes. Give a tensor of the dtype that was sent, with as "
+                "many elements."
             )
         settle([self._tensor], [self._room])
 
@@ -96,7 +96,7 @@ class PostWork(AnyWork):
 
         Raises:
           TimedOut: The other rank did not come in time; names it.
-          ValueError: What came has another size.
+          ValueError: What came has another size or dtype.
         """
         allowed = seconds_of(timeout) or self._messages.seconds
         start = time.monotonic()
@@ -166,7 +166,7 @@ class PointToPoint:
         self._check_peer(dest)
         (tensor,) = checked([tensor])
         (room,) = rooms([tensor])
-        post = self._posts.send(bytes_of(room), dest, tag)
+        post = self._posts.send(bytes_of(room), dest, tag, spec(tensor))
         what = f"send({spec(tensor)}, dst={dest}, tag={tag})"
         return self._begun(PostWork(self, what, tensor, room, post, receives=False))
 

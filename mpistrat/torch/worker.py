@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import final
 
 import numpy as np
+import torch
 
 from mpistrat.kernels.threads import deaf
 
@@ -20,6 +21,9 @@ _LINGER = 1.0
 # Seconds that it looks for more itself before it has to be woken, and how often: to wake it takes
 # the interpreter from a program that is about to wait, and would then do the call itself.
 _AWAKE, _NAP = 5e-3, 1e-4
+# Seconds that it lies still during a backward pass which has the rank's only core: beside it the
+# calls take longer than after it, as ranks find each other's threads without a core.
+_STILL = 0.1
 
 
 @final
@@ -32,16 +36,18 @@ class Worker:
 
     Attributes:
       beside: As the argument.
+      crowded: This rank has but one core.
     """
 
     def __init__(self, name: str, beside: bool):
         """Start no thread yet."""
-        self.name, self.beside = name, beside
+        self.name, self.beside, self.crowded = name, beside, False
         self._todo: deque[Callable[[bool], None]] = deque()
         self._changed = threading.Condition()
         self._busy = self._thread = False
+        self._owner = 0  # the thread whose turn it is
         self._asleep = False
-        self._waiting = 0
+        self._waiting, self._still = 0, 0.0
         self._pid = os.getpid()
 
     def take_turn(self) -> bool:
@@ -49,22 +55,31 @@ class Worker:
         with self._changed:
             if self._busy or self._todo:
                 return False
-            self._busy = True
+            self._begin()
         return True
+
+    def _begin(self) -> None:
+        self._busy, self._owner = True, threading.get_ident()
 
     def end_turn(self) -> None:
         """Let others go on after `take_turn`."""
         with self._changed:
-            self._busy = False
+            self._busy, self._owner = False, 0
             if self._waiting or self._asleep:
                 self._changed.notify_all()
 
     def queue(self, call: Callable[[bool], None]) -> None:
         """Have the thread make a call, behind all that came before.
 
+        What a callback of a call asks for is made at once: it may wait for it, and so it has one
+        place in the order on all ranks, however much was queued by then.
+
         Args:
           call: Is told whether the program goes on beside it. It raises nothing.
         """
+        if self._owner == threading.get_ident():
+            call(False)
+            return
         if not self.beside:
             while not self.take_turn():
                 self.drain()
@@ -73,8 +88,12 @@ class Worker:
             finally:
                 self.end_turn()
             return
+        passing = self.crowded and torch._C._current_graph_task_id() >= 0
+        if passing:  # it makes them itself as soon as it ends, before whatever waits for them
+            torch.autograd.Variable._execution_engine.queue_callback(self._catch_up)
         with self._changed:
             self._todo.append(call)
+            self._still = time.monotonic() + _STILL if passing else 0.0
             begins = not self._thread
             self._thread = True
             if self._waiting or self._asleep:
@@ -92,13 +111,16 @@ class Worker:
                 if self._busy or not self._todo:
                     self._wait(lambda: done() or not self._busy)
                     continue
-                self._busy = True
+                self._begin()
                 call = self._todo.popleft()
             try:
                 call(False)
             finally:
                 del call
                 self.end_turn()
+
+    def _catch_up(self) -> None:
+        self.help(lambda: not self._todo)
 
     def _wait(self, ready: Callable[[], bool], seconds: float | None = None) -> bool:
         self._waiting += 1
@@ -131,8 +153,14 @@ class Worker:
                 if self._busy:
                     awake = time.monotonic() + _AWAKE
                 elif self._todo:
-                    self._busy = True
-                    return self._todo.popleft()
+                    still = self._still - time.monotonic()
+                    if still <= 0:
+                        self._begin()
+                        return self._todo.popleft()
+                    self._asleep = True
+                    self._changed.wait(still)
+                    self._asleep = False
+                    continue
                 elif time.monotonic() > awake:
                     self._asleep = True
                     more = self._changed.wait_for(lambda: self._todo and not self._busy, _LINGER)

@@ -205,6 +205,23 @@ def test_functional_collectives(rank, size, group):
     same(got, torch.cat([mine(r, (size * 2,)).chunk(size)[rank] for r in range(size)]))
 
 
+@pytest.mark.parametrize("waits", [False, True], ids=["after", "inside"])
+def test_on_one_core_calls_of_a_backward_pass_are_made_at_its_end(size, waits, monkeypatch):
+    monkeypatch.setattr(dist.group.WORLD.channel.worker, "crowded", True)
+    values, works = [torch.ones(50_000), torch.full((3,), 2.0)], []
+
+    def came(_):
+        works.extend(dist.all_reduce(value, async_op=True) for value in values)
+        if waits:
+            works[1].get_future().wait()
+
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(came)
+    x.sum().backward()
+    assert all(work.is_completed() for work in works)
+    assert [value.unique().item() for value in values] == [size, 2 * size]
+
+
 # PointToPoint.
 
 
@@ -220,6 +237,19 @@ def test_messages_to_the_neighbour(rank, size, count):
     for work in dist.batch_isend_irecv(ops):
         work.wait()
     same(got, mine(before, (count,), torch.bfloat16))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_large_messages_find_their_room_in_whatever_order_they_are_waited_for(rank, size):
+    if rank == 0:
+        rooms = [torch.empty(40_000) for _ in range(3)]
+        works = [dist.irecv(room, src) for room, src in zip(rooms, [None, 1, None], strict=True)]
+        for work in works[::-1]:
+            work.wait()
+        assert [room.unique().tolist() for room in rooms] == [[0.0], [1.0], [2.0]]
+    elif rank == 1:
+        for work in [dist.isend(torch.full((40_000,), float(i)), 0) for i in range(3)]:
+            work.wait()
 
 
 @pytest.mark.mpi(min_size=2)
