@@ -70,7 +70,7 @@ def all_reduce(
         op = ReduceOp.parse(reduce_op)
         if weight is not None and op is not ReduceOp.MEAN:
             raise ValueError(f"weight is for MEAN; {op.value} has none.")
-        leaves, rebuilt = _leaves(value, lambda leaf, path: _foldable(op, leaf, path))
+        leaves, rebuilt = _leaves(value, lambda leaf, path: _reducible(op, leaf, path))
         traced, known = _traced(leaves, weight), weight is None or _is_number(weight)
         call = TracedCall(
             Site(group),
@@ -207,7 +207,7 @@ def _any(leaf: Any, path: str) -> Any:
     return jnp.asarray(as_array(leaf, path) if not _is_number(leaf) else leaf)
 
 
-def _foldable(op: ReduceOp, leaf: Any, path: str) -> Any:
+def _reducible(op: ReduceOp, leaf: Any, path: str) -> Any:
     array = _any(leaf, path)
     if is_key(array):
         raise LeafTypeError(f"{label(path)} has dtype {array.dtype}, which cannot be reduced.")

@@ -405,9 +405,9 @@ def update(
     even = factors is None and pending is None and scale == 1.0 and limit == math.inf
     if even and not compiled and size <= AT_ONCE and rule.reads:
         # What the twin of the loop comes to, for what is small without the price of that.
-        g, folds = rows[:, start : start + size], len(rows) > 1 or divisor != 1.0
-        g = mean_rows(g, divisor) if folds else g[0]
-        if not (guard or folds) or finite.twin(g):
+        g, several = rows[:, start : start + size], len(rows) > 1 or divisor != 1.0
+        g = mean_rows(g, divisor) if several else g[0]
+        if not (guard or several) or finite.twin(g):
             rule.update.twin(w, g, slots, numbers, 0, size)
             if ema is not None:
                 average.twin(w, ema, dtype.type(1.0 - decay))

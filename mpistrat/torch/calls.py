@@ -27,15 +27,15 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "broadcast",
-    "fold_name",
     "gather",
     "meet",
+    "op_name",
     "ride",
     "rides",
     "scatter",
 ]
 
-_FOLDS = {
+_OPS = {
     "SUM": ReduceOp.SUM,
     "AVG": ReduceOp.MEAN,
     "PRODUCT": ReduceOp.PROD,
@@ -44,7 +44,7 @@ _FOLDS = {
 }
 # What adding, multiplying and so on mean for bool: what torch does with NCCL.
 _OF_BOOLS = {"SUM": "MAX", "PRODUCT": "MIN", "BAND": "MIN", "BOR": "MAX"}
-# What is folded where it came, if it is small.
+# What is reduced where it came, if it is small.
 _PLAIN: dict[str, np.ufunc] = {
     "SUM": np.add,
     "PRODUCT": np.multiply,
@@ -59,15 +59,15 @@ _BITWISE: dict[str, np.ufunc] = {
 }
 
 
-def fold_name(op: Any) -> str:
+def op_name(op: Any) -> str:
     """Return the name of an operation of torch, such as ``"SUM"``.
 
     Raises:
       NotImplementedError: The operation is a scaled sum, which torch has for GPUs only.
     """
     name: str = getattr(op, "op", op).name
-    if name not in _FOLDS and name not in _BITWISE:
-        known = ", ".join([*_FOLDS, *_BITWISE])
+    if name not in _OPS and name not in _BITWISE:
+        known = ", ".join([*_OPS, *_BITWISE])
         raise NotImplementedError(
             f"the backend 'mpistrat' has no ReduceOp.{name}. It has {known}; scale before or after."
         )
@@ -80,7 +80,7 @@ def meet(channel: GroupChannel, text: str) -> None:
 
 
 def all_reduce(channel: GroupChannel, text: str, op: str, tensors: Sequence[torch.Tensor]) -> None:
-    """Fold each tensor over all ranks, in place."""
+    """Reduce each tensor over all ranks, in place."""
     bools = {t.dtype is torch.bool for t in tensors}
     if bools == {True, False}:
         for t in tensors:
@@ -89,9 +89,9 @@ def all_reduce(channel: GroupChannel, text: str, op: str, tensors: Sequence[torc
     if bools == {True}:
         op = _OF_BOOLS.get(op, op)
     if op in _BITWISE:
-        _fold_bits(channel, text, op, tensors)
+        _reduce_bits(channel, text, op, tensors)
         return
-    fold = _FOLDS[op]
+    how = _OPS[op]
     if len(tensors) == 1 and rides(channel, op, tensors[0]):
         ride(channel, text, op, tensors[0])
         return
@@ -100,8 +100,8 @@ def all_reduce(channel: GroupChannel, text: str, op: str, tensors: Sequence[torc
             _refuse_integers(tensors)
         held = [numbers_of(tensor) for tensor in tensors]
         arrays = [array for array, _ in held]
-        dtypes = [wire_type(fold, array.dtype) for array in arrays]
-        call = Call(text, fold, dtypes, [array.shape for array in arrays], same=True)
+        dtypes = [wire_type(how, array.dtype) for array in arrays]
+        call = Call(text, how, dtypes, [array.shape for array in arrays], same=True)
     reduce_arrays(channel.reducer, call, arrays, outs=arrays)
     for tensor, (_, room) in zip(tensors, held, strict=True):
         if room is not tensor:
@@ -109,13 +109,13 @@ def all_reduce(channel: GroupChannel, text: str, op: str, tensors: Sequence[torc
 
 
 def rides(channel: GroupChannel, op: str, tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor is folded from what rides in the check."""
+    """Tell whether a tensor is reduced from what rides in the check."""
     nbytes = tensor.numel() * tensor.element_size()
     return tensor.dtype in _RIDES and op in _PLAIN and channel.lockstep.fits(nbytes)
 
 
 def ride(channel: GroupChannel, text: str, op: str, tensor: torch.Tensor) -> None:
-    """Fold a small tensor in place, in rank order, in one exchange."""
+    """Reduce a small tensor in place, in rank order, in one exchange."""
     array = tensor.detach().numpy()
     rows = channel.lockstep.share(text, array.tobytes())
     total = np.frombuffer(rows[0], array.dtype)
@@ -131,19 +131,21 @@ def _refuse_integers(tensors: Sequence[torch.Tensor]) -> None:
             raise LeafTypeError(f"ReduceOp.AVG wants floating point numbers, got {tensor.dtype}.")
 
 
-def _fold_bits(channel: GroupChannel, text: str, op: str, tensors: Sequence[torch.Tensor]) -> None:
+def _reduce_bits(
+    channel: GroupChannel, text: str, op: str, tensors: Sequence[torch.Tensor]
+) -> None:
     with channel.lockstep.preparing(text):
         for tensor in tensors:
             if tensor.is_floating_point() or tensor.is_complex():
                 raise LeafTypeError(f"ReduceOp.{op} wants integers or bool, got {tensor.dtype}.")
     meet(channel, text)
-    fold = _BITWISE[op]
+    how = _BITWISE[op]
     with aborting(channel.lockstep, text):
         for tensor in tensors:
             mine = bytes_of(tensor)
             rows = np.empty((channel.comm.size, mine.size), np.uint8)
             channel.comm.allgather(mine, rows)
-            fold.reduce(rows, axis=0, out=mine)
+            how.reduce(rows, axis=0, out=mine)
 
 
 def _apart(mine: Array, into: Array | None) -> Array:

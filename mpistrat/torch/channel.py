@@ -48,7 +48,7 @@ class GroupChannel:
     Attributes:
       session: Counts the calls.
       lockstep: Proves them.
-      reducer: Folds, on the quickest way that there is.
+      reducer: Reduces, on the quickest way that there is.
       comm: Moves everything else.
       worker: The thread.
     """
@@ -68,7 +68,7 @@ class GroupChannel:
 
     @functools.cached_property
     def reducer(self) -> Reducer:
-        """Folds, on the quickest way that there is."""
+        """Reduces, on the quickest way that there is."""
         return Reducer(self.lockstep)
 
     def _await(self, test: Callable[[], bool]) -> None:

@@ -12,7 +12,7 @@ from mpistrat import nest
 from mpistrat.arrays import label
 from mpistrat.distribute.gather import gather
 from mpistrat.distribute.mode import refuse_unchosen
-from mpistrat.distribute.reduce import in_replica as fold
+from mpistrat.distribute.reduce import in_replica
 from mpistrat.distribute.strategies import current_strategy, default_strategy
 from mpistrat.errors import LeafTypeError
 from mpistrat.kernels.ops import ReduceOp
@@ -63,7 +63,7 @@ def all_reduce(
     weight: float | None = None,
     stage: str | None = None,
 ) -> Any:
-    """Fold the tensors of all ranks; gradients come back through it.
+    """Reduce the tensors of all ranks; gradients come back through it.
 
     The gradient by the value of a rank is that of the sum of all ranks' losses, as of
     `mpistrat.vjp.all_reduce`: of SUM the sum of the gradients of all ranks, of MEAN their mean, and
@@ -112,19 +112,19 @@ class _AllReduce(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, strategy: Any, op: ReduceOp, weight: Any, *leaves: Any) -> Any:
-        """Fold the tensors."""
+        """Reduce the tensors."""
         ctx.how = strategy, op, weight
-        return tuple(_fold(strategy, op, list(leaves), weight))
+        return tuple(_reduced(strategy, op, list(leaves), weight))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Fold the gradients."""
+        """Reduce the gradients."""
         strategy, op, weight = ctx.how
         if weight is None:
-            return None, None, None, *_fold(strategy, op, list(gradients))
+            return None, None, None, *_reduced(strategy, op, list(gradients))
         given = [*map(_wide, gradients), torch.tensor(float(weight), dtype=torch.float64)]
-        *sums, total = _fold(strategy, ReduceOp.SUM, given)
+        *sums, total = _reduced(strategy, ReduceOp.SUM, given)
         share = float(weight) / float(total) if float(total) else float("nan")
         # Whatever the others bring: a value of weight 0 was never read.
         own = [s * share if weight else torch.zeros_like(s) for s in sums]
@@ -135,11 +135,11 @@ def _wide(tensor: Any) -> Any:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
-def _fold(strategy: Any, op: ReduceOp, leaves: list[Any], weight: Any = None) -> Any:
+def _reduced(strategy: Any, op: ReduceOp, leaves: list[Any], weight: Any = None) -> Any:
     strategy.replicas.lockstep.check()
     with as_replica(strategy):
         # Gradients of gradients are an error by `once_differentiable`, not here.
-        return fold(strategy.replicas, op, [leaf.detach() for leaf in leaves], weight, None)
+        return in_replica(strategy.replicas, op, [leaf.detach() for leaf in leaves], weight, None)
 
 
 def all_gather(value: Any, axis: int = 0, strategy: Any = None, *, stage: str | None = None) -> Any:
@@ -198,9 +198,9 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Fold the gradients, and take this rank's part."""
+        """Reduce the gradients, and take this rank's part."""
         strategy, axis, starts, sizes = ctx.how
-        sums = _fold(strategy, ReduceOp.SUM, list(gradients))
+        sums = _reduced(strategy, ReduceOp.SUM, list(gradients))
         pairs = zip(sums, starts, sizes, strict=True)
         return None, None, *[one.narrow(axis, at, size) for one, at, size in pairs]
 
@@ -298,7 +298,7 @@ class _Normalised(torch.autograd.Function):
         mine = x.numel() // x.shape[1]
         wide = x.double()
         given = [torch.tensor(float(mine)).double(), wide.sum(axes), (wide * wide).sum(axes)]
-        count, total, squares = _fold(strategy, ReduceOp.SUM, given)
+        count, total, squares = _reduced(strategy, ReduceOp.SUM, given)
         if count <= 1:
             raise ValueError("SyncBatchNorm wants more than 1 value per channel in all ranks.")
         mean = total / count
@@ -322,7 +322,7 @@ class _Normalised(torch.autograd.Function):
         by_bias, by_weight = wide.sum(axes), (wide * normal).sum(axes)
         # Each rank's loss is a mean over its own rows; all together count by their rows.
         given = [by_bias * (mine / count), by_weight * (mine / count)]
-        bias, weights = _fold(strategy, ReduceOp.SUM, given)
+        bias, weights = _reduced(strategy, ReduceOp.SUM, given)
         off = (bias.view(shape) + normal * weights.view(shape)) / max(mine, 1)
         found = (wide - off) * scale.view(shape)
         if weight is None:

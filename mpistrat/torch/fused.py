@@ -28,7 +28,7 @@ class FusedOptimizer:
     """Updates a replicated model by an optimizer of `mpistrat.optim`.
 
     Weights move to memory that the ranks of a node have once, and each rank sees them through a
-    mapping of its own. ``step()`` folds the gradients of all ranks, updates weights and state in
+    mapping of its own. ``step()`` reduces the gradients of all ranks, updates weights and state in
     one pass over memory, in which each rank does its part, and every rank sees the new weights. So
     a backward pass does not communicate, and ``p.grad`` is this rank's own until then: clip by
     ``clip=`` of the optimizer. Weights are in C order from then on, as in checkpoints, also those
@@ -111,7 +111,7 @@ class FusedOptimizer:
         gradients.renewed = self._renew
 
     def step(self) -> None:
-        """Fold the gradients of all ranks, and update weights and state.
+        """Reduce the gradients of all ranks, and update weights and state.
 
         Collective: all ranks call it, after as many backward passes.
 

@@ -6,7 +6,7 @@ collective call. Its steps:
 1. the gradient of an output of the model arrives (`_came`): the pass is open, and its rows count;
 2. the gradient of each parameter arrives (`arrived`): it is copied to the shared buffer while it
    is in cache, and ``p.grad`` is a view of that from now on;
-3. the pass ends (`_end`): buffers of parameters without a gradient are zeroed, and all are folded.
+3. the pass ends (`_end`): buffers of parameters without a gradient are zeroed, and all are reduced.
 """
 
 from __future__ import annotations
@@ -64,20 +64,20 @@ class Gradients:
 
     Attributes:
       strategy: The strategy.
-      syncing: Passes end in a fold; else they add up on this rank.
-      deferred: Whoever updates folds, so passes do not.
+      syncing: Passes end in a reduction; else they add up on this rank.
+      deferred: Whoever updates reduces, so passes do not.
       names: The names of the parameters that have gradients.
       params: These parameters.
       arrays: Their buffers, of `Strategy.gradient_buffers`, in the order of memory.
       views: The same memory as tensors that are laid out as the parameters.
-      held: There was a `no_sync` since gradients were folded.
+      held: There was a `no_sync` since gradients were reduced.
       passes: How many backward passes this rank has added up.
       weight: How many rows the gradients are the mean of that this rank has added up.
       versions: Of the views, when the last pass ended.
       variables: What has the memory of parameters, by the identity of these.
       renewed: Is called when all weights were given anew, by whoever updates.
       wrong: Why the gradients that were added up have no weight, if so.
-      folded: How many rows of this rank the gradients were last the mean of.
+      reduced_rows: How many rows of this rank the gradients were last the mean of.
       stepped: How many steps took gradients that no pass has made; see `stepping`.
     """
 
@@ -95,13 +95,13 @@ class Gradients:
         self.versions: list[int] = []
         self._waiting: set[int] = set()
         self._kept: dict[int, Any] = {}
-        self._pass, self._folds, self._last = 0, 0, 1.0
+        self._pass, self._reductions, self._last = 0, 0, 1.0
         self._calls: list[float] = []
         self._blind = False
         self.variables: dict[int, Any] = {}
         self.renewed: Callable[[], None] | None = None
         self.wrong: ContextError | None = None
-        self.folded, self.stepped = 0.0, 0
+        self.reduced_rows, self.stepped = 0.0, 0
         self.begin_alike()
 
     # The parameters
@@ -286,13 +286,13 @@ class Gradients:
         self._count(rows if rows or not self._seen else self._last)
 
     def _count(self, rows: float) -> None:
-        """Count a pass, and fold if it is time."""
+        """Count a pass, and reduce if it is time."""
         self.passes += 1
         self.weight += rows
         self._base = self._base or rows
         self.versions = [view._version for view in self.views]
         if self.syncing and not self.deferred:
-            self._fold()
+            self._reduce()
 
     def take_part(self) -> None:
         """Be in a backward pass without rows. Collective, unless passes add up."""
@@ -324,7 +324,7 @@ class Gradients:
             if i in self._kept:
                 view += self._kept.pop(i)
 
-    def _fold(self) -> None:
+    def _reduce(self) -> None:
         group = self.strategy.replicas
         group.lockstep.check()
         if self.wrong is not None:
@@ -339,7 +339,7 @@ class Gradients:
             self.scale(passes)
             self._compare()
             in_replica(group, "MEAN", self._all, self.weight, self._all)
-        self.held, self.folded = False, self.weight
+        self.held, self.reduced_rows = False, self.weight
         self.give((self._used > 0).tolist())
 
     def give(self, used: list[bool]) -> None:
@@ -357,7 +357,10 @@ class Gradients:
 
     def _compare(self) -> None:
         """Compare one parameter of all ranks now and then, another one each time. Collective."""
-        every, self._folds = self.strategy.replicas.lockstep.options.check_every, self._folds + 1
-        if self.params and every and self._folds % every == 0:
-            i = self._folds // every % len(self.params)
+        every, self._reductions = (
+            self.strategy.replicas.lockstep.options.check_every,
+            self._reductions + 1,
+        )
+        if self.params and every and self._reductions % every == 0:
+            i = self._reductions // every % len(self.params)
             check_same(self.strategy.replicas, {self.names[i]: self.params[i].detach()})

@@ -88,17 +88,17 @@ class GroupCalls(_Base):
     def _said(self, text: str) -> str:
         return f"{text} in {self.channel.name}" if self.channel.name else text
 
-    def _fold(self, name: str, op: Any, tensors: Tensors) -> tuple[str, str]:
-        """Return the name of an operation, and the text of a call that folds by it."""
+    def _operation(self, name: str, op: Any, tensors: Tensors) -> tuple[str, str]:
+        """Return the name of an operation, and the text of a call that reduces by it."""
         try:
-            fold = calls.fold_name(op)
+            how = calls.op_name(op)
         except Exception as error:
             self.channel.refuse(name, error)
             raise
-        return fold, f"{name}({fold}) of {specs(tensors)}"
+        return how, f"{name}({how}) of {specs(tensors)}"
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
-        """Fold tensors over all ranks, in place."""
+        """Reduce tensors over all ranks, in place."""
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         op = getattr(opts, "reduceOp", opts or dist.ReduceOp.SUM)
         lone = len(tensors) == 1 and opts is not None and getattr(opts, "timeout", _SAID) < _NONE
@@ -106,17 +106,17 @@ class GroupCalls(_Base):
             work = self._known(op, tensors[0], opts)
             if work is not None:
                 return work
-        fold, text = self._fold("all_reduce", op, tensors)
+        how, text = self._operation("all_reduce", op, tensors)
         channel = self.channel
-        if lone and calls.rides(channel, fold, tensors[0]):
+        if lone and calls.rides(channel, how, tensors[0]):
             key = getattr(op, "op", op), tensors[0].dtype, tensors[0].shape
-            self._small[key] = self._said(text), fold
+            self._small[key] = self._said(text), how
         return self._call(
-            text, (), tensors, opts, lambda said, _, out: calls.all_reduce(channel, said, fold, out)
+            text, (), tensors, opts, lambda said, _, out: calls.all_reduce(channel, said, how, out)
         )
 
     def _known(self, op: Any, tensor: torch.Tensor, opts: Any) -> dist.Work | None:
-        """Fold a small tensor of a kind that was folded before; return None if that cannot be."""
+        """Reduce a small tensor of a kind that has come before; return None if that cannot be."""
         known = self._small.get((getattr(op, "op", op), tensor.dtype, tensor.shape))
         if known is None or not (tensor.is_cpu and tensor.is_contiguous()) or tensor.is_neg():
             return None
@@ -126,7 +126,7 @@ class GroupCalls(_Base):
         return _DONE if self.channel.at_once(known[0], ride) else None
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
-        """Fold several tensors in one call."""
+        """Reduce several tensors in one call."""
         return self.allreduce(tensors, opts)
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> CallWork:
@@ -142,14 +142,14 @@ class GroupCalls(_Base):
         return self._call(text, (), tensors, opts, make)
 
     def reduce(self, tensors: Tensors, opts: Any) -> CallWork:
-        """Fold tensors over all ranks, into those of the root."""
-        fold, name = self._fold("reduce", opts.reduceOp, tensors)
+        """Reduce tensors over all ranks, into those of the root."""
+        how, name = self._operation("reduce", opts.reduceOp, tensors)
         root, channel = int(opts.rootRank), self.channel
         mine = channel.comm.rank == root
 
         def make(said: str, given: list[torch.Tensor], out: list[torch.Tensor]) -> None:
-            folded = out if mine else [tensor.clone() for tensor in given]
-            calls.all_reduce(channel, said, fold, folded)
+            reduced = out if mine else [tensor.clone() for tensor in given]
+            calls.all_reduce(channel, said, how, reduced)
 
         text = f"{name}, dst={root}"
         return self._call(text, () if mine else tensors, tensors if mine else (), opts, make)
@@ -244,13 +244,13 @@ class GroupCalls(_Base):
     def reduce_scatter(
         self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None
     ) -> CallWork:
-        """Fold lists of tensors over all ranks; rank r gets the r-th."""
+        """Reduce lists of tensors over all ranks; rank r gets the r-th."""
         return self._scattered("reduce_scatter", list(outputs), [list(inputs[0])], opts)
 
     def reduce_scatter_single(
         self, output: torch.Tensor, given: torch.Tensor, opts: Any = None
     ) -> CallWork:
-        """Fold a tensor over all ranks; rank r gets its r-th part."""
+        """Reduce a tensor over all ranks; rank r gets its r-th part."""
         return self._scattered("reduce_scatter_tensor", [output], [[given]], opts)
 
     def reduce_scatter_single_coalesced(
@@ -265,7 +265,7 @@ class GroupCalls(_Base):
     ) -> CallWork:
         flat = [tensor for row in inputs for tensor in row]
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-        fold, text = self._fold(name, op, flat)
+        how, text = self._operation(name, op, flat)
         channel, each = self.channel, len(inputs[0])
 
         def make(said: str, given: list[torch.Tensor], out: list[torch.Tensor]) -> None:
@@ -278,7 +278,7 @@ class GroupCalls(_Base):
                             f"{said}: the input has {whole.numel()} elements, and must have "
                             f"{channel.comm.size} times the {tensor.numel()} of the output."
                         )
-            calls.all_reduce(channel, said, fold, sums)
+            calls.all_reduce(channel, said, how, sums)
             for whole, tensor in zip(sums, out, strict=True):
                 tensor.view(-1).copy_(whole.chunk(channel.comm.size)[channel.comm.rank])
 

@@ -84,7 +84,7 @@ def _closed(closure: Callable[[], Any], optimizer: Optimizer, params: list[Any])
     if own is None or not isinstance(optimizer, torch.optim.LBFGS):
         return loss
     mine = np.array(float(loss.detach()))
-    mean = in_replica(own.strategy.replicas, "MEAN", mine, own.folded, None)
+    mean = in_replica(own.strategy.replicas, "MEAN", mine, own.reduced_rows, None)
     return torch.tensor(float(mean), dtype=loss.dtype)
 
 

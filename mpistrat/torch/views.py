@@ -102,9 +102,9 @@ def bytes_of(room: torch.Tensor) -> Array:
 
 
 def numbers_of(room: torch.Tensor) -> tuple[Array, torch.Tensor]:
-    """Return a C-ordered tensor as an array that can be folded, and the tensor that holds it.
+    """Return a C-ordered tensor as an array that can be reduced, and the tensor that holds it.
 
-    bool is folded as uint8, and bfloat16, which NumPy does not know, as a float32 copy.
+    bool is reduced as uint8, and bfloat16, which NumPy does not know, as a float32 copy.
 
     Raises:
       LeafTypeError: It is of another dtype that NumPy does not know.
@@ -115,7 +115,7 @@ def numbers_of(room: torch.Tensor) -> tuple[Array, torch.Tensor]:
         array: Array = room.view(torch.uint8).numpy() if room.dtype is torch.bool else room.numpy()
     except TypeError as error:
         raise LeafTypeError(
-            f"{spec(room)} cannot be folded, as NumPy does not know its dtype: {error}. Fold "
+            f"{spec(room)} cannot be reduced, as NumPy does not know its dtype: {error}. Reduce "
             "tensor.float(), or gather the tensors, which takes every dtype."
         ) from error
     return array, room
