@@ -146,7 +146,9 @@ class UnionResolver(TaskResolver):
     ) -> str:
         """Return the address of a task; the first resolver's master unless both are named."""
         if task_type is not None and task_id is not None:
-            return super().master(task_type, task_id, rpc_layer)
+            # Without a layer of its own it says none, whatever those of the resolvers are.
+            address = self.cluster_spec().task_address(task_type, task_id)
+            return url(address, rpc_layer or self._rpc_layer)
         return self._resolvers[0].master(rpc_layer=rpc_layer)
 
     def num_accelerators(
