@@ -1,7 +1,7 @@
 """Where does a step of the digits job go, beside the same mathematics as a NumPy loop?
 
     python benchmarks/step_parts.py
-    mpiexec -n 2 python benchmarks/step_parts.py
+    mpiexec -n 2 python benchmarks/step_parts.py --batch 512
 
 Three columns of microseconds of rank 0, medians: of a part in the job, where the products of the
 batch have driven code and data out of the caches; of the same part on its own, many times in a row;
@@ -29,7 +29,7 @@ from mpistrat.feed.distributed import DistributedIterator
 from mpistrat.metrics import Mean
 from mpistrat.optim import SGD
 
-BATCH, RATE, MOMENTUM = 64, 0.15, 0.9
+RATE, MOMENTUM = 0.15, 0.9
 PARTS = ("next", "enter", "gradients", "apply", "metric", "metric", "leave")
 
 Times = defaultdict[str, list[float]]
@@ -83,27 +83,27 @@ def noted(fn: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
     return timed
 
 
-def on_their_own(strategy: ms.Strategy, repeats: int) -> Times:
+def on_their_own(strategy: ms.Strategy, batch: int, repeats: int) -> Times:
     """Return how long each part takes, many times in a row. Collective."""
     times: Times = defaultdict(list)
     (x, y), _ = digits.load(0)
-    shuffled = ms.Dataset((x, y)).shuffle(seed=0).batch(BATCH)
+    shuffled = ms.Dataset((x, y)).shuffle(seed=0).batch(batch)
     epochs = itertools.repeat(strategy.experimental_distribute_dataset(shuffled))
     optimizer = SGD(RATE, momentum=MOMENTUM)
     with strategy.scope():
         model = mlp.Parameters(*map(ms.Variable, mlp.initial(64, 128, 10, 0)))
         metric = Mean("loss")
     optimizer.build(model)
-    part = x[: BATCH // strategy.num_replicas_in_sync], y[: BATCH // strategy.num_replicas_in_sync]
+    rows = batch // strategy.num_replicas_in_sync
 
     def all_of_them() -> None:
         weights = mlp.Parameters(*(variable.numpy() for variable in model))
         step = noted(mlp.gradients, times["gradients"])
         for _ in range(repeats):
-            gradient, losses, _ = step(weights, *part)
+            gradient, losses, _ = step(weights, x[:rows], y[:rows])
         apply = noted(optimizer.apply_gradients, times["apply"])
         for _ in range(repeats):
-            apply(zip(gradient, model, strict=True), weight=len(part[1]))
+            apply(zip(gradient, model, strict=True), weight=rows)
         update = noted(metric.update_state, times["metric"])
         for _ in range(repeats):
             update(losses)
@@ -127,7 +127,7 @@ def on_their_own(strategy: ms.Strategy, repeats: int) -> Times:
     return times
 
 
-def plain(epochs: int) -> Times:
+def plain(batch: int, epochs: int) -> Times:
     """Return how long the parts of the plain loop take, in the loop."""
     times: Times = defaultdict(list)
     (x, y), _ = digits.load(0)
@@ -135,9 +135,9 @@ def plain(epochs: int) -> Times:
     velocity = [np.zeros_like(value) for value in model]
     for epoch in range(epochs):
         order = np.random.default_rng(epoch).permutation(len(x))
-        for first in range(0, len(x), BATCH):
+        for first in range(0, len(x), batch):
             marks = [time.perf_counter()]
-            rows = order[first : first + BATCH]
+            rows = order[first : first + batch]
             xs, ys = x[rows], y[rows]
             marks.append(time.perf_counter())
             gradient, *_ = mlp.gradients(mlp.Parameters(*model), xs, ys)
@@ -154,19 +154,21 @@ def plain(epochs: int) -> Times:
 
 def main() -> None:
     """Print the table."""
-    options = common.arguments(__doc__, "fewer steps").parse_args()
+    parser = common.arguments(__doc__, "fewer steps")
+    parser.add_argument("--batch", type=int, default=64, help="images of a step; 64")
+    options = parser.parse_args()
     comm, epochs = MPI.COMM_WORLD, 3 if options.quick else 40
     known = common.introduced(comm)
     strategy = ms.MirroredStrategy()
-    digits.train(strategy, digits.Settings(epochs=2))
+    digits.train(strategy, digits.Settings(epochs=2, batch=options.batch))
     times: Times = defaultdict(list)
     with watched(times):
-        digits.train(strategy, digits.Settings(epochs=epochs))
-    own = on_their_own(strategy, 20 * epochs)
+        digits.train(strategy, digits.Settings(epochs=epochs, batch=options.batch))
+    own = on_their_own(strategy, options.batch, 20 * epochs)
     if strategy.rank:
         return
     # Ranks that have nothing to do are in nobody's way only where there are none.
-    loop, rows = plain(epochs) if comm.size == 1 else Times(list), []
+    loop, rows = plain(options.batch, epochs) if comm.size == 1 else Times(list), []
     print(f"{'part':<12}{'in a step':>12}{'on its own':>12}{'plain loop':>12}")
     for part in dict.fromkeys(PARTS):
         count = PARTS.count(part)
