@@ -54,9 +54,9 @@ def test_a_message_of_another_size_or_dtype_is_an_error(rank, size, given, wante
         dist.send(torch.arange(6.0), dst=0)
 
 
-def test_a_dtype_that_cannot_be_folded_is_told_on_all_ranks(rank, size):
+def test_a_dtype_that_cannot_be_reduced_is_told_on_all_ranks(rank, size):
     value = torch.ones(3).to(torch.float8_e4m3fn)
-    with pytest.raises((LeafTypeError, RemoteError), match=r"float8_e4m3fn\[3\] cannot be folded"):
+    with pytest.raises((LeafTypeError, RemoteError), match=r"float8_e4m3fn\[3\] cannot be reduced"):
         dist.all_reduce(value)
     works(size)
 
