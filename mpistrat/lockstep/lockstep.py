@@ -315,8 +315,8 @@ class Lockstep(Ranks):
     def preparing(self, name: str) -> Iterator[None]:
         """Raise on every rank what the body raises on this one.
 
-        The body must not communicate: it validates and converts, so that whatever can fail has
-        failed before the proof of the call proper.
+        The body validates and converts, so that whatever can fail has failed before the proof of
+        the call proper. It may make only such calls as raise on all ranks what fails on one.
         """
         try:
             yield
