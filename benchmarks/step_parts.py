@@ -3,9 +3,9 @@
     python benchmarks/step_parts.py
     mpiexec -n 2 python benchmarks/step_parts.py --batch 512
 
-Three columns of microseconds of rank 0, medians: of a part in the job, where the products of the
-batch have driven code and data out of the caches; of the same part on its own, many times in a row;
-and, on one rank, of what the plain loop does in its place, in its loop.
+Three columns of microseconds of rank 0, medians: of a part in the job, between all the others; of
+the same part on its own, many times in a row; and, on one rank, of what the plain loop does in its
+place, in its loop.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mpistrat.metrics import Mean
 from mpistrat.optim import SGD
 
 RATE, MOMENTUM = 0.15, 0.9
-PARTS = ("next", "enter", "gradients", "apply", "metric", "metric", "leave")
+PARTS = {"next": 1, "enter": 1, "gradients": 1, "apply": 1, "metric": 2, "leave": 1}  # of a step
 
 Times = defaultdict[str, list[float]]
 
@@ -58,12 +58,12 @@ def watched(times: Times) -> Iterator[None]:
             times["leave"].append(time.perf_counter() - began[0])
         return found
 
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in places]
-    before += [(digits, "step", step), (ms.Strategy, "run", run)]
+    watchers = [(owner, name, noted(getattr(owner, name), times[to])) for owner, name, to in places]
+    watchers += [(digits, "step", stepped), (ms.Strategy, "run", ran)]
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in watchers]
     try:
-        for owner, name, part in places:
-            setattr(owner, name, noted(getattr(owner, name), times[part]))
-        digits.step, ms.Strategy.run = stepped, ran  # type: ignore[method-assign]
+        for owner, name, fn in watchers:
+            setattr(owner, name, fn)
         yield
     finally:
         for owner, name, fn in before:
@@ -167,11 +167,10 @@ def main() -> None:
     own = on_their_own(strategy, options.batch, 20 * epochs)
     if strategy.rank:
         return
-    # Ranks that have nothing to do are in nobody's way only where there are none.
+    # Beside it the other ranks would wait at the end of the program, and wait by polling.
     loop, rows = plain(options.batch, epochs) if comm.size == 1 else Times(list), []
     print(f"{'part':<12}{'in a step':>12}{'on its own':>12}{'plain loop':>12}")
-    for part in dict.fromkeys(PARTS):
-        count = PARTS.count(part)
+    for part, count in PARTS.items():
         row: list[float] = [
             1e6 * count * statistics.median(found[part]) if found[part] else 0.0
             for found in (times, own, loop)

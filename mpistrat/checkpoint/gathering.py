@@ -3,7 +3,7 @@
 Each byte comes from the disk once for a node, and nothing is given to a variable before all of it
 has been checked, on all nodes. What the node has in common each rank reads into memory of its own,
 of large pages, and writes to the variable from there; of what each rank has to itself all need all
-bytes, so that is read into memory that they have in common; where there is none, by each of them.
+bytes, so that is read into memory that they share. Where they cannot share any, each rank reads it.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _rooms(pieces: Sequence[Stretch]) -> dict[str, dict[int, Array]]:
 
 
 def _common(node: Comm, nbytes: int, kept: Sequence[int]) -> memoryview | None:
-    """Return memory that a node has in common; None on all ranks if there is none. Collective."""
+    """Return memory that the ranks of a node share; None on all of them without it. Collective."""
     memory = node.shared(nbytes) if node.size > 1 and nbytes else None
     low = sum(kept[: node.rank])
     found = memory is not None and touch(memory, [(low, low + kept[node.rank])])

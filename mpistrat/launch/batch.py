@@ -98,11 +98,15 @@ class BatchJob:
         "", _LINE, "TAR", "an environment in one file, which nodes unpack on their disks (Slurm)"
     )
     launcher: str = _option(
-        *("", _one_of("", "srun", "run", "none"), "HOW"),
+        "",
+        _one_of("", "srun", "run", "none"),
+        "HOW",
         "srun; run: mpistrat run; none: the program starts ranks itself",
     )
     pmi: str = _option(
-        *("", _WORD, "KIND"),
+        "",
+        _WORD,
+        "KIND",
         "how srun tells ranks of each other: pmi2 (MPICH, Intel), pmix (Open MPI)",
     )
     checkpoint: str = _option(
@@ -112,17 +116,19 @@ class BatchJob:
         120, _SECONDS, "S", "SIGUSR1 so long before the end of the time; 120, 0 for none"
     )
     requeue: str = _option(
-        *("", _one_of("", "yes", "chain", "no"), "HOW"),
+        "",
+        _one_of("", "yes", "chain", "no"),
+        "HOW",
         "after a planned leave: yes, chain (submit the next job), no",
     )
     array: str = _option("", _TASKS, "TASKS", "tasks of an array, as 0-7 or 0-7%%2")
     each: tuple[str, ...] = _option((), _LINE, "WORDS", "the words of one task of an array")
     after: tuple[str, ...] = _option((), _WORDS, "JOB", "begin when this job has ended well")
     stage: tuple[str, ...] = _option(
-        *((), _LINE, "FILE"), "copy to the disk of each node; archives are unpacked (Slurm)"
+        (), _LINE, "FILE", "copy to the disk of each node; archives are unpacked (Slurm)"
     )
     directive: tuple[str, ...] = _option(
-        *((), _WORDS, "WORD"), "a further word for the scheduler: --directive=--constraint=fast"
+        (), _WORDS, "WORD", "a further word for the scheduler: --directive=--constraint=fast"
     )
     file: str = _option("")
 

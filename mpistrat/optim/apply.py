@@ -49,7 +49,7 @@ def build(
         if not given:
             raise ValueError(f"{name}: there are no variables.")
         for variable in given:
-            check_variable(strategy, variable, name)
+            check_variable(strategy, variable, name, "a list of variables")
         refuse_twice(name, given)
         state = states.get(strategy)
         if state is not None:
@@ -80,7 +80,7 @@ def apply(
             if failure is not None:
                 raise failure
             for variable in variables:
-                check_variable(strategy, variable, name)
+                check_variable(strategy, variable, name, "(gradient, variable)")
             refuse_twice(name, variables)
             if all(gradient is None for gradient, _ in pairs):
                 raise ValueError(f"{name}: there is no gradient for any variable.")

@@ -79,10 +79,16 @@ class Listed(NamedTuple):
     likes: list[tuple[np.dtype[Any], tuple[int, ...]] | None]
 
 
-def check_variable(strategy: Any, variable: Any, call: str) -> None:
-    """Raise what makes something unfit to be updated."""
+def check_variable(strategy: Any, variable: Any, call: str, wanted: str) -> None:
+    """Raise what makes something unfit to be updated.
+
+    Args:
+      strategy: Whose variable it has to be.
+      variable: What was given.
+      call: The call, for messages.
+      wanted: What the call takes, for messages.
+    """
     if not isinstance(variable, Variable):
-        wanted = "(gradient, variable)" if call.endswith("apply_gradients") else "a list of those"
         raise TypeError(f"{call}: {variable!r:.60} is not a Variable; wanted {wanted}.")
     if variable.strategy is not strategy:
         raise StrategyError(
@@ -137,7 +143,9 @@ class State:
             texts = [variable.spec() + by for variable, by in zip(variables, told, strict=True)]
         lockstep.prove(f"{optimizer.chosen()}.build({', '.join(texts)})")
         self.calls: dict[Any, Any] = {}  # what `mpistrat.optim.given` knows of calls
-        self.last: tuple[Listed, bool, float | bool | None, Any] | None = None  # the same, newest
+        # Of the newest call: its variables, whether it was in replica code, its weight (in replica
+        # code whether it had one), and what is known of such calls.
+        self.last: tuple[Listed, bool, float | bool | None, Any] | None = None
         self._listed: dict[tuple[int, ...], Listed] = {}
         self.buffers: dict[int, Array] = {}
         self._refused = False
@@ -170,7 +178,8 @@ class State:
         targets = [self.targets.get(variable.number) for variable in variables]
         if len(self._listed) > _LISTS:
             self._listed.clear()
-        found = Listed(list(variables), targets, [one and one.like for one in targets])
+        likes = [None if one is None else one.like for one in targets]
+        found = Listed(list(variables), targets, likes)
         self._listed[tuple(map(id, variables))] = found
         return found
 
@@ -197,7 +206,7 @@ class State:
         return Progress(*[array.item() for array in self._seen])
 
     def keep(self, progress: Progress, before: Progress) -> None:
-        """Write the counters, of which the program knew what they were `before`; on all ranks."""
+        """Write the counters that are not as they were `before`; alike on all ranks."""
         for cell, number, was in zip(self._cells, progress, before, strict=True):
             if number != was:
                 cell[...] = number
