@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import operator
 from collections.abc import Sequence
@@ -18,6 +19,17 @@ LOOK = 8  # bytes of a digest
 _ARRAYS = {np.ndarray}
 _DTYPE, _SHAPE = map(operator.attrgetter, ("dtype", "shape"))
 _TEXTS = "SU"  # dtypes whose width is that of the longest text
+
+
+@functools.lru_cache(maxsize=64)  # each epoch has the elements of the one before
+def _look(structure: nest.Structure, *dtypes: np.dtype[Any]) -> tuple[str, bytes]:
+    """Return text and digest of elements of this structure and these dtypes."""
+    names = [dtype.kind if dtype.kind in _TEXTS else dtype.name for dtype in dtypes]
+    paths = nest.path_names(structure)
+    told = ", ".join(f"{p} {name}".strip() for p, name in zip(paths, names, strict=True))
+    text = told if nest.is_lone(structure) else f"{nest.describe(structure)} of {told}"
+    shown = text.encode(errors="surrogatepass")
+    return text, hashlib.blake2b(shown, digest_size=LOOK).digest()
 
 
 @final
@@ -62,12 +74,7 @@ class ElementSignature:
         if dtypes == self._dtypes and (structure is before or structure == before):
             return
         self._structure, self._dtypes = structure, dtypes
-        names = [dtype.kind if dtype.kind in _TEXTS else dtype.name for dtype in dtypes]
-        paths = nest.path_names(structure)
-        told = ", ".join(f"{p} {name}".strip() for p, name in zip(paths, names, strict=True))
-        self.text = told if nest.is_lone(structure) else f"{nest.describe(structure)} of {told}"
-        shown = self.text.encode(errors="surrogatepass")
-        self.digest = hashlib.blake2b(shown, digest_size=LOOK).digest()
+        self.text, self.digest = _look(structure, *dtypes)
 
     def refuse(self, lockstep: Lockstep, call: str) -> None:
         """Raise on every rank, all of which have found that they differ. Collective."""
