@@ -7,6 +7,7 @@ may fill their dicts in any order; only an OrderedDict keeps its own.
 
 from __future__ import annotations
 
+import builtins
 import functools
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
@@ -18,6 +19,7 @@ import optree
 from mpistrat.errors import StructureError
 
 __all__ = [
+    "WHOLE",
     "Structure",
     "alike",
     "describe",
@@ -37,17 +39,21 @@ Structure = optree.PyTreeSpec
 _NODES = (dict, list, tuple)
 # What is most often a tree of its own; of these optree need not be asked.
 _LEAVES = {type(None), bool, int, float, str, np.ndarray, np.float32, np.float64}
+WHOLE = _LEAVES.copy()  # those of them that do not stand for a value of each replica
 _LEAF: Any = 0
 _LONE: Structure = optree.tree_structure(_LEAF, none_is_leaf=True)
 
 
-def leaf(kind: type) -> None:
+def leaf(kind: type, whole: bool = True) -> None:
     """Note that instances of a class are leaves, so that optree need not be asked.
 
     Args:
       kind: One of this library's own, which nobody registers as a node.
+      whole: They do not stand for a value of each replica.
     """
     _LEAVES.add(kind)
+    if whole:
+        WHOLE.add(kind)
 
 
 def flatten(tree: Any, none_is_leaf: bool = True) -> tuple[list[Any], Structure]:
@@ -65,7 +71,7 @@ def flatten(tree: Any, none_is_leaf: bool = True) -> tuple[list[Any], Structure]
         kind = type(tree)
         if kind in _LEAVES:
             return [tree], _LONE
-        if (kind is tuple or kind is list) and _LEAVES.issuperset([type(part) for part in tree]):
+        if (kind is tuple or kind is list) and _LEAVES.issuperset(builtins.map(type, tree)):
             return [*tree], flat(kind is list, len(tree))
     return optree.tree_flatten(tree, none_is_leaf=none_is_leaf)
 
@@ -200,7 +206,7 @@ def map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     kind = type(tree)
     if kind in _LEAVES:
         return fn(tree)
-    if (kind is list or kind is tuple) and _LEAVES.issuperset([type(part) for part in tree]):
+    if (kind is list or kind is tuple) and _LEAVES.issuperset(builtins.map(type, tree)):
         return kind([fn(part) for part in tree])
     if optree.tree_is_leaf(tree, none_is_leaf=True):
         return fn(tree)

@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from threading import get_ident
 from typing import Any, TypeVar, final
 
 from mpistrat.comm.base import Comm
@@ -137,7 +138,7 @@ class Session:
         self._borrower: int | None = None
         self._lending = threading.Lock()
         self._kept: dict[type[Any], Any] = {}
-        self._owner: int | None = threading.get_ident() if owned else None
+        self._owner: int | None = get_ident() if owned else None
         self._thread = threading.current_thread()
         self._pid = os.getpid()
         global _alive
@@ -207,7 +208,7 @@ class Session:
     def claim(self) -> None:
         """Note that a thread makes a strategy, and let the session be its if it is nobody's."""
         if self._owner == _NOBODY:
-            self._owner = threading.get_ident()
+            self._owner = get_ident()
             self._thread = threading.current_thread()
 
     @staticmethod
@@ -221,15 +222,15 @@ class Session:
 
     def check(self) -> None:
         """Raise StrategyError unless this thread and process own the session."""
-        if self._owner is None:
-            return
-        theirs = threading.get_ident() != self._owner
-        if theirs or self.freed or self.comm.ended() or self.awaited is not None:
+        theirs = get_ident() != self._owner
+        if theirs or self.freed or self.awaited is not None or self.comm.ended():
             self._look()
 
     def _look(self) -> None:
         """Do what `check` does, where there is more to look at than who calls."""
-        here, ended = threading.get_ident(), self.freed or self.comm.ended()
+        if self._owner is None:
+            return
+        here, ended = get_ident(), self.freed or self.comm.ended()
         if os.getpid() == self._pid and not ended:
             if here == self._borrower:
                 return
@@ -271,7 +272,7 @@ class Session:
                 f"rank {self.comm.rank}: MPI has been finalized, so strategies cannot be used any "
                 "more. Leave MPI.Finalize to mpi4py, which does it at exit."
             )
-        if threading.get_ident() != self._owner != _FORKED:
+        if get_ident() != self._owner != _FORKED:
             return (
                 f"rank {self.comm.rank}: a collective was called from thread "
                 f"{threading.current_thread().name!r}, but all strategies of these ranks belong to "

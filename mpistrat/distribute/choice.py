@@ -23,7 +23,7 @@ from mpistrat.collectives.routes import Native, Packing, Ring, Route
 from mpistrat.distribute.mode import Mode, current, entered
 from mpistrat.distribute.regroup import select
 from mpistrat.distribute.slices import arrays_of
-from mpistrat.distribute.values import OnRank, Origin, PerReplica, Provenance
+from mpistrat.distribute.values import OnRank, Origin, PerReplica
 from mpistrat.distribute.writes import prove_same
 from mpistrat.errors import StructureError
 from mpistrat.kernels.ops import ReduceOp
@@ -210,7 +210,7 @@ class Delegate:
         comm, home = self._comm, Origin.of(self._lockstep)
         values: list[Any] = [OnRank(rank) for rank in home.ranks]
         values[comm.rank] = value
-        birth = Provenance(self._lockstep.session.calls, place, structure)
+        birth = self._lockstep.session.calls, place, structure
         return PerReplica(value, comm.rank, tuple(values), comm.size == 1, birth, home)
 
 

@@ -27,7 +27,7 @@ from mpistrat.distribute.values import (
     OnRank,
     Origin,
     PerReplica,
-    Provenance,
+    shown,
 )
 from mpistrat.distribute.views import ALONE, LOCAL, View
 from mpistrat.errors import LockstepError, StrategyError
@@ -39,12 +39,12 @@ _SLICES = b"z"
 def select(tree: Any) -> Any:
     """Return `tree` with this replica's component in the place of every distributed value."""
     kind = type(tree)
-    if kind is np.ndarray or tree is None:
-        return tree
     if kind is PerReplica:
-        return tree.local
-    if tuple in kind.__mro__ and all([DistributedVariable in type(p).__mro__ for p in tree]):
-        return tree  # a model, as most programs have one
+        return tree._local
+    if kind in nest.WHOLE:
+        return tree
+    if (kind is list or tuple in kind.__mro__) and nest.WHOLE.issuperset(map(type, tree)):
+        return [*tree] if kind is list else tree
     return nest.map(_local, tree)
 
 
@@ -67,6 +67,7 @@ class Regroup:
         # What stands for the replicas before this one, and after it.
         others = [OnRank(rank) for rank in self.home.ranks] if view.wraps else []
         self._before, self._after = others[: self.rank], others[self.rank + 1 :]
+        self._known = self.size == 1 or not view.wraps
         # As most functions of a run return nothing, what there is to tell of it is made once.
         self._nothing = told(lockstep, self.home, None)
 
@@ -94,8 +95,9 @@ class Regroup:
                     )
             elif isinstance(leaf, PerReplica) and leaf.home and leaf.home.session is not session:
                 rules = "the default strategy or OneDeviceStrategy" if self.view is ALONE else ""
+                what = shown(leaf.birth) if leaf.birth else "this"
                 raise StrategyError(
-                    f"{name}: {leaf.birth or 'this'} is a value of another strategy, of "
+                    f"{name}: {what} is a value of another strategy, of "
                     f"{len(leaf.home.ranks)} replicas, and not of {rules or 'the one'} that rules "
                     "here. Call it in the scope of the strategy that made the value."
                 )
@@ -120,9 +122,8 @@ class Regroup:
           LockstepError: The structures differ.
         """
         if failure is not None or not self.view.wraps:
-            order = order_of(tree)
-            smalls = self.lockstep.share(call, order, failure)
-            return select(tree) if smalls.count(order) == len(smalls) else self.selected(tree)
+            odd = self.lockstep.compare(call, order_of(tree), failure)
+            return select(tree) if odd is None else self.selected(tree)
         structure, leaves, rows = self._shared(call, tree)
         if rows is None:
             return None if tree is None else nest.unflatten(structure, leaves)
@@ -177,9 +178,10 @@ class Regroup:
         except Exception as error:
             self.lockstep.refuse(call, error)
         structure, text, leaves, order, small, bare = mine
-        messages = self.lockstep.share(f"{call} {text}", small)
-        if bare and not wraps and messages.count(small) == len(messages):
+        messages = self.lockstep.compare(f"{call} {text}", small)
+        if bare and not wraps and messages is None:
             return structure, leaves, None
+        messages = messages or [small] * self.size
         at = 1 + len(order)
         if any(message[1:at] != order for message in messages):
             structure = nest.alike(structure)
@@ -213,7 +215,7 @@ class Regroup:
         known = not any(kind in elsewhere for kind, _ in entries)
         # Not the live array: what is known of a replica is the same on every rank.
         values[self.rank] = leaf.copy() if isinstance(leaf, np.ndarray) and known else leaf
-        birth = Provenance(self.lockstep.session.calls, place, structure)
+        birth = self.lockstep.session.calls, place, structure
         return PerReplica(leaf, self.rank, tuple(values), known, birth, self.home)
 
     def wrap_input(self, tree: Any) -> Any:
@@ -224,20 +226,12 @@ class Regroup:
         if not self.view.wraps_inputs:
             return tree
         leaves, structure = nest.flatten(tree)
-        mine, number = self.rank, self.lockstep.session.calls
-        before, after = self._before, self._after
-        known = self.size == 1 or not self.view.wraps
-        wrapped = [
-            PerReplica(
-                leaf,
-                mine,
-                (*before, leaf, *after),
-                known,
-                Provenance(number, place, structure),
-                self.home,
-            )
-            for place, leaf in enumerate(leaves)
-        ]
+        mine, number, home = self.rank, self.lockstep.session.calls, self.home
+        before, after, known = self._before, self._after, self._known
+        wrapped: list[Any] = []
+        for leaf in leaves:
+            birth = number, len(wrapped), structure
+            wrapped.append(PerReplica(leaf, mine, (*before, leaf, *after), known, birth, home))
         return nest.unflatten(structure, wrapped)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
@@ -284,7 +278,8 @@ class Regroup:
             mine = [leaf.component() if _is_on_read(leaf) else leaf.local for leaf in unknown]
             message = pack([_whole(value) for value in mine])
         names = [
-            leaf.spec() if _is_on_read(leaf) else str(leaf.birth or "made") for leaf in unknown
+            leaf.spec() if _is_on_read(leaf) else "made" if not leaf.birth else shown(leaf.birth)
+            for leaf in unknown
         ]
         self.lockstep.prove(f"experimental_local_results of {', '.join(names)}")
         rows = [unpack(text) for text in self.lockstep.texts(message)]

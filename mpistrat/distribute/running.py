@@ -49,7 +49,7 @@ def _call(strategy: StrategyBase, fn: Callable[..., Any], args: Any, kwargs: Any
     else:
         positional, by_name = given("run", args, kwargs)
     regroup = strategy.replicas.regroup
-    mine = [select(value) for value in positional]
+    mine = [*map(select, positional)]
     named = {name: select(value) for name, value in by_name.items()} if by_name else by_name
     with Entered(Mode(strategy, Replica(regroup.rank, regroup.size))):
         on_fn = regroup.lockstep.hooks.on_fn

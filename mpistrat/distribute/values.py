@@ -10,7 +10,7 @@ import abc
 import copy
 import operator
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, NoReturn, final
+from typing import Any, NamedTuple, NoReturn, TypeAlias, final
 
 import numpy as np
 
@@ -126,22 +126,15 @@ class Origin(NamedTuple):
         return Origin(lockstep.session, lockstep.ranks)
 
 
-class Provenance(NamedTuple):
-    """Which leaf of which call a value is; equal on all ranks, so that proofs can name it.
+# Which leaf of which call a value is: the number of the call, that of the leaf, and the tree whose
+# leaf it was. Equal on all ranks, so that proofs can name it.
+Provenance: TypeAlias = "tuple[int, int, nest.Structure]"
 
-    Attributes:
-      call: The number of the call.
-      place: The number of the leaf.
-      structure: The tree that it was a leaf of.
-    """
 
-    call: int
-    place: int
-    structure: nest.Structure
-
-    def __str__(self) -> str:
-        """Return what proofs and messages say of it."""
-        return f"{label(nest.path_names(self.structure)[self.place])} of call {self.call}"
+def shown(birth: Provenance) -> str:
+    """Return what proofs and messages say of it."""
+    call, place, structure = birth
+    return f"{label(nest.path_names(structure)[place])} of call {call}"
 
 
 @final
@@ -159,7 +152,7 @@ class OnRank:
 
 def born(leaves: Iterable[Any]) -> str:
     """Return what a proof says of where values per replica are from; nothing of other values."""
-    births = [str(leaf.birth) for leaf in leaves if isinstance(leaf, PerReplica) and leaf.birth]
+    births = [shown(one.birth) for one in leaves if isinstance(one, PerReplica) and one.birth]
     return f" of {', '.join(births)}" if births else ""
 
 
@@ -427,5 +420,5 @@ class Mirrored(DistributedValues, Operators):
         return "Mirrored:{\n" + ",\n".join(lines) + "\n}"
 
 
-nest.leaf(PerReplica)
-nest.leaf(Mirrored)
+nest.leaf(PerReplica, whole=False)
+nest.leaf(Mirrored, whole=False)

@@ -366,7 +366,7 @@ class DistributedIterator(ElementIterator):
         self.told = asked = self.asks() if self.asks is not None else 0
         self._steps += 1
         if item is not None and lockstep.comm.size == 1:  # nobody has to hear what it looks like
-            lockstep.share("next", b"")
+            lockstep.compare("next", b"")
             return True, item.element
         rows, contents = (_ENDED, UNSEEN) if item is None else (item.rows, item.contents)
         if item is not None and self.watched and self._steps == 1:
@@ -375,10 +375,10 @@ class DistributedIterator(ElementIterator):
         bits = asked << 1 | (item is not None)
         small = _STEP.pack(bits, lost, rows, self._looks.digest, contents)
         call = f"next of {self._name}, step {self._steps - 1}"
-        smalls = lockstep.share(call, small, failure)
-        if self._sharding.same and item is not None and smalls.count(small) == len(smalls):
-            return True, item.element  # nearly always, and then there is nothing to compare
-        told = [_STEP.unpack(each) for each in smalls]
+        smalls = lockstep.compare(call, small, failure)
+        if smalls is None and item is not None and self._sharding.same:
+            return True, item.element  # nearly always, and then there is nothing to look at
+        told = [_STEP.unpack(each) for each in smalls or [small] * lockstep.comm.size]
         self.told = functools.reduce(operator.or_, (bits >> 1 for bits, *_ in told))
         having = [bits & _HAS for bits, *_ in told]
         if not any(having) or (self._together and not all(having)):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import operator
 from collections.abc import Sequence
 from typing import Any, NoReturn, final
 
@@ -14,7 +16,20 @@ from mpistrat.errors import LockstepError
 from mpistrat.lockstep.lockstep import Lockstep
 
 LOOK = 8  # bytes of a digest
+_ARRAYS = {np.ndarray}
+_DTYPE, _SHAPE = map(operator.attrgetter, ("dtype", "shape"))
 _TEXTS = "SU"  # dtypes whose width is that of the longest text
+
+
+@functools.lru_cache(maxsize=64)  # each epoch has the elements of the one before
+def _look(structure: nest.Structure, *dtypes: np.dtype[Any]) -> tuple[str, bytes]:
+    """Return text and digest of elements of this structure and these dtypes."""
+    names = [dtype.kind if dtype.kind in _TEXTS else dtype.name for dtype in dtypes]
+    paths = nest.path_names(structure)
+    told = ", ".join(f"{p} {name}".strip() for p, name in zip(paths, names, strict=True))
+    text = told if nest.is_lone(structure) else f"{nest.describe(structure)} of {told}"
+    shown = text.encode(errors="surrogatepass")
+    return text, hashlib.blake2b(shown, digest_size=LOOK).digest()
 
 
 @final
@@ -33,38 +48,33 @@ class ElementSignature:
         """Create it before the first element."""
         self.digest = bytes(LOOK)
         self.text = ""
-        self._seen: tuple[nest.Structure, list[Any]] | None = None
+        self._structure: nest.Structure | None = None
+        self._dtypes: list[Any] = []
+        self._shapes: list[tuple[int, ...]] = []
 
     @property
     def seen(self) -> bool:
         """Whether there was an element."""
-        return self._seen is not None
+        return self._structure is not None
 
     def empty(self) -> Any:
         """Return an element that looks like the last one, and has no rows; None if none was."""
-        if self._seen is None:
+        if self._structure is None:
             return None
-        structure, seen = self._seen
-        return nest.unflatten(structure, [np.empty((0, *shape), dtype) for dtype, shape in seen])
+        pairs = zip(self._shapes, self._dtypes, strict=True)
+        return nest.unflatten(self._structure, [np.empty((0, *s[1:]), dtype) for s, dtype in pairs])
 
     def see(self, element: Any) -> None:
         """Look at a tree of arrays. Cost: a microsecond if it looks like the one before."""
         leaves, structure = nest.flatten(element)
-        seen = []
-        for leaf in leaves:
-            array = leaf if type(leaf) is np.ndarray else np.asarray(leaf)
-            seen.append((array.dtype, array.shape[1:]))
-        if self._seen is not None and seen == self._seen[1]:
-            before = self._seen[0]
-            if structure is before or structure == before:
-                return
-        self._seen = structure, seen
-        names = [dtype.kind if dtype.kind in _TEXTS else dtype.name for dtype, _ in seen]
-        paths = nest.path_names(structure)
-        told = ", ".join(f"{p} {name}".strip() for p, name in zip(paths, names, strict=True))
-        self.text = told if nest.is_lone(structure) else f"{nest.describe(structure)} of {told}"
-        shown = self.text.encode(errors="surrogatepass")
-        self.digest = hashlib.blake2b(shown, digest_size=LOOK).digest()
+        if {*map(type, leaves)} != _ARRAYS:
+            leaves = [*map(np.asarray, leaves)]
+        dtypes, self._shapes = [*map(_DTYPE, leaves)], [*map(_SHAPE, leaves)]
+        before = self._structure
+        if dtypes == self._dtypes and (structure is before or structure == before):
+            return
+        self._structure, self._dtypes = structure, dtypes
+        self.text, self.digest = _look(structure, *dtypes)
 
     def refuse(self, lockstep: Lockstep, call: str) -> None:
         """Raise on every rank, all of which have found that they differ. Collective."""

@@ -124,14 +124,8 @@ class Column:
         except TypeError:  # another library's dtype object: let its own conversion say
             return np.asarray(self.array[0:0]).dtype
 
-    def read(self, rows: Rows) -> npt.NDArray[Any]:
-        """Return the named rows, in their order, touching no other row."""
-        if not len(rows):
-            return np.empty((0, *self.shape[1:]), self.dtype)
-        first, last = int(rows[0]), int(rows[-1])
-        # What is in another order seldom has the ends of a run.
-        if last - first == len(rows) - 1 and (rows[1:] - rows[:-1] == 1).all():
-            return self.span(first, last + 1)
+    def take(self, rows: Rows) -> npt.NDArray[Any]:
+        """Return the named rows, at least one, in their order, touching no other row."""
         if self._memory is not None:
             return self._memory.take(rows, 0) if self._taken else self._memory[rows]
         # HDF5 takes increasing indices only; reading forward suits every file format.
@@ -197,7 +191,14 @@ class Arrays:
 
     def read(self, rows: Rows) -> Any:
         """Return the tree of the named rows, in their order."""
-        return nest.unflatten(self.structure, [column.read(rows) for column in self.columns])
+        count = len(rows)
+        if not count:
+            return self.span(0, 0)
+        first, last = int(rows[0]), int(rows[-1])
+        # What is in another order seldom has the ends of a run.
+        if last - first == count - 1 and (rows[1:] - rows[:-1] == 1).all():
+            return self.span(first, last + 1)
+        return nest.unflatten(self.structure, [column.take(rows) for column in self.columns])
 
     def span(self, lo: int, hi: int) -> Any:
         """Return the tree of rows lo to hi (exclusive)."""

@@ -24,6 +24,7 @@ kernel names, wherever it stands.
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib
 import threading
 import types
@@ -207,8 +208,9 @@ def _cast(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return target(source), lambda _, builder, __, values: convert(builder, values[0])
 
     made = importlib.import_module("numba.extending").intrinsic(instruction)
-    found = numba.njit(**_LIKE_NUMPY)(lambda value: made(value))
-    return found  # type: ignore[no-any-return]  # untyped import
+    call: Any = lambda value: made(value)  # noqa: E731
+    call.__qualname__ = name  # see `_compile`
+    return numba.njit(**_LIKE_NUMPY)(call)  # type: ignore[no-any-return]  # untyped import
 
 
 @functools.cache
@@ -290,8 +292,13 @@ def _typeof_kernel(value: Kernel[..., Any], context: object) -> Any:
 
 
 def _compile(function: Callable[P, R]) -> Callable[P, R]:
-    numba = _numba()
-    compiled = cached(lambda keep: numba.njit(cache=keep, **_LIKE_NUMPY)(function), numba.config)
+    numba, code = _numba(), _code(function, set())
+    # Numba's names of machine code have the qualified name, the arguments, and a number that each
+    # process counts anew. Of two forms of one loop that two processes have put in the cache, a
+    # third would take the one for the other, so the name tells the form, too.
+    made = _renamed(function, {})
+    made.__qualname__ += f"_{hashlib.blake2b(repr(code).encode(), digest_size=6).hexdigest()}"
+    compiled = cached(lambda keep: numba.njit(cache=keep, **_LIKE_NUMPY)(made), numba.config)
     cache, file = getattr(compiled, "_cache", None), function.__code__.co_filename
-    attach(cache, file, _code(function, set()), numba.config)
+    attach(cache, file, code, numba.config)
     return compiled  # type: ignore[no-any-return]  # untyped import

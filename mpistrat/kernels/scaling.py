@@ -82,6 +82,7 @@ def divide(array: Array, divisor: float) -> None:
         np.divide(parts, by, out=parts)
 
 
+@functools.lru_cache(maxsize=64)
 def _halves(divisor: float) -> bool:
     # The inverse of such a number is exact, in float16 too: both ways round the same number.
     whole = float(divisor)

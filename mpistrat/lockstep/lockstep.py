@@ -89,7 +89,7 @@ class Lockstep(Ranks):
         self._several = self.comm.size > 1
         alone = self._send.reshape(1, FRAME)
         self._recv = np.zeros((self.comm.size, FRAME), np.uint8) if self._several else alone
-        self._got = b""
+        self._got, self._alike = b"", True
         self._starts = range(0, self._recv.nbytes, FRAME)
 
     @property
@@ -195,10 +195,15 @@ class Lockstep(Ranks):
                 self._frame[HEAD : HEAD + len(payload)] = payload
                 return None
             head = pack(digest, number, 0, len(payload))
-            self._frame[: HEAD + len(payload)] = head + payload
+            mine, end = head + payload, HEAD + len(payload)
+            self._frame[:end] = mine
             self._raw.allgather(self._send, self._recv)
-            self._got = got = self._recv.tobytes()
+            self._got, self._alike = self._recv.tobytes(), True
+            got = self._got
             for at in self._starts:
+                if got[at : at + end] == mine:
+                    continue
+                self._alike = False
                 if got[at : at + HEAD] != head:
                     union, same, smalls = frame.read(got, head, payload, 0)
                     if not same or union & (LEAVING | FAILED):
@@ -295,16 +300,24 @@ class Lockstep(Ranks):
         self, call: str, small: bytes, failure: BaseException | None = None, alarm: str = ""
     ) -> list[bytes]:
         """Prove the call and return every rank's `small`, riding in the proof where it fits."""
-        rides = failure is None and not alarm and self.frames and len(small) <= ROOM
-        if rides and not self._several:
+        told = self.compare(call, small, failure, alarm)
+        return [small] * self.comm.size if told is None else told
+
+    def compare(
+        self, call: str, small: bytes, failure: BaseException | None = None, alarm: str = ""
+    ) -> list[bytes] | None:
+        """Do what `share` does; return None if every rank's is the same, as it mostly is."""
+        if failure is not None or alarm or not self.frames or len(small) > ROOM:
+            smalls = self.prove(call, small, failure, alarm=alarm).smalls
+        elif not self._several:
             self.check()
             self.session.calls += 1
             self._frame[HEAD : HEAD + len(small)] = small
-            return [small]
-        if not rides:
-            smalls = self.prove(call, small, failure, alarm=alarm).smalls
+            return None
         else:
             odd = self.ride(call, digest_of(call), small)
+            if odd is None and self._alike:
+                return None
             if odd is None:
                 got, end = self._got, HEAD + len(small)
                 return [got[at + HEAD : at + end] for at in self._starts]

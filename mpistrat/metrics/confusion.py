@@ -69,7 +69,7 @@ class Confusion(Metric):
           StrategyError: Another strategy rules here, or a value belongs to another.
           LockstepError: Plain values in cross-replica code differ between ranks.
         """
-        self._update(y_true=y_true, y_pred=y_pred, sample_weight=sample_weight)
+        self._update(y_true, y_pred, sample_weight)
 
     def result(self) -> Array:
         """Return the matrix over what all replicas have added; in replica code, this replica's.

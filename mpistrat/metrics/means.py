@@ -71,6 +71,8 @@ class Mean(_Fraction):
       4.0
     """
 
+    _given = ("values", "sample_weight")
+
     def __init__(self, name: str = "mean"):
         """Create the variables."""
         super().__init__(name)
@@ -99,7 +101,7 @@ class Mean(_Fraction):
 
         Cost: a sum. For plain values in cross-replica code also a hash of them and a handshake.
         """
-        self._update(values=values, sample_weight=sample_weight)
+        self._update(values, sample_weight)
 
     def _added(self, *given: Any) -> tuple[Any, ...]:
         values, weights = given
@@ -146,7 +148,7 @@ class Accuracy(_Fraction):
           StrategyError: Another strategy rules here, or a value belongs to another.
           LockstepError: Plain values in cross-replica code differ between ranks.
         """
-        self._update(y_true=y_true, y_pred=y_pred, sample_weight=sample_weight)
+        self._update(y_true, y_pred, sample_weight)
 
     def _added(self, *given: Any) -> tuple[Any, ...]:
         y_true, y_pred, weights = given

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,6 +51,8 @@ class Metric(abc.ABC):
     Cost: creation costs that of its variables.
     """
 
+    _given: tuple[str, ...] = ("y_true", "y_pred", "sample_weight")  # what `update_state` takes
+
     def __init_subclass__(cls, **more: Any) -> None:
         """Register metrics as leaves of trees."""
         super().__init_subclass__(**more)
@@ -85,6 +87,8 @@ class Metric(abc.ABC):
     def _mark(self) -> None:
         for variable in self.variables:
             variable.of_metric = True
+        # This rank's alone, as they are ON_READ.
+        self._sums = [variable.storage.array for variable in self.variables]
 
     @property
     def variables(self) -> tuple[Variable, ...]:
@@ -124,7 +128,7 @@ class Metric(abc.ABC):
         Cost: one all-reduce in cross-replica code; a handshake if the sums are a few numbers.
         """
         strategy, own = self._place()
-        arrays = [variable.storage.array for variable in self.variables]
+        arrays = self._sums
         if not own:
             # In its strategy's scope, for the sake of what a program has chosen to reduce it.
             with entered(again(current(), strategy)):
@@ -158,8 +162,8 @@ class Metric(abc.ABC):
         strategy.replicas.lockstep.check()
         return strategy, strategy.replicas.lockstep.comm.size == 1
 
-    def _update(self, **given: Any) -> None:
-        """Add what some examples come to, once."""
+    def _update(self, *given: Any) -> None:
+        """Add what some examples come to, once; `given` are the arguments that `_given` names."""
         strategy, mode = self._strategy, current()
         own = mode is not None and mode.strategy is strategy and mode.replica is not None
         if own or self._place()[1]:
@@ -167,37 +171,38 @@ class Metric(abc.ABC):
             return
         lockstep = strategy.replicas.lockstep
         call = f"{self._label}.update_state"
-        names = [key for key, value in given.items() if value is not None]
         each = strategy.replicas.view.plain is not Plain.REFUSED
-        each = each or any(isinstance(value, PerReplica) for value in given.values())
+        each = each or any(isinstance(value, PerReplica) for value in given)
         with lockstep.preparing(call):
             added = quiet().run(self._added, *(arrays := self._arrays(given)))
         if not each:
-            values = [array for array in arrays if array is not None]
-            prove_same(lockstep, call, dict(zip(names, values, strict=True)), _ADVICE)
+            named = zip(self._given, arrays, strict=True)
+            values = {name: array for name, array in named if array is not None}
+            prove_same(lockstep, call, values, _ADVICE)
         if each or lockstep.comm.rank == 0:
             self._add(added)
 
     def _add(self, added: tuple[Any, ...]) -> None:
-        for variable, value in zip(self._tree.values(), added, strict=True):
-            sums = variable.storage.array  # this rank's alone, as it is ON_READ
+        for sums, value in zip(self._sums, added, strict=True):
             sums[...] = sums + value if sums.ndim else float(sums) + float(value)
 
-    def _arrays(self, given: Mapping[str, Any]) -> list[Array | None]:
-        found: list[Array | None] = []
-        for key, value in given.items():
-            if value is None or (type(value) is np.ndarray and value.dtype is _DOUBLE):
-                found.append(value)  # as losses most often are
-                continue
-            if type(value) is not np.ndarray:
-                if isinstance(value, DistributedValues | Reading):
-                    regroup = self._strategy.replicas.regroup
-                    regroup.check(f"{self._label}.update_state", [value])
-                    value = plain(value)
-                if isinstance(value, list | tuple):
-                    value = np.asarray(value)
-            found.append(as_array(value, key))
-        return found
+    def _arrays(self, given: tuple[Any, ...]) -> Sequence[Array | None]:
+        for value in given:
+            if value is not None and not (type(value) is np.ndarray and value.dtype is _DOUBLE):
+                return [*map(self._array, given, self._given)]
+        return given  # as losses most often are
+
+    def _array(self, value: Any, name: str) -> Array | None:
+        if value is None:
+            return None
+        if type(value) is not np.ndarray:
+            if isinstance(value, DistributedValues | Reading):
+                regroup = self._strategy.replicas.regroup
+                regroup.check(f"{self._label}.update_state", [value])
+                value = plain(value)
+            if isinstance(value, list | tuple):
+                value = np.asarray(value)
+        return as_array(value, name)
 
     def _weights(self, given: Array, shape: tuple[int, ...]) -> Array:
         """Return the weight of every element: given for all, or for some of the first axes."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -66,30 +66,24 @@ def apply(
     weight: float | None,
 ) -> Variable:
     """Update variables by gradients; see `Optimizer.apply_gradients`. Collective."""
-    name, failure, pairs = f"{type(optimizer).__name__}.apply_gradients", None, []
+    name, failure = f"{type(optimizer).__name__}.apply_gradients", None
+    gradients: Sequence[Any] = ()
+    variables: Sequence[Any] = ()
     try:
-        pairs = [(gradient, variable) for gradient, variable in grads_and_vars]
+        if pairs := [*grads_and_vars]:
+            gradients, variables = zip(*pairs, strict=True)
     except Exception as error:
         failure = _unpaired(name, grads_and_vars, error)
-    variables = [variable for _, variable in pairs]
-    strategy, state, listed = _met(name, states, [] if failure else variables)
-    lockstep = strategy.replicas.lockstep
-    lockstep.check()
+    mode = current()
+    state = None if mode is None or mode.updating is not None else states.get(mode.strategy)
+    listed = None if state is None else state.found(variables)
     if state is None or listed is None:
-        with lockstep.preparing(name):
-            if failure is not None:
-                raise failure
-            for variable in variables:
-                check_variable(strategy, variable, name, "(gradient, variable)")
-            refuse_twice(name, variables)
-            if all(gradient is None for gradient, _ in pairs):
-                raise ValueError(f"{name}: there is no gradient for any variable.")
-        state = state or build(optimizer, states, variables)
-        listed = state.find(variables)
+        state, listed = _found(optimizer, states, name, gradients, variables, failure)
+    lockstep = state.strategy.replicas.lockstep
     progress = state.progress
     try:
-        call = checked(optimizer, state, name, pairs, listed, weight, progress.step)
-        known, node = call.known, strategy.replicas.reducer.node
+        call = checked(optimizer, state, name, gradients, listed, weight, progress.step)
+        known, node = call.known, state.strategy.replicas.reducer.node
         what = known.what(progress.step, call.scalars, lockstep.comm.size > 1)
         if node.arena.moving:
             node.arena.check_still(name, call.values)
@@ -108,19 +102,34 @@ def _unpaired(name: str, given: Any, error: Exception) -> Exception:
     return TypeError(f"{name}: wanted pairs, such as zip(gradients, variables), not {given!r:.60}.")
 
 
-def _met(
-    name: str, states: dict[Any, State], variables: list[Variable]
-) -> tuple[Any, State | None, Listed | None]:
-    """Return the strategy of variables; its state, and the list if it has been found good."""
-    mode = current()
-    strategy = None if mode is None or mode.updating is not None else mode.strategy
-    state = None if strategy is None else states.get(strategy)
-    listed = None if state is None else state.found(variables)
-    if listed is None:
-        strategy = owner(name, variables)
-        state = states.get(strategy)
-        listed = None if state is None else state.found(variables)
-    return strategy, state, listed
+def _found(
+    optimizer: OptimizerSettings,
+    states: dict[Any, State],
+    name: str,
+    gradients: Sequence[Any],
+    variables: Sequence[Any],
+    failure: Exception | None,
+) -> tuple[State, Listed]:
+    """Return the state of variables, and the list of them, found good. Collective the first time.
+
+    Raises:
+      Exception: `failure`, or what is wrong with the variables, on all ranks.
+    """
+    strategy = owner(name, variables)
+    state: State | None = states.get(strategy)
+    listed = None if state is None or failure is not None else state.found(variables)
+    if state is not None and listed is not None:
+        return state, listed
+    with strategy.replicas.lockstep.preparing(name):
+        if failure is not None:
+            raise failure
+        for variable in variables:
+            check_variable(strategy, variable, name, "(gradient, variable)")
+        refuse_twice(name, variables)
+        if all(gradient is None for gradient in gradients):
+            raise ValueError(f"{name}: there is no gradient for any variable.")
+    state = state or build(optimizer, states, variables)
+    return state, state.find(variables)
 
 
 def _step(
@@ -171,8 +180,8 @@ def _plainly(
     compiled, decay = known.worth_compiling, optimizer.ema or 0.0
     means, apart = reduced.means, known.apart
     for one, places in known.together:
-        gradients: list[Any] = [means[i] for i in places]
-        if any([mean is None for mean in gradients]):
+        gradients: list[Any] = [*map(means.__getitem__, places)]
+        if reduced.reads and any([mean is None for mean in gradients]):
             apart = [*apart, *places]
             continue
         found = one.update(gradients, limit, scalars[id(one.optimizer)], guard, compiled)
@@ -201,12 +210,12 @@ def _outcome(
     """Do what the call does; return what is to be said of it, on all ranks, if anything is."""
     if not progress.due(optimizer):
         update.accumulate()
-        state.keep(progress.added(weight), progress)
+        state.keep(progress.added(weight))
         return None
     norm = update.norm() if optimizer.looks else 0.0
     if not math.isfinite(norm) and optimizer.nonfinite == "skip":
         update.forget()
-        state.keep(progress.left_out(optimizer), progress)
+        state.keep(progress.left_out(optimizer))
         return None if optimizer.loss_scale else lambda: _warn(state, call, progress.step)
     if not math.isfinite(norm) and optimizer.nonfinite == "raise":
         bad: int | None = -1
@@ -226,11 +235,11 @@ def _ended(
 ) -> Callable[[], None] | None:
     """Count the update; or return what is to be said of the gradient that was not finite."""
     if bad is None:
-        state.keep(progress.updated(optimizer), progress)
+        state.keep(progress.updated(optimizer))
         return None
     if update is not None and optimizer.accumulate > 1:  # what has come is gone, on all ranks
         update.forget()
-        state.keep(progress.dropped(), progress)
+        state.keep(progress.dropped())
     return lambda: _nonfinite(state, call, bad)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -97,7 +97,7 @@ def checked(
     optimizer: OptimizerSettings,
     state: State,
     name: str,
-    given: Sequence[tuple[Any, Variable]],
+    gradients: Sequence[Any],
     listed: Listed,
     weight: float | None,
     step: int,
@@ -108,7 +108,7 @@ def checked(
       optimizer: The optimizer.
       state: Its state.
       name: What messages call the call.
-      given: Gradients, or None, and variables of one strategy, each once.
+      gradients: One for each variable, or None.
       listed: What is known of the variables.
       weight: As it was given.
       step: How many updates were made before.
@@ -120,33 +120,31 @@ def checked(
         plain = type(weight) is int and 0 <= weight < _MANY
         number = float(weight) if plain else _weight(name, weight)
     told = number is not None if replica else number
-    values, last = [gradient for gradient, _ in given], state.last
+    last = state.last
     if (
         last is not None
         and last[0] is listed
         and last[1:3] == (replica, told)
-        and {*map(type, values)} == _ARRAYS
-        and [*map(_LIKE, values)] == listed.likes
+        and {*map(type, gradients)} == _ARRAYS
+        and [*map(_LIKE, gradients)] == listed.likes
     ):  # as in nearly all steps, and then the gradients are all that is new
-        looked = _Looked(last[3], values, [], {})
+        looked: _Looked = last[3], [*gradients], [], {}
     else:
-        looked = _looked_at(optimizer, state, name, given, listed, replica, number)
-    scalars = {id(one): one.scalars(step) for one in looked.known.optimizers}
+        looked = _looked_at(optimizer, state, name, gradients, listed, replica, number)
+    scalars = {id(one): one.scalars(step) for one in looked[0].optimizers}
     return GradientCall(name, replica, number, *looked, scalars)
 
 
-class _Looked(NamedTuple):
-    known: Known
-    values: list[Array]
-    rows: list[IndexedSlices]
-    alike: dict[str, Array | bytes]
+_Looked: TypeAlias = (
+    "tuple[Known, list[Array], list[IndexedSlices], dict[str, Array | bytes]]"  # as in GradientCall
+)
 
 
 def _looked_at(
     optimizer: OptimizerSettings,
     state: State,
     name: str,
-    given: Sequence[tuple[Any, Variable]],
+    gradients: Sequence[Any],
     listed: Listed,
     replica: bool,
     weight: float | None,
@@ -155,11 +153,12 @@ def _looked_at(
     compares = not replica and state.strategy.replicas.lockstep.comm.size > 1
     dense, rows, values, slices = [], [], [], []
     alike: dict[str, Array | bytes] = {}
-    for (gradient, variable), target in zip(given, listed.targets, strict=True):
+    for gradient, variable, target in zip(gradients, listed.variables, listed.targets, strict=True):
         if gradient is None:
             continue
         if target is None:
-            refuse_unknown(name, state, [one for g, one in given if g is not None])
+            pairs = zip(gradients, listed.variables, strict=True)
+            refuse_unknown(name, state, [one for g, one in pairs if g is not None])
             raise AssertionError
         if compares:
             alike[variable.spec()] = _shown(name, gradient, variable)
@@ -175,9 +174,9 @@ def _looked_at(
     if not dense or optimizer.accumulate > 1:
         _check_count(optimizer, state, name, len(dense), len(rows))
     known = _known(optimizer, state, replica, weight, dense, rows)
-    if not compares and len(dense) == len(given):
+    if not compares and len(dense) == len(gradients):
         state.last = listed, replica, weight is not None if replica else weight, known
-    return _Looked(known, values, slices, alike)
+    return known, values, slices, alike
 
 
 def _check_count(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, final
 import numpy as np
 
 from mpistrat.arena.arena import Block
+from mpistrat.arrays import Array
 from mpistrat.collectives.call import Call
 from mpistrat.collectives.communication import WIRES
 from mpistrat.collectives.dtypes import wire_type
@@ -82,7 +83,9 @@ class Known:
         # From one large variable on it pays to have all gradients where every rank can read them.
         self.large = any(target.shared for target in dense)
         self.compiled = False
-        self.places: dict[tuple[int, ...], tuple[int, Places]] = {}
+        # Of gradients by their identities; of those that are put into memory of the state, by none.
+        self.places: dict[tuple[int, ...], Places] = {}
+        self.buffers: list[Array] = []
 
     def what(self, step: int, scalars: dict[int, tuple[float, ...]], several: bool) -> Call:
         """Return the call as it is at a step, with these numbers, and with `several` ranks."""
@@ -113,21 +116,24 @@ class Places(NamedTuple):
     """Where gradients lie that are reduced in place.
 
     Attributes:
+      generation: That of the arena; it has changed if an array has come or gone.
       suffix: What the text of the call says of it.
-      rows: Of each gradient the block, the matrix in it, and its first column.
-      first: Which of them are reduced into the first row, before they are read from there.
+      matrices: The matrices with a row for each rank: the block of each, and its number there.
+      rows: Of each gradient: which matrix, its first column, and whether it is reduced into the
+        first row before it is read from there.
       far: The numbers of those of these that are so when they are fetched, part by part.
       placed: All others of these; None without any.
-      runs: Which others every rank reduces as one, in memory of its own; and from which column to
-        which.
+      runs: Which others every rank reduces as one, in memory of its own: of which matrix, from
+        which column to which; and of each its number, and where it begins and ends there.
     """
 
+    generation: int
     suffix: str
-    rows: list[tuple[weakref.ref[Block], int, int]]
-    first: list[bool]
+    matrices: list[tuple[weakref.ref[Block], int]]
+    rows: list[tuple[int, int, bool]]
     far: list[int]
     placed: Placed | None
-    runs: list[tuple[list[int], int, int]]
+    runs: list[tuple[int, int, int, list[tuple[int, int, int]]]]
 
 
 def _compile_for(optimizer: OptimizerSettings, target: Target) -> None:

@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpistrat.arena.arena import ArenaAddress
+from mpistrat.arena.arena import ArenaAddress, Block
 from mpistrat.arrays import Array, quiet
 from mpistrat.collectives.call import Call, Contribution
 from mpistrat.collectives.node import NodeReducer
@@ -82,6 +82,7 @@ def reduce(state: State, call: GradientCall, what: Call) -> tuple[Reduced, list[
     group, known = state.strategy.replicas, call.known
     weight = 1.0 if call.weight is None else call.weight
     if group.lockstep.comm.size == 1:
+        group.lockstep.check()
         return _alone(call.values, weight), call.rows
     if not call.replica:
         advice = "Reduce gradients first: strategy.reduce, extended.reduce_to, ctx.all_reduce."
@@ -136,29 +137,27 @@ def _places(state: State, call: GradientCall, what: Call, weight: float) -> Plac
         return None
     key = tuple(map(id, values))
     found = known.places.get(key)
-    if found is not None and found[0] == node.arena.generation:
-        return found[1]
+    if found is not None and found.generation == node.arena.generation:
+        return found
     # Where small variables are updated as one, what is given for them is reduced as one.
-    several = any(one.parts for one, _ in known.together)
+    several = any([one.parts for one, _ in known.together])
     here = what.worth_a_place and (known.large or not several)
     homes = node.homes(what, values) if here else None
     if homes is None:
         if not known.large or not state.has_buffers(what.text):
             return None
-        buffers = [state.buffers[t.variable.number] for t in known.dense]
+        buffers = known.buffers = known.buffers or state.buffers_of(known.dense)
         if weight:  # what is taken 0 times is not read
             for place, value in zip(buffers, values, strict=True):
-                np.copyto(place, value)
-        key = tuple(map(id, buffers))
-        found = known.places.get(key)
-        if found is not None and found[0] == node.arena.generation:
-            return found[1]
+                place[...] = value
+        found, key = known.places.get(()), ()
+        if found is not None and found.generation == node.arena.generation:
+            return found
         homes = node.homes(what, buffers)
         assert homes is not None
-    made = _placed(state, known, homes)
     if len(known.places) > 16:
         known.places.clear()
-    known.places[key] = node.arena.generation, made
+    made = known.places[key] = _placed(state, known, homes)
     return made
 
 
@@ -173,27 +172,36 @@ def _placed(state: State, known: Known, homes: list[ArenaAddress]) -> Places:
     far = [node.twins and is_own for is_own in own]
     first = [nodes.nodes > 1 or (much and not t.shared) for t in known.dense]
     reduced = [h for h, yes, is_far in zip(homes, first, far, strict=True) if yes and not is_far]
-    rows = [(weakref.ref(h.block), h.place.matrix, h.place.start) for h in homes]
-    where = placed(reduced) if reduced else None
-    runs, some = _runs(known, homes, first), [i for i, is_far in enumerate(far) if is_far]
-    return Places(placed(homes).suffix, rows, first, some, where, runs)
+    keys = [(id(h.block), h.place.matrix) for h in homes]
+    matrices = {key: (weakref.ref(h.block), key[1]) for key, h in zip(keys, homes, strict=True)}
+    which = [list(matrices).index(key) for key in keys]
+    starts = [home.place.start for home in homes]
+    return Places(
+        node.arena.generation,
+        placed(homes).suffix,
+        list(matrices.values()),
+        list(zip(which, starts, first, strict=True)),
+        [i for i, is_far in enumerate(far) if is_far],
+        placed(reduced) if reduced else None,
+        _runs(known, which, starts, first),
+    )
 
 
 def _runs(
-    known: Known, homes: list[ArenaAddress], first: list[bool]
-) -> list[tuple[list[int], int, int]]:
-    """Return which gradients every rank reduces as one, and the columns of these."""
-    groups: dict[tuple[int, int], list[int]] = {}
-    for i, (target, home) in enumerate(zip(known.dense, homes, strict=True)):
+    known: Known, which: list[int], starts: list[int], first: list[bool]
+) -> list[tuple[int, int, int, list[tuple[int, int, int]]]]:
+    """Return what every rank reduces as one; see `Places.runs`."""
+    groups: dict[int, list[int]] = {}
+    for i, target in enumerate(known.dense):
         if not target.shared and not first[i]:
-            groups.setdefault((id(home.block), home.place.matrix), []).append(i)
+            groups.setdefault(which[i], []).append(i)
     runs = []
-    for members in groups.values():
-        starts = [homes[i].place.start for i in members]
-        sizes = [known.dense[i].w.size for i in members]
-        low, high = min(starts), max(map(sum, zip(starts, sizes, strict=True)))
-        if len(members) > 1 and high - low <= 2 * sum(sizes):  # else they lie far from one another
-            runs.append((members, low, high))
+    for matrix, members in groups.items():
+        ends = {i: starts[i] + known.dense[i].w.size for i in members}
+        low, high = min(starts[i] for i in members), max(ends.values())
+        much = sum(known.dense[i].w.size for i in members)
+        if len(members) > 1 and high - low <= 2 * much:  # else they lie far from one another
+            runs.append((matrix, low, high, [(i, starts[i] - low, ends[i] - low) for i in members]))
     return runs
 
 
@@ -214,29 +222,32 @@ def _in_place(
             reducer.node.reduce_placed(_MEAN, places.placed, scales, into=1)
         nodes, divisor = reducer.node.arena.nodes(), float(divisor)
         mine = column if column is None or nodes.nodes == 1 else column[nodes.ranks]
-        rows: list[tuple[tuple[Array, int], Array | None, float]] = []
-        given: list[tuple[Array, int]] = []
-        means: list[Array | None] = [None] * len(places.rows)
-        for (block, matrix, start), first in zip(places.rows, places.first, strict=True):
-            held = block()
-            assert held is not None
-            all_rows = held.matrices[matrix]
-            given.append((all_rows, start))
-            if first:
-                rows.append(((all_rows[:1], start), None, 1.0))
-            else:
-                factors = None if mine is None else factors_of(mine, all_rows.dtype)
-                rows.append(((all_rows, start), factors, divisor))
-        for members, low, high in places.runs:
-            total = _mean(given[members[0]][0][:, low:high], mine, divisor)
-            for i in members:
-                start = given[i][1] - low
-                means[i] = total[start : start + call.known.dense[i].w.size]
-        dense, far = call.known.dense, places.far
-        fetch = _fetch_by(reducer.node, dense, given, column, divisor) if far else None
-        return Reduced(means, rows, whole, True, far, fetch)
+        matrices = [_held(block).matrices[number] for block, number in places.matrices]
+        factors = [None if mine is None else factors_of(mine, one.dtype) for one in matrices]
+        rows = [
+            ((matrices[i][:1], start), None, 1.0)
+            if first
+            else ((matrices[i], start), factors[i], divisor)
+            for i, start, first in places.rows
+        ]
+        means: list[Array | None] = [None] * len(rows)
+        for i, low, high, members in places.runs:
+            total = _mean(matrices[i][:, low:high], mine, divisor)
+            for number, begin, end in members:
+                means[number] = total[begin:end]
+        fetch = None
+        if places.far:
+            given = [(matrices[i], start) for i, start, _ in places.rows]
+            fetch = _fetch_by(reducer.node, call.known.dense, given, column, divisor)
+        return Reduced(means, rows, whole, True, places.far, fetch)
     except BaseException as error:
         abort(state.strategy.replicas.lockstep, what.text, error)
+
+
+def _held(block: weakref.ref[Block]) -> Block:
+    held = block()
+    assert held is not None  # its arrays are in the caller's hands
+    return held
 
 
 def _mean(rows: Array, factors: Array | None, divisor: float) -> Array:

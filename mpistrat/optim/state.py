@@ -8,6 +8,7 @@ restores it like any other, at any number of ranks.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
@@ -16,7 +17,7 @@ import numpy as np
 from mpistrat.arena.storage import NodeStorage, Slices, slices_of_ranks
 from mpistrat.arrays import Array
 from mpistrat.distribute.mode import Mode, entered
-from mpistrat.distribute.variables import Variable, spread_like
+from mpistrat.distribute.variables import Variable, move_to, spread_like
 from mpistrat.errors import LeafTypeError, StrategyError
 from mpistrat.optim.passes import BLOCK
 from mpistrat.optim.progress import Progress
@@ -163,11 +164,9 @@ class State:
         self.together = together(self.targets.values())
         for target in [target for one in self.together for target in one.targets]:
             self.targets[target.variable.number] = target
-        counters = self.counters.values()
-        self._seen = [one.storage.array for one in counters]
-        self._cells = [one.storage.part(1)[1] for one in counters]
         # Where programs or tests have had even the smallest variables shared.
-        self._shares_counters = any(_shared(one) for one in counters)
+        self._shares_counters = any(map(_shared, self.counters.values()))
+        self._form, self._cells = self._side_by_side()
 
     def found(self, variables: Sequence[Variable]) -> Listed | None:
         """Return what is known of a list of variables that has been found good before, or None."""
@@ -200,18 +199,35 @@ class State:
             self.buffers = dict(zip(numbers, found or (), strict=False))
         return not self._refused
 
+    def buffers_of(self, targets: Sequence[Target]) -> list[Array]:
+        """Return the memory for gradients of these."""
+        return [self.buffers[target.variable.number] for target in targets]
+
+    def _side_by_side(self) -> tuple[struct.Struct, memoryview]:
+        """Return how counters lie in memory, one after the other, and that memory."""
+        counters = self.counters.values()
+        form = struct.Struct("=" + "".join("q" if v.dtype.kind == "i" else "d" for v in counters))
+        memory = np.empty(form.size, np.uint8)
+        if not self._shares_counters:
+            for one, low in zip(counters, range(0, form.size, 8), strict=True):
+                move_to(one, memory[low : low + 8].view(one.dtype))
+        return form, memory.data
+
     @property
     def progress(self) -> Progress:
         """The counters as they are now. Never communicates."""
-        return Progress(*[array.item() for array in self._seen])
-
-    def keep(self, progress: Progress, before: Progress) -> None:
-        """Write the counters that are not as they were `before`; alike on all ranks."""
-        for cell, number, was in zip(self._cells, progress, before, strict=True):
-            if number != was:
-                cell[...] = number
         if self._shares_counters:
-            self.strategy.replicas.reducer.node.arena.nodes().node.barrier()
+            return Progress(*[one.storage.array.item() for one in self.counters.values()])
+        return Progress(*self._form.unpack_from(self._cells))
+
+    def keep(self, progress: Progress) -> None:
+        """Write the counters; alike on all ranks."""
+        if not self._shares_counters:
+            self._form.pack_into(self._cells, 0, *progress)
+            return
+        for one, number in zip(self.counters.values(), progress, strict=True):
+            one.storage.part(1)[1][...] = number
+        self.strategy.replicas.reducer.node.arena.nodes().node.barrier()
 
     @property
     def variables(self) -> tuple[Variable, ...]:

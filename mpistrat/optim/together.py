@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -39,6 +40,7 @@ class Together(NamedTuple):
       w: Room for the weights; the weights themselves of a single one.
       slots: Memory of the slots of the rule.
       ema: That of the average, if there is one.
+      rule: That of the optimizer.
     """
 
     targets: Sequence[Any]
@@ -50,6 +52,7 @@ class Together(NamedTuple):
     w: Array
     slots: tuple[Array, ...]
     ema: Array | None
+    rule: Any
 
     def update(
         self,
@@ -71,7 +74,7 @@ class Together(NamedTuple):
         Returns:
           None; or the first variable whose gradient is not finite.
         """
-        targets, optimizer, weights, parts, starts, g, w, slots, ema = self
+        _, optimizer, weights, parts, starts, g, w, slots, ema, rule = self
         if parts:
             np.concatenate(gradients, axis=None, out=g)
         else:
@@ -80,19 +83,20 @@ class Together(NamedTuple):
             g = np.require(g, requirements=("A", "W"))
         if guard and not (finite(g) if compiled else finite.twin(g)):
             return bisect.bisect(starts, int(np.argmin(np.isfinite(g)))) - 1
-        if limit < np.inf:
+        if limit != math.inf:
             g = np.clip(g, -limit, limit)
         if parts:
             np.concatenate(weights, out=w)
-        rule, decay = targets[0].rule, optimizer.ema or 0.0
         if compiled:
-            passes.update(rule, Gradient(g.reshape(1, -1)), w, slots, scalars, ema, decay, False)
+            how = (scalars, ema, optimizer.ema or 0.0, False)
+            passes.update(rule, Gradient(g.reshape(1, -1)), w, slots, *how)
         else:
-            rule.update.twin(w, g, slots, numbers_of(scalars, w.dtype), 0, g.size)
+            rule.update.twin(w, g, slots, numbers_of(scalars, w.dtype), 0, starts[-1])
             if ema is not None:
-                average.twin(w, ema, w.dtype.type(1.0 - decay))
-        for one, part in zip(weights, parts, strict=False):
-            one[:] = part
+                average.twin(w, ema, w.dtype.type(1.0 - optimizer.ema))
+        if parts:
+            for one, part in zip(weights, parts, strict=True):
+                one[:] = part
         return None
 
 
@@ -123,9 +127,8 @@ def together(targets: Iterable[Any]) -> list[Together]:
 
 def _single(target: Any) -> Together:
     w, none = target.w, np.empty(0, target.w.dtype)
-    return Together(
-        [target], target.optimizer, [w], [], [0, w.size], none, w, target.mine, target.ema
-    )
+    more = (target.mine, target.ema, target.rule)
+    return Together([target], target.optimizer, [w], [], [0, w.size], none, w, *more)
 
 
 def _side_by_side(targets: list[Any]) -> Together:
@@ -143,4 +146,5 @@ def _side_by_side(targets: list[Any]) -> Together:
     g, w = (np.empty(starts[-1], dtype) for _ in range(2))
     slots = tuple(memory[name] for name in names)
     ws, rooms = [target.w for target in found], np.split(w, starts[1:-1])
-    return Together(found, targets[0].optimizer, ws, rooms, starts, g, w, slots, memory.get("ema"))
+    more = (g, w, slots, memory.get("ema"), targets[0].rule)
+    return Together(found, targets[0].optimizer, ws, rooms, starts, *more)

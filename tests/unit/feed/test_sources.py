@@ -11,7 +11,7 @@ from every import every
 
 from mpistrat.errors import DataError
 from mpistrat.feed.dataset import Dataset
-from mpistrat.feed.sources import Column, is_array
+from mpistrat.feed.sources import Arrays, is_array
 
 DATA = np.arange(23 * 6, dtype=np.float32).reshape(23, 2, 3)
 
@@ -44,7 +44,7 @@ def source(request, tmp_path):
 
 @every("rows", [[], [0], [22], [3, 4, 5], [5, 3, 4], [2, 2, 2], [22, 0, 7, 8, 7], [1, 2, 9, 10, 4]])
 def test_rows_come_in_their_order(source, rows):
-    got = Column(source, "x").read(np.array(rows, np.int64))
+    got = Arrays(source, "x").read(np.array(rows, np.int64))
     np.testing.assert_array_equal(got, DATA[rows])
     assert (type(got), got.dtype) == (np.ndarray, DATA.dtype)
 
@@ -90,20 +90,20 @@ def test_hdf5_reads_each_row_once_and_upwards(recorder):
             return super().__getitem__(key)
 
     inner = Increasing(DATA)
-    got = Column(inner, "x").read(np.array([9, 2, 9, 4]))
+    got = Arrays(inner, "x").read(np.array([9, 2, 9, 4]))
     np.testing.assert_array_equal(got, DATA[[9, 2, 9, 4]])
     assert inner.touched == [2, 4, 9]
 
 
 def test_consecutive_rows_are_one_slice(recorder):
     inner = recorder(DATA)
-    Column(inner, "x").read(np.arange(4, 9))
+    Arrays(inner, "x").read(np.arange(4, 9))
     assert inner.keys == [slice(4, 9)]
 
 
 def test_sources_without_index_arrays_get_slices_of_runs(recorder):
     inner = recorder(DATA, fancy=False)
-    column = Column(inner, "x")
+    column = Arrays(inner, "x")
     for _ in range(2):
         got = column.read(np.array([7, 1, 2, 20, 3]))
         np.testing.assert_array_equal(got, DATA[[7, 1, 2, 20, 3]])
@@ -116,7 +116,7 @@ def test_a_source_that_misreads_index_arrays_gets_slices(recorder):
         def __getitem__(self, key):
             return super().__getitem__(slice(0, 1) if isinstance(key, np.ndarray) else key)
 
-    got = Column(Odd(DATA), "x").read(np.array([5, 1]))
+    got = Arrays(Odd(DATA), "x").read(np.array([5, 1]))
     np.testing.assert_array_equal(got, DATA[[5, 1]])
 
 
@@ -126,7 +126,7 @@ def test_a_source_that_slices_wrongly_is_named(recorder):
             return 0.0
 
     with pytest.raises(DataError, match=r"x: asked for 2 rows, Flat gave .* shape \(\)"):
-        Column(Flat(DATA), "x").read(np.arange(2))
+        Arrays(Flat(DATA), "x").read(np.arange(2))
 
 
 def test_reading_errors_pass_unchanged(recorder):
@@ -181,7 +181,7 @@ def _field(x):
 )
 def test_rows_in_another_order_are_read_without_a_copy_of_the_rest(layout):
     x = layout(np.arange(2_000_000, dtype=np.float32).reshape(20_000, 100))
-    source, rows = Column(x, "x"), np.array([7, 3, 9_000, 7])
+    source, rows = Arrays(x, "x"), np.array([7, 3, 9_000, 7])
     tracemalloc.start()
     found = source.read(rows)
     _, peak = tracemalloc.get_traced_memory()

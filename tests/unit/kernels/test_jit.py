@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -183,6 +184,28 @@ class TestCache:
         # A shared index is what they could have overwritten for each other.
         assert len(list(program.cache.rglob("*squares*.nbi"))) == 2
 
+    def test_each_form_of_a_loop_has_a_name_of_its_own(self):
+        def around(x):
+            return part(x)  # noqa: F821
+
+        parts = [jit.helper(lambda x: 2 * x), jit.helper(lambda x: 3 * x)]
+        forms = [jit.driver(around, part=one).compiled() for one in parts]
+        assert len({form.py_func.__qualname__ for form in forms}) == 2
+        assert [form(5) for form in forms] == [10, 15]
+
+    @pytest.mark.nightly
+    def test_forms_of_a_loop_that_processes_compile_at_once_are_not_mixed_up(self, program):
+        # Each process numbers what it compiles: here the loop "both" has one number in two forms.
+        other, code = program.cache.with_name("other"), FORMS
+        program(code.format(calls="casts()"))
+        program(code.format(calls="summed('bfloat16')"))
+        program(code.format(calls="summed('float16')"), NUMBA_CACHE_DIR=str(other))
+        for path in other.rglob("narrow.*"):
+            (place,) = {found.parent for found in program.cache.rglob("narrow.*")}
+            shutil.copy(path, place / path.name)
+        for calls in ("summed('float16'); summed('bfloat16')", "summed('bfloat16'); summed('f2')"):
+            assert program(code.format(calls=calls)) == ["True", "True"]
+
     @pytest.mark.nightly
     def test_a_cache_that_cannot_be_written_does_not_matter(self, program):
         code = """
@@ -195,6 +218,25 @@ caching.IndexDataCacheFile._open_for_write = full
 """
         assert program(code + CALL.format(dtype="f8") + HITS) == ["14.0", "0"]
         assert not list(program.cache.rglob("*.nb?"))
+
+
+FORMS = """
+import ml_dtypes
+from mpistrat.kernels import narrow
+
+def casts():
+    values, bits = np.ones(8, "f4"), np.zeros(8, "u2")
+    narrow.to_bfloat16(values, np.float32(1), bits)
+    narrow.from_bfloat16(bits, values)
+
+def summed(name):
+    rows = np.random.default_rng(0).standard_normal((2, 4096)).astype("f4").astype(name)
+    want = (rows[0].astype("f4") + rows[1].astype("f4")).astype(name)
+    narrow.reduce_narrow(np.add, rows, 0, 4096, None, 1.0, True)
+    print((rows[0] == want).all())
+
+{calls}
+"""
 
 
 NO_PLACE = """
