@@ -45,6 +45,7 @@ patch = subprocess, _exit
 disable_warnings = no-data-collected, module-not-measured, no-ctracer
 
 [report]
+include = {ROOT / "mpistrat"}/*
 omit = {",".join(OMITTED)}
 show_missing = true
 skip_covered = true
