@@ -31,7 +31,11 @@ PROGRAMS = (HERE / "faults" / "programs", HERE / "cluster" / "programs")
 DEFAULT = "not mpi and not nightly and not cluster"
 JOBS = "jobs"  # the unit of work of all tests that start ranks
 # What starts ranks, by its name and the module that it is from.
-LAUNCHERS = {"find": "mpistrat.launch.mpiexec", "run": "mpistrat.launch.run"}
+LAUNCHERS = {
+    "find": "mpistrat.launch.mpiexec",
+    "run": "mpistrat.launch.run",
+    "command": "crowded",  # of tests/tools
+}
 # The tests start hundreds of processes, each of which would compile all that it imports.
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
     sys.dont_write_bytecode = False

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from crowded import command
 
 from mpistrat.environment import launched_by
-from mpistrat.launch.mpiexec import find
 from mpistrat.launch.process import run_job
 from mpistrat.testing import run_ranks
 
@@ -193,7 +193,7 @@ class Class:
         printed = directory / "printed"
         program = [sys.executable, self.file, *words]
         with printed.open("wb") as output:
-            outcome = run_job(find()[0].command(size, program), 240, output, cwd=ROOT)
+            outcome = run_job(command(size, program), 240, output, cwd=ROOT)
         text = printed.read_text(errors="replace")
         assert outcome.code == 0, text
         assert words or f"{len(self.bodies)} tests passed" in text
