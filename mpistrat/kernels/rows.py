@@ -92,9 +92,8 @@ def reduce_rows(
     compiled = (plain or dtype.kind == "f") and (ready or compiles(ufunc, dtype, count))
     inside = out is rows or np.may_share_memory(out, rows)
     if ufunc is np.add and compiled:
-        if dtype in _ALIKE:
-            dtype = _ALIKE[dtype]
-            rows, out = rows.view(dtype), out.view(dtype)
+        if (like := _ALIKE.get(dtype)) is not None:
+            rows, out, dtype = rows.view(like), out.view(like), like
         # To multiply by 1 changes no number, and takes no time beside that of memory.
         factors = np.ones(len(rows), dtype) if scales is None else factors_of(scales, dtype)
         sum_rows(rows, out, start, stop, factors, np.array([divisor], dtype), shift, inside)
