@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from crowded import command
 
 from mpistrat.environment import launched_by
-from mpistrat.launch.mpiexec import find
 from mpistrat.launch.process import run_job
 
 PROGRAM = Path(__file__).parent / "programs" / "bits.py"
@@ -40,11 +40,10 @@ def program():
 
 
 def hashes(size, directory):
-    launcher, _ = find()
     printed = directory / "printed"
     with printed.open("wb") as output:
         argv = [sys.executable, str(PROGRAM), "2", "3"]
-        outcome = run_job(launcher.command(size, argv), LONGEST, output)
+        outcome = run_job(command(size, argv), LONGEST, output)
     text = printed.read_text(errors="replace")
     assert outcome.code == 0 and not outcome.timed_out, text[-3000:]
     return json.loads(next(line for line in text.splitlines() if line.startswith("{")))

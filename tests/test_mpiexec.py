@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from crowded import command
 from rank_report import Failure, RankLog, failures, read
 
 from mpistrat.environment import launched_by
-from mpistrat.launch.mpiexec import find
 from mpistrat.launch.process import Outcome, run_job
 
 ROOT = Path(__file__).parent.parent
@@ -61,14 +61,13 @@ class Job(NamedTuple):
 def run_rung(size, tests, directory, *options, longest=LONGEST):
     """Run the tests in a directory, or in a list of files, on `size` ranks."""
     reports = directory / "ranks"
-    launcher, _ = find()
     paths = map(str, tests if isinstance(tests, list) else [tests])
     program = [sys.executable, "-m", "pytest", *paths, "--with-mpi", "-q", *WITHOUT]
     # pytest-timeout's clock stops this process only; the reporter's tells what all ranks do.
     program += ["--timeout=0", f"--rank-report={reports}", *options]
     printed = directory / "printed"
     with printed.open("wb") as output:
-        outcome = run_job(launcher.command(size, program), longest, output, cwd=ROOT)
+        outcome = run_job(command(size, program), longest, output, cwd=ROOT)
     return Job(outcome, read(reports, size), printed.read_text(errors="replace"))
 
 

@@ -137,7 +137,8 @@ def helper(function: Callable[P, R]) -> Kernel[P, R]:
     """Turn a module-level function into a part that kernels of its module call by name.
 
     It has no twin of its own, as only compiled kernels reach it: without Numba the twin of the
-    kernel runs in the kernel's place.
+    kernel runs in the kernel's place. Python runs the function as it is. Its compiled form is for
+    kernels alone: code through which Python could call it would be a quarter of what is compiled.
 
     Example:
       >>> def twice(x):
@@ -145,7 +146,9 @@ def helper(function: Callable[P, R]) -> Kernel[P, R]:
       >>> helper(twice).twin(4)
       8
     """
-    return Kernel(function, function)
+    made = Kernel(function, function, _compile_part)
+    made._run = function
+    return made
 
 
 def driver(function: Callable[P, R], **kernels: Kernel[..., Any]) -> Kernel[P, R]:
@@ -289,6 +292,12 @@ def _numba() -> Any:
 
 def _typeof_kernel(value: Kernel[..., Any], context: object) -> Any:
     return _numba().typeof(value.compiled())
+
+
+def _compile_part(function: Callable[P, R]) -> Callable[P, R]:
+    # In the machine code of each kernel that calls it, so it needs no file of its own in the cache.
+    alone = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    return _numba().njit(**alone, **_LIKE_NUMPY)(function)  # type: ignore[no-any-return]
 
 
 def _compile(function: Callable[P, R]) -> Callable[P, R]:

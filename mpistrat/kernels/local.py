@@ -132,6 +132,10 @@ def _flat_sum(
     if parts == 2:
         values, target = values.view(values.real.dtype), target.view(target.real.dtype)
         wide = np.dtype(np.float64)
+    elif wide.kind == "u" and target.itemsize <= values.itemsize:
+        # Such sums wrap alike with a sign and without, so one loop does for both.
+        values, target = (array.view(f"i{array.itemsize}") for array in (values, target))
+        wide = np.dtype(np.int64)
     tiles = plan.tiles
     # NumPy's order within a sum may depend on what is beside it, so its work is not divided.
     if team is not None and tiles > 1 and x.nbytes >= 2 * _PART and jit.compiling():

@@ -24,6 +24,11 @@ _COMPILE = 1 << 18
 # A part of this many is worth a thread: it takes 0.1 ms, and to hand it over 0.02 to 0.04.
 _PART = 1 << 19
 _COMPILED = frozenset(map(np.dtype, ("f4", "f8", "i4", "i8", "u4", "u8")))
+# Sums of integers wrap alike with a sign and without, so one loop does for both.
+_ALIKE: dict[np.dtype[Any], np.dtype[Any]] = {
+    np.dtype("u4"): np.dtype("i4"),
+    np.dtype("u8"): np.dtype("i8"),
+}
 
 
 def reduce_rows(
@@ -87,6 +92,8 @@ def reduce_rows(
     compiled = (plain or dtype.kind == "f") and (ready or compiles(ufunc, dtype, count))
     inside = out is rows or np.may_share_memory(out, rows)
     if ufunc is np.add and compiled:
+        if (like := _ALIKE.get(dtype)) is not None:
+            rows, out, dtype = rows.view(like), out.view(like), like
         # To multiply by 1 changes no number, and takes no time beside that of memory.
         factors = np.ones(len(rows), dtype) if scales is None else factors_of(scales, dtype)
         sum_rows(rows, out, start, stop, factors, np.array([divisor], dtype), shift, inside)
@@ -133,6 +140,7 @@ def compiles(ufunc: Callable[..., Any], dtype: np.dtype[Any], columns: int) -> b
 
 @functools.cache
 def _compiled_for(dtype: np.dtype[Any]) -> None:
+    dtype = _ALIKE.get(dtype, dtype)
     rows = np.zeros((2, 1), dtype)
     if is_narrow(dtype):
         reduce_narrow(np.add, rows, 0, 1, None, 1.0, True)

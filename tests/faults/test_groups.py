@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
+from crowded import command
 
 from mpistrat.environment import launched_by
-from mpistrat.launch.mpiexec import find
 from mpistrat.launch.process import run_job
 from mpistrat.launch.run import python_program
 
@@ -25,10 +25,10 @@ pytestmark = [
 
 def job(what, tmp_path, ranks_per_node=0):
     """Return the code of a job of four ranks, and what it has said."""
-    command = find()[0].command(4, python_program([str(JOB), what], module=False))
+    call = command(4, python_program([str(JOB), what], module=False))
     chosen = {**SHORT, "MPISTRAT_RANKS_PER_NODE": str(ranks_per_node)}
     with (tmp_path / "said").open("wb+") as output:
-        outcome = run_job(command._replace(env={**command.env, **chosen}), LONGEST, output)
+        outcome = run_job(call._replace(env={**call.env, **chosen}), LONGEST, output)
         output.seek(0)
         said = output.read().decode(errors="replace")
     assert not outcome.timed_out, said
@@ -115,7 +115,7 @@ def test_the_sweep_of_the_batch_jobs(tmp_path):
     said = []
     for _ in range(2):
         with (tmp_path / "said").open("wb+") as output:
-            outcome = run_job(find()[0].command(4, program), LONGEST, output)
+            outcome = run_job(command(4, program), LONGEST, output)
             output.seek(0)
             text = output.read().decode(errors="replace")
         assert outcome.code == 1, text

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from crowded import command
 
 import mpistrat as ms
 from mpistrat.collectives import call as call_module
 from mpistrat.environment import launched_by
-from mpistrat.launch.mpiexec import find
 from mpistrat.launch.process import run_job
 from mpistrat.lockstep import frame, lockstep
 from mpistrat.testing import RanksFailed, run_ranks
@@ -41,7 +41,7 @@ def test_pairs_on_mpi(size, count, tmp_path):
     words = ["--pairs", str(count), "--good", str(count // 3)]
     program = [sys.executable, str(HERE / "pairs.py"), *words]
     with (tmp_path / "printed").open("wb") as output:
-        outcome = run_job(find()[0].command(size, program), 240, output, cwd=HERE.parents[1])
+        outcome = run_job(command(size, program), 240, output, cwd=HERE.parents[1])
     printed = (tmp_path / "printed").read_text()
     assert outcome.code == 0, printed
     rows = {line[:20].strip(): line[20:].split() for line in printed.splitlines()}

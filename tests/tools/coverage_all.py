@@ -7,9 +7,9 @@
     python tests/tools/coverage_all.py --anew       forget what is there, and begin again
 
 Other options are pytest's. A piece is a room of ``tests/unit``, or one of those below; each leaves
-its part in ``build/coverage``, so a run that was stopped goes on with the piece that it was in. One
-with failures is run once more, as others may have had the machine; if it fails again, it is left
-for the next run, and the exit code is 1. Tests have an hour each, so that all may run under
+its part in ``build/coverage``, so a run that was stopped goes on with the piece that it was in.
+Tests that fail are run once more, as others may have had the machine; if one fails again, the piece
+is left for the next run, and the exit code is 1. Tests have an hour each, so that all may run under
 ``nice -n 19``.
 
 Every process that a test starts is counted too: ranks of jobs, workers, programs, those that end by
@@ -45,6 +45,7 @@ patch = subprocess, _exit
 disable_warnings = no-data-collected, module-not-measured, no-ctracer
 
 [report]
+include = {ROOT / "mpistrat"}/*
 omit = {",".join(OMITTED)}
 show_missing = true
 skip_covered = true
@@ -58,6 +59,12 @@ exclude_also =
 """
 LONGEST = 3600  # seconds for one test: traced, and behind all else on the machine
 TURNS = 2
+UNTRACED = (
+    # Its children fork while another thread is traced: they wait for ever for the tracer's lock.
+    "test_a_child_may_look_too",
+    # A file in the place of `struct` or `json`: the tracer, which imports it too, is the first.
+    "test_a_file_that_shadows_a_module_is_named",
+)
 NO_JOB = "not mpi and not nightly and not cluster and not job"
 
 
@@ -123,6 +130,7 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
     from mpistrat.testing import run_ranks
 
     run_ranks.__kwdefaults__["timeout"] = LONGEST
+    items[:] = [item for item in items if not item.name.startswith(UNTRACED)]
     for item in items:
         item.add_marker(pytest.mark.timeout(LONGEST), append=False)
 
@@ -138,10 +146,12 @@ def run(name: str, piece: Piece, options: list[str]) -> bool:
     path = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
     env = {**os.environ, "MPISTRAT_NUMBA": str(int(piece.numba)), "PYTHONPATH": path}
     workers = f"-n{min(4, os.cpu_count() or 1)}" if piece.beside else "-n0"
-    tests = ["-q", "-p", "no:cacheprovider", "-p", "coverage_all", workers, "-m", piece.marks]
+    cache = ["-o", f"cache_dir={DATA / f'cache-{name}'}"]
+    tests = ["-q", *cache, "-p", "coverage_all", workers, "-m", piece.marks]
     call = [sys.executable, "-m", "coverage", "run", f"--rcfile={settings()}", "-m", "pytest"]
-    for _ in range(TURNS):
-        ended = subprocess.run([*call, *tests, *piece.paths, *options], cwd=ROOT, env=env)
+    for turn in range(TURNS):
+        again = ["--lf", "--lfnf=none"] if turn else []
+        ended = subprocess.run([*call, *tests, *again, *piece.paths, *options], cwd=ROOT, env=env)
         combine()
         if ended.returncode in (0, 5):  # 5: none is for this environment
             done.touch()
