@@ -322,7 +322,8 @@ class Lockstep(Ranks):
                 got, end = self._got, HEAD + len(small)
                 return [got[at + HEAD : at + end] for at in self._starts]
             smalls = odd[1]
-        return self.texts(small) if smalls is None else smalls
+        told = self.texts(small) if smalls is None else smalls
+        return None if told.count(small) == len(told) else told
 
     @contextmanager
     def preparing(self, name: str) -> Iterator[None]:
