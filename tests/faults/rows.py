@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from crowded import command
 
 from mpistrat.environment import launched_by
 from mpistrat.launch.process import run_job
@@ -190,6 +189,8 @@ class Class:
 
     def on_mpi(self, size: int, directory: Path, *words: str) -> str:
         """Run all of them in one job of MPI, or what the words say; return what it printed."""
+        from crowded import command  # ranks, which import this too, do not find it
+
         printed = directory / "printed"
         program = [sys.executable, self.file, *words]
         with printed.open("wb") as output:
