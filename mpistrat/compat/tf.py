@@ -62,7 +62,9 @@ _TABLE: dict[Any, str] = {  # where the other names are from
         "less_equal logical_and logical_not logical_or maximum minimum multiply negative "
         "not_equal pow round sigmoid sign sin sqrt square subtract tan tanh truediv"
     ),
-    tf_system: ("control_dependencies device executing_eagerly group name_scope no_op print"),
+    tf_system: (
+        "control_dependencies device executing_eagerly group init_scope name_scope no_op print"
+    ),
     tf_reductions: (
         "add_n clip_by_global_norm clip_by_norm clip_by_value reduce_all reduce_any "
         "reduce_logsumexp reduce_max reduce_mean reduce_min reduce_prod reduce_sum"

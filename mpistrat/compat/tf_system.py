@@ -155,6 +155,11 @@ def control_dependencies(control_inputs: Any) -> contextlib.AbstractContextManag
     return contextlib.nullcontext()
 
 
+def init_scope() -> contextlib.AbstractContextManager[None]:
+    """Return a context without effect: nothing is traced, so there is nothing to lift out of."""
+    return contextlib.nullcontext()
+
+
 @contextlib.contextmanager
 def name_scope(name: str) -> Iterator[str]:
     """Return a context without effect; it yields `name` with a slash after it."""

@@ -63,8 +63,9 @@ class SmallWrite:
         array = variable.storage.array
         self._before = array.copy() if rows is None else array[rows]
         self._first = values.item(0) if values.size else "nothing"
-        if rows is None and variable.simple and values.flags.c_contiguous:
-            found = xxhash.xxh3_128_digest(values)  # type: ignore[arg-type]  # a buffer
+        if rows is None and variable.simple:  # whichever way the values lie here
+            flat = values if values.flags.c_contiguous else values.copy()
+            found = xxhash.xxh3_128_digest(flat)  # type: ignore[arg-type]  # a buffer
         else:
             found = digest([values] if rows is None else [values, rows])
         self.digest = _key(kind, variable.number) + found

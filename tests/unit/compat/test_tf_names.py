@@ -85,6 +85,8 @@ def test_draws():
 def test_what_changes_nothing(capsys):
     with tf.device("/GPU:0"), tf.name_scope("loss") as scope, tf.control_dependencies([1]):
         assert scope == "loss/"
+    with tf.init_scope():
+        assert tf.executing_eagerly()
     assert tf.no_op() is None
     assert tf.config.experimental_connect_to_cluster("resolver") is None
     tf.print("a", 1, sep="-", summarize=3)

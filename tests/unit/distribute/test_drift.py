@@ -237,6 +237,23 @@ def test_datasets_of_equal_descriptions_are_not_exchanged(n):
     assert run_ranks(rank, n) == [n] * n
 
 
+def test_a_dataset_in_a_file_on_one_rank_is_not_exchanged(tmp_path):
+    """Of files nothing is looked at, and nothing is not what another dataset holds."""
+    for i in range(2):
+        np.save(tmp_path / f"{i}.npy", np.arange(24.0) + i)
+
+    def rank(comm):
+        s = ms.MirroredStrategy()
+        found = []
+        for i in range(2):
+            there = np.load(tmp_path / f"{i}.npy", mmap_mode="r" if comm.rank == i else None)
+            data = s.experimental_distribute_dataset(ms.Dataset(there).batch(8))
+            found += [float(s.reduce("SUM", batch, axis=0)) for batch in data]
+        return sum(found)
+
+    assert run_ranks(rank, 2) == [276.0 + 300.0] * 2
+
+
 def test_what_update_returns_is_mirrored_only_if_it_is():
     def rank(comm):
         s = ms.MirroredStrategy()

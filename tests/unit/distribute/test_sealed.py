@@ -128,3 +128,39 @@ def test_functions_at_some_places_do_not_write_to_a_variable(function):
     with pytest.raises(TypeError, match=rf"'table:0' is a variable; np.{function.__name__}.at"):
         function.at(v, [0, 1], 1.0)
     assert v.numpy().tolist() == [0.0, 0.0, 0.0]
+
+
+@every("dtype", [">g", ">G"])
+@every("shape", [(), (0, 2), (3, 2)])
+def test_what_update_returns_of_another_byte_order(dtype, shape):
+    array = np.ones(shape, dtype).T
+
+    def rank(comm):
+        strategy = ms.MirroredStrategy()
+        with strategy.scope():
+            v = ms.Variable(0.0)
+        extended = strategy.extended
+        made = [
+            extended.update(v, lambda var: array),
+            extended.update_non_slot(extended.non_slot_devices([v]), lambda: array),
+        ]
+        for value in made:
+            assert_sealed(value.local)
+            assert value.local.dtype == array.dtype
+            assert value.local.tobytes() == array.tobytes()
+            assert value.local.shape == array.shape
+
+    run_ranks(rank, 2)
+
+
+@every("dtype", ["M8[s]", [("day", "M8[D]"), ("x", ">G")], ml_dtypes.float8_e4m3fn, BFLOAT16])
+@every("shape", [(), (0, 2), (3, 2)])
+def test_dtypes_without_a_buffer(dtype, shape):
+    array = np.zeros(shape, "i1").astype(dtype).T
+    seen = sealed(array)
+    assert_sealed(seen)
+    assert (seen.dtype, seen.shape) == (array.dtype, array.shape)
+    assert not array.size or np.shares_memory(seen, array)
+    assert seen.tobytes() == array.tobytes()
+    day = np.datetime64("2020-01-02")
+    assert np.asarray(ms.Mirrored(day)) == day

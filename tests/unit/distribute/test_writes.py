@@ -182,3 +182,30 @@ def test_large_variables_take_the_native_path():
         return [(float(np.asarray(v).min()), float(np.asarray(v).max())) for v in vs]
 
     assert run_ranks(rank, 3) == [[(1, 1), (6, 6), (2, 2), (1, 1)]] * 3
+
+
+@every("dtype", ["f8", "f4", "u1", "i8", "c16", "?"])
+@every("cross", [True, False])
+def test_the_same_values_lie_differently_on_each_rank(dtype, cross):
+    values = (np.arange(24).reshape(2, 3, 4) % 5).astype(dtype)
+    twice = np.repeat(values, 2, axis=0)
+    lies = [
+        values,
+        np.asfortranarray(values),
+        twice[::2],
+        np.ascontiguousarray(values[::-1, :, ::-1])[::-1, :, ::-1],
+        values.astype(values.dtype.newbyteorder(">")),
+    ]
+
+    def rank(comm):
+        strategy = ms.MirroredStrategy()
+        with strategy.scope():
+            v = ms.Variable(np.zeros_like(values))
+        mine = lies[comm.rank]
+        if cross:
+            v.assign(mine)
+        else:
+            strategy.run(lambda: v.assign(mine))
+        return np.array_equal(v, values)
+
+    assert all(run_ranks(rank, len(lies)))
