@@ -236,11 +236,15 @@ class Claim:
         found = read(self.path)
         who = None if found is None else holder(found)
         if who != self._mine:
-            by = "it was removed" if found is None else f"it is that of {who}"
+            if found is None:
+                why, act = "the file, or its whole directory, was removed", "start it again"
+            else:
+                why = f"it is that of {who}, for this one did not rewrite it for {STILL:g} s"
+                act = "end it"
             raise FileExistsError(
                 errno.EEXIST,
-                f"This job no longer holds {NAME}: {by}, for this one did not rewrite it for "
-                f"{STILL:g} s or more. So it may not save here; end it, or let it save elsewhere",
+                f"This job no longer holds {NAME}: {why}. So it may not save here; "
+                f"{act}, or let it save elsewhere",
                 os.fspath(self.path.parent),
             )
 
