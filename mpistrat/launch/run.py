@@ -302,7 +302,9 @@ def _threads(job: Shape, place: Allocation) -> dict[str, str]:
 
 def _say_who(ended: Sequence[Ended], roster: Roster) -> None:
     """Print which ranks ended first, if the ranks have not agreed on an exit code."""
-    others = " (others too, at the same time)" if len(ended) > 1 else ""
+    # Seen at once: the first of them, and those that the launcher ended for its sake.
+    several = " (others too, at the same time; a launcher ends all others once one has ended)"
+    others = several if len(ended) > 1 else ""
     for one in ended:
         who = f"rank {one.rank} (process {one.pid}){'' if one.sure else ', by its exit code,'}"
         if one.number:
