@@ -18,7 +18,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, NamedTuple, final
 
-__all__ = ["Output", "redirect"]
+__all__ = ["FOR_RANKS", "Output", "redirect"]
+
+# Signals that a launcher hands on to the ranks; what serves a rank lets them pass.
+FOR_RANKS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 _SHOWN = 0  # the rank whose output is on the terminal, if that of all goes to files
 _AT_ONCE = 1 << 16
@@ -80,8 +83,8 @@ def redirect(output: Output) -> Callable[[int, int], None]:
 
 def _serve(output: Output, told: int, ends: list[int]) -> None:
     """Pass on what comes, until nobody can write any more."""
-    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
-        signal.signal(getattr(signal, name), signal.SIG_IGN)  # they are meant for the rank
+    for number in FOR_RANKS:
+        signal.signal(number, signal.SIG_IGN)
     words = os.read(told, 64).split()  # nothing, if it has ended before MPI had started
     rank, ranks = map(int, words) if words else (-1, 1)
     name = str(rank).zfill(len(str(ranks - 1))) if words else f"unknown-{os.getppid()}"

@@ -17,6 +17,7 @@ from typing import IO, NamedTuple
 
 from mpistrat.board.proc import look
 from mpistrat.launch.mpiexec import Command
+from mpistrat.launch.output import FOR_RANKS
 from mpistrat.launch.relay import streams
 
 __all__ = ["TIMED_OUT", "Outcome", "descendants", "run_job"]
@@ -24,7 +25,6 @@ __all__ = ["TIMED_OUT", "Outcome", "descendants", "run_job"]
 TIMED_OUT = 124  # as timeout(1) of the GNU coreutils
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 _GRACE = 5.0  # seconds between asking a launcher to end its ranks and ending them ourselves
-_HANDED_ON = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 
 
 class Outcome(NamedTuple):
@@ -122,9 +122,7 @@ def _handing_on(
             hand_on(number)
 
     main = threading.current_thread() is threading.main_thread()  # only that may set handlers
-    names = filter(lambda name: main and hasattr(signal, name), _HANDED_ON)
-    numbers = [getattr(signal, name) for name in names]
-    before = {number: signal.signal(number, hand_on) for number in numbers}
+    before = {number: signal.signal(number, hand_on) for number in FOR_RANKS if main}
     try:
         yield handed, begin
     finally:
