@@ -176,3 +176,16 @@ def test_the_last_frame_says_nothing_about_the_next():
 
     want = [(2 * np.arange(float(c))).tolist() for c in (28, 1, 27, 2, 29, 0, 3)]
     assert run_ranks(rank, 2) == [want, want]
+
+
+@every("size", [0, 5, 300])
+@every("n", [1, 3])
+def test_payloads_are_compared_alike_however_they_travel(strategy_on, n, size):
+    def rank(comm):
+        lockstep = strategy_on(comm).replicas.lockstep
+        same = lockstep.compare("call", b"x" * size)
+        other = lockstep.compare("call", b"%d" % comm.rank + b"x" * size)
+        return same, other, lockstep.share("call", b"x" * size)
+
+    every_one = [b"%d" % r + b"x" * size for r in range(n)]
+    assert run_ranks(rank, n) == [(None, every_one if n > 1 else None, [b"x" * size] * n)] * n
