@@ -19,6 +19,7 @@ TEST = [
     "pytest-mpi",
     "pytest-timeout",
     "pytest-xdist",
+    "hypothesis",
     "h5py",
     "zarr >= 3; python_version >= '3.11'",  # older ones have other words
     "ml_dtypes",
