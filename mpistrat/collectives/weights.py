@@ -79,10 +79,12 @@ def scales_of(table: Array, weigh: bool) -> Scales:
 
     Without `weigh` values are sums over their examples already, and are divided only.
     """
-    if weigh and table.shape[1] == 1:  # what nearly all calls are, as long as batches are full
+    if weigh and table.shape[1] == 1:  # what nearly all calls are
         weights = table[:, 0].tolist()
         if weights[0] and weights.count(weights[0]) == len(weights):
             return Scales(None, (float(len(weights)),))
+        weights = _relative(weights)
+        return Scales(np.array(weights).reshape(-1, 1), (total_of(weights),))
     table = scaled(table, weigh)
     alike = not weigh or bool((table == 1).all())
     return Scales(None if alike else table, [total_of(column) for column in table.T.tolist()])

@@ -72,15 +72,26 @@ def finite(g: Array) -> bool:
     return not bad
 
 
-def mean_rows(rows: Array, divisor: float) -> Array:
-    """Return the sum of rows over a divisor.
+def mean_rows(rows: Array, divisor: float, factors: Array | None = None) -> Array:
+    """Return the sum of rows, each times its factor, over a divisor.
 
     If it is finite it has the bits of `mpistrat.kernels.rows.reduce_rows`, which also sees to means
     of numbers whose sum overflows.
+
+    Args:
+      rows: A matrix, one row for each rank.
+      divisor: What the sum is divided by.
+      factors: Of the dtype of the rows; a row of 0 is not read. None for ones.
     """
-    total: Array = rows[0] + rows[1] if len(rows) > 1 else rows[0].copy()
-    for row in rows[2:]:
-        total += row
+    if factors is None:
+        total: Array = rows[0] + rows[1] if len(rows) > 1 else rows[0].copy()
+        for row in rows[2:]:
+            total += row
+    else:
+        read = zip(rows, factors, strict=True)
+        total, *others = [x * factor if factor else np.zeros_like(x) for x, factor in read]
+        for row in others:
+            total += row
     if divisor != 1.0:
         divide(total, divisor)
     return total

@@ -402,11 +402,12 @@ def update(
     dtype, size = w.dtype, w.size
     numbers = numbers_of(tuple(s), dtype)
     rows, start, factors, divisor, scale, limit, pending, _ = gradient
-    even = factors is None and pending is None and scale == 1.0 and limit == math.inf
-    if even and not compiled and size <= AT_ONCE and rule.reads:
+    whole = pending is None and scale == 1.0 and limit == math.inf
+    if whole and not compiled and size <= AT_ONCE and rule.reads:
         # What the twin of the loop comes to, for what is small without the price of that.
-        g, several = rows[:, start : start + size], len(rows) > 1 or divisor != 1.0
-        g = mean_rows(g, divisor) if several else g[0]
+        several = len(rows) > 1 or divisor != 1.0 or factors is not None
+        g = rows[:, start : start + size]
+        g = mean_rows(g, divisor, factors) if several else g[0]
         if not (guard or several) or finite.twin(g):
             rule.update.twin(w, g, slots, numbers, 0, size)
             if ema is not None:

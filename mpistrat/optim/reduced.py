@@ -232,7 +232,7 @@ def _in_place(
         ]
         means: list[Array | None] = [None] * len(rows)
         for i, low, high, members in places.runs:
-            total = _mean(matrices[i][:, low:high], mine, divisor)
+            total = _mean(matrices[i][:, low:high], factors[i], divisor)
             for number, begin, end in members:
                 means[number] = total[begin:end]
         fetch = None
@@ -251,10 +251,9 @@ def _held(block: weakref.ref[Block]) -> Block:
 
 
 def _mean(rows: Array, factors: Array | None, divisor: float) -> Array:
-    if factors is None:
-        found: Array = quiet().run(mean_rows, rows, divisor)
-        if finite.twin(found):
-            return found
+    found: Array = quiet().run(mean_rows, rows, divisor, factors)
+    if finite.twin(found):
+        return found
     total = np.empty((1, rows.shape[1]), rows.dtype)
     reduce_blocks(np.add, rows, total, factors, divisor)
     whole: Array = total[0]
