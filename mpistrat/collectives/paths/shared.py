@@ -17,6 +17,7 @@ from mpistrat.arrays import Array
 from mpistrat.collectives.buckets import fill
 from mpistrat.collectives.call import ONES, Call
 from mpistrat.collectives.paths.mpi import Messages
+from mpistrat.collectives.paths.pairs import Pairs
 from mpistrat.collectives.paths.path import Path, StagedPath
 from mpistrat.collectives.reducer import Reducer
 from mpistrat.collectives.results import Results, put, results_for
@@ -229,8 +230,12 @@ class Packs(StagedPath):
 
     @property
     def holds(self) -> bool:
-        """Whether memory is shared still, and that for a shorter way has not come meanwhile."""
-        return self.fits(self.reducer, self.call) and not Direct.fits(self.reducer, self.call)
+        """Whether memory is shared still, and that for a shorter way has not come meanwhile.
+
+        A rank that makes this call anew takes that way, so those that remember this one do, too.
+        """
+        shorter = any(kind.fits(self.reducer, self.call) for kind in (Direct, Pairs))
+        return self.fits(self.reducer, self.call) and not shorter
 
     def stage(
         self, values: Sequence[Array], weights: Sequence[float], outs: Sequence[Array] | None

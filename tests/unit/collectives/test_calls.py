@@ -295,6 +295,31 @@ def test_a_quicker_path_is_taken_when_there_is_memory_for_it():
     assert run_ranks(rank, 3) == [total * 4] * 3
 
 
+@every("how", ["subclass", "swapped", "in place"])
+@every("count", [5, 700, 40_000])  # in the handshake, in small memory, and in pieces
+@every("size", [2, 3])
+def test_what_one_rank_remembers_another_may_make_anew(size, count, how):
+    """Which way the bytes go is alike, whoever has to find it out again."""
+
+    def rank(comm):
+        strategy = ms.MirroredStrategy(comm=comm)
+        odd, found = comm.rank == size - 1, []
+        for turn in range(4):
+            value, place = random(comm.rank, turn, (count,)), None
+            if odd and how == "subclass":
+                value = value.view(np.memmap)
+            elif odd and how == "swapped":
+                value = value.astype(">f8")
+            elif odd:
+                place = value
+            total = strategy.all_reduce("SUM", value, out=place)
+            found.append(bool((total == expected[turn]).all()))
+        return found
+
+    expected = [wanted("SUM", [random(r, t, (count,)) for r in range(size)]) for t in range(4)]
+    assert run_ranks(rank, size) == [[True] * 4] * size
+
+
 def wrong(outs, kind):
     """Outs that do not take the results, or are the values themselves in another order."""
     if kind == "read-only":
