@@ -21,26 +21,6 @@ import xxhash
 
 from mpistrat.errors import LeafTypeError, MpistratError
 
-__all__ = [
-    "Array",
-    "ArrayKind",
-    "as_array",
-    "as_dtype",
-    "bits",
-    "digest",
-    "dtype_name",
-    "finish",
-    "is_bfloat16",
-    "is_masked",
-    "is_scalar",
-    "kind_of",
-    "label",
-    "quiet",
-    "sealed",
-    "spec_text",
-    "whole",
-]
-
 Array = npt.NDArray[Any]
 
 _TRAVELS = frozenset("biufc")

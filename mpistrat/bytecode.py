@@ -19,8 +19,6 @@ from importlib.util import spec_from_file_location
 from types import ModuleType
 from typing import Any, final
 
-__all__ = ["file_of", "use", "write"]
-
 _STAMP = slice(4, 16)  # of a compiled file: flags, time and size of the source (PEP 552)
 
 

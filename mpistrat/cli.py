@@ -11,8 +11,6 @@ from types import ModuleType
 from mpistrat.commands import batch, checkpoint, doctor, drill, requeue, run, scaling, warm
 from mpistrat.errors import MpistratError
 
-__all__ = ["COMMANDS", "main"]
-
 COMMANDS: dict[str, ModuleType] = {
     "run": run,
     "doctor": doctor,

@@ -12,26 +12,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = [
-    "MASK_BYTES",
-    "MOST",
-    "YIELD",
-    "check_system",
-    "cores_of",
-    "counted",
-    "environment",
-    "installed",
-    "job_size",
-    "launched_by",
-    "marks",
-    "mask_of",
-    "passes_on_a_code",
-    "quota",
-    "shell_of_step",
-    "unsupported",
-    "yields",
-]
-
 _MACHINES = ("x86_64", "aarch64")
 
 

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["bound"]
-
 
 def bound(
     module: str, file: str, absent: Callable[[str], Any] | None = None

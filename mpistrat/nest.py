@@ -18,23 +18,6 @@ import optree
 
 from mpistrat.errors import StructureError
 
-__all__ = [
-    "WHOLE",
-    "Structure",
-    "alike",
-    "describe",
-    "flat",
-    "flatten",
-    "is_lone",
-    "leaf",
-    "map",
-    "order",
-    "path_names",
-    "paths",
-    "unflatten",
-    "up_to",
-]
-
 Structure = optree.PyTreeSpec
 _NODES = (dict, list, tuple)
 # What is most often a tree of its own; of these optree need not be asked.

@@ -14,8 +14,6 @@ from typing import Any
 
 from mpistrat.errors import OptionError
 
-__all__ = ["PREFIX", "Options", "read"]
-
 PREFIX = "MPISTRAT_"
 
 

@@ -18,8 +18,6 @@ from mpistrat.board.reporter import say
 from mpistrat.checkpoint.first import patient
 from mpistrat.lockstep.lockstep import Lockstep
 
-__all__ = ["Background"]
-
 
 @final
 class Background:

@@ -11,8 +11,6 @@ import numpy as np
 from mpistrat.arrays import Array, spec_text
 from mpistrat.distribute.kinds import VariableAggregation
 
-__all__ = ["Cell"]
-
 
 @final
 @dataclass(frozen=True, eq=False)

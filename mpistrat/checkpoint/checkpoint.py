@@ -20,8 +20,6 @@ from mpistrat.distribute.views import ALONE
 from mpistrat.errors import ContextError, StrategyError, StructureError
 from mpistrat.lockstep.lockstep import Lockstep
 
-__all__ = ["Checkpoint", "owner_of", "refuse_alone"]
-
 _Path = str | os.PathLike[str]
 
 

@@ -25,8 +25,6 @@ from mpistrat.board.proc import Process, ended, look, machine
 from mpistrat.checkpoint import parts
 from mpistrat.cluster.job import job_id, restarts
 
-__all__ = ["NAME", "Claim", "Holder", "check", "progress_of", "take"]
-
 NAME = "job.json"
 BEAT = 10.0  # seconds between two rewritings
 STILL = 30.0  # seconds of the reader's own clock after which a number that stood still is nobody's

@@ -14,8 +14,6 @@ from mpistrat.checkpoint import files, sharded
 from mpistrat.checkpoint.entries import Entry
 from mpistrat.checkpoint.sums import is_part
 
-__all__ = ["difference", "differences", "newest"]
-
 
 def newest(directory: Path) -> dict[str, Path]:
     """Return the newest checkpoint of each name below a directory, by directory and name."""

@@ -15,8 +15,6 @@ import numpy as np
 from mpistrat.arrays import Array, dtype_name, is_bfloat16
 from mpistrat.errors import CheckpointError, DataError, StructureError
 
-__all__ = ["MANIFEST", "Contents", "Entry", "checked", "fitting", "formed", "head", "stored"]
-
 MANIFEST = "manifest.json"
 _CODES = np.typecodes["AllInteger"] + np.typecodes["AllFloat"] + "?"
 _ITEMS = {"bfloat16": 2, **{dtype_name(np.dtype(c)): np.dtype(c).itemsize for c in _CODES}}

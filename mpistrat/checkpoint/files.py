@@ -12,19 +12,6 @@ from typing import Any
 
 from mpistrat.errors import CheckpointError
 
-__all__ = [
-    "FOLDER",
-    "SUFFIX",
-    "checked_path",
-    "found",
-    "latest_checkpoint",
-    "numbered",
-    "other",
-    "parted",
-    "saved",
-    "stored",
-]
-
 SUFFIX, FOLDER = ".npz", ".arrays"  # of a file, and of a directory
 _NAME = re.compile(rf"(.+)-(\d{{1,18}})({re.escape(SUFFIX)}|{re.escape(FOLDER)})")
 

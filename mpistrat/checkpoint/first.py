@@ -10,8 +10,6 @@ from typing import Any
 
 from mpistrat.lockstep.lockstep import Lockstep
 
-__all__ = ["PATIENCE", "SLOWEST", "by_first", "patient", "unwritten"]
-
 # Reading and writing may keep the other ranks waiting: seconds, and seconds for each byte.
 PATIENCE, SLOWEST = 600.0, 1e-7
 _ADVICE = "Mend that, or save elsewhere, and save again"

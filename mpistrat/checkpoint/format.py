@@ -42,8 +42,6 @@ from mpistrat.checkpoint.entries import (
 )
 from mpistrat.errors import CheckpointError
 
-__all__ = ["read", "write"]
-
 FORMAT = 1
 _MANIFEST_ROOM, _ROW_ROOM = 1 << 20, 1 << 12  # bytes of a manifest: at most, and for each array
 _PIECE = 1 << 24  # bytes that are written, or read only for their checksum, at once

@@ -28,8 +28,6 @@ from mpistrat.distribute.once import nodes_of
 from mpistrat.lockstep.lockstep import Lockstep
 from mpistrat.sharedmem.shared import touch
 
-__all__ = ["gather"]
-
 
 def gather(
     lockstep: Lockstep, call: str, path: Path, manifest: Manifest, wanted: Mapping[str, Any]

@@ -18,8 +18,6 @@ from mpistrat.checkpoint.checkpoint import refuse_alone
 from mpistrat.checkpoint.first import by_first
 from mpistrat.distribute.strategies import current_strategy
 
-__all__ = ["History"]
-
 _Path = str | os.PathLike[str]
 
 

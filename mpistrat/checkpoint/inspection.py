@@ -17,8 +17,6 @@ from mpistrat.checkpoint.sums import is_part
 from mpistrat.checkpoint.values import NAME, parsed, shown
 from mpistrat.errors import CheckpointError, DataError
 
-__all__ = ["diff_of", "export_of", "list_of", "show_of", "verify_of"]
-
 _SAFETENSORS = {"bool", "bfloat16", "float16", "float32", "float64", "complex64"}
 _SAFETENSORS |= {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
 

@@ -19,8 +19,6 @@ from mpistrat.checkpoint.resume import Pace, resumed
 from mpistrat.checkpoint.saving import seen
 from mpistrat.errors import CheckpointError
 
-__all__ = ["CheckpointManager", "step_of"]
-
 
 @final
 class CheckpointManager:

@@ -22,8 +22,6 @@ from mpistrat.comm import callsite
 from mpistrat.environment import launched_by
 from mpistrat.lockstep.lockstep import Lockstep
 
-__all__ = ["EXIT_CODE", "Notice", "before_listening", "numbers_of", "told_to"]
-
 EXIT_CODE = 42  # TensorFlow's, outside of Google's cloud
 
 _POLL = 1.0  # seconds between two questions to a function

@@ -24,8 +24,6 @@ from typing import IO, final
 from mpistrat.board.reporter import say
 from mpistrat.checkpoint.files import FOLDER, SUFFIX, other, parted, saved
 
-__all__ = ["Part", "Retention", "forget_other", "put", "remove", "whole"]
-
 _PART = ".part"
 _TRIES = 20  # files that others may remove before one that is being written is locked
 # What a file system says that has no links (FAT, some network ones).

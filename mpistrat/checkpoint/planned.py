@@ -20,8 +20,6 @@ from mpistrat.cluster.job import ends_at
 from mpistrat.distribute.arguments import check_kind
 from mpistrat.distribute.mode import cross_replica
 
-__all__ = ["Preemption", "preemption"]
-
 _ASK = 300.0  # seconds between two questions to the batch system
 _FIRST, _EVERY = 60.0, 1800.0  # seconds until the first line about the time that is left, and more
 _Ends = float | Callable[[], float | None] | None

@@ -33,8 +33,6 @@ from mpistrat.distribute.mode import cross_replica
 from mpistrat.distribute.variables import Variable
 from mpistrat.lockstep.lockstep import Lockstep
 
-__all__ = ["PreemptionCheckpointHandler", "PreemptionWatcher", "TerminationConfig"]
-
 _RUNS = "checkpointed_runs"
 _SAVE_TIME = 3 * 2  # runs kept in reserve at the end of the grace period, as in TensorFlow
 

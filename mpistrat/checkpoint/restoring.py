@@ -28,8 +28,6 @@ from mpistrat.distribute.writes import exact_share
 from mpistrat.errors import StructureError
 from mpistrat.lockstep.lockstep import Lockstep
 
-__all__ = ["Restored", "restore"]
-
 # Of the library itself: they come and go with how a program runs, not with what it computes.
 _COUNTERS = frozenset({"checkpointed_runs"})
 _SHOWN = 20  # names that one message lists

@@ -14,8 +14,6 @@ from mpistrat.feed.distributed import DistributedDataset
 from mpistrat.feed.steps import whole_number
 from mpistrat.lockstep.lockstep import Lockstep
 
-__all__ = ["Pace", "resumed"]
-
 _SECONDS = {"s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _SECONDS |= {"second": 1.0, "minute": 60.0, "hour": 3600.0, "day": 86400.0}
 _TEXT = re.compile(r"(\d+(?:\.\d+)?) *([a-z]+?)s?")

@@ -25,8 +25,6 @@ from mpistrat.distribute.kinds import VariableAggregation
 from mpistrat.distribute.variables import Variable
 from mpistrat.lockstep.lockstep import Lockstep
 
-__all__ = ["overwrite", "save", "seen", "specs"]
-
 # Characters of the variables in the text of a call; what is further on has a hash.
 _SHOWN = 2000
 # By directory and name: the newest number that this program knows of, for all its managers and

@@ -33,25 +33,6 @@ from mpistrat.checkpoint import format
 from mpistrat.checkpoint.entries import MANIFEST, Contents, Entry, checked, fitting, formed, head
 from mpistrat.errors import CheckpointError, DataError
 
-__all__ = [
-    "CHUNK",
-    "LEAST",
-    "SUM",
-    "Manifest",
-    "Region",
-    "Stretch",
-    "checksum",
-    "data_file",
-    "fetch",
-    "look",
-    "parsed",
-    "plan",
-    "read",
-    "sizes_of",
-    "take",
-    "text_of",
-]
-
 FORMAT = 1
 LEAST = 1 << 26  # bytes of arrays from which on a checkpoint is a directory, and a file is full
 CHUNK = 1 << 22

@@ -34,8 +34,6 @@ from mpistrat.distribute.once import nodes_of
 from mpistrat.distribute.variables import Variable
 from mpistrat.lockstep.lockstep import Lockstep
 
-__all__ = ["Save", "large"]
-
 _LOOKS = 0.05  # seconds between looks for what other nodes have written
 
 

@@ -16,8 +16,6 @@ from mpistrat.checkpoint.cells import Cell
 from mpistrat.checkpoint.entries import Entry
 from mpistrat.lockstep.lockstep import Lockstep
 
-__all__ = ["PARTS", "is_part", "parts_of", "wanted_parts"]
-
 PARTS = "/parts"
 _MOST = 1 << 16  # bytes of a variable, of which a file has as many as there are replicas
 

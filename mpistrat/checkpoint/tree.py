@@ -34,8 +34,6 @@ from mpistrat.feed.distributed import DistributedDataset
 from mpistrat.metrics.metric import Metric
 from mpistrat.optim.optimizer import Optimizer
 
-__all__ = ["Found", "entries", "variables"]
-
 # The attributes of their objects, as of those of Python's own modules, are their own affair.
 _CLOSED = {"mpistrat", "numpy", "numba", "mpi4py"}
 _TEXTS = (str, bytes, bytearray, memoryview, range)  # sequences that hold no variables

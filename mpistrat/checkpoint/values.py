@@ -20,18 +20,6 @@ import numpy as np
 from mpistrat.arrays import Array
 from mpistrat.checkpoint.cells import Cell
 
-__all__ = [
-    "NAME",
-    "Value",
-    "Values",
-    "decode",
-    "encode",
-    "generator_value",
-    "is_generator",
-    "parsed",
-    "shown",
-]
-
 NAME = "values.json"
 _PLAIN = (bool, int, str, type(None))
 _DEEPEST = 50  # containers in containers

@@ -10,8 +10,6 @@ from typing import NamedTuple
 from mpistrat.cluster.hostlist import expand_hostlist, expand_tasks_per_node
 from mpistrat.environment import counted, shell_of_step
 
-__all__ = ["Allocation", "allocation", "from_file"]
-
 # What Slurm sets in every shell of an allocation. An editor that came by ssh may have some of them.
 _SLURM = ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_JOB_NUM_NODES", "SLURM_TASKS_PER_NODE")
 

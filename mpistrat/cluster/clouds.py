@@ -13,8 +13,6 @@ from typing import Any, final
 from mpistrat.cluster.resolver import TaskResolver
 from mpistrat.cluster.spec import ClusterSpec
 
-__all__ = ["GCEClusterResolver", "KubernetesClusterResolver", "KubernetesExecutableLocation"]
-
 _DEFAULT_JOBS = {"worker": ["job-name=tensorflow"]}
 
 

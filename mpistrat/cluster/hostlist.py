@@ -6,8 +6,6 @@ import itertools
 import math
 import re
 
-__all__ = ["MOST_HOSTS", "expand_hostlist", "expand_tasks_per_node"]
-
 MOST_HOSTS = 1 << 16  # Slurm's own limit for the nodes of a cluster
 _MOST_LETTERS = 255  # of a name, as in the Domain Name System
 

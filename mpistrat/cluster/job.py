@@ -15,8 +15,6 @@ from contextlib import suppress
 
 from mpistrat.environment import counted
 
-__all__ = ["asked", "ends_at", "job_id", "restarts", "state"]
-
 _LONGEST = 20.0  # seconds until a scheduler that does not answer is given up
 
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from mpistrat.cluster.spec import ClusterSpec
 
-__all__ = ["ClusterResolver", "TaskResolver", "url"]
-
 
 class ClusterResolver(abc.ABC):
     """Tells the jobs of a cluster, and which task of them this process is. The rank is MPI's.

@@ -14,8 +14,6 @@ from mpistrat.comm.world import default_parent
 from mpistrat.environment import counted
 from mpistrat.errors import OptionError
 
-__all__ = ["LABEL", "MPIClusterResolver", "TFConfigClusterResolver", "default_resolver"]
-
 _RIGHT = (
     'A right one: {"cluster": {"worker": ["host0:2222", "host1:2222"]}, '
     '"task": {"type": "worker", "index": 0}}.'

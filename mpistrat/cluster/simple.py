@@ -8,8 +8,6 @@ from typing import Any, final
 from mpistrat.cluster.resolver import ClusterResolver, TaskResolver, url
 from mpistrat.cluster.spec import ClusterSpec
 
-__all__ = ["SimpleClusterResolver", "UnionResolver"]
-
 
 @final
 class SimpleClusterResolver(TaskResolver):

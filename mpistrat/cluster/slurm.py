@@ -12,8 +12,6 @@ from mpistrat.cluster.resolver import TaskResolver
 from mpistrat.cluster.spec import MOST_TASKS, ClusterSpec
 from mpistrat.environment import counted
 
-__all__ = ["SlurmClusterResolver"]
-
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _PORTS = 65535
 _GPUS = 1024  # of a node, at most

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple, final
 from mpistrat.arrays import whole
 from mpistrat.environment import counted
 
-__all__ = ["MOST_TASKS", "ClusterDef", "ClusterSpec", "JobDef"]
-
 MOST_TASKS = 1 << 22  # of a cluster: above what any machine has, and lists of them fit in memory
 
 

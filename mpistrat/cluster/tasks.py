@@ -12,8 +12,6 @@ from typing import NamedTuple
 from mpistrat.cluster.resolver import ClusterResolver
 from mpistrat.cluster.spec import ClusterSpec
 
-__all__ = ["Task", "misfit", "task_of"]
-
 _JOBS = ("chief", "worker", "evaluator", "ps")
 _WORKING = _JOBS[:3]
 

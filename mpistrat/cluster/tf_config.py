@@ -12,8 +12,6 @@ from mpistrat.cluster.resolvers import LABEL
 from mpistrat.cluster.simple import SimpleClusterResolver
 from mpistrat.cluster.spec import ClusterSpec
 
-__all__ = ["TF_CONFIG", "config_text", "export", "placed"]
-
 TF_CONFIG = "TF_CONFIG"
 _PORTS = range(1, 65536)
 

@@ -8,8 +8,6 @@ from typing import Any, final
 from mpistrat.cluster.resolvers import MPIClusterResolver
 from mpistrat.cluster.spec import ClusterSpec
 
-__all__ = ["TPUClusterResolver"]
-
 _NONE = (None, "", "local")
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 
-__all__ = ["positive", "seconds"]
-
 
 def positive(text: str) -> int:
     """Return an integer of at least 1."""

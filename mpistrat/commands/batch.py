@@ -22,8 +22,6 @@ from typing import Any
 from mpistrat.errors import OptionError
 from mpistrat.launch.batch import BatchJob, submit, words
 
-__all__ = ["main", "options"]
-
 _FIELDS = {field.name: field for field in dataclasses.fields(BatchJob)}
 
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import argparse
 import sys
 
-__all__ = ["main", "options"]
-
 _ACTS = {
     "list": ("DIR", "each checkpoint of a directory: number, time, bytes, and what is wrong"),
     "show": ("PATH", "names, dtypes, shapes, single numbers, and how many are not finite"),

@@ -11,8 +11,6 @@ import shlex
 
 from mpistrat.commands.arguments import positive
 
-__all__ = ["main", "options"]
-
 
 def options(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""

@@ -21,8 +21,6 @@ from pathlib import Path
 from mpistrat.commands.arguments import positive, seconds
 from mpistrat.errors import LaunchError
 
-__all__ = ["main", "options"]
-
 
 def options(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""

@@ -14,8 +14,6 @@ import argparse
 from mpistrat.commands.arguments import positive, seconds
 from mpistrat.errors import LaunchError
 
-__all__ = ["main", "options"]
-
 
 def options(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""

@@ -20,8 +20,6 @@ from mpistrat.errors import LaunchError
 if TYPE_CHECKING:
     from mpistrat.launch.scaling import Row
 
-__all__ = ["main", "options"]
-
 
 def _counts(text: str) -> tuple[int, ...]:
     """Return numbers in rising order."""

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 
-__all__ = ["main", "options"]
-
 
 def options(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments: there are none."""

@@ -21,15 +21,6 @@ from mpistrat.distribute.strategy import Strategy
 from mpistrat.errors import ContextError
 from mpistrat.kernels.ops import ReduceOp
 
-__all__ = [
-    "ReplicaContext",
-    "experimental_set_strategy",
-    "get_replica_context",
-    "get_strategy",
-    "has_strategy",
-    "in_cross_replica_context",
-]
-
 
 def get_strategy() -> Strategy:
     """Return the strategy that rules here; the default strategy if no other does.

@@ -16,23 +16,6 @@ from mpistrat.comm.world import size_of_job
 from mpistrat.distribute.kinds import DistributedVariable
 from mpistrat.errors import ContextError, StrategyError
 
-__all__ = [
-    "Entered",
-    "Mode",
-    "Replica",
-    "Scope",
-    "again",
-    "beside",
-    "check_cross_replica",
-    "chosen",
-    "cross_replica",
-    "current",
-    "entered",
-    "refuse_unchosen",
-    "same_strategy",
-    "settle",
-]
-
 
 class Ruling(Protocol):
     """A strategy, as far as a mode looks into it."""

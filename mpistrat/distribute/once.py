@@ -19,8 +19,6 @@ from mpistrat.distribute.views import GLOBAL
 from mpistrat.errors import LeafTypeError
 from mpistrat.lockstep.lockstep import Lockstep
 
-__all__ = ["nodes_of", "once", "once_per_node"]
-
 _PLAIN = (type(None), bool, int, float, str, bytes)
 _LENGTH = 8  # bytes
 

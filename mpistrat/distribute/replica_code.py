@@ -14,8 +14,6 @@ from mpistrat.errors import ContextError
 from mpistrat.lockstep.guards import compare_copies
 from mpistrat.lockstep.ranks import CallState
 
-__all__ = ["begin", "body", "end", "merged", "proved"]
-
 
 def begin(state: CallState) -> None:
     """Note that replica code begins; `end` must follow, whatever happens."""

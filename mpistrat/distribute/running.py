@@ -13,8 +13,6 @@ from mpistrat.distribute.replica_code import begin, end, proved
 from mpistrat.distribute.replica_group import StrategyBase
 from mpistrat.errors import LeafTypeError
 
-__all__ = ["run"]
-
 # What functions with `async` and `yield` return before they begin.
 _UNSTARTED = frozenset({CoroutineType, GeneratorType, AsyncGeneratorType})
 _NOTHING: dict[str, Any] = {}

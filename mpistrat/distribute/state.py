@@ -24,8 +24,6 @@ from mpistrat.distribute.values import DistributedValues
 from mpistrat.errors import DivergenceError, LeafTypeError, StructureError
 from mpistrat.lockstep.lockstep import Lockstep
 
-__all__ = ["broadcast_state", "check_same"]
-
 # Leaves that are not arrays; they travel as they are.
 _PLAIN = frozenset({type(None), bool, int, float, str})
 _DIGEST = 16

@@ -15,8 +15,6 @@ from mpistrat.distribute.values import Mirrored, Origin, PerReplica
 from mpistrat.errors import LeafTypeError
 from mpistrat.lockstep.lockstep import Lockstep
 
-__all__ = ["ELSEWHERE", "MIRRORED", "UNWRAPPED", "VARIABLE", "Told", "order_of", "read", "told"]
-
 NONE, VARIABLE, MIRRORED, ELSEWHERE = b"n", b"v", b"m", b"o"
 UNWRAPPED = frozenset({NONE, VARIABLE, MIRRORED})
 _NAMED = frozenset({VARIABLE[0], MIRRORED[0]})

@@ -19,8 +19,6 @@ from mpistrat.distribute.slices import IndexedSlices, arrays_of
 from mpistrat.distribute.values import Mirrored, PerReplica
 from mpistrat.errors import StrategyError
 
-__all__ = ["mirrored", "own_variable", "update", "update_non_slot"]
-
 _ADVICE = (
     "fn must be given, write and return the same on every rank. What depends on the rank has to be "
     "reduced first: extended.reduce_to(op, value, variable)."

@@ -30,8 +30,6 @@ from mpistrat.feed.sources import INFINITE, Spec
 from mpistrat.lockstep.guards import warn
 from mpistrat.lockstep.lockstep import Lockstep
 
-__all__ = ["DistributedDataset", "DistributedIterator", "InputGate", "PerReplicaSpec"]
-
 _STEP = struct.Struct(f"<B?q{LOOK}s{len(UNSEEN)}s")  # the first byte: _HAS, and what is told
 _HAS = 1
 _ENDED = -2  # in place of a number of rows

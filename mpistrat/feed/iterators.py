@@ -8,8 +8,6 @@ from typing import Any, NoReturn, final
 
 from mpistrat.errors import DataError, OutOfRangeError
 
-__all__ = ["DatasetIterator", "ElementIterator", "Optional"]
-
 
 @final
 class Optional:

@@ -12,8 +12,6 @@ from typing import Any, NamedTuple, TypeVar, final
 from mpistrat.errors import DataError
 from mpistrat.feed.reads import Reads, failed
 
-__all__ = ["prefetched"]
-
 T = TypeVar("T")
 
 

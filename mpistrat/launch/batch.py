@@ -15,8 +15,6 @@ from typing import Any, final
 from mpistrat.cluster.job import asked
 from mpistrat.errors import LaunchError
 
-__all__ = ["BatchJob", "check_line", "submit", "words"]
-
 # Patterns of values, each with its words for people. No blank, quote, backslash, $ or # in a word.
 _LETTERS = r"[A-Za-z0-9_.,:=%@+/\[\]&|*()-]"
 _WANTED = "letters, digits and . , : = % @ + / [ ] & | * ( ) _ -, without blanks"

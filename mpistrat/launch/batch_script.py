@@ -9,8 +9,6 @@ from pathlib import PurePath
 
 from mpistrat.launch.batch import BatchJob, check_line
 
-__all__ = ["render"]
-
 _ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.xz")
 _FRESH = """'rm -rf "$0" && mkdir -m 700 "$0"'"""
 # Unpacks $0 in $1. Commands such as `mpistrat` hold the place of their Python, in their first line.

@@ -13,8 +13,6 @@ from typing import NamedTuple
 from mpistrat.environment import YIELD, unsupported
 from mpistrat.launch.facts import Job, LinkFacts, RankFacts
 
-__all__ = ["BAD", "CHECKS", "NOTE", "OK", "Finding", "examine"]
-
 OK, NOTE, BAD = "ok", "note", "BAD"
 _MIB = 2**20
 _SMALL = 64 * _MIB  # what container engines give by default; MPI's own buffers for 8 ranks fill it

@@ -25,8 +25,6 @@ from mpistrat.launch.plan import HERE, Wishes, handing_on
 from mpistrat.launch.process import run_job
 from mpistrat.launch.run import call_of, place_of, plan_note
 
-__all__ = ["gather"]
-
 _PATIENCE = 60.0  # seconds for a job that does next to nothing
 
 # A process that cannot start Python says so by the shell, which every node has.

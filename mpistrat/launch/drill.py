@@ -22,8 +22,6 @@ from mpistrat.errors import CheckpointError, LaunchError
 from mpistrat.launch.mpiexec import Command
 from mpistrat.launch.process import descendants, run_job
 
-__all__ = ["PLACE", "Drill", "Moments", "Strike", "moments", "plan", "play", "words"]
-
 PLACE = "{dir}"  # in the program's arguments: the directory of its checkpoints
 _LOOK = 0.05  # seconds between two looks at processes and files
 _SLOWER = 5  # times as long as in peace, and this many seconds more, a run may take
@@ -178,6 +176,7 @@ class DrillRun(threading.Thread):
     """
 
     def __init__(self, drill: Drill, directory: Path, log: Path, strike: Strike, limit: float):
+        """Create a run that has not begun."""
         super().__init__(name="mpistrat drill", daemon=True)
         self.directory, self.log, self.strike = directory, log, strike
         self._drill, self._limit = drill, limit

@@ -21,8 +21,6 @@ from mpistrat.environment import environment, installed, mask_of, quota, yields
 from mpistrat.errors import LaunchError
 from mpistrat.launch.mpiexec import library
 
-__all__ = ["FAILED", "MARK", "Job", "LinkFacts", "RankFacts", "collect", "parse"]
-
 MARK = "mpistrat-doctor "  # begins the line of a rank
 FAILED = "mpistrat-doctor-failed "  # begins the line of a process that could not tell
 _PACKAGES = ("mpistrat", "numpy", "numba", "mpi4py", "optree")

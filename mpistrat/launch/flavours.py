@@ -13,16 +13,6 @@ from typing import NamedTuple
 
 from mpistrat.environment import YIELD
 
-__all__ = [
-    "BINDINGS",
-    "FLAVOURS",
-    "UNKNOWN",
-    "Flavour",
-    "of_launcher",
-    "of_library",
-    "version",
-]
-
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 
 

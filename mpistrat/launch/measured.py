@@ -22,8 +22,6 @@ from typing import final
 from mpistrat.environment import mask_of
 from mpistrat.lockstep.lockstep import Lockstep
 
-__all__ = ["Measured"]
-
 
 @final
 class Measured:

@@ -23,19 +23,6 @@ from mpistrat.environment import environment, mask_of
 from mpistrat.errors import LaunchError
 from mpistrat.launch.flavours import UNKNOWN, Flavour, of_launcher, of_library, version
 
-__all__ = [
-    "Command",
-    "Launcher",
-    "Library",
-    "ask",
-    "candidates",
-    "cores",
-    "find",
-    "library",
-    "plugins",
-    "rows_fit",
-]
-
 # Asked in a child process: to import mpi4py.MPI is to load the library, which cannot be undone.
 _PROBE = """
 import json, pathlib, mpi4py

@@ -18,8 +18,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, NamedTuple, final
 
-__all__ = ["FOR_RANKS", "Output", "redirect"]
-
 # Signals that a launcher hands on to the ranks; what serves a rank lets them pass.
 FOR_RANKS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 

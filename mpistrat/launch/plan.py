@@ -14,8 +14,6 @@ from mpistrat.errors import LaunchError
 from mpistrat.launch.flavours import Flavour
 from mpistrat.launch.mpiexec import Command, Launcher
 
-__all__ = ["HERE", "Shape", "Wishes", "by_mpiexec", "by_srun", "handing_on", "shape", "spoken"]
-
 _SRUN_BIND = {"none": "none", "core": "cores", "socket": "sockets", "numa": "ldoms"}
 _HANDED_ON = ("MPISTRAT_", "MPI4PY_", "OMP_", "OPENBLAS_", "MKL_", "PYTHON", "LD_LIBRARY_PATH")
 HERE = Allocation("", ("localhost",), (0,))  # this machine, outside of any allocation

@@ -20,8 +20,6 @@ from mpistrat.launch.mpiexec import Command
 from mpistrat.launch.output import FOR_RANKS
 from mpistrat.launch.relay import streams
 
-__all__ = ["TIMED_OUT", "Outcome", "descendants", "run_job"]
-
 TIMED_OUT = 124  # as timeout(1) of the GNU coreutils
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 _GRACE = 5.0  # seconds between asking a launcher to end its ranks and ending them ourselves

@@ -24,8 +24,6 @@ from mpistrat.launch.roster import shared_files, sign_in
 if TYPE_CHECKING:
     from mpistrat.comm.session import Session
 
-__all__ = ["main"]
-
 
 def main(argv: Sequence[str]) -> None:
     """Run a program as one rank.

@@ -15,8 +15,6 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-__all__ = ["open_standard", "streams"]
-
 _PIECE = 1 << 16
 _QUIET = 1.0  # seconds in which nothing comes from what outlives the launcher and holds the pipe
 

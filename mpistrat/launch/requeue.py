@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["End", "decide", "remember"]
-
 PREEMPTED, HANG = 42, 75
 _HANGS = 2  # restarts after ranks that waited for one another
 _STUCK = 3  # restarts without a new step

@@ -21,8 +21,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple, final
 
-__all__ = ["CRASHES", "Ended", "Roster", "shared_files", "sign_in"]
-
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 _SHARED = Path("/dev/shm")
 _LOOK = 0.05  # seconds between two looks

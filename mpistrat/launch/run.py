@@ -23,16 +23,6 @@ from mpistrat.launch.process import Outcome, run_job
 from mpistrat.launch.relay import open_standard
 from mpistrat.launch.roster import CRASHES, Ended, Roster
 
-__all__ = [
-    "UNRECORDED",
-    "call_of",
-    "place_of",
-    "plan_note",
-    "python_program",
-    "refuse_inside",
-    "run",
-]
-
 UNRECORDED = 70  # the launcher reports success, the ranks do not
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 _TERMINAL = Output()

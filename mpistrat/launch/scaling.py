@@ -21,8 +21,6 @@ from typing import Any, NamedTuple
 from mpistrat.environment import environment
 from mpistrat.errors import LaunchError
 
-__all__ = ["Row", "Run", "Study", "command", "doubling", "draw", "measure", "rows", "table"]
-
 _PRINTED = re.compile(r"^\W*(\w+ per second)\b\W*([0-9][0-9,_]*\.?[0-9]*)", re.MULTILINE | re.I)
 
 

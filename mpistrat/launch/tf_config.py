@@ -14,8 +14,6 @@ from mpistrat.comm.world import default_parent
 from mpistrat.lockstep.lockstep import Lockstep
 from mpistrat.lockstep.startup import begin
 
-__all__ = ["tf_config", "write_tf_config"]
-
 _PORT = 8888
 
 

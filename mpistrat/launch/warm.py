@@ -14,8 +14,6 @@ from mpistrat import bytecode
 from mpistrat.kernels.jit import compiling
 from mpistrat.testing import run_ranks
 
-__all__ = ["kernels", "modules", "warm"]
-
 _LONGEST = 1800.0  # seconds; compiling takes one processor a minute
 _LARGE = 2**18  # elements: enough to be shared among ranks and cut into blocks
 

@@ -15,8 +15,6 @@ from mpistrat.comm.session import Session
 from mpistrat.environment import passes_on_a_code
 from mpistrat.lockstep.lockstep import Lockstep
 
-__all__ = ["end_job", "flush", "leave", "leave_at_once"]
-
 # Seconds that launchers get to pass on what the ranks have printed; an abort may cut it off.
 _LAST_WORDS = 0.2
 # Seconds in which processes end that have finalized MPI: those of other nodes, which cannot be

@@ -33,8 +33,6 @@ from mpistrat.lockstep.lockstep import Lockstep
 from mpistrat.lockstep.ranks import CallState
 from mpistrat.lockstep.shutdown import LEAVE, MISMATCH, Agreement, said_by
 
-__all__ = ["PREFLIGHT", "Exits", "code_of", "exits"]
-
 PREFLIGHT = 78
 
 # Seconds after which an exception is printed although the other ranks have not come to leave.

@@ -37,8 +37,6 @@ from mpistrat.lockstep.frame import (
 )
 from mpistrat.lockstep.ranks import Ranks, Unproved
 
-__all__ = ["Lockstep", "Proof", "Validator", "digest_of"]
-
 Validator: TypeAlias = "Callable[[list[bytes] | None], BaseException | None]"
 
 

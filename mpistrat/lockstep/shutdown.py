@@ -22,8 +22,6 @@ from mpistrat.errors import LockstepError, RemoteError, remote_error
 from mpistrat.lockstep import mismatch
 from mpistrat.lockstep.ranks import Ranks, Unproved
 
-__all__ = ["LEAVE", "MISMATCH", "Agreement", "farewell", "left"]
-
 LEAVE = "leave the program"
 MISMATCH = 77
 

@@ -5,7 +5,8 @@
 - `same`: check that all ranks have the same value; fails on every rank, so that no rank hangs.
 """
 
-from mpistrat.testing.faults import InjectedError, inject
+from mpistrat.lockstep.inject import InjectedError
+from mpistrat.testing.faults import inject
 from mpistrat.testing.ranks import RanksFailed, run_ranks
 from mpistrat.testing.same import same
 

@@ -8,9 +8,7 @@ from typing import Any
 
 from mpistrat.comm.session import Session
 from mpistrat.comm.world import default_parent
-from mpistrat.lockstep.inject import InjectedError, Injection, parse
-
-__all__ = ["InjectedError", "inject"]
+from mpistrat.lockstep.inject import Injection, parse
 
 
 @contextmanager

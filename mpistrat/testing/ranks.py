@@ -19,8 +19,6 @@ from mpistrat.lockstep.exits import code_of
 from mpistrat.lockstep.lockstep import Lockstep
 from mpistrat.lockstep.ranks import CallState
 
-__all__ = ["RanksFailed", "run_ranks"]
-
 
 class RanksFailed(AssertionError):
     """Some ranks raised, or did not end.

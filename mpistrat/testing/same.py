@@ -13,8 +13,6 @@ from mpistrat.comm.session import Session
 from mpistrat.distribute.regroup import select
 from mpistrat.lockstep.lockstep import Lockstep
 
-__all__ = ["same"]
-
 
 def same(comm: Any, value: Any, wanted: Any = None) -> None:
     """Fail on every rank unless all ranks hold the same bits, and these equal `wanted`.

@@ -19,8 +19,6 @@ from mpistrat.kernels.ops import UFUNCS
 from mpistrat.kernels.rows import reduce_rows
 from mpistrat.sharedmem.pool import Pool
 
-__all__ = ["Pairs"]
-
 # What two ranks pass through shared memory at once: so little that it stays in their caches (25 MB
 # on 2 cores: 2.6 ms, in pieces of 8 MiB 3.9), and so much that they seldom meet, which takes turns
 # of the scheduler where all cores are in use (there 59 ms, in pieces of 0.5 MiB 156).
