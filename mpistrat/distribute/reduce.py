@@ -191,6 +191,8 @@ def fit(
         raise LeafTypeError(
             f"out: {label(path)} is {type(place).__name__}; wanted an array to write to, {wanted}."
         )
+    if not place.dtype.isnative:
+        wanted += ", in the byte order of this machine; give an array with dtype.newbyteorder('=')"
     raise LeafTypeError(f"out: {label(path)} is {spec_text(place)}; the result is {wanted}.")
 
 

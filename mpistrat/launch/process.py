@@ -32,7 +32,7 @@ class Outcome(NamedTuple):
       code: Its exit code.
       seconds: Its wall time.
       timed_out: It ran out of time.
-      interrupted: SIGINT was forwarded to it.
+      handed: The numbers of the signals that were forwarded to it.
       killed: The number of the signal that ended the launcher itself, if it came from elsewhere:
         neither forwarded nor sent because the time ran out; else 0.
     """
@@ -40,8 +40,13 @@ class Outcome(NamedTuple):
     code: int
     seconds: float
     timed_out: bool
-    interrupted: bool = False
+    handed: frozenset[int] = frozenset()
     killed: int = 0
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether SIGINT was forwarded to it."""
+        return signal.SIGINT in self.handed
 
 
 def descendants(pid: int) -> dict[int, int]:
@@ -177,7 +182,7 @@ def run_job(
                 _end(process)
     killed = -code if code < 0 and -code not in handed else 0
     code = 128 - code if code < 0 else code
-    return Outcome(code, time.monotonic() - start, timed_out, signal.SIGINT in handed, killed)
+    return Outcome(code, time.monotonic() - start, timed_out, frozenset(handed), killed)
 
 
 @contextlib.contextmanager

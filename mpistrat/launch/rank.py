@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> None:
         trace = error.__traceback__
         while trace is not None and trace.tb_next is not None and _ours(trace.tb_frame.f_code):
             trace = trace.tb_next
-        out.note(error.with_traceback(trace))
+        out.ended(error.with_traceback(trace))
         if isinstance(error, SystemExit) and session.comm.size == 1:
             raise  # with its text, if it has one
         # It is printed in the last proof, once; here the process only has to end.

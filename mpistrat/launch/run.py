@@ -25,6 +25,7 @@ from mpistrat.launch.roster import CRASHES, Ended, Roster
 
 UNRECORDED = 70  # the launcher reports success, the ranks do not
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+_NAMED = 3  # ranks that a line names, of those that ended together
 _TERMINAL = Output()
 
 
@@ -263,6 +264,12 @@ def _judged(
     if outcome.killed:
         how = _killed(outcome.killed, roster, launcher=True)
         _say(f"{launcher} itself {how}, hence exit code {outcome.code}")
+    elif recorded is None and outcome.handed and not outcome.interrupted:
+        names = " and ".join(map(_named, sorted(outcome.handed)))
+        _say(
+            f"mpistrat run was sent {names}, and handed it on: it ended the ranks. With "
+            "ms.preemption(manager) around the training a job saves before it ends"
+        )
     elif recorded is None and not outcome.interrupted:
         first = roster.first(outcome.code)
         _say_who(first, roster)
@@ -291,28 +298,66 @@ def _threads(job: Shape, place: Allocation) -> dict[str, str]:
 
 
 def _say_who(ended: Sequence[Ended], roster: Roster) -> None:
-    """Print which ranks ended first, if the ranks have not agreed on an exit code."""
-    # Seen at once: the first of them, and those that the launcher ended for its sake.
-    several = " (others too, at the same time; a launcher ends all others once one has ended)"
-    others = several if len(ended) > 1 else ""
+    """Print which ranks ended first, if the ranks have not agreed on an exit code.
+
+    All that ended in one way stand in one line, of however many ranks.
+    """
+    ways: dict[tuple[int, int, bool], list[Ended]] = {}
     for one in ended:
-        who = f"rank {one.rank} (process {one.pid}){'' if one.sure else ', by its exit code,'}"
-        if one.number:
-            _say(f"{who} {_killed(one.number, roster)}{others}")
-        elif one.code or not others:
+        ways.setdefault((one.number, one.code, one.sure), []).append(one)
+    # Seen at once: the first of them, and those that the launcher ended for its sake.
+    several = "; a launcher ends all others once one has ended" if len(ended) > 1 else ""
+    for (number, code, sure), ones in ways.items():
+        who = _listed(ones) + ("" if sure else ", by the exit code,")
+        if number:
+            _say(f"{who} {_killed(number, roster, len(ones))}{several}")
+        elif code or not several:
             _say(
-                f"{who} ended with exit code {one.code} without leaving in order{others}: by "
-                "os._exit, by MPI_Abort, or in compiled code"
+                f"{who} ended with exit code {code} without leaving in order, by os._exit, by "
+                f"MPI_Abort, or in compiled code{several}"
             )
 
 
-def _killed(number: int, roster: Roster, launcher: bool = False) -> str:
-    """Return the text about a process that a signal has ended, and where to look for the cause."""
+def _listed(ended: Sequence[Ended]) -> str:
+    """Return which ranks these are, of many the first few.
+
+    Example:
+      >>> _listed([Ended(3, 812, 9, 0, True)])
+      'rank 3 (process 812)'
+      >>> _listed([Ended(rank, 800 + rank, 9, 0, True) for rank in range(512)])
+      'ranks 0 (process 800), 1 (process 801), 2 (process 802) and 509 others at the same time'
+    """
+    if len(ended) == 1:
+        return f"rank {ended[0].rank} (process {ended[0].pid})"
+    ones = [f"{one.rank} (process {one.pid})" for one in sorted(ended)]
+    rest = len(ones) - _NAMED
+    last = f"{rest} other{'s' * (rest > 1)}" if rest > 0 else ones.pop()
+    return f"ranks {', '.join(ones[:_NAMED])} and {last} at the same time"
+
+
+def _named(number: int) -> str:
+    """Return a signal as texts have it.
+
+    Example:
+      >>> _named(9)
+      'signal 9 (SIGKILL)'
+    """
     try:
-        name = f" ({signal.Signals(number).name})"
+        return f"signal {number} ({signal.Signals(number).name})"
     except ValueError:  # one without a name, such as a real-time signal
-        name = ""
-    what = f"was ended by signal {number}{name}"
+        return f"signal {number}"
+
+
+def _killed(number: int, roster: Roster, processes: int = 1, launcher: bool = False) -> str:
+    """Return the text about processes that a signal has ended, and where to look for the cause.
+
+    Args:
+      number: The signal.
+      roster: Of the ranks.
+      processes: How many there are.
+      launcher: It is no rank, but their launcher.
+    """
+    what = f"{'was' if processes == 1 else 'were'} ended by {_named(number)}"
     if number in CRASHES and not launcher:
         return f"{what}: a crash in compiled code; PYTHONFAULTHANDLER=1 shows where"
     if number == signal.SIGKILL and roster.out_of_memory:

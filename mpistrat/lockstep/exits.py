@@ -156,6 +156,18 @@ class Exits:
         """Remember what ends the program, as who runs it saw it."""
         self.failure = failure
 
+    def ended(self, failure: BaseException) -> None:
+        """Do what Python does when an exception ends the program: tell a hook that this has set."""
+        self.failure, hook = None, sys.excepthook
+        if not (hook == self.uncaught or hook is self._hook or isinstance(failure, SystemExit)):
+            try:
+                hook(type(failure), failure, failure.__traceback__)
+                if self.failure is None:  # else the hook has handed it on to `uncaught`
+                    self._printed.acquire(blocking=False)
+            except Exception:
+                traceback.print_exc()
+        self.failure = failure
+
     def _print(self, header: str = "") -> None:
         failure = self.failure
         if failure is None or isinstance(failure, SystemExit):

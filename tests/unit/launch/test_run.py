@@ -17,8 +17,17 @@ from mpistrat.launch.flavours import of_launcher, of_library
 from mpistrat.launch.mpiexec import Launcher, Library, find
 from mpistrat.launch.output import Output
 from mpistrat.launch.plan import Wishes
-from mpistrat.launch.process import run_job
-from mpistrat.launch.run import call_of, plan_note, python_program, refuse_inside, run
+from mpistrat.launch.process import Outcome, run_job
+from mpistrat.launch.roster import Ended, Roster
+from mpistrat.launch.run import (
+    _judged,
+    _say_who,
+    call_of,
+    plan_note,
+    python_program,
+    refuse_inside,
+    run,
+)
 
 STEPS = {
     "srun": {
@@ -427,3 +436,38 @@ def test_hosts_of_a_file(tmp_path, capfd):
         run(Wishes(2, launcher="srun"), ["x"], module=True)
     with pytest.raises(LaunchError, match="only -n N can tell"):
         run(Wishes(), ["x"], module=True)
+
+
+class TestWhatIsSaidOfAJob:
+    @pytest.fixture
+    def ranks(self, tmp_path):
+        found = Roster(tmp_path, 0)
+        yield found
+        found.close()
+
+    def test_of_ranks_that_end_alike_there_is_one_line(self, ranks, capfd):
+        killed = [Ended(rank, 100 + rank, signal.SIGKILL, 0, True) for rank in range(512)]
+        _say_who(killed, ranks)
+        (line,) = capfd.readouterr().err.splitlines()
+        assert "ranks 0 (process 100), 1 (process 101), 2 (process 102) and 509 others" in line
+        assert "were ended by signal 9 (SIGKILL)" in line
+        assert line.endswith("; a launcher ends all others once one has ended")
+
+    def test_those_that_end_otherwise_have_their_own(self, ranks, capfd):
+        _say_who([Ended(1, 101, 0, 3, True), Ended(0, 100, signal.SIGSEGV, 0, True)], ranks)
+        one, two = capfd.readouterr().err.splitlines()
+        assert "rank 1 (process 101) ended with exit code 3" in one
+        assert "rank 0 (process 100) was ended by signal 11 (SIGSEGV): a crash" in two
+
+    @pytest.mark.parametrize("code", [1, 128 + signal.SIGTERM])  # Open MPI's launcher, MPICH's
+    def test_a_signal_that_was_handed_on_is_no_kill_by_hand(self, ranks, capfd, code):
+        outcome = Outcome(code, 1.0, False, frozenset({signal.SIGTERM}))
+        assert _judged(outcome, None, ranks, "mpiexec", None) == code
+        (line,) = capfd.readouterr().err.splitlines()
+        assert "mpistrat run was sent signal 15 (SIGTERM), and handed it on" in line
+        assert "from outside" not in line
+
+    def test_nor_is_it_one_if_the_ranks_have_agreed_on_their_exit_code(self, ranks, capfd):
+        outcome = Outcome(42, 1.0, False, frozenset({signal.SIGUSR1}))
+        assert _judged(outcome, 42, ranks, "mpiexec", None) == 42
+        assert not capfd.readouterr().err

@@ -120,6 +120,38 @@ def test_a_hook_that_exits_has_printed(monkeypatch, capsys):
     assert capsys.readouterr() == ("mine why\n", "")
 
 
+@pytest.mark.parametrize(
+    ("hands_on", "fails", "printed"), [(False, False, 0), (True, False, 1), (False, True, 1)]
+)
+def test_the_programs_own_hook_is_told_by_the_runner_too(
+    monkeypatch, capsys, hands_on, fails, printed
+):
+    found, told = Exits(), []
+    found._hook = sys.__excepthook__
+
+    def hook(*failure):
+        told.append(failure[1])
+        if hands_on:
+            found.uncaught(*failure)
+        if fails:
+            raise RuntimeError("in the hook")
+
+    monkeypatch.setattr(sys, "excepthook", hook)
+    error = ValueError("what has happened")
+    found.ended(error)
+    found._print()
+    assert told == [error]
+    assert found.failure is error
+    assert capsys.readouterr().err.count("ValueError: what has happened") == printed
+
+
+def test_no_hook_is_told_of_sys_exit(monkeypatch):
+    found, told = Exits(), []
+    monkeypatch.setattr(sys, "excepthook", lambda *failure: told.append(failure))
+    found.ended(SystemExit(3))
+    assert not told
+
+
 def test_a_handler_of_a_signal_that_exits_inside_a_call_ends_the_job_with_its_code(monkeypatch):
     codes = []
     monkeypatch.setattr(abort, "end_job", codes.append)
