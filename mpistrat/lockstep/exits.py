@@ -77,7 +77,7 @@ class NotedExit(SystemExit):
     def code(self) -> Any:
         """The code or text; the interpreter asks for it when no Python code is left to run."""
         if sys._getframe().f_back is None:
-            exits().note(self)
+            exits().failure = self
         return _CODE.__get__(self)
 
     @code.setter
@@ -143,18 +143,9 @@ class Exits:
         self._printed.acquire(blocking=False)  # by that hook
         return noted
 
-    def uncaught(
-        self,
-        kind: type[BaseException],
-        value: BaseException,
-        trace: TracebackType | None,
-    ) -> None:
+    def uncaught(self, kind: Any, value: BaseException, trace: TracebackType | None) -> None:
         """Remember the exception that ends the program; it is printed at exit."""
         self.failure = value.with_traceback(trace)
-
-    def note(self, failure: BaseException | None) -> None:
-        """Remember what ends the program, as who runs it saw it."""
-        self.failure = failure
 
     def ended(self, failure: BaseException) -> None:
         """Do what Python does when an exception ends the program: tell a hook that this has set."""

@@ -142,7 +142,7 @@ class _AllGroups:
                 channel.session.freed = True
             error = channel.unheard()
             if error is not None and not failing:
-                exits().note(error)
+                exits().failure = error
         for messages in self.messages:
             messages.drain(0)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+import mpistrat as ms
 from mpistrat.collectives.dtypes import decode_order, encode_order, ordered, wire_type
 from mpistrat.errors import LeafTypeError
 from mpistrat.kernels.ops import ReduceOp
@@ -64,3 +65,10 @@ def test_refusals_name_operation_leaf_and_advice():
         wire_type(ReduceOp.SUM, np.dtype(bool), "a/b")
     with pytest.raises(LeafTypeError, match=r"MAX: the value is complex64"):
         wire_type(ReduceOp.MAX, np.dtype("c8"))
+
+
+def test_an_out_in_another_byte_order_is_told_to_be_that():
+    out = np.zeros(3, np.dtype(np.float64).newbyteorder())
+    strategy = ms.MirroredStrategy()
+    with pytest.raises(LeafTypeError, match=r"float64\[3\], in the byte order of this machine"):
+        strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", np.ones(3), out=out))

@@ -115,7 +115,7 @@ def test_what_has_no_text_is_told_nevertheless(how):
 def test_a_hook_that_exits_has_printed(monkeypatch, capsys):
     found = Exits()
     found._hook = lambda kind, value, trace: (print(f"mine {value}"), sys.exit(3))
-    found.note(ValueError("why"))
+    found.failure = ValueError("why")
     found._print()
     assert capsys.readouterr() == ("mine why\n", "")
 
