@@ -33,6 +33,13 @@ _SAVING = (
     "  Every rank must name the same path, as replica 0 writes and looks for all of them (no rank "
     "needs one of its own), and save the same variables, numbers and texts."
 )
+_BROADCASTING = (
+    "  Only the value of replica 0 counts, but every rank gives one of the same structure, shapes "
+    "and dtypes. What replica 0 alone can make: ms.once(fn) calls fn there and returns its result "
+    "on all ranks."
+)
+# What is said of calls that have one name, which begins so.
+_OF_CALLS = {"Checkpoint": _SAVING, "broadcast": _BROADCASTING}
 # What texts of calls say of arrays that are reduced where they lie in shared memory.
 _PLACED = re.compile(r", out, in place [0-9/ ]+")
 
@@ -90,8 +97,9 @@ def mismatch(lockstep: Ranks, call: str) -> LockstepError:
         )
         return LockstepError("\n".join(lines))
     names = {what.partition("(")[0] for _, _, what in calls}
-    saving = len(names) == 1 and names.pop().startswith("Checkpoint")
-    lines.append(_of_buffers(calls) or (_SAVING if saving else _ADVICE))
+    name = names.pop() if len(names) == 1 else ""
+    found = (text for begin, text in _OF_CALLS.items() if name.startswith(begin))
+    lines.append(_of_buffers(calls) or next(found, _ADVICE))
     return LockstepError("\n".join(lines))
 
 

@@ -43,6 +43,16 @@ def test_a_mismatch_shows_both_calls_with_their_lines():
         assert "if rank ==" in lines[-1]
 
 
+def test_who_broadcasts_what_one_rank_alone_has_is_told_of_once():
+    def rank(comm):
+        strategy = ms.MirroredStrategy()
+        with pytest.raises(ms.LockstepError, match=r"ms\.once\(fn\) calls fn there"):
+            strategy.broadcast("a path" if comm.rank == 0 else None)
+        return ms.once(lambda: "a path")
+
+    assert run_ranks(rank, 2) == ["a path"] * 2
+
+
 @pytest.mark.parametrize("where", ["fn", "leaf", "axis"])
 def test_a_remote_error_names_rank_file_and_text(where):
     def rank(comm):
