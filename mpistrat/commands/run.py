@@ -21,7 +21,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     rest, add = argparse.REMAINDER, parser.add_argument
     text = "ranks; in an allocation, as many as it has tasks"
-    add("-n", dest="ranks", metavar="N", type=positive, help=text)
+    add("-n", "-np", dest="ranks", metavar="N", type=positive, help=text)
     text = "use N nodes of the allocation or the file of hosts"
     add("--nodes", metavar="N", type=positive, help=text)
     add("--per-node", metavar="N", type=positive, help="start N ranks on each node")

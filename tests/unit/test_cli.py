@@ -34,6 +34,7 @@ def calls(monkeypatch):
     ("words", "call"),
     [
         ("-n 2 train.py", (2, ["train.py"], False, None)),
+        ("-np 2 train.py", (2, ["train.py"], False, None)),
         ("-n 2 train.py -n 5 -m x", (2, ["train.py", "-n", "5", "-m", "x"], False, None)),
         ("-n 2 train.py --timeout 1", (2, ["train.py", "--timeout", "1"], False, None)),
         ("-n 2 -m pkg.mod --epochs 3", (2, ["pkg.mod", "--epochs", "3"], True, None)),
