@@ -56,9 +56,14 @@ def list_of(directory: str) -> Told:
     """
     lines = []
     for path in _found(Path(directory)):
-        time = datetime.datetime.fromtimestamp(path.stat().st_mtime).isoformat(" ", "seconds")
+        try:
+            modified, nbytes = path.stat().st_mtime, _bytes(path)
+        except OSError as error:  # a running job has removed it, or a link leads nowhere
+            lines.append(f"{path.name:<24} {error}")
+            continue
+        time = datetime.datetime.fromtimestamp(modified).isoformat(" ", "seconds")
         wrong = _damage(path, everything=False)
-        lines.append(f"{path.name:<24} {time} {_bytes(path):>15,} bytes  {wrong or 'ok'}")
+        lines.append(f"{path.name:<24} {time} {nbytes:>15,} bytes  {wrong or 'ok'}")
     return lines or [f"there is no checkpoint in {directory}"], 0
 
 

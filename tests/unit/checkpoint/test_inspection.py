@@ -65,6 +65,13 @@ def test_a_number_that_is_not_the_one_inside_is_told(there, capsys):
         assert "it holds checkpoint number 2, not 7" in told(capsys, act, there)[1].out
 
 
+def test_a_file_that_has_gone_does_not_hide_the_others(there, capsys):
+    (there / "ckpt-9.npz").symlink_to(there / "gone")
+    code, said = told(capsys, "list", there)
+    assert (code, said.out.count("  ok\n")) == (0, 2)
+    assert "No such file" in said.out.splitlines()[2]
+
+
 def test_show_and_diff(there, capsys):
     code, said = told(capsys, "show", there)
     assert code == 0
