@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
+from mpistrat import __version__
 from mpistrat.commands import batch, checkpoint, doctor, drill, requeue, run, scaling, warm
 from mpistrat.errors import MpistratError
 
@@ -25,6 +26,7 @@ COMMANDS: dict[str, ModuleType] = {
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mpistrat", description="tf.distribute for NumPy on MPI.")
+    parser.add_argument("--version", action="version", version=f"mpistrat {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, module in COMMANDS.items():
         text = inspect.getdoc(module) or f"{name}: `python -OO` leaves out what it does."

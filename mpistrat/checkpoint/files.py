@@ -70,16 +70,20 @@ def found(given: str | os.PathLike[str]) -> Path:
 
     Raises:
       FileNotFoundError: There is no such checkpoint, or it is a directory without any.
-      CheckpointError: It is a directory with checkpoints of several names.
+      CheckpointError: It is a directory with checkpoints of several names, or a file of another
+        kind.
     """
     path = Path(given)
-    if path.name.endswith((SUFFIX, FOLDER)):
-        return stored(path)
-    if not path.is_dir():
-        there = stored(path.with_name(path.name + SUFFIX))
-        if not os.path.lexists(there):
-            raise FileNotFoundError(f"there is no checkpoint {path}{SUFFIX} or {path}{FOLDER}.")
-        return there
+    ends = path.name.endswith((SUFFIX, FOLDER))
+    if ends or not path.is_dir():
+        wanted = path if ends else path.with_name(path.name + SUFFIX)
+        there = stored(wanted)
+        if os.path.lexists(there):
+            return there
+        if path.exists():
+            text = f"its name does not end with {SUFFIX} or {FOLDER}"
+            raise CheckpointError(f"{path} is not a checkpoint: {text}.")
+        raise FileNotFoundError(f"there is no checkpoint {wanted} or {other(wanted)}.")
     newest = latest_checkpoint(path)
     if newest is None:
         raise FileNotFoundError(f"there is no checkpoint in {path}.")

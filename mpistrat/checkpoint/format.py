@@ -25,7 +25,7 @@ import struct
 import zipfile
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 
@@ -92,17 +92,29 @@ def _frames(file: IO[bytes], infos: Iterable[zipfile.ZipInfo], end: int) -> list
     """Return where everything before `end` is that is not data of a member.
 
     Raises:
-      ValueError: Members overlap, or there is something between them.
+      ValueError: Members overlap, or there is something between them, or it ends in one.
     """
     frames, done = [], 0
     for info in sorted(infos, key=lambda info: info.header_offset):
         if info.header_offset != done:
             raise ValueError("members overlap, or there is something between them")
-        file.seek(done)
-        begin = done + _HEADER.size + sum(_HEADER.unpack(file.read(_HEADER.size)))
+        begin = done + _HEADER.size + sum(_fields(file, done, _HEADER))
         frames.append((done, begin))
         done = begin + info.compress_size
     return [*frames, (done, end)]
+
+
+def _fields(file: IO[bytes], place: int, form: struct.Struct) -> tuple[Any, ...]:
+    """Return the fields of what stands at a place.
+
+    Raises:
+      ValueError: The file ends before that.
+    """
+    file.seek(place)
+    data = file.read(form.size)
+    if len(data) < form.size:
+        raise ValueError(f"it ends where {form.size} bytes should follow byte {place}")
+    return form.unpack(data)
 
 
 def _seal(file: IO[bytes], infos: Iterable[zipfile.ZipInfo], end: int) -> bytes:
@@ -118,14 +130,15 @@ def _directory(file: IO[bytes], size: int) -> int:
     """Return where the directory of an archive begins, after looking at its rows one by one.
 
     Raises:
-      ValueError: It is not where the end says, or not as long, or longer than names make it.
+      ValueError: It is not where the end says, or not as long, or longer than names make it, or
+        the file is too short to have one.
     """
     end = size - _SEAL - _END.size
-    file.seek(max(0, end))
-    mark, count, length, begin = _END.unpack(file.read(_END.size))
     large = end - _LOCATOR - _END64.size
-    file.seek(max(0, large))
-    found = _END64.unpack(file.read(_END64.size))
+    if large < 0:
+        raise ValueError(f"it is too short, with {size} bytes")
+    mark, count, length, begin = _fields(file, end, _END)
+    found = _fields(file, large, _END64)
     if found[0] == b"PK\6\6" and file.read(4) == b"PK\6\7":
         end, (_, count, length, begin) = large, found
     if mark != b"PK\5\6" or begin + length != end:
@@ -134,8 +147,7 @@ def _directory(file: IO[bytes], size: int) -> int:
         raise ValueError(f"its directory of {count} members has {length} bytes")
     place = int(begin)
     for _ in range(count):
-        file.seek(place)
-        row, *lengths = _ROW.unpack(file.read(_ROW.size))
+        row, *lengths = _fields(file, place, _ROW)
         if row != b"PK\1\2" or place >= end:
             break
         place += _ROW.size + sum(lengths)

@@ -54,9 +54,14 @@ def list_of(directory: str) -> Told:
     """
     lines = []
     for path in _found(Path(directory)):
-        time = datetime.datetime.fromtimestamp(path.stat().st_mtime).isoformat(" ", "seconds")
+        try:
+            modified, nbytes = path.stat().st_mtime, _bytes(path)
+        except OSError as error:  # a running job has removed it, or a link leads nowhere
+            lines.append(f"{path.name:<24} {error}")
+            continue
+        time = datetime.datetime.fromtimestamp(modified).isoformat(" ", "seconds")
         wrong = _damage(path, everything=False)
-        lines.append(f"{path.name:<24} {time} {_bytes(path):>15,} bytes  {wrong or 'ok'}")
+        lines.append(f"{path.name:<24} {time} {nbytes:>15,} bytes  {wrong or 'ok'}")
     return lines or [f"there is no checkpoint in {directory}"], 0
 
 
@@ -64,7 +69,7 @@ def show_of(given: str) -> Told:
     """Tell name, dtype and shape of arrays, numbers and texts, and how many are not finite."""
     path = files.found(given)
     found, values = _read(path)
-    lines = [f"{path}: save number {found.counter}, {len(found.arrays)} arrays"]
+    lines = [f"{path}: save number {found.counter}, {_counted(found)}"]
     lines += [f"  {name} = {value:.60}" for name, value in values.items()]
     for name, array in found.arrays.items():
         entry = found.entries[name]
@@ -85,6 +90,12 @@ def _read(path: Path) -> tuple[Contents, dict[str, str]]:
         return found, {name: shown(value) for name, value in values.items()}
 
 
+def _counted(found: Contents) -> str:
+    """Return how many arrays there are, and the name of that which has numbers and texts."""
+    count = len(found.arrays.keys() - {NAME})
+    return f"{count} array{'s' * (count != 1)}{f' and {NAME}' * (NAME in found.arrays)}"
+
+
 def _not_finite(array: Array) -> int:
     if array.dtype.kind not in "fc" and not is_bfloat16(array.dtype):
         return 0
@@ -97,8 +108,9 @@ def verify_of(given: str) -> Told:
     several = path.is_dir() and not path.name.endswith(files.FOLDER)
     paths = _found(path) if several else [files.found(given)]
     wrong = {one: _damage(one, everything=True) for one in paths}
-    lines = [f"{one.name}: {text or 'ok'}" for one, text in wrong.items()]
-    return lines or [f"there is no checkpoint in {path}"], int(any(wrong.values()) or not paths)
+    if not paths:
+        raise FileNotFoundError(f"there is no checkpoint in {path}.")
+    return [f"{one.name}: {text or 'ok'}" for one, text in wrong.items()], int(any(wrong.values()))
 
 
 def diff_of(given: str, other: str) -> Told:
@@ -131,7 +143,7 @@ def export_of(given: str, out: str) -> Told:
     if target.suffix == ".npz":
         with parts.whole(target, replace=False) as file:
             format.write(file, found.arrays, found.counter)
-        return [f"{target}: {len(found.arrays)} arrays"], 0
+        return [f"{target}: {_counted(found)}"], 0
     if target.suffix != ".safetensors":
         raise CheckpointError(f"{out}: wanted a name that ends with .safetensors or .npz.")
     try:
@@ -145,4 +157,4 @@ def export_of(given: str, out: str) -> Told:
         raise CheckpointError(f"{out}: safetensors has no such dtype: {', '.join(odd)}. Use .npz.")
     with parts.whole(target, replace=False) as file:
         file.write(library.save(dict(found.arrays), metadata={"save_counter": str(found.counter)}))
-    return [f"{target}: {len(found.arrays)} arrays"], 0
+    return [f"{target}: {_counted(found)}"], 0

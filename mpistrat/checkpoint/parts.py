@@ -246,10 +246,11 @@ def put(part: Path, path: Path, replace: bool) -> None:
     try:
         os.link(part, path)  # unlike a rename it fails if another job was quicker
     except OSError as error:
+        if error.errno == errno.EEXIST or (error.errno in _NO_LINKS and path.exists()):
+            # Without the name of the part, which says nothing to who has asked.
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
         if error.errno not in _NO_LINKS:
             raise
-        if path.exists():
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from error
         part.rename(path)
 
 

@@ -19,7 +19,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     rest, add = argparse.REMAINDER, parser.add_argument
     text = "ranks; in an allocation, as many as it has tasks"
-    add("-n", dest="ranks", metavar="N", type=positive, help=text)
+    add("-n", "-np", dest="ranks", metavar="N", type=positive, help=text)
     text = "use N nodes of the allocation or the file of hosts"
     add("--nodes", metavar="N", type=positive, help=text)
     add("--per-node", metavar="N", type=positive, help="start N ranks on each node")
@@ -35,6 +35,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--timeout", metavar="S", type=seconds, help="end the job after S seconds")
     text = "a module and its arguments, as after python -m"
     add("-m", dest="module", metavar="MODULE ...", nargs=rest, help=text)
+    add("-c", dest="code", nargs=rest, help=argparse.SUPPRESS)  # of python
     add("script", metavar="SCRIPT ...", nargs=rest, help="a script and its arguments")
 
 
@@ -44,6 +45,8 @@ def main(args: argparse.Namespace) -> int:
     from mpistrat.launch.plan import Wishes
     from mpistrat.launch.run import run
 
+    if args.code is not None:
+        raise LaunchError("-c: write the code to a file, and give its name.")
     program, extra = _split([*(args.module or []), *args.script])
     if not program:
         raise LaunchError("give a SCRIPT or -m MODULE to run")

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+import mpistrat
 from mpistrat import cli
 from mpistrat.errors import LaunchError
 from mpistrat.launch.output import Output
@@ -34,6 +35,7 @@ def calls(monkeypatch):
     ("words", "call"),
     [
         ("-n 2 train.py", (2, ["train.py"], False, None)),
+        ("-np 2 train.py", (2, ["train.py"], False, None)),
         ("-n 2 train.py -n 5 -m x", (2, ["train.py", "-n", "5", "-m", "x"], False, None)),
         ("-n 2 train.py --timeout 1", (2, ["train.py", "--timeout", "1"], False, None)),
         ("-n 2 -m pkg.mod --epochs 3", (2, ["pkg.mod", "--epochs", "3"], True, None)),
@@ -90,6 +92,18 @@ def test_no_program_is_refused(words, calls, capsys):
     assert cli.main(["run", *words.split()]) == 2
     assert "give a SCRIPT or -m MODULE" in capsys.readouterr().err
     assert not calls
+
+
+def test_code_is_refused(calls, capsys):
+    assert cli.main(["run", "-n", "2", "-c", "print(1)", "-x"]) == 2
+    assert "-c: write the code to a file" in capsys.readouterr().err
+    assert not calls
+
+
+def test_the_version_is_told(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"mpistrat {mpistrat.__version__}\n"
 
 
 def test_errors_of_mpistrat_are_told_without_a_traceback(monkeypatch, capsys):

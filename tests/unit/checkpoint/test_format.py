@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import struct
 import zipfile
 from pathlib import Path
 
@@ -90,8 +91,21 @@ def test_every_truncation_is_found(tmp_path):
     whole = path.read_bytes()
     for size in range(len(whole)):
         path.write_bytes(whole[:size])
-        with pytest.raises(CheckpointError, match="damaged"):
+        with pytest.raises(CheckpointError, match="damaged") as error:
             format.read(path, like(SMALL))
+        assert "unpack" not in str(error.value)
+    path.write_bytes(b"")
+    with pytest.raises(CheckpointError, match="it is too short, with 0 bytes"):
+        format.read(path)
+
+
+def test_a_directory_that_is_shorter_than_a_row_is_found(tmp_path):
+    path = written(tmp_path / "x.npz", SMALL)
+    data = path.read_bytes().partition(b"PK\1\2")[0]
+    end = struct.pack("<4s6xHLL2x", b"PK\5\6", 1, 4, len(data))
+    path.write_bytes(data + b"PK\1\2" + end + bytes(16))
+    with pytest.raises(CheckpointError, match="46 bytes should follow"):
+        format.read(path)
 
 
 @pytest.mark.parametrize(

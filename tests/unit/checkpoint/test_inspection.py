@@ -65,6 +65,13 @@ def test_a_number_that_is_not_the_one_inside_is_told(there, capsys):
         assert "it holds checkpoint number 2, not 7" in told(capsys, act, there)[1].out
 
 
+def test_a_file_that_has_gone_does_not_hide_the_others(there, capsys):
+    (there / "ckpt-9.npz").symlink_to(there / "gone")
+    code, said = told(capsys, "list", there)
+    assert (code, said.out.count("  ok\n")) == (0, 2)
+    assert "No such file" in said.out.splitlines()[2]
+
+
 def test_show_and_diff(there, capsys):
     code, said = told(capsys, "show", there)
     assert code == 0
@@ -90,6 +97,8 @@ def test_numbers_and_texts_are_shown_and_compared(tmp_path, capsys):
     checkpoint.save(tmp_path / "ckpt")
     said = told(capsys, "show", tmp_path)[1].out.splitlines()
     assert said[0].endswith("save number 2, 0 arrays")
+    said_too = told(capsys, "export", tmp_path, tmp_path / "out.npz")[1].out
+    assert said_too.endswith("out.npz: 0 arrays and values.json\n")
     assert said[1:3] == ["  name = 'x'", "  rate = (0.25, None)"]
     assert said[3].startswith("  rng = generator in state ")
     assert said[4:] == ["  step = 3"]
@@ -114,6 +123,10 @@ def test_export(there, capsys, monkeypatch):
     assert code == 0
     with np.load(there / "out.npz") as found:
         np.testing.assert_array_equal(found["v"], np.arange(300.0))
+    assert told(capsys, "export", there / "ckpt-1", there / "out.npz") == (
+        2,
+        ("", f"mpistrat checkpoint export: error: [Errno 17] File exists: '{there / 'out.npz'}'\n"),
+    )
     assert told(capsys, "export", there, there / "out.txt")[0] == 2
     monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
     code, said = told(capsys, "export", there, there / "out.safetensors")
@@ -139,11 +152,17 @@ def test_what_is_not_there_is_told(tmp_path, capsys):
     assert told(capsys, "list", tmp_path)[0] == 0
     for act in ("show", "verify"):
         code, said = told(capsys, act, tmp_path / "none")
-        assert code in (1, 2)
-        assert "none" in said.out + said.err
-    assert "there is no checkpoint" in said.err
-    assert "none.npz or" in said.err
-    assert told(capsys, "show", tmp_path)[0] == 2
+        assert code == 2
+        assert f"there is no checkpoint {tmp_path}/none.npz or {tmp_path}/none.arrays" in said.err
+        code, said = told(capsys, act, tmp_path / "none.npz")
+        assert code == 2
+        assert f"there is no checkpoint {tmp_path}/none.npz or" in said.err
+        code, said = told(capsys, act, tmp_path)
+        assert code == 2
+        assert f"there is no checkpoint in {tmp_path}." in said.err
+        code, said = told(capsys, act, __file__)
+        assert code == 2
+        assert f"{__file__} is not a checkpoint: its name does not end with" in said.err
 
 
 def test_mpi_is_not_started(tmp_path):
