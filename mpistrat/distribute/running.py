@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any
 
+from mpistrat import nest
 from mpistrat.distribute.arguments import check_function, given
 from mpistrat.distribute.mode import Entered, Mode, Replica
 from mpistrat.distribute.regroup import select
 from mpistrat.distribute.replica_code import begin, end, proved
 from mpistrat.distribute.replica_group import StrategyBase
-from mpistrat.errors import LeafTypeError
+from mpistrat.errors import LeafTypeError, MpistratError
 
 # What functions with `async` and `yield` return before they begin.
 _UNSTARTED = frozenset({CoroutineType, GeneratorType, AsyncGeneratorType})
@@ -53,7 +55,11 @@ def _call(strategy: StrategyBase, fn: Callable[..., Any], args: Any, kwargs: Any
         on_fn = regroup.lockstep.hooks.on_fn
         if on_fn is not None:
             on_fn()
-        result = fn(*mine, **named)
+        try:
+            result = fn(*mine, **named)
+        except Exception as error:
+            _of_no_rows(error, [*mine, *named.values()])
+            raise
     if type(result) in _UNSTARTED:
         if isinstance(result, CoroutineType):
             result.close()  # or Python warns that nobody has waited for it
@@ -62,3 +68,19 @@ def _call(strategy: StrategyBase, fn: Callable[..., Any], args: Any, kwargs: Any
             "a plain function: without `async`, without `yield`."
         )
     return result
+
+
+def _of_no_rows(error: Exception, given: list[Any]) -> None:
+    """Add to the text of an error that this replica's part of a batch is empty, if it is.
+
+    What has no rows is refused by some of NumPy's functions, and their errors do not tell why.
+    """
+    plain = type(error).__str__ is Exception.__str__ and not isinstance(error, MpistratError)
+    if not plain or len(error.args) != 1 or not isinstance(error.args[0], str):
+        return
+    with suppress(Exception):  # whatever was given, it is the program's error that is raised
+        if any(getattr(leaf, "shape", ())[:1] == (0,) for leaf in nest.flatten(given)[0]):
+            error.args = (
+                f"{error.args[0]}\n  This replica's part of the batch has no rows, as may be in a "
+                "short last batch; see 'A part without rows' in docs/sharp-edges.md.",
+            )

@@ -109,3 +109,22 @@ def test_policies_are_set_by_name_only():
         ("DATA", 2),
         ("HINT", 3),
     ]
+
+
+def test_an_error_of_a_part_without_rows_says_that_it_has_none():
+    def rank(comm):
+        strategy = ms.MirroredStrategy()
+        data = strategy.experimental_distribute_dataset(ms.Dataset(np.arange(5.0)).batch(4))
+        told = []
+        for batch in data:
+            try:
+                strategy.run(lambda part: part.max(), (batch,))
+            except ValueError as error:
+                told.append(str(error))
+        with pytest.raises(ValueError, match=r"^mine$"):
+            strategy.run(lambda part: (_ for _ in ()).throw(ValueError("mine")), (np.ones(3),))
+        return told
+
+    for (text,) in run_ranks(rank, 2):
+        assert "zero-size array to reduction operation maximum" in text
+        assert "has no rows" in text
