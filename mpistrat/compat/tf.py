@@ -36,12 +36,13 @@ from mpistrat.compat.absent import absent as _absent
 from mpistrat.compat.tf_arrays import Tensor, TensorSpec, is_tensor
 from mpistrat.compat.tf_arrays import named as _named
 from mpistrat.compat.tf_system import config, errors, function
+from mpistrat.compat.tf_variable import Mirrored as _Mirrored
 from mpistrat.compat.tf_variable import Variable
 from mpistrat.distribute.context import get_replica_context
 from mpistrat.distribute.kinds import VariableAggregation, VariableSynchronization
 from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.distribute.topology import DeviceAssignment, Topology
-from mpistrat.distribute.values import Mirrored, PerReplica
+from mpistrat.distribute.values import PerReplica
 from mpistrat.feed.iterators import Optional
 
 __all__ = ["IndexedSlices", "Tensor", "TensorSpec", "Variable", "VariableAggregation"]
@@ -103,7 +104,7 @@ types = _Names(
     experimental=_Names(
         "tf.types.experimental",
         distributed=_Names(
-            "tf.types.experimental.distributed", Mirrored=Mirrored, PerReplica=PerReplica
+            "tf.types.experimental.distributed", Mirrored=_Mirrored, PerReplica=PerReplica
         ),
     ),
 )
