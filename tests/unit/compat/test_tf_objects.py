@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
+
 import pytest
 
 import mpistrat as ms
@@ -34,3 +37,63 @@ def test_variables_of_replicas_count_as_values_of_replicas(n):
         [False, False, False],
     ]
     assert run_ranks(program, n) == [wanted] * n
+
+
+class Model:
+    """A model as programs write it."""
+
+    def __init__(self, scale):
+        self.scale = scale
+
+    @tf.function(reduce_retracing=True)
+    def step(self, iterator, *, plus=0):
+        """Take a step."""
+        return int(self.scale * tf.reduce_sum(next(iterator)) + plus)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_data_that_end_in_a_function_are_out_of_range_to_its_caller(n):
+    def program(comm):
+        strategy = tf.distribute.MirroredStrategy()
+        data = tf.data.Dataset.range(6).batch(3)
+        distributed = strategy.experimental_distribute_dataset(data)
+
+        @tf.function
+        def total(iterator):
+            local = strategy.run(tf.function(tf.reduce_sum), args=(next(iterator),))
+            return int(strategy.reduce("SUM", local, axis=None))
+
+        @tf.function
+        def all_of(dataset):
+            return sum(int(strategy.reduce("SUM", batch, axis=0)) for batch in dataset)
+
+        found = []
+        for begin, step in (
+            (lambda: iter(distributed), total),
+            (lambda: iter(data), Model(2).step),
+        ):
+            for caught in (tf.errors.OutOfRangeError, StopIteration):
+                iterator = begin()
+                found += [step(iterator), step(iterator)]
+                with pytest.raises(caught):
+                    step(iterator)
+        return found, all_of(distributed)
+
+    assert run_ranks(program, n) == [([3, 12] * 2 + [6, 24] * 2, 15)] * n
+
+
+def test_what_a_function_is_asked_for():
+    def plain(x, y=2):
+        """Add."""
+        return x + y
+
+    made = tf.function(plain)
+    assert made.python_function is plain
+    assert (made(1), made(1, y=3), made.get_concrete_function(tf.TensorSpec([]))(1)) == (3, 4, 3)
+    assert (made.__name__, inspect.signature(made)) == ("plain", inspect.signature(plain))
+    assert copy.deepcopy(made)(1) == 3
+    model, spec = Model(3), tf.TensorSpec([2])
+    assert model.step.get_concrete_function(spec)(iter([1]), plus=1) == 4
+    assert model.step.__name__ == "step" and Model.step(model, iter([2])) == 6
+    with pytest.raises(AttributeError, match="nonsense"):
+        made.nonsense  # noqa: B018
