@@ -97,3 +97,13 @@ def test_what_a_function_is_asked_for():
     assert model.step.__name__ == "step" and Model.step(model, iter([2])) == 6
     with pytest.raises(AttributeError, match="nonsense"):
         made.nonsense  # noqa: B018
+
+
+def test_variables_are_keys_by_reference():
+    v, w = tf.Variable([1.0, 2.0]), tf.Variable([1.0, 2.0])
+    named = {v.ref(): "v", w.ref(): "w"}
+    assert (named[v.ref()], named[w.ref()]) == ("v", "w")
+    assert v.ref().deref() is v and v.ref() == v.ref() != w.ref()
+    assert v.ref() != "v" and len({v.ref(), v.ref(), w.ref()}) == 2
+    assert repr(v.ref()) == f"<Reference to {v!r}>"
+    assert v.get_shape() == (2,) and v.constraint is None
