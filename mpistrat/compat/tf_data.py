@@ -12,9 +12,15 @@ from mpistrat.compat.absent import absent_from as _absent_from
 from mpistrat.compat.absent import refusing as _refusing
 from mpistrat.compat.tf_arrays import constant
 from mpistrat.compat.tf_arrays import named as _named
+from mpistrat.compat.tf_options import (
+    AutotuneOptions,
+    OptimizationOptions,
+    Options,
+    ThreadingOptions,
+)
 from mpistrat.errors import RefusedError
 from mpistrat.feed import dataset
-from mpistrat.feed.policies import AutoShardPolicy, DatasetOptions, DistributeOptions
+from mpistrat.feed.policies import AutoShardPolicy, DistributeOptions
 
 __all__ = [
     "AUTOTUNE",
@@ -22,6 +28,7 @@ __all__ = [
     "UNKNOWN_CARDINALITY",
     "Dataset",
     "Options",
+    "ThreadingOptions",
     "experimental",
 ]
 
@@ -30,7 +37,6 @@ __getattr__ = _absent_from("tf.data")
 AUTOTUNE = -1
 INFINITE_CARDINALITY = dataset.Dataset.INFINITE
 UNKNOWN_CARDINALITY = dataset.Dataset.UNKNOWN
-Options = DatasetOptions
 
 
 def _cardinality(dataset: Any) -> int:
@@ -48,7 +54,10 @@ experimental = _Names(
     INFINITE_CARDINALITY=INFINITE_CARDINALITY,
     UNKNOWN_CARDINALITY=UNKNOWN_CARDINALITY,
     AutoShardPolicy=AutoShardPolicy,
+    AutotuneOptions=AutotuneOptions,
     DistributeOptions=DistributeOptions,
+    OptimizationOptions=OptimizationOptions,
+    ThreadingOptions=ThreadingOptions,
     cardinality=_cardinality,
 )
 
@@ -86,6 +95,12 @@ class Dataset(dataset.Dataset):
         if name.startswith("_"):
             raise AttributeError(name)
         raise _absent("tf.data.Dataset", name)
+
+    def options(self) -> Options:
+        """Return the options that `with_options` set."""
+        found = Options()
+        found.experimental_distribute.auto_shard_policy = self.policy
+        return found
 
     def as_numpy_iterator(self) -> Any:
         """Return an iterator over the elements of the next epoch, which are arrays."""

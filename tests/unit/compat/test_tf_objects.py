@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 
+import numpy as np
 import pytest
 
 import mpistrat as ms
@@ -107,3 +108,55 @@ def test_variables_are_keys_by_reference():
     assert v.ref() != "v" and len({v.ref(), v.ref(), w.ref()}) == 2
     assert repr(v.ref()) == f"<Reference to {v!r}>"
     assert v.get_shape() == (2,) and v.constraint is None
+
+
+def test_options_of_datasets_that_change_speed_alone():
+    options = tf.data.Options()
+    options.deterministic = options.experimental_deterministic = False
+    options.threading.private_threadpool_size = 8
+    options.experimental_threading.max_intra_op_parallelism = 1
+    options.experimental_optimization.apply_default_optimizations = False
+    options.autotune.enabled = True
+    options.threading = tf.data.ThreadingOptions()
+    options.experimental_distribute.num_devices = 2
+    off = tf.data.experimental.AutoShardPolicy.OFF
+    options.experimental_distribute.auto_shard_policy = off
+    data = tf.data.Dataset.range(4).batch(2).with_options(options)
+    assert data.policy is data.options().experimental_distribute.auto_shard_policy is off
+    assert [batch.tolist() for batch in data] == [[0, 1], [2, 3]]
+    data.options().deterministic = True  # as TensorFlow's own may be changed and given again
+    assert copy.deepcopy(options).experimental_distribute.auto_shard_policy is off
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "there"),
+    [
+        ("Options", "auto_shard_policy", "experimental_distribute"),
+        ("Options", "determinstic", "deterministic"),
+        ("Options.threading", "private_pool", "private_threadpool_size"),
+        ("Options.autotune", "budget", "cpu_budget"),
+        ("Options.experimental_optimization", "fusion", "map_fusion"),
+    ],
+)
+def test_options_that_are_not_there_say_what_is(part, name, there):
+    found = tf.data.Options()
+    for attribute in part.split(".")[1:]:
+        found = getattr(found, attribute)
+    told = rf"^tf\.data\.{part} has no {name}\. It has .*{there}"
+    with pytest.raises(AttributeError, match=told):
+        setattr(found, name, 1)
+    with pytest.raises(AttributeError, match=told):
+        getattr(found, name)
+
+
+def test_the_save_counter_is_read_as_a_variable(tmp_path):
+    saved = tf.train.Checkpoint(v=tf.Variable(1.0))
+    manager = tf.train.CheckpointManager(saved, tmp_path, max_to_keep=2)
+    manager.save()
+    path = saved.save(tmp_path / "ckpt")
+    other = tf.train.Checkpoint(v=tf.Variable(0.0))
+    other.restore(path).assert_consumed()
+    assert isinstance(other, ms.Checkpoint)
+    assert [int(one.save_counter) for one in (saved, other)] == [2, 2]
+    assert (other.save_counter.numpy(), f"{other.save_counter:03d}") == (np.int64(2), "002")
+    assert isinstance(other.save_counter.numpy(), np.integer)
