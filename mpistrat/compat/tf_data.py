@@ -62,8 +62,18 @@ experimental = _Names(
 )
 
 
+class _Sources(type):
+    """A metaclass: what is asked of the class and is not there says what to use instead."""
+
+    def __getattr__(cls, name: str) -> Any:
+        """Raise an AttributeError that says what to use instead of `name`."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise _absent("tf.data.Dataset", name)
+
+
 @final
-class Dataset(dataset.Dataset):
+class Dataset(dataset.Dataset, metaclass=_Sources):
     """An `mpistrat.Dataset` whose methods have the parameters of those of ``tf.data.Dataset``.
 
     Hints for its runtime (``num_parallel_calls``, ``deterministic``, ``name``) change nothing.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -167,6 +168,11 @@ def function(func: Any = None, **_: Any) -> Any:
       (6, 8, 10)
     """
     return function if func is None else _Function(func)
+
+
+def get_logger() -> logging.Logger:
+    """Return the logger ``tensorflow``; this library writes nothing to it."""
+    return logging.getLogger("tensorflow")
 
 
 def executing_eagerly() -> Any:

@@ -160,3 +160,11 @@ def test_the_save_counter_is_read_as_a_variable(tmp_path):
     assert [int(one.save_counter) for one in (saved, other)] == [2, 2]
     assert (other.save_counter.numpy(), f"{other.save_counter:03d}") == (np.int64(2), "002")
     assert isinstance(other.save_counter.numpy(), np.integer)
+
+
+def test_dtypes_and_loggers():
+    assert tf.as_dtype("int32") == tf.as_dtype(tf.int32) == tf.dtypes.as_dtype(np.int32) == tf.int32
+    assert tf.dtypes.bool is tf.bool and tf.dtypes.float16 is tf.float16
+    with pytest.raises(TypeError, match="as_dtype"):
+        tf.as_dtype("no")
+    assert tf.get_logger().name == "tensorflow"
