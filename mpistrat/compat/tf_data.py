@@ -18,7 +18,6 @@ from mpistrat.compat.tf_options import (
     Options,
     ThreadingOptions,
 )
-from mpistrat.errors import RefusedError
 from mpistrat.feed import dataset
 from mpistrat.feed.policies import AutoShardPolicy, DistributeOptions
 
@@ -162,18 +161,15 @@ class Dataset(dataset.Dataset, metaclass=_Sources):
         Args:
           buffer_size: No effect, but 1 means no shuffling, as it does there.
           seed: See `mpistrat.Dataset.shuffle`.
-          reshuffle_each_iteration: False is refused.
+          reshuffle_each_iteration: See there; False needs a seed.
           name: No effect.
 
         Raises:
-          RefusedError: `reshuffle_each_iteration` is False.
+          RefusedError: `reshuffle_each_iteration` is False, and there is no seed.
         """
-        if reshuffle_each_iteration is False:
-            raise RefusedError(
-                "shuffle(reshuffle_each_iteration=False) is refused: every epoch has an order of "
-                "its own here. Leave it out, or permute the arrays once, before the dataset."
-            )
-        return self if buffer_size == 1 else super().shuffle(seed=seed)
+        if buffer_size == 1:
+            return self
+        return super().shuffle(seed=seed, reshuffle_each_iteration=reshuffle_each_iteration)
 
     def batch(
         self,
