@@ -116,7 +116,7 @@ config = _config(
 )
 
 
-class _DataEnded(OutOfRangeError, StopIteration):
+class DataEnded(OutOfRangeError, StopIteration):
     """What the end of data is to the caller of a `function`; there it is an OutOfRangeError."""
 
 
@@ -140,7 +140,7 @@ class _Function:
         try:
             return self.python_function(*args, **kwargs)
         except StopIteration as error:
-            raise _DataEnded("End of sequence: the data of all replicas have ended.") from error
+            raise DataEnded("End of sequence: an iterator has no more.") from error
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """Return it as a method of `instance`."""
