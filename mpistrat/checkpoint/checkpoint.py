@@ -7,7 +7,7 @@ import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any
 
 from mpistrat.checkpoint import files, parts, restoring, saving, tree
 from mpistrat.checkpoint.background import Background
@@ -23,7 +23,6 @@ from mpistrat.lockstep.lockstep import Lockstep
 _Path = str | os.PathLike[str]
 
 
-@final
 class Checkpoint:
     """The state of a program under names that do not change, to be saved and restored.
 

@@ -53,13 +53,14 @@ _ADVICE = (  # what to use, and instead of which names below tf.; names that beg
     ),
     (
         "Use tf.Variable(initial_value, name=...) in strategy.scope().",
-        "compat.v1.get_variable",
+        "compat.v1.get_variable compat.v1.Variable variable_creator_scope",
     ),
     ("Variables have their values from the start.", "compat.v1.global_variables_initializer"),
     (
         "Everything runs at once, without graphs and sessions: use Python's own if, while and for, "
         "and call functions.",
-        "cond case while_loop map_fn scan autograph Graph Session compat.v1.Session "
+        "cond case switch_case while_loop map_fn vectorized_map scan autograph Graph Session "
+        "TensorArray py_function numpy_function compat.v1.py_func compat.v1.Session "
         "compat.v1.placeholder compat.v1.disable_v2_behavior compat.v1.disable_eager_execution",
     ),
     (
@@ -69,6 +70,26 @@ _ADVICE = (  # what to use, and instead of which names below tf.; names that beg
     ),
     ("It is tf.config.experimental.set_memory_growth.", "config.set_memory_growth"),
     ("A shape is a tuple of integers.", "TensorShape"),
+    (
+        "Arrays are dense: pad rows to one length, as Dataset.padded_batch does; the gradient of "
+        "some rows is a tf.IndexedSlices.",
+        "RaggedTensor RaggedTensorSpec SparseTensor SparseTensorSpec ragged sparse",
+    ),
+    (
+        "Optimizers of mpistrat.optim keep one with ema=0.999. For other variables write "
+        "average.assign(decay * average + (1 - decay) * variable) after each step.",
+        "train.ExponentialMovingAverage",
+    ),
+    ("Use Python's logging; tf.get_logger() is a logger.", "compat.v1.logging"),
+    ("It is numpy.dtype.", "DType"),
+    (
+        "Draw the value and give it to tf.Variable: tf.random.normal(shape, stddev=0.05, seed=7).",
+        "random_normal_initializer random_uniform_initializer",
+    ),
+    (
+        "Dataset.from_batches(function) and map take any function of NumPy that makes batches.",
+        "image lookup feature_column queue",
+    ),
     (
         "Seed each draw, tf.random.normal(shape, seed=7), or all of them, tf.random.set_seed(7); "
         "or keep a tf.random.Generator.from_seed(7).",
@@ -80,7 +101,9 @@ _ADVICE = (  # what to use, and instead of which names below tf.; names that beg
     (
         "mpistrat.Dataset.from_files(sorted(paths), read) takes a list of files and a function "
         "that reads one, and `rebatch` makes batches of their rows.",
-        "data.TFRecordDataset data.TextLineDataset data.Dataset.interleave data.Dataset.list_files",
+        "data.TFRecordDataset data.TextLineDataset data.FixedLengthRecordDataset "
+        "data.experimental.CsvDataset data.experimental.make_csv_dataset data.Dataset.interleave "
+        "data.Dataset.list_files data.Dataset.load",
     ),
     (
         "mpistrat.Dataset.from_batches(function) takes a function that returns an iterable of "
@@ -88,14 +111,60 @@ _ADVICE = (  # what to use, and instead of which names below tf.; names that beg
         "data.Dataset.from_generator",
     ),
     (
+        "Let a function yield batches of what it makes of the elements, and give it to "
+        "mpistrat.Dataset.from_batches(function); `rebatch` makes batches of another size.",
+        "data.Dataset.flat_map data.Dataset.scan data.Dataset.window data.Dataset.random "
+        "data.Dataset.group_by_window data.Dataset.rejection_resample data.Dataset.snapshot",
+    ),
+    (
         "A tuple of arrays is one dataset of pairs: from_tensor_slices((x, y)); for streams let "
         "one function yield pairs of batches (mpistrat.Dataset.from_batches).",
         "data.Dataset.zip",
     ),
     (
+        "Number the rows in the dataset: from_tensor_slices((numpy.arange(len(x)), x)).",
+        "data.Dataset.enumerate",
+    ),
+    (
+        "Join the arrays before the dataset, numpy.concatenate([x, y]); for streams let one "
+        "function yield the batches of both, and use mpistrat.Dataset.from_batches(function).",
+        "data.Dataset.concatenate",
+    ),
+    (
+        "Let a function yield a batch of one or the other, with a seed that is the same on all "
+        "ranks, and use mpistrat.Dataset.from_batches(function).",
+        "data.Dataset.sample_from_datasets data.Dataset.choose_from_datasets "
+        "data.experimental.sample_from_datasets data.experimental.choose_from_datasets",
+    ),
+    (
         "Choose the rows before the dataset, x[keep], so that every rank knows how many there are.",
         "data.Dataset.filter",
     ),
+    (
+        "Cut the arrays before the dataset, x[:count]; or let a function yield batches until it "
+        "has enough, and use mpistrat.Dataset.from_batches(function).",
+        "data.Dataset.take_while",
+    ),
+    ("Use numpy.unique before the dataset.", "data.Dataset.unique"),
+    ("Call the function: function(dataset).", "data.Dataset.apply"),
+    (
+        "Use range(start, stop, step), with a stop; a function that yields batches needs none: "
+        "mpistrat.Dataset.from_batches(function).",
+        "data.Dataset.counter",
+    ),
+    ("Use next(iter(dataset)).", "data.Dataset.get_single_element"),
+    (
+        "Use iter(dataset), or a `for` loop; distributed, strategy.make_dataset_iterator(dataset).",
+        "data.Dataset.make_one_shot_iterator data.Dataset.make_initializable_iterator "
+        "data.Iterator compat.v1.data.make_one_shot_iterator",
+    ),
+    (
+        "Arrays are dense: padded_batch(batch_size, padded_shapes) makes rows of one length.",
+        "data.Dataset.ragged_batch data.Dataset.sparse_batch "
+        "data.Dataset.bucket_by_sequence_length",
+    ),
+    ("Save the arrays: numpy.save, h5py or zarr.", "data.Dataset.save data.experimental.save"),
+    ("dataset.element_spec has shapes and dtypes.", "data.DatasetSpec data.Dataset.output_types"),
     ("`rebatch` makes batches of another size.", "data.Dataset.unbatch"),
     ("docs/coming-from.md has the table of what datasets here can do.", "data"),
     ("Strings do not travel between ranks; give them numbers.", "string"),

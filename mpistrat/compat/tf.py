@@ -8,7 +8,7 @@ says what to use instead. Differences to know:
 - Python numbers become int32 and float32, as they do there; an integer that does not fit is a
   ValueError. Between arrays and NumPy's own scalars NumPy's rules hold: a float32 array times
   ``np.float64(2)`` is float64, where TensorFlow keeps float32. Write ``2.0``.
-- Nothing is traced: `function` returns its argument, and there are no gradients.
+- Nothing is traced: what `function` returns calls its argument, and there are no gradients.
 - Random numbers are NumPy's; without `random.set_seed` or a seed they differ between ranks.
 - Exceptions under ``errors`` are those of this library and Python's own, so they have no
   ``.message``: write ``str(error)``.
@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from mpistrat.arrays import as_dtype as _as_dtype
 from mpistrat.compat import tf_arrays, tf_reductions, tf_system, v1
 from mpistrat.compat import tf_data as data
 from mpistrat.compat import tf_debugging as debugging
@@ -36,17 +37,18 @@ from mpistrat.compat.absent import absent as _absent
 from mpistrat.compat.tf_arrays import Tensor, TensorSpec, is_tensor
 from mpistrat.compat.tf_arrays import named as _named
 from mpistrat.compat.tf_system import config, errors, function
+from mpistrat.compat.tf_variable import Mirrored as _Mirrored
 from mpistrat.compat.tf_variable import Variable
 from mpistrat.distribute.context import get_replica_context
 from mpistrat.distribute.kinds import VariableAggregation, VariableSynchronization
 from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.distribute.topology import DeviceAssignment, Topology
-from mpistrat.distribute.values import Mirrored, PerReplica
+from mpistrat.distribute.values import PerReplica
 from mpistrat.feed.iterators import Optional
 
-__all__ = ["IndexedSlices", "Tensor", "TensorSpec", "Variable", "VariableAggregation"]
-__all__ += ["VariableSynchronization", "bool", "compat", "config", "data", "debugging"]
-__all__ += ["distribute", "errors", "experimental", "function", "get_replica_context"]
+__all__ = ["Assert", "IndexedSlices", "Tensor", "TensorSpec", "Variable", "VariableAggregation"]
+__all__ += ["VariableSynchronization", "as_dtype", "bool", "compat", "config", "data", "debugging"]
+__all__ += ["distribute", "dtypes", "errors", "experimental", "function", "get_replica_context"]
 __all__ += ["is_tensor", "math", "nest", "nn", "random", "tpu", "train", "types", "version"]
 
 __version__ = "2.21.0"  # of the TensorFlow whose names these are; programs compare it
@@ -63,21 +65,24 @@ _TABLE: dict[Any, str] = {  # where the other names are from
         "not_equal pow round sigmoid sign sin sqrt square subtract tan tanh truediv"
     ),
     tf_system: (
-        "control_dependencies device executing_eagerly group init_scope name_scope no_op print"
+        "control_dependencies device executing_eagerly get_logger group init_scope name_scope "
+        "no_op print"
     ),
     tf_reductions: (
-        "add_n clip_by_global_norm clip_by_norm clip_by_value reduce_all reduce_any "
+        "add_n clip_by_global_norm clip_by_norm clip_by_value norm reduce_all reduce_any "
         "reduce_logsumexp reduce_max reduce_mean reduce_min reduce_prod reduce_sum"
     ),
 }
 _ARRAYS = (
-    "broadcast_to cast concat constant convert_to_tensor expand_dims eye fill gather identity "
-    "linspace matmul one_hot ones ones_like range rank repeat reshape shape size split "
-    "squeeze stack tile transpose unstack where zeros zeros_like "
+    "boolean_mask broadcast_to cast concat constant convert_to_tensor ensure_shape expand_dims eye "
+    "fill gather gather_nd identity linspace matmul one_hot ones ones_like range rank repeat "
+    "reshape reverse shape size split squeeze stack tile transpose unstack where zeros zeros_like "
 )
+_INITIALIZERS = "constant_initializer ones_initializer zeros_initializer"
 globals().update({name: getattr(of, name) for of in _TABLE for name in _TABLE[of].split()})
 globals().update({name: _named(getattr(tf_arrays, name)) for name in _ARRAYS.split()})
-__all__ += sorted(f"{_ARRAYS} {' '.join(_TABLE.values())}".split())
+globals().update({name: getattr(tf_arrays, name) for name in _INITIALIZERS.split()})
+__all__ += sorted(f"{_ARRAYS} {_INITIALIZERS} {' '.join(_TABLE.values())}".split())
 
 
 def __getattr__(name: str) -> Any:
@@ -95,6 +100,20 @@ def _initialize_tpu_system(cluster_resolver: Any = None) -> Any:
     return Topology.read()
 
 
+def as_dtype(type_value: Any) -> np.dtype[Any]:
+    """Return the dtype that `type_value`, a name, a type or a dtype, stands for."""
+    return _as_dtype(type_value, "as_dtype")
+
+
+Assert = debugging.Assert
+newaxis = None
+dtypes = _Names(
+    "tf.dtypes",
+    as_dtype=as_dtype,
+    bool=bool,
+    cast=globals()["cast"],
+    **{name: getattr(np, name) for name in _TABLE[np].split()},
+)
 compat = _Names("tf.compat", v1=v1)
 version = _Names("tf.version", VERSION=__version__)
 experimental = _Names("tf.experimental", Optional=Optional)
@@ -103,7 +122,7 @@ types = _Names(
     experimental=_Names(
         "tf.types.experimental",
         distributed=_Names(
-            "tf.types.experimental.distributed", Mirrored=Mirrored, PerReplica=PerReplica
+            "tf.types.experimental.distributed", Mirrored=_Mirrored, PerReplica=PerReplica
         ),
     ),
 )

@@ -313,6 +313,99 @@ def gather(params: Any, indices: Any, axis: int | None = None, batch_dims: int =
     return np.take(tensor, places, axis)
 
 
+def gather_nd(params: Any, indices: Any, batch_dims: int = 0) -> Any:
+    """Return the slices of `params` at `indices`, whose last axis indexes its first axes.
+
+    Args:
+      params: Array.
+      indices: Integers from 0, [..., k].
+      batch_dims: How many leading axes `params` and `indices` have in common.
+
+    Raises:
+      ValueError: An index is negative, or not below the size of its axis.
+      TypeError: The indices are not integers.
+
+    Example:
+      >>> gather_nd([[1, 2], [3, 4]], [[0, 1], [1, 0]]).tolist()
+      [2, 3]
+    """
+    tensor, places = convert_to_tensor(params), convert_to_tensor(indices)
+    if batch_dims:
+        pairs = zip(tensor, places, strict=True)
+        return np.stack([gather_nd(one, at, batch_dims - 1) for one, at in pairs])
+    if places.dtype.kind not in "iu":
+        raise TypeError(f"gather_nd: indices must be integers, got {places.dtype}.")
+    sizes = tensor.shape[: places.shape[-1]]
+    if len(sizes) < places.shape[-1] or ((places < 0) | (places >= sizes)).any():
+        raise ValueError(
+            f"gather_nd: an index of {places.tolist()!r:.60} is not in {tensor.shape}."
+        )
+    return tensor[tuple(np.moveaxis(places, -1, 0))]
+
+
+def boolean_mask(tensor: Any, mask: Any, axis: int = 0) -> Any:
+    """Return what of `tensor` lies where `mask` is true, whose axes are those from `axis` on.
+
+    Raises:
+      ValueError: The mask is not one of bool, or of another shape.
+
+    Example:
+      >>> boolean_mask([[1, 2], [3, 4]], [False, True]).tolist()
+      [[3, 4]]
+    """
+    array, chosen = convert_to_tensor(tensor), np.asarray(mask)
+    wanted = array.shape[axis : axis + chosen.ndim]
+    if chosen.dtype != bool or not chosen.ndim or chosen.shape != wanted:
+        raise ValueError(
+            f"boolean_mask: wanted a mask of bool and shape {wanted or array.shape[axis:]}, got "
+            f"{chosen.dtype} {chosen.shape}."
+        )
+    return array[(slice(None),) * axis + (chosen,)]
+
+
+def reverse(tensor: Any, axis: Any) -> Any:
+    """Return `tensor` with the order of its elements along the axes `axis` turned round."""
+    return np.flip(convert_to_tensor(tensor), axes(axis)).copy()
+
+
+def ensure_shape(x: Any, shape: Any) -> Any:
+    """Return `x`.
+
+    Raises:
+      ValueError: It has another shape than `shape`, where None is any size.
+
+    Example:
+      >>> ensure_shape([[1, 2]], [None, 2]).tolist()
+      [[1, 2]]
+    """
+    tensor = convert_to_tensor(x)
+    wanted = tensor.shape if shape is None else tuple(shape)
+    fits = len(wanted) == tensor.ndim
+    if not fits or any(w not in (None, s) for w, s in zip(wanted, tensor.shape, strict=True)):
+        raise ValueError(f"ensure_shape: wanted shape {wanted}, got {tensor.shape}.")
+    return tensor
+
+
+def zeros_initializer() -> Callable[..., Any]:
+    """Return a function of a shape and a dtype that returns zeros."""
+    return zeros
+
+
+def ones_initializer() -> Callable[..., Any]:
+    """Return a function of a shape and a dtype that returns ones."""
+    return ones
+
+
+def constant_initializer(value: Any = 0) -> Callable[..., Any]:
+    """Return a function of a shape and a dtype that returns `value`, as `constant` makes it.
+
+    Example:
+      >>> constant_initializer(7)([2], np.float32).tolist()
+      [7.0, 7.0]
+    """
+    return lambda shape, dtype=None: constant(value, dtype, shape)
+
+
 def eye(num_rows: int, num_columns: int | None = None, dtype: Any = np.float32) -> Any:
     """Return a matrix of `num_rows` and `num_columns`, ones on the diagonal, of `dtype`."""
     return np.eye(num_rows, num_columns, dtype=as_dtype(dtype, "eye"))

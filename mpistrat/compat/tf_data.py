@@ -12,9 +12,14 @@ from mpistrat.compat.absent import absent_from as _absent_from
 from mpistrat.compat.absent import refusing as _refusing
 from mpistrat.compat.tf_arrays import constant
 from mpistrat.compat.tf_arrays import named as _named
-from mpistrat.errors import RefusedError
+from mpistrat.compat.tf_options import (
+    AutotuneOptions,
+    OptimizationOptions,
+    Options,
+    ThreadingOptions,
+)
 from mpistrat.feed import dataset
-from mpistrat.feed.policies import AutoShardPolicy, DatasetOptions, DistributeOptions
+from mpistrat.feed.policies import AutoShardPolicy, DistributeOptions
 
 __all__ = [
     "AUTOTUNE",
@@ -22,6 +27,7 @@ __all__ = [
     "UNKNOWN_CARDINALITY",
     "Dataset",
     "Options",
+    "ThreadingOptions",
     "experimental",
 ]
 
@@ -30,7 +36,6 @@ __getattr__ = _absent_from("tf.data")
 AUTOTUNE = -1
 INFINITE_CARDINALITY = dataset.Dataset.INFINITE
 UNKNOWN_CARDINALITY = dataset.Dataset.UNKNOWN
-Options = DatasetOptions
 
 
 def _cardinality(dataset: Any) -> int:
@@ -48,13 +53,26 @@ experimental = _Names(
     INFINITE_CARDINALITY=INFINITE_CARDINALITY,
     UNKNOWN_CARDINALITY=UNKNOWN_CARDINALITY,
     AutoShardPolicy=AutoShardPolicy,
+    AutotuneOptions=AutotuneOptions,
     DistributeOptions=DistributeOptions,
+    OptimizationOptions=OptimizationOptions,
+    ThreadingOptions=ThreadingOptions,
     cardinality=_cardinality,
 )
 
 
+class _Sources(type):
+    """A metaclass: what is asked of the class and is not there says what to use instead."""
+
+    def __getattr__(cls, name: str) -> Any:
+        """Raise an AttributeError that says what to use instead of `name`."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise _absent("tf.data.Dataset", name)
+
+
 @final
-class Dataset(dataset.Dataset):
+class Dataset(dataset.Dataset, metaclass=_Sources):
     """An `mpistrat.Dataset` whose methods have the parameters of those of ``tf.data.Dataset``.
 
     Hints for its runtime (``num_parallel_calls``, ``deterministic``, ``name``) change nothing.
@@ -86,6 +104,12 @@ class Dataset(dataset.Dataset):
         if name.startswith("_"):
             raise AttributeError(name)
         raise _absent("tf.data.Dataset", name)
+
+    def options(self) -> Options:
+        """Return the options that `with_options` set."""
+        found = Options()
+        found.experimental_distribute.auto_shard_policy = self.policy
+        return found
 
     def as_numpy_iterator(self) -> Any:
         """Return an iterator over the elements of the next epoch, which are arrays."""
@@ -137,18 +161,15 @@ class Dataset(dataset.Dataset):
         Args:
           buffer_size: No effect, but 1 means no shuffling, as it does there.
           seed: See `mpistrat.Dataset.shuffle`.
-          reshuffle_each_iteration: False is refused.
+          reshuffle_each_iteration: See there; False needs a seed.
           name: No effect.
 
         Raises:
-          RefusedError: `reshuffle_each_iteration` is False.
+          RefusedError: `reshuffle_each_iteration` is False, and there is no seed.
         """
-        if reshuffle_each_iteration is False:
-            raise RefusedError(
-                "shuffle(reshuffle_each_iteration=False) is refused: every epoch has an order of "
-                "its own here. Leave it out, or permute the arrays once, before the dataset."
-            )
-        return self if buffer_size == 1 else super().shuffle(seed=seed)
+        if buffer_size == 1:
+            return self
+        return super().shuffle(seed=seed, reshuffle_each_iteration=reshuffle_each_iteration)
 
     def batch(
         self,

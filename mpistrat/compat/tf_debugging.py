@@ -72,7 +72,23 @@ _FOUND = {
     **{name: _one(*row) for name, row in _ONE.items()},
 }
 globals().update(_FOUND)
-__all__ = [*_FOUND, "assert_near", "assert_rank", "check_numerics"]
+__all__ = [*_FOUND, "Assert", "assert_near", "assert_rank", "check_numerics"]
+
+
+def Assert(condition: Any, data: Any, summarize: Any = None, name: Any = None) -> None:
+    """Raise unless every element of `condition` is true.
+
+    Args:
+      condition: Tensor of bool.
+      data: A list of what the error shows.
+      summarize: No effect.
+      name: No effect.
+
+    Raises:
+      ValueError: An element is not.
+    """
+    if not np.all(convert_to_tensor(condition)):
+        raise _wrong("", "a condition that holds", *map(np.asarray, data))
 
 
 def check_numerics(tensor: Any, message: Any, name: Any = None) -> Any:

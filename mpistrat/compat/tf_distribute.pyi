@@ -3,7 +3,6 @@
 from mpistrat import CrossDeviceOps as CrossDeviceOps
 from mpistrat import DistributedDataset as DistributedDataset
 from mpistrat import DistributedIterator as DistributedIterator
-from mpistrat import DistributedValues as DistributedValues
 from mpistrat import HierarchicalCopyAllReduce as HierarchicalCopyAllReduce
 from mpistrat import InputContext as InputContext
 from mpistrat import InputOptions as InputOptions
@@ -29,3 +28,4 @@ from mpistrat import get_replica_context as get_replica_context
 from mpistrat import get_strategy as get_strategy
 from mpistrat import has_strategy as has_strategy
 from mpistrat import in_cross_replica_context as in_cross_replica_context
+from mpistrat.compat.tf_variable import DistributedValues as DistributedValues

@@ -65,6 +65,44 @@ reduce_variance = _reduction(lambda x, a, k: np.var(x, a, keepdims=k), "the vari
 reduce_logsumexp = _reduction(_logsumexp, "the logarithm of the sum of the exponentials")
 
 
+def norm(
+    tensor: Any,
+    ord: Any = "euclidean",
+    axis: Any = None,
+    keepdims: bool = False,
+    name: Any = None,
+) -> Any:
+    """Return the norm of the vectors, or of the matrices, in `tensor`.
+
+    Args:
+      tensor: Floating-point array.
+      ord: ``euclidean`` or ``fro``, or a number as `numpy.linalg.norm` takes it.
+      axis: That of the vectors, or the two of the matrices; None takes `tensor` as one vector.
+      keepdims: Keep these axes, with size 1.
+      name: No effect.
+
+    Raises:
+      TypeError: The elements are integers.
+      ValueError: There is no such norm.
+
+    Example:
+      >>> norm([[3.0, 4.0], [0.0, 2.0]], axis=1).tolist()
+      [5.0, 2.0]
+    """
+    array, alone, along = convert_to_tensor(tensor), axis is None, axes(axis)
+    if array.dtype.kind not in "fc":
+        raise TypeError(f"norm: wanted floating point, got {array.dtype}; cast it first.")
+    if isinstance(ord, str) and ord not in ("euclidean", "fro"):
+        raise ValueError(f"norm: wanted 'euclidean', 'fro' or a number, got ord={ord!r}.")
+    if alone:
+        array, along = array.ravel(), 0
+    order: Any = ord
+    if isinstance(ord, str):
+        order = "fro" if np.size(along) == 2 else 2
+    found = np.linalg.norm(array, order, along, keepdims)
+    return np.reshape(found, (1,) * np.ndim(tensor)) if alone and keepdims else found
+
+
 def add_n(inputs: Any, name: Any = None) -> Any:
     """Return the sum of tensors of one shape; the dtype is kept.
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import logging
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
+from types import MethodType
 from typing import Any, NamedTuple
 
 from mpistrat.compat.absent import Names
@@ -114,9 +116,63 @@ config = _config(
 )
 
 
+class DataEnded(OutOfRangeError, StopIteration):
+    """What the end of data is to the caller of a `function`; there it is an OutOfRangeError."""
+
+
+class _Function:
+    """A function as `function` returns it: calling it is calling the function.
+
+    Attributes:
+      python_function: The function itself.
+    """
+
+    def __init__(self, python_function: Callable[..., Any]):
+        """Create one; nothing is traced."""
+        self.python_function = self.__wrapped__ = python_function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the function returns.
+
+        Raises:
+          OutOfRangeError: ``next(iterator)`` in it has found no more; it is a StopIteration, too.
+        """
+        try:
+            return self.python_function(*args, **kwargs)
+        except StopIteration as error:
+            raise DataEnded("End of sequence: an iterator has no more.") from error
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """Return it as a method of `instance`."""
+        return self if instance is None else _Function(MethodType(self.python_function, instance))
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the function."""
+        if name == "python_function":  # it is being copied, and empty still
+            raise AttributeError(name)
+        return getattr(self.python_function, name)
+
+    def get_concrete_function(self, *args: Any, **kwargs: Any) -> _Function:
+        """Return itself: nothing is traced, so it takes the arguments that it always takes."""
+        return self
+
+
 def function(func: Any = None, **_: Any) -> Any:
-    """Return `func` as it is; everything runs eagerly. A decorator, with or without arguments."""
-    return func if func is not None else lambda inner: inner
+    """Return `func` to be called; everything runs eagerly. A decorator, with or without arguments.
+
+    Where `func` asks an iterator whose data have ended, that is an OutOfRangeError outside of it.
+
+    Example:
+      >>> twice = function(lambda x: 2 * x)
+      >>> twice(3), twice.get_concrete_function(3)(4), twice.python_function(5)
+      (6, 8, 10)
+    """
+    return function if func is None else _Function(func)
+
+
+def get_logger() -> logging.Logger:
+    """Return the logger ``tensorflow``; this library writes nothing to it."""
+    return logging.getLogger("tensorflow")
 
 
 def executing_eagerly() -> Any:

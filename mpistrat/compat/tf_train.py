@@ -6,9 +6,10 @@ import os
 from pathlib import Path
 from typing import Any, final
 
+import numpy as np
+
 from mpistrat.arrays import Array
-from mpistrat.checkpoint import sharded
-from mpistrat.checkpoint.checkpoint import Checkpoint
+from mpistrat.checkpoint import checkpoint, sharded
 from mpistrat.checkpoint.files import found, latest_checkpoint
 from mpistrat.checkpoint.manager import CheckpointManager
 from mpistrat.cluster.spec import ClusterSpec
@@ -26,6 +27,32 @@ __all__ = [
 ]
 
 __getattr__ = _absent_from("tf.train")
+
+
+class _Count(int):
+    """A number of saves, to be asked for as a variable of TensorFlow is."""
+
+    def numpy(self) -> Any:
+        """Return it as a NumPy scalar."""
+        return np.int64(self)
+
+
+@final
+class Checkpoint(checkpoint.Checkpoint):
+    """An `mpistrat.Checkpoint` whose `save_counter` has ``numpy()``, too.
+
+    As: ``tf.train.Checkpoint``.
+
+    Example:
+      >>> int(Checkpoint().save_counter), Checkpoint().save_counter.numpy()
+      (0, np.int64(0))
+    """
+
+    @property
+    def save_counter(self) -> _Count:
+        """How many times it has been saved, those before it was restored included."""
+        return _Count(super().save_counter)
+
 
 _THERE = "/.ATTRIBUTES/VARIABLE_VALUE"  # what names of variables end with in files of TensorFlow
 

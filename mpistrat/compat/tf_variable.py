@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 
 from mpistrat.compat.tf_arrays import Kind, constant, is_typed
-from mpistrat.distribute import variables
+from mpistrat.distribute import values, variables
 from mpistrat.distribute.kinds import VariableAggregation, VariableSynchronization
+from mpistrat.distribute.views import ALONE
 from mpistrat.errors import RefusedError, StructureError
 
-__all__ = ["Variable"]
+__all__ = ["DistributedValues", "Mirrored", "Variable"]
 
 
 def _make(
@@ -111,3 +112,45 @@ class Variable(metaclass=Kind):
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Return the variable that `mpistrat.Variable` makes."""
         return _make(*args, **kwargs)
+
+
+class _OrVariable(Kind):
+    """A metaclass as `Kind`, where variables of several replicas count too."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        """Tell whether `instance` belongs to one of the classes, or is such a variable."""
+        if not isinstance(instance, variables.Variable):
+            return super().__instancecheck__(instance)
+        return instance.strategy.replicas.view is not ALONE and cls._has(instance)
+
+    def _has(cls, variable: variables.Variable) -> bool:
+        return True
+
+
+class _OrMirrored(_OrVariable):
+    """Of the variables, those whose copies are equal at all times."""
+
+    def _has(cls, variable: variables.Variable) -> bool:
+        return not variable.on_read
+
+
+class DistributedValues(metaclass=_OrVariable):
+    """For ``isinstance``: an `mpistrat.DistributedValues`, or a variable that has replicas.
+
+    Example:
+      >>> isinstance(values.PerReplica(1), DistributedValues), isinstance(1, DistributedValues)
+      (True, False)
+    """
+
+    kinds = (values.DistributedValues,)
+
+
+class Mirrored(metaclass=_OrMirrored):
+    """For ``isinstance``: an `mpistrat.Mirrored`, or a variable with a copy on each replica.
+
+    Example:
+      >>> isinstance(values.Mirrored(1), Mirrored), isinstance(values.PerReplica(1), Mirrored)
+      (True, False)
+    """
+
+    kinds = (values.Mirrored,)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, final
 
 import numpy as np
 
@@ -25,6 +25,39 @@ def _in_place(sign: str) -> Callable[..., Any]:
         )
 
     return refuse
+
+
+@final
+class Reference:
+    """A name of a variable that is equal to its other names alone, as keys of a dict are.
+
+    Args:
+      variable: The variable.
+    """
+
+    __slots__ = ("_variable",)
+
+    def __init__(self, variable: Reading):
+        """Create a name of `variable`."""
+        self._variable = variable
+
+    def deref(self) -> Any:
+        """Return the variable."""
+        return self._variable
+
+    def __eq__(self, other: object) -> bool:
+        """Tell whether `other` is a name of the same variable."""
+        if not isinstance(other, Reference):
+            return NotImplemented
+        return self._variable is other._variable
+
+    def __hash__(self) -> int:
+        """Return the identity of the variable."""
+        return id(self._variable)
+
+    def __repr__(self) -> str:
+        """Return ``<Reference to Variable(...)>``. Never communicates."""
+        return f"<Reference to {self._variable!r}>"
 
 
 class Reading(Operators, DistributedVariable):
@@ -53,6 +86,14 @@ class Reading(Operators, DistributedVariable):
 
     value = read_value
     numpy = read_value
+
+    def ref(self) -> Reference:
+        """Return a key for dicts and sets, whose ``deref()`` is the variable."""
+        return Reference(self)
+
+    def get_shape(self) -> tuple[int, ...]:
+        """Return the shape."""
+        return self.shape
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         """Return the value: a live, read-only view unless a copy or another dtype is asked for."""

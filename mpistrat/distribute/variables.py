@@ -209,6 +209,11 @@ class Variable(Reading, ScatterUpdates):
         """None: creation has set the initial value."""
         return None
 
+    @property
+    def constraint(self) -> None:
+        """None: no optimizer would apply one."""
+        return None
+
     def is_initialized(self, name: str | None = None) -> bool:
         """Return True: creation has set the initial value. `name` is ignored."""
         return True

@@ -27,9 +27,9 @@ from mpistrat.feed.steps import (
     Batch,
     Map,
     Repeat,
-    Shuffle,
     Step,
     Stride,
+    shuffled,
     whole_number,
 )
 
@@ -197,7 +197,12 @@ class Dataset:
         """
         return Dataset(np.array(range(*args), np.int64))
 
-    def shuffle(self, *buffer_size: Any, seed: int | None = None) -> Dataset:
+    def shuffle(
+        self,
+        *buffer_size: Any,
+        seed: int | None = None,
+        reshuffle_each_iteration: bool | None = True,
+    ) -> Dataset:
         """Return a dataset in random order: a permutation of the whole epoch, another for each.
 
         Seed and number of the epoch determine the order, on every rank alike and without NumPy's
@@ -208,8 +213,11 @@ class Dataset:
             might be meant as the seed.
           seed: At least 0. Without one, each plain iteration draws its own, and a distributed one
             brings one that all ranks share; see `seeds_needed`.
+          reshuffle_each_iteration: False for one order in all epochs and repetitions, which needs a
+            seed.
 
         Raises:
+          RefusedError: `reshuffle_each_iteration` is False, and there is no seed.
           TypeError: A positional argument.
           DataError: The end is unknown: after ``repeat()``, or for batches from a callable or
             iterator. Shuffle before ``repeat()``; pass batches as a list.
@@ -227,9 +235,8 @@ class Dataset:
                 "epoch is shuffled, always. Write shuffle(), or shuffle(seed=7) for an order that "
                 "comes again."
             )
-        seed = None if seed is None else whole_number("shuffle(seed)", seed, 0)
-        Shuffle.check(self.cardinality())
-        return self._then(Shuffle(seed, self._seeds), seeds=seed is None)
+        step = shuffled(self.cardinality(), seed, self._seeds, reshuffle_each_iteration)
+        return self._then(step, seeds=seed is None)
 
     def batch(self, batch_size: int, drop_remainder: bool = False) -> Dataset:
         """Return a dataset of successive elements joined along a new first axis.

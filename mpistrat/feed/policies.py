@@ -33,14 +33,18 @@ class AutoShardPolicy(enum.IntEnum):
 class DistributeOptions:
     """The part of `DatasetOptions` that is about distribution.
 
+    Attributes:
+      num_devices: No effect.
+
     As: ``tf.data.experimental.DistributeOptions``.
     """
 
-    __slots__ = ("_policy",)
+    __slots__ = ("_policy", "num_devices")
 
     def __init__(self) -> None:
         """Create options that ask for nothing."""
         self._policy = AutoShardPolicy.AUTO
+        self.num_devices: int | None = None
 
     @property
     def auto_shard_policy(self) -> AutoShardPolicy:
@@ -58,7 +62,6 @@ class DistributeOptions:
         self._policy = policy
 
 
-@final
 class DatasetOptions:
     """What `Dataset.with_options` takes.
 

@@ -16,7 +16,7 @@ from typing import TypeAlias, final
 
 import numpy as np
 
-from mpistrat.errors import DataError
+from mpistrat.errors import DataError, RefusedError
 from mpistrat.feed.pieces import (
     BatchSlice,
     ExampleReader,
@@ -41,11 +41,11 @@ __all__ = [
     "Pieces",
     "Repeat",
     "Seeds",
-    "Shuffle",
     "Step",
     "Stride",
     "batches_of",
     "bounds",
+    "shuffled",
     "whole_number",
 ]
 
@@ -128,7 +128,6 @@ class Arrange(Step):
         """Return one epoch of examples."""
 
 
-@final
 @dataclasses.dataclass(frozen=True)
 class Shuffle(Arrange):
     """A permutation of the whole epoch, drawn from the seed and the path alone.
@@ -144,21 +143,6 @@ class Shuffle(Arrange):
     def cardinality(self, before: int) -> int:
         """Return the same number."""
         return before
-
-    @staticmethod
-    def check(before: int) -> None:
-        """Raise if there is no permutation of that many elements.
-
-        Raises:
-          DataError: There is no end, or it is not known.
-        """
-        if before == INFINITE:
-            raise DataError("An endless dataset has no permutation; call shuffle before repeat().")
-        if before == UNKNOWN:
-            raise DataError(
-                "The number of these batches is not known before they are read, so they cannot be "
-                "permuted; shuffle where they are made, or pass them as a list."
-            )
 
     def _generator(self, seeds: Seeds, path: Path) -> np.random.Generator:
         seed = seeds[self.slot] if self.seed is None else self.seed
@@ -176,6 +160,46 @@ class Shuffle(Arrange):
             piece, pieces[index] = pieces[index], None  # what it has read is not held here
             assert piece is not None
             yield piece
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class FixedShuffle(Shuffle):
+    """A permutation that is the same in every epoch and repetition, drawn from the seed alone."""
+
+    def _generator(self, seeds: Seeds, path: Path) -> np.random.Generator:
+        return super()._generator(seeds, ())
+
+
+def shuffled(before: int, seed: int | None, slot: int, again: bool | None = True) -> Shuffle:
+    """Return the step that shuffles.
+
+    Args:
+      before: How many elements there are.
+      seed: The seed, or None for one that comes with each pass.
+      slot: Which of those it is.
+      again: Whether each epoch has an order of its own; None for yes.
+
+    Raises:
+      DataError: There is no end, or it is not known.
+      RefusedError: One order is asked for, and there is no seed.
+    """
+    seed = None if seed is None else whole_number("shuffle(seed)", seed, 0)
+    if before == INFINITE:
+        raise DataError("An endless dataset has no permutation; call shuffle before repeat().")
+    if before == UNKNOWN:
+        raise DataError(
+            "The number of these batches is not known before they are read, so they cannot be "
+            "permuted; shuffle where they are made, or pass them as a list."
+        )
+    if again is None or again:
+        return Shuffle(seed, slot)
+    if seed is None:
+        raise RefusedError(
+            "shuffle(reshuffle_each_iteration=False) is refused without a seed, as each rank would "
+            "have an order of its own. Write shuffle(seed=7, reshuffle_each_iteration=False)."
+        )
+    return FixedShuffle(seed, slot)
 
 
 @final

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import types
 
@@ -180,6 +181,23 @@ def test_operations_by_aggregation():
         (lambda: tf.data.TFRecordDataset, "from_files"),
         (lambda: tf.data.Dataset.range(2).filter, r"x\[keep\]"),
         (lambda: tf.data.Dataset.range(2).unbatch, "rebatch"),
+        (lambda: tf.data.Dataset.range(2).take_while, "from_batches"),
+        (lambda: tf.data.Dataset.range(2).concatenate, r"numpy\.concatenate"),
+        (lambda: tf.data.Dataset.range(2).enumerate, r"numpy\.arange"),
+        (lambda: tf.data.Dataset.range(2).flat_map, "from_batches"),
+        (lambda: tf.data.Dataset.range(2).get_single_element, r"next\(iter"),
+        (lambda: tf.data.Dataset.range(2).ragged_batch, "padded_batch"),
+        (lambda: tf.data.Dataset.sample_from_datasets, "from_batches"),
+        (lambda: tf.data.experimental.sample_from_datasets, "from_batches"),
+        (lambda: tf.data.Dataset.load, "from_files"),
+        (lambda: tf.data.Dataset.nonsense, "coming-from"),
+        (lambda: tf.RaggedTensor, "dense"),
+        (lambda: tf.sparse.from_dense, "dense"),
+        (lambda: tf.py_function, "call functions"),
+        (lambda: tf.train.ExponentialMovingAverage, "ema=0.999"),
+        (lambda: tf.compat.v1.Variable, r"tf\.Variable"),
+        (lambda: tf.compat.v1.logging.set_verbosity, "get_logger"),
+        (lambda: tf.random_normal_initializer, r"tf\.random\.normal"),
         (lambda: tf.nest.flatten_up_to, "map_structure"),
         (lambda: tf.random.shuffle, "Seed each draw"),
         (lambda: tf.compat.v1.get_variable, r"tf\.Variable"),
@@ -260,3 +278,25 @@ def test_missing_names_are_missing_to_python_too():
 def test_sources_that_are_refused_say_what_to_use(call, instead):
     with pytest.raises(ms.RefusedError, match=instead):
         call()
+
+
+def test_what_the_advice_on_datasets_leads_to():
+    """Each way that a row names, against what the method that is missing does in TensorFlow."""
+    x, y = np.arange(3), np.arange(3, 5)
+
+    def read(data):
+        return [np.asarray(batch).tolist() for batch in data]
+
+    assert read(ms.Dataset(np.concatenate([x, y])).batch(3)) == [[0, 1, 2], [3, 4]]
+    both = ms.Dataset.from_batches(lambda: (batch for batch in (x, y)))
+    assert read(both.rebatch(4)) == [[0, 1, 2, 3], [4]]
+    numbered = tf.data.Dataset.from_tensor_slices((np.arange(len(y)), y)).batch(2)
+    assert [[one.tolist() for one in batch] for batch in numbered] == [[[0, 1], [3, 4]]]
+    repeated = ms.Dataset.from_batches(lambda: (np.full(i, i) for i in x[1:]))  # flat_map
+    assert read(repeated.rebatch(2)) == [[1, 2], [2]]
+    wanted = ms.Dataset.from_batches(lambda: itertools.takewhile(lambda b: b[0] < 2, x[:, None]))
+    assert read(wanted) == [[0], [1]]  # take_while
+    assert next(iter(tf.data.Dataset.from_tensors(7).batch(1))).tolist() == [7]
+    strategy = tf.distribute.OneDeviceStrategy("cpu")
+    iterator = strategy.make_dataset_iterator(tf.data.Dataset.range(2).batch(2))
+    assert next(iterator).tolist() == [0, 1]

@@ -83,6 +83,27 @@ SLICES = ms.IndexedSlices(X, [4, 1], (5, 3))
         (tf.unstack(X, axis=1)[1], X[:, 1]),
         (tf.size(X), np.int32(6)),
         (tf.rank(X), np.int32(2)),
+        (tf.gather_nd(X, [[1, 2], [0, 0]]), X[[1, 0], [2, 0]]),
+        (tf.gather_nd(X, [[[1]]]), X[1][None, None]),
+        (tf.gather_nd(X, [[2], [0]], batch_dims=1), X[[0, 1], [2, 0]]),
+        (tf.boolean_mask(X, X > 0), X[X > 0]),
+        (tf.boolean_mask(X, [True, False, True], axis=1), X[:, [0, 2]]),
+        (tf.reverse(X, [1]), X[:, ::-1]),
+        (tf.reverse(X, axis=[0, -1]), X[::-1, ::-1]),
+        (tf.ensure_shape(X, [None, 3]), X),
+        (tf.norm(X), np.float32(NORM)),
+        (tf.norm(X, axis=1), np.sqrt((X * X).sum(1))),
+        (tf.norm(X, axis=[1]), np.sqrt((X * X).sum(1))),
+        (tf.norm(X, 1, axis=0), np.abs(X).sum(0)),
+        (tf.norm(X, np.inf), np.abs(X).max()),
+        (tf.norm(X, "fro", axis=[0, 1]), np.float32(NORM)),
+        (tf.norm(X, keepdims=True), np.array([[NORM]], np.float32)),
+        (tf.zeros_initializer()([2]), np.zeros(2, np.float32)),
+        (tf.ones_initializer()(shape=[2], dtype=tf.int32), np.ones(2, np.int32)),
+        (tf.constant_initializer(0.5)([2, 2]), np.full((2, 2), 0.5, np.float32)),
+        (tf.constant_initializer([1, 2])([2, 1], dtype=tf.float64), np.array([[1.0], [2.0]])),
+        (tf.dtypes.cast(X, tf.dtypes.float64), X.astype(np.float64)),
+        (tf.ones([2])[tf.newaxis], np.ones((1, 2), np.float32)),
     ],
 )
 def test_values(ours, theirs):
@@ -117,6 +138,21 @@ def test_gradients_are_clipped_together(limit):
         (lambda: tf.gather(X, [2]), tf.errors.InvalidArgumentError, "index 2 is out of range for"),
         (lambda: tf.gather(X, [-1]), ValueError, "index -1 is out of range for the 2 slices"),
         (lambda: tf.gather(X, [0.5]), TypeError, "indices must be integers"),
+        (
+            lambda: tf.gather_nd(X, [[0, 3]]),
+            ValueError,
+            r"of \[\[0, 3\]\] is not in \(2, 3\)",
+        ),
+        (lambda: tf.gather_nd(X, [[-1]]), ValueError, "is not in"),
+        (lambda: tf.gather_nd(X, [[0, 0, 0]]), ValueError, "is not in"),
+        (lambda: tf.gather_nd(X, [[0.0]]), TypeError, "indices must be integers"),
+        (lambda: tf.boolean_mask(X, [True]), ValueError, r"shape \(2,\), got bool \(1,\)"),
+        (lambda: tf.boolean_mask(X, [1, 0]), ValueError, "got int64"),
+        (lambda: tf.ensure_shape(X, [3, None]), ValueError, r"wanted shape \(3, None\), got \(2"),
+        (lambda: tf.ensure_shape(X, [None]), ValueError, "wanted shape"),
+        (lambda: tf.norm([3, 4]), TypeError, "wanted floating point, got int32"),
+        (lambda: tf.norm(X, "nuc"), ValueError, "got ord='nuc'"),
+        (lambda: tf.Assert(X > 0, [X, "x"]), ValueError, "a condition that holds, got"),
         (lambda: tf.reduce_any(X), TypeError, "wanted a tensor of bool, got float32"),
         (lambda: tf.reduce_mean(X > 1), TypeError, "got a tensor of bool; cast it first"),
         (lambda: tf.add_n([X > 1]), TypeError, "got a tensor of bool; cast it first"),
@@ -165,6 +201,7 @@ def test_what_is_refused(call, error, text):
 
 def test_assertions_that_hold_say_nothing():
     tf.debugging.assert_equal(X, X)
+    tf.Assert(X.shape == (2, 3), [X])
     tf.debugging.assert_near(1.0, 1.0 + 1e-7)
     tf.debugging.assert_rank(X, 2)
     assert tf.debugging.check_numerics(X, "x") is X

@@ -7,9 +7,11 @@ import weakref
 import numpy as np
 import pytest
 
+import mpistrat as ms
 from mpistrat.feed.pieces import listed, straight, strided
 from mpistrat.feed.pieces import repeated as in_a_row
 from mpistrat.feed.sources import INFINITE
+from mpistrat.testing import run_ranks
 
 
 def repeated(count, each=4):
@@ -56,3 +58,30 @@ def test_a_stride_is_that_slice_of_the_order(where):
         for lo in range(len(whole) + 1):
             for hi in range(lo, len(whole) + 1):
                 assert order.span(lo, hi).tolist() == whole[lo:hi]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("batches", [False, True])
+def test_one_order_for_all_epochs_and_repetitions(n, batches):
+    """As TensorFlow documents ``shuffle(seed=, reshuffle_each_iteration=False)``."""
+
+    def read(data, comm):
+        strategy = ms.MirroredStrategy()
+        given = strategy.experimental_distribute_dataset(data)
+        found = [[strategy.gather(batch, axis=0).tolist() for batch in given] for _ in range(2)]
+        return [[number for batch in epoch for number in batch] for epoch in found]
+
+    def program(comm):
+        once, orders = ms.Dataset.range(24), []
+        for seed, again in ((3, False), (4, False), (3, True)):
+            data = once.batch(2) if batches else once
+            data = data.shuffle(seed=seed, reshuffle_each_iteration=again).repeat(2)
+            first, second = read(data if batches else data.batch(2), comm)
+            assert all(sorted(part) == list(range(24)) for part in (first[:24], first[24:]))
+            parts = (first[:24], first[24:], second[:24], second[24:])
+            orders.append([parts.index(part) for part in parts])
+            orders.append(first[:24])
+        assert orders[1] != orders[3] and list(range(24)) not in orders
+        return orders[::2]
+
+    assert run_ranks(program, n) == [[[0] * 4, [0] * 4, [0, 1, 2, 3]]] * n

@@ -1,0 +1,98 @@
+"""Options of datasets with all that ``tf.data`` has of them; most of it changes nothing here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpistrat.feed.policies import DatasetOptions
+
+__all__ = ["AutotuneOptions", "OptimizationOptions", "Options", "ThreadingOptions"]
+
+
+class _Fixed:
+    """Attributes that are there, and no others.
+
+    Attributes:
+      where: What messages call it.
+      names: The attributes that change nothing; each is None at first.
+    """
+
+    where = ""
+    names = ""
+
+    def __init__(self) -> None:
+        """Create options that ask for nothing."""
+        vars(self).update(dict.fromkeys(self.names.split()))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute that there is."""
+        if name not in vars(self) and not hasattr(type(self), name):
+            raise self._no(name)
+        super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise an AttributeError that says which attributes there are."""
+        raise AttributeError(name) if name.startswith("__") else self._no(name)
+
+    def _no(self, name: str) -> AttributeError:
+        own = [*DatasetOptions.__slots__] if isinstance(self, DatasetOptions) else []
+        return AttributeError(
+            f"{self.where} has no {name}. It has {', '.join([*own, *vars(self)])}."
+        )
+
+
+class AutotuneOptions(_Fixed):
+    """As: ``tf.data.experimental.AutotuneOptions``; it changes nothing."""
+
+    where = "tf.data.Options.autotune"
+    names = "enabled autotune_algorithm cpu_budget initial_parallelism min_parallelism ram_budget"
+
+
+class OptimizationOptions(_Fixed):
+    """As: ``tf.data.experimental.OptimizationOptions``; it changes nothing."""
+
+    where = "tf.data.Options.experimental_optimization"
+    names = (
+        "apply_default_optimizations filter_fusion filter_parallelization inject_prefetch "
+        "map_and_batch_fusion map_and_filter_fusion map_fusion map_parallelization "
+        "noop_elimination parallel_batch seq_interleave_prefetch shuffle_and_repeat_fusion"
+    )
+
+
+class ThreadingOptions(_Fixed):
+    """As: ``tf.data.ThreadingOptions``; it changes nothing."""
+
+    where = "tf.data.Options.threading"
+    names = "max_intra_op_parallelism private_threadpool_size"
+
+
+class Options(_Fixed, DatasetOptions):
+    """`mpistrat.DatasetOptions` with what else ``tf.data.Options`` has, which changes nothing.
+
+    Elements come in one order always; `Dataset.prefetch` alone says what is read ahead.
+
+    As: ``tf.data.Options``.
+
+    Example:
+      >>> options = Options()
+      >>> options.threading.private_threadpool_size = 8
+      >>> options.deterministic = False
+    """
+
+    where = "tf.data.Options"
+    names = (
+        "dataset_name deterministic experimental_deterministic experimental_external_state_policy "
+        "experimental_slack experimental_symbolic_checkpoint experimental_warm_start"
+    )
+
+    def __init__(self) -> None:
+        """Create options that ask for nothing."""
+        super().__init__()
+        DatasetOptions.__init__(self)
+        threading = ThreadingOptions()
+        vars(self).update(
+            autotune=AutotuneOptions(),
+            experimental_optimization=OptimizationOptions(),
+            experimental_threading=threading,
+            threading=threading,
+        )

@@ -1,0 +1,170 @@
+"""What programs ask of the objects that the tf module gives them, as TensorFlow answers it."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+
+import numpy as np
+import pytest
+
+import mpistrat as ms
+from mpistrat.compat import tf
+from mpistrat.testing import run_ranks
+
+DISTRIBUTED = tf.types.experimental.distributed
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_variables_of_replicas_count_as_values_of_replicas(n):
+    """The classes of TensorFlow 2.21: MirroredVariable, SyncOnReadVariable, ResourceVariable."""
+
+    def program(comm):
+        with tf.distribute.MirroredStrategy().scope():
+            copies = tf.Variable(1.0)
+            sums = tf.Variable(1.0, synchronization=tf.VariableSynchronization.ON_READ)
+        with tf.distribute.OneDeviceStrategy("cpu").scope():
+            one = tf.Variable(1.0)
+        kinds = (tf.distribute.DistributedValues, DISTRIBUTED.Mirrored, DISTRIBUTED.PerReplica)
+        given = (copies, sums, one, ms.PerReplica(1), ms.Mirrored(1), 1.0)
+        return [[isinstance(value, kind) for kind in kinds] for value in given]
+
+    wanted = [
+        [True, True, False],
+        [True, False, False],
+        [False, False, False],
+        [True, False, True],
+        [True, True, False],
+        [False, False, False],
+    ]
+    assert run_ranks(program, n) == [wanted] * n
+
+
+class Model:
+    """A model as programs write it."""
+
+    def __init__(self, scale):
+        self.scale = scale
+
+    @tf.function(reduce_retracing=True)
+    def step(self, iterator, *, plus=0):
+        """Take a step."""
+        return int(self.scale * tf.reduce_sum(next(iterator)) + plus)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_data_that_end_in_a_function_are_out_of_range_to_its_caller(n):
+    def program(comm):
+        strategy = tf.distribute.MirroredStrategy()
+        data = tf.data.Dataset.range(6).batch(3)
+        distributed = strategy.experimental_distribute_dataset(data)
+
+        @tf.function
+        def total(iterator):
+            local = strategy.run(tf.function(tf.reduce_sum), args=(next(iterator),))
+            return int(strategy.reduce("SUM", local, axis=None))
+
+        @tf.function
+        def all_of(dataset):
+            return sum(int(strategy.reduce("SUM", batch, axis=0)) for batch in dataset)
+
+        found = []
+        for begin, step in (
+            (lambda: iter(distributed), total),
+            (lambda: iter(data), Model(2).step),
+        ):
+            for caught in (tf.errors.OutOfRangeError, StopIteration):
+                iterator = begin()
+                found += [step(iterator), step(iterator)]
+                with pytest.raises(caught):
+                    step(iterator)
+        return found, all_of(distributed)
+
+    assert run_ranks(program, n) == [([3, 12] * 2 + [6, 24] * 2, 15)] * n
+
+
+def test_what_a_function_is_asked_for():
+    def plain(x, y=2):
+        """Add."""
+        return x + y
+
+    made = tf.function(plain)
+    assert made.python_function is plain
+    assert (made(1), made(1, y=3), made.get_concrete_function(tf.TensorSpec([]))(1)) == (3, 4, 3)
+    assert (made.__name__, inspect.signature(made)) == ("plain", inspect.signature(plain))
+    assert copy.deepcopy(made)(1) == 3
+    model, spec = Model(3), tf.TensorSpec([2])
+    assert model.step.get_concrete_function(spec)(iter([1]), plus=1) == 4
+    assert model.step.__name__ == "step" and Model.step(model, iter([2])) == 6
+    with pytest.raises(AttributeError, match="nonsense"):
+        made.nonsense  # noqa: B018
+
+
+def test_variables_are_keys_by_reference():
+    v, w = tf.Variable([1.0, 2.0]), tf.Variable([1.0, 2.0])
+    named = {v.ref(): "v", w.ref(): "w"}
+    assert (named[v.ref()], named[w.ref()]) == ("v", "w")
+    assert v.ref().deref() is v and v.ref() == v.ref() != w.ref()
+    assert v.ref() != "v" and len({v.ref(), v.ref(), w.ref()}) == 2
+    assert repr(v.ref()) == f"<Reference to {v!r}>"
+    assert v.get_shape() == (2,) and v.constraint is None
+
+
+def test_options_of_datasets_that_change_speed_alone():
+    options = tf.data.Options()
+    options.deterministic = options.experimental_deterministic = False
+    options.threading.private_threadpool_size = 8
+    options.experimental_threading.max_intra_op_parallelism = 1
+    options.experimental_optimization.apply_default_optimizations = False
+    options.autotune.enabled = True
+    options.threading = tf.data.ThreadingOptions()
+    options.experimental_distribute.num_devices = 2
+    off = tf.data.experimental.AutoShardPolicy.OFF
+    options.experimental_distribute.auto_shard_policy = off
+    data = tf.data.Dataset.range(4).batch(2).with_options(options)
+    assert data.policy is data.options().experimental_distribute.auto_shard_policy is off
+    assert [batch.tolist() for batch in data] == [[0, 1], [2, 3]]
+    data.options().deterministic = True  # as TensorFlow's own may be changed and given again
+    assert copy.deepcopy(options).experimental_distribute.auto_shard_policy is off
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "there"),
+    [
+        ("Options", "auto_shard_policy", "experimental_distribute"),
+        ("Options", "determinstic", "deterministic"),
+        ("Options.threading", "private_pool", "private_threadpool_size"),
+        ("Options.autotune", "budget", "cpu_budget"),
+        ("Options.experimental_optimization", "fusion", "map_fusion"),
+    ],
+)
+def test_options_that_are_not_there_say_what_is(part, name, there):
+    found = tf.data.Options()
+    for attribute in part.split(".")[1:]:
+        found = getattr(found, attribute)
+    told = rf"^tf\.data\.{part} has no {name}\. It has .*{there}"
+    with pytest.raises(AttributeError, match=told):
+        setattr(found, name, 1)
+    with pytest.raises(AttributeError, match=told):
+        getattr(found, name)
+
+
+def test_the_save_counter_is_read_as_a_variable(tmp_path):
+    saved = tf.train.Checkpoint(v=tf.Variable(1.0))
+    manager = tf.train.CheckpointManager(saved, tmp_path, max_to_keep=2)
+    manager.save()
+    path = saved.save(tmp_path / "ckpt")
+    other = tf.train.Checkpoint(v=tf.Variable(0.0))
+    other.restore(path).assert_consumed()
+    assert isinstance(other, ms.Checkpoint)
+    assert [int(one.save_counter) for one in (saved, other)] == [2, 2]
+    assert (other.save_counter.numpy(), f"{other.save_counter:03d}") == (np.int64(2), "002")
+    assert isinstance(other.save_counter.numpy(), np.integer)
+
+
+def test_dtypes_and_loggers():
+    assert tf.as_dtype("int32") == tf.as_dtype(tf.int32) == tf.dtypes.as_dtype(np.int32) == tf.int32
+    assert tf.dtypes.bool is tf.bool and tf.dtypes.float16 is tf.float16
+    with pytest.raises(TypeError, match="as_dtype"):
+        tf.as_dtype("no")
+    assert tf.get_logger().name == "tensorflow"
