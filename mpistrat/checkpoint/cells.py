@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, final
@@ -9,7 +10,7 @@ from typing import Any, final
 import numpy as np
 
 from mpistrat.arrays import Array, spec_text
-from mpistrat.distribute.kinds import VariableAggregation
+from mpistrat.distribute.kinds import DistributedVariable, VariableAggregation
 
 
 @final
@@ -66,3 +67,12 @@ class Cell:
           rows: Always None.
         """
         self.write(values)
+
+
+def cell_of(name: str, variable: DistributedVariable) -> Cell:
+    """Return a variable that each rank has of its own as a cell of that name."""
+
+    def write(found: Array) -> None:
+        variable.store("assign", found, None)
+
+    return Cell(name, functools.partial(np.asarray, variable), write)

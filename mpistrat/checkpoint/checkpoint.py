@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpistrat.checkpoint import files, parts, restoring, saving, tree
 from mpistrat.checkpoint.background import Background
+from mpistrat.checkpoint.cells import cell_of
 from mpistrat.checkpoint.restoring import Restored
 from mpistrat.comm.world import size_of_job
 from mpistrat.distribute.mode import cross_replica, current
@@ -38,7 +39,8 @@ class Checkpoint:
       root: An object or mapping whose own variables are saved too; None for none.
       **kwargs: What is to be saved, and dicts, lists and tuples of it:
 
-        - variables, metrics, and optimizers once they are built;
+        - variables, metrics, and optimizers once they are built; of variables that were made
+          outside of a scope, which each rank has of its own, replica 0's are saved, as of arrays;
         - numbers (int, float, bool, complex, those of NumPy), texts and None; a list or dict of
           only these may grow;
         - generators of NumPy, in the same state on all ranks, as numbers are;
@@ -112,6 +114,9 @@ class Checkpoint:
     @property
     def strategy(self) -> Any:
         """The strategy that the variables belong to; the current one if there are none yet.
+
+        Those of the default strategy, or of a `OneDeviceStrategy`, belong to that of the others; if
+        there are no others, to the one in whose scope this is.
 
         Raises:
           StrategyError: They belong to several.
@@ -306,13 +311,22 @@ def _looked(checkpoint: Checkpoint) -> tuple[Any, Exception | None, tree.Found]:
         # What is no variable is of whatever strategy the others are.
         if variable.strategy is not None:
             owners.setdefault(id(variable.strategy), (name, variable.strategy))
-    if len(owners) > 1:
-        text = "; ".join(f"{name!r} to {strategy!r}" for name, strategy in owners.values())
+    of_all = {name: one for name, one in owners.values() if one.replicas.view is not ALONE}
+    if len(of_all) > 1:
+        text = "; ".join(f"{name!r} to {strategy!r}" for name, strategy in of_all.items())
         failure = StrategyError(
             f"the variables of a checkpoint belong to several strategies: {text}. Create all of "
             "them in one `with strategy.scope()`."
         )
-    strategy = next((strategy for _, strategy in owners.values()), None) or current_strategy()
+    if of_all:
+        strategy = next(iter(of_all.values()))
+    elif current() is not None or not owners:
+        strategy = current_strategy()
+    else:
+        strategy = min((one for _, one in owners.values()), key=lambda one: one.is_default)
+    for name, variable in found.entries.items():
+        if isinstance(variable, Variable) and variable.strategy not in (strategy, *of_all.values()):
+            found.entries[name] = cell_of(name, variable)
     return strategy, found.failure or failure, found
 
 
@@ -322,8 +336,8 @@ def refuse_alone(strategy: Any, name: str) -> None:
         raise StrategyError(
             f"{name}: what is saved belongs to {strategy!r}, which knows one of {size_of_job()} "
             "ranks, so every rank would write its own to one place. Create it in the scope of a "
-            "strategy of all ranks, `with mpistrat.MirroredStrategy().scope():`. Arrays, tensors "
-            "and numbers alone belong to the strategy in whose scope this is called."
+            "strategy of all ranks, `with mpistrat.MirroredStrategy().scope():`, or call this "
+            "there; what each rank has of its own belongs to the strategy in whose scope this is."
         )
 
 

@@ -12,7 +12,7 @@ from typing import Any, final
 from mpistrat.board.reporter import say
 from mpistrat.checkpoint import files, parts
 from mpistrat.checkpoint.background import Background
-from mpistrat.checkpoint.checkpoint import Checkpoint, owner_of
+from mpistrat.checkpoint.checkpoint import Checkpoint, owner_of, refuse_alone
 from mpistrat.checkpoint.claim import Claim, take
 from mpistrat.checkpoint.first import by_first, unwritten
 from mpistrat.checkpoint.resume import Pace, resumed
@@ -87,8 +87,8 @@ class CheckpointManager:
                 f"CheckpointManager: checkpoint must be a Checkpoint, got {checkpoint!r:.60}."
             )
         self._checkpoint = checkpoint
-        strategy, failing = owner_of(checkpoint)
-        self._lockstep = lockstep = strategy.replicas.lockstep
+        self._strategy, failing = owner_of(checkpoint)
+        self._lockstep = lockstep = self._strategy.replicas.lockstep
         if failing is not None:
             lockstep.refuse("CheckpointManager", failing)
         with lockstep.preparing("CheckpointManager"):
@@ -186,9 +186,11 @@ class CheckpointManager:
         Raises:
           FileExistsError: Another job saves there, which is seen within 30 s; on every rank.
           OSError: The directory cannot be written.
+          StrategyError: The manager was made where each rank knows only itself.
         """
         if self._claimed:
             return
+        refuse_alone(self._strategy, "CheckpointManager")  # all ranks would claim it
         call = f"CheckpointManager({str(self._directory)!r}), its claim"
 
         def claims() -> None:

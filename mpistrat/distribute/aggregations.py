@@ -18,7 +18,7 @@ import xxhash
 from mpistrat.arrays import Array, digest, spec_text
 from mpistrat.distribute import sparse
 from mpistrat.distribute.kinds import DistributedVariable, VariableAggregation
-from mpistrat.distribute.mode import Mode, current, same_strategy
+from mpistrat.distribute.mode import Mode, check_writable, current
 from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.distribute.values import Mirrored
 from mpistrat.distribute.writes import OPS, prove_same, share
@@ -93,11 +93,12 @@ def write(variable: DistributedVariable, kind: str, value: Any, take: Take) -> N
       take: Checks and converts it; whatever can fail fails there.
     """
     strategy, mode = variable.strategy, current()
-    if mode is not None and mode.strategy is not strategy:
-        same_strategy(strategy, variable.label)
     lockstep = strategy.replicas.lockstep
     replica = updating = False
     if mode is None:
+        lockstep.check()
+    elif mode.strategy is not strategy:
+        check_writable(variable, kind, mode)
         lockstep.check()
     else:
         replica, updating = mode.replica is not None, mode.updating is variable

@@ -9,7 +9,7 @@ from typing import Any
 from mpistrat import nest
 from mpistrat.arrays import Array, as_array, finish, label
 from mpistrat.distribute.kinds import DistributedVariable, named
-from mpistrat.distribute.mode import same_strategy
+from mpistrat.distribute.mode import check_readable
 from mpistrat.distribute.regroup import select
 from mpistrat.distribute.replica_group import ReplicaGroup
 from mpistrat.distribute.slices import IndexedSlices
@@ -73,7 +73,7 @@ def _refuse_slices(name: str, leaves: Sequence[Any]) -> None:
 
 
 def _copy(variable: DistributedVariable) -> Array:
-    same_strategy(variable.strategy, f"variable {variable.name!r}")
+    check_readable(variable)
     return variable.component()
 
 

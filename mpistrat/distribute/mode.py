@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol, final
 
 from mpistrat.comm.world import size_of_job
 from mpistrat.distribute.kinds import DistributedVariable
+from mpistrat.distribute.views import ALONE
 from mpistrat.errors import ContextError, StrategyError
 
 
@@ -174,6 +175,39 @@ def same_strategy(strategy: Ruling, what: str) -> Mode | None:
             f"the scope of {mode.strategy!r}. Leave that scope first, or use its strategy."
         )
     return mode
+
+
+def check_readable(variable: DistributedVariable) -> None:
+    """Raise if code here may not read a variable, as another strategy rules.
+
+    A variable of one rank alone is an ordinary one, whichever strategy rules.
+
+    Raises:
+      StrategyError: Another one rules, and the variable has copies on other ranks.
+    """
+    if variable.strategy.replicas.view is not ALONE:
+        same_strategy(variable.strategy, f"variable {variable.name!r}")
+
+
+def check_writable(variable: DistributedVariable, call: str, mode: Mode) -> None:
+    """Raise if code in the mode of another strategy may not write to a variable.
+
+    Cross-replica code may, if the variable is one of one rank alone. How often replicas write to
+    it would depend on how many of them a process has: of one that has all, the copies add up.
+
+    Raises:
+      StrategyError: It may not.
+    """
+    check_readable(variable)
+    several = mode.replica is not None or mode.updating is not None
+    if several and mode.strategy.replicas.view is not ALONE:
+        where = "in replica code" if mode.updating is None else "in the function of update"
+        raise StrategyError(
+            f"{call} of variable {variable.name!r} {where} of {mode.strategy!r}: it belongs to "
+            f"{variable.strategy!r}, so each rank has one of its own, and nobody can tell whether "
+            "what replicas write counts once or once per replica. Create it in the scope of the "
+            "strategy, with an aggregation, or write to it outside of run and update."
+        )
 
 
 def check_cross_replica(strategy: Ruling, what: str, instead: str) -> Mode | None:

@@ -87,6 +87,13 @@ class Regroup:
         session = self.home.session
         for leaf in leaves:
             if isinstance(leaf, DistributedVariable):
+                theirs = leaf.strategy.replicas
+                if theirs.view is ALONE and theirs.lockstep is not self.lockstep:
+                    raise StrategyError(
+                        f"{name}: variable {leaf.name!r} belongs to {leaf.strategy!r}, so each "
+                        "rank has one of its own. Give what this rank has, v.read_value(); or "
+                        "create it in the scope of the strategy that rules here."
+                    )
                 mode = same_strategy(leaf.strategy, f"variable {leaf.name!r}")
                 if mode is None and leaf.strategy.replicas.lockstep is not self.lockstep:
                     raise StrategyError(

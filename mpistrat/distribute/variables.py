@@ -18,7 +18,7 @@ from mpistrat.distribute.kinds import (
     VariableAggregation,
     VariableSynchronization,
 )
-from mpistrat.distribute.mode import Mode, again, current, entered, same_strategy
+from mpistrat.distribute.mode import Mode, again, check_readable, current, entered
 from mpistrat.distribute.reading import Reading
 from mpistrat.distribute.scatter import (
     WRITES,
@@ -39,6 +39,11 @@ class Variable(Reading, ScatterUpdates):
     """An array that a strategy keeps on every replica.
 
     Created in a strategy's scope it belongs to that strategy; elsewhere to the default strategy.
+    One of the default strategy, or of a `OneDeviceStrategy`, is an ordinary variable of this rank:
+    all code may read it, and cross-replica code of any strategy may write to it. Nothing compares
+    what ranks have of it. Where one strategy rules, variables of another of several ranks are
+    refused.
+
     ``np.asarray(variable)`` is a live, read-only view; `read_value` and `numpy` copy. Arithmetic
     and NumPy functions read it.
 
@@ -152,7 +157,7 @@ class Variable(Reading, ScatterUpdates):
 
         Collective: it is one more variable.
         """
-        same_strategy(self.strategy, f"variable {self.name!r}")
+        check_readable(self)
         made = self.__copy__()
         memo[id(self)] = made
         value = self.storage.array if self.storage.whole else self._read()
@@ -221,7 +226,7 @@ class Variable(Reading, ScatterUpdates):
     def _read(self) -> Array:
         mode = current()
         if mode is not None and mode.strategy is not self.strategy:
-            same_strategy(self.strategy, self.label)
+            check_readable(self)
         storage = self.storage
         if not self.on_read and storage.whole:
             return storage.seen.view()
@@ -287,6 +292,8 @@ class Variable(Reading, ScatterUpdates):
           StructureError: The shape differs from the variable's.
           LeafTypeError: The dtype does not convert.
           LockstepError: The value differs between ranks where it may not.
+          StrategyError: Another strategy rules here; but its cross-replica code may write to a
+            variable of the default strategy, or of a `OneDeviceStrategy`.
 
         Cost: with one rank, NumPy's own operation. With several, a hash of the value at the speed
         of memory and a handshake, which smaller variables in replica code leave to the next call;

@@ -178,3 +178,21 @@ def test_a_large_one_is_written_and_read_by_all_ranks(
         assert [one.name for one in Path(directory).glob("ckpt*")] == ["ckpt-2.arrays"]
     del manager, held, strategy
     comm.Free()
+
+
+def test_variables_of_each_rank_alone(world, directory):
+    epoch = ms.Variable(world.rank + 5)
+    strategy, w, _, checkpoint = made(1.0)
+    checkpoint.epoch = epoch
+    manager = ms.CheckpointManager(checkpoint, directory, 2)
+    path = manager.save()
+    epoch.assign(0)
+    w.assign(np.zeros(LARGE))
+    assert manager.restore_or_initialize() == path
+    assert (epoch.numpy(), w.numpy().min()) == (5, 1.0)
+    alone = ms.Checkpoint(epoch=epoch)
+    epoch.assign(world.rank + 7)
+    with strategy.scope():
+        path = alone.write(f"{directory}/alone")
+        alone.read(path)
+    assert epoch.numpy() == 7

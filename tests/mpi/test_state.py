@@ -65,3 +65,19 @@ def test_a_replica_context_of_no_strategy_is_refused(world):
     with pytest.raises(ms.ContextError, match=f"in a job of {world.size} ranks"):
         call()
     assert ms.get_strategy().run(call) == ms.OneDeviceStrategy("cpu").run(call) == 1.0
+
+
+@pytest.mark.parametrize("make", [ms.MirroredStrategy, ms.MultiWorkerMirroredStrategy])
+def test_a_variable_of_this_rank_alone_is_read_by_all_code(world, make):
+    strategy = make()
+    alone = ms.Variable(world.rank + 1.0)
+    with strategy.scope():
+        v = ms.Variable(0.0, aggregation=ms.VariableAggregation.SUM)
+        assert alone + 1 == world.rank + 2.0
+    strategy.run(lambda: v.assign_add(alone))
+    assert v.numpy() == sum(range(1, world.size + 1))
+    with strategy.scope():
+        alone.assign(v)
+    with pytest.raises(ms.StrategyError, match="in replica code"):
+        strategy.run(lambda: alone.assign_add(1.0))
+    assert alone.numpy() == sum(range(1, world.size + 1))

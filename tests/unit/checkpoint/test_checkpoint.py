@@ -11,7 +11,7 @@ import pytest
 from every import every
 
 import mpistrat as ms
-from mpistrat.checkpoint import format, saving
+from mpistrat.checkpoint import format, saving, sharded
 from mpistrat.testing import run_ranks
 
 SIZES = [1, 2, 3, 4]
@@ -34,6 +34,14 @@ def made(strategy, start=0.0):
             },
             empty=ms.Variable(np.zeros((0, 2), np.float32)),
         )
+
+
+def in_scope(strategy, call):
+    def called(*args):
+        with strategy.scope():
+            return call(*args)
+
+    return called
 
 
 def trained(strategy, checkpoint):
@@ -379,12 +387,99 @@ def test_variables_of_several_strategies_are_refused(tmp_path):
             a = ms.Variable(0)
         with ms.MultiWorkerMirroredStrategy().scope():
             b = ms.Variable(0)
-        ms.Checkpoint(a=a, b=b).save(tmp_path / "x")
+        ms.Checkpoint(a=a, b=b, c=ms.Variable(0)).save(tmp_path / "x")
 
-    with ms.OneDeviceStrategy("cpu").scope():
-        c = ms.Variable(0)
-    with pytest.raises(ms.StrategyError, match="belong to several strategies: 'c' to"):
-        ms.Checkpoint(c=c, d=ms.Variable(0)).save(tmp_path / "x")
+    for text in fails(program, 2, ms.StrategyError):
+        assert "belong to several strategies: 'a' to MirroredStrategy(2 replicas); 'b' to" in text
+        assert "'c'" not in text
+    assert list(tmp_path.iterdir()) == []
+
+
+@every("strategy_class", STRATEGIES)
+@every("size", [1, 2, 3])
+def test_variables_of_each_rank_alone_are_saved_with_the_others(size, strategy_class, tmp_path):
+    """As TensorFlow's multi-worker tutorial does: its epoch is made outside of the scope."""
+
+    def program(comm):
+        epoch = ms.Variable(comm.rank + 5, name="epoch")
+        with ms.OneDeviceStrategy("cpu").scope():
+            step = ms.Variable([comm.rank + 7.0], synchronization=ON_READ)
+        strategy = strategy_class()
+        with strategy.scope():
+            w = ms.Variable([1.0, 2.0])
+        checkpoint = ms.Checkpoint(model={"w": w}, epoch=epoch, step=step)
+        assert checkpoint.strategy is strategy
+        path = checkpoint.save(tmp_path / "x")
+        for call in (checkpoint.restore, in_scope(strategy, checkpoint.restore)):
+            w.assign([0.0, 0.0])
+            epoch.assign(0)
+            step.assign([comm.rank + 1.0])
+            call(path).assert_consumed()
+            assert (epoch.numpy(), step.numpy()) == (5, 7.0)
+            assert w.numpy().tolist() == [1.0, 2.0]
+        with pytest.raises(ms.ContextError, match="cross-replica code"):
+            strategy.run(lambda: checkpoint.save(tmp_path / "x"))
+        with ms.OneDeviceStrategy("cpu").scope(), pytest.raises(ms.StrategyError, match="Mixing"):
+            checkpoint.save(tmp_path / "x")
+        return path
+
+    (path,) = set(run_ranks(program, size))
+    with np.load(path) as found:
+        assert (found["epoch"], found["step"]) == (5, 7.0)
+        assert found["model/w"].tolist() == [1.0, 2.0]
+
+
+@every("size", [1, 2, 3])
+def test_variables_of_each_rank_alone_belong_to_the_scope_they_are_saved_in(size, tmp_path):
+    def program(comm):
+        strategy = ms.MirroredStrategy()
+        v = ms.Variable([comm.rank + 5.0])
+        checkpoint = ms.Checkpoint(v=v)
+        with strategy.scope():
+            manager = ms.CheckpointManager(checkpoint, tmp_path, 2)
+            path = manager.save()
+            written = checkpoint.write(tmp_path / "other")
+            v.assign([0.0])
+            assert manager.restore_or_initialize() == path
+            assert v.numpy() == 5.0
+        v.assign([0.0])
+        checkpoint.read(written)  # reading alone is harmless, as each rank may
+        return float(v.numpy()[0])
+
+    assert run_ranks(program, size) == [5.0] * size
+
+
+@pytest.mark.parametrize("own", [np.ones, lambda n: ms.Variable(np.ones(n))])
+def test_a_manager_made_outside_of_the_scope_does_not_claim_for_each_rank(own, tmp_path):
+    def program(comm):
+        strategy = ms.MirroredStrategy()
+        manager = ms.CheckpointManager(ms.Checkpoint(v=own(2)), tmp_path, 2)
+        wanted = "CheckpointManager: .* knows one of 2 ranks"
+        with strategy.scope(), pytest.raises(ms.StrategyError, match=wanted):
+            manager.save()
+
+    run_ranks(program, 2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_large_variables_of_each_rank_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(sharded, "LEAST", 1)
+
+    def program(comm):
+        own = ms.Variable(np.arange(1000.0) + comm.rank)
+        with ms.MirroredStrategy().scope():
+            w = ms.Variable(np.ones(3))
+        checkpoint = ms.Checkpoint(own=own, w=w)
+        path = checkpoint.save(tmp_path / "x")
+        assert path.endswith(".arrays")
+        own.assign(np.zeros(1000))
+        w.assign(np.zeros(3))
+        checkpoint.restore(path)
+        assert w.numpy().tolist() == [1.0, 1.0, 1.0]
+        return own.numpy()
+
+    for found in run_ranks(program, 3):
+        np.testing.assert_array_equal(found, np.arange(1000.0))
 
 
 def test_on_read_without_aggregation_has_no_value(tmp_path):

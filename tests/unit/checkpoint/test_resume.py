@@ -394,7 +394,8 @@ def test_what_every_is_of_no_kind(every):
 def test_it_claims_the_directory_before_the_first_step(tmp_path):
     def inside(comm):
         strategy, rows = ms.MirroredStrategy(), arrays().batch(BATCH)
-        manager = ms.CheckpointManager(ms.Checkpoint(data=rows), tmp_path, 2)
+        with strategy.scope():
+            manager = ms.CheckpointManager(ms.Checkpoint(data=rows), tmp_path, 2)
         data = strategy.experimental_distribute_dataset(rows)
         return next((tmp_path / "job.json").exists() for _ in manager.resume(data))
 

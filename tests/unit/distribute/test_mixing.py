@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 
@@ -113,6 +115,83 @@ def test_a_variable_of_another_strategy_is_refused_wherever_it_is_used():
         return float(v.numpy()), float(s.reduce("SUM", per, axis=0))
 
     assert run_ranks(rank, 2) == [(1.0, 2.0)] * 2
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("kind", [ms.MirroredStrategy, ms.MultiWorkerMirroredStrategy])
+@pytest.mark.parametrize("owner", [ms.get_strategy, lambda: ms.OneDeviceStrategy("cpu")])
+def test_a_variable_of_this_rank_alone_is_read_by_all_code(owner, kind, size):
+    def rank(comm):
+        s = kind()
+        with owner().scope():
+            w = ms.Variable([comm.rank + 1.0], name="w")
+            rows = ms.IndexedSlices([1.0], [0])
+        with s.scope():
+            v = ms.Variable([0.0], aggregation=ms.VariableAggregation.SUM)
+            seen = [float(w[0]), float((w * 10)[0]), float(np.sin(w)[0]), float(w.numpy()[0])]
+        assert seen == [comm.rank + 1.0, comm.rank * 10 + 10.0, np.sin(comm.rank + 1.0), seen[0]]
+        s.run(lambda x: v.assign_add(w + x), args=(w,))
+        total = size * (size + 1) / 2
+        assert v.numpy() == 2 * total
+        summed, parts = s.run(lambda: (ctx().all_reduce("SUM", w), ctx().all_gather(w, 0)))
+        assert s.experimental_local_results(summed)[0] == total
+        assert list(s.experimental_local_results(parts)[0]) == list(range(1, size + 1))
+        with s.scope():
+            v.assign([4.0])
+            assert w.assign(v) is w
+            w.assign_add([3.0])
+            w.assign_sub([1.0])
+            w.scatter_add(rows)
+            made, copied = ms.Variable(w), copy.deepcopy(w)
+        assert made.strategy is s
+        assert copied.strategy is w.strategy is not s
+        copied.assign([0.0])
+        s.run(lambda: ctx().merge_call(lambda _: w.assign_add([1.0])))
+        return float(w.numpy()[0]), float(made.numpy()[0])
+
+    assert run_ranks(rank, size) == [(8.0, 7.0)] * size
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("kind", [ms.MirroredStrategy, ms.MultiWorkerMirroredStrategy])
+@pytest.mark.parametrize("owner", [ms.get_strategy, lambda: ms.OneDeviceStrategy("cpu")])
+def test_a_variable_of_this_rank_alone_is_not_written_to_by_replicas(owner, kind, size):
+    def rank(comm):
+        s = kind()
+        with owner().scope():
+            w = ms.Variable([1.0], name="w")
+        with s.scope():
+            v = ms.Variable([1.0])
+        for write in (
+            lambda: w.assign(v),
+            lambda: w.assign_add([1.0]),
+            lambda: w.scatter_update(ms.IndexedSlices([5.0], [0])),
+        ):
+            wanted = "'w:0' in replica code .* Create it in the scope of the strategy"
+            with pytest.raises(ms.StrategyError, match=wanted):
+                s.run(write)
+            with pytest.raises(ms.StrategyError, match="'w:0' in the function of update"):
+                s.extended.update(v, lambda _, write=write: write())
+        for call in (
+            lambda: s.reduce("MEAN", w, axis=None),
+            lambda: s.gather(w, 0),
+            lambda: s.broadcast(w),
+            lambda: s.experimental_local_results(w),
+        ):
+            with pytest.raises(ms.StrategyError, match=r"each rank has one.*v\.read_value\(\)"):
+                call()
+        return float(w.numpy()[0]), float(v.numpy()[0])
+
+    assert run_ranks(rank, size) == [(1.0, 1.0)] * size
+
+
+def test_one_replica_writes_to_ordinary_variables():
+    def rank(comm):
+        w = ms.Variable(1.0)
+        ms.OneDeviceStrategy("cpu").run(lambda: w.assign_add(1.0))
+        return float(w.numpy())
+
+    assert run_ranks(rank, 2) == [2.0, 2.0]
 
 
 def test_outside_of_scopes_local_results_are_those_of_the_own_strategy():
