@@ -52,7 +52,8 @@ class FusedOptimizer:
 
     Raises:
       TypeError: `model` is not replicated, or `optimizer` is not of `mpistrat.optim`.
-      LeafTypeError: A parameter that requires grad is neither float32 nor float64.
+      LeafTypeError: A parameter that requires grad is neither float32 nor float64, or shares
+        memory with another parameter or a buffer.
       LockstepError: The ranks have other models or optimizers.
 
     Warns:
@@ -92,6 +93,7 @@ class FusedOptimizer:
                             "and float64. Keep weights in float32 and compute in "
                             "torch.autocast('cpu', dtype=torch.bfloat16)."
                         )
+                gradients.check_apart("FusedOptimizer")
             gradients.deferred = True
             if strategy.all_reduce(
                 "MAX", int(not all(p.is_contiguous() for p in gradients.params))

@@ -20,12 +20,11 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from mpistrat.arrays import label
 from mpistrat.distribute.mode import Mode, Replica, current, entered, same_strategy
 from mpistrat.distribute.reduce import in_replica
 from mpistrat.distribute.state import check_same
 from mpistrat.errors import ContextError, LeafTypeError
-from mpistrat.torch.parameters import GradientRoom
+from mpistrat.torch.parameters import GradientRoom, refuse_modules
 from mpistrat.torch.rows import nothing, tensors_in, without_weight
 from mpistrat.torch.stepping import watch_parameters
 from mpistrat.torch.tensors import as_array
@@ -111,12 +110,7 @@ class Gradients:
         pairs = [*self._model.named_parameters(), *self._model.named_buffers()]
         with self.strategy.scope():
             with self.strategy.replicas.lockstep.preparing("replicate"):
-                for name, one in pairs:
-                    if isinstance(one, torch.nn.parameter.UninitializedTensorMixin):
-                        raise LeafTypeError(
-                            f"{label(name)} has no shape yet (it is of a lazy module); call the "
-                            "model once, on all ranks, before replicate."
-                        )
+                refuse_modules(self._model, self.strategy.num_replicas_in_sync)
             state = {name: one.detach() for name, one in pairs}
             self.strategy.broadcast(state, out=state)
             new = not self._hooks or bool(self._parameters.differs())
@@ -162,6 +156,10 @@ class Gradients:
         """Raise ContextError if the model has other parameters than room was made for."""
         self._parameters.checked()
 
+    def check_apart(self, what: str) -> None:
+        """Raise LeafTypeError, for a call, if a parameter shares memory with something else."""
+        self._parameters.apart(what)
+
     # Calls of the model
 
     def wanted(self) -> bool:
@@ -203,7 +201,11 @@ class Gradients:
             one.register_hook(came)
 
     def _nothing(self, args: Any, kwargs: Any) -> Any:
-        return nothing(self._model, args, kwargs)
+        return nothing(self._model, args, kwargs, self._came_for_none)
+
+    def _came_for_none(self, _: Any) -> None:
+        """Note that this is a pass in which parameters get gradients on ranks with rows."""
+        self._seen = bool(self.params)
 
     # Backward passes
 
@@ -276,14 +278,14 @@ class Gradients:
         self._ending = _nobody
         self._unhook()
         rows = sum(self._calls)
-        if not self._seen and rows:  # torch.autograd.grad, which leaves p.grad alone
+        if not self._seen:  # torch.autograd.grad, which leaves p.grad alone
             for i in [i for i in self._kept if self.params[i].grad is None]:
                 self.params[i].grad = self._kept.pop(i)
                 self._waiting.add(i)
             return
-        if self._seen and not self._blind:
+        if not self._blind:
             self.wrong = self.wrong or without_weight(self._calls)
-        self._count(rows if rows or not self._seen else self._last)
+        self._count(rows if self._calls else self._last)
 
     def _count(self, rows: float) -> None:
         """Count a pass, and reduce if it is time."""

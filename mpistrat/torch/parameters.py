@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any, final
 
+import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from mpistrat.errors import ContextError
+from mpistrat.arrays import label
+from mpistrat.errors import ContextError, LeafTypeError
 from mpistrat.torch.tensors import as_array, in_storage_order, tensor_of
 
-__all__ = ["GradientRoom"]
+__all__ = ["GradientRoom", "refuse_modules"]
 
 
 @final
@@ -58,6 +60,26 @@ class GradientRoom:
         for i, place in enumerate(self._places):
             if self.views[i].data_ptr() != place:
                 self.views[i] = tensor_of(self.arrays[i]).permute(self._backs[i])
+
+    def apart(self, what: str) -> None:
+        """Raise LeafTypeError if one of the parameters has memory of another one, or of a buffer.
+
+        Args:
+          what: The call that moves the parameters, each to memory of its own.
+        """
+        named = [*self._model.named_parameters(), *self._model.named_buffers()]
+        named = sorted((x for x in named if x[1].numel()), key=lambda x: x[1].data_ptr())
+        laid = [(as_array(one.detach()), name, one in self._dtypes) for name, one in named]
+        for i, (array, name, moves) in enumerate(laid):
+            for more, other, moves_too in laid[i + 1 :]:
+                if not np.may_share_memory(array, more):  # nor with any that begins later
+                    break
+                if (moves or moves_too) and np.shares_memory(array, more):
+                    raise LeafTypeError(
+                        f"{what}: {name!r} and {other!r} are views of the same memory, and each "
+                        "would be moved to memory of its own. To tie weights, make them one "
+                        "torch.nn.Parameter under two names, or use an optimizer of torch.optim."
+                    )
 
     def _look(self) -> None:
         """Note of what modules and parameters the model is; calls of the model look at all."""
@@ -112,6 +134,31 @@ class GradientRoom:
                 "Call mpistrat.torch.replicate(model) again, on all ranks."
             )
         return True
+
+
+def refuse_modules(model: Any, ranks: int) -> None:
+    """Raise LeafTypeError if a model has a module whose weights cannot be kept alike.
+
+    Args:
+      model: The model.
+      ranks: How many ranks there are.
+    """
+    for name, one in [*model.named_parameters(), *model.named_buffers()]:
+        if isinstance(one, torch.nn.parameter.UninitializedTensorMixin):
+            raise LeafTypeError(
+                f"{label(name)} has no shape yet (it is of a lazy module); call the model once, "
+                "on all ranks, before replicate."
+            )
+    for name, module in model.named_modules():
+        embeds = isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag)
+        if ranks > 1 and embeds and module.max_norm is not None and module.weight.requires_grad:
+            raise LeafTypeError(
+                f"{f'{name}.weight'.lstrip('.')!r} is of an embedding with max_norm="
+                f"{module.max_norm:g}: each call of it rewrites the rows that are looked up, on "
+                "this rank alone. Make it with max_norm=None; to hold norms down, rewrite the "
+                "whole weight after each step, on all ranks, as torch.renorm(weight, p, 0, "
+                "max_norm) does."
+            )
 
 
 def _kind(one: Any) -> tuple[bool | None, torch.dtype | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -64,13 +64,15 @@ def without_weight(calls: list[float]) -> ContextError | None:
     return None
 
 
-def nothing(model: Any, args: Any, kwargs: Any) -> Any:
+def nothing(model: Any, args: Any, kwargs: Any, came: Callable[[Any], None]) -> Any:
     """Return what a model would give for no rows, without running it.
 
     Args:
       model: The model.
       args: What it is called with.
       kwargs: What it is called with by name.
+      came: Is called in each backward pass that would give parameters gradients: not in
+        ``torch.autograd.grad``.
 
     Raises:
       ContextError: That cannot be told.
@@ -96,16 +98,17 @@ def nothing(model: Any, args: Any, kwargs: Any) -> Any:
             "last batch of few: mpistrat.torch.batches(..., drop_last=True)."
         ) from error
     anchor = torch.zeros((), requires_grad=True)
+    anchor.register_post_accumulate_grad_hook(came)
     for x in tensors_in([*args, *kwargs.values()]):
         if x.requires_grad:  # perhaps of another replicated model, whose pass the ranks are in too
-            anchor = anchor + x.sum().to(anchor.dtype)
+            anchor = anchor + x.sum().real.to(anchor.dtype)
     return nest.map(functools.partial(_empty, anchor), out)
 
 
 def _empty(anchor: Any, leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    if not leaf.is_floating_point():
+    if not (leaf.is_floating_point() or leaf.is_complex()):
         return torch.zeros(leaf.shape, dtype=leaf.dtype)
     nothing = torch.full(leaf.shape, float("nan"), dtype=leaf.dtype)
     return nothing + anchor.to(leaf.dtype)

@@ -310,6 +310,36 @@ def test_a_fused_optimizer_of_other_parameters_than_now_require_grad_says_so():
     run_ranks(program, 2)
 
 
+def test_a_fused_optimizer_does_not_take_apart_what_shares_memory():
+    """Views of the same numbers are an error, and views of others beside them are not."""
+
+    def program(comm):
+        strategy = ms.MirroredStrategy()
+
+        def fused(made, more):
+            model = nn.Linear(2, 1)
+            model.made, model.more = nn.Parameter(made), more
+            return mt.FusedOptimizer(mt.replicate(model, strategy), ms.optim.SGD(0.1))
+
+        room = torch.zeros(3, 4)
+        shared = [room[1:], room.view(12), room[:, 1], room[2, 3]]
+        for other in [
+            *map(nn.Parameter, shared),
+            nn.Parameter(room[1:], requires_grad=False),
+            torch.nn.Buffer(room[1:]),
+        ]:
+            with pytest.raises(ms.errors.LeafTypeError, match="are views of the same memory"):
+                fused(room, other)
+        fused(room[:, :2], nn.Parameter(room[:, 2:]))
+        fused(room[::2], nn.Parameter(room[1]))
+        fused(room[:, :2].clone(), nn.Parameter(room[:0]))
+        tied = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+        tied[1].weight = tied[0].weight
+        mt.FusedOptimizer(mt.replicate(tied, strategy), ms.optim.SGD(0.1))
+
+    run_ranks(program, 2)
+
+
 def test_where_the_system_does_not_tell_of_writes_each_rank_has_its_own_copy(monkeypatch):
     def refused(*_):
         raise PermissionError(13, "Permission denied", "/proc/self/pagemap")
@@ -437,6 +467,74 @@ def test_a_model_is_not_run_where_it_has_no_rows_and_gives_an_output_of_its_shap
         model = mt.replicate(Peeks(), model._mpistrat_gradients.strategy)
         with pytest.raises(ms.errors.ContextError, match="take_part"):
             model(torch.ones(0, 3))
+
+    run_ranks(program, 2)
+
+
+def shards(x, rank, size):
+    """The rows of a rank: of one row the first rank has it, and the others have none."""
+    return x[rank * -(-len(x) // size) :][: -(-len(x) // size)]
+
+
+class Waves(nn.Module):
+    """Its output is complex."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, 3, dtype=torch.complex64))
+
+    def forward(self, x):
+        return x.to(self.weight.dtype) @ self.weight
+
+
+def size_of(model, x):
+    out = model(x)
+    return (out * out.conj()).real.mean()
+
+
+def penalty(model, x):
+    """A slope by torch.autograd.grad, in a loss."""
+    x = x.clone().requires_grad_()
+    out = torch.tanh(model(x))
+    (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    return out.mean() + (slope.norm(dim=1) - 1).square().mean()
+
+
+def beside(model, x):
+    """A loss whose backward pass comes through a model that is frozen."""
+    return model(x.clone().requires_grad_()).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("make", "loss"),
+    [
+        (Waves, size_of),
+        (lambda: nn.Linear(WIDTH, 2), penalty),
+        (lambda: nn.Linear(WIDTH, 2).requires_grad_(False), beside),
+    ],
+    ids=["complex", "gradient of an input", "frozen"],
+)
+def test_losses_of_a_rank_without_rows_have_the_passes_of_the_others(make, loss):
+    torch.manual_seed(0)
+    batches = [torch.randn(rows, WIDTH) for rows in (4, 1, 2)]
+    first = make()
+    alone = copy.deepcopy(first)
+    wanted = []
+    for x in batches:
+        alone.zero_grad()
+        loss(alone, x).backward()
+        wanted.append([p.grad for p in alone.parameters()])
+
+    def program(comm):
+        strategy = ms.MirroredStrategy()
+        model = mt.replicate(copy.deepcopy(first), strategy)
+        for x, grads in zip(batches, wanted, strict=True):
+            model.zero_grad()
+            loss(model, shards(x, comm.rank, comm.size)).backward()
+            for p, grad in zip(model.parameters(), grads, strict=True):
+                assert (p.grad is None) == (grad is None)
+                assert grad is None or torch.allclose(p.grad, grad, rtol=1e-4, atol=1e-5)
+        assert strategy.all_reduce("SUM", 1) == comm.size  # no rank is in a call of its own
 
     run_ranks(program, 2)
 
@@ -602,6 +700,11 @@ def test_what_has_no_answer_is_an_error_that_says_so():
             )
         with pytest.raises(ms.errors.LeafTypeError, match="lazy"):
             mt.replicate(nn.LazyLinear(3), strategy)
+        for words in nn.Embedding(5, 2, max_norm=1.0), nn.EmbeddingBag(5, 2, max_norm=1.0):
+            with pytest.raises(ms.errors.LeafTypeError, match=r"^'0\.weight'.*max_norm=None"):
+                mt.replicate(nn.Sequential(words), strategy)
+            mt.replicate(words.requires_grad_(False), strategy)
+            mt.replicate(words.requires_grad_(), ms.OneDeviceStrategy("cpu"))
 
     run_ranks(program, 2)
 
