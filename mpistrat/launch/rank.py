@@ -10,6 +10,7 @@ compute anything. A batch script may start it with ``srun`` in the same way.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import runpy
 import signal
@@ -85,6 +86,8 @@ def _session() -> Session:
 
     session = Session.on(library().COMM_WORLD)
     signal.signal(signal.SIGUSR1, before_listening)
+    # At exit, last of all: Python gives up its handlers then, and a notice would end the process.
+    atexit.register(signal.signal, signal.SIGUSR1, signal.SIG_IGN)
     exits().interrupted.arm()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, waiting)
     return session

@@ -471,3 +471,21 @@ class TestWhatIsSaidOfAJob:
         outcome = Outcome(42, 1.0, False, frozenset({signal.SIGUSR1}))
         assert _judged(outcome, 42, ranks, "mpiexec", None) == 42
         assert not capfd.readouterr().err
+
+
+LATE = """
+import os, signal
+import mpistrat as ms
+class Late:
+    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGUSR1):
+        kill(pid, number)
+late = Late()
+ms.MirroredStrategy().run(lambda: None)
+"""
+
+
+@pytest.mark.job
+def test_a_notice_that_comes_after_the_program_has_ended_does_no_harm(tmp_path):
+    program = tmp_path / "late.py"
+    program.write_text(LATE)
+    assert run(Wishes(2), [str(program)], timeout=60) == 0
