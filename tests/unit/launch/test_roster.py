@@ -184,8 +184,7 @@ def test_run_names_the_rank_and_leaves_nothing_in_shared_memory(tmp_path, capfd,
     # Where the launcher was quick to end others, or this process slow, these stand there as well.
     (line,) = [line for line in capfd.readouterr().err.splitlines() if " ended by signal" in line]
     assert "signal 9 (SIGKILL)" in line
-    assert re.match(r"mpistrat: rank(s 0 \(process \d+\),| 1 \(|s 1 \()", line)
-    assert (" 1 (process " in line) and line.count("(process") <= 3
+    assert re.match(r"mpistrat: ranks? .*\b1 \(process \d+\)", line)
     assert not [file for file in signed if file.exists()]
 
 
