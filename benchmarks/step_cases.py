@@ -33,6 +33,7 @@ Clock = Callable[[int], tuple[float, bool]]
 LARGE = 25_000_000
 TINY = 400
 DIGITS = "the same loop in NumPy"
+BY_HAND = "the same by hand, mpi4py"
 SHARED = (2, 3, 4, 6, 8)  # numbers of ranks for which figures of several are wanted
 
 
@@ -314,13 +315,17 @@ def _digits(job: Job, batch: int, limits: Mapping[int, float]) -> Case:
         job.comm.Barrier()
         return trained(job.strategy), True
 
-    peers: dict[str, Clock] = {"all ranks": all_of_us}
+    def by_hand(number: int) -> tuple[float, bool]:
+        job.comm.Barrier()
+        return _epoch_by_hand(job.comm, mlp, x, y, settings, number) / steps, True
+
+    peers: dict[str, Clock] = {"all ranks": all_of_us, BY_HAND: by_hand}
     if job.size > 1:
         peers["one rank"] = job.lead(lambda _: trained(lone) if lone else 0.0)
     plain = functools.partial(_plain_epoch, mlp, x, y, settings)
     peers[DIGITS] = job.lead(lambda number: plain(number) / steps)
     figures = [Figure("all ranks", DIGITS, Limit(limits[n]), (n,)) for n in limits if n == job.size]
-    figures = figures or [Figure("all ranks", DIGITS)]
+    figures = [*(figures or [Figure("all ranks", DIGITS)]), Figure("all ranks", BY_HAND)]
     if batch == 512:
         figures.append(Figure("all ranks", "one rank", Limit(1 / 1.6), (2,)))
     return _case(peers, figures)
@@ -343,6 +348,39 @@ def _plain_epoch(mlp: Any, x: Any, y: Any, settings: Any, number: int) -> float:
             speed += slope
             value -= settings.lr * speed
     np.concatenate(losses).mean(), np.concatenate(hits).mean()
+    return time.perf_counter() - begin
+
+
+def _epoch_by_hand(comm: MPI.Comm, mlp: Any, x: Any, y: Any, settings: Any, number: int) -> float:
+    """Return the seconds of an epoch as one writes it with mpi4py: one flat `Allreduce` a step."""
+    start = mlp.initial(64, settings.hidden, 10, settings.seed)
+    cuts = np.cumsum([value.size for value in start])[:-1]
+    weights = np.concatenate([value.ravel() for value in start])
+    mine, mean, velocity = (np.zeros_like(weights) for _ in range(3))
+
+    def views(flat: Any) -> Any:
+        parts = zip(np.split(flat, cuts), start, strict=True)
+        return mlp.Parameters(*(part.reshape(value.shape) for part, value in parts))
+
+    model, share = views(weights), views(mine)
+    begin = time.perf_counter()
+    order = np.random.default_rng(number).permutation(len(x))
+    losses, hits = [], []
+    for first in range(0, len(x), settings.batch):
+        batch = order[first : first + settings.batch]
+        rows = batch[
+            comm.rank * len(batch) // comm.size : (comm.rank + 1) * len(batch) // comm.size
+        ]
+        gradient, loss, hit = mlp.gradients(model, x[rows], y[rows])
+        losses.append(loss)
+        hits.append(hit)
+        for part, slope in zip(share, gradient, strict=True):
+            np.multiply(slope, len(rows) / len(batch), out=part)
+        comm.Allreduce(mine, mean)
+        velocity *= 0.9
+        velocity += mean
+        weights -= settings.lr * velocity
+    comm.Allreduce(MPI.IN_PLACE, np.array([np.concatenate(seen).sum() for seen in (losses, hits)]))
     return time.perf_counter() - begin
 
 
