@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from mpistrat.feed.dataset import Dataset
 from mpistrat.feed.distributed import DistributedDataset
 from mpistrat.feed.steps import whole_number
 from mpistrat.lockstep.lockstep import Lockstep
+from mpistrat.lockstep.ranks import CallState
 
 _SECONDS = {"s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _SECONDS |= {"second": 1.0, "minute": 60.0, "hour": 3600.0, "day": 86400.0}
@@ -118,13 +120,14 @@ def resumed(manager: Any, lockstep: Lockstep, data: Any, epochs: Any) -> Iterato
     manager.take()  # before anything is computed that could not be saved
     if not manager._current:
         manager.restore_or_initialize()
-    return _batches(manager, lockstep.comm.rank, batches, convert, count)
+    return _batches(manager, lockstep, batches, convert, count)
 
 
 def _batches(
-    manager: Any, rank: int, data: _Batches, convert: Callable[[Any], Any], epochs: int
+    manager: Any, lockstep: Lockstep, data: _Batches, convert: Callable[[Any], Any], epochs: int
 ) -> Iterator[Any]:
     pace, origin = manager._pace, _origin(data)
+    rank, state = lockstep.comm.rank, lockstep.state
 
     def asks() -> int:
         notice = manager._notice
@@ -140,5 +143,13 @@ def _batches(
             if told & _NOTICE:
                 manager._notice.leave()
             if not ended:
-                yield convert(found.get_value())
+                origin.lend(functools.partial(_stepped, state, state.steps))
+                try:
+                    yield convert(found.get_value())
+                finally:
+                    origin.take_back()
                 pace.step()
+
+
+def _stepped(state: CallState, before: int) -> bool:
+    return state.steps != before

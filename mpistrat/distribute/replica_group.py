@@ -13,13 +13,13 @@ from mpistrat.collectives.calls import Calls
 from mpistrat.collectives.communication import CommunicationOptions
 from mpistrat.collectives.reducer import Reducer
 from mpistrat.comm.session import Session
-from mpistrat.comm.world import alone, default_parent
+from mpistrat.comm.world import alone
 from mpistrat.distribute.choice import Choice, Delegate, Ops
 from mpistrat.distribute.regroup import Regroup
 from mpistrat.distribute.views import ALONE, View
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.lockstep.lockstep import Lockstep
-from mpistrat.lockstep.startup import begin
+from mpistrat.lockstep.startup import begin, begun
 
 
 @final
@@ -65,9 +65,9 @@ class ReplicaGroup:
         """
         if view is ALONE:
             session = Session(alone(), owned=False)
+            begin(Lockstep(session))
         else:
-            session = Session.on(default_parent() if parent is None else parent)
-        begin(Lockstep(session))
+            session = begun(parent)
         lockstep = Lockstep(session, order=order, seconds=seconds)
         reducer, regroup = Reducer(lockstep), Regroup(lockstep, view)
         return ReplicaGroup(view, lockstep, Calls(reducer), reducer, regroup, Choice())

@@ -77,7 +77,7 @@ class Dataset:
     INFINITE: ClassVar[int] = INFINITE
     UNKNOWN: ClassVar[int] = UNKNOWN
 
-    __slots__ = ("_depth", "_epoch", "_level", "_place", "_policy", "_seeds")
+    __slots__ = ("_depth", "_epoch", "_level", "_place", "_policy", "_seeds", "_used")
 
     def __init__(self, source: Any):
         """Create a dataset of the source; nothing is read but shapes and dtypes."""
@@ -92,6 +92,7 @@ class Dataset:
         self._seeds = seeds
         self._epoch = 0
         self._place: EpochPlace | None = None
+        self._used: Callable[[], bool] = bool
         self._policy = AutoShardPolicy.AUTO
 
     def _with(self, level: Examples | Batches, seeds: int = 0) -> Dataset:
@@ -527,9 +528,27 @@ class Dataset:
         self._epoch = epoch + 1
         self._place = None
 
+    @property
+    def place(self) -> EpochPlace | None:
+        """How far an epoch was passed, with the batch that the program has, if it counts."""
+        place = self._place
+        return place._replace(passed=place.passed + 1) if place and self._used() else place
+
+    def lend(self, used: Callable[[], bool]) -> None:
+        """Note that the program has a batch: the next after those that were passed.
+
+        Args:
+          used: Tells whether that batch counts, although the program has not asked for another.
+        """
+        self._used = used
+
+    def take_back(self) -> None:
+        """Note that the program has done with that batch, and count it if it was used."""
+        self._place, self._used = self.place, bool
+
     def checkpoint_state(self) -> dict[str, Any]:
         """Return the place in the data, as a `Checkpoint` saves it: `EpochPlace` as a dict."""
-        place = self._place or EpochPlace(self._epoch, 0, (), "")
+        place = self.place or EpochPlace(self._epoch, 0, (), "")
         return {**place._asdict(), "seeds": list(place.seeds)}
 
     def restore_state(self, state: Mapping[str, Any]) -> None:
@@ -541,7 +560,7 @@ class Dataset:
           state: What `checkpoint_state` returned.
         """
         place = EpochPlace(**{**state, "seeds": tuple(state["seeds"])})
-        self._epoch, self._place = place.epoch, place if place.of else None
+        self._epoch, self._place, self._used = place.epoch, place if place.of else None, bool
 
     def __iter__(self) -> DatasetIterator:
         """Iterate over the whole elements of the next epoch; nothing is divided."""

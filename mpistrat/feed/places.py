@@ -56,7 +56,7 @@ def checked(dataset: Any, own: str = "") -> EpochPlace | None:
             "an epoch of single examples cannot be resumed: how many make a step depends on the "
             "number of ranks. Call batch(global_batch_size) first."
         )
-    place: EpochPlace | None = dataset._place
+    place: EpochPlace | None = dataset.place
     if place is not None and place.of != dataset.describe():
         raise DataError(
             f"the checkpoint was saved after {place.passed} batches of epoch {place.epoch} of "

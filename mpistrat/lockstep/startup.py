@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import json
 import platform
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -19,6 +19,8 @@ from mpistrat.board.observer import Limits
 from mpistrat.comm.base import Comm
 from mpistrat.comm.callsite import ranks_text
 from mpistrat.comm.mpi import MPIComm, world_size
+from mpistrat.comm.session import Session
+from mpistrat.comm.world import default_parent
 from mpistrat.environment import (
     MASK_BYTES,
     cores_of,
@@ -85,6 +87,18 @@ def _refuse(lockstep: Lockstep, rows: list[dict[str, str]]) -> NoReturn:
             lines.append(f"  {name}: {told}")
     lines.append("  Start all ranks in one environment, with the same MPISTRAT_* variables.")
     lockstep.fail(PreflightError("\n".join(lines)))
+
+
+def begun(parent: Any = None) -> Session:
+    """Return the session on `parent`, begun. Collective; raises as `begin` and `default_parent`.
+
+    Args:
+      parent: An mpi4py intracommunicator or a `Comm`; None for the world.
+    """
+    exits().interrupted.arm()  # from the start of MPI on the others wait for this rank
+    session = Session.on(default_parent() if parent is None else parent)
+    begin(Lockstep(session))
+    return session
 
 
 def begin(lockstep: Lockstep) -> None:

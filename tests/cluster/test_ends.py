@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections import Counter
@@ -49,7 +50,9 @@ def test_time_limit(slurm, shared):
     job.until("COMPLETED", timeout=540)
     assert int(job.facts()["Restarts"]) >= 1, job.story()
     assert "code 42" in job.log
-    assert job.log.count("begins at 0\n") == 1
+    # On a busy machine the notice may come before the first step, and the job begins at 0 again.
+    begins = [int(word) for word in re.findall(r"begins at (\d+)", job.log)]
+    assert begins[0] == 0 < begins[-1] and begins == sorted(begins), job.log
     assert SUM in job.log
     assert seen(shared) == ONCE
 

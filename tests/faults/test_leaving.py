@@ -139,19 +139,23 @@ import os, signal
 import mpistrat as ms
 from mpi4py import MPI
 from mpistrat.board.board import Board
+from mpistrat.comm import world
 
+place, name = {place}, {name!r}
 code = "def on(*args):\\n    os.kill(os.getpid(), signal.SIGINT)\\n    return made(*args)"
-ours = {"__name__": "mpistrat", "os": os, "signal": signal, "made": Board.on}
+ours = {{"__name__": "mpistrat", "os": os, "signal": signal, "made": getattr(place, name)}}
 exec(code, ours)
 if MPI.COMM_WORLD.rank == 1:
-    Board.on = ours["on"]
+    setattr(place, name, ours["on"])
 ms.MirroredStrategy().all_reduce("sum", 1)
 """
 
 
 @pytest.mark.mpi
-def test_ctrl_c_while_the_first_strategy_is_made_leaves_nobody_waiting(tmp_path):
-    code, said = ran(STARTING, tmp_path)
+@pytest.mark.parametrize(("place", "name"), [("world", "library"), ("Board", "on")])
+def test_ctrl_c_while_the_first_strategy_is_made_leaves_nobody_waiting(place, name, tmp_path):
+    """Also one that comes while MPI starts, from when on the others wait for this rank."""
+    code, said = ran(STARTING.format(place=place, name=name), tmp_path)
     assert code == 130, said
 
 

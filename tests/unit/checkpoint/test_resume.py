@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -241,6 +242,31 @@ def test_break_exceptions_and_saving_in_the_body(tmp_path):
     for how in ("break", "raise", "save"):
         for seen, step, rest in run_ranks(steps, 2, how):
             assert (seen, step, rest) == ([0, 4, 0, 4], 3, [4, 0, 4])
+
+
+@pytest.mark.parametrize("how", ["save", "break", "raise"])
+@pytest.mark.parametrize("last", [1, 2, 6])  # of three epochs of two batches
+def test_a_batch_counts_once_a_step_was_run_on_it(tmp_path, how, last):
+    """A program that saves, or leaves, after its step sees that batch no more."""
+
+    def steps(comm):
+        checkpoint, manager, left = made(tmp_path)
+        with suppress(Ended):
+            for _ in left:
+                checkpoint.v.strategy.run(lambda: checkpoint.v.assign_add(1))
+                checkpoint.step += 1
+                if checkpoint.step == last:
+                    if how == "save":
+                        manager.save()
+                    if how == "break":
+                        break
+                    raise Ended
+        if how != "save":
+            manager.save()
+        again, manager, left = made(tmp_path)
+        return again.step, sum(1 for _ in left)
+
+    assert run_ranks(steps, 2) == [(last, 6 - last)] * 2
 
 
 def test_a_second_resume_goes_on_and_restores_nothing(tmp_path):
