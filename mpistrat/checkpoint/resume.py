@@ -143,11 +143,11 @@ def _batches(
             if told & _NOTICE:
                 manager._notice.leave()
             if not ended:
-                origin.lend(functools.partial(_stepped, state, state.steps))
+                places.lend(origin, functools.partial(_stepped, state, state.steps))
                 try:
                     yield convert(found.get_value())
                 finally:
-                    origin.take_back()
+                    places.take_back(origin)
                 pace.step()
 
 

@@ -18,7 +18,7 @@ from mpistrat.errors import DataError
 from mpistrat.feed.iterators import DatasetIterator
 from mpistrat.feed.pieces import BatchSlice
 from mpistrat.feed.pipeline import Batches, Examples, begin
-from mpistrat.feed.places import EpochPlace, drawn
+from mpistrat.feed.places import EpochPlace, drawn, place_of
 from mpistrat.feed.policies import AutoShardPolicy, DatasetOptions
 from mpistrat.feed.prefetch import prefetched
 from mpistrat.feed.rebatch import PaddedBatch, Rebatch
@@ -528,27 +528,9 @@ class Dataset:
         self._epoch = epoch + 1
         self._place = None
 
-    @property
-    def place(self) -> EpochPlace | None:
-        """How far an epoch was passed, with the batch that the program has, if it counts."""
-        place = self._place
-        return place._replace(passed=place.passed + 1) if place and self._used() else place
-
-    def lend(self, used: Callable[[], bool]) -> None:
-        """Note that the program has a batch: the next after those that were passed.
-
-        Args:
-          used: Tells whether that batch counts, although the program has not asked for another.
-        """
-        self._used = used
-
-    def take_back(self) -> None:
-        """Note that the program has done with that batch, and count it if it was used."""
-        self._place, self._used = self.place, bool
-
     def checkpoint_state(self) -> dict[str, Any]:
         """Return the place in the data, as a `Checkpoint` saves it: `EpochPlace` as a dict."""
-        place = self.place or EpochPlace(self._epoch, 0, (), "")
+        place = place_of(self) or EpochPlace(self._epoch, 0, (), "")
         return {**place._asdict(), "seeds": list(place.seeds)}
 
     def restore_state(self, state: Mapping[str, Any]) -> None:

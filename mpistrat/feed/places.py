@@ -33,6 +33,27 @@ def drawn(count: int) -> tuple[int, ...]:
     return tuple(secrets.randbits(62) for _ in range(count))
 
 
+def place_of(dataset: Any) -> EpochPlace | None:
+    """Return how far a dataset was passed, with the batch that the program has, if that counts."""
+    place: EpochPlace | None = dataset._place
+    return place._replace(passed=place.passed + 1) if place and dataset._used() else place
+
+
+def lend(dataset: Any, used: Callable[[], bool]) -> None:
+    """Note that the program has a batch: the next after those that were passed.
+
+    Args:
+      dataset: Whose batch it is.
+      used: Tells whether that batch counts, although the program has not asked for another.
+    """
+    dataset._used = used
+
+
+def take_back(dataset: Any) -> None:
+    """Note that the program has done with that batch, and count it if it was used."""
+    dataset._place, dataset._used = place_of(dataset), bool
+
+
 def checked(dataset: Any, own: str = "") -> EpochPlace | None:
     """Return how far a dataset was passed; None between two epochs.
 
@@ -56,7 +77,7 @@ def checked(dataset: Any, own: str = "") -> EpochPlace | None:
             "an epoch of single examples cannot be resumed: how many make a step depends on the "
             "number of ranks. Call batch(global_batch_size) first."
         )
-    place: EpochPlace | None = dataset.place
+    place = place_of(dataset)
     if place is not None and place.of != dataset.describe():
         raise DataError(
             f"the checkpoint was saved after {place.passed} batches of epoch {place.epoch} of "
