@@ -106,29 +106,10 @@ _ADVICE = (  # what to use, and instead of which names below tf.; names that beg
         "data.Dataset.list_files data.Dataset.load",
     ),
     (
-        "mpistrat.Dataset.from_batches(function) takes a function that returns an iterable of "
-        "batches, and `rebatch` makes batches of another size of them.",
-        "data.Dataset.from_generator",
-    ),
-    (
         "Let a function yield batches of what it makes of the elements, and give it to "
         "mpistrat.Dataset.from_batches(function); `rebatch` makes batches of another size.",
-        "data.Dataset.flat_map data.Dataset.scan data.Dataset.window data.Dataset.random "
+        "data.Dataset.scan data.Dataset.window data.Dataset.random "
         "data.Dataset.group_by_window data.Dataset.rejection_resample data.Dataset.snapshot",
-    ),
-    (
-        "A tuple of arrays is one dataset of pairs: from_tensor_slices((x, y)); for streams let "
-        "one function yield pairs of batches (mpistrat.Dataset.from_batches).",
-        "data.Dataset.zip",
-    ),
-    (
-        "Number the rows in the dataset: from_tensor_slices((numpy.arange(len(x)), x)).",
-        "data.Dataset.enumerate",
-    ),
-    (
-        "Join the arrays before the dataset, numpy.concatenate([x, y]); for streams let one "
-        "function yield the batches of both, and use mpistrat.Dataset.from_batches(function).",
-        "data.Dataset.concatenate",
     ),
     (
         "Let a function yield a batch of one or the other, with a seed that is the same on all "
@@ -136,23 +117,12 @@ _ADVICE = (  # what to use, and instead of which names below tf.; names that beg
         "data.Dataset.sample_from_datasets data.Dataset.choose_from_datasets "
         "data.experimental.sample_from_datasets data.experimental.choose_from_datasets",
     ),
-    (
-        "Choose the rows before the dataset, x[keep], so that every rank knows how many there are.",
-        "data.Dataset.filter",
-    ),
-    (
-        "Cut the arrays before the dataset, x[:count]; or let a function yield batches until it "
-        "has enough, and use mpistrat.Dataset.from_batches(function).",
-        "data.Dataset.take_while",
-    ),
     ("Use numpy.unique before the dataset.", "data.Dataset.unique"),
-    ("Call the function: function(dataset).", "data.Dataset.apply"),
     (
         "Use range(start, stop, step), with a stop; a function that yields batches needs none: "
         "mpistrat.Dataset.from_batches(function).",
         "data.Dataset.counter",
     ),
-    ("Use next(iter(dataset)).", "data.Dataset.get_single_element"),
     (
         "Use iter(dataset), or a `for` loop; distributed, strategy.make_dataset_iterator(dataset).",
         "data.Dataset.make_one_shot_iterator data.Dataset.make_initializable_iterator "
@@ -165,7 +135,6 @@ _ADVICE = (  # what to use, and instead of which names below tf.; names that beg
     ),
     ("Save the arrays: numpy.save, h5py or zarr.", "data.Dataset.save data.experimental.save"),
     ("dataset.element_spec has shapes and dtypes.", "data.DatasetSpec data.Dataset.output_types"),
-    ("`rebatch` makes batches of another size.", "data.Dataset.unbatch"),
     ("docs/coming-from.md has the table of what datasets here can do.", "data"),
     ("Strings do not travel between ranks; give them numbers.", "string"),
     ("Strings do not travel between ranks; use Python's.", "strings"),

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, final
 
 from mpistrat import nest
+from mpistrat.compat import tf_elements as _elements
 from mpistrat.compat.absent import Names as _Names
 from mpistrat.compat.absent import absent as _absent
 from mpistrat.compat.absent import absent_from as _absent_from
@@ -76,8 +77,11 @@ class Dataset(dataset.Dataset, metaclass=_Sources):
     """An `mpistrat.Dataset` whose methods have the parameters of those of ``tf.data.Dataset``.
 
     Hints for its runtime (``num_parallel_calls``, ``deterministic``, ``name``) change nothing.
-    What it does not have (``from_generator``, ``zip``, ``filter``, ``list_files``, ...) says what
-    to use instead.
+    What it does not have (``interleave``, ``window``, ...) says what to use instead.
+
+    What makes a dataset of the elements of others reads these when it is called, if they are
+    examples, and in each epoch, if they are batches; on each rank all of them. So shuffle after it:
+    what was shuffled before has one order in all epochs, and is refused without a seed.
 
     As: ``tf.data.Dataset``.
 
@@ -88,9 +92,7 @@ class Dataset(dataset.Dataset, metaclass=_Sources):
 
     __slots__ = ()
 
-    from_generator = staticmethod(_refusing("tf.data.Dataset.from_generator"))
     list_files = staticmethod(_refusing("tf.data.Dataset.list_files"))
-    zip = staticmethod(_refusing("tf.data.Dataset.zip"))
     cardinality = _named(dataset.Dataset.cardinality)
     padded_batch = _named(dataset.Dataset.padded_batch)
     rebatch = _named(dataset.Dataset.rebatch)
@@ -138,6 +140,101 @@ class Dataset(dataset.Dataset, metaclass=_Sources):
           [[[1, 2], [1, 2]]]
         """
         return Dataset(nest.map(lambda leaf: leaf[None], _tensors(tensors)))
+
+    @staticmethod
+    def from_generator(
+        generator: Callable[..., Any],
+        output_types: Any = None,
+        output_shapes: Any = None,
+        args: Any = (),
+        output_signature: Any = None,
+        name: Any = None,
+    ) -> Any:
+        """Return a dataset of the examples that a generator gives; it is read to its end, now.
+
+        Args:
+          generator: A function that returns an iterable of examples, the same on all ranks.
+          output_types: A tree of dtypes; None for those of the values.
+          output_shapes: No effect.
+          args: What the function is called with.
+          output_signature: A tree of `TensorSpec`; its dtypes count.
+          name: No effect.
+
+        Raises:
+          DataError: It gives nothing, examples of several shapes, or more than 1 GiB.
+
+        Example:
+          >>> Dataset.from_generator(lambda: iter([1.5, 2.5]), float).cardinality()
+          2
+        """
+        types = output_types if output_signature is None else output_signature
+        return _elements.generated(Dataset, generator, args, types)
+
+    @staticmethod
+    def zip(*args: Any, datasets: Any = None, name: Any = None) -> Any:
+        """Return a dataset of tuples, or trees, of the elements of several.
+
+        Args:
+          *args: Datasets, or one tree of them.
+          datasets: The tree, by name.
+          name: No effect.
+
+        Example:
+          >>> pairs = Dataset.zip(Dataset.range(2), Dataset.range(5, 9))
+          >>> [(int(a), int(b)) for a, b in pairs]
+          [(0, 5), (1, 6)]
+        """
+        given = args if datasets is None else (datasets,)
+        return _elements.zipped(Dataset, given[0] if len(given) == 1 else given)
+
+    @_named
+    def concatenate(self, dataset: Any) -> Any:
+        """Return the elements of this, then those of `dataset`, of the same structure and dtypes."""
+        return _elements.concatenated(self, dataset)
+
+    @_named
+    def enumerate(self, start: int = 0) -> Any:
+        """Return a dataset of pairs: the number of an element, from `start`, and the element."""
+        numbers = Dataset.range(start, start + max(self.cardinality(), 0))
+        return Dataset.zip(numbers, self)
+
+    @_named
+    def filter(self, predicate: Callable[..., Any]) -> Any:
+        """Return a dataset of the elements for which `predicate` is true."""
+        return _elements.chosen(self, predicate, "filter")
+
+    @_named
+    def flat_map(self, map_func: Callable[..., Any]) -> Any:
+        """Return the elements of the datasets that `map_func` makes of the elements, in a row."""
+        return _elements.flat_mapped(self, map_func)
+
+    @_named
+    def take_while(self, predicate: Callable[..., Any]) -> Any:
+        """Return the elements before the first for which `predicate` is not true."""
+        return _elements.chosen(self, predicate, "take_while")
+
+    @_named
+    def unbatch(self) -> Any:
+        """Return a dataset of the rows of the elements."""
+        return _elements.unbatched(self)
+
+    def apply(self, transformation_func: Callable[[Any], Any]) -> Any:
+        """Return ``transformation_func(dataset)``."""
+        return transformation_func(self)
+
+    @_named
+    def get_single_element(self) -> Any:
+        """Return the only element.
+
+        Raises:
+          ValueError: There are none, or several.
+        """
+        found = [*super().take(2)]
+        if len(found) != 1:
+            raise ValueError(
+                f"get_single_element: the dataset has {'several elements' if found else 'none'}."
+            )
+        return found[0]
 
     @staticmethod
     def range(*args: int, output_type: Any = "int64", name: Any = None) -> Dataset:

@@ -1,0 +1,211 @@
+"""What makes a dataset of ``tf.data`` from the elements of others, or of a generator.
+
+Examples, the elements before ``batch``, are read once, when the method is called, and are arrays
+from then on: so what comes after may shuffle, divide and resume as with any arrays. Batches are
+read anew in each epoch. Either way each rank reads all of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from mpistrat import nest
+from mpistrat.compat.tf_arrays import TensorSpec, constant
+from mpistrat.errors import DataError, RefusedError
+from mpistrat.feed.dataset import Dataset
+
+_MOST = 1 << 30  # bytes that are taken from a generator
+
+
+def zipped(kind: type[Dataset], tree: Any) -> Dataset:
+    """Return a dataset of trees of the elements of several; it ends with the shortest."""
+    datasets, structure = nest.flatten(tree)
+    if not datasets or not all(isinstance(each, Dataset) for each in datasets):
+        raise TypeError(
+            f"Dataset.zip wants datasets, a tuple or a dict of them, got {tree!r:.60}. Arrays make "
+            "one dataset: Dataset.from_tensor_slices((x, y))."
+        )
+    if len({each.batched for each in datasets}) > 1:
+        raise DataError(
+            "Dataset.zip and enumerate: some give batches and others examples, which cannot be "
+            "divided between replicas together. Call them before batch."
+        )
+    if datasets[0].batched:
+        streams = [_stream(each, "zip") for each in datasets]
+
+        def batches() -> Iterator[Any]:
+            for found in zip(*(stream() for stream in streams), strict=False):
+                yield nest.unflatten(structure, [*found])
+
+        return kind(batches)
+    ends = [each.cardinality() for each in datasets]
+    count = min((end for end in ends if end != Dataset.INFINITE), default=Dataset.INFINITE)
+    rows = [rows_of(Dataset.take(each, count) if count >= 0 else each, "zip") for each in datasets]
+    return kind(nest.unflatten(structure, rows))
+
+
+def concatenated(first: Dataset, second: Any) -> Dataset:
+    """Return the elements of one dataset, then those of another of the same structure."""
+    if not isinstance(second, Dataset) or first.batched != second.batched:
+        kind = "batches" if first.batched else "examples, before batch"
+        raise TypeError(
+            f"Dataset.concatenate wants another dataset of {kind}, as this one is; got "
+            f"{second!r:.60}."
+        )
+    if first.batched:
+        return _chained(type(first), (first, second), "concatenate")
+    return _together(type(first), [first, second], "concatenate")
+
+
+def flat_mapped(dataset: Dataset, fn: Callable[..., Any]) -> Dataset:
+    """Return the elements of all datasets that `fn` makes of the elements of one."""
+    made = [_of(fn, element) for element in _stream(dataset, "flat_map")()]
+    if not made or not all(isinstance(each, Dataset) for each in made):
+        raise TypeError("Dataset.flat_map wants elements, and a function that returns datasets.")
+    if made[0].batched:
+        return _chained(type(dataset), made, "flat_map")
+    return _together(type(dataset), made, "flat_map")
+
+
+def chosen(dataset: Dataset, predicate: Callable[..., Any], what: str) -> Dataset:
+    """Return the elements for which `predicate` is true; ``take_while`` ends at another."""
+    choose: Any = itertools.takewhile if what == "take_while" else filter
+    stream = _stream(dataset, what)
+    if dataset.batched:
+        return type(dataset)(lambda: choose(lambda element: _of(predicate, element), stream()))
+    pairs = enumerate(stream())
+    kept = [i for i, _ in choose(lambda pair: _of(predicate, pair[1]), pairs)]
+    return type(dataset)(nest.map(lambda rows: rows[kept], rows_of(dataset, what)))
+
+
+def unbatched(dataset: Dataset) -> Dataset:
+    """Return the rows of all elements."""
+    if dataset.batched:
+        return _joined(type(dataset), [*_stream(dataset, "unbatch")()])
+    rows = rows_of(dataset, "unbatch")
+    return type(dataset)(nest.map(lambda array: array.reshape(-1, *array.shape[2:]), rows))
+
+
+def generated(kind: type[Dataset], generator: Any, args: Any, types: Any) -> Dataset:
+    """Return a dataset of what a generator gives, which has to end.
+
+    Args:
+      kind: The class of the result.
+      generator: The function that returns it.
+      args: What it is called with.
+      types: A tree of dtypes or of `TensorSpec`; None for the dtypes that come.
+
+    Raises:
+      TypeError: The function is none, or an element has another structure than `types`.
+      DataError: It does not end before 1 GiB; or its elements differ in shape, or are none.
+    """
+    if not callable(generator):
+        raise TypeError(
+            f"Dataset.from_generator wants a function that returns an iterable, got "
+            f"{generator!r:.60}."
+        )
+    found: list[Any] = []
+    nbytes = 0
+    for element in generator(*args):
+        found.append(_typed(element, types))
+        nbytes += sum(leaf.nbytes + 16 for leaf in nest.flatten(found[-1])[0])
+        if nbytes > _MOST:
+            raise DataError(
+                "Dataset.from_generator reads all elements once, and after 1 GiB the generator has "
+                "not ended. Give mpistrat.Dataset.from_batches a function that yields batches."
+            )
+    if not found:
+        raise DataError("Dataset.from_generator: the generator gives no elements.")
+    try:
+        return kind(nest.map(lambda *leaves: np.stack(leaves), *found))
+    except ValueError as error:
+        raise DataError(
+            f"Dataset.from_generator: the elements do not fit together: {error}. For rows of "
+            "different lengths, let mpistrat.Dataset.from_batches(function) yield batches."
+        ) from error
+
+
+def rows_of(dataset: Dataset, what: str) -> Any:
+    """Return all examples, joined along a new first axis."""
+    count = _counted(dataset, what).cardinality()
+    if count:
+        (found,) = Dataset.batch(dataset, count)
+        return found
+    spec = dataset.element_spec
+    if spec is None:
+        raise DataError(
+            f"Dataset.{what}: a dataset has no elements, so nobody knows of which kind."
+        )
+    return nest.map(lambda one: np.empty((0, *one.shape), one.dtype), spec)
+
+
+def _counted(dataset: Dataset, what: str) -> Dataset:
+    if dataset.cardinality() == Dataset.INFINITE:
+        raise DataError(f"Dataset.{what} reads all elements, so call repeat() after it.")
+    if dataset.seeds_needed:
+        raise RefusedError(
+            f"Dataset.{what} after shuffle() without a seed is refused, as each rank would have an "
+            "order of its own. Shuffle after it, or write shuffle(n, seed=7)."
+        )
+    return dataset
+
+
+def _stream(dataset: Dataset, what: str) -> Callable[[], Iterator[Any]]:
+    """Return what iterates over the elements, in the order of the first epoch."""
+    level = _counted(dataset, what)._level
+    return lambda: level.elements((), (0,))
+
+
+def _chained(kind: type[Dataset], datasets: Iterable[Dataset], what: str) -> Dataset:
+    streams = [_stream(each, what) for each in datasets]
+    return kind(lambda: itertools.chain.from_iterable(stream() for stream in streams))
+
+
+def _together(kind: type[Dataset], datasets: list[Dataset], what: str) -> Dataset:
+    some = [each for each in datasets if each.cardinality()]
+    return _joined(kind, [rows_of(each, what) for each in some or datasets[:1]])
+
+
+def _joined(kind: type[Dataset], trees: list[Any]) -> Dataset:
+    if not trees:
+        raise DataError("a dataset without elements has no rows of which to make another.")
+    try:
+        return kind(nest.map(_rows, *trees))
+    except ValueError as error:
+        raise TypeError(
+            f"datasets that are joined have elements of one kind, but {error}"
+        ) from None
+
+
+def _rows(*leaves: Any) -> Any:
+    kinds = {str(leaf.dtype) for leaf in leaves}
+    if len(kinds) > 1:
+        raise ValueError(f"their dtypes are {' and '.join(sorted(kinds))}")
+    return np.concatenate(leaves)
+
+
+def _of(fn: Callable[..., Any], element: Any) -> Any:
+    return fn(*element) if type(element) is tuple else fn(element)
+
+
+def _typed(element: Any, types: Any) -> Any:
+    """Return an element with arrays as leaves, of the dtypes of a tree or of a tree of specs."""
+    if types is not None and _keys(element) != _keys(types):
+        raise TypeError(
+            f"Dataset.from_generator: the generator gave {element!r:.80}, which has not the "
+            f"structure of {types!r:.80}."
+        )
+    if isinstance(element, tuple | dict):
+        parts = {key: _typed(element[key], types and types[key]) for key in _keys(element)}
+        return parts if isinstance(element, dict) else tuple(parts.values())
+    return constant(element, types.dtype if isinstance(types, TensorSpec) else types)
+
+
+def _keys(tree: Any) -> list[Any]:
+    if isinstance(tree, tuple) and not isinstance(tree, TensorSpec):
+        return [*range(len(tree))]
+    return sorted(tree) if isinstance(tree, dict) else []

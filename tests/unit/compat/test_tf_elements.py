@@ -1,0 +1,127 @@
+"""Datasets of tf.data that are made from the elements of others, beside lists of Python."""
+
+import numpy as np
+import pytest
+
+import mpistrat as ms
+import mpistrat.compat.tf as tf
+from mpistrat.testing import run_ranks
+
+Dataset = tf.data.Dataset
+TEN = list(range(10))
+
+
+def listed(dataset):
+    return [np.asarray(element).tolist() for element in dataset]
+
+
+def numbers(count=10):
+    return Dataset.range(count).map(lambda x: x + 0)
+
+
+class TestExamples:
+    @pytest.mark.parametrize(
+        ("made", "wanted"),
+        [
+            (lambda d: d.concatenate(numbers(3)), [*TEN, 0, 1, 2]),
+            (lambda d: d.filter(lambda x: x % 3 == 0), [0, 3, 6, 9]),
+            (lambda d: d.filter(lambda x: x > 99), []),
+            (lambda d: d.take_while(lambda x: x < 4), [0, 1, 2, 3]),
+            (lambda d: d.take(4).flat_map(lambda x: numbers(int(x))), [0, 0, 1, 0, 1, 2]),
+            (lambda d: d.batch(4).unbatch(), TEN),
+            (lambda d: d.apply(lambda data: data.skip(8)), [8, 9]),
+        ],
+    )
+    def test_they_are_those_of_a_list(self, made, wanted):
+        found = made(numbers())
+        assert found.cardinality() == len(wanted)
+        assert listed(found) == wanted
+        # What comes after takes them as any others, in the signatures of the other library.
+        again = found.shuffle(99, seed=1).repeat(2).batch(4, num_parallel_calls=2)
+        assert sorted(x for batch in listed(again) for x in batch) == sorted(wanted * 2)
+
+    def test_several_side_by_side(self):
+        pairs = Dataset.zip((numbers(), Dataset.from_tensor_slices(np.eye(4)).repeat()))
+        assert [(int(a), b.tolist()) for a, b in pairs.take(2)] == [
+            (0, [1, 0, 0, 0]),
+            (1, [0, 1, 0, 0]),
+        ]
+        trees = Dataset.zip({"a": numbers(3), "b": pairs})
+        assert [sorted(tree) for tree in trees] == [["a", "b"]] * 3
+        assert [(int(i), int(x)) for i, x in numbers(2).enumerate(5)] == [(5, 0), (6, 1)]
+        assert listed(pairs.filter(lambda a, b: b[3] == 1).map(lambda a, b: a)) == [3, 7]
+
+    def test_rows_of_rows(self):
+        rows = Dataset.from_tensor_slices(np.arange(6).reshape(3, 2))
+        assert listed(rows.unbatch()) == [0, 1, 2, 3, 4, 5]
+        assert numbers().skip(9).get_single_element() == 9
+        with pytest.raises(ValueError, match="several elements"):
+            numbers().get_single_element()
+
+    def test_a_generator(self):
+        def function(count):
+            return ((i, {"x": [i, 2.5]}) for i in range(count))
+
+        signature = tf.TensorSpec((), tf.int64), {"x": tf.TensorSpec((2,), tf.float64)}
+        data = Dataset.from_generator(function, output_signature=signature, args=(3,))
+        (i, tree), *_ = data.batch(2)
+        assert (i.dtype, tree["x"].dtype, data.cardinality()) == (np.int64, np.float64, 3)
+        np.testing.assert_array_equal(tree["x"], [[0, 2.5], [1, 2.5]])
+        assert listed(Dataset.from_generator(lambda: [1, 2], tf.float32)) == [1.0, 2.0]
+
+
+class TestBatches:
+    def test_they_are_read_in_each_epoch(self):
+        seen = []
+        data = numbers(6).batch(2).map(lambda x: seen.append(len(x)) or x)
+        kept = data.filter(lambda x: x[0] != 2)
+        pairs = Dataset.zip((data, data))
+        assert not seen
+        for _ in range(2):
+            assert listed(kept) == [[0, 1], [4, 5]]
+        assert len(seen) == 6
+        assert [a.tolist() == b.tolist() for a, b in pairs] == [True] * 3
+        assert listed(data.concatenate(data.take(1)).rebatch(4)) == [[0, 1, 2, 3], [4, 5, 0, 1]]
+        assert listed(data.take_while(lambda x: x[0] < 2)) == [[0, 1]]
+        assert listed(data.flat_map(lambda x: data.take(int(x[0] == 4)))) == [[0, 1]]
+
+
+def test_replicas_share_them():
+    def program(comm):
+        strategy = tf.distribute.MirroredStrategy()
+        data = numbers().filter(lambda x: x != 4).concatenate(numbers(2)).shuffle(99).batch(4)
+        found = []
+        for batch in strategy.experimental_distribute_dataset(data):
+            local = strategy.experimental_local_results(batch)
+            found += np.concatenate(local).tolist()
+        return sorted(found)
+
+    assert run_ranks(program, 3) == [[0, 0, 1, 1, 2, 3, 5, 6, 7, 8, 9]] * 3
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda d: d.shuffle(9).filter(bool), ms.RefusedError, "filter after shuffle"),
+        (lambda d: d.repeat().filter(bool), ms.DataError, r"repeat\(\) after it"),
+        (lambda d: d.concatenate(3), TypeError, "another dataset of examples"),
+        (lambda d: d.concatenate(d.batch(2)), TypeError, "another dataset of examples"),
+        (lambda d: d.concatenate(d.map(float)), TypeError, "dtypes are float64 and int64"),
+        (lambda d: d.batch(2).enumerate(), ms.DataError, "before batch"),
+        (lambda d: d.flat_map(lambda x: x), TypeError, "returns datasets"),
+        (lambda d: Dataset.zip(1, 2), TypeError, "from_tensor_slices"),
+        (lambda d: Dataset.from_generator([1], tf.int32), TypeError, "wants a function"),
+        (lambda d: Dataset.from_generator(list, tf.int32), ms.DataError, "no elements"),
+        (lambda d: Dataset.from_generator(lambda: [[1], [1, 2]]), ms.DataError, "fit together"),
+        (lambda d: Dataset.from_generator(lambda: [1], (tf.int32,)), TypeError, "structure"),
+    ],
+)
+def test_what_cannot_be_is_an_error_that_says_what_can(call, error, text):
+    with pytest.raises(error, match=text):
+        call(numbers())
+
+
+def test_a_generator_without_an_end_is_found(monkeypatch):
+    monkeypatch.setattr("mpistrat.compat.tf_elements._MOST", 1 << 16)
+    with pytest.raises(ms.DataError, match=r"has\s+not ended"):
+        Dataset.from_generator(lambda: iter(int, 1), tf.int64)
