@@ -189,7 +189,7 @@ class Dataset(dataset.Dataset, metaclass=_Sources):
 
     @_named
     def concatenate(self, dataset: Any) -> Any:
-        """Return the elements of this, then those of `dataset`, of the same structure and dtypes."""
+        """Return the elements of this, then those of `dataset`, of the same kind."""
         return _elements.concatenated(self, dataset)
 
     @_named
