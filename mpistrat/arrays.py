@@ -103,7 +103,7 @@ def is_scalar(value: Any) -> bool:
     return isinstance(value, np.generic | numbers.Number)
 
 
-def as_array(value: Any, path: str = "") -> Array:
+def as_array(value: Any, path: str = "", lists: bool = False) -> Array:
     """Return an aligned, native-endian NumPy view of `value`.
 
     Args:
@@ -111,6 +111,7 @@ def as_array(value: Any, path: str = "") -> Array:
         with ``__array__``, DLPack or the buffer protocol (memmap, pandas, CPU tensors of torch and
         JAX, variables of mpistrat).
       path: The name of the leaf, for errors.
+      lists: Take lists and tuples of numbers, too, as NumPy does.
 
     Returns:
       An `ndarray`; shares memory with `value` where that is possible. Not to be written to.
@@ -132,7 +133,7 @@ def as_array(value: Any, path: str = "") -> Array:
             f"{label(path)} is a masked array; its mask would be lost. Pass value.filled(...) and, "
             "for a mean, the number of valid elements as weight."
         )
-    array = _convert(value, path)
+    array = _convert(value, path, lists)
     # Types of other packages, such as float8, may call themselves floats; MPI does not know them.
     foreign = array.dtype.kind not in _TRAVELS or array.dtype.num >= _FOREIGN
     if foreign and not is_bfloat16(array.dtype):
@@ -170,14 +171,15 @@ def as_dtype(given: Any, what: str = "") -> np.dtype[Any]:
     return found
 
 
-def _convert(value: Any, path: str) -> Array:
+def _convert(value: Any, path: str, lists: bool) -> Array:
     if isinstance(value, np.ndarray):
         return value.view(np.ndarray) if type(value) is not np.ndarray else value
-    kind = kind_of(value)
+    listed = lists and isinstance(value, list | tuple)
+    kind = None if listed else kind_of(value)
     if kind is not None:
         return kind.as_array(value, path)
     try:
-        if is_scalar(value) or hasattr(value, "__array__"):
+        if listed or is_scalar(value) or hasattr(value, "__array__"):
             return np.asarray(value)
         if hasattr(value, "__dlpack__"):
             return np.from_dlpack(value)

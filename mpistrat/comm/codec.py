@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.arrays import is_masked
 from mpistrat.errors import LeafTypeError
 
 # A size below 255 takes one byte, so that many small values fit one frame.
@@ -54,12 +53,12 @@ def encode(value: Any, whole: bool) -> tuple[bytes, bytes]:
     if kind is bool:
         return b"b", b"\1" if value else b"\0"
     if kind is int:
-        return b"i", str(value).encode()
+        return b"i", b"%x" % value  # of decimal digits Python converts no more than 4300
     if kind is float:
         return b"f", struct.pack("<d", value)
     if kind is str and (whole or len(value) <= _TINY):
         return b"s", value.encode(errors="surrogatepass")
-    if isinstance(value, np.ndarray | np.generic) and not is_masked(value):
+    if kind in (np.ndarray, np.memmap) or isinstance(value, np.generic):
         data = _array(value, whole) if whole or value.nbytes <= _TINY else None
         if data is not None:
             return b"g" if isinstance(value, np.generic) else b"a", data
@@ -83,7 +82,7 @@ def decode(kind: bytes, data: bytes) -> Any:
     if kind == b"b":
         return data == b"\1"
     if kind == b"i":
-        return int(data)
+        return int(data, 16)
     if kind == b"f":
         return struct.unpack("<d", data)[0]
     if kind == b"s":

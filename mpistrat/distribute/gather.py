@@ -15,7 +15,14 @@ from mpistrat.distribute.replica_group import ReplicaGroup
 from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.distribute.values import PerReplica, born
 from mpistrat.distribute.views import Plain
+from mpistrat.distribute.writes import contents, prove_same
 from mpistrat.errors import AxisError
+
+_PLAIN = "what is no value per replica"
+_ADVICE = (
+    "Gather what strategy.run returned, or in replica code call all_gather; a plain value is that "
+    "of all replicas, and comes back as it is."
+)
 
 
 def gather_leaves(group: ReplicaGroup, value: Any, axis: int) -> Any:
@@ -25,19 +32,20 @@ def gather_leaves(group: ReplicaGroup, value: Any, axis: int) -> Any:
         group.regroup.check("gather", leaves)
         mine = [select(leaf) for leaf in leaves]
         _refuse_slices("gather", mine)
-    if group.view.plain is Plain.EACH:
+    each = group.view.plain is Plain.EACH
+    moves = [each or isinstance(leaf, PerReplica | DistributedVariable) for leaf in leaves]
+    if all(moves):
         return gather(group, "gather", nest.unflatten(structure, mine), axis, born(leaves))
-    which = [
-        i for i, leaf in enumerate(leaves) if isinstance(leaf, PerReplica | DistributedVariable)
-    ]
-    if len(which) == len(leaves):
-        return gather(group, "gather", nest.unflatten(structure, mine), axis, born(leaves))
-    if which:
-        # All others are plain, and stay where they are.
-        of = f" of {nest.describe(structure)} {which}{born(leaves)}"
-        moved = gather(group, "gather", [mine[i] for i in which], axis, of)
-        for i, result in zip(which, moved, strict=True):
-            mine[i] = result
+    if group.view.plain is Plain.REFUSED:  # it stays where it is: one value, and no rank's own
+        plain = [leaf for leaf, moved in zip(leaves, moves, strict=True) if not moved]
+        session = group.lockstep.session
+        prove_same(group.lockstep, "gather", {_PLAIN: contents(plain, session)}, _ADVICE)
+    which = [i for i, moved in enumerate(moves) if moved]
+    of = f" of {nest.describe(structure)} {which}{born(leaves)}"
+    for i, result in zip(
+        which, gather(group, "gather", [mine[i] for i in which], axis, of), strict=True
+    ):
+        mine[i] = result
     return nest.unflatten(structure, mine)
 
 
@@ -57,8 +65,6 @@ def gather(group: ReplicaGroup, name: str, value: Any, axis: int, of: str = "") 
         copies = [_copy(leaf) if isinstance(leaf, DistributedVariable) else leaf for leaf in leaves]
         arrays = [as_array(leaf, path) for leaf, path in zip(copies, paths, strict=True)]
         axes = [_axis(name, a, axis, path) for a, path in zip(arrays, paths, strict=True)]
-    if not leaves:
-        return value
     call = f"{name}(axis={axis}, {nest.describe(structure)}){of}"
     found = group.reducer.all_gather(call, axes, arrays, paths)
     return nest.unflatten(structure, list(map(finish, found, copies)))

@@ -87,7 +87,7 @@ def _array(name: str, value: Any) -> tuple[Array, bool]:
     """Return what is in `value` as an array, and whether it was a list."""
     value = plain(value)
     listed = isinstance(value, list | tuple)
-    return as_array(np.asarray(value) if listed else value, name), listed
+    return as_array(value, name, lists=True), listed
 
 
 def _fits(given: Array, wanted: np.dtype[Any], listed: bool) -> bool:

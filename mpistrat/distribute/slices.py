@@ -37,8 +37,8 @@ class IndexedSlices:
 
     def __init__(self, values: Any, indices: Any, dense_shape: Sequence[int] | None = None):
         """Hold the rows, not a copy of them."""
-        self._values = _array(values, "values")
-        self._indices = _array(indices, "indices")
+        self._values = as_array(values, "values", lists=True)
+        self._indices = as_array(indices, "indices", lists=True)
         if self._indices.size == 0 and isinstance(indices, list | tuple):
             self._indices = self._indices.astype(np.int64)
         if self._indices.dtype.kind not in "iu":
@@ -117,7 +117,3 @@ def arrays_of(value: Any) -> list[Array]:
     if isinstance(value, IndexedSlices):
         return [value.values, value.indices, np.array(value.dense_shape or (), np.int64)]
     return [as_array(value)]
-
-
-def _array(value: Any, path: str) -> Array:
-    return as_array(np.asarray(value) if isinstance(value, list | tuple) else value, path)

@@ -8,15 +8,14 @@ from typing import Any
 import numpy as np
 
 from mpistrat import nest
-from mpistrat.arrays import digest, is_scalar, sealed
-from mpistrat.comm.session import Session
+from mpistrat.arrays import sealed
 from mpistrat.distribute import writes
 from mpistrat.distribute.kinds import DistributedVariable
 from mpistrat.distribute.mode import Mode, entered
 from mpistrat.distribute.regroup import select
 from mpistrat.distribute.replica_group import StrategyBase
-from mpistrat.distribute.slices import IndexedSlices, arrays_of
 from mpistrat.distribute.values import Mirrored, PerReplica
+from mpistrat.distribute.writes import is_data
 from mpistrat.errors import StrategyError
 
 _ADVICE = (
@@ -39,7 +38,7 @@ def mirrored(strategy: StrategyBase, tree: Any) -> Any:
     if not strategy.replicas.view.mirrors:
         return tree
     size = strategy.replicas.lockstep.comm.size
-    return nest.map(lambda leaf: Mirrored(_seen(leaf), size) if _is_data(leaf) else leaf, tree)
+    return nest.map(lambda leaf: Mirrored(_seen(leaf), size) if is_data(leaf) else leaf, tree)
 
 
 def _seen(leaf: Any) -> Any:
@@ -71,8 +70,8 @@ def update(
             contents = {} if var.large else {_WRITTEN: var.component()}
             # What an all-reduce gave to replica code is alike too, though `merge_call` brings it as
             # a value per replica; optimizers written for tf.distribute hand gradients on like that.
-            contents[_GIVEN] = _contents(_local(given), lockstep.session)
-            contents[_RETURNED] = _contents(result, lockstep.session)
+            contents[_GIVEN] = writes.contents(_local(given), lockstep.session)
+            contents[_RETURNED] = writes.contents(result, lockstep.session)
     except BaseException as error:  # a way out of the program is one that all ranks have to know
         failure = error
     try:
@@ -93,13 +92,13 @@ def update_non_slot(
     contents: dict[str, Any] = {}
     try:
         # Of what is given, the values per replica differ; everything else must be the same.
-        contents = {_GIVEN: _contents(given, lockstep.session)}
+        contents = {_GIVEN: writes.contents(given, lockstep.session)}
         mine, named = select(given)
         with entered(Mode(strategy)):
             result = fn(*mine, **named)
         call += f" of {nest.describe(nest.flatten((given, result))[1])}"
         if not each:
-            contents[_RETURNED] = _contents(result, lockstep.session)
+            contents[_RETURNED] = writes.contents(result, lockstep.session)
     except BaseException as error:
         failure = error
     writes.prove_same(lockstep, call, contents, _ADVICE, failure)
@@ -121,21 +120,3 @@ def _local(tree: Any) -> Any:
 def _ungrouped(strategy: StrategyBase, result: Any) -> Any:
     seen = strategy.replicas.lockstep.comm.size if strategy.replicas.view.mirrors else 1
     return nest.map(lambda leaf: (leaf,) * seen, result)
-
-
-def _is_data(leaf: Any) -> bool:
-    return isinstance(leaf, np.ndarray | IndexedSlices) or is_scalar(leaf)
-
-
-def _contents(tree: Any, session: Session) -> bytes:
-    """Return digests of what has to be alike on all ranks in a tree."""
-    digests = []
-    for leaf in nest.flatten(tree)[0]:
-        if isinstance(leaf, Mirrored):
-            proof = leaf.proved_by(session)
-            leaf = proof or leaf.local
-            if proof:
-                digests.append(proof.encode().ljust(16))
-        if _is_data(leaf):
-            digests.append(digest(arrays_of(leaf)))
-    return b"".join(digests)

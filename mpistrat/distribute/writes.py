@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import xxhash
 
-from mpistrat.arrays import Array, digest
+from mpistrat import nest
+from mpistrat.arrays import Array, digest, is_scalar
 from mpistrat.comm.callsite import ranks_text
+from mpistrat.comm.session import Session
 from mpistrat.distribute.kinds import VariableAggregation
+from mpistrat.distribute.slices import IndexedSlices, arrays_of
+from mpistrat.distribute.values import Mirrored
 from mpistrat.errors import LockstepError
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.lockstep.lockstep import Lockstep
@@ -61,6 +66,28 @@ def prove_same(
         )
 
     lockstep.prove(call, mine, failure, validate=validate)
+
+
+def is_data(leaf: Any) -> bool:
+    """Tell whether a leaf is an array, slices or a number, whose contents can be compared."""
+    return isinstance(leaf, np.ndarray | IndexedSlices) or is_scalar(leaf)
+
+
+def contents(tree: Any, session: Session) -> bytes:
+    """Return digests of the data in a tree that has to be alike on all ranks.
+
+    Of a `Mirrored` that this session has proved it is the number of its proof.
+    """
+    digests = []
+    for leaf in nest.flatten(tree)[0]:
+        if isinstance(leaf, Mirrored):
+            proof = leaf.proved_by(session)
+            leaf = proof or leaf.local
+            if proof:
+                digests.append(proof.encode().ljust(16))
+        if is_data(leaf):
+            digests.append(digest(arrays_of(leaf)))
+    return b"".join(digests)
 
 
 def _row(part: Array | bytes) -> bytes:

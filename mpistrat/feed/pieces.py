@@ -71,6 +71,8 @@ def repeated(first: Order, make: Callable[[int], Order], length: int) -> Order:
       make: Returns the order of repetition 1, 2 and so on, of the same length.
       length: The length of all together, or `INFINITE`.
     """
+    if first.length == INFINITE:  # nothing comes after it
+        return first._replace(length=length)
     each, made = first.length, {0: first}  # which alone keeps it
 
     def repetition(index: int) -> Order:

@@ -187,22 +187,19 @@ class Metric(abc.ABC):
             sums[...] = sums + value if sums.ndim else float(sums) + float(value)
 
     def _arrays(self, given: tuple[Any, ...]) -> Sequence[Array | None]:
-        for value in given:
-            if value is not None and not (type(value) is np.ndarray and value.dtype is _DOUBLE):
+        for value in given if given[-1] is not None else given[:-1]:
+            if not (type(value) is np.ndarray and value.dtype is _DOUBLE):
                 return [*map(self._array, given, self._given)]
         return given  # as losses most often are
 
     def _array(self, value: Any, name: str) -> Array | None:
-        if value is None:
+        if value is None and name == self._given[-1]:
             return None
-        if type(value) is not np.ndarray:
-            if isinstance(value, DistributedValues | Reading):
-                regroup = self._strategy.replicas.regroup
-                regroup.check(f"{self._label}.update_state", [value])
-                value = plain(value)
-            if isinstance(value, list | tuple):
-                value = np.asarray(value)
-        return as_array(value, name)
+        if type(value) is not np.ndarray and isinstance(value, DistributedValues | Reading):
+            regroup = self._strategy.replicas.regroup
+            regroup.check(f"{self._label}.update_state", [value])
+            value = plain(value)
+        return as_array(value, name, lists=True)
 
     def _weights(self, given: Array, shape: tuple[int, ...]) -> Array:
         """Return the weight of every element: given for all, or for some of the first axes."""

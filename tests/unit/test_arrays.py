@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from every import every
 
+import mpistrat as ms
 from mpistrat.arrays import as_array, finish, quiet, spec_text
 from mpistrat.errors import LeafTypeError
 
@@ -169,6 +170,18 @@ def test_what_is_no_array_and_no_number_is_said_to_be_none():
         as_array(gone)
     assert as_array(array.array("d", [1, 2])).tolist() == [1, 2]
     assert as_array(bytearray(b"\x01\x02")).tolist() == [1, 2]
+
+
+def test_lists_are_arrays_where_they_are_wanted():
+    assert as_array([[1, 2], (3, 4)], lists=True).tolist() == [[1, 2], [3, 4]]
+    ragged = [[1], [1, 2]]
+    for make in (ms.Variable, lambda one: ms.Variable([0.0, 0.0]).assign(one)):
+        with pytest.raises(LeafTypeError, match=r"'Variable:0' \(list\) cannot .*inhomogen"):
+            make(ragged)
+    with pytest.raises(LeafTypeError, match="leaf 'indices'"):
+        ms.IndexedSlices([1.0, 2.0], ragged)
+    with pytest.raises(LeafTypeError, match="leaf 'sample_weight'"):
+        ms.metrics.Mean().update_state([1.0, 2.0], ragged)
 
 
 def test_a_lone_value_is_called_the_value():

@@ -78,6 +78,18 @@ def test_python_values(value):
         assert math.copysign(1, again) == math.copysign(1, value)
 
 
+def test_integers_have_any_number_of_digits():
+    for value in (10**5000, -(16**4000)):
+        assert decode(*encode(value, True)) == value
+
+
+def test_a_class_of_arrays_is_the_same_on_all_ranks():
+    # `*` of matrices is another operation: what a rank has and what it is sent must not differ.
+    matrix = decode(*encode(np.array([[1, 2]]).view(np.matrix), True))
+    assert (type(matrix), matrix.tolist()) == (np.matrix, [[1, 2]])
+    assert encode(np.ones((1, 1)).view(np.matrix), False) == (b"o", b"")
+
+
 def test_nan_and_any_object():
     assert math.isnan(decode(*encode(math.nan, True)))
     assert decode(*encode({"a": {1, 2}}, True)) == {"a": {1, 2}}

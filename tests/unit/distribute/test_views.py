@@ -102,14 +102,36 @@ def test_reduce_of_mirrored_values():
 
 def test_gather_of_a_plain_value():
     def rank(comm):
-        mine = np.array([comm.rank])
+        every = ms.MirroredStrategy()
+        mine, same = np.array([comm.rank]), np.array([7])
+        # In tf.distribute a plain value is one, that of all replicas; here each rank has its own.
+        with pytest.raises(ms.LockstepError, match=r"gather: what is no value per replica differs"):
+            every.gather(mine, 0)
+        mixed = every.gather((every.run(lambda: mine), same, "text"), 0)
+        reduced = every.extended.reduce_to("SUM", every.run(lambda: mine), "cpu")
         return (
-            ms.MirroredStrategy().gather(mine, 0).tolist(),
+            every.gather(same, 0).tolist(),
+            [np.asarray(one).tolist() for one in mixed],
+            every.gather(reduced, 0).tolist(),
             ms.MultiWorkerMirroredStrategy().gather(mine, 0).tolist(),
             ms.OneDeviceStrategy("cpu").gather(mine, 0).tolist(),
         )
 
-    assert run_ranks(rank, 2) == [([0], [0, 1], [0]), ([1], [0, 1], [1])]
+    both = [7], [[0, 1], [7], "text"], [1], [0, 1]
+    assert run_ranks(rank, 2) == [(*both, [0]), (*both, [1])]
+
+
+@pytest.mark.parametrize("strategy", [ms.MirroredStrategy, ms.MultiWorkerMirroredStrategy])
+def test_a_gather_of_nothing_is_a_call_as_well(strategy):
+    def rank(comm):
+        every = strategy()
+        for call in (every.gather, lambda *given: every.run(lambda: ctx().all_gather(*given))):
+            with pytest.raises(TypeError):
+                call([], 0 if comm.rank else "0")
+        assert every.gather({}, 0) == {}
+        return every.run(lambda: ctx().all_gather([], 0))
+
+    assert run_ranks(rank, 2) == [[], []]
 
 
 def test_broadcast_to():

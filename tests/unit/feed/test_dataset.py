@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from mpistrat.errors import DataError
+from mpistrat.feed import pieces
 from mpistrat.feed.dataset import Dataset
-from mpistrat.feed.sources import Spec
+from mpistrat.feed.sources import INFINITE, Spec
 
 Pair = collections.namedtuple("Pair", "x y")
 
@@ -107,6 +108,19 @@ class TestOrderOfSteps:
     def test_a_batch_spans_several_short_epochs(self):
         assert lists(Dataset.range(2).repeat(4).batch(7)) == [[0, 1, 0, 1, 0, 1, 0], [1]]
         assert lists(Dataset.range(2).take(1).repeat(2).repeat(2).batch(9)) == [[0, 0, 0, 0]]
+
+    def test_nothing_comes_after_what_has_no_end(self):
+        def span(lo, hi):
+            assert 0 <= lo <= hi  # or it would go backwards for ever
+            return np.arange(lo, hi) % 3
+
+        for length in (INFINITE, 0):
+            order = pieces.repeated(pieces.Order(INFINITE, span), None, length)
+            assert (order.length, order.span(2, 5).tolist()) == (length, [2, 0, 1])
+        endless = Dataset.range(3).repeat()
+        assert lists(endless.repeat(2).take(5)) == [0, 1, 2, 0, 1]
+        assert lists(endless.repeat().shard(2, 1).batch(2).take(2)) == [[1, 0], [2, 1]]
+        assert lists(endless.repeat(0)) == []
 
     def test_batch_of_batches_stacks(self):
         assert lists(Dataset.range(8).batch(2).batch(3)) == [[[0, 1], [2, 3], [4, 5]], [[6, 7]]]
