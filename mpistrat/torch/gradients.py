@@ -181,7 +181,7 @@ class Gradients:
         return out
 
     def _prepare(self, args: Any, kwargs: Any) -> float | None:
-        """Return how many rows the arguments are; None in ``torch.func.functional_call``."""
+        """Return how many rows the arguments are; None inside of torch.func and torch.export."""
         return float(self._rows(*args, **kwargs)) if self._parameters.checked() else None
 
     def _watch(self, out: Any, rows: float) -> None:

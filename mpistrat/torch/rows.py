@@ -51,14 +51,15 @@ def without_weight(calls: list[float]) -> ContextError | None:
             "gradients came by a backward pass through no output of the model, so it is not known "
             "of how many rows they are the mean. Call the model itself, not a part of it "
             "(model.encoder(x)) or model.forward; add penalties of weights to the loss of the "
-            "batch."
+            "batch. A transform of torch.func (vmap, grad, jacrev) belongs into the forward of a "
+            "module that calls the model: replicate that module."
         )
     if len(set(calls)) > 1:
         each = ", ".join(f"{rows:g}" for rows in calls)
         return ContextError(
             f"this loss comes from calls of the model with {each} rows: they have one weight, so "
-            "their numbers of rows have to be equal. Make it one call, or call backward() for the "
-            "loss of each."
+            "their numbers of rows have to be equal. Make it one call, call backward() for the "
+            "loss of each, or say what a call counts for: replicate(model, rows=lambda x: 1)."
         )
     return None
 

@@ -523,6 +523,23 @@ def by_hand(model, x):
     return size_of(model, x)
 
 
+def doubled(model, x):
+    """A model with other weights than its own, which are made of them."""
+    weights = {name: 2 * p for name, p in model.named_parameters()}
+    return torch.func.functional_call(model, weights, (x,)).square().mean()
+
+
+class Slopes(nn.Module):
+    """A transform of torch.func in the forward of a module."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = bent()
+
+    def forward(self, x):
+        return torch.func.vmap(torch.func.jacrev(self.net))(x)
+
+
 def bent():
     return nn.Sequential(nn.Linear(WIDTH, 3), nn.Tanh(), nn.Linear(3, 2))
 
@@ -535,10 +552,12 @@ def bent():
         (lambda: nn.Linear(WIDTH, 2).requires_grad_(False), beside, {}),
         (bent, slopes, {}),
         (bent, by_hand, {}),
+        (bent, doubled, {}),
+        (Slopes, size_of, {}),
         (bent, size_of, {"inputs": lambda model: [model[0].weight]}),
         (Tied, size_of, {"inputs": lambda model: list(model.last.parameters())}),
     ],
-    ids=["complex", "input", "frozen", "slopes", "by hand", "inputs", "inputs, tied"],
+    ids=["complex", "input", "frozen", "slopes", "by hand", "doubled", "func", "inputs", "tied"],
 )
 def test_losses_of_a_rank_without_rows_have_the_passes_of_the_others(make, loss, given):
     torch.manual_seed(0)
@@ -753,6 +772,12 @@ def test_a_loss_whose_rows_are_not_known_is_an_error_on_all_ranks(fused):
                 optimizer.zero_grad()
 
         refused("no output of the model", model[0](rows(2, 1)).mean())
+        # One row at a time, as the model sees it: how many there are, it does not.
+        refused(
+            "into the forward of a module", torch.func.vmap(model)(rows(3 - comm.rank, 1)).sum()
+        )
+        slopes = torch.func.vmap(torch.func.jacrev(model))(rows(2, 1))
+        refused("into the forward of a module", slopes.sum())
         # On rank 1 only, as one batch there is smaller.
         counts = [(2, 2), (2, 1)][comm.rank]
         refused(r"with 2, 1 rows|with 1, 2 rows", sum(model(rows(n, 1)).mean() for n in counts))
