@@ -25,7 +25,7 @@ from mpistrat.distribute.reduce import in_replica
 from mpistrat.distribute.state import check_same
 from mpistrat.errors import ContextError, LeafTypeError
 from mpistrat.torch.parameters import GradientRoom, refuse_modules
-from mpistrat.torch.rows import nothing, tensors_in, without_weight
+from mpistrat.torch.rows import nothing, watch, without_weight
 from mpistrat.torch.stepping import watch_parameters
 from mpistrat.torch.tensors import as_array
 
@@ -181,31 +181,24 @@ class Gradients:
         return out
 
     def _prepare(self, args: Any, kwargs: Any) -> float | None:
-        """Return how many rows the arguments are; None in ``torch.func.functional_call``."""
+        """Return how many rows the arguments are; None inside of torch.func and torch.export."""
         return float(self._rows(*args, **kwargs)) if self._parameters.checked() else None
 
     def _watch(self, out: Any, rows: float) -> None:
         """Count the rows of an output in each backward pass that comes through it."""
         self._last, counted = rows, 0
 
-        def came(_: Any) -> None:
+        def came() -> None:
             nonlocal counted
             self._begin()
             if counted != self._pass:
                 counted = self._pass
                 self._calls.append(rows)
 
-        watched = [one for one in tensors_in(out) if one.grad_fn is not None]
-        self._blind = not watched  # by what a backward pass comes through it is not known
-        for one in watched:
-            one.register_hook(came)
+        self._blind = not watch(out, came)  # by what a backward pass comes is not known
 
     def _nothing(self, args: Any, kwargs: Any) -> Any:
-        return nothing(self._model, args, kwargs, self._came_for_none)
-
-    def _came_for_none(self, _: Any) -> None:
-        """Note that this is a pass in which parameters get gradients on ranks with rows."""
-        self._seen = bool(self.params)
+        return nothing(self._model, args, kwargs)
 
     # Backward passes
 
@@ -242,12 +235,18 @@ class Gradients:
         What the program had kept before the first of them is put aside: it does not count by rows.
         """
         p = self.params[i]
+        if self._rowless():
+            return gradient
         if i in self._waiting:
             self._waiting.remove(i)
             self._kept[i], p.grad = p.grad.clone(), None
         now = sum(self._calls) or self._last
         same = now == self._base or not self._base
         return gradient if same else gradient * (now / self._base)
+
+    def _rowless(self) -> bool:
+        """Tell whether the pass has come through calls of the model with no rows."""
+        return bool(self._calls) and not any(self._calls)
 
     def _unhook(self) -> None:
         for hook in self._scaling:
@@ -260,6 +259,9 @@ class Gradients:
         self._seen = True
         gradient, view = p.grad, self.views[i]
         if gradient is view or gradient is None:  # None: frozen since the forward pass
+            return
+        if self._rowless() and not gradient.any():  # zeros of `nothing`
+            p.grad = None  # perhaps no rank has used it
             return
         if gradient.layout is not torch.strided:
             raise LeafTypeError(
@@ -359,10 +361,8 @@ class Gradients:
 
     def _compare(self) -> None:
         """Compare one parameter of all ranks now and then, another one each time. Collective."""
-        every, self._reductions = (
-            self.strategy.replicas.lockstep.options.check_every,
-            self._reductions + 1,
-        )
+        self._reductions += 1
+        every = self.strategy.replicas.lockstep.options.check_every
         if self.params and every and self._reductions % every == 0:
             i = self._reductions // every % len(self.params)
             check_same(self.strategy.replicas, {self.names[i]: self.params[i].detach()})

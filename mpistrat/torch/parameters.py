@@ -116,16 +116,16 @@ class GradientRoom:
         return name
 
     def checked(self) -> bool:
-        """Return False where tensors stand for parameters: torch.func and torch.export do that.
+        """Return False where rows do not show: in transforms of torch.func, and in torch.export.
 
         Raises:
           ContextError: The model has other parameters by now.
         """
         name, now = self._changed()
-        if not name:
-            return True
-        if isinstance(now, FakeTensor) or type(now) is torch.Tensor:
+        if isinstance(now, FakeTensor) or torch._C._functorch.peek_interpreter_stack() is not None:
             return False
+        if not name or type(now) is torch.Tensor:  # in torch.func.functional_call
+            return True
         which = self.differs()
         if which:
             raise ContextError(

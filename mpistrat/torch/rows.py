@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -12,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mpistrat import nest
 from mpistrat.errors import ContextError
 
-__all__ = ["first_rows", "nothing", "tensors_in", "without_weight"]
+__all__ = ["first_rows", "nothing", "tensors_in", "watch", "without_weight"]
 
 
 def tensors_in(value: Any) -> Iterator[Any]:
@@ -52,27 +51,54 @@ def without_weight(calls: list[float]) -> ContextError | None:
             "gradients came by a backward pass through no output of the model, so it is not known "
             "of how many rows they are the mean. Call the model itself, not a part of it "
             "(model.encoder(x)) or model.forward; add penalties of weights to the loss of the "
-            "batch."
+            "batch. A transform of torch.func (vmap, grad, jacrev) belongs into the forward of a "
+            "module that calls the model: replicate that module."
         )
     if len(set(calls)) > 1:
         each = ", ".join(f"{rows:g}" for rows in calls)
         return ContextError(
             f"this loss comes from calls of the model with {each} rows: they have one weight, so "
-            "their numbers of rows have to be equal. Make it one call, or call backward() for the "
-            "loss of each."
+            "their numbers of rows have to be equal. Make it one call, call backward() for the "
+            "loss of each, or say what a call counts for: replicate(model, rows=lambda x: 1)."
         )
     return None
 
 
-def nothing(model: Any, args: Any, kwargs: Any, came: Callable[[Any], None]) -> Any:
+def watch(out: Any, came: Callable[[], None]) -> bool:
+    """Call a function in each backward pass that comes through an output, or its gradients.
+
+    Args:
+      out: What a model returns.
+      came: The function.
+
+    Returns:
+      Whether there is a tensor in it that a pass may come through.
+    """
+
+    def hook(gradient: Any) -> Any:
+        came()
+        if not torch.is_grad_enabled():
+            return None
+        # create_graph: a pass through what is made of this gradient comes here again.
+        again = gradient + torch.zeros((), dtype=gradient.dtype, requires_grad=True)
+        again.register_hook(hook)
+        return again
+
+    watched = [one for one in tensors_in(out) if one.grad_fn is not None]
+    for one in watched:
+        one.register_hook(hook)
+    return bool(watched)
+
+
+def nothing(model: Any, args: Any, kwargs: Any) -> Any:
     """Return what a model would give for no rows, without running it.
+
+    Backward passes go through it to the parameters, and bring them zeros.
 
     Args:
       model: The model.
       args: What it is called with.
       kwargs: What it is called with by name.
-      came: Is called in each backward pass that would give parameters gradients: not in
-        ``torch.autograd.grad``.
 
     Raises:
       ContextError: That cannot be told.
@@ -97,18 +123,33 @@ def nothing(model: Any, args: Any, kwargs: Any, came: Callable[[Any], None]) -> 
             "the model, the loss and its backward pass where a rank has no rows, or leave out a "
             "last batch of few: mpistrat.torch.batches(..., drop_last=True)."
         ) from error
-    anchor = torch.zeros((), requires_grad=True)
-    anchor.register_post_accumulate_grad_hook(came)
-    for x in tensors_in([*args, *kwargs.values()]):
-        if x.requires_grad:  # perhaps of another replicated model, whose pass the ranks are in too
-            anchor = anchor + x.sum().real.to(anchor.dtype)
-    return nest.map(functools.partial(_empty, anchor), out)
+    # Inputs may be of another replicated model, whose pass the ranks are in too.
+    given = [*model.parameters(), *tensors_in([*args, *kwargs.values()])]
+    sources = [one for one in given if one.requires_grad]
+
+    def empty(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if not (leaf.is_floating_point() or leaf.is_complex()):
+            return torch.zeros(leaf.shape, dtype=leaf.dtype)
+        return _Constant.apply(torch.full(leaf.shape, float("nan"), dtype=leaf.dtype), *sources)
+
+    return nest.map(empty, out)
 
 
-def _empty(anchor: Any, leaf: Any) -> Any:
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    if not (leaf.is_floating_point() or leaf.is_complex()):
-        return torch.zeros(leaf.shape, dtype=leaf.dtype)
-    nothing = torch.full(leaf.shape, float("nan"), dtype=leaf.dtype)
-    return nothing + anchor.to(leaf.dtype)
+@final
+class _Constant(torch.autograd.Function):
+    """A value that does not depend on other tensors, which gradients pass to all the same."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Any, *sources: Any) -> Any:
+        """Return the value."""
+        ctx.sources = sources
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        """Return zeros, of which there are gradients again."""
+        sources = (gradient, *ctx.sources)
+        zeros = (_Constant.apply(torch.zeros_like(one), *sources) for one in ctx.sources)
+        return None, *zeros

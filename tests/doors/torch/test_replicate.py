@@ -505,16 +505,61 @@ def beside(model, x):
     return model(x.clone().requires_grad_()).square().mean()
 
 
+def slopes(model, x):
+    """As of a differential equation: of slopes and their slopes alone."""
+    x = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    (bend,) = torch.autograd.grad(slope.sum(), x, create_graph=True)
+    return (slope + bend).square().mean()
+
+
+def by_hand(model, x):
+    """A pass of gradients that the program asks for, and has no use for, then one of its own."""
+    out = size_of(model, x)
+    for p, grad in zip(
+        model.parameters(), torch.autograd.grad(out, model.parameters()), strict=True
+    ):
+        assert grad.shape == p.shape and p.grad is None
+    return size_of(model, x)
+
+
+def doubled(model, x):
+    """A model with other weights than its own, which are made of them."""
+    weights = {name: 2 * p for name, p in model.named_parameters()}
+    return torch.func.functional_call(model, weights, (x,)).square().mean()
+
+
+class Slopes(nn.Module):
+    """A transform of torch.func in the forward of a module."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = bent()
+
+    def forward(self, x):
+        return torch.func.vmap(torch.func.jacrev(self.net))(x)
+
+
+def bent():
+    return nn.Sequential(nn.Linear(WIDTH, 3), nn.Tanh(), nn.Linear(3, 2))
+
+
 @pytest.mark.parametrize(
-    ("make", "loss"),
+    ("make", "loss", "given"),
     [
-        (Waves, size_of),
-        (lambda: nn.Linear(WIDTH, 2), penalty),
-        (lambda: nn.Linear(WIDTH, 2).requires_grad_(False), beside),
+        (Waves, size_of, {}),
+        (lambda: nn.Linear(WIDTH, 2), penalty, {}),
+        (lambda: nn.Linear(WIDTH, 2).requires_grad_(False), beside, {}),
+        (bent, slopes, {}),
+        (bent, by_hand, {}),
+        (bent, doubled, {}),
+        (Slopes, size_of, {}),
+        (bent, size_of, {"inputs": lambda model: [model[0].weight]}),
+        (Tied, size_of, {"inputs": lambda model: list(model.last.parameters())}),
     ],
-    ids=["complex", "gradient of an input", "frozen"],
+    ids=["complex", "input", "frozen", "slopes", "by hand", "doubled", "func", "inputs", "tied"],
 )
-def test_losses_of_a_rank_without_rows_have_the_passes_of_the_others(make, loss):
+def test_losses_of_a_rank_without_rows_have_the_passes_of_the_others(make, loss, given):
     torch.manual_seed(0)
     batches = [torch.randn(rows, WIDTH) for rows in (4, 1, 2)]
     first = make()
@@ -522,7 +567,7 @@ def test_losses_of_a_rank_without_rows_have_the_passes_of_the_others(make, loss)
     wanted = []
     for x in batches:
         alone.zero_grad()
-        loss(alone, x).backward()
+        loss(alone, x).backward(**{key: of(alone) for key, of in given.items()})
         wanted.append([p.grad for p in alone.parameters()])
 
     def program(comm):
@@ -530,7 +575,8 @@ def test_losses_of_a_rank_without_rows_have_the_passes_of_the_others(make, loss)
         model = mt.replicate(copy.deepcopy(first), strategy)
         for x, grads in zip(batches, wanted, strict=True):
             model.zero_grad()
-            loss(model, shards(x, comm.rank, comm.size)).backward()
+            mine = loss(model, shards(x, comm.rank, comm.size))
+            mine.backward(**{key: of(model) for key, of in given.items()})
             for p, grad in zip(model.parameters(), grads, strict=True):
                 assert (p.grad is None) == (grad is None)
                 assert grad is None or torch.allclose(p.grad, grad, rtol=1e-4, atol=1e-5)
@@ -726,6 +772,12 @@ def test_a_loss_whose_rows_are_not_known_is_an_error_on_all_ranks(fused):
                 optimizer.zero_grad()
 
         refused("no output of the model", model[0](rows(2, 1)).mean())
+        # One row at a time, as the model sees it: how many there are, it does not.
+        refused(
+            "into the forward of a module", torch.func.vmap(model)(rows(3 - comm.rank, 1)).sum()
+        )
+        slopes = torch.func.vmap(torch.func.jacrev(model))(rows(2, 1))
+        refused("into the forward of a module", slopes.sum())
         # On rank 1 only, as one batch there is smaller.
         counts = [(2, 2), (2, 1)][comm.rank]
         refused(r"with 2, 1 rows|with 1, 2 rows", sum(model(rows(n, 1)).mean() for n in counts))
