@@ -53,11 +53,11 @@ def python_program(
     return [*words, *(["-m"] if module else []), *program]
 
 
-def refuse_inside(env: Mapping[str, str] | None = None) -> None:
+def refuse_inside(env: Mapping[str, str]) -> None:
     """Raise a `LaunchError` if this process already is a rank of a job.
 
     Args:
-      env: The environment, or None for that of this process.
+      env: The environment.
     """
     launcher = launched_by(env)
     if launcher is not None:
@@ -131,7 +131,7 @@ def run(
         allocation, a file cannot be used, or this process already is a rank.
       OSError: A directory cannot be made.
     """
-    refuse_inside()
+    refuse_inside(environment({}))
     options: list[str] = []
     if not module:
         options, program, module = _without_python(program)
