@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from mpistrat.cluster.allocation import Allocation, allocation, from_file
+from mpistrat.comm.callsite import grouped
 from mpistrat.environment import environment, launched_by, marks
 from mpistrat.errors import LaunchError
 from mpistrat.launch.flavours import version
@@ -302,9 +303,7 @@ def _say_who(ended: Sequence[Ended], roster: Roster) -> None:
 
     All that ended in one way stand in one line, of however many ranks.
     """
-    ways: dict[tuple[int, int, bool], list[Ended]] = {}
-    for one in ended:
-        ways.setdefault((one.number, one.code, one.sure), []).append(one)
+    ways = grouped([(one.number, one.code, one.sure) for one in ended], ended)
     # Seen at once: the first of them, and those that the launcher ended for its sake.
     several = "; a launcher ends all others once one has ended" if len(ended) > 1 else ""
     for (number, code, sure), ones in ways.items():

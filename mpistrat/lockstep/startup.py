@@ -17,7 +17,7 @@ from mpistrat import options
 from mpistrat.board.board import Board
 from mpistrat.board.observer import Limits
 from mpistrat.comm.base import Comm
-from mpistrat.comm.callsite import ranks_text
+from mpistrat.comm.callsite import grouped, ranks_text
 from mpistrat.comm.mpi import MPIComm, world_size
 from mpistrat.environment import (
     MASK_BYTES,
@@ -77,9 +77,7 @@ def preflight(lockstep: Lockstep) -> None:
 def _refuse(lockstep: Lockstep, rows: list[dict[str, str]]) -> NoReturn:
     lines = ["the ranks of this job do not run the same thing:"]
     for name in rows[0]:
-        groups: dict[str, list[int]] = {}
-        for rank, row in enumerate(rows):
-            groups.setdefault(row.get(name, "unknown"), []).append(rank)
+        groups = grouped([row.get(name, "unknown") for row in rows], range(len(rows)))
         if len(groups) > 1:
             told = "; ".join(f"{value} on {ranks_text(ranks)}" for value, ranks in groups.items())
             lines.append(f"  {name}: {told}")
