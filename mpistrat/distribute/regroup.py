@@ -154,7 +154,7 @@ class Regroup:
         leaves, structure = nest.flatten(tree)
         return nest.unflatten(nest.alike(structure), [select(leaf) for leaf in leaves])
 
-    def inputs(self, call: str, tree: Any, failure: BaseException | None = None) -> Any:
+    def inputs(self, call: str, tree: Any) -> Any:
         """Return `tree`, made by every replica for itself, with every leaf wrapped as inputs are.
 
         Collective: one proof; small values ride in it.
@@ -162,8 +162,8 @@ class Regroup:
         Raises:
           LockstepError: The structures differ.
         """
-        if failure is not None or not self.view.wraps:
-            self.lockstep.prove(call, failure=failure)
+        if not self.view.wraps:
+            self.lockstep.prove(call)
             return self.wrap_input(tree)
         structure, leaves, rows = self._shared(call, tree, wraps=True)
         assert rows is not None
