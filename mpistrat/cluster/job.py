@@ -18,22 +18,31 @@ from mpistrat.environment import counted
 _LONGEST = 20.0  # seconds until a scheduler that does not answer is given up
 
 
-def asked(words: Sequence[str], longest: float = _LONGEST) -> str:
-    """Return what a command of the batch system prints.
+def said(words: Sequence[str], longest: float = _LONGEST) -> subprocess.CompletedProcess[str]:
+    """Run a command that only prints, and return what became of it.
 
     Args:
       words: The command.
       longest: Seconds after which it is given up.
 
     Raises:
-      OSError: It is not there, fails, or does not answer; with what it said.
+      OSError: It is not there, or does not answer.
     """
     try:
-        done = subprocess.run(
+        return subprocess.run(
             words, capture_output=True, text=True, timeout=longest, stdin=subprocess.DEVNULL
         )
     except subprocess.TimeoutExpired:
         raise OSError(f"{words[0]} did not answer for {longest:g} s") from None
+
+
+def asked(words: Sequence[str], longest: float = _LONGEST) -> str:
+    """Return what a command of the batch system prints; else as `said`.
+
+    Raises:
+      OSError: It is not there, fails, or does not answer; with what it said.
+    """
+    done = said(words, longest)
     if done.returncode:
         raise OSError(f"{words[0]} ended with {done.returncode}: {done.stderr.strip()[:200]}")
     return done.stdout

@@ -20,6 +20,7 @@ from mpistrat.comm.base import Buffer, Comm
 from mpistrat.errors import StructureError
 from mpistrat.kernels.ops import UFUNCS, ReduceOp
 from mpistrat.lockstep.lockstep import Lockstep
+from mpistrat.lockstep.ranks import Caught
 
 _ADDS = (ReduceOp.SUM, ReduceOp.MEAN)
 
@@ -133,13 +134,10 @@ class OneRoot(Route):
         """Gather at the root, reduce there, broadcast; with a function, prove that it succeeded."""
         values = _at_root(lockstep.comm, send, self._root)
         if self._add is not None and op in _ADDS:
-            failure: Exception | None = None
-            try:
+            with Caught(Exception) as caught:
                 if values:
                     recv[...] = _checked(self._add(values), send)
-            except Exception as error:
-                failure = error
-            lockstep.prove(f"{call}, accumulated", failure=failure)
+            lockstep.prove(f"{call}, accumulated", failure=caught.failure)
         elif values:
             _reduced(values, recv, op)
         lockstep.comm.bcast(recv, self._root)

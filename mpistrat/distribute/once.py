@@ -18,6 +18,7 @@ from mpistrat.distribute.replica_group import ReplicaGroup
 from mpistrat.distribute.views import GLOBAL
 from mpistrat.errors import LeafTypeError
 from mpistrat.lockstep.lockstep import Lockstep
+from mpistrat.lockstep.ranks import Caught
 
 _PLAIN = (type(None), bool, int, float, str, bytes)
 _LENGTH = 8  # bytes
@@ -115,16 +116,13 @@ def _called(
         check_long_operation(f"{what}({name})", seconds)
         declared = lockstep.session.board.long_operation(f"{what}({name})", float(seconds))
     lockstep.prove(f"{what}({name})")
-    message, failure, group = b"", None, cut(lockstep)
-    if group.node.rank == 0:
-        try:
+    message, group = b"", cut(lockstep)
+    with Caught() as caught:  # all ranks are told of Ctrl-C and SystemExit, too
+        if group.node.rank == 0:
             with declared:
                 message = pack([_packed(fn(*args), f"{what}: the result")])
-        except BaseException as error:  # all ranks are told of Ctrl-C and SystemExit, too
-            failure = error
-    told = lockstep.share(
-        f"{what}({name}), done", len(message).to_bytes(_LENGTH, "little"), failure
-    )
+    size = len(message).to_bytes(_LENGTH, "little")
+    told = lockstep.share(f"{what}({name}), done", size, caught.failure)
     length = int.from_bytes(told[group.ranks[0]], "little")
     room = np.frombuffer(message.ljust(length), np.uint8).copy()
     group.node.bcast(room, 0)

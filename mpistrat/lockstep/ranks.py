@@ -52,6 +52,32 @@ class RunState(threading.local):
 
 
 @final
+class Caught:
+    """Keeps what its body raises, for a proof that tells it to all ranks.
+
+    Args:
+      kind: Which exceptions; a way out of the program too, if not said otherwise.
+
+    Attributes:
+      failure: What was raised, or None.
+    """
+
+    def __init__(self, kind: type[BaseException] = BaseException):
+        """Keep exceptions of a `kind`; others leave the body."""
+        self._kind = kind
+        self.failure: BaseException | None = None
+
+    def __enter__(self) -> Caught:
+        """Begin the body."""
+        return self
+
+    def __exit__(self, kind: object, value: BaseException | None, trace: object) -> bool:
+        """Take what it raised."""
+        self.failure = value if isinstance(value, self._kind) else None
+        return self.failure is not None
+
+
+@final
 class Hooks:
     """Where faults come in on purpose; see `mpistrat.lockstep.inject`.
 
