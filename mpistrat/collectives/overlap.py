@@ -78,11 +78,7 @@ class Overlap:
     def of(reducer: Reducer) -> Overlap:
         """Return the transfers of the session, in the order of these ranks."""
         lockstep = reducer.lockstep
-        groups, key = lockstep.session.groups, ("overlap", lockstep.order)
-        if key not in groups:
-            groups[key] = Overlap(lockstep)
-        found: Overlap = groups[key]
-        return found
+        return lockstep.shared("overlap", lambda: Overlap(lockstep))
 
     def start(
         self,

@@ -174,11 +174,8 @@ class Hierarchical(Route):
 
     def _nodes(self, lockstep: Lockstep) -> Nodes:
         # Of the session, so that strategies that take this way have it at hand on the same ranks.
-        groups, key = lockstep.session.groups, ("nodes", lockstep.order, self._per_node)
-        if key not in groups:
-            groups[key] = find_nodes(lockstep.comm, self._per_node)
-        found: Nodes = groups[key]
-        return found
+        each = self._per_node
+        return lockstep.shared("nodes", lambda: find_nodes(lockstep.comm, each), each)
 
     def reduce(self, call: str, lockstep: Lockstep, send: Array, recv: Array, op: ReduceOp) -> None:
         """Reduce by an MPI_Allreduce in the node, another among first ranks, and MPI_Bcast."""

@@ -94,13 +94,8 @@ def _whole(lockstep: Lockstep) -> Nodes:
 
 def nodes_of(lockstep: Lockstep) -> Nodes:
     """Return which ranks share a node. Collective the first time."""
-    per_node = lockstep.options.ranks_per_node
-    # Of the session, as `collectives.routes` keeps them.
-    groups, key = lockstep.session.groups, ("nodes", lockstep.order, per_node)
-    if key not in groups:
-        groups[key] = find_nodes(lockstep.comm, per_node)
-    found: Nodes = groups[key]
-    return found
+    each = lockstep.options.ranks_per_node  # as `collectives.routes` has them
+    return lockstep.shared("nodes", lambda: find_nodes(lockstep.comm, each), each)
 
 
 def _called(

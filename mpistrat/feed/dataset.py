@@ -84,15 +84,16 @@ class Dataset:
         if isinstance(source, Dataset):
             raise TypeError("This already is a Dataset; use it as it is.")
         _refuse_lists(source)
-        self._set(begin(source), depth=0, seeds=0)
+        self._set(begin(source))
 
-    def _set(self, level: Examples | Batches, depth: int, seeds: int) -> None:
+    def _set(self, level: Examples | Batches, depth: int = 0, seeds: int = 0) -> Dataset:
         self._level = level
         self._depth = depth
         self._seeds = seeds
         self._epoch = 0
         self._place: EpochPlace | None = None
         self._policy = AutoShardPolicy.AUTO
+        return self
 
     def _with(self, level: Examples | Batches, seeds: int = 0) -> Dataset:
         new = object.__new__(type(self))  # its methods may have the signatures of another library
@@ -160,9 +161,7 @@ class Dataset:
           >>> [len(batch) for batch in Dataset.from_batches(lambda: (np.ones(n) for n in (3, 2)))]
           [3, 2]
         """
-        new = object.__new__(Dataset)
-        new._set(Batches(Stream(batches)), depth=0, seeds=0)
-        return new
+        return object.__new__(Dataset)._set(Batches(Stream(batches)))
 
     @staticmethod
     def from_files(paths: Iterable[Any], read: Callable[[str], Any]) -> Dataset:
@@ -182,10 +181,8 @@ class Dataset:
           >>> [batch.tolist() for batch in dataset]
           [[0, 1], [2, 3], [4]]
         """
-        new = object.__new__(Dataset)
         names = tuple(os.fspath(path) for path in paths)
-        new._set(Batches(Files(names, read)), depth=0, seeds=0)
-        return new
+        return object.__new__(Dataset)._set(Batches(Files(names, read)))
 
     @staticmethod
     def range(*args: int) -> Dataset:
