@@ -30,13 +30,7 @@ from mpistrat.collectives.segments import Placed, Segment
 from mpistrat.collectives.weights import Scales
 from mpistrat.comm.base import Comm
 from mpistrat.kernels.ops import UFUNCS, ReduceOp
-from mpistrat.kernels.rows import (
-    compile_for,
-    compiles,
-    reduce_rows,
-    spread_rows,
-    sum_between,
-)
+from mpistrat.kernels.rows import compile_for, compiles, reduce_rows, spread_rows, sum_between
 from mpistrat.kernels.scaling import power_for
 from mpistrat.kernels.threads import Team
 from mpistrat.lockstep.guards import warn

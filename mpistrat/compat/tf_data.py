@@ -22,15 +22,8 @@ from mpistrat.feed import dataset
 from mpistrat.feed.policies import AutoShardPolicy, DistributeOptions
 from mpistrat.feed.sources import stacked as _stacked
 
-__all__ = [
-    "AUTOTUNE",
-    "INFINITE_CARDINALITY",
-    "UNKNOWN_CARDINALITY",
-    "Dataset",
-    "Options",
-    "ThreadingOptions",
-    "experimental",
-]
+__all__ = ["AUTOTUNE", "INFINITE_CARDINALITY", "UNKNOWN_CARDINALITY", "Dataset", "Options"]
+__all__ += ["ThreadingOptions", "experimental"]
 
 __getattr__ = _absent_from("tf.data")
 

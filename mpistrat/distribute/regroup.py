@@ -12,15 +12,7 @@ from mpistrat.comm.codec import decode, encode, pack, unpack
 from mpistrat.distribute.kinds import DistributedVariable
 from mpistrat.distribute.mode import same_strategy
 from mpistrat.distribute.slices import IndexedSlices
-from mpistrat.distribute.told import (
-    ELSEWHERE,
-    MIRRORED,
-    UNWRAPPED,
-    VARIABLE,
-    order_of,
-    read,
-    told,
-)
+from mpistrat.distribute.told import ELSEWHERE, MIRRORED, UNWRAPPED, VARIABLE, order_of, read, told
 from mpistrat.distribute.values import (
     DistributedValues,
     Mirrored,

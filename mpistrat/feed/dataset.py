@@ -23,15 +23,7 @@ from mpistrat.feed.policies import AutoShardPolicy, DatasetOptions
 from mpistrat.feed.prefetch import prefetched
 from mpistrat.feed.rebatch import PaddedBatch, Rebatch
 from mpistrat.feed.sources import INFINITE, UNKNOWN, Files, Stream, stacked
-from mpistrat.feed.steps import (
-    Batch,
-    Map,
-    Repeat,
-    Step,
-    Stride,
-    shuffled,
-    whole_number,
-)
+from mpistrat.feed.steps import Batch, Map, Repeat, Step, Stride, shuffled, whole_number
 
 
 class Dataset:
