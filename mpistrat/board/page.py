@@ -112,18 +112,8 @@ class Slot:
     """
 
     __slots__ = (
-        "_bytes",
-        "_clock",
-        "_communicated",
-        "_least",
-        "_sequence",
-        "_since",
-        "_text_sequence",
-        "_waited",
-        "_word",
-        "_words",
-        "operation",
-        "text",
+        *("_bytes", "_clock", "_communicated", "_least", "_sequence", "_since", "_text_sequence"),
+        *("_waited", "_word", "_words", "operation", "text"),
     )
 
     def __init__(self, words: memoryview, clock: Callable[[], int] = time.monotonic_ns):
