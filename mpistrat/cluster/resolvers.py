@@ -60,10 +60,7 @@ class MPIClusterResolver(ClusterResolver):
         return ClusterSpec({self._job: [f"{LABEL}{rank}" for rank in range(self._size)]})
 
     def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
+        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
         """Return the label of a task; of rank 0 if none is named."""
         return self.cluster_spec().task_address(task_type or self._job, task_id or 0)
@@ -182,10 +179,7 @@ class TFConfigClusterResolver(TaskResolver):
             raise _wrong(f"has a 'cluster' that cannot be used: {error}") from None
 
     def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
+        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
         """Return the address of a task, with the rpc layer before it if there is one.
 

@@ -31,10 +31,7 @@ _TERMINAL = Output()
 
 
 def python_program(
-    program: Sequence[str],
-    module: bool,
-    output: Output = _TERMINAL,
-    options: Sequence[str] = (),
+    program: Sequence[str], module: bool, output: Output = _TERMINAL, options: Sequence[str] = ()
 ) -> list[str]:
     """Return the command that runs a Python program so that a failure on one rank ends the job.
 

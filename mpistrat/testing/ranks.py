@@ -36,11 +36,7 @@ class RanksFailed(AssertionError):
 
 
 def run_ranks(
-    fn: Callable[..., Any],
-    size: int,
-    *args: Any,
-    timeout: float = 60.0,
-    seed: int | None = None,
+    fn: Callable[..., Any], size: int, *args: Any, timeout: float = 60.0, seed: int | None = None
 ) -> list[Any]:
     """Call ``fn(comm, *args)`` on `size` ranks, each a thread, and return what each returned.
 
