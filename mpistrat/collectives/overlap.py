@@ -201,11 +201,7 @@ class Overlap:
         return begin
 
     def _packed(
-        self,
-        node: NodeReducer,
-        call: Call,
-        values: Sequence[Array],
-        outs: Sequence[Array] | None,
+        self, node: NodeReducer, call: Call, values: Sequence[Array], outs: Sequence[Array] | None
     ) -> Begin:
         """Return what copies values, and begins to reduce the copies."""
         results = results_for(call, values, outs, self._lockstep.session.kept(Pool))

@@ -199,11 +199,7 @@ class Regroup:
         )
 
     def _wrap(
-        self,
-        leaf: Any,
-        entries: list[tuple[bytes, bytes]],
-        place: int,
-        structure: nest.Structure,
+        self, leaf: Any, entries: list[tuple[bytes, bytes]], place: int, structure: nest.Structure
     ) -> PerReplica:
         elsewhere = {ELSEWHERE, VARIABLE, MIRRORED}
         values = [
