@@ -12,11 +12,8 @@ import numpy as np
 
 from mpistrat.arena.nodes import find_nodes
 from mpistrat.arrays import Array
-from mpistrat.comm.session import Session
-from mpistrat.comm.world import default_parent
 from mpistrat.feed.steps import whole_number
-from mpistrat.lockstep.lockstep import Lockstep
-from mpistrat.lockstep.startup import begin
+from mpistrat.lockstep.startup import begun
 
 
 @final
@@ -93,8 +90,7 @@ class Topology:
           >>> Topology.read().num_ranks
           1
         """
-        lockstep = Lockstep(Session.on(default_parent() if comm is None else comm))
-        begin(lockstep)
+        lockstep = begun(comm)
         ranks = lockstep.comm
         with lockstep.preparing("Topology.read"):
             each = whole_number("ranks_per_node", ranks_per_node, 0)

@@ -9,10 +9,7 @@ from typing import Any
 from mpistrat.arrays import whole
 from mpistrat.cluster.resolver import ClusterResolver
 from mpistrat.cluster.tf_config import config_text, export, placed
-from mpistrat.comm.session import Session
-from mpistrat.comm.world import default_parent
-from mpistrat.lockstep.lockstep import Lockstep
-from mpistrat.lockstep.startup import begin
+from mpistrat.lockstep.startup import begun
 
 _PORT = 8888
 
@@ -54,8 +51,7 @@ def tf_config(
     """
     if resolver is not None:
         return config_text(resolver)
-    lockstep = Lockstep(Session.on(default_parent() if comm is None else comm))
-    begin(lockstep)
+    lockstep = begun(comm)
     with lockstep.preparing("tf_config"):
         if whole(port_base) is None:
             kind = type(port_base).__name__

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import json
 import platform
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -19,6 +19,8 @@ from mpistrat.board.observer import Limits
 from mpistrat.comm.base import Comm
 from mpistrat.comm.callsite import grouped, ranks_text
 from mpistrat.comm.mpi import MPIComm, world_size
+from mpistrat.comm.session import Session
+from mpistrat.comm.world import default_parent
 from mpistrat.environment import (
     MASK_BYTES,
     cores_of,
@@ -83,6 +85,17 @@ def _refuse(lockstep: Lockstep, rows: list[dict[str, str]]) -> NoReturn:
             lines.append(f"  {name}: {told}")
     lines.append("  Start all ranks in one environment, with the same MPISTRAT_* variables.")
     lockstep.fail(PreflightError("\n".join(lines)))
+
+
+def begun(comm: Any = None) -> Lockstep:
+    """Return what proves calls of all ranks of a communicator, begun. Collective.
+
+    Args:
+      comm: An mpi4py intracommunicator or a `Comm`; None for the world.
+    """
+    lockstep = Lockstep(Session.on(default_parent() if comm is None else comm))
+    begin(lockstep)
+    return lockstep
 
 
 def begin(lockstep: Lockstep) -> None:
