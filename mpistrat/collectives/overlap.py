@@ -154,9 +154,7 @@ class Overlap:
             mine = _NO_THREADS
         elif on_mpi and needs_yielding() and not yields():
             mine = _NO_YIELDING
-        told = np.empty(1, np.int64)
-        self._lockstep.comm.allreduce(np.array([mine]), told, "MIN")
-        reason = _REASONS.get(int(told[0]))
+        reason = _REASONS.get(self._lockstep.comm.reduced(mine, "MIN"))
         if reason is not None:
             text = f"all_reduce_start: all is done at once. {reason}. The results are the same."
             warn(self._lockstep, "all_reduce_start", text, RuntimeWarning, stacklevel=3)
