@@ -12,16 +12,8 @@ from mpistrat import __version__
 from mpistrat.commands import batch, checkpoint, doctor, drill, requeue, run, scaling, warm
 from mpistrat.errors import MpistratError
 
-COMMANDS: dict[str, ModuleType] = {
-    "run": run,
-    "doctor": doctor,
-    "warm": warm,
-    "drill": drill,
-    "batch": batch,
-    "scaling": scaling,
-    "requeue": requeue,
-    "checkpoint": checkpoint,
-}
+_MODULES = (run, doctor, warm, drill, batch, scaling, requeue, checkpoint)
+COMMANDS: dict[str, ModuleType] = {one.__name__.rpartition(".")[2]: one for one in _MODULES}
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -28,27 +28,6 @@ import contextlib
 import functools
 from typing import Any
 
-__all__ = [
-    "AxisError",
-    "CheckpointError",
-    "ContextError",
-    "DataError",
-    "DivergenceError",
-    "LaunchError",
-    "LeafTypeError",
-    "LockstepError",
-    "MpistratError",
-    "NonFiniteError",
-    "OptionError",
-    "OutOfRangeError",
-    "PreflightError",
-    "RefusedError",
-    "RemoteError",
-    "StrategyError",
-    "StructureError",
-    "remote_error",
-]
-
 
 class MpistratError(Exception):
     """Base of all exceptions that mpistrat raises on purpose."""
@@ -183,3 +162,8 @@ def remote_error(
         with contextlib.suppress(TypeError):
             return found(message, rank, kind, remote_traceback)
     return RemoteError(message, rank, kind, remote_traceback)
+
+
+_KINDS = [kind for kind in globals().values() if isinstance(kind, type)]
+__all__ = [kind.__name__ for kind in _KINDS if issubclass(kind, MpistratError)]
+__all__ += ["remote_error"]

@@ -110,13 +110,7 @@ class RandomStream:
         return self._made("normal", dtype, 1, examples, shape, step)
 
     def integers(
-        self,
-        examples: Any,
-        low: int,
-        high: int,
-        shape: int | Sequence[int] = (),
-        *,
-        step: int = 0,
+        self, examples: Any, low: int, high: int, shape: int | Sequence[int] = (), *, step: int = 0
     ) -> Array:
         """Return integers from `low` on and below `high`, int64 of shape (rows, `*shape`).
 

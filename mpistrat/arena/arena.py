@@ -171,9 +171,7 @@ class Arena:
         return found[1] if same and array.flags.c_contiguous else None
 
     def _everywhere(self, good: bool) -> bool:
-        told = np.empty(1, np.int64)
-        self._comm.allreduce(np.array([int(good)]), told, "MIN")
-        return bool(told[0])
+        return bool(self._comm.reduced(int(good), "MIN"))
 
     def _shared(self, nbytes: int, mine: Iterable[tuple[int, int]]) -> memoryview | None:
         """Return memory of the node, or None on every rank of the job. Collective.

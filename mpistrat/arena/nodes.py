@@ -54,13 +54,11 @@ def find_nodes(comm: Comm, per_node: int = 0) -> Nodes:
     node = comm.split(comm.rank // per_node) if per_node else comm.by_node()
     if node.size == comm.size:
         return Nodes(comm, comm.size, None, 1, list(range(comm.size)))
-    lanes, count = np.empty(1, np.int64), np.empty(1, np.int64)
-    comm.allreduce(np.array([node.size]), lanes, "MIN")
-    comm.allreduce(np.array([int(node.rank == 0)]), count, "SUM")
-    leads = node.rank < lanes[0]
-    lane = comm.split(node.rank if leads else int(lanes[0]))
+    lanes, count = comm.reduced(node.size, "MIN"), comm.reduced(int(node.rank == 0), "SUM")
+    leads = node.rank < lanes
+    lane = comm.split(node.rank if leads else lanes)
     if not leads:
         lane.free()
     ranks = np.empty(node.size, np.int64)
     node.allgather(np.array([comm.rank]), ranks)
-    return Nodes(node, int(lanes[0]), lane if leads else None, int(count[0]), ranks.tolist())
+    return Nodes(node, lanes, lane if leads else None, count, ranks.tolist())

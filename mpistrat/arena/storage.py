@@ -36,17 +36,14 @@ class Storage(abc.ABC):
     Attributes:
       array: The contents. Only `write` writes to it.
       seen: The same memory, for programs: a view that cannot be made writable.
+      base: The array whose views all views of `seen` are; one for each storage.
       whole: This rank sees all of the contents.
     """
 
     array: Array
     seen: Array
+    base: Array
     whole = True
-
-    @property
-    @abc.abstractmethod
-    def base(self) -> Array:
-        """The array whose views all views of `seen` are."""
 
     @abc.abstractmethod
     def write(self, write: Write, values: Array, rows: Array | None = None) -> None:
@@ -96,12 +93,7 @@ class PrivateStorage(Storage):
     def __init__(self, array: Array):
         """Create storage of the array."""
         self.array, self.seen = array, sealed(array)
-        self._base = cast(Array, self.seen.view().base)
-
-    @property
-    def base(self) -> Array:
-        """The sealed array; one for each storage."""
-        return self._base
+        self.base = cast(Array, self.seen.view().base)
 
     def write(self, write: Write, values: Array, rows: Array | None = None) -> None:
         """Write all of it. Never communicates."""
@@ -132,23 +124,18 @@ class NodeStorage(Storage):
         self.node, self._pages, self._start = node, pages, start
         self.shape = like.shape
         here = slice(start, start + like.nbytes)
-        self._flat = np.frombuffer(pages.overlay.seen(here.start, here.stop), like.dtype)
+        self.base = np.frombuffer(pages.overlay.seen(here.start, here.stop), like.dtype)
         self._shared = np.frombuffer(pages.memory[here], like.dtype)
         # Of a read-only mapping, so that it is sealed already.
-        self.array = self.seen = self._flat.reshape(self.shape)
+        self.array = self.seen = self.base.reshape(self.shape)
         self._writes = 0
-
-    @property
-    def base(self) -> Array:
-        """The flat array; one for each storage."""
-        return self._flat
 
     def touch(self) -> bool:
         """Take the pages of this rank's slice, before anybody writes; tell whether there were any.
 
         Not collective.
         """
-        low, high = (self._start + one * self._flat.itemsize for one in self.slice())
+        low, high = (self._start + one * self.base.itemsize for one in self.slice())
         return touch(self._pages.memory, [(low, high)])
 
     def fill(self, values: Array) -> None:
@@ -171,7 +158,7 @@ class NodeStorage(Storage):
 
     def slice(self, count: int | None = None) -> tuple[int, int]:
         """Return which of `count` things are this rank's: first, and after the last."""
-        count = self._flat.size if count is None else count
+        count = self.base.size if count is None else count
         rank, size = self.node.rank, self.node.size
         return count * rank // size, count * (rank + 1) // size
 
@@ -198,7 +185,7 @@ class NodeStorage(Storage):
         Raises:
           OSError: The system refuses.
         """
-        return self._pages.overlay.lend(*self._bytes).view(self._flat.dtype)
+        return self._pages.overlay.lend(*self._bytes).view(self.base.dtype)
 
     def written(self) -> bool:
         """Tell whether this rank has written to what was lent. Cost: some 15 us per MB.
@@ -214,11 +201,11 @@ class NodeStorage(Storage):
 
     @property
     def _bytes(self) -> tuple[int, int]:
-        return self._start, self._start + self._flat.nbytes
+        return self._start, self._start + self.base.nbytes
 
     def part(self, step: int) -> tuple[int, Array]:
         """Return this rank's part."""
-        low, high = _cuts(self._flat.size, step, self.node.size)[self.node.rank :][:2]
+        low, high = _cuts(self.base.size, step, self.node.size)[self.node.rank :][:2]
         return low, self._shared[low:high]
 
     def snapshot(self) -> Callable[[], None]:
@@ -333,35 +320,30 @@ class SpreadStorage(Storage):
         """Create storage, which is zeroed."""
         self.slices = slices
         self.array = self.seen = np.broadcast_to(np.array(np.nan, like.dtype), like.shape)
-        self._mine = np.zeros(slices.high - slices.low, like.dtype)
-
-    @property
-    def base(self) -> Array:
-        """The slice; one for each storage."""
-        return self._mine
+        self.base = np.zeros(slices.high - slices.low, like.dtype)
 
     def read(self) -> Array:
         """Return the contents: new memory. Collective over all ranks; unproved."""
-        return self.slices.gather(self._mine).reshape(self.array.shape)
+        return self.slices.gather(self.base).reshape(self.array.shape)
 
     def write(self, write: Write, values: Array, rows: Array | None = None) -> None:
         """Write this rank's slice. Never communicates: all ranks write alike."""
         low, high = self.slices.low, self.slices.high
         if rows is None:
-            write(self._mine, values.reshape(-1)[low:high], None)
+            write(self.base, values.reshape(-1)[low:high], None)
             return
         width = math.prod(self.array.shape[1:])
         places = (rows[:, None] * width + np.arange(width)).reshape(-1)
         mine = (places >= low) & (places < high)
-        write(self._mine, values.reshape(-1)[mine], places[mine] - low)
+        write(self.base, values.reshape(-1)[mine], places[mine] - low)
 
     def part(self, step: int) -> tuple[int, Array]:
         """Return this rank's slice, which is cut as it was made, whatever `step` says."""
-        return self.slices.low, self._mine
+        return self.slices.low, self.base
 
     def snapshot(self) -> Callable[[], None]:
         """Return what puts back the contents of now, once. Cost: a copy of this rank's slice."""
-        return _restorer(self._mine)
+        return _restorer(self.base)
 
 
 @final

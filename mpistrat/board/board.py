@@ -138,7 +138,7 @@ class Board(StatusBoard):
         observer = Observer(self.page, comm.size, host, home, limits, say, _end, os.kill)
         reporter = Reporter(self.slot, comm.rank, threading.get_ident(), others=others)
         launcher = Parents(os.getpid(), os.getppid) if launched else None
-        self._watchdog = Watchdog(index, reporter, observer, limits, link, launcher)
+        self._watchdog = Watchdog(index, reporter, observer, link, launcher)
         self._watchdog.start()
         # Runs before mpi4py's own hook, which finalizes MPI.
         atexit.register(self.close)

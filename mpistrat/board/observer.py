@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, final
 
 from mpistrat.board.diagnosis import Diagnosis, diagnose, ending, warning
@@ -49,10 +50,11 @@ class Limits(NamedTuple):
 
 
 @final
+@dataclass(eq=False)
 class Observer:
     """Looks at all slots of a node and says what is wrong.
 
-    Args:
+    Attributes:
       page: The page of the node.
       size: The number of ranks of the job.
       node: The name of the node.
@@ -64,25 +66,20 @@ class Observer:
       rouse: Makes a process print its stacks although it does not run Python: (pid, signal).
     """
 
-    def __init__(
-        self,
-        page: Page,
-        size: int,
-        node: str,
-        home: int,
-        limits: Limits,
-        say: Callable[[str], None],
-        end: Callable[[int], None],
-        rouse: Callable[[int, int], None],
-        look: Look = look,
-    ):
-        """Create an observer of a page on which all ranks have opened their slots."""
-        self.page = page
-        self._size = size
-        self.limits = limits
-        self._node, self.home = node, home
-        self._say, self._end, self._rouse, self._look = say, end, rouse, look
-        self._entries: list[SlotEntry | None] = [page.read(i) for i in range(page.size)]
+    page: Page
+    size: int
+    node: str
+    home: int
+    limits: Limits
+    say: Callable[[str], None]
+    end: Callable[[int], None]
+    rouse: Callable[[int, int], None]
+    look: Look = look
+
+    def __post_init__(self) -> None:
+        """Look at the page, on which all ranks have opened their slots."""
+        each = range(self.page.size)
+        self._entries: list[SlotEntry | None] = [self.page.read(i) for i in each]
         # In another pid namespace a number means nothing, or another process.
         self._visible = [e is not None and not self._ended(e) for e in self._entries]
         self._warned: tuple[object, ...] = ()
@@ -90,7 +87,7 @@ class Observer:
         self._roused: set[int] = set()
 
     def _ended(self, entry: SlotEntry) -> bool:
-        return ended(self._look(entry.pid), entry.born)
+        return ended(self.look(entry.pid), entry.born)
 
     def rows(self, now: int) -> list[Status]:
         """Return what the ranks of this node do."""
@@ -116,7 +113,7 @@ class Observer:
         waits = entry.state in (INSIDE, LEAVING)
         return Status(
             (entry.rank,),
-            self._node,
+            self.node,
             self.home,
             entry.key,
             entry.state,
@@ -136,7 +133,7 @@ class Observer:
         stale = (now - entry.heartbeat) / _SECOND > self.limits.stale
         if not self._visible[index]:
             return HELD if stale else COMPUTING
-        found = self._look(entry.pid)
+        found = self.look(entry.pid)
         if found is None or ended(found, entry.born):
             return DEAD
         state = _STATES.get(found.state, found.state)
@@ -152,7 +149,7 @@ class Observer:
           speaks: Nobody else says the same. Otherwise only the ranks of this node are asked for
             their stacks, and the job is ended a little later, should the other fail to.
         """
-        found = diagnose(rows, self._size)
+        found = diagnose(rows, self.size)
         warn, timeout = self.limits
         if found is not None and found.patience:
             timeout = found.patience
@@ -171,15 +168,15 @@ class Observer:
         if self._warned != (found.key, signs):
             self._warned = (found.key, signs)
             if speaks:
-                self._say(warning(found, warn, timeout))
+                self.say(warning(found, warn, timeout))
             self._ask(found)
         # A rank of which nothing is known here may have declared why it is late.
         if found.seconds < timeout or (found.unknown and not found.missing):
             return
         self._rouse_all(found)
         if found.seconds >= timeout + (0.0 if speaks else self.limits.grace):
-            self._say(ending(found, timeout, HUNG))
-            self._end(HUNG)
+            self.say(ending(found, timeout, HUNG))
+            self.end(HUNG)
 
     def _here(self, found: Diagnosis) -> list[tuple[int, SlotEntry, Status]]:
         """Return the missing ranks of this node, or all of it if none is missing anywhere."""
@@ -204,8 +201,8 @@ class Observer:
             known = self._visible[index] and not self._ended(entry)
             if row.doing == HELD and entry.signal and known and index not in self._roused:
                 self._roused.add(index)
-                self._say(f"mpistrat: the stacks of rank {entry.rank}:")
-                self._rouse(entry.pid, entry.signal)
+                self.say(f"mpistrat: the stacks of rank {entry.rank}:")
+                self.rouse(entry.pid, entry.signal)
 
     def stuck(self, now: int) -> list[int]:
         """Return the pids of this node that cannot see by themselves that the launcher is gone."""

@@ -112,18 +112,8 @@ class Slot:
     """
 
     __slots__ = (
-        "_bytes",
-        "_clock",
-        "_communicated",
-        "_least",
-        "_sequence",
-        "_since",
-        "_text_sequence",
-        "_waited",
-        "_word",
-        "_words",
-        "operation",
-        "text",
+        *("_bytes", "_clock", "_communicated", "_least", "_sequence", "_since", "_text_sequence"),
+        *("_waited", "_words", "operation", "text", "word"),
     )
 
     def __init__(self, words: memoryview, clock: Callable[[], int] = time.monotonic_ns):
@@ -133,7 +123,7 @@ class Slot:
         self._bytes = words.cast("B")
         self._sequence = 0
         self._text_sequence = 0
-        self._word = BETWEEN
+        self.word = BETWEEN  # call, part and state; changes whenever the rank goes on
         self._since = self._waited = self._communicated = 0
         self._least = sys.maxsize
         self.text = ""
@@ -154,7 +144,7 @@ class Slot:
         self.text = text
         # As `_put`, without the price of another call; so is `leave`.
         words = self._words
-        self._word = word = number << _CALL | INSIDE
+        self.word = word = number << _CALL | INSIDE
         sequence = self._sequence
         words[0] = sequence + 1
         words[1] = word
@@ -163,13 +153,13 @@ class Slot:
 
     def resume(self) -> None:
         """Say that this rank enters the next part of the same call, such as its payload."""
-        self._put((self._word & ~15) + PART + INSIDE)
+        self._put((self.word & ~15) + PART + INSIDE)
 
     def leave(self) -> None:
         """Say that this rank is done with the call, or with this part of it."""
         words = self._words
-        before = self._word
-        self._word = word = before & ~15 | BETWEEN
+        before = self.word
+        self.word = word = before & ~15 | BETWEEN
         sequence = self._sequence
         words[0] = sequence + 1
         words[1] = word
@@ -200,11 +190,11 @@ class Slot:
 
     def close(self) -> None:
         """Say that this rank has left the program and will make no call any more."""
-        self._put(self._word & ~15 | LEFT)
+        self._put(self.word & ~15 | LEFT)
 
     def _put(self, word: int) -> None:
         words = self._words
-        self._word = word
+        self.word = word
         sequence = self._sequence
         words[0] = sequence + 1
         words[1] = word
@@ -215,7 +205,7 @@ class Slot:
         """Say that a long operation may last until `deadline` (0: none); restarts the clock."""
         self.operation = operation
         self._words[3] = deadline
-        self._put(self._word)
+        self._put(self.word)
 
     @property
     def patience(self) -> int:
@@ -231,11 +221,6 @@ class Slot:
     def deadline(self) -> int:
         """The end of the declared long operation, ns; 0 if there is none."""
         return self._words[3]
-
-    @property
-    def word(self) -> int:
-        """Call, part and state as one number, which changes whenever the rank goes on."""
-        return self._word
 
     def beat(self, now: int, compiling: int) -> None:
         """Say that Python runs in this process, and until when it is known to compile."""
@@ -257,10 +242,10 @@ class Slot:
         Returns:
           Whether they were copied; not if the main thread went on meanwhile.
         """
-        word = self._word
+        word = self.word
         told = (place, other or self.text, self.operation)
         texts = [text.encode(errors="replace") for text in told]
-        if word != self._word:
+        if word != self.word:
             return False
         sequence = self._text_sequence
         self._words[32] = sequence + 1

@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from types import FrameType
 from typing import final
 
@@ -62,10 +63,11 @@ def nothing_else() -> tuple[int, str]:
 
 
 @final
+@dataclass(eq=False)
 class Reporter:
     """Keeps the slot of this process up to date.
 
-    Args:
+    Attributes:
       slot: The slot.
       rank: Whose it is.
       thread: Identifier of the thread that makes the calls.
@@ -75,22 +77,15 @@ class Reporter:
         the one that it is inside of.
     """
 
-    def __init__(
-        self,
-        slot: Slot,
-        rank: int,
-        thread: int,
-        frame: Callable[[int], FrameType | None] = frame_of,
-        dump: Callable[[int], None] = dump_stacks,
-        others: Callable[[], tuple[int, str]] = nothing_else,
-    ):
-        """Create a reporter about `thread`."""
-        self._slot = slot
-        self._rank = rank
-        self._thread = thread
-        self._frame = frame
-        self._dump = dump
-        self._others = others
+    slot: Slot
+    rank: int
+    thread: int
+    frame: Callable[[int], FrameType | None] = frame_of
+    dump: Callable[[int], None] = dump_stacks
+    others: Callable[[], tuple[int, str]] = nothing_else
+
+    def __post_init__(self) -> None:
+        """Know nothing of the thread yet."""
         self._last: tuple[int, str, str, str] = (0, "", "", "")
         self._calls: tuple[int, str] = (0, "")
         self._word = self._since = 0
@@ -103,9 +98,9 @@ class Reporter:
           now: The time, ns.
           asked: Somebody wants to see the stacks.
         """
-        frame = self._frame(self._thread)
-        slot = self._slot
-        calls = self._others()
+        frame = self.frame(self.thread)
+        slot = self.slot
+        calls = self.others()
         if calls != self._calls:
             self._calls = calls
             slot.elsewhere(now, bool(calls[1]))
@@ -116,7 +111,7 @@ class Reporter:
             self._last = found
         slot.beat(now, self._compiling(now, frame))
         if asked:
-            self._dump(self._rank)
+            self.dump(self.rank)
 
     def _compiling(self, now: int, frame: FrameType | None) -> int:
         """Return until when this process is known to compile, or 0."""

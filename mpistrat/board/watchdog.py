@@ -10,10 +10,11 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import final
 
 from mpistrat.board.link import Link
-from mpistrat.board.observer import Limits, Observer
+from mpistrat.board.observer import Observer
 from mpistrat.board.page import INSIDE, LEAVING, LEFT
 from mpistrat.board.proc import Parents
 from mpistrat.board.reporter import Reporter, say
@@ -26,15 +27,15 @@ _CLOSING = 0.01  # seconds between two looks while the last messages are exchang
 
 
 @final
+@dataclass(eq=False)
 class Watchdog:
     """Watches, from a thread of its own; sleeps in between.
 
-    Args:
+    Attributes:
       index: The number of this rank on its node.
       reporter: Writes this rank's slot.
       observer: Reads all slots of the node. Every process has one, and the first process of the
         node that runs Python uses it.
-      limits: How patient to be.
       link: To the other nodes; None where there are none, or on a process that does not lead.
       launcher: What started this process, or None if it may live on without.
       clock: Returns the time in ns, monotonic.
@@ -42,25 +43,20 @@ class Watchdog:
       kill: Sends a signal to a process.
     """
 
-    def __init__(
-        self,
-        index: int,
-        reporter: Reporter,
-        observer: Observer,
-        limits: Limits,
-        link: Link | None = None,
-        launcher: Parents | None = None,
-        clock: Callable[[], int] = time.monotonic_ns,
-        leave: Callable[[int], None] = os._exit,
-        kill: Callable[[int, int], None] = os.kill,
-    ):
-        """Create a watchdog that does not run yet."""
-        self._index, self._reporter, self._observer = index, reporter, observer
-        self._limits, self._link, self._launcher = limits, link, launcher
-        self._clock, self._leave, self._kill = clock, leave, kill
+    index: int
+    reporter: Reporter
+    observer: Observer
+    link: Link | None = None
+    launcher: Parents | None = None
+    clock: Callable[[], int] = time.monotonic_ns
+    leave: Callable[[int], None] = os._exit
+    kill: Callable[[int, int], None] = os.kill
+
+    def __post_init__(self) -> None:
+        """Do not run yet."""
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self._looked = self._ticked = clock()
+        self._looked = self._ticked = self.clock()
         self._resumed = 0
         self._rows: list[Status] = []
         self._failed = False
@@ -86,7 +82,7 @@ class Watchdog:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        while not self._stop.wait(self._limits.tick):
+        while not self._stop.wait(self.observer.limits.tick):
             try:
                 self.tick()
             except Exception as error:
@@ -95,62 +91,62 @@ class Watchdog:
                     self._failed = True
                     say(f"mpistrat: the watchdog failed, once reported: {error!r}")
                     traceback.print_exception(error, file=sys.__stderr__)
-        while self._link is not None and not self._link.done:
-            self._link.step(self._clock() / _SECOND, self._own_rows, closing=True)
+        while self.link is not None and not self.link.done:
+            self.link.step(self.clock() / _SECOND, self._own_rows, closing=True)
             time.sleep(_CLOSING)
 
     def tick(self) -> None:
         """Look once."""
-        now = self._clock()
-        if self._launcher is not None and self._launcher.lost():
+        now = self.clock()
+        if self.launcher is not None and self.launcher.lost():
             self._orphaned(now)
             return
-        if now - self._ticked > self._limits.stale * _SECOND:
+        if now - self._ticked > self.observer.limits.stale * _SECOND:
             # This process stood still, so perhaps all did (SLURM suspends jobs): patience anew.
             self._resumed = now
         self._ticked = now
-        page = self._observer.page
-        self._reporter.look(now, page.asked(self._index))
-        if self._link is not None:
-            self._link.step(now / _SECOND, self._own_rows, closing=False)
-        if (now - self._looked) / _SECOND >= self._limits.interval and self._acts(now):
+        page = self.observer.page
+        self.reporter.look(now, page.asked(self.index))
+        if self.link is not None:
+            self.link.step(now / _SECOND, self._own_rows, closing=False)
+        if (now - self._looked) / _SECOND >= self.observer.limits.interval and self._acts(now):
             self._looked = now
             self._watch(now)
 
     def _acts(self, now: int) -> bool:
         """Tell whether no process before this one on its node runs Python."""
-        oldest = now - self._limits.stale * _SECOND
-        page = self._observer.page
-        return all(page.heartbeat(index) < oldest for index in range(self._index))
+        oldest = now - self.observer.limits.stale * _SECOND
+        page = self.observer.page
+        return all(page.heartbeat(index) < oldest for index in range(self.index))
 
     def _own_rows(self) -> Sequence[Status]:
         return self._rows
 
     def _watch(self, now: int) -> None:
-        self._rows = self._observer.rows(now)
+        self._rows = self.observer.rows(now)
         rows, speaks = self._rows, True
-        if self._link is not None:
+        if self.link is not None:
             seconds = now / _SECOND
-            rows = self._link.everybody(seconds, rows)
+            rows = self.link.everybody(seconds, rows)
             self._tell(now, rows)
-            speaks = self._link.leads or self._link.cut_off(seconds)
+            speaks = self.link.leads or self.link.cut_off(seconds)
         if self._resumed:
             most = (now - self._resumed) / _SECOND
             rows = [row._replace(age=min(row.age, most)) for row in rows]
-        self._observer.act(rows, speaks)
+        self.observer.act(rows, speaks)
 
     def _tell(self, now: int, rows: Sequence[Status]) -> None:
         """Write down, for ranks of this node that wait to leave, what the other nodes do."""
-        others = [row for row in rows if row.home != self._observer.home]
+        others = [row for row in rows if row.home != self.observer.home]
         inside = max((row.key for row in others if row.state == INSIDE), default=0)
         ages = [row.age for row in others if row.state not in (LEAVING, LEFT)]
         moved = now - int(min(ages) * _SECOND) if ages else 0
-        self._observer.page.tell_elsewhere(inside, max(0, moved))
+        self.observer.page.tell_elsewhere(inside, max(0, moved))
 
     def _orphaned(self, now: int) -> None:
         """End this process, and those of the node that are stopped and cannot do it themselves."""
         say("mpistrat: the launcher of this job is gone; this rank ends.")
-        for pid in self._observer.stuck(now):
+        for pid in self.observer.stuck(now):
             with suppress(OSError):
-                self._kill(pid, signal.SIGKILL)
-        self._leave(ORPHANED)
+                self.kill(pid, signal.SIGKILL)
+        self.leave(ORPHANED)

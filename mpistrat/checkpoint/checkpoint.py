@@ -347,19 +347,15 @@ def _cross(
 ) -> Iterator[tuple[Lockstep, dict[str, Any], dict[str, Any]]]:
     """Run the body in cross-replica code of the checkpoint's strategy, with what it saves."""
     strategy, failure, found = _looked(checkpoint)
-    try:
-        if failure is not None:
-            raise failure
-        if not found.entries:
-            raise StructureError(f"{name}: the checkpoint holds no variables.")
-        if saves:
-            refuse_alone(strategy, name)
-        mode = current()
-        if mode is not None and mode.updating is not None:
-            raise ContextError(f"{name} was called in the function of update; call it after that.")
-    except Exception as error:
-        failure = error
     with cross_replica(strategy, name, "it after run()"):
-        if failure is not None:
-            strategy.replicas.lockstep.refuse(name, failure)
+        with strategy.replicas.lockstep.preparing(name):
+            if failure is not None:
+                raise failure
+            if not found.entries:
+                raise StructureError(f"{name}: the checkpoint holds no variables.")
+            if saves:
+                refuse_alone(strategy, name)
+            mode = current()
+            if mode is not None and mode.updating is not None:
+                raise ContextError(f"{name} was called in the function of update; call it later.")
         yield strategy.replicas.lockstep, found.entries, found.stateful

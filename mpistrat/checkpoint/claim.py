@@ -131,7 +131,7 @@ class Claim:
         self._mine = mine or myself()
         self._clock, self._sleep = clock, sleep
         self._pid, self._number, self._file = os.getpid(), 0, -1
-        self._shown: dict[str, Any] = {}
+        self.shown: dict[str, Any] = {}  # what the file tells of the job
         self._over = threading.Event()
         self._writing = threading.RLock()  # a collection of garbage may release it amid a write
         self.users: set[int] = set()  # of this process
@@ -148,7 +148,7 @@ class Claim:
             if not free_at_once(found, self._mine):
                 self._watch(found)
             # Until this job has saved, what the one before has saved is the last.
-            self._shown = {name: found[name] for name in _LASTING if name in found}
+            self.shown = {name: found[name] for name in _LASTING if name in found}
             if self._put(over=True):
                 self.before = found
                 return
@@ -194,7 +194,7 @@ class Claim:
             if self._file < 0:
                 return  # released
             self._number += 1
-            told = {**self._mine._asdict(), "number": self._number, "held": held, **self._shown}
+            told = {**self._mine._asdict(), "number": self._number, "held": held, **self.shown}
             text = json.dumps(told, indent=1).encode()
             os.pwrite(self._file, text.ljust(_ROOM - 1)[: _ROOM - 1] + b"\n", 0)
             os.fsync(self._file)
@@ -204,12 +204,7 @@ class Claim:
 
     def show(self, **told: Any) -> None:
         """Say more of the job, from the next rewriting on: step, rate, last save and the like."""
-        self._shown.update(told)
-
-    @property
-    def shown(self) -> Mapping[str, Any]:
-        """What is said of the job."""
-        return self._shown
+        self.shown.update(told)
 
     def beat(self) -> None:
         """Rewrite it; nothing that fails matters to the job."""

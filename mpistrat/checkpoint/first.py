@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mpistrat.lockstep.lockstep import Lockstep
+from mpistrat.lockstep.ranks import Caught
 
 # Reading and writing may keep the other ranks waiting: seconds, and seconds for each byte.
 PATIENCE, SLOWEST = 600.0, 1e-7
@@ -51,11 +52,9 @@ def by_first(
       what: What it does, for those who look why ranks wait; else `call`.
       nbytes: How many it may read or write.
     """
-    found, failure = None, None
-    if lockstep.comm.rank == 0:
-        try:
+    found = None
+    with Caught() as caught:
+        if lockstep.comm.rank == 0:
             with patient(lockstep, what or call, nbytes):
                 found = fn()
-        except BaseException as error:
-            failure = error
-    return json.loads(lockstep.share(call, json.dumps(found).encode(), failure)[0])
+    return json.loads(lockstep.share(call, json.dumps(found).encode(), caught.failure)[0])

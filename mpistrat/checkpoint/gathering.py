@@ -138,6 +138,4 @@ def _common(node: Comm, nbytes: int, kept: Sequence[int]) -> memoryview | None:
     memory = node.shared(nbytes) if node.size > 1 and nbytes else None
     low = sum(kept[: node.rank])
     found = memory is not None and touch(memory, [(low, low + kept[node.rank])])
-    agreed = np.empty(1, np.int64)
-    node.allreduce(np.array([int(found)]), agreed, "MIN")
-    return memory if agreed[0] else None
+    return memory if node.reduced(int(found), "MIN") else None

@@ -126,10 +126,9 @@ def told_to(lockstep: Lockstep, why: str) -> str:
       lockstep: Of all of them.
       why: What has told this one; empty if nothing has.
     """
-    by: dict[str, list[int]] = {}
-    for replica, row in enumerate(lockstep.texts(why.encode())):
-        by.setdefault(row.decode(), []).append(lockstep.ranks[replica])
-    return ", ".join(f"{callsite.ranks_text(ranks)} by {row}" for row, ranks in by.items() if row)
+    by = callsite.grouped(lockstep.texts(why.encode()), lockstep.ranks)
+    told = [f"{callsite.ranks_text(by[row])} by {row.decode()}" for row in by if row]
+    return ", ".join(told)
 
 
 @final

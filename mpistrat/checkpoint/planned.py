@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn, final
 
 from mpistrat.board.reporter import say
@@ -181,12 +180,7 @@ class Preemption:
                 "system tell earlier, and give that as grace."
             )
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         """Listen no more; handlers that were there are put back."""
         self._notice.end()
         self._manager._notice = None

@@ -32,6 +32,7 @@ from mpistrat.distribute.arguments import check_kind
 from mpistrat.distribute.mode import cross_replica
 from mpistrat.distribute.variables import Variable
 from mpistrat.lockstep.lockstep import Lockstep
+from mpistrat.lockstep.ranks import Caught
 
 _RUNS = "checkpointed_runs"
 _SAVE_TIME = 3 * 2  # runs kept in reserve at the end of the grace period, as in TensorFlow
@@ -288,12 +289,10 @@ class PreemptionCheckpointHandler:
     def _save(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         began = time.monotonic()
         if self._config.save_fn is not None:
-            failure = None
-            try:
+            call = "PreemptionCheckpointHandler, after save_fn"
+            with Caught() as caught:
                 self._config.save_fn(*args, **kwargs)
-            except BaseException as error:
-                failure = error
-            self._lockstep.prove("PreemptionCheckpointHandler, after save_fn", failure=failure)
+            self._lockstep.prove(call, failure=caught.failure)
         elif self._manager is not None:
             self._manager.save(*args, **kwargs)
             self._manager.wait()  # for what is written in the background

@@ -27,6 +27,7 @@ from mpistrat.distribute.variables import Variable
 from mpistrat.distribute.writes import exact_share
 from mpistrat.errors import StructureError
 from mpistrat.lockstep.lockstep import Lockstep
+from mpistrat.lockstep.ranks import Caught
 
 # Of the library itself: they come and go with how a program runs, not with what it computes.
 _COUNTERS = frozenset({"checkpointed_runs"})
@@ -114,15 +115,13 @@ def restore(
     every = {**mine, **wanted_parts(mine)}
     arrays: dict[str, Array] = {}
     told, manifest = b"", b""
-    failure: BaseException | None = None
-    if lockstep.comm.rank == 0:
-        path = files.stored(path)
-        try:
+    with Caught() as caught:
+        if lockstep.comm.rank == 0:
+            path = files.stored(path)
             with patient(lockstep, f"read {path}", _size(path)):
                 told, manifest, arrays = _read(mine, every, path, partial)
-        except BaseException as error:
-            failure = error
-    told, _, manifest = lockstep.share(call, told + b"\n" + manifest, failure)[0].partition(b"\n")
+    rows = lockstep.share(call, told + b"\n" + manifest, caught.failure)
+    told, _, manifest = rows[0].partition(b"\n")
     counter, missing, unused, newest, shapes, stored = json.loads(told)
     path, what = path.with_name(stored), sharded.parsed(path, manifest) if manifest else None
     if number not in (None, counter):

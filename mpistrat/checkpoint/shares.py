@@ -33,6 +33,7 @@ from mpistrat.checkpoint.sharded import Manifest, Stretch
 from mpistrat.distribute.once import nodes_of
 from mpistrat.distribute.variables import Variable
 from mpistrat.lockstep.lockstep import Lockstep
+from mpistrat.lockstep.ranks import Caught
 
 _LOOKS = 0.05  # seconds between looks for what other nodes have written
 
@@ -93,19 +94,17 @@ class _LargeSave:
 
     def plan(self) -> None:
         """Make the directory in which all ranks are to write; plan who writes what. Collective."""
-        one, mine, failure = self._one, self._one.mine, None
+        one, mine = self._one, self._one.mine
         leader = nodes_of(one.lockstep).ranks[0]
         told = str(leader).encode()
-        try:
+        with Caught(Exception) as caught:
             if self._rank == 0:
                 alone = [name for name, each in mine.items() if not isinstance(each, Variable)]
                 with unwritten(one.path):
                     self._folder = Part(one.path, folder=True)
                 first = {name: Entry.of(mine[name].storage.array) for name in alone}
                 told = json.dumps([os.fspath(self._folder.name), first]).encode()
-        except Exception as error:
-            failure = error
-        smalls = one.lockstep.share(f"{one.call}, its directory", told, failure)
+        smalls = one.lockstep.share(f"{one.call}, its directory", told, caught.failure)
         part, first = json.loads(smalls[0])
         entries = {name: Entry(dtype, tuple(shape)) for name, (dtype, shape) in first.items()}
         rest = {name: Entry.of(v.storage.array) for name, v in mine.items() if name not in entries}
@@ -130,12 +129,10 @@ class _LargeSave:
     def _failing(self, act: Callable[[], object]) -> BaseException | None:
         """Return what `act` fails with, as users are to see it; None if it does not."""
         path = self._one.path
-        try:
-            with patient(self._one.lockstep, f"write {path}", sum(self._sizes)), unwritten(path):
-                act()
-        except BaseException as error:
-            return error
-        return None
+        told = patient(self._one.lockstep, f"write {path}", sum(self._sizes))
+        with Caught() as caught, told, unwritten(path):
+            act()
+        return caught.failure
 
     def begin(self) -> Callable[[], None] | None:
         """Write what is this rank's, or copy it; return what is left to do. Collective."""

@@ -18,55 +18,62 @@ from mpistrat.environment import counted
 _LONGEST = 20.0  # seconds until a scheduler that does not answer is given up
 
 
-def asked(words: Sequence[str], longest: float = _LONGEST) -> str:
-    """Return what a command of the batch system prints.
+def said(words: Sequence[str], longest: float = _LONGEST) -> subprocess.CompletedProcess[str]:
+    """Run a command that only prints, and return what became of it.
 
     Args:
       words: The command.
       longest: Seconds after which it is given up.
 
     Raises:
-      OSError: It is not there, fails, or does not answer; with what it said.
+      OSError: It is not there, or does not answer.
     """
     try:
-        done = subprocess.run(
+        return subprocess.run(
             words, capture_output=True, text=True, timeout=longest, stdin=subprocess.DEVNULL
         )
     except subprocess.TimeoutExpired:
         raise OSError(f"{words[0]} did not answer for {longest:g} s") from None
+
+
+def asked(words: Sequence[str], longest: float = _LONGEST) -> str:
+    """Return what a command of the batch system prints; else as `said`.
+
+    Raises:
+      OSError: It is not there, fails, or does not answer; with what it said.
+    """
+    done = said(words, longest)
     if done.returncode:
         raise OSError(f"{words[0]} ended with {done.returncode}: {done.stderr.strip()[:200]}")
     return done.stdout
 
 
-def job_id(env: Mapping[str, str] | None = None) -> str:
+def job_id(env: Mapping[str, str] = os.environ) -> str:
     """Return the id of the batch job; empty outside of one.
 
     Args:
-      env: The environment, or None for that of this process.
+      env: The environment.
 
     Example:
       >>> job_id({"SLURM_JOB_ID": "4711"}), job_id({"PBS_JOBID": "12.pbs"}), job_id({})
       ('4711', '12.pbs', '')
     """
-    env = os.environ if env is None else env
     names = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
     return next((env[name] for name in names if env.get(name)), "")
 
 
-def restarts(env: Mapping[str, str] | None = None) -> int:
+def restarts(env: Mapping[str, str] = os.environ) -> int:
     """Return how many times Slurm has started the job again; 0 where nobody counts."""
-    env = os.environ if env is None else env
     return counted(env.get("SLURM_RESTART_COUNT", "")) or 0
 
 
 def ends_at(
-    env: Mapping[str, str] | None = None, asked: Callable[[Sequence[str]], str] = asked
+    env: Mapping[str, str] = os.environ, asked: Callable[[Sequence[str]], str] = asked
 ) -> float | None:
     """Return when the time of the batch job ends: seconds since 1970; None if it never does.
 
     Args:
-      env: The environment, or None for that of this process. ``SLURM_JOB_END_TIME`` tells it;
+      env: The environment. ``SLURM_JOB_END_TIME`` tells it;
         else ``squeue`` is asked in a Slurm job, and ``qstat`` in one of PBS.
       asked: Runs a command, and returns what it prints.
 
@@ -78,7 +85,6 @@ def ends_at(
       1700000000.0
       >>> ends_at({"SLURM_JOB_ID": "7"}, lambda words: "N/A")
     """
-    env = os.environ if env is None else env
     told = counted(env.get("SLURM_JOB_END_TIME", ""))
     if told:
         return float(told)
@@ -107,20 +113,19 @@ def _of_pbs(answer: str) -> float | None:
 
 
 def state(
-    env: Mapping[str, str] | None = None, asked: Callable[[Sequence[str]], str] = asked
+    env: Mapping[str, str] = os.environ, asked: Callable[[Sequence[str]], str] = asked
 ) -> str:
     """Return what Slurm says of the state of this job, such as ``RUNNING``; empty elsewhere.
 
     Also where there is no ``scontrol``, as in a container.
 
     Args:
-      env: The environment, or None for that of this process.
+      env: The environment.
       asked: Runs a command, and returns what it prints.
 
     Raises:
       OSError: Slurm does not answer.
     """
-    env = os.environ if env is None else env
     job = env.get("SLURM_JOB_ID")
     if not job:
         return ""

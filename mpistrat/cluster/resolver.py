@@ -26,10 +26,7 @@ class ClusterResolver(abc.ABC):
 
     @abc.abstractmethod
     def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
+        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
         """Return the address of a task, or of the master of the cluster.
 
@@ -108,10 +105,7 @@ class TaskResolver(ClusterResolver):
         self._rpc_layer = value
 
     def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
+        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
         """Return the address of a task, else that of this process; empty if that is not known."""
         kind = self.task_type if task_type is None else task_type

@@ -60,10 +60,7 @@ class MPIClusterResolver(ClusterResolver):
         return ClusterSpec({self._job: [f"{LABEL}{rank}" for rank in range(self._size)]})
 
     def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
+        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
         """Return the label of a task; of rank 0 if none is named."""
         return self.cluster_spec().task_address(task_type or self._job, task_id or 0)
@@ -182,10 +179,7 @@ class TFConfigClusterResolver(TaskResolver):
             raise _wrong(f"has a 'cluster' that cannot be used: {error}") from None
 
     def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
+        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
         """Return the address of a task, with the rpc layer before it if there is one.
 
@@ -199,13 +193,13 @@ class TFConfigClusterResolver(TaskResolver):
         return "" if alone or not spec else super().master(task_type, task_id, rpc_layer)
 
 
-def default_resolver(rank: int, size: int, env: Mapping[str, str] | None = None) -> ClusterResolver:
+def default_resolver(rank: int, size: int, env: Mapping[str, str] = os.environ) -> ClusterResolver:
     """Return the resolver of a strategy that was given none.
 
     Args:
       rank: This rank.
       size: The number of ranks.
-      env: The environment, or None for that of this process.
+      env: The environment.
 
     Returns:
       That of ``TF_CONFIG`` if it is set, else that of MPI.
@@ -213,8 +207,7 @@ def default_resolver(rank: int, size: int, env: Mapping[str, str] | None = None)
     Raises:
       ValueError: ``TF_CONFIG`` is malformed.
     """
-    found = os.environ if env is None else env
-    if found.get("TF_CONFIG"):
+    if env.get("TF_CONFIG"):
         named = TFConfigClusterResolver(env=env)
         named.check()
         return named

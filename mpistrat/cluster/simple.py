@@ -61,10 +61,7 @@ class SimpleClusterResolver(TaskResolver):
         return self._spec
 
     def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
+        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
         """Return the address of a task, or the given master unless type and id are both named."""
         if task_type is not None and task_id is not None:
@@ -137,10 +134,7 @@ class UnionResolver(TaskResolver):
         return ClusterSpec({job: _merged(job, tasks) for job, tasks in parts.items()})
 
     def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
+        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
         """Return the address of a task; the first resolver's master unless both are named."""
         if task_type is not None and task_id is not None:

@@ -54,8 +54,7 @@ class ClusterSpec:
     """
 
     def __init__(
-        self,
-        cluster: Mapping[str, Sequence[str] | Mapping[int, str]] | ClusterDef | ClusterSpec,
+        self, cluster: Mapping[str, Sequence[str] | Mapping[int, str]] | ClusterDef | ClusterSpec
     ):
         """Create the description of a cluster."""
         if isinstance(cluster, ClusterSpec):

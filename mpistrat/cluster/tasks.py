@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from mpistrat.cluster.resolver import ClusterResolver
 from mpistrat.cluster.spec import ClusterSpec
+from mpistrat.comm.callsite import grouped
 
 _JOBS = ("chief", "worker", "evaluator", "ps")
 _WORKING = _JOBS[:3]
@@ -124,11 +125,9 @@ def misfit(tasks: Sequence[Task], job: int) -> str:
       >>> misfit([Task("worker", 0, 2, True), Task("worker", 1, 2)], 2)
       ''
     """
-    ranks: dict[str, list[int]] = {}
-    for rank, task in enumerate(tasks):
-        if task.kind:
-            ranks.setdefault(str(task), []).append(rank)
-    wrong = [f"ranks {held} are all called {name}" for name, held in ranks.items() if held[1:]]
+    ranks = grouped([str(task) if task.kind else "" for task in tasks], range(len(tasks)))
+    alike = [(name, held) for name, held in ranks.items() if name and held[1:]]
+    wrong = [f"ranks {held} are all called {name}" for name, held in alike]
     counts = sorted({task.workers for task in tasks if task.kind in _WORKING[:-1]})
     if any(count not in (len(tasks), job) for count in counts):
         told = " and ".join(map(str, counts))

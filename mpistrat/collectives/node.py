@@ -30,13 +30,7 @@ from mpistrat.collectives.segments import Placed, Segment
 from mpistrat.collectives.weights import Scales
 from mpistrat.comm.base import Comm
 from mpistrat.kernels.ops import UFUNCS, ReduceOp
-from mpistrat.kernels.rows import (
-    compile_for,
-    compiles,
-    reduce_rows,
-    spread_rows,
-    sum_between,
-)
+from mpistrat.kernels.rows import compile_for, compiles, reduce_rows, spread_rows, sum_between
 from mpistrat.kernels.scaling import power_for
 from mpistrat.kernels.threads import Team
 from mpistrat.lockstep.guards import warn
@@ -101,10 +95,8 @@ class NodeReducer:
         self._size = lockstep.comm.size
         # One for all strategies of the session: a call that is equal on all ranks meets in the same
         # memory, even if a program makes it on another strategy on another rank.
-        groups, key = lockstep.session.groups, ("arena", lockstep.order)
-        if key not in groups:
-            groups[key] = Arena(lockstep.comm, lockstep.options.ranks_per_node)
-        self.arena: Arena = groups[key]
+        each = lockstep.options.ranks_per_node
+        self.arena = lockstep.shared("arena", lambda: Arena(lockstep.comm, each))
 
     @property
     def possible(self) -> bool:

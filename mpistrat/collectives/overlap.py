@@ -78,11 +78,7 @@ class Overlap:
     def of(reducer: Reducer) -> Overlap:
         """Return the transfers of the session, in the order of these ranks."""
         lockstep = reducer.lockstep
-        groups, key = lockstep.session.groups, ("overlap", lockstep.order)
-        if key not in groups:
-            groups[key] = Overlap(lockstep)
-        found: Overlap = groups[key]
-        return found
+        return lockstep.shared("overlap", lambda: Overlap(lockstep))
 
     def start(
         self,
@@ -158,9 +154,7 @@ class Overlap:
             mine = _NO_THREADS
         elif on_mpi and needs_yielding() and not yields():
             mine = _NO_YIELDING
-        told = np.empty(1, np.int64)
-        self._lockstep.comm.allreduce(np.array([mine]), told, "MIN")
-        reason = _REASONS.get(int(told[0]))
+        reason = _REASONS.get(self._lockstep.comm.reduced(mine, "MIN"))
         if reason is not None:
             text = f"all_reduce_start: all is done at once. {reason}. The results are the same."
             warn(self._lockstep, "all_reduce_start", text, RuntimeWarning, stacklevel=3)
@@ -205,11 +199,7 @@ class Overlap:
         return begin
 
     def _packed(
-        self,
-        node: NodeReducer,
-        call: Call,
-        values: Sequence[Array],
-        outs: Sequence[Array] | None,
+        self, node: NodeReducer, call: Call, values: Sequence[Array], outs: Sequence[Array] | None
     ) -> Begin:
         """Return what copies values, and begins to reduce the copies."""
         results = results_for(call, values, outs, self._lockstep.session.kept(Pool))

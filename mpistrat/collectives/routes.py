@@ -20,6 +20,7 @@ from mpistrat.comm.base import Buffer, Comm
 from mpistrat.errors import StructureError
 from mpistrat.kernels.ops import UFUNCS, ReduceOp
 from mpistrat.lockstep.lockstep import Lockstep
+from mpistrat.lockstep.ranks import Caught
 
 _ADDS = (ReduceOp.SUM, ReduceOp.MEAN)
 
@@ -133,13 +134,10 @@ class OneRoot(Route):
         """Gather at the root, reduce there, broadcast; with a function, prove that it succeeded."""
         values = _at_root(lockstep.comm, send, self._root)
         if self._add is not None and op in _ADDS:
-            failure: Exception | None = None
-            try:
+            with Caught(Exception) as caught:
                 if values:
                     recv[...] = _checked(self._add(values), send)
-            except Exception as error:
-                failure = error
-            lockstep.prove(f"{call}, accumulated", failure=failure)
+            lockstep.prove(f"{call}, accumulated", failure=caught.failure)
         elif values:
             _reduced(values, recv, op)
         lockstep.comm.bcast(recv, self._root)
@@ -176,11 +174,8 @@ class Hierarchical(Route):
 
     def _nodes(self, lockstep: Lockstep) -> Nodes:
         # Of the session, so that strategies that take this way have it at hand on the same ranks.
-        groups, key = lockstep.session.groups, ("nodes", lockstep.order, self._per_node)
-        if key not in groups:
-            groups[key] = find_nodes(lockstep.comm, self._per_node)
-        found: Nodes = groups[key]
-        return found
+        each = self._per_node
+        return lockstep.shared("nodes", lambda: find_nodes(lockstep.comm, each), each)
 
     def reduce(self, call: str, lockstep: Lockstep, send: Array, recv: Array, op: ReduceOp) -> None:
         """Reduce by an MPI_Allreduce in the node, another among first ranks, and MPI_Bcast."""

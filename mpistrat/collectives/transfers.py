@@ -53,7 +53,7 @@ class Transfers:
     def __init__(self, failed: Callable[[Exception], None]):
         """Begin nothing yet."""
         self._failed, self._pid = failed, os.getpid()
-        self._count = 0
+        self.count = 0  # of those that have begun
         # What nobody can wait for any more, and is over, goes by itself.
         self._open: WeakValueDictionary[int, Transfer] = WeakValueDictionary()
         self._todo: list[Transfer] = []
@@ -61,14 +61,9 @@ class Transfers:
         self._running = False
 
     @property
-    def count(self) -> int:
-        """How many have been begun."""
-        return self._count
-
-    @property
     def oldest(self) -> int:
         """The number of the first that some part of the program may still want; else the next."""
-        return min((one.number for one in self._living()), default=self._count + 1)
+        return min((one.number for one in self._living()), default=self.count + 1)
 
     def _living(self) -> list[Transfer]:
         # A copy is taken first: in the thread another one may go at any time.
@@ -76,8 +71,8 @@ class Transfers:
 
     def begin(self, work: Callable[[], None]) -> Transfer:
         """Queue this for the thread, behind all that came before."""
-        self._count += 1
-        self._open[self._count] = transfer = Transfer(self._count, work)
+        self.count += 1
+        self._open[self.count] = transfer = Transfer(self.count, work)
         with self._lock:
             self._todo.append(transfer)
             begins, self._running = not self._running, True

@@ -53,6 +53,12 @@ class Comm(abc.ABC):
           op: ``"SUM"``, ``"PROD"``, ``"MIN"``, ``"MAX"`` or, for unsigned integers, ``"BOR"``.
         """
 
+    def reduced(self, value: int, op: str) -> int:
+        """Return one integer of all ranks, reduced by `op`, as `allreduce` does. Collective."""
+        found = np.empty(1, np.int64)
+        self.allreduce(np.array([value], np.int64), found, op)
+        return int(found[0])
+
     @abc.abstractmethod
     def bcast(self, buffer: Buffer, root: int) -> None:
         """Copy `buffer` of rank `root` into `buffer` of every rank."""

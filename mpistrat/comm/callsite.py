@@ -9,6 +9,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from types import FrameType
+from typing import TypeVar
+
+K = TypeVar("K")
+T = TypeVar("T")
 
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
 _EXAMPLES = str(Path(_PACKAGE, "examples"))
@@ -66,6 +70,23 @@ def compiles(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def grouped(keys: Iterable[K], things: Iterable[T]) -> dict[K, list[T]]:
+    """Return which things have a key, for each key in the order in which it comes first.
+
+    Args:
+      keys: What each has.
+      things: Such as ranks.
+
+    Example:
+      >>> grouped("aba", [0, 1, 2])
+      {'a': [0, 2], 'b': [1]}
+    """
+    found: dict[K, list[T]] = {}
+    for key, thing in zip(keys, things, strict=True):
+        found.setdefault(key, []).append(thing)
+    return found
 
 
 def runs_of(ranks: Iterable[int]) -> list[list[int]]:

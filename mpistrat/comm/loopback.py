@@ -10,6 +10,7 @@ between the ranks is a function of the seed alone, and can be played again.
 
 from __future__ import annotations
 
+import functools
 import random
 import threading
 from collections.abc import Callable, Sequence
@@ -331,12 +332,8 @@ class LoopbackComm(Comm):
 
     def pages(self, nbytes: int) -> Pages | None:
         """Return zeroed memory that all ranks see; overlays are of threads here."""
-        return shared_pages(
-            lambda data: self._meet(f"pages of {nbytes} bytes", data),
-            self.rank == 0,
-            nbytes,
-            "copies",
-        )
+        meet = functools.partial(self._meet, f"pages of {nbytes} bytes")
+        return shared_pages(meet, self.rank == 0, nbytes)
 
     def free(self) -> None:
         """Leave the world."""

@@ -313,7 +313,7 @@ class MPIComm(Comm):
 
     def pages(self, nbytes: int) -> Pages | None:
         """Return zeroed memory that the processes of this group map; None if they cannot."""
-        return shared_pages(self._comm.allgather, self.rank == 0, nbytes, "copies")
+        return shared_pages(self._comm.allgather, self.rank == 0, nbytes)
 
     def free(self) -> None:
         """Free the duplicate. Collective; nothing happens once MPI is finalized."""

@@ -17,19 +17,8 @@ import numpy as np
 
 from mpistrat.errors import RefusedError
 
-__all__ = [
-    "INSTEAD",
-    "REFUSED",
-    "Names",
-    "ParameterServerStrategy",
-    "Refusal",
-    "Server",
-    "absent",
-    "absent_from",
-    "refused",
-    "refused_in",
-    "refusing",
-]
+__all__ = ["INSTEAD", "REFUSED", "Names", "ParameterServerStrategy", "Refusal", "Server", "absent"]
+__all__ += ["absent_from", "refused", "refused_in", "refusing"]
 
 _PARITY = "docs/parity.md lists every name of tf.distribute."
 _ADVICE = (  # what to use, and instead of which names below tf.; names that begin so share it

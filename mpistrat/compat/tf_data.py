@@ -21,16 +21,10 @@ from mpistrat.compat.tf_options import (
 )
 from mpistrat.feed import dataset
 from mpistrat.feed.policies import AutoShardPolicy, DistributeOptions
+from mpistrat.feed.sources import stacked as _stacked
 
-__all__ = [
-    "AUTOTUNE",
-    "INFINITE_CARDINALITY",
-    "UNKNOWN_CARDINALITY",
-    "Dataset",
-    "Options",
-    "ThreadingOptions",
-    "experimental",
-]
+__all__ = ["AUTOTUNE", "INFINITE_CARDINALITY", "UNKNOWN_CARDINALITY", "Dataset", "Options"]
+__all__ += ["ThreadingOptions", "experimental"]
 
 __getattr__ = _absent_from("tf.data")
 
@@ -125,7 +119,7 @@ class Dataset(dataset.Dataset, metaclass=_Sources):
           tensors: See `mpistrat.Dataset.from_tensor_slices`.
           name: No effect.
         """
-        return Dataset(_tensors(tensors))
+        return Dataset(_stacked(tensors, _tensor))
 
     @staticmethod
     def from_tensors(tensors: Any, name: Any = None) -> Dataset:
@@ -139,7 +133,7 @@ class Dataset(dataset.Dataset, metaclass=_Sources):
           >>> [x.tolist() for x in Dataset.from_tensors([1, 2]).repeat(2).batch(2)]
           [[[1, 2], [1, 2]]]
         """
-        return Dataset(nest.map(lambda leaf: leaf[None], _tensors(tensors)))
+        return Dataset(nest.map(lambda leaf: leaf[None], _stacked(tensors, _tensor)))
 
     @staticmethod
     def from_generator(
@@ -318,11 +312,5 @@ class Dataset(dataset.Dataset, metaclass=_Sources):
         return self
 
 
-def _tensors(tree: Any) -> Any:
-    """Return a tree whose leaves are arrays, where a list is a leaf."""
-    if isinstance(tree, dict):
-        return type(tree)((key, _tensors(value)) for key, value in tree.items())
-    if isinstance(tree, tuple):
-        items = [_tensors(value) for value in tree]
-        return type(tree)(*items) if hasattr(tree, "_fields") else tuple(items)
-    return tree if hasattr(tree, "dtype") else constant(tree)
+def _tensor(leaf: Any) -> Any:
+    return leaf if hasattr(leaf, "dtype") else constant(leaf)

@@ -66,11 +66,7 @@ reduce_logsumexp = _reduction(_logsumexp, "the logarithm of the sum of the expon
 
 
 def norm(
-    tensor: Any,
-    ord: Any = "euclidean",
-    axis: Any = None,
-    keepdims: bool = False,
-    name: Any = None,
+    tensor: Any, ord: Any = "euclidean", axis: Any = None, keepdims: bool = False, name: Any = None
 ) -> Any:
     """Return the norm of the vectors, or of the matrices, in `tensor`.
 

@@ -15,16 +15,8 @@ from mpistrat.checkpoint.manager import CheckpointManager
 from mpistrat.cluster.spec import ClusterSpec
 from mpistrat.compat.absent import absent_from as _absent_from
 
-__all__ = [
-    "Checkpoint",
-    "CheckpointManager",
-    "CheckpointReader",
-    "ClusterSpec",
-    "latest_checkpoint",
-    "list_variables",
-    "load_checkpoint",
-    "load_variable",
-]
+__all__ = ["Checkpoint", "CheckpointManager", "CheckpointReader", "ClusterSpec"]
+__all__ += ["latest_checkpoint", "list_variables", "load_checkpoint", "load_variable"]
 
 __getattr__ = _absent_from("tf.train")
 

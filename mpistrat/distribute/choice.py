@@ -29,6 +29,7 @@ from mpistrat.errors import StructureError
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.kernels.scaling import multiply
 from mpistrat.lockstep.lockstep import Lockstep
+from mpistrat.lockstep.ranks import Caught
 
 _AUTO, _RING, _NCCL = CommunicationImplementation
 
@@ -186,8 +187,8 @@ class Delegate:
     ) -> list[Any]:
         if not given:
             return []
-        failure, totals, contents = None, [], b""
-        try:
+        totals, contents = [], b""
+        with Caught(Exception) as caught:
             structure = nest.flatten(list(given))[1]
             values = [self._per_replica(one, i, structure) for i, one in enumerate(given)]
             ruling = current()
@@ -199,11 +200,9 @@ class Delegate:
                     made = list(self.ops.batch_reduce(op, pairs, self._options))
             totals = [check(one, value) for one, value in zip(made, given, strict=True)]
             contents = b"".join([digest(arrays_of(total)) for total in totals])
-        except Exception as error:
-            failure = error
         advice = "A CrossDeviceOps must return the same on every rank."
         told = {"what the class returned": contents}
-        prove_same(self._lockstep, f"{text}, reduced", told, advice, failure)
+        prove_same(self._lockstep, f"{text}, reduced", told, advice, caught.failure)
         return totals
 
     def _per_replica(self, value: Any, place: int, structure: nest.Structure) -> PerReplica:

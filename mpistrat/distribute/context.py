@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import operator
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, final
+from typing import Any, NoReturn, final
 
+from mpistrat.arrays import whole
 from mpistrat.collectives.communication import CommunicationOptions
 from mpistrat.distribute.gather import gather
 from mpistrat.distribute.handles import Handle, all_reduce_start
-from mpistrat.distribute.mode import Replica, current, refuse_unchosen, settle
+from mpistrat.distribute.mode import Mode, Replica, current, refuse_unchosen, settle
 from mpistrat.distribute.reduce import in_replica
 from mpistrat.distribute.regroup import select
 from mpistrat.distribute.replica_code import body, merged
@@ -119,19 +119,13 @@ class ReplicaContext:
         Raises:
           ValueError: The id is no integer.
         """
-        number: Any = replica_id_in_sync_group
-        if number is not None:
-            try:
-                if isinstance(number, bool):
-                    raise TypeError
-                number = operator.index(number)
-            except TypeError:
-                raise ValueError(
-                    "replica_id_in_sync_group must be an integer or None, got "
-                    f"{replica_id_in_sync_group!r:.80}."
-                ) from None
         self._strategy = strategy
-        self._id = number
+        self._id = whole(replica_id_in_sync_group)
+        if self._id is None and replica_id_in_sync_group is not None:
+            raise ValueError(
+                "replica_id_in_sync_group must be an integer or None, got "
+                f"{replica_id_in_sync_group!r:.80}."
+            )
         self._thread = threading.get_ident()  # for messages
 
     def __enter__(self) -> ReplicaContext:
@@ -185,18 +179,25 @@ class ReplicaContext:
         """Return which replica of which strategy this is."""
         return f"ReplicaContext({self._id} of {self.num_replicas_in_sync}, {self._strategy!r})"
 
-    def _enter(self, what: str) -> None:
+    def _enter(self, what: str, options: CommunicationOptions | None = None) -> ReplicaGroup:
         mode = current()
         here = None if mode is None else mode.replica
+        group = self._strategy.replicas
         if here is not None and here.context is self:
-            self._strategy.replicas.lockstep.state.interrupted.check()
-            return
-        if mode is None and self._strategy is default_strategy():
+            group.lockstep.state.interrupted.check()
+        elif mode is None and self._strategy is default_strategy():
             refuse_unchosen(what)
-            return
+        else:
+            self._refuse(what, mode)
+        if options is None:
+            return group
+        with group.lockstep.preparing(what):
+            return group.by(options)
+
+    def _refuse(self, what: str, mode: Mode | None) -> NoReturn:
         if threading.get_ident() != self._thread:
             where = f"in another thread ({threading.current_thread().name!r})"
-        elif mode is None or here is not None:
+        elif mode is None or mode.replica is not None:
             where = "outside run()" if mode is None else "in another run"
         else:
             where = "in cross-replica code"
@@ -204,11 +205,6 @@ class ReplicaContext:
             f"{what} of replica {self._id} of {self.num_replicas_in_sync} was called {where}. Call "
             "it on get_replica_context(), in the function that Strategy.run calls, in its thread."
         )
-
-    def _group(self, name: str, options: CommunicationOptions | None) -> ReplicaGroup:
-        group = self._strategy.replicas
-        with group.lockstep.preparing(name):
-            return group.by(options)
 
     def all_reduce(
         self,
@@ -258,8 +254,7 @@ class ReplicaContext:
         4 MiB of small leaves and per leaf of 64 KiB or more.
         As: ``tf.distribute.ReplicaContext.all_reduce``.
         """
-        self._enter("all_reduce")
-        group = self._strategy.replicas if options is None else self._group("all_reduce", options)
+        group = self._enter("all_reduce", options)
         return in_replica(group, reduce_op, value, weight, out)
 
     def all_reduce_start(
@@ -317,9 +312,7 @@ class ReplicaContext:
           >>> handle.wait()
           array([1., 2.])
         """
-        self._enter("all_reduce_start")
-        name = "all_reduce_start"
-        group = self._strategy.replicas if options is None else self._group(name, options)
+        group = self._enter("all_reduce_start", options)
         return all_reduce_start(group, reduce_op, value, weight, out)
 
     def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
@@ -350,8 +343,7 @@ class ReplicaContext:
         As: ``tf.distribute.ReplicaContext.all_gather``, and it also takes negative axes and values
         that are empty on every replica.
         """
-        self._enter("all_gather")
-        group = self._group("all_gather", options)
+        group = self._enter("all_gather", options)
         return gather(group, "all_gather", select(value), axis)
 
     def merge_call(

@@ -10,7 +10,7 @@ import numpy as np
 
 from mpistrat.arrays import Array, as_array, is_scalar, spec_text
 from mpistrat.comm.codec import decode, encode
-from mpistrat.distribute.choice import Ops, like
+from mpistrat.distribute.choice import like
 from mpistrat.distribute.kinds import DistributedVariable
 from mpistrat.distribute.regroup import select
 from mpistrat.distribute.replica_group import StrategyBase
@@ -19,6 +19,7 @@ from mpistrat.distribute.updating import mirrored
 from mpistrat.distribute.values import DistributedValues
 from mpistrat.distribute.writes import prove_same
 from mpistrat.errors import StructureError
+from mpistrat.lockstep.ranks import Caught
 
 # Programs for tf.distribute name devices in these ways; they choose nothing here.
 _DEVICE = re.compile(r"(/\w+:\w+)*/?(device:)?(xla_)?[a-z]pu(:\d+|:\*)?", re.IGNORECASE)
@@ -157,10 +158,12 @@ def broadcast_as_chosen(strategy: StrategyBase, tensor: Any, destinations: Any) 
     by = f"{type(ops).__module__}.{type(ops).__qualname__}"
     call = f"broadcast_to({spec_text(array)}){place(destinations)} by {by}"
     lockstep.prove(call)
-    contents, failure = _made(ops, array, destinations)
+    contents = array
+    with Caught(Exception) as caught:
+        contents = like(ops, ops.broadcast(array.copy(), destinations), array)
     advice = "A CrossDeviceOps must return the same on every rank."
     given = {"what the class returned": contents}
-    prove_same(lockstep, f"{call}, made", given, advice, failure)
+    prove_same(lockstep, f"{call}, made", given, advice, caught.failure)
     if _is_python_number(tensor):
         return type(tensor)(contents.item())
     return contents if isinstance(destinations, str) else mirrored(strategy, contents)
@@ -175,11 +178,3 @@ def _checked(strategy: StrategyBase, tensor: Any, destinations: Any) -> Array:
     with strategy.replicas.lockstep.preparing("broadcast_to"):
         check_destinations(strategy, "broadcast_to", destinations)
         return np.array(as_array(select(tensor)), order="C")
-
-
-def _made(ops: Ops, array: Array, destinations: Any) -> tuple[Array, Exception | None]:
-    """Return what the class makes of a value, or what it raised."""
-    try:
-        return like(ops, ops.broadcast(array.copy(), destinations), array), None
-    except Exception as error:
-        return array, error

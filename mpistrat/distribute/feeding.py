@@ -211,14 +211,11 @@ class Inputs(StrategyBase):
         Cost: one proof; small values ride in it.
         """
         call = "experimental_distribute_values_from_function"
-        comm = self.replicas.lockstep.comm
-        failure, made = None, None
-        try:
+        lockstep = self.replicas.lockstep
+        with lockstep.preparing(call):
             check_function(call, "value_fn", value_fn)
-            made = value_fn(ValueContext(comm.rank, comm.size))
-        except Exception as error:
-            failure = error
-        return self.replicas.regroup.inputs(call, made, failure)
+            made = value_fn(ValueContext(lockstep.comm.rank, lockstep.comm.size))
+        return self.replicas.regroup.inputs(call, made)
 
     def experimental_distribute_dataset(
         self, dataset: Dataset, options: InputOptions | None = None

@@ -11,8 +11,6 @@ from mpistrat.errors import ContextError, DataError, StrategyError
 from mpistrat.feed.distributed import DistributedDataset, DistributedIterator
 from mpistrat.feed.iterators import ElementIterator
 
-__all__ = ["InputIterator"]
-
 
 @final
 class InputIterator(ElementIterator):

@@ -18,6 +18,7 @@ from mpistrat.distribute.replica_group import ReplicaGroup
 from mpistrat.distribute.views import GLOBAL
 from mpistrat.errors import LeafTypeError
 from mpistrat.lockstep.lockstep import Lockstep
+from mpistrat.lockstep.ranks import Caught
 
 _PLAIN = (type(None), bool, int, float, str, bytes)
 _LENGTH = 8  # bytes
@@ -93,13 +94,8 @@ def _whole(lockstep: Lockstep) -> Nodes:
 
 def nodes_of(lockstep: Lockstep) -> Nodes:
     """Return which ranks share a node. Collective the first time."""
-    per_node = lockstep.options.ranks_per_node
-    # Of the session, as `collectives.routes` keeps them.
-    groups, key = lockstep.session.groups, ("nodes", lockstep.order, per_node)
-    if key not in groups:
-        groups[key] = find_nodes(lockstep.comm, per_node)
-    found: Nodes = groups[key]
-    return found
+    each = lockstep.options.ranks_per_node  # as `collectives.routes` has them
+    return lockstep.shared("nodes", lambda: find_nodes(lockstep.comm, each), each)
 
 
 def _called(
@@ -115,16 +111,13 @@ def _called(
         check_long_operation(f"{what}({name})", seconds)
         declared = lockstep.session.board.long_operation(f"{what}({name})", float(seconds))
     lockstep.prove(f"{what}({name})")
-    message, failure, group = b"", None, cut(lockstep)
-    if group.node.rank == 0:
-        try:
+    message, group = b"", cut(lockstep)
+    with Caught() as caught:  # all ranks are told of Ctrl-C and SystemExit, too
+        if group.node.rank == 0:
             with declared:
                 message = pack([_packed(fn(*args), f"{what}: the result")])
-        except BaseException as error:  # all ranks are told of Ctrl-C and SystemExit, too
-            failure = error
-    told = lockstep.share(
-        f"{what}({name}), done", len(message).to_bytes(_LENGTH, "little"), failure
-    )
+    size = len(message).to_bytes(_LENGTH, "little")
+    told = lockstep.share(f"{what}({name}), done", size, caught.failure)
     length = int.from_bytes(told[group.ranks[0]], "little")
     room = np.frombuffer(message.ljust(length), np.uint8).copy()
     group.node.bcast(room, 0)

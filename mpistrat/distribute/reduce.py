@@ -14,15 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpistrat import nest
-from mpistrat.arrays import (
-    Array,
-    dtype_name,
-    finish,
-    is_scalar,
-    kind_of,
-    label,
-    spec_text,
-)
+from mpistrat.arrays import Array, dtype_name, finish, is_scalar, kind_of, label, spec_text
 from mpistrat.collectives import allreduce
 from mpistrat.collectives.call import ONES, SMALL, Call, Contribution, described
 from mpistrat.collectives.calls import Request, request

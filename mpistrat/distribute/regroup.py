@@ -12,15 +12,7 @@ from mpistrat.comm.codec import decode, encode, pack, unpack
 from mpistrat.distribute.kinds import DistributedVariable
 from mpistrat.distribute.mode import same_strategy
 from mpistrat.distribute.slices import IndexedSlices
-from mpistrat.distribute.told import (
-    ELSEWHERE,
-    MIRRORED,
-    UNWRAPPED,
-    VARIABLE,
-    order_of,
-    read,
-    told,
-)
+from mpistrat.distribute.told import ELSEWHERE, MIRRORED, UNWRAPPED, VARIABLE, order_of, read, told
 from mpistrat.distribute.values import (
     DistributedValues,
     Mirrored,
@@ -154,7 +146,7 @@ class Regroup:
         leaves, structure = nest.flatten(tree)
         return nest.unflatten(nest.alike(structure), [select(leaf) for leaf in leaves])
 
-    def inputs(self, call: str, tree: Any, failure: BaseException | None = None) -> Any:
+    def inputs(self, call: str, tree: Any) -> Any:
         """Return `tree`, made by every replica for itself, with every leaf wrapped as inputs are.
 
         Collective: one proof; small values ride in it.
@@ -162,8 +154,8 @@ class Regroup:
         Raises:
           LockstepError: The structures differ.
         """
-        if failure is not None or not self.view.wraps:
-            self.lockstep.prove(call, failure=failure)
+        if not self.view.wraps:
+            self.lockstep.prove(call)
             return self.wrap_input(tree)
         structure, leaves, rows = self._shared(call, tree, wraps=True)
         assert rows is not None
@@ -207,11 +199,7 @@ class Regroup:
         )
 
     def _wrap(
-        self,
-        leaf: Any,
-        entries: list[tuple[bytes, bytes]],
-        place: int,
-        structure: nest.Structure,
+        self, leaf: Any, entries: list[tuple[bytes, bytes]], place: int, structure: nest.Structure
     ) -> PerReplica:
         elsewhere = {ELSEWHERE, VARIABLE, MIRRORED}
         values = [

@@ -12,7 +12,7 @@ from mpistrat.distribute.mode import Mode, Replica, cross_replica, current, ente
 from mpistrat.distribute.replica_group import StrategyBase
 from mpistrat.errors import ContextError
 from mpistrat.lockstep.guards import compare_copies
-from mpistrat.lockstep.ranks import CallState
+from mpistrat.lockstep.ranks import CallState, Caught
 
 
 def begin(state: CallState) -> None:
@@ -95,19 +95,16 @@ def body(strategy: StrategyBase, replica: Replica) -> Iterator[None]:
     lockstep = strategy.replicas.lockstep
     state = lockstep.state
     with cross_replica(strategy, "with ReplicaContext", "the body itself"):
-        failure: BaseException | None = None
         begin(state)
         try:
-            try:
+            with Caught() as caught:
                 _check(replica, lockstep.comm.rank)
                 with entered(Mode(strategy, replica)):
                     if lockstep.hooks.on_fn is not None:
                         lockstep.hooks.on_fn()
                     yield
                 state.interrupted.check()
-            except BaseException as error:
-                failure = error
-            proved(strategy, "with ReplicaContext, whose body ended", None, failure)
+            proved(strategy, "with ReplicaContext, whose body ended", None, caught.failure)
         finally:
             end(state)
 

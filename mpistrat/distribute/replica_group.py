@@ -67,7 +67,7 @@ class ReplicaGroup:
             session = Session(alone(), owned=False)
             begin(Lockstep(session))
         else:
-            session = begun(parent)
+            session = begun(parent).session
         lockstep = Lockstep(session, order=order, seconds=seconds)
         reducer, regroup = Reducer(lockstep), Regroup(lockstep, view)
         return ReplicaGroup(view, lockstep, Calls(reducer), reducer, regroup, Choice())

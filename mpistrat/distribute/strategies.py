@@ -114,10 +114,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         self._begin(cluster_resolver, lambda: communication_options, comm)
 
     def _begin(
-        self,
-        resolver: Any,
-        options: Callable[[], CommunicationOptions | None],
-        comm: Any,
+        self, resolver: Any, options: Callable[[], CommunicationOptions | None], comm: Any
     ) -> None:
         name = "MultiWorkerMirroredStrategy"
         # The group first: what is wrong with the arguments of one rank is told to all of them.

@@ -9,24 +9,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpistrat import nest
 from mpistrat.collectives.communication import CommunicationOptions
-from mpistrat.distribute import reductions
+from mpistrat.distribute import mode, reductions
 from mpistrat.distribute.arguments import check_long_operation
 from mpistrat.distribute.buffers import make_buffers
 from mpistrat.distribute.extended import StrategyExtended
 from mpistrat.distribute.feeding import Inputs
 from mpistrat.distribute.gather import gather_leaves
 from mpistrat.distribute.handles import Handle, all_reduce_start
-from mpistrat.distribute.mode import (
-    Mode,
-    Replica,
-    Scope,
-    check_cross_replica,
-    chosen,
-    cross_replica,
-    entered,
-    refuse_unchosen,
-    same_strategy,
-)
+from mpistrat.distribute.mode import check_cross_replica
 from mpistrat.distribute.reduce import in_replica
 from mpistrat.distribute.replica_group import ReplicaGroup
 from mpistrat.distribute.running import run
@@ -162,25 +152,25 @@ class Strategy(Inputs):
           ...     ms.get_strategy() is strategy
           True
         """
-        return Scope(self, self._scope)
+        return mode.Scope(self, self._scope)
 
     def _scope(self) -> AbstractContextManager[Any]:
         if self.is_default:
-            same_strategy(self, "Strategy.scope()")
-            return chosen()
-        entered: AbstractContextManager[Any] = self._cross(
+            mode.same_strategy(self, "Strategy.scope()")
+            return mode.chosen()
+        scope: AbstractContextManager[Any] = self._cross(
             "scope", "what you need; replica code is in the scope"
         )
-        return entered
+        return scope
 
     def _cross(self, name: str, instead: str) -> Any:
-        return cross_replica(self, f"Strategy.{name}()", instead)
+        return mode.cross_replica(self, f"Strategy.{name}()", instead)
 
     def _moving(self, name: str, instead: str) -> Any:
         """Enter cross-replica code, where each rank of a job has given its own value."""
         context = self._cross(name, instead)
         if self.is_default:
-            refuse_unchosen(f"Strategy.{name}()")
+            mode.refuse_unchosen(f"Strategy.{name}()")
         return context
 
     def run(
@@ -312,7 +302,7 @@ class Strategy(Inputs):
             with self.replicas.lockstep.preparing("all_reduce"):
                 self.replicas.regroup.check("all_reduce", nest.flatten(value)[0])
                 group = self.replicas.by(options)
-            with entered(Mode(self, Replica(self.rank, self.num_replicas_in_sync))):
+            with mode.entered(mode.Mode(self, mode.Replica(self.rank, self.num_replicas_in_sync))):
                 return in_replica(group, reduce_op, value, weight, out)
 
     def all_reduce_start(
@@ -358,7 +348,7 @@ class Strategy(Inputs):
             with self.replicas.lockstep.preparing(name):
                 self.replicas.regroup.check(name, nest.flatten(value)[0])
                 group = self.replicas.by(options)
-            with entered(Mode(self, Replica(self.rank, self.num_replicas_in_sync))):
+            with mode.entered(mode.Mode(self, mode.Replica(self.rank, self.num_replicas_in_sync))):
                 return all_reduce_start(group, reduce_op, value, weight, out)
 
     def broadcast(self, tree: Any, out: Any = None) -> Any:

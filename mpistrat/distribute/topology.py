@@ -13,7 +13,6 @@ import numpy as np
 from mpistrat.arena.nodes import find_nodes
 from mpistrat.arrays import Array
 from mpistrat.feed.steps import whole_number
-from mpistrat.lockstep.lockstep import Lockstep
 from mpistrat.lockstep.startup import begun
 
 
@@ -91,7 +90,7 @@ class Topology:
           >>> Topology.read().num_ranks
           1
         """
-        lockstep = Lockstep(begun(comm))
+        lockstep = begun(comm)
         ranks = lockstep.comm
         with lockstep.preparing("Topology.read"):
             each = whole_number("ranks_per_node", ranks_per_node, 0)

@@ -17,6 +17,7 @@ from mpistrat.distribute.replica_group import StrategyBase
 from mpistrat.distribute.values import Mirrored, PerReplica
 from mpistrat.distribute.writes import is_data
 from mpistrat.errors import StrategyError
+from mpistrat.lockstep.ranks import Caught
 
 _ADVICE = (
     "fn must be given, write and return the same on every rank. What depends on the rank has to be "
@@ -58,9 +59,9 @@ def update(
         lockstep.prove(f"update({var.spec()}), what was written before it")
     with lockstep.preparing("update"):
         restore = var.storage.snapshot()
-    failure, result, call = None, None, f"update({var.spec()})"
+    result, call = None, f"update({var.spec()})"
     contents: dict[str, Any] = {}
-    try:
+    with Caught() as caught:  # a way out of the program is one that all ranks have to know
         mine, named = select(given)
         with entered(Mode(strategy, updating=var)):
             result = fn(var, *mine, **named)
@@ -72,10 +73,8 @@ def update(
             # a value per replica; optimizers written for tf.distribute hand gradients on like that.
             contents[_GIVEN] = writes.contents(_local(given), lockstep.session)
             contents[_RETURNED] = writes.contents(result, lockstep.session)
-    except BaseException as error:  # a way out of the program is one that all ranks have to know
-        failure = error
     try:
-        writes.prove_same(lockstep, call, contents, _ADVICE, failure)
+        writes.prove_same(lockstep, call, contents, _ADVICE, caught.failure)
     except BaseException:
         restore()
         raise
@@ -88,9 +87,9 @@ def update_non_slot(
     """Let `fn` run on every rank; see `StrategyExtended.update_non_slot`."""
     lockstep = strategy.replicas.lockstep
     each = any(isinstance(leaf, PerReplica) for leaf in nest.flatten(given)[0])
-    failure, result, call = None, None, "update_non_slot"
+    result, call = None, "update_non_slot"
     contents: dict[str, Any] = {}
-    try:
+    with Caught() as caught:
         # Of what is given, the values per replica differ; everything else must be the same.
         contents = {_GIVEN: writes.contents(given, lockstep.session)}
         mine, named = select(given)
@@ -99,9 +98,7 @@ def update_non_slot(
         call += f" of {nest.describe(nest.flatten((given, result))[1])}"
         if not each:
             contents[_RETURNED] = writes.contents(result, lockstep.session)
-    except BaseException as error:
-        failure = error
-    writes.prove_same(lockstep, call, contents, _ADVICE, failure)
+    writes.prove_same(lockstep, call, contents, _ADVICE, caught.failure)
     return _returned(strategy, call, result, group, each)
 
 

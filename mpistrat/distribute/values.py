@@ -389,9 +389,8 @@ class Mirrored(DistributedValues, Operators):
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         """Return the value as an array: a view, read-only if it is proved or a number."""
-        value = (
-            self._value
-        )  # a view of it may be reshaped in place; what is not an array never changes
+        # A view of it may be reshaped in place; what is not an array never changes.
+        value = self._value
         seen = value.view() if isinstance(value, np.ndarray) else sealed(np.asarray(value))
         return np.array(seen, dtype, copy=copy)
 

@@ -20,14 +20,7 @@ from mpistrat.distribute.kinds import (
 )
 from mpistrat.distribute.mode import Mode, again, check_readable, current, entered
 from mpistrat.distribute.reading import Reading
-from mpistrat.distribute.scatter import (
-    WRITES,
-    ScatterUpdates,
-    incoming,
-    initial,
-    kinds,
-    own_copy,
-)
+from mpistrat.distribute.scatter import WRITES, ScatterUpdates, incoming, initial, kinds, own_copy
 from mpistrat.distribute.strategies import current_strategy
 from mpistrat.distribute.views import ALONE
 from mpistrat.errors import ContextError, StructureError

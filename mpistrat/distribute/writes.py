@@ -10,7 +10,7 @@ import xxhash
 
 from mpistrat import nest
 from mpistrat.arrays import Array, digest, is_scalar
-from mpistrat.comm.callsite import ranks_text
+from mpistrat.comm.callsite import grouped, ranks_text
 from mpistrat.comm.session import Session
 from mpistrat.distribute.kinds import VariableAggregation
 from mpistrat.distribute.slices import IndexedSlices, arrays_of
@@ -101,11 +101,8 @@ def _row(part: Array | bytes) -> bytes:
 
 def _who(row: Sequence[bytes], ranks: Sequence[int]) -> str:
     """Return which ranks have what."""
-    groups: dict[bytes, list[int]] = {}
-    for rank, cell in zip(ranks, row, strict=True):
-        groups.setdefault(cell, []).append(rank)
     texts: list[str] = []
-    for cell, those in groups.items():
+    for cell, those in grouped(row, ranks).items():
         first = cell[_DIGEST:].decode().strip()
         again = first and any(text.startswith(first) for text in texts)
         first = first or ("another value" if texts else "one value")

@@ -23,15 +23,7 @@ from mpistrat.feed.policies import AutoShardPolicy, DatasetOptions
 from mpistrat.feed.prefetch import prefetched
 from mpistrat.feed.rebatch import PaddedBatch, Rebatch
 from mpistrat.feed.sources import INFINITE, UNKNOWN, Files, Stream, stacked
-from mpistrat.feed.steps import (
-    Batch,
-    Map,
-    Repeat,
-    Step,
-    Stride,
-    shuffled,
-    whole_number,
-)
+from mpistrat.feed.steps import Batch, Map, Repeat, Step, Stride, shuffled, whole_number
 
 
 class Dataset:
@@ -84,9 +76,9 @@ class Dataset:
         if isinstance(source, Dataset):
             raise TypeError("This already is a Dataset; use it as it is.")
         _refuse_lists(source)
-        self._set(begin(source), depth=0, seeds=0)
+        self._set(begin(source))
 
-    def _set(self, level: Examples | Batches, depth: int, seeds: int) -> None:
+    def _set(self, level: Examples | Batches, depth: int = 0, seeds: int = 0) -> Dataset:
         self._level = level
         self._depth = depth
         self._seeds = seeds
@@ -94,6 +86,7 @@ class Dataset:
         self._place: EpochPlace | None = None
         self._used: Callable[[], bool] = bool
         self._policy = AutoShardPolicy.AUTO
+        return self
 
     def _with(self, level: Examples | Batches, seeds: int = 0) -> Dataset:
         new = object.__new__(type(self))  # its methods may have the signatures of another library
@@ -161,9 +154,7 @@ class Dataset:
           >>> [len(batch) for batch in Dataset.from_batches(lambda: (np.ones(n) for n in (3, 2)))]
           [3, 2]
         """
-        new = object.__new__(Dataset)
-        new._set(Batches(Stream(batches)), depth=0, seeds=0)
-        return new
+        return object.__new__(Dataset)._set(Batches(Stream(batches)))
 
     @staticmethod
     def from_files(paths: Iterable[Any], read: Callable[[str], Any]) -> Dataset:
@@ -183,10 +174,8 @@ class Dataset:
           >>> [batch.tolist() for batch in dataset]
           [[0, 1], [2, 3], [4]]
         """
-        new = object.__new__(Dataset)
         names = tuple(os.fspath(path) for path in paths)
-        new._set(Batches(Files(names, read)), depth=0, seeds=0)
-        return new
+        return object.__new__(Dataset)._set(Batches(Files(names, read)))
 
     @staticmethod
     def range(*args: int) -> Dataset:

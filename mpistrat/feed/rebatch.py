@@ -252,8 +252,7 @@ class _Padded(Selected):
         values = self._how.padding(structure)
         padded = [
             nest.unflatten(
-                structure,
-                [_pad(*each) for each in zip(row, shapes, values, strict=True)],
+                structure, [_pad(*each) for each in zip(row, shapes, values, strict=True)]
             )
             for row in zip(*columns, strict=True)
         ]

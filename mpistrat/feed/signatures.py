@@ -11,7 +11,7 @@ from typing import Any, NoReturn, final
 import numpy as np
 
 from mpistrat import nest
-from mpistrat.comm.callsite import ranks_text
+from mpistrat.comm.callsite import grouped, ranks_text
 from mpistrat.errors import LockstepError
 from mpistrat.lockstep.lockstep import Lockstep
 
@@ -146,8 +146,6 @@ def refuse(lockstep: Lockstep, what: str, texts: Sequence[str], advice: str) -> 
     Raises:
       LockstepError: Always.
     """
-    groups: dict[str, list[int]] = {}
-    for rank, text in zip(lockstep.ranks, texts, strict=True):
-        groups.setdefault(text, []).append(rank)
+    groups = grouped(texts, lockstep.ranks)
     lines = "".join(f"\n  {ranks_text(those)}: {text}" for text, those in groups.items() if text)
     lockstep.fail(LockstepError(f"{what} ({lockstep.here}).{lines}\n  {advice}"))

@@ -230,8 +230,23 @@ class Arrays:
         return nest.unflatten(self.structure, specs)
 
 
-def stacked(tree: Any) -> Any:
+def _of_list(leaf: Any) -> Any:
+    if is_array(leaf):
+        return leaf
+    try:
+        return _converted(leaf, "a leaf of from_tensor_slices")
+    except DataError:
+        raise
+    except ValueError as error:
+        raise DataError(f"A list in from_tensor_slices becomes one array, but {error}") from None
+
+
+def stacked(tree: Any, leaf: Callable[[Any], Any] = _of_list) -> Any:
     """Return a tree with every list in it made one array, and every other leaf an array.
+
+    Args:
+      tree: Dicts and tuples; all else is a leaf.
+      leaf: Makes an array of one.
 
     Raises:
       DataError: The items of a list differ in shape; a table has columns of several types.
@@ -242,19 +257,12 @@ def stacked(tree: Any) -> Any:
     """
     if isinstance(tree, dict):
         result = copy.copy(tree)  # keeps OrderedDict and the factory of a defaultdict
-        result.update({key: stacked(value) for key, value in tree.items()})
+        result.update({key: stacked(value, leaf) for key, value in tree.items()})
         return result
     if isinstance(tree, tuple):
-        items = [stacked(value) for value in tree]
+        items = [stacked(value, leaf) for value in tree]
         return type(tree)(*items) if hasattr(tree, "_fields") else tuple(items)
-    if is_array(tree):
-        return tree
-    try:
-        return _converted(tree, "a leaf of from_tensor_slices")
-    except DataError:
-        raise
-    except ValueError as error:
-        raise DataError(f"A list in from_tensor_slices becomes one array, but {error}") from None
+    return leaf(tree)
 
 
 def _refuse_frame(source: Any) -> None:

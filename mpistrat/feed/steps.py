@@ -33,22 +33,6 @@ from mpistrat.feed.pieces import (
 )
 from mpistrat.feed.sources import INFINITE, UNKNOWN
 
-__all__ = [
-    "Arrange",
-    "Batch",
-    "Map",
-    "Path",
-    "Pieces",
-    "Repeat",
-    "Seeds",
-    "Step",
-    "Stride",
-    "batches_of",
-    "bounds",
-    "shuffled",
-    "whole_number",
-]
-
 Path: TypeAlias = tuple[int, ...]
 Seeds: TypeAlias = tuple[int, ...]
 Pieces: TypeAlias = Callable[[Path], Iterator[BatchSlice]]

@@ -114,12 +114,7 @@ def _numpy_sum(x: Array, axes: tuple[int, ...], wide: np.dtype[Any], out: Array)
 
 
 def _flat_sum(
-    x: Array,
-    axes: tuple[int, ...],
-    wide: np.dtype[Any],
-    parts: int,
-    out: Array,
-    team: Team | None,
+    x: Array, axes: tuple[int, ...], wide: np.dtype[Any], parts: int, out: Array, team: Team | None
 ) -> None:
     """Describe `x` and `out` as flat memory and loops, and run the kernel on them."""
     plan = _plan(x.shape, tuple([step // x.itemsize for step in x.strides]), axes, parts)

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mpistrat.comm.callsite import grouped
 from mpistrat.environment import environment, installed, mask_of, quota, yields
 from mpistrat.errors import LaunchError
 from mpistrat.launch.mpiexec import library
@@ -118,10 +119,7 @@ class Job(NamedTuple):
     @property
     def hosts(self) -> dict[str, list[RankFacts]]:
         """The ranks of each host."""
-        found: dict[str, list[RankFacts]] = {}
-        for rank in self.ranks:
-            found.setdefault(rank.host, []).append(rank)
-        return found
+        return grouped([rank.host for rank in self.ranks], self.ranks)
 
 
 def _versions() -> dict[str, str]:

@@ -12,13 +12,13 @@ import os
 import shlex
 import shutil
 import site
-import subprocess
 import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from mpistrat.cluster.job import said
 from mpistrat.environment import environment, mask_of
 from mpistrat.errors import LaunchError
 from mpistrat.launch.flavours import UNKNOWN, Flavour, of_launcher, of_library, version
@@ -133,19 +133,6 @@ def cores() -> int:
     return bin(mask_of()).count("1")
 
 
-def ask(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run a command that only prints; it has a minute."""
-    return subprocess.run(
-        argv,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=_PATIENCE,
-        env=environment({}),
-        check=False,
-    )
-
-
 @functools.cache
 def library(python: str = sys.executable) -> Library:
     """Return the MPI library that mpi4py loads, found by a child process.
@@ -155,10 +142,11 @@ def library(python: str = sys.executable) -> Library:
 
     Raises:
       LaunchError: mpi4py is missing or finds no library.
+      OSError: The child process does not answer.
 
     Cost: one start of Python, 0.2 s; the answer is kept.
     """
-    got = ask([python, "-c", _PROBE])
+    got = said([python, "-c", _PROBE], _PATIENCE)
     if got.returncode:
         why = (got.stderr.strip().splitlines() or [f"exit code {got.returncode}"])[-1]
         raise LaunchError(_unloaded(python, why))
@@ -173,7 +161,7 @@ def plugins() -> str:
     """
     if shutil.which("srun") is None:
         return ""
-    got = ask(["srun", "--mpi=list"])
+    got = said(["srun", "--mpi=list"], _PATIENCE)
     return got.stdout + got.stderr
 
 
@@ -265,8 +253,8 @@ def find(paths: Sequence[str] | None = None) -> tuple[Launcher, Library]:
     known = []
     for path in paths:
         try:
-            got = ask([path, "--version"])
-        except (OSError, subprocess.TimeoutExpired):  # another may do
+            got = said([path, "--version"], _PATIENCE)
+        except OSError:  # another may do
             continue
         text = got.stdout + got.stderr
         known.append(Launcher(path, of_launcher(text), text))

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from mpistrat.cluster.allocation import Allocation, allocation, from_file
+from mpistrat.comm.callsite import grouped
 from mpistrat.environment import environment, launched_by, marks
 from mpistrat.errors import LaunchError
 from mpistrat.launch.flavours import version
@@ -30,10 +31,7 @@ _TERMINAL = Output()
 
 
 def python_program(
-    program: Sequence[str],
-    module: bool,
-    output: Output = _TERMINAL,
-    options: Sequence[str] = (),
+    program: Sequence[str], module: bool, output: Output = _TERMINAL, options: Sequence[str] = ()
 ) -> list[str]:
     """Return the command that runs a Python program so that a failure on one rank ends the job.
 
@@ -53,11 +51,11 @@ def python_program(
     return [*words, *(["-m"] if module else []), *program]
 
 
-def refuse_inside(env: Mapping[str, str] | None = None) -> None:
+def refuse_inside(env: Mapping[str, str]) -> None:
     """Raise a `LaunchError` if this process already is a rank of a job.
 
     Args:
-      env: The environment, or None for that of this process.
+      env: The environment.
     """
     launcher = launched_by(env)
     if launcher is not None:
@@ -131,7 +129,7 @@ def run(
         allocation, a file cannot be used, or this process already is a rank.
       OSError: A directory cannot be made.
     """
-    refuse_inside()
+    refuse_inside(environment({}))
     options: list[str] = []
     if not module:
         options, program, module = _without_python(program)
@@ -302,9 +300,7 @@ def _say_who(ended: Sequence[Ended], roster: Roster) -> None:
 
     All that ended in one way stand in one line, of however many ranks.
     """
-    ways: dict[tuple[int, int, bool], list[Ended]] = {}
-    for one in ended:
-        ways.setdefault((one.number, one.code, one.sure), []).append(one)
+    ways = grouped([(one.number, one.code, one.sure) for one in ended], ended)
     # Seen at once: the first of them, and those that the launcher ended for its sake.
     several = "; a launcher ends all others once one has ended" if len(ended) > 1 else ""
     for (number, code, sure), ones in ways.items():

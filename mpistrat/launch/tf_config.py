@@ -9,7 +9,6 @@ from typing import Any
 from mpistrat.arrays import whole
 from mpistrat.cluster.resolver import ClusterResolver
 from mpistrat.cluster.tf_config import config_text, export, placed
-from mpistrat.lockstep.lockstep import Lockstep
 from mpistrat.lockstep.startup import begun
 
 _PORT = 8888
@@ -52,7 +51,7 @@ def tf_config(
     """
     if resolver is not None:
         return config_text(resolver)
-    lockstep = Lockstep(begun(comm))
+    lockstep = begun(comm)
     with lockstep.preparing("tf_config"):
         if whole(port_base) is None:
             kind = type(port_base).__name__

@@ -68,6 +68,9 @@ class Lockstep(Ranks):
         are still those of the session: one sequence, whatever the orders of its strategies.
       seconds: How long each call may take until the watchdog ends the job; None for what is allowed
         to every call.
+
+    Attributes:
+      frames_received: The frames of the last proof: uint8 of shape (number of ranks, `FRAME`).
     """
 
     def __init__(
@@ -85,20 +88,15 @@ class Lockstep(Ranks):
         self._frame = self._send.data
         # Of one rank what it sends is what it gets.
         self._several = self.comm.size > 1
-        alone = self._send.reshape(1, FRAME)
-        self._recv = np.zeros((self.comm.size, FRAME), np.uint8) if self._several else alone
+        rows, alone = (self.comm.size, FRAME), self._send.reshape(1, FRAME)
+        self.frames_received = np.zeros(rows, np.uint8) if self._several else alone
         self._got, self._alike = b"", True
-        self._starts = range(0, self._recv.nbytes, FRAME)
-
-    @property
-    def frames_received(self) -> Array:
-        """The frames of the last proof: uint8 of shape (number of ranks, `FRAME`)."""
-        return self._recv
+        self._starts = range(0, self.frames_received.nbytes, FRAME)
 
     @property
     def received(self) -> Array:
         """The payloads of the last proof: uint8 of shape (number of ranks, `ROOM`)."""
-        return self._recv[:, HEAD:]
+        return self.frames_received[:, HEAD:]
 
     def fits(self, nbytes: int) -> bool:
         """Tell whether payloads of that size ride in the proof."""
@@ -195,8 +193,8 @@ class Lockstep(Ranks):
             head = pack(digest, number, 0, len(payload))
             mine, end = head + payload, HEAD + len(payload)
             self._frame[:end] = mine
-            self._raw.allgather(self._send, self._recv)
-            self._got, self._alike = self._recv.tobytes(), True
+            self._raw.allgather(self._send, self.frames_received)
+            self._got, self._alike = self.frames_received.tobytes(), True
             got = self._got
             for at in self._starts:
                 if got[at : at + end] == mine:
@@ -385,5 +383,5 @@ class Lockstep(Ranks):
         head = frame.head(digest, number, flags, len(small))
         self._frame[: HEAD + len(small)] = head + small
         if self._several:
-            self._raw.allgather(self._send, self._recv)
-        return frame.read(self._recv.tobytes(), head, small, flags)
+            self._raw.allgather(self._send, self.frames_received)
+        return frame.read(self.frames_received.tobytes(), head, small, flags)

@@ -8,7 +8,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from mpistrat.comm.callsite import ours, ranks_text, where
+from mpistrat.comm.callsite import grouped, ours, ranks_text, where
 from mpistrat.errors import LockstepError, remote_error
 from mpistrat.lockstep.ranks import Ranks
 
@@ -72,10 +72,8 @@ def mismatch(lockstep: Ranks, call: str) -> LockstepError:
     """Return the error of every rank when the calls differ. Collective."""
     number = lockstep.session.calls
     mine = json.dumps([number, where(), call]).encode()
-    calls: dict[tuple[int, str, str], list[int]] = {}
-    ranks = lockstep.ranks  # replicas may be counted in another order
-    for rank, text in zip(ranks, lockstep.texts(mine), strict=True):
-        calls.setdefault(tuple(json.loads(text)), []).append(rank)
+    texts = [tuple(json.loads(text)) for text in lockstep.texts(mine)]
+    calls: dict[tuple[int, str, str], list[int]] = grouped(texts, lockstep.ranks)
     lines = [f"collective calls differ between ranks ({lockstep.here}, call {number})"]
     width = max(len(ranks_text(ranks)) for ranks in calls.values())
     columns = enumerate(zip(*(what for _, _, what in calls), strict=False))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, final
+from typing import Any, Protocol, TypeVar, final
 
 import numpy as np
 
@@ -14,6 +14,8 @@ from mpistrat.comm.session import Session
 from mpistrat.lockstep.interrupts import Interrupted
 from mpistrat.lockstep.watched import Watched
 from mpistrat.options import Options
+
+T = TypeVar("T")
 
 
 class Unproved(Protocol):
@@ -49,6 +51,32 @@ class RunState(threading.local):
     def __init__(self) -> None:
         """Create the state outside of any run."""
         self.handles: list[Any] = []
+
+
+@final
+class Caught:
+    """Keeps what its body raises, for a proof that tells it to all ranks.
+
+    Args:
+      kind: Which exceptions; a way out of the program too, if not said otherwise.
+
+    Attributes:
+      failure: What was raised, or None.
+    """
+
+    def __init__(self, kind: type[BaseException] = BaseException):
+        """Keep exceptions of a `kind`; others leave the body."""
+        self._kind = kind
+        self.failure: BaseException | None = None
+
+    def __enter__(self) -> Caught:
+        """Begin the body."""
+        return self
+
+    def __exit__(self, kind: object, value: BaseException | None, trace: object) -> bool:
+        """Take what it raised."""
+        self.failure = value if isinstance(value, self._kind) else None
+        return self.failure is not None
 
 
 @final
@@ -143,6 +171,20 @@ class Ranks:
     def options(self) -> Options:
         """The knobs of the session."""
         return self.session.options
+
+    def shared(self, what: str, make: Callable[[], T], per_node: int = 0) -> T:
+        """Return what all strategies with this order of the ranks have in common, made once.
+
+        Args:
+          what: What it is.
+          make: Makes it, at the first call.
+          per_node: How many ranks a node has for it; 0 for those that share memory.
+        """
+        groups, key = self.session.groups, (what, self.order, per_node)
+        if key not in groups:
+            groups[key] = make()
+        found: T = groups[key]
+        return found
 
     def texts(self, mine: bytes) -> list[bytes]:
         """Return every rank's bytes, of any length. Collective; unproved."""

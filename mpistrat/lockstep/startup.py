@@ -17,7 +17,7 @@ from mpistrat import options
 from mpistrat.board.board import Board
 from mpistrat.board.observer import Limits
 from mpistrat.comm.base import Comm
-from mpistrat.comm.callsite import ranks_text
+from mpistrat.comm.callsite import grouped, ranks_text
 from mpistrat.comm.mpi import MPIComm, world_size
 from mpistrat.comm.session import Session
 from mpistrat.comm.world import default_parent
@@ -79,9 +79,7 @@ def preflight(lockstep: Lockstep) -> None:
 def _refuse(lockstep: Lockstep, rows: list[dict[str, str]]) -> NoReturn:
     lines = ["the ranks of this job do not run the same thing:"]
     for name in rows[0]:
-        groups: dict[str, list[int]] = {}
-        for rank, row in enumerate(rows):
-            groups.setdefault(row.get(name, "unknown"), []).append(rank)
+        groups = grouped([row.get(name, "unknown") for row in rows], range(len(rows)))
         if len(groups) > 1:
             told = "; ".join(f"{value} on {ranks_text(ranks)}" for value, ranks in groups.items())
             lines.append(f"  {name}: {told}")
@@ -89,16 +87,16 @@ def _refuse(lockstep: Lockstep, rows: list[dict[str, str]]) -> NoReturn:
     lockstep.fail(PreflightError("\n".join(lines)))
 
 
-def begun(parent: Any = None) -> Session:
-    """Return the session on `parent`, begun. Collective; raises as `begin` and `default_parent`.
+def begun(comm: Any = None) -> Lockstep:
+    """Return what proves calls of all ranks of a communicator, begun. Collective.
 
     Args:
-      parent: An mpi4py intracommunicator or a `Comm`; None for the world.
+      comm: An mpi4py intracommunicator or a `Comm`; None for the world.
     """
     exits().interrupted.arm()  # from the start of MPI on the others wait for this rank
-    session = Session.on(default_parent() if parent is None else parent)
-    begin(Lockstep(session))
-    return session
+    lockstep = Lockstep(Session.on(default_parent() if comm is None else comm))
+    begin(lockstep)
+    return lockstep
 
 
 def begin(lockstep: Lockstep) -> None:

@@ -213,9 +213,9 @@ def shared_memory(
     return None if found is None else found[0]
 
 
-def shared_pages(share: Share, first: bool, size: int, what: str) -> Pages | None:
+def shared_pages(share: Share, first: bool, size: int) -> Pages | None:
     """Return shared memory with an overlay, or None on all ranks; else as `shared_memory`."""
-    found = _made(share, first, size, what, (_memfd, _named), overlaid=True)
+    found = _made(share, first, size, "copies", (_memfd, _named), overlaid=True)
     if found is None:
         return None
     memory, overlay = found

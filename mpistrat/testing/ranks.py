@@ -11,7 +11,7 @@ from typing import Any
 
 from mpistrat.arrays import whole
 from mpistrat.board.frames import current_frames
-from mpistrat.comm.callsite import ranks_text
+from mpistrat.comm.callsite import grouped, ranks_text
 from mpistrat.comm.loopback import Event, LoopbackComm, LoopbackWorld
 from mpistrat.comm.session import Session
 from mpistrat.comm.world import as_world
@@ -36,11 +36,7 @@ class RanksFailed(AssertionError):
 
 
 def run_ranks(
-    fn: Callable[..., Any],
-    size: int,
-    *args: Any,
-    timeout: float = 60.0,
-    seed: int | None = None,
+    fn: Callable[..., Any], size: int, *args: Any, timeout: float = 60.0, seed: int | None = None
 ) -> list[Any]:
     """Call ``fn(comm, *args)`` on `size` ranks, each a thread, and return what each returned.
 
@@ -159,10 +155,9 @@ def _explain(
         lines.append(f"rank {rank} has not ended after {timeout:g} s; it is here:")
         frame = frames.get(threads[rank].ident or -1)
         lines += traceback.format_stack(frame) if frame is not None else []
-    groups: dict[str, list[int]] = {}
-    for rank, error in sorted(errors.items()):
-        groups.setdefault(f"{type(error).__name__}: {error}", []).append(rank)
-    for text, ranks in groups.items():
+    failed = sorted(errors)
+    texts = [f"{type(errors[rank]).__name__}: {errors[rank]}" for rank in failed]
+    for text, ranks in grouped(texts, failed).items():
         lines.append(f"{ranks_text(ranks)} raised {text}")
     lines += ["".join(traceback.format_exception(error)) for error in list(errors.values())[:1]]
     return "\n".join(lines)

@@ -11,15 +11,8 @@ from mpistrat.distribute import strategies, strategy, topology_strategy
 from mpistrat.feed.dataset import Dataset
 from mpistrat.kernels.ops import ReduceOp
 
-__all__ = [
-    "CentralStorageStrategy",
-    "MirroredStrategy",
-    "MultiWorkerMirroredStrategy",
-    "OneDeviceStrategy",
-    "Strategy",
-    "TPUStrategy",
-    "get_loss_reduction",
-]
+__all__ = ["CentralStorageStrategy", "MirroredStrategy", "MultiWorkerMirroredStrategy"]
+__all__ += ["OneDeviceStrategy", "Strategy", "TPUStrategy", "get_loss_reduction"]
 
 
 class _Newer:

@@ -43,7 +43,7 @@ class Rank:
         )  # fmt: skip
         launcher = Parents(self.pid, lambda: 7, world.table.get)
         self.watchdog = Watchdog(
-            self.index, reporter, observer, limits, self.link, launcher, world.clock,
+            self.index, reporter, observer, self.link, launcher, world.clock,
             self.leave, lambda pid, number: world.killed.append(pid),
         )  # fmt: skip
 

@@ -83,6 +83,9 @@ def test_datasets_take_lists_as_constants():
     pair = collections.namedtuple("pair", "x y")
     (batch,) = DATA.from_tensor_slices(pair([1, 2], [3, 4])).batch(2)
     assert type(batch) is pair
+    lists = collections.defaultdict(list, x=[1, 2])
+    (batch,) = DATA.from_tensor_slices(lists).batch(2)
+    assert (batch["x"].dtype, batch.default_factory) == (np.int32, list)
     assert read(DATA.from_tensors([1, 2])) == [[1, 2]]
     assert read(DATA.range(2, 5)) == [2, 3, 4]
     assert DATA.range(3).element_spec.dtype == np.int64
