@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
 
@@ -103,7 +104,6 @@ def nothing(model: Any, args: Any, kwargs: Any) -> Any:
     Raises:
       ContextError: That cannot be told.
     """
-    pairs = [*model.named_parameters(), *model.named_buffers()]
     mode = FakeTensorMode(allow_non_fake_inputs=True)  # shapes without contents
 
     def fake(leaf: Any) -> Any:
@@ -112,10 +112,13 @@ def nothing(model: Any, args: Any, kwargs: Any) -> Any:
         return mode.from_tensor(leaf.detach().requires_grad_(leaf.requires_grad))
 
     try:
-        mine = {name: fake(one) for name, one in pairs}
-        some = [nest.map(fake, given) for given in (args, kwargs)]
-        with mode:
-            out = torch.func.functional_call(model, mine, *some)
+        some, named = (nest.map(fake, given) for given in (args, kwargs))
+        with _as_it_was(model):
+            for module in model.modules():
+                for held in (module._parameters, module._buffers):
+                    held.update({key: fake(one) for key, one in held.items()})
+            with mode:
+                out = model(*some, **named)
     except Exception as error:
         raise ContextError(
             "this rank has no rows, and what the model would give for none is not known "
@@ -135,6 +138,23 @@ def nothing(model: Any, args: Any, kwargs: Any) -> Any:
         return _Constant.apply(torch.full(leaf.shape, float("nan"), dtype=leaf.dtype), *sources)
 
     return nest.map(empty, out)
+
+
+@contextlib.contextmanager
+def _as_it_was(model: Any) -> Iterator[None]:
+    """Return a context manager after which modules have the attributes that they had before.
+
+    What a forward pass without contents leaves in them has none. (torch.func.functional_call does
+    not put back the weights of a module that a model has twice.)
+    """
+    held = [d for m in model.modules() for d in (vars(m), m._parameters, m._buffers, m._modules)]
+    before = [dict(d) for d in held]
+    try:
+        yield
+    finally:
+        for now, then in zip(held, before, strict=True):
+            now.clear()
+            now.update(then)
 
 
 @final

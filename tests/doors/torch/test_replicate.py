@@ -471,6 +471,43 @@ def test_a_model_is_not_run_where_it_has_no_rows_and_gives_an_output_of_its_shap
     run_ranks(program, 2)
 
 
+class Twice(nn.Module):
+    """A module under two names, and an attribute that the first call makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = self.two = nn.Linear(WIDTH, WIDTH)
+        self.scale = None
+
+    def forward(self, x):
+        if self.scale is None:
+            self.scale = torch.linspace(0.5, 1.5, WIDTH)
+        return self.two(torch.tanh(self.one(x))) * self.scale
+
+
+def test_a_model_is_as_it_was_where_a_rank_had_no_rows():
+    torch.manual_seed(0)
+    batches = [torch.randn(rows, WIDTH) for rows in (1, 4, 1, 3)]
+    alone = Twice()
+    first = copy.deepcopy(alone)
+
+    def steps(model, rank, size):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for x in batches:
+            model(shards(x, rank, size)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach() for p in model.parameters()]
+
+    wanted = steps(alone, 0, 1)
+
+    def program(comm):
+        found = steps(mt.replicate(copy.deepcopy(first), ms.MirroredStrategy()), comm.rank, 2)
+        torch.testing.assert_close(found, wanted)
+
+    run_ranks(program, 2)
+
+
 def shards(x, rank, size):
     """The rows of a rank: of one row the first rank has it, and the others have none."""
     return x[rank * -(-len(x) // size) :][: -(-len(x) // size)]
