@@ -106,11 +106,11 @@ class Options:
 _KNOBS = {field.name: field.metadata for field in dataclasses.fields(Options)}
 
 
-def read(env: Mapping[str, str] = os.environ) -> Options:
+def read(env: Mapping[str, str] | None = None) -> Options:
     """Return the options that an environment asks for.
 
     Args:
-      env: The environment.
+      env: The environment, or None for that of this process.
 
     Returns:
       Defaults, overridden by the ``MPISTRAT_*`` variables.
@@ -122,6 +122,7 @@ def read(env: Mapping[str, str] = os.environ) -> Options:
       >>> read({"MPISTRAT_NUMBA": "0"}).numba
       False
     """
+    env = os.environ if env is None else env
     found: dict[str, Any] = {}
     for name, text in env.items():
         if not name.startswith(PREFIX):

@@ -35,11 +35,11 @@ class Allocation(NamedTuple):
     in_step: bool = False
 
 
-def allocation(env: Mapping[str, str] = os.environ) -> Allocation | None:
+def allocation(env: Mapping[str, str] | None = None) -> Allocation | None:
     """Return the allocation that this process is in, or None.
 
     Args:
-      env: The environment. Variables of Slurm that are there in
+      env: The environment, or None for that of this process. Variables of Slurm that are there in
         part, or do not fit each other, are ignored.
 
     Raises:
@@ -53,6 +53,7 @@ def allocation(env: Mapping[str, str] = os.environ) -> Allocation | None:
       >>> allocation(slurm).hosts, allocation(slurm).tasks
       (('n1', 'n2'), (4, 4))
     """
+    env = os.environ if env is None else env
     if all(name in env for name in _SLURM):
         return _slurm(env)
     if "PBS_JOBID" in env and "PBS_NODEFILE" in env:

@@ -193,13 +193,13 @@ class TFConfigClusterResolver(TaskResolver):
         return "" if alone or not spec else super().master(task_type, task_id, rpc_layer)
 
 
-def default_resolver(rank: int, size: int, env: Mapping[str, str] = os.environ) -> ClusterResolver:
+def default_resolver(rank: int, size: int, env: Mapping[str, str] | None = None) -> ClusterResolver:
     """Return the resolver of a strategy that was given none.
 
     Args:
       rank: This rank.
       size: The number of ranks.
-      env: The environment.
+      env: The environment, or None for that of this process.
 
     Returns:
       That of ``TF_CONFIG`` if it is set, else that of MPI.
@@ -207,7 +207,8 @@ def default_resolver(rank: int, size: int, env: Mapping[str, str] = os.environ) 
     Raises:
       ValueError: ``TF_CONFIG`` is malformed.
     """
-    if env.get("TF_CONFIG"):
+    found = os.environ if env is None else env
+    if found.get("TF_CONFIG"):
         named = TFConfigClusterResolver(env=env)
         named.check()
         return named

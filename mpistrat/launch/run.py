@@ -51,11 +51,11 @@ def python_program(
     return [*words, *(["-m"] if module else []), *program]
 
 
-def refuse_inside(env: Mapping[str, str]) -> None:
+def refuse_inside(env: Mapping[str, str] | None = None) -> None:
     """Raise a `LaunchError` if this process already is a rank of a job.
 
     Args:
-      env: The environment.
+      env: The environment, or None for that of this process.
     """
     launcher = launched_by(env)
     if launcher is not None:
@@ -129,7 +129,7 @@ def run(
         allocation, a file cannot be used, or this process already is a rank.
       OSError: A directory cannot be made.
     """
-    refuse_inside(environment({}))
+    refuse_inside()
     options: list[str] = []
     if not module:
         options, program, module = _without_python(program)
