@@ -261,11 +261,12 @@ class CheckpointManager:
         ends. What a source in memory or of files has behind it is not read again; an iterable is
         read, and what it gives is dropped.
 
-        A batch counts when the body of the loop has ended, or a ``strategy.run`` in it: so a
-        program may `save` at the end of the body, and one that is left by ``break`` or an exception
-        before its step was made comes again. Between two bodies it saves when that is due, at
-        the end of each epoch if `every` is None, and always at the end of the last one. A run that
-        has ended goes on when it is started with more epochs.
+        A batch counts when the body of the loop has ended, or in it a ``strategy.run`` or the
+        backward pass of a model that ``mpistrat.torch`` has replicated: so a program may `save` at
+        the end of the body, and one that is left by ``break`` or an exception before its step was
+        made comes again. Between two bodies it saves when that is due, at the end of each epoch if
+        `every` is None, and always at the end of the last one. A run that has ended goes on when it
+        is started with more epochs.
 
         Args:
           data: What ``experimental_distribute_dataset`` returned. The dataset that was distributed

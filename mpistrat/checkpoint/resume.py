@@ -143,7 +143,7 @@ def _batches(
             if told & _NOTICE:
                 manager._notice.leave()
             if not ended:
-                places.lend(origin, functools.partial(_stepped, state, state.steps))
+                places.lend(origin, functools.partial(_stepped, state, _steps(state)))
                 try:
                     yield convert(found.get_value())
                 finally:
@@ -151,5 +151,9 @@ def _batches(
                 pace.step()
 
 
+def _steps(state: CallState) -> int:
+    return state.steps + state.passes
+
+
 def _stepped(state: CallState, before: int) -> bool:
-    return state.steps != before
+    return _steps(state) != before

@@ -115,6 +115,7 @@ class CallState:
       raised: The last exception that every rank has raised.
       run: The ``Strategy.run`` that this rank is inside of.
       steps: How many ``Strategy.run`` have ended well; equal on all ranks.
+      passes: How many backward passes replicated models of PyTorch have made; equal on all ranks.
       unproved: Small writes that the next handshake will show to be alike on all ranks, or undo.
       interrupted: Whether Ctrl-C is waiting to be raised.
       gone: The error that told that ranks have left the program, if they have.
@@ -128,7 +129,7 @@ class CallState:
         self.raised: BaseException | None = None
         # Per thread: a strategy that never communicates may be used by any.
         self.run = RunState()
-        self.steps = 0
+        self.steps = self.passes = 0
         self.unproved: list[Unproved] = []
         self.interrupted = Interrupted()
         self.gone: BaseException | None = None

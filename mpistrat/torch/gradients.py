@@ -241,8 +241,7 @@ class Gradients:
             self._waiting.remove(i)
             self._kept[i], p.grad = p.grad.clone(), None
         now = sum(self._calls) or self._last
-        same = now == self._base or not self._base
-        return gradient if same else gradient * (now / self._base)
+        return gradient if self._base in (0.0, now) else gradient * (now / self._base)
 
     def _rowless(self) -> bool:
         """Tell whether the pass has come through calls of the model with no rows."""
@@ -291,6 +290,7 @@ class Gradients:
 
     def _count(self, rows: float) -> None:
         """Count a pass, and reduce if it is time."""
+        self.strategy.replicas.lockstep.state.passes += 1
         self.passes += 1
         self.weight += rows
         self._base = self._base or rows

@@ -981,3 +981,31 @@ def test_compiled_models(outside):
         close(model, wanted)
 
     run_ranks(program, 1)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_batch_counts_once_its_backward_pass_was_made(tmp_path, fused):
+    """A program that saves at the end of the body, and begins anew, sees each batch once."""
+
+    def program(comm, last):
+        strategy = ms.MirroredStrategy()
+        torch.manual_seed(1)
+        model = nn.Linear(1, 1)
+        with strategy.scope():
+            replicated = mt.replicate(model)
+            sgd = mt.FusedOptimizer(replicated, ms.optim.SGD(0.1)) if fused else None
+            dataset = ms.Dataset(np.arange(12, dtype=np.float32)[:, None]).batch(4)
+            checkpoint = ms.Checkpoint(model=replicated, data=dataset, step=0)
+            manager = ms.CheckpointManager(checkpoint, tmp_path, None)
+        optimizer = sgd or torch.optim.SGD(model.parameters(), 0.1)
+        for batch in manager.resume(strategy.experimental_distribute_dataset(dataset), 2):
+            replicated(torch.from_numpy(batch.local)).sum().backward()
+            optimizer.step()
+            checkpoint.step += 1
+            if checkpoint.step == last:
+                manager.save()
+                break
+        return checkpoint.step
+
+    run_ranks(program, 2, 2)
+    assert run_ranks(program, 2, None) == [6, 6]
