@@ -97,7 +97,8 @@ def settle(tensors: Iterable[torch.Tensor], held: Iterable[torch.Tensor]) -> Non
 
 def bytes_of(room: torch.Tensor) -> Array:
     """Return the memory of a C-ordered tensor, whatever its dtype, as uint8."""
-    found: Array = room.reshape(-1).view(torch.uint8).numpy()
+    # One element, or none, may have any strides, with which torch has no view of its bytes.
+    found: Array = room.as_strided((room.numel(),), (1,)).view(torch.uint8).numpy()
     return found
 
 

@@ -88,6 +88,26 @@ def test_tensors_that_are_not_in_order_are_filled_where_they_lie(rank, size):
     same(weight.detach(), sum(all_of(size, (5,))))
 
 
+@pytest.mark.parametrize("count", [0, 1])
+def test_one_element_and_none_may_have_any_strides(rank, size, count):
+    """As a column of a matrix of one row has them: torch calls it contiguous."""
+
+    def column(value=0):
+        return torch.full((count, 3), float(value))[:, 1]
+
+    assert column().is_contiguous() and column().stride() == (3,)
+    into = [column() for _ in range(size)]
+    dist.all_gather(into, column(rank))
+    same(torch.stack(into), torch.arange(float(size))[:, None].expand(size, count))
+    got = column()
+    sent = dist.isend(column(rank), (rank + 1) % size)
+    dist.recv(got, (rank - 1) % size)
+    sent.wait()
+    same(got, column((rank - 1) % size))
+    dist.all_to_all(into, [column(rank * size + r) for r in range(size)])
+    same(torch.stack(into), torch.stack([column(r * size + rank) for r in range(size)]))
+
+
 @pytest.mark.parametrize("count", [3, 1_000])
 def test_roots_give_and_get(rank, size, count):
     everyone = all_of(size, (count,), torch.bfloat16)
