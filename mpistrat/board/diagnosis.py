@@ -7,9 +7,7 @@ from typing import NamedTuple
 
 from mpistrat.board.page import INSIDE, LEAVING, LEFT, number_of
 from mpistrat.board.status import AWAY, DEAD, SILENT, TROUBLES, Status
-from mpistrat.comm.callsite import ranks_text
-
-_SHOWN = 8  # rows of missing ranks that one report names
+from mpistrat.comm.callsite import few, ranks_text
 
 _DOING = {
     "R": "computing",
@@ -134,7 +132,7 @@ def _waiting(found: Diagnosis) -> str:
         what = " ".join(part for part in (place, text) if part)
         verb = "wait in" if len(ranks) > 1 else "waits in"
         parts.append(f"{ranks_text(ranks)} {verb} {what or f'call {number_of(found.key)}'}")
-    return "; ".join(parts)
+    return "; ".join(few(parts))
 
 
 def _body(found: Diagnosis, least: float) -> tuple[str, str]:
@@ -147,10 +145,8 @@ def _body(found: Diagnosis, least: float) -> tuple[str, str]:
         if found.unknown:
             what += f" Of the other {found.unknown} nothing is known here."
         return what, _waiting(found)
-    lines = [_missing(row, found.key, min(found.seconds, row.age)) for row in late[:_SHOWN]]
-    if len(late) > _SHOWN:
-        lines.append(f"({len(late) - _SHOWN} more like these)")
-    return "\n  ".join(lines), _waiting(found)
+    lines = [_missing(row, found.key, min(found.seconds, row.age)) for row in late]
+    return "\n  ".join(few(lines)), _waiting(found)
 
 
 def warning(found: Diagnosis, warn: float, timeout: float) -> str:

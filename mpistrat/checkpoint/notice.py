@@ -128,7 +128,7 @@ def told_to(lockstep: Lockstep, why: str) -> str:
     """
     by = callsite.grouped(lockstep.texts(why.encode()), lockstep.ranks)
     told = [f"{callsite.ranks_text(by[row])} by {row.decode()}" for row in by if row]
-    return ", ".join(told)
+    return ", ".join(callsite.few(told))
 
 
 @final

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from mpistrat.cluster.resolver import ClusterResolver
 from mpistrat.cluster.spec import ClusterSpec
-from mpistrat.comm.callsite import grouped
+from mpistrat.comm.callsite import few, grouped, ranks_text
 
 _JOBS = ("chief", "worker", "evaluator", "ps")
 _WORKING = _JOBS[:3]
@@ -127,7 +127,7 @@ def misfit(tasks: Sequence[Task], job: int) -> str:
     """
     ranks = grouped([str(task) if task.kind else "" for task in tasks], range(len(tasks)))
     alike = [(name, held) for name, held in ranks.items() if name and held[1:]]
-    wrong = [f"ranks {held} are all called {name}" for name, held in alike]
+    wrong = few([f"{ranks_text(held)} are all called {name}" for name, held in alike])
     counts = sorted({task.workers for task in tasks if task.kind in _WORKING[:-1]})
     if any(count not in (len(tasks), job) for count in counts):
         told = " and ".join(map(str, counts))

@@ -19,6 +19,7 @@ _EXAMPLES = str(Path(_PACKAGE, "examples"))
 # Where the program wrote the call that runs; empty if it runs where it was written.
 _written: ContextVar[str] = ContextVar("mpistrat_written", default="")
 _passed: list[str] = []
+_SHOWN = 16  # runs of ranks, or groups of ranks, that one message names
 
 
 def ours(filename: str) -> bool:
@@ -106,13 +107,32 @@ def runs_of(ranks: Iterable[int]) -> list[list[int]]:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Return ``rank 2``, ``ranks 0, 1, 3`` or ``ranks 0-4, 7``.
+    """Return ``rank 2``, ``ranks 0, 1, 3`` or ``ranks 0-4, 7``; of many apart, the first and last.
 
     Example:
       >>> ranks_text([0, 1, 2, 5])
       'ranks 0-2, 5'
+      >>> ranks_text(range(0, 512, 2))
+      'ranks 0, 2, 4, 6, 8, 10, 12, 14, ..., 510 (256 ranks)'
     """
     parts: list[str] = []
     for first, last in runs_of(ranks):
         parts += [f"{first}-{last}"] if last - first > 1 else map(str, range(first, last + 1))
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(parts)
+    text = ", ".join(parts)
+    if len(parts) > _SHOWN:
+        text = f"{', '.join(parts[: _SHOWN // 2])}, ..., {parts[-1]} ({len(ranks)} ranks)"
+    return ("rank " if len(ranks) == 1 else "ranks ") + text
+
+
+def few(texts: Sequence[str]) -> list[str]:
+    """Return texts, each of some of the ranks; of many, the first and how many more there are.
+
+    Example:
+      >>> few(["rank 0: a", "rank 1: b"])
+      ['rank 0: a', 'rank 1: b']
+      >>> few([str(rank) for rank in range(512)])[-2:]
+      ['14', '... and 497 more']
+    """
+    if len(texts) <= _SHOWN:
+        return list(texts)
+    return [*texts[: _SHOWN - 1], f"... and {len(texts) - _SHOWN + 1} more"]

@@ -10,7 +10,7 @@ import xxhash
 
 from mpistrat import nest
 from mpistrat.arrays import Array, digest, is_scalar
-from mpistrat.comm.callsite import grouped, ranks_text
+from mpistrat.comm.callsite import few, grouped, ranks_text
 from mpistrat.comm.session import Session
 from mpistrat.distribute.kinds import VariableAggregation
 from mpistrat.distribute.slices import IndexedSlices, arrays_of
@@ -22,7 +22,6 @@ from mpistrat.lockstep.lockstep import Lockstep
 _SHOWN = 24  # letters of a number in messages
 _DIGEST = 16
 _ROW = _DIGEST + _SHOWN + len("[, ...]")  # bytes in a proof for each thing that has to be the same
-_GROUPS = 8  # different values that one message names
 
 OPS = {VariableAggregation.SUM: ReduceOp.SUM, VariableAggregation.MEAN: ReduceOp.MEAN}
 
@@ -107,8 +106,7 @@ def _who(row: Sequence[bytes], ranks: Sequence[int]) -> str:
         again = first and any(text.startswith(first) for text in texts)
         first = first or ("another value" if texts else "one value")
         texts.append(f"{first}{', but another,' if again else ''} on {ranks_text(those)}")
-    more = f"; and {len(texts) - _GROUPS} others" if len(texts) > _GROUPS else ""
-    return "; ".join(texts[:_GROUPS]) + more
+    return "; ".join(few(texts))
 
 
 def share(array: Array, size: int) -> Array:

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, final
 import numpy as np
 
 from mpistrat import nest
-from mpistrat.comm.callsite import grouped, ranks_text
+from mpistrat.comm.callsite import few, grouped, ranks_text
 from mpistrat.errors import LockstepError
 from mpistrat.lockstep.lockstep import Lockstep
 
@@ -147,5 +147,6 @@ def refuse(lockstep: Lockstep, what: str, texts: Sequence[str], advice: str) -> 
       LockstepError: Always.
     """
     groups = grouped(texts, lockstep.ranks)
-    lines = "".join(f"\n  {ranks_text(those)}: {text}" for text, those in groups.items() if text)
-    lockstep.fail(LockstepError(f"{what} ({lockstep.here}).{lines}\n  {advice}"))
+    told = few([f"{ranks_text(those)}: {text}" for text, those in groups.items() if text])
+    lines = "\n  ".join((f"{what} ({lockstep.here}).", *told, advice))
+    lockstep.fail(LockstepError(lines))

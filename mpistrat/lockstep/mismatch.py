@@ -8,7 +8,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from mpistrat.comm.callsite import grouped, ours, ranks_text, where
+from mpistrat.comm.callsite import few, grouped, ours, ranks_text, where
 from mpistrat.errors import LockstepError, remote_error
 from mpistrat.lockstep.ranks import Ranks
 
@@ -78,11 +78,11 @@ def mismatch(lockstep: Ranks, call: str) -> LockstepError:
     width = max(len(ranks_text(ranks)) for ranks in calls.values())
     columns = enumerate(zip(*(what for _, _, what in calls), strict=False))
     first = next((at for at, letters in columns if len(set(letters)) > 1), 0)
+    told = []
     for (other, place, what), those in calls.items():
         no = "" if other == number else f"call {other}: "
-        lines.append(
-            f"  {ranks_text(those) + ':':{width + 1}} {place}   {no}{_window(what, first)}"
-        )
+        told.append(f"{ranks_text(those) + ':':{width + 1}} {place}   {no}{_window(what, first)}")
+    lines += [f"  {text}" for text in few(told)]
     if len({tuple(_WRITES.findall(what)) for _, _, what in calls} - {()}) > 1:
         lines.append(
             "  If what they wrote to a variable differs: reduce it first (ctx.all_reduce), or "

@@ -17,7 +17,7 @@ from mpistrat import options
 from mpistrat.board.board import Board
 from mpistrat.board.observer import Limits
 from mpistrat.comm.base import Comm
-from mpistrat.comm.callsite import grouped, ranks_text
+from mpistrat.comm.callsite import few, grouped, ranks_text
 from mpistrat.comm.mpi import MPIComm, world_size
 from mpistrat.comm.session import Session
 from mpistrat.comm.world import default_parent
@@ -81,8 +81,8 @@ def _refuse(lockstep: Lockstep, rows: list[dict[str, str]]) -> NoReturn:
     for name in rows[0]:
         groups = grouped([row.get(name, "unknown") for row in rows], range(len(rows)))
         if len(groups) > 1:
-            told = "; ".join(f"{value} on {ranks_text(ranks)}" for value, ranks in groups.items())
-            lines.append(f"  {name}: {told}")
+            told = few([f"{value} on {ranks_text(ranks)}" for value, ranks in groups.items()])
+            lines.append(f"  {name}: {'; '.join(told)}")
     lines.append("  Start all ranks in one environment, with the same MPISTRAT_* variables.")
     lockstep.fail(PreflightError("\n".join(lines)))
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from mpistrat.arrays import whole
 from mpistrat.board.frames import current_frames
-from mpistrat.comm.callsite import grouped, ranks_text
+from mpistrat.comm.callsite import few, grouped, ranks_text
 from mpistrat.comm.loopback import Event, LoopbackComm, LoopbackWorld
 from mpistrat.comm.session import Session
 from mpistrat.comm.world import as_world
@@ -157,7 +157,8 @@ def _explain(
         lines += traceback.format_stack(frame) if frame is not None else []
     failed = sorted(errors)
     texts = [f"{type(errors[rank]).__name__}: {errors[rank]}" for rank in failed]
-    for text, ranks in grouped(texts, failed).items():
-        lines.append(f"{ranks_text(ranks)} raised {text}")
+    lines += few(
+        [f"{ranks_text(ranks)} raised {text}" for text, ranks in grouped(texts, failed).items()]
+    )
     lines += ["".join(traceback.format_exception(error)) for error in list(errors.values())[:1]]
     return "\n".join(lines)

@@ -141,7 +141,7 @@ def test_names_that_fit_are_silent():
 def test_one_tf_config_for_all_ranks(monkeypatch):
     monkeypatch.setenv("TF_CONFIG", config(0))
     text = told(3, lambda r: None)
-    assert "ranks [0, 1, 2] are all called worker 0" in text
+    assert "ranks 0-2 are all called worker 0" in text
     assert "2 workers, but there are 3 ranks" in text
     assert "Unset TF_CONFIG" in text
 

@@ -20,10 +20,25 @@ from mpistrat.testing import run_ranks
         ([0, 1], "ranks 0, 1"),
         ([2, 1, 0], "ranks 0-2"),
         ([0, 1, 2, 3, 7, 9, 10, 11], "ranks 0-3, 7, 9-11"),
+        (range(0, 32, 2), "ranks " + ", ".join(map(str, range(0, 32, 2)))),
+        (range(1, 512, 2), "ranks 1, 3, 5, 7, 9, 11, 13, 15, ..., 511 (256 ranks)"),
     ],
 )
 def test_ranks(ranks, text):
     assert ranks_text(ranks) == text
+
+
+def test_many_calls_that_differ_are_shown_in_few_lines():
+    def rank(comm):
+        strategy = ms.MirroredStrategy()
+        with pytest.raises(ms.LockstepError) as caught:
+            strategy.all_reduce("sum", np.ones(comm.rank))
+        return str(caught.value).splitlines()
+
+    for lines in run_ranks(rank, 20):
+        assert len(lines) == 18
+        assert lines[15].startswith("  rank 14: ")
+        assert lines[16] == "  ... and 5 more"
 
 
 def test_a_mismatch_shows_both_calls_with_their_lines():
