@@ -148,8 +148,6 @@ class MPIComm(Comm):
           owned: It is ours already, so there is nothing to duplicate.
           limit: How many bytes MPI is given at once; equal on all ranks.
         """
-        if library().Is_finalized():
-            raise RuntimeError("MPI has been finalized in this process; no strategy can be made.")
         self._comm = self.mpi = parent if owned else parent.Dup()
         self.rank = self._comm.rank
         self.size = self._comm.size

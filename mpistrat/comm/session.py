@@ -18,7 +18,7 @@ from typing import Any, TypeVar, final
 
 from mpistrat.comm.base import Comm
 from mpistrat.comm.loopback import LoopbackComm
-from mpistrat.comm.mpi import MPIComm, is_communicator, library
+from mpistrat.comm.mpi import MPIComm, initialized, is_communicator, library
 from mpistrat.errors import StrategyError
 from mpistrat.kernels.threads import Team
 from mpistrat.options import Options
@@ -30,6 +30,16 @@ _NOBODY, _FORKED = -1, -2  # no thread has these numbers
 _adding = threading.Lock()
 # Replaced as a whole, so that a watchdog may look while the program makes another.
 _alive: tuple[weakref.ref[Session], ...] = ()
+
+
+_ENDED = (
+    "MPI has been finalized in this process, so no strategy can be made any more. Leave "
+    "MPI.Finalize to mpi4py, which does it at exit."
+)
+_NOT_BEGUN = (
+    "MPI has not begun in this process: mpi4py.rc.initialize is False. Call MPI.Init_thread() "
+    "before the first strategy is made, or leave that to mpi4py."
+)
 
 
 def _disown() -> None:
@@ -178,6 +188,7 @@ class Session:
 
         Raises:
           TypeError: `parent` is neither.
+          StrategyError: MPI is not running, or this process is in no group.
         """
         if isinstance(parent, LoopbackComm):
             if "session" not in vars(parent):
@@ -191,6 +202,8 @@ class Session:
                 "to ranks with the color UNDEFINED. Make no strategy here, or give it a color."
             )
         if is_communicator(parent):
+            if not initialized():
+                raise StrategyError(_ENDED if library().Is_finalized() else _NOT_BEGUN)
             cached: Session | None = parent.Get_attr(_attribute())
             if cached is None:
                 cached = Session(MPIComm(parent))

@@ -86,3 +86,19 @@ def test_a_worker_is_refused_and_the_pool_goes_on(tmp_path):
     code, out, _ = alone(program)
     assert code == 0
     assert out.count(TOLD) == 2
+
+
+@pytest.mark.parametrize(
+    ("before", "text"),
+    [
+        ("from mpi4py import MPI\nMPI.Finalize()\n", "MPI has been finalized in this process"),
+        ("import mpi4py\nmpi4py.rc.initialize = False\n", "MPI has not begun in this process"),
+    ],
+)
+def test_a_strategy_wants_mpi_running(tmp_path, before, text):
+    """Else MPI itself would end the process, and say where in its own code."""
+    program = tmp_path / "program.py"
+    program.write_text(f"{before}import mpistrat as ms\nms.MultiWorkerMirroredStrategy()\n")
+    code, _, said = alone(program)
+    assert code == 1
+    assert f"StrategyError: {text}" in said
