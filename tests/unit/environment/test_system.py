@@ -57,7 +57,7 @@ def without_the_kernel(call, missing):
             return missing(path)
         return call(path, *args, **kwargs)
 
-    return called
+    return staticmethod(called)  # Python 3.10 has io.open as an attribute of a class
 
 
 def absent(path):

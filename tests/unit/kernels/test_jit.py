@@ -242,7 +242,8 @@ def summed(name):
 NO_PLACE = """
 import numba.core.caching as caching, tempfile
 # As in an installation that cannot be written, of a user without a writable home.
-caching.CacheImpl._locator_classes = [caching.UserProvidedCacheLocator]
+[given] = (one for name, one in vars(caching).items() if name.endswith("UserProvidedCacheLocator"))
+caching.CacheImpl._locator_classes = [given]
 """
 
 
