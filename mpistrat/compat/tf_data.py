@@ -189,7 +189,7 @@ class Dataset(dataset.Dataset, metaclass=_Sources):
     @_named
     def enumerate(self, start: int = 0) -> Any:
         """Return a dataset of pairs: the number of an element, from `start`, and the element."""
-        numbers = Dataset.range(start, start + max(self.cardinality(), 0))
+        numbers = Dataset.range(start, start + _elements.count_of(self, "enumerate"))
         return Dataset.zip(numbers, self)
 
     @_named

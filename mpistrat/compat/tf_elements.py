@@ -131,7 +131,7 @@ def generated(kind: type[Dataset], generator: Any, args: Any, types: Any) -> Dat
 
 def rows_of(dataset: Dataset, what: str) -> Any:
     """Return all examples, joined along a new first axis."""
-    count = _counted(dataset, what).cardinality()
+    count = count_of(dataset, what)
     if count:
         (found,) = Dataset.batch(dataset, count)
         return found
@@ -141,6 +141,11 @@ def rows_of(dataset: Dataset, what: str) -> Any:
             f"Dataset.{what}: a dataset has no elements, so nobody knows of which kind."
         )
     return nest.map(lambda one: np.empty((0, *one.shape), one.dtype), spec)
+
+
+def count_of(dataset: Dataset, what: str) -> int:
+    """Return the number of elements; 0 if nobody knows it."""
+    return max(_counted(dataset, what).cardinality(), 0)
 
 
 def _counted(dataset: Dataset, what: str) -> Dataset:

@@ -108,6 +108,7 @@ def test_replicas_share_them():
         (lambda d: d.concatenate(d.batch(2)), TypeError, "another dataset of examples"),
         (lambda d: d.concatenate(d.map(float)), TypeError, "dtypes are float64 and int64"),
         (lambda d: d.batch(2).enumerate(), ms.DataError, "before batch"),
+        (lambda d: d.repeat().enumerate(), ms.DataError, "call repeat\\(\\) after"),
         (lambda d: d.flat_map(lambda x: x), TypeError, "returns datasets"),
         (lambda d: Dataset.zip(1, 2), TypeError, "from_tensor_slices"),
         (lambda d: Dataset.from_generator([1], tf.int32), TypeError, "wants a function"),
