@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import sys
@@ -48,7 +49,8 @@ def leave_at_once(code: int) -> NoReturn:
 def leave(session: Session, code: int, planned: bool) -> None:
     """End a job of several ranks with a code other than 0; return if there is nothing to do.
 
-    Collective, after the last proof.
+    Collective, after the last proof. A process that has not ended a timeout later prints its stack
+    and ends: what hangs while Python goes down keeps all ranks in MPI_Finalize.
 
     Args:
       session: That of all ranks of the job; of another one nothing is done.
@@ -57,6 +59,8 @@ def leave(session: Session, code: int, planned: bool) -> None:
     """
     comm, lockstep = session.comm, Lockstep(session)
     if not code or comm.size < max(2, mpi.world_size()):
+        if mpi.world_size() > 1:  # the others will wait for this rank in MPI_Finalize
+            faulthandler.dump_traceback_later(session.options.timeout, exit=True, file=2)
         return
     flush()
     if planned and passes_on_a_code():

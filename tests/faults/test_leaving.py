@@ -175,3 +175,27 @@ except ZeroDivisionError as error:
 def test_what_has_failed_at_a_prompt_is_not_the_end_of_the_program(tmp_path):
     code, said = ran(PROMPTED, tmp_path)
     assert code == 0, said
+
+
+GOING_DOWN = """
+import os, time
+os.environ["MPISTRAT_TIMEOUT"] = "2"
+import mpistrat as ms
+
+strategy = ms.MultiWorkerMirroredStrategy()
+
+class Slow:
+    def __del__(self):
+        time.sleep(1000)
+
+if strategy.rank == 1:
+    slow = Slow()
+"""
+
+
+@pytest.mark.mpi
+def test_a_rank_that_hangs_while_python_goes_down_ends_the_job(tmp_path):
+    """After the last proof: the others wait in MPI_Finalize, where no thread of Python runs."""
+    code, said = ran(GOING_DOWN, tmp_path)
+    assert code
+    assert "in __del__" in said
