@@ -78,6 +78,7 @@ class Checkpoint:
         """Create a checkpoint of these trees; nothing is read yet."""
         self._root = root
         self._counter = 0
+        self._home: Any = None if current() is None else current_strategy()
         for name, value in kwargs.items():
             if name.startswith("_") or hasattr(type(self), name):
                 raise ValueError(
@@ -116,7 +117,7 @@ class Checkpoint:
         """The strategy that the variables belong to; the current one if there are none yet.
 
         Those of the default strategy, or of a `OneDeviceStrategy`, belong to that of the others; if
-        there are no others, to the one in whose scope this is.
+        there are no others, to the one in whose scope this is, or the checkpoint was created.
 
         Raises:
           StrategyError: They belong to several.
@@ -299,8 +300,11 @@ def _file(call: str, argument: str, given: Any) -> Path:
 
 
 def owner_of(checkpoint: Checkpoint) -> tuple[Any, Exception | None]:
-    """Return the strategy that is to be told of a call, and what is wrong with the trees."""
-    return _looked(checkpoint)[:2]
+    """Return the strategy of who saves it from now on, and what is wrong with the trees."""
+    strategy, failure, _ = _looked(checkpoint)
+    if current() is not None:
+        checkpoint._home = checkpoint._home or strategy
+    return strategy, failure
 
 
 def _looked(checkpoint: Checkpoint) -> tuple[Any, Exception | None, tree.Found]:
@@ -320,8 +324,10 @@ def _looked(checkpoint: Checkpoint) -> tuple[Any, Exception | None, tree.Found]:
         )
     if of_all:
         strategy = next(iter(of_all.values()))
-    elif current() is not None or not owners:
+    elif current() is not None or not (owners or checkpoint._home):
         strategy = current_strategy()
+    elif checkpoint._home is not None:
+        strategy = checkpoint._home
     else:
         strategy = min((one for _, one in owners.values()), key=lambda one: one.is_default)
     for name, variable in found.entries.items():
@@ -337,7 +343,8 @@ def refuse_alone(strategy: Any, name: str) -> None:
             f"{name}: what is saved belongs to {strategy!r}, which knows one of {size_of_job()} "
             "ranks, so every rank would write its own to one place. Create it in the scope of a "
             "strategy of all ranks, `with mpistrat.MirroredStrategy().scope():`, or call this "
-            "there; what each rank has of its own belongs to the strategy in whose scope this is."
+            "there. What each rank has of its own, such as arrays, belongs to the strategy in "
+            "whose scope the Checkpoint is created."
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 
@@ -460,6 +461,22 @@ def test_a_manager_made_outside_of_the_scope_does_not_claim_for_each_rank(own, t
 
     run_ranks(program, 2)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("made", ["checkpoint", "manager", "both"])
+def test_arrays_belong_to_the_scope_in_which_their_checkpoint_was_made(made, tmp_path):
+    def program(comm):
+        scope, w = ms.MirroredStrategy().scope, np.zeros(2)
+        with scope() if made != "manager" else contextlib.nullcontext():
+            checkpoint = ms.Checkpoint(w=w)
+        with scope() if made != "checkpoint" else contextlib.nullcontext():
+            manager = ms.CheckpointManager(checkpoint, tmp_path, 2)
+        manager.save()
+        w[:] = comm.rank
+        checkpoint.restore(manager.latest_checkpoint)
+        return w.tolist()
+
+    assert run_ranks(program, 2) == [[0.0, 0.0]] * 2
 
 
 def test_large_variables_of_each_rank_alone(tmp_path, monkeypatch):
