@@ -135,7 +135,7 @@ class Board(StatusBoard):
                 link = Link(Mailbox(leaders), rows, limits.interval, silent, now)
             else:
                 _once(leaders, "MPI has no THREAD_MULTIPLE, so each node is watched by itself")
-        observer = Observer(self.page, comm.size, host, home, limits, say, _end, os.kill)
+        observer = Observer(self.page, comm.size, host, home, limits, say, end_stuck, os.kill)
         reporter = Reporter(self.slot, comm.rank, threading.get_ident(), others=others)
         launcher = Parents(os.getpid(), os.getppid) if launched else None
         self._watchdog = Watchdog(index, reporter, observer, link, launcher)
@@ -218,7 +218,7 @@ def _once(comm: Any, text: str) -> None:
         say(f"mpistrat: {text}.")
 
 
-def _end(code: int) -> None:
+def end_stuck(code: int) -> None:
     """End the job; where MPI cannot, end this process, which the launcher sees."""
     # Time for the stacks that were asked for; then MPI, which may itself be stuck.
     time.sleep(0.3)

@@ -178,13 +178,17 @@ class Session:
         )
 
     @staticmethod
-    def on(parent: Any) -> Session:
+    def on(
+        parent: Any,
+        meeting: Callable[[int, int], AbstractContextManager[None]] = lambda *_: nullcontext(),
+    ) -> Session:
         """Return the session of a parent communicator, made at the first call.
 
         Collective: the first call for a parent is, over it.
 
         Args:
           parent: An mpi4py intracommunicator, or a `Comm`.
+          meeting: Given this rank and how many there are, what to be in while all ranks meet.
 
         Raises:
           TypeError: `parent` is neither.
@@ -206,7 +210,8 @@ class Session:
                 raise StrategyError(_ENDED if library().Is_finalized() else _NOT_BEGUN)
             cached: Session | None = parent.Get_attr(_attribute())
             if cached is None:
-                cached = Session(MPIComm(parent))
+                with meeting(parent.rank, parent.size):
+                    cached = Session(MPIComm(parent))
                 parent.Set_attr(_attribute(), cached)
             cached.claim()
             return cached

@@ -9,12 +9,14 @@ import dataclasses
 import functools
 import json
 import platform
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import numpy as np
 
 from mpistrat import options
 from mpistrat.board.board import Board
+from mpistrat.board.meeting import meeting
 from mpistrat.board.observer import Limits
 from mpistrat.comm.base import Comm
 from mpistrat.comm.callsite import few, grouped, ranks_text
@@ -94,9 +96,23 @@ def begun(comm: Any = None) -> Lockstep:
       comm: An mpi4py intracommunicator or a `Comm`; None for the world.
     """
     exits().interrupted.arm()  # from the start of MPI on the others wait for this rank
-    lockstep = Lockstep(Session.on(default_parent() if comm is None else comm))
+    parent = default_parent() if comm is None else comm
+    lockstep = Lockstep(Session.on(parent, _meeting))
     begin(lockstep)
     return lockstep
+
+
+def _meeting(rank: int, size: int) -> AbstractContextManager[None]:
+    try:
+        limits = _limits(options.read())
+    except OptionError:  # `begin` raises it, when the other ranks can hear of it
+        limits = Limits()
+    return meeting(rank, size, limits)
+
+
+def _limits(chosen: Options) -> Limits:
+    # Who is named when the job ends has been named before.
+    return Limits(warn=min(chosen.warn, chosen.timeout / 2), timeout=chosen.timeout)
 
 
 def begin(lockstep: Lockstep) -> None:
@@ -124,9 +140,7 @@ def begin(lockstep: Lockstep) -> None:
         failure = error
     if isinstance(session.comm, MPIComm):
         if parallel and not isinstance(session.board, Board):
-            timeout = session.options.timeout
-            # Who is named when the job ends has been named before.
-            limits = Limits(warn=min(session.options.warn, timeout / 2), timeout=timeout)
+            limits = _limits(session.options)
             launched = launched_by() is not None
             each = session.options.ranks_per_node
             session.board = Board.on(session.comm, limits, each, launched, session.others)

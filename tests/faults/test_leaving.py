@@ -177,6 +177,26 @@ def test_what_has_failed_at_a_prompt_is_not_the_end_of_the_program(tmp_path):
     assert code == 0, said
 
 
+NEVER_COMES = """
+import os, time
+os.environ |= {"MPISTRAT_WARN": "0.5", "MPISTRAT_TIMEOUT": "2"}
+from mpi4py import MPI
+import mpistrat as ms
+
+if MPI.COMM_WORLD.rank == 1:
+    time.sleep(1000)
+ms.MirroredStrategy()
+"""
+
+
+@pytest.mark.mpi
+def test_ranks_that_wait_for_others_to_make_their_first_strategy_say_so(tmp_path):
+    code, said = ran(NEVER_COMES, tmp_path)
+    assert code == 75, said
+    assert "rank 0 of 2 has waited 0.5 s in train.py:9 for all of them to make a strategy" in said
+    assert "rank 0 of 2 has waited 2 s in train.py:9" in said
+
+
 GOING_DOWN = """
 import os, time
 os.environ["MPISTRAT_TIMEOUT"] = "2"
