@@ -113,6 +113,7 @@ class Call:
       path: How it goes, whatever arrays are given; see `mpistrat.collectives.allreduce.path_of`.
       went: How it went the last time.
       places: How it went with arrays of `Strategy.buffers`, by their identities.
+      of: What the text says of the values that are reduced this time, such as where they are from.
     """
 
     def __init__(
@@ -147,6 +148,7 @@ class Call:
         self.path: Any = None
         self.went: Any = None
         self.places: dict[tuple[int, ...], Any] = {}
+        self.of = ""
         self._said: dict[str, tuple[str, bytes]] = {}
         self._header = struct.Struct(f"<{self.weights}d")
 
@@ -159,6 +161,9 @@ class Call:
 
     def said(self, suffix: str) -> tuple[str, bytes]:
         """Return the text with what a path adds to it, and its digest."""
+        if self.of:
+            text = self.text + suffix + self.of
+            return text, digest_of(text)
         found = self._said.get(suffix)
         if found is None:
             text = self.text + suffix
@@ -230,9 +235,3 @@ class Call:
             return results
         pairs = zip(results, self.numbers, strict=True)
         return [total[()] if number else total for total, number in pairs]
-
-
-def call_of(name: str, op: ReduceOp, given: Sequence[Contribution], weigh: bool = False) -> Call:
-    """Return the call that reduces these, each by a weight of its own."""
-    dtypes, shapes = [one.dtypes for one in given], [one.value.shape for one in given]
-    return Call(described(name, given), op, dtypes, shapes, len(given), weigh)

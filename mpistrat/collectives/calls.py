@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy as np
 
 from mpistrat import nest
 from mpistrat.arrays import Array
-from mpistrat.collectives.call import Call, specs_of
+from mpistrat.collectives.call import Call, Contribution, described, specs_of
 from mpistrat.collectives.paths.frame import Frame, Number
 from mpistrat.collectives.paths.in_place import InPlace
 from mpistrat.collectives.paths.path import Path
@@ -134,6 +135,30 @@ class Calls:
         """Return the call of this request, if it was compiled before."""
         return None if asked is None else self._known.get((weighed, *asked.key))
 
+    def given(
+        self, name: str, op: ReduceOp, given: Sequence[Contribution], weigh: bool = False
+    ) -> Call:
+        """Return the call that reduces these, each by a weight of its own.
+
+        Args:
+          name: The text of the call, to which names, dtypes and shapes are added.
+          op: The operation.
+          given: One per leaf.
+          weigh: As that of `Call`.
+        """
+        specs = [(one.dtypes, one.value.dtype, one.value.shape, one.path) for one in given]
+        key = (name, op, weigh, *specs)
+        call = self._known.get(key)
+        if call is None:
+            dtypes, shapes = [one.dtypes for one in given], [one.value.shape for one in given]
+            raw = all(
+                one.value.dtype == d.wire == d.result for one, d in zip(given, dtypes, strict=True)
+            )
+            text = described(name, given)
+            call = Call(text, op, dtypes, shapes, len(given), weigh, raw=raw)
+            self._remember(key, call)
+        return call
+
     def again(self, reduce_op: Any, weighed: bool, value: Any) -> tuple[InPlace | None, list[Any]]:
         """Return how an array, or a list or tuple of them, was reduced in place, if it was last.
 
@@ -156,9 +181,7 @@ class Calls:
         """Remember a call that was made."""
         if self._reducer.watches:
             return  # every leaf is looked at, and its name is wanted
-        if len(self._known) >= _MOST:
-            self.clear()
-        self._known[(weighed, *asked.key)] = call
+        self._remember((weighed, *asked.key), call)
         path: Path = call.went
         if self._reducer.seconds is not None:
             return
@@ -168,6 +191,11 @@ class Calls:
                 self._last[asked.key[0], weighed, kind, len(asked.leaves)] = path
         elif isinstance(path, Frame | Direct) and not weighed and nest.is_lone(asked.structure):
             self._learn_lone(asked.key[0], asked.leaves[0], path)
+
+    def _remember(self, key: tuple[Any, ...], call: Call) -> None:
+        if len(self._known) >= _MOST:
+            self.clear()
+        self._known[key] = call
 
     def _learn_lone(self, reduce_op: Any, leaf: Any, path: Frame | Direct) -> None:
         if not path.call.raw:

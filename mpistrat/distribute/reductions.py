@@ -81,8 +81,9 @@ def reduce_over_replicas(
                     f" {path} {proof}" if known else f" {digest(arrays_of(checked)).hex()[:16]}"
                 )
     which = "".join("*" if moves else "." for moves in moving)
-    call = f"{name}({op.value}, {nest.describe(structure)} {which}{plain_values}){born(leaves)}{to}"
-    totals = iter(all_reduce(group, call, op, contributions))
+    call = f"{name}({op.value}, {nest.describe(structure)} {which}){to}"
+    of = f"{born(leaves)}{plain_values}"
+    totals = iter(all_reduce(group, call, op, contributions, of=of))
     found = [
         finish(next(totals), source) if moves else source
         for source, moves in zip(sources, moving, strict=True)
@@ -112,6 +113,8 @@ def _component(leaf: Any) -> Any:
 
 
 def _axes(axis: Any, array: Array, path: str) -> tuple[int, ...]:
+    if type(axis) is int and 0 <= axis < array.ndim:
+        return (axis,)
     try:
         if isinstance(axis, bool | str):
             raise TypeError
@@ -140,22 +143,21 @@ def reduce_over_axis(group: ReplicaGroup, reduce_op: Any, value: Any, axis: Any)
         group.regroup.check("reduce", leaves)
         paths = named(leaves, structure)
         team = group.lockstep.session.team
+        sources = [_component(leaf) for leaf in leaves]
         contributions = [
-            _over_axis(op, as_array(_component(leaf), path), axis, path, team)
-            for leaf, path in zip(leaves, paths, strict=True)
+            _over_axis(op, as_array(source, path), axis, path, team)
+            for source, path in zip(sources, paths, strict=True)
         ]
         over = tuple(map(operator.index, axis if isinstance(axis, tuple | list) else (axis,)))
-    call = f"reduce({op.value}, axis={over}, {nest.describe(structure)}){born(leaves)}"
+    call, of = f"reduce({op.value}, axis={over}, {nest.describe(structure)})", born(leaves)
     if op.how.repeats and op is not ReduceOp.MEAN:
-        _refuse_nothing(group, call, contributions, paths)
-    totals = group.all_reduce_given(call, op, contributions)
+        _refuse_nothing(group, call + of, contributions, paths)
+    totals = group.all_reduce_given(call, op, contributions, of=of)
     if op is ReduceOp.MEAN:
-        _rescue(group, call, [_component(leaf) for leaf in leaves], over, contributions, totals)
-    likes = map(select, leaves)
-    return nest.unflatten(
-        structure,
-        [t[()] if kind_of(x) is None else finish(t, x) for t, x in zip(totals, likes, strict=True)],
-    )
+        _rescue(group, call + of, sources, over, contributions, totals)
+    pairs = zip(totals, sources, strict=True)
+    found = [t[()] if kind_of(x) is None else finish(t, x) for t, x in pairs]
+    return nest.unflatten(structure, found)
 
 
 # A power of two that no sum of floating-point numbers overflows with, however many there are.

@@ -8,7 +8,7 @@ from typing import Any, final
 
 from mpistrat.arrays import Array
 from mpistrat.collectives.allreduce import all_reduce
-from mpistrat.collectives.call import ONES, Call, Contribution, call_of
+from mpistrat.collectives.call import ONES, Call, Contribution
 from mpistrat.collectives.calls import Calls
 from mpistrat.collectives.communication import CommunicationOptions
 from mpistrat.collectives.reducer import Reducer
@@ -126,7 +126,12 @@ class ReplicaGroup:
         return all_reduce(self.reducer, call, values, weights, outs, alarm)
 
     def all_reduce_given(
-        self, name: str, op: ReduceOp, given: Sequence[Contribution], weigh: bool = False
+        self,
+        name: str,
+        op: ReduceOp,
+        given: Sequence[Contribution],
+        weigh: bool = False,
+        of: str = "",
     ) -> list[Array]:
         """Reduce what each rank contributes, each leaf by a weight of its own; as `all_reduce`.
 
@@ -138,9 +143,11 @@ class ReplicaGroup:
           given: One per leaf; equal shapes and dtypes on all ranks.
           weigh: Multiply the values by their weights first; otherwise they are sums over their
             examples already.
+          of: More of the text, which is another each time.
         """
         with self.lockstep.preparing(name):
-            call, alarm = call_of(name, op, given, weigh), self.reducer.alarm(name, given)
+            call, alarm = self.calls.given(name, op, given, weigh), self.reducer.alarm(name, given)
+        call.of = of
         values, weights = [one.value for one in given], [one.weight for one in given]
         return self.all_reduce(call, values, weights, None, alarm)
 

@@ -70,6 +70,7 @@ def all_reduce(
     op: ReduceOp,
     parts: Sequence[Contribution | SlicesContribution],
     weigh: bool = False,
+    of: str = "",
 ) -> list[Any]:
     """Reduce every leaf over all ranks by `ReplicaGroup.all_reduce_given`; concatenate rows.
 
@@ -79,12 +80,12 @@ def all_reduce(
     dense = [part for part in parts if isinstance(part, Contribution)]
     sparse = [part for part in parts if isinstance(part, SlicesContribution)]
     if not sparse:
-        return list(group.all_reduce_given(call, op, dense, weigh))
+        return group.all_reduce_given(call, op, dense, weigh, of)
     lockstep = group.lockstep
     with lockstep.preparing(call):
         where = ["s" if isinstance(part, SlicesContribution) else "d" for part in parts]
         shapes = [part.slices.dense_shape for part in sparse]
-        call = f"{call} with slices {''.join(where)} of {shapes}"
+        call = f"{call}{of} with slices {''.join(where)} of {shapes}"
         sparse = [_to_be_read(part) if weigh and part.weight == 0 else part for part in sparse]
         alarm = group.reducer.alarm(call, [Contribution(p.slices.values, *p[1:]) for p in sparse])
     if group.reducer.watches:

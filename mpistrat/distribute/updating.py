@@ -66,7 +66,7 @@ def update(
         with entered(Mode(strategy, updating=var)):
             result = fn(var, *mine, **named)
         call += f" of {nest.describe(nest.flatten((given, result))[1])}"
-        if not var.on_read:
+        if not var.on_read and lockstep.comm.size > 1:
             # Of a large one each write was compared.
             contents = {} if var.large else {_WRITTEN: var.component()}
             # What an all-reduce gave to replica code is alike too, though `merge_call` brings it as

@@ -35,7 +35,7 @@ from mpistrat.lockstep.frame import (
     ROOM,
     pack,
 )
-from mpistrat.lockstep.ranks import Ranks, Unproved
+from mpistrat.lockstep.ranks import Preparing, Ranks, Unproved
 
 Validator: TypeAlias = "Callable[[list[bytes] | None], BaseException | None]"
 
@@ -321,17 +321,13 @@ class Lockstep(Ranks):
         told = self.texts(small) if smalls is None else smalls
         return None if told.count(small) == len(told) else told
 
-    @contextmanager
-    def preparing(self, name: str) -> Iterator[None]:
+    def preparing(self, name: str) -> Preparing:
         """Raise on every rank what the body raises on this one.
 
         The body validates and converts, so that whatever can fail has failed before the proof of
         the call proper. It may make only such calls as raise on all ranks what fails on one.
         """
-        try:
-            yield
-        except Exception as error:
-            self.refuse(name, error)
+        return Preparing(self.refuse, name)
 
     def refuse(self, name: str, error: Exception) -> NoReturn:
         """Take part in the proof of a call that this rank could not make, and raise why."""

@@ -150,7 +150,8 @@ class Direct(Path):
         if not self._rides:
             scales, _ = self.reducer.prove(call, "", header, alarm)
         else:
-            self._ride(self._text, self._digest, header)
+            text, digest = call.said(self.reducer.said) if call.of else (self._text, self._digest)
+            self._ride(text, digest, header)
             if not even:
                 scales = self.reducer.scales(call, self._received)
         hooks = self._lockstep.hooks
