@@ -394,6 +394,55 @@ def digits_512(job: Job) -> Case:
     return _digits(job, 512, {})
 
 
+def program(job: Job) -> Case:
+    """A step of README's program, 64 rows of 3 numbers, beside the same mathematics in NumPy."""
+    x, y = np.random.default_rng(0).normal(size=(1024, 3)), np.arange(1024.0)
+    rows, strategy = 64, job.strategy
+    steps = len(x) // rows
+    with strategy.scope():
+        w = ms.Variable(np.zeros(3))
+    shuffled = ms.Dataset((x, y)).shuffle(seed=1).batch(rows)
+    batches = strategy.experimental_distribute_dataset(shuffled)
+    mine = slice(job.rank * rows // job.size, (job.rank + 1) * rows // job.size)
+
+    def step(batch: Any) -> Any:
+        features, target = batch
+        error = features @ w - target
+        gradient = ms.get_replica_context().all_reduce(
+            "mean", features.T @ error / max(len(error), 1), weight=len(error)
+        )
+        w.assign_sub(0.1 * gradient)
+        return error**2
+
+    def all_of_us(_: int) -> tuple[float, bool]:
+        job.comm.Barrier()
+        begin, loss = time.perf_counter(), math.nan
+        for batch in batches:
+            squares = strategy.run(step, args=(batch,))
+            loss = strategy.reduce("mean", squares, axis=0)
+        return (time.perf_counter() - begin) / steps, math.isfinite(loss)
+
+    def loop(number: int, part: slice, meet: Callable[[Any], object]) -> float:
+        order, weights = np.random.default_rng(number).permutation(len(x)), np.zeros(3)
+        begin, total = time.perf_counter(), np.empty(4)
+        for first in range(0, len(x), rows):
+            batch = order[first : first + rows][part]
+            features, target = x[batch], y[batch]
+            error = features @ weights - target
+            total[:3], total[3] = features.T @ error, (error**2).sum()
+            meet(total)
+            weights -= 0.1 * total[:3] / rows
+        return (time.perf_counter() - begin) / steps
+
+    def by_hand(number: int) -> tuple[float, bool]:
+        job.comm.Barrier()
+        return loop(number, mine, functools.partial(job.comm.Allreduce, MPI.IN_PLACE)), True
+
+    plain = job.lead(lambda number: loop(number, slice(None), id))
+    peers = {"all ranks": all_of_us, BY_HAND: by_hand, DIGITS: plain}
+    return _case(peers, [Figure("all ranks", DIGITS), Figure("all ranks", BY_HAND)])
+
+
 def text(job: Job) -> Case:
     """An update of the language model, all ranks beside one."""
     (example,) = _needs(job, "mpistrat.examples.text")
@@ -605,6 +654,7 @@ CASES: dict[str, Callable[[Job], Case]] = {
     "adam": adam,
     "digits-64": digits_64,
     "digits-512": digits_512,
+    "program": program,
     "text": text,
     "memory": memory,
     "tiny": tiny,
