@@ -154,7 +154,7 @@ def reduce_over_axis(group: ReplicaGroup, reduce_op: Any, value: Any, axis: Any)
         _refuse_nothing(group, call + of, contributions, paths)
     totals = group.all_reduce_given(call, op, contributions, of=of)
     if op is ReduceOp.MEAN:
-        _rescue(group, call + of, sources, over, contributions, totals)
+        _rescue(group, call, of, sources, over, contributions, totals)
     pairs = zip(totals, sources, strict=True)
     found = [t[()] if kind_of(x) is None else finish(t, x) for t, x in pairs]
     return nest.unflatten(structure, found)
@@ -167,6 +167,7 @@ _LITTLE = 2.0**-60
 def _rescue(
     group: ReplicaGroup,
     call: str,
+    of: str,
     leaves: Sequence[Any],
     axes: tuple[int, ...],
     given: Sequence[Contribution],
@@ -195,7 +196,7 @@ def _rescue(
             over = tuple(axis % array.ndim for axis in axes)
             total, count = local_sum(little, over, part.dtypes.wire, group.lockstep.session.team)
             again.append(part._replace(value=total, weight=count))
-    means = group.all_reduce_given(f"{call}, scaled", ReduceOp.MEAN, again)
+    means = group.all_reduce_given(f"{call}, scaled", ReduceOp.MEAN, again, of=of)
     for i, mean in zip(which, means, strict=True):
         with np.errstate(all="ignore"):
             rescue(totals[i], real(mean).reshape(-1).__getitem__, 1.0, _LITTLE)
