@@ -85,14 +85,14 @@ def all_reduce(
     with lockstep.preparing(call):
         where = ["s" if isinstance(part, SlicesContribution) else "d" for part in parts]
         shapes = [part.slices.dense_shape for part in sparse]
-        call = f"{call}{of} with slices {''.join(where)} of {shapes}"
+        call = f"{call} with slices {''.join(where)} of {shapes}"
         sparse = [_to_be_read(part) if weigh and part.weight == 0 else part for part in sparse]
         alarm = group.reducer.alarm(call, [Contribution(p.slices.values, *p[1:]) for p in sparse])
     if group.reducer.watches:
-        lockstep.prove(f"{call}, their numbers", alarm=alarm)
-    totals = iter(group.all_reduce_given(call, op, dense, weigh) if dense else [])
+        lockstep.prove(f"{call}{of}, their numbers", alarm=alarm)
+    totals = iter(group.all_reduce_given(call, op, dense, weigh, of) if dense else [])
     meet = _gathered if group.delegate is None else _by_class
-    gathered = iter(meet(group, call, op, sparse, weigh))
+    gathered = iter(meet(group, call + of, op, sparse, weigh))
     return [next(gathered if kind == "s" else totals) for kind in where]
 
 
