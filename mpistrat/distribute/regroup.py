@@ -26,6 +26,7 @@ from mpistrat.errors import LockstepError, StrategyError
 from mpistrat.lockstep.lockstep import Lockstep
 
 _SLICES = b"z"
+_ELSEWHERE = frozenset({ELSEWHERE, VARIABLE, MIRRORED})
 
 
 def select(tree: Any) -> Any:
@@ -55,6 +56,7 @@ class Regroup:
         self.view = view
         self.home = Origin.of(lockstep)
         self.rank = lockstep.comm.rank
+        self._mine = self.home.ranks[self.rank]
         self.size = lockstep.comm.size
         # What stands for the replicas before this one, and after it.
         others = [OnRank(rank) for rank in self.home.ranks] if view.wraps else []
@@ -176,7 +178,7 @@ class Regroup:
             mine = self._nothing if tree is None else told(self.lockstep, self.home, tree)
         except Exception as error:
             self.lockstep.refuse(call, error)
-        structure, text, leaves, order, small, bare = mine
+        structure, text, leaves, order, entries, small, bare = mine
         messages = self.lockstep.compare(f"{call} {text}", small)
         if bare and not wraps and messages is None:
             return structure, leaves, None
@@ -184,7 +186,9 @@ class Regroup:
         at = 1 + len(order)
         if any(message[1:at] != order for message in messages):
             structure = nest.alike(structure)
-        return structure, leaves, [read(message, at, len(leaves)) for message in messages]
+        count = len(leaves)
+        rows = [entries if one == small else read(one, at, count) for one in messages]
+        return structure, leaves, rows
 
     def _refuse(self, call: str, entries: list[tuple[bytes, bytes]]) -> NoReturn:
         ranks = self.home.ranks
@@ -201,15 +205,16 @@ class Regroup:
     def _wrap(
         self, leaf: Any, entries: list[tuple[bytes, bytes]], place: int, structure: nest.Structure
     ) -> PerReplica:
-        elsewhere = {ELSEWHERE, VARIABLE, MIRRORED}
-        values = [
-            OnRank(rank) if kind in elsewhere else decode(kind, data)
-            for rank, (kind, data) in zip(self.home.ranks, entries, strict=True)
-        ]
         # Whether all are known is decided from what rode, so alike on every rank.
-        known = not any(kind in elsewhere for kind, _ in entries)
+        known = _ELSEWHERE.isdisjoint([kind for kind, _ in entries])
+        values = [
+            OnRank(rank) if kind in _ELSEWHERE else decode(kind, data)
+            for rank, (kind, data) in zip(self.home.ranks, entries, strict=True)
+            if rank != self._mine
+        ]
         # Not the live array: what is known of a replica is the same on every rank.
-        values[self.rank] = leaf.copy() if isinstance(leaf, np.ndarray) and known else leaf
+        own = leaf.copy() if isinstance(leaf, np.ndarray) and known else leaf
+        values.insert(self.rank, own)
         birth = self.lockstep.session.calls, place, structure
         return PerReplica(leaf, self.rank, tuple(values), known, birth, self.home)
 

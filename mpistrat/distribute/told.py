@@ -29,6 +29,7 @@ class Told(NamedTuple):
       text: That in words.
       leaves: This replica's.
       order: `order_of` the tree.
+      entries: What it says of each leaf, as `read` returns that.
       small: The message.
       bare: No leaf has to be wrapped, if all replicas say the same.
     """
@@ -37,6 +38,7 @@ class Told(NamedTuple):
     text: str
     leaves: list[Any]
     order: bytes
+    entries: list[tuple[bytes, bytes]]
     small: bytes
     bare: bool
 
@@ -55,11 +57,11 @@ def told(lockstep: Lockstep, home: Origin, tree: Any) -> Told:
     order = order_of(tree)
     small = b"d" + order + pack(entries)
     if not lockstep.fits(len(small)):
-        noted = [kind if kind in UNWRAPPED else ELSEWHERE for kind, _ in entries]
-        names = [data for kind, data in entries if kind[0] in _NAMED]
-        small = b"k" + order + b"".join(noted + names)
+        entries = [entry if entry[0] in UNWRAPPED else (ELSEWHERE, b"") for entry in entries]
+        kinds, names = zip(*entries, strict=True)
+        small = b"k" + order + b"".join(kinds + names)
     bare = all(kind in UNWRAPPED for kind, _ in entries)
-    return Told(structure, nest.describe(structure), leaves, order, small, bare)
+    return Told(structure, nest.describe(structure), leaves, order, entries, small, bare)
 
 
 def _entry(leaf: Any, home: Origin) -> tuple[bytes, bytes]:
