@@ -279,8 +279,8 @@ class StrategyExtended(Generic[S_co]):
           LockstepError: An argument differs between ranks, so the copies would drift apart. It is a
             ValueError.
 
-        Cost: one proof, with a hash of the variable, and a copy of it until then; of an ON_READ
-        variable two proofs.
+        Cost: one proof, with a hash of the variable if there are several ranks, and a copy of it
+        until then; of an ON_READ variable two proofs.
         """
         mode = current()
         if mode is not None and mode.replica is not None:

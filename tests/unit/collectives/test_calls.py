@@ -90,6 +90,29 @@ def test_the_second_time_has_the_bits_of_the_first(size, kind, op):
                 assert isinstance(leaf, np.ndarray) == isinstance(given[0][i], np.ndarray)
 
 
+@every("axis", [None, 0])
+@every("shape", [(3,), (4, 200)])
+@every("size", [1, 2, 3])
+def test_reductions_of_what_runs_return_are_one_call_each_with_another_origin(size, shape, axis):
+    def program(comm):
+        strategy = ms.MirroredStrategy(comm=comm)
+        found = []
+        for turn in range(4):
+            value = strategy.run(lambda turn=turn: random(comm.rank, turn, shape))
+            found.append(strategy.reduce("MAX", value, axis))
+        if size > 1:
+            other = strategy.run(lambda: random(comm.rank, 9, shape))
+            with pytest.raises(ms.LockstepError, match="of the value of call"):
+                strategy.reduce("MAX", other if comm.rank else value, axis)
+        return found, len(strategy.replicas.calls)
+
+    for found, remembered in run_ranks(program, size):
+        assert remembered == 1
+        for turn, got in enumerate(found):
+            each = np.stack([random(rank, turn, shape) for rank in range(size)])
+            assert np.array_equal(got, each.max(0 if axis is None else (0, 1)))
+
+
 def test_values_that_do_not_align_in_the_frame():
     def program(comm):
         strategy = ms.MirroredStrategy(comm=comm)
