@@ -582,6 +582,14 @@ class TestErrors:
 
         failing(size, program, error, words)
 
+    def test_an_iterator_that_was_used_before(self, size):
+        def program(job, rank):
+            pairs = zip(means(0), job.variables, strict=True)
+            assert list(pairs)
+            job.optimizer.apply_gradients(pairs)
+
+        failing(size, program, ValueError, "was a zip used twice")
+
     @pytest.mark.parametrize("weight", [-1, math.nan, "8"])
     def test_weights_that_are_none(self, size, weight):
         def program(job, rank):
