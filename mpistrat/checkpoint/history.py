@@ -21,6 +21,14 @@ from mpistrat.distribute.strategies import current_strategy
 _Path = str | os.PathLike[str]
 
 
+def _noted(convert: Callable[[Any], Any], name: str, given: Any, wanted: str) -> Any:
+    try:
+        return convert(given)
+    except (TypeError, ValueError) as error:
+        text = f"History.append: {name} must be {wanted}, got {given!r:.60}: {error}"
+        raise TypeError(text) from None
+
+
 @final
 class History:
     """Curves by name: a number for each step, or each epoch, at which one was noted.
@@ -64,8 +72,8 @@ class History:
           ValueError: A curve has that step already, or a later one. Nothing is noted then.
           TypeError: `step` is not an integer, or a value no number.
         """
-        at = operator.index(step)
-        numbers = {name: float(value) for name, value in values.items()}
+        at = _noted(operator.index, "step", step, "an integer")
+        numbers = {name: _noted(float, name, one, "a number") for name, one in values.items()}
         for name in numbers:
             steps = self._curves.get(name, ([], []))[0]
             if steps and steps[-1] >= at:
@@ -79,9 +87,18 @@ class History:
             curve.append(number)
 
     def __getitem__(self, name: str) -> tuple[Array, Array]:
-        """Return the steps of a curve, int64, and its values, float64; both are copies."""
-        steps, values = self._curves[name]
+        """Return the steps of a curve, int64, and its values, float64; both are copies.
+
+        Raises:
+          KeyError: There is none of that name.
+        """
+        steps, values = self._curve(name)
         return np.array(steps, np.int64), np.array(values, np.float64)
+
+    def _curve(self, name: str) -> tuple[list[int], list[float]]:
+        if name not in self._curves:
+            raise KeyError(f"{name!r} is no curve of this history; it has {list(self._curves)}")
+        return self._curves[name]
 
     def last(self, name: str) -> float:
         """Return the newest value of a curve.
@@ -92,16 +109,19 @@ class History:
         Raises:
           KeyError: There is none.
         """
-        return self._curves[name][1][-1]
+        return self._curve(name)[1][-1]
 
     def table(self, *names: str) -> Array:
         """Return a row for each step, (steps, 1 + curves), float64: the step, then the values.
 
         Args:
           *names: Of the curves; none for all. A value that was not noted is NaN.
+
+        Raises:
+          KeyError: There is no such curve.
         """
         names = names or self.names
-        rows = sorted({step for name in names for step in self._curves[name][0]})
+        rows = sorted({step for name in names for step in self._curve(name)[0]})
         place = {step: row for row, step in enumerate(rows)}
         found = np.full((len(rows), 1 + len(names)), np.nan)
         found[:, 0] = rows
@@ -163,7 +183,10 @@ class History:
           ImportError: There is no matplotlib.
           KeyError: There is no such curve.
           StrategyError: As of `write_csv`.
+          TypeError: `panels` is no dict.
         """
+        if not isinstance(panels, Mapping | None):
+            raise TypeError(f"History.draw: panels must be a dict, got {panels!r:.60}.")
         self._first("draw", path, lambda: self._draw(path, panels or {"": self.names}, title, x))
 
     def _draw(self, path: _Path, panels: Mapping[str, Sequence[str]], title: str, x: str) -> None:

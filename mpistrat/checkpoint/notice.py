@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any, final
 
@@ -99,14 +99,27 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
-def numbers_of(given: Sequence[int | str], name: str) -> tuple[signal.Signals, ...]:
+def listed(given: Iterable[int | str], name: str) -> tuple[int | str, ...]:
+    """Return names or numbers of signals.
+
+    Raises:
+      TypeError: It is one of them, or nothing of the kind.
+    """
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        wanted = "a list of names or numbers, such as ['SIGTERM']"
+        raise TypeError(f"{name}: signals must be {wanted}, got {given!r:.60}.")
+    return tuple(given)
+
+
+def numbers_of(given: Iterable[int | str], name: str) -> tuple[signal.Signals, ...]:
     """Return signals by their names or numbers.
 
     Raises:
+      TypeError: As of `listed`.
       ValueError: One is unknown, or cannot be handled.
     """
     found: list[signal.Signals] = []
-    for each in given:
+    for each in listed(given, name):
         try:
             one = signal.Signals[each] if isinstance(each, str) else signal.Signals(each)
         except (KeyError, ValueError):

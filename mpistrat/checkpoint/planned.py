@@ -13,10 +13,10 @@ from typing import Any, NoReturn, final
 from mpistrat.board.reporter import say
 from mpistrat.checkpoint.checkpoint import owner_of
 from mpistrat.checkpoint.claim import Claim
+from mpistrat.checkpoint.files import checked_path
 from mpistrat.checkpoint.manager import CheckpointManager, step_of
 from mpistrat.checkpoint.notice import EXIT_CODE, Notice, numbers_of, told_to
 from mpistrat.cluster.job import ends_at
-from mpistrat.distribute.arguments import check_kind
 from mpistrat.distribute.mode import cross_replica
 
 _ASK = 300.0  # seconds between two questions to the batch system
@@ -309,10 +309,11 @@ def preemption(
       ...         _ = v.assign_add(1)
       ...         leaving.step(step + 1, 3)
     """
-    check_kind("manager", manager, CheckpointManager)
+    if not isinstance(manager, CheckpointManager):
+        raise TypeError(f"preemption: manager must be a CheckpointManager, got {manager!r:.80}.")
     lockstep = owner_of(manager.checkpoint)[0].replicas.lockstep
     with lockstep.preparing("preemption"):
-        numbers = numbers_of(tuple(signals), "preemption")
+        numbers = numbers_of(signals, "preemption")
         if isinstance(grace, bool) or not isinstance(grace, int | float):
             raise TypeError(f"preemption: grace must be seconds, got {grace!r:.60}.")
         if not 0 < grace < float("inf"):
@@ -321,6 +322,7 @@ def preemption(
             raise TypeError(f"preemption: test must be a function or None, got {test!r:.60}.")
         if not (ends is None or callable(ends) or isinstance(ends, int | float)):
             raise TypeError(f"preemption: ends must be a time or a function, got {ends!r:.60}.")
-        path = None if stop_file is None else Path(stop_file)
+        there = stop_file not in (None, "")
+        path = checked_path("preemption", "stop_file", stop_file) if there else None
     lockstep.prove(f"preemption, grace {grace}, stop_file {path}")
     return Preemption(manager, numbers, float(grace), path, ends, test)

@@ -26,7 +26,7 @@ import numpy as np
 from mpistrat.board.reporter import say
 from mpistrat.checkpoint.checkpoint import Checkpoint, owner_of, refuse_alone
 from mpistrat.checkpoint.manager import CheckpointManager
-from mpistrat.checkpoint.notice import EXIT_CODE, Notice, numbers_of, told_to
+from mpistrat.checkpoint.notice import EXIT_CODE, Notice, listed, numbers_of, told_to
 from mpistrat.cluster.resolver import ClusterResolver
 from mpistrat.distribute.arguments import check_kind
 from mpistrat.distribute.mode import cross_replica
@@ -61,7 +61,7 @@ class TerminationConfig:
         the batch system send SIGUSR1, and name it.
 
     Raises:
-      TypeError: A function cannot be called, or the period is not a number.
+      TypeError: A function cannot be called, the period is not a number, or `signals` no list.
       ValueError: The period is negative; a signal is unknown, or cannot be handled.
 
     Example:
@@ -89,7 +89,7 @@ class TerminationConfig:
         if period is not None and not 0 <= period < float("inf"):
             raise ValueError(f"TerminationConfig: grace_period must be seconds, got {period!r}.")
         if self.signals is not None:
-            object.__setattr__(self, "signals", tuple(self.signals))
+            object.__setattr__(self, "signals", listed(self.signals, "TerminationConfig"))
         if not self.numbers() and self.termination_watcher_fn is None:
             raise ValueError("TerminationConfig: no signal and no function would ever tell.")
 
@@ -100,9 +100,7 @@ class TerminationConfig:
           ValueError: One is unknown, or cannot be handled.
         """
         usual = () if self.termination_watcher_fn is not None else (signal.SIGTERM,)
-        return numbers_of(
-            usual if self.signals is None else tuple(self.signals), "TerminationConfig"
-        )
+        return numbers_of(usual if self.signals is None else self.signals, "TerminationConfig")
 
 
 @final

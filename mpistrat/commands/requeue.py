@@ -34,7 +34,7 @@ def main(args: argparse.Namespace) -> int:
     try:
         told = state()
         ends = remember(args.record, args.code, args.job or job_id(), step)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a record that cannot be a file
         print(f"no: {error}")
         return 1
     yes, why = decide(ends, told)

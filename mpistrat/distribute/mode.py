@@ -172,7 +172,9 @@ def same_strategy(strategy: Ruling, what: str) -> Mode | None:
     if mode is not None and mode.strategy is not strategy:
         raise StrategyError(
             f"Mixing different strategies: {what} belongs to {strategy!r}, but the code is inside "
-            f"the scope of {mode.strategy!r}. Leave that scope first, or use its strategy."
+            f"the scope of {mode.strategy!r}. Leave that scope first, or use its strategy. "
+            "Variables and metrics belong to the strategy in whose scope they are created, and an "
+            "optimizer to that of its variables."
         )
     return mode
 
@@ -259,11 +261,18 @@ def chosen() -> Iterator[None]:
         _chosen.set(before)
 
 
-def refuse_unchosen(what: str) -> None:
+_IN_RUN = (
+    "Call it in the function that Strategy.run calls, in the thread that calls run; elsewhere use "
+    "what a strategy of several ranks has, such as strategy.all_reduce(...)"
+)
+
+
+def refuse_unchosen(what: str, instead: str = _IN_RUN) -> None:
     """Raise if a call would stay on this rank only because no strategy rules here.
 
     Args:
       what: The call.
+      instead: What to do.
 
     Raises:
       ContextError: No strategy rules here, and none was chosen, in a job of several ranks.
@@ -274,9 +283,7 @@ def refuse_unchosen(what: str) -> None:
     if size > 1:
         raise ContextError(
             f"{what} was called where no strategy rules, in a job of {size} ranks: each would keep "
-            "its own value. Call it in the function that Strategy.run calls, in the thread that "
-            "calls run; elsewhere use what a strategy of several ranks has, such as "
-            "strategy.all_reduce(...). If each rank is meant to work alone, use a "
+            f"its own value. {instead}. If each rank is meant to work alone, use a "
             "OneDeviceStrategy."
         )
 

@@ -10,7 +10,7 @@ import abc
 import copy
 import operator
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, NoReturn, TypeAlias, final
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias, final
 
 import numpy as np
 
@@ -46,9 +46,20 @@ class NotOne:
     __and__ = __rand__ = __xor__ = __rxor__ = __or__ = __ror__ = _no_bits
     __lt__ = __le__ = __gt__ = __ge__ = _refusal("cannot be compared")
     __int__ = __float__ = __complex__ = __round__ = _refusal("is not a number")
+    __bool__ = _refusal("is neither true nor false")  # ranks would go different ways
     __len__ = _refusal("has no length")
     __iter__ = __contains__ = _refusal("cannot be iterated over")
     __getitem__ = _refusal("has no parts")
+
+    if not TYPE_CHECKING:  # type checkers know which attributes there are
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Refuse: those of an array or a number belong to one value.
+
+            Raises:
+              AttributeError: Always; says what to use instead.
+            """
+            raise AttributeError(f"a PerReplica has no {name!r}: {ONE}", name=name, obj=self)
 
 
 class Operators(np.lib.mixins.NDArrayOperatorsMixin):
@@ -239,14 +250,6 @@ class PerReplica(DistributedValues, NotOne):
             )
         return self._values
 
-    def __bool__(self) -> bool:
-        """Refuse: each replica has a truth of its own, so ranks would go different ways.
-
-        Raises:
-          TypeError: Always; says what to ask instead.
-        """
-        raise TypeError(f"a PerReplica is neither true nor false: {ONE}")
-
     def __eq__(self, other: object) -> bool:
         """Return True for this very object, and refuse to compare it with anything else.
 
@@ -278,10 +281,7 @@ class PerReplica(DistributedValues, NotOne):
         Raises:
           StructureError: Always.
         """
-        raise StructureError(
-            "a PerReplica is not an array. In replica code pass it through strategy.run; elsewhere "
-            "use value.local, strategy.reduce, or strategy.experimental_local_results."
-        )
+        raise StructureError(f"a PerReplica is not an array; the fn of run gets one. Here {ONE}")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Return how to make it again, if it is of a program's own making.

@@ -201,7 +201,7 @@ def _refuse(name: str, value: object, wanted: str) -> None:
 def _check_together(job: BatchJob) -> None:
     pbs = job.scheduler == "pbs"
     rules = (
-        (not job.program, "there is no program: give a script, or -m and a module, after --"),
+        (job.program in ((), ("-m",)), "there is no program: give SCRIPT or -m MODULE after --"),
         (
             sum(map(bool, (job.venv, job.conda, job.archive))) > 1,
             "--venv, --conda and --archive: give one of them",

@@ -127,7 +127,7 @@ def _found(
             check_variable(strategy, variable, name, "(gradient, variable)")
         refuse_twice(name, variables)
         if all(gradient is None for gradient in gradients):
-            raise ValueError(f"{name}: there is no gradient for any variable.")
+            raise ValueError(f"{name}: no gradient for any variable (was a zip used twice?).")
     state = state or build(optimizer, states, variables)
     return state, state.find(variables)
 

@@ -69,7 +69,7 @@ def owner(name: str, given: Sequence[Any]) -> Any:
     if mode is not None and mode.updating is not None:
         raise ContextError(f"{name} was called in the function of update; call it outside of it.")
     if strategy is default_strategy():
-        refuse_unchosen(name)
+        refuse_unchosen(name, "Create the variables in strategy.scope(), and call it in run")
     return strategy
 
 

@@ -29,9 +29,16 @@ def value_at(schedule: float | Schedule, step: int) -> float:
       step: How many updates were made before, from 0.
 
     Raises:
+      TypeError: It is no number there.
       ValueError: It is below 0, NaN or infinite there.
     """
-    value = float(schedule(step)) if callable(schedule) else float(schedule)
+    found = schedule(step) if callable(schedule) else schedule
+    try:
+        value = float(found)
+    except TypeError:
+        raise TypeError(
+            f"{schedule!r} is {found!r:.60} at step {step}; wanted is a number."
+        ) from None
     if not 0.0 <= value < math.inf:
         raise ValueError(f"{schedule!r} is {value} at step {step}; wanted is 0 or more.")
     return value

@@ -142,7 +142,7 @@ def batches(
     if strategy is None:
         strategy = current_strategy()
     if strategy is default_strategy():
-        refuse_unchosen("batches")
+        refuse_unchosen("batches", "Write batches(data, strategy, ...)")
     if isinstance(data, DataLoader):
         _check_loader(data, batch_size)
     rows = None

@@ -138,7 +138,7 @@ def replicate(
     if strategy is None:
         strategy = known.strategy if known else current_strategy()
     if strategy is default_strategy():
-        refuse_unchosen("replicate")
+        refuse_unchosen("replicate", "Write replicate(model, strategy)")
     if known is not None and known.strategy is strategy:
         known.begin_alike()
         return model

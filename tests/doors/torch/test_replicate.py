@@ -1009,3 +1009,16 @@ def test_a_batch_counts_once_its_backward_pass_was_made(tmp_path, fused):
 
     run_ranks(program, 2, 2)
     assert run_ranks(program, 2, None) == [6, 6]
+
+
+def test_a_strategy_that_was_forgotten_is_asked_for():
+    def program(comm):
+        ms.MirroredStrategy()
+        with pytest.raises(ms.errors.ContextError, match=r"Write replicate\(model, strategy\)\. "):
+            mt.replicate(nn.Linear(1, 1))
+        with pytest.raises(
+            ms.errors.ContextError, match=r"Write batches\(data, strategy, \.\.\.\)"
+        ):
+            next(iter(mt.batches((torch.ones(3),), batch_size=2)))
+
+    run_ranks(program, 2)

@@ -38,12 +38,22 @@ def test_steps_grow_and_values_are_numbers():
     history = made()
     with pytest.raises(ValueError, match="'loss' has step 3 already, and steps grow"):
         history.append(3, new=1, loss=2)
-    with pytest.raises(TypeError):
-        history.append(8, new=1, loss=None)
-    with pytest.raises(TypeError):
+    for wrong in (None, "low", np.ones(3), 1j, ms.PerReplica(1.0)):
+        with pytest.raises(TypeError, match=r"History.append: loss must be a number, got "):
+            history.append(8, new=1, loss=wrong)
+    with pytest.raises(TypeError, match=r"History.append: step must be an integer, got 8.5"):
         history.append(8.5, loss=1)
     assert history.names == ("loss", "accuracy", "test_loss")
     assert history.last("loss") == 0.1**3
+
+
+def test_a_curve_that_is_not_there():
+    history = made()
+    for ask in (history.last, history.table, history.__getitem__):
+        with pytest.raises(KeyError, match=r"'los' is no curve of this history; it has .'loss', "):
+            ask("los")
+    with pytest.raises(TypeError, match=r"History.draw: panels must be a dict, got \['loss'\]"):
+        history.draw("curves.png", ["loss"])
 
 
 @pytest.mark.parametrize(("saved_on", "restored_on"), [(1, 2), (3, 1)])

@@ -256,11 +256,25 @@ def test_only_rank_0_asks_the_batch_system(tmp_path):
         ({"ends": "12:00"}, TypeError),
         ({"signals": ["SIGNOTHING"]}, ValueError),
         ({"signals": ["SIGKILL"]}, ValueError),
+        ({"signals": "SIGTERM"}, TypeError),
+        ({"signals": None}, TypeError),
+        ({"stop_file": 3}, TypeError),
     ],
 )
 def test_arguments(words, error, tmp_path):
     with pytest.raises(error, match="preemption: "):
         ms.preemption(made(tmp_path)[0], **words)
+
+
+@pytest.mark.parametrize("manager", [None, "runs/a"])
+def test_what_saves_is_a_manager(manager):
+    with pytest.raises(TypeError, match="preemption: manager must be a CheckpointManager, got"):
+        ms.preemption(manager)
+
+
+def test_a_stop_file_without_a_name_is_none(tmp_path):
+    with ms.preemption(made(tmp_path)[0], signals=(), ends=None, stop_file="") as leaving:
+        assert leaving._stop_file is None
 
 
 def test_signals_are_for_the_main_thread(tmp_path):

@@ -286,6 +286,14 @@ def test_values_per_replica_are_not_one_value(told):
     assert f"{ms.PerReplica(2.0)}" == repr(ms.PerReplica(2.0))
 
 
+@pytest.mark.parametrize("name", ["shape", "T", "mean", "item", "numpy", "dtype"])
+def test_values_per_replica_have_no_attributes_of_arrays(name):
+    value = ms.PerReplica(np.ones(2))
+    with pytest.raises(AttributeError, match=f"a PerReplica has no '{name}': each replica"):
+        getattr(value, name)
+    assert not hasattr(value, name)
+
+
 def test_a_mirrored_value_has_the_attributes_of_its_value():
     m = ms.Mirrored(np.arange(6.0).reshape(2, 3), 2)
     assert (m.ndim, m.size, m.T.shape, m.nbytes) == (2, 6, (3, 2), 48)

@@ -108,6 +108,7 @@ def test_every_script_of_hpc_jobs_resumes():
     ("given_", "said"),
     [
         ({"program": ()}, "there is no program"),
+        ({"program": ("-m",)}, "there is no program"),
         ({"name": "a b"}, "--name 'a b' cannot be used"),
         ({"name": "a\nb"}, "without newlines"),
         ({"account": "a;b"}, "--account"),

@@ -82,8 +82,9 @@ def test_ends_of_another_job_are_forgotten(tmp_path):
 
 def test_notes_that_cannot_be_written_are_a_no(tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    assert main(["requeue", "--record", str(tmp_path / "a" / "r"), "--code", "42"]) == 1
-    assert capsys.readouterr().out.startswith("no: ")
+    for record in (str(tmp_path / "a" / "r"), "."):
+        assert main(["requeue", "--record", record, "--code", "42"]) == 1
+        assert capsys.readouterr().out.startswith("no: ")
 
 
 @pytest.mark.usefixtures("_no_job")

@@ -582,6 +582,14 @@ class TestErrors:
 
         failing(size, program, error, words)
 
+    def test_an_iterator_that_was_used_before(self, size):
+        def program(job, rank):
+            pairs = zip(means(0), job.variables, strict=True)
+            assert list(pairs)
+            job.optimizer.apply_gradients(pairs)
+
+        failing(size, program, ValueError, "was a zip used twice")
+
     @pytest.mark.parametrize("weight", [-1, math.nan, "8"])
     def test_weights_that_are_none(self, size, weight):
         def program(job, rank):
@@ -739,12 +747,17 @@ def test_a_step_is_one_handshake_and_one_meeting(way, monkeypatch):
 def test_a_job_without_a_strategy_is_refused():
     def rank(comm):
         w = ms.Variable(1.0)
-        with pytest.raises(ms.ContextError, match="no strategy rules"):
+        told = r"no strategy rules.* Create the variables in strategy.scope\(\), and call it in run"
+        with pytest.raises(ms.ContextError, match=told):
             optim.SGD(0.1).apply_gradients([(1.0, w)])
 
     def chosen(comm):
-        ms.MirroredStrategy()
+        strategy = ms.MirroredStrategy()
         rank(comm)
+        w = ms.Variable(1.0)
+        told = "belongs to DefaultStrategy.* an optimizer to that of its variables"
+        with pytest.raises(ms.StrategyError, match=told):
+            strategy.run(lambda: optim.SGD(0.1).apply_gradients([(1.0, w)]))
 
     run_ranks(chosen, 2)
 

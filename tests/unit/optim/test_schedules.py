@@ -8,6 +8,7 @@ import pickle
 from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import optim_cases as cases
 import pytest
 
@@ -66,6 +67,12 @@ def test_a_warm_up_may_lead_to_a_number_or_a_function():
 @pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
 def test_values_that_cannot_be_used_name_their_step(value):
     with pytest.raises(ValueError, match="at step 3"):
+        value_at(lambda step: value, 3)
+
+
+@pytest.mark.parametrize("value", [None, np.ones(1), 1j])
+def test_what_is_no_number_is_named_with_its_step(value):
+    with pytest.raises(TypeError, match=r"<lambda> .* is .* at step 3; wanted is a number"):
         value_at(lambda step: value, 3)
 
 
