@@ -320,6 +320,30 @@ def test_datasets_have_the_parameters_of_tf_data():
     assert dataset.reduce(0, lambda total, x: total + x.sum(), name="j") == 24
 
 
+def test_the_length_of_a_dataset():
+    dataset = tf.data.Dataset.range(5)
+    assert (len(dataset), len(dataset.batch(2)), len(dataset.take(0))) == (5, 3, 0)
+    assert dataset.take(0)
+    with pytest.raises(TypeError, match="repeats for ever"):
+        len(dataset.repeat())
+    with pytest.raises(TypeError, match="not known"):
+        len(dataset.batch(2).filter(lambda x: x[0] > 1))
+
+
+def test_what_map_returns_becomes_tensors():
+    rows = tf.data.Dataset.range(3)
+    pair = rows.map(lambda x: [x, 2 * x])  # a list is a tuple
+    assert list(pair) == [(0, 0), (1, 2), (2, 4)]
+    assert list(pair.map(lambda x, y: x + y)) == [0, 3, 6]
+    ((ones, mixed),) = rows.map(lambda x: (1, {"a": [x, x], "b": 0.5})).batch(3)
+    assert ones.dtype == np.int32 and mixed["b"].dtype == np.float32
+    assert mixed["a"].tolist() == [[0, 0], [1, 1], [2, 2]]
+    (batch,) = rows.batch(3).map(lambda x: [x, x + 1])
+    assert type(batch) is tuple and batch[1].tolist() == [1, 2, 3]
+    with pytest.raises(TypeError, match="must get a function"):
+        rows.map(3)
+
+
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_what_is_in_a_checkpoint(n, tmp_path):
     values = {
