@@ -12,14 +12,14 @@ from mpistrat.compat.absent import Names as _Names
 from mpistrat.compat.absent import absent as _absent
 from mpistrat.compat.absent import absent_from as _absent_from
 from mpistrat.compat.absent import refusing as _refusing
-from mpistrat.compat.tf_arrays import constant
-from mpistrat.compat.tf_arrays import named as _named
 from mpistrat.compat.tf_options import (
     AutotuneOptions,
     OptimizationOptions,
     Options,
     ThreadingOptions,
 )
+from mpistrat.compat.tf_tensors import constant
+from mpistrat.compat.tf_tensors import named as _named
 from mpistrat.feed import dataset
 from mpistrat.feed.policies import AutoShardPolicy, DistributeOptions
 from mpistrat.feed.sources import stacked as _stacked

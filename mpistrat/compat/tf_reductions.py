@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.compat.tf_arrays import axes, convert_to_tensor
+from mpistrat.compat.tf_arrays import axes
+from mpistrat.compat.tf_tensors import convert_to_tensor, together
 from mpistrat.distribute.slices import IndexedSlices
 
 
@@ -115,7 +116,7 @@ def add_n(inputs: Any, name: Any = None) -> Any:
       [4.0, 6.0]
     """
     given = inputs if isinstance(inputs, list | tuple) else [inputs]
-    tensors = [convert_to_tensor(_dense(one)) for one in given]
+    tensors = together([_dense(one) for one in given])
     if len({tensor.shape for tensor in tensors}) != 1:
         shapes = [tensor.shape for tensor in tensors]
         raise ValueError(f"add_n: wanted tensors of one shape, got {shapes or 'none'}.")

@@ -320,6 +320,51 @@ def test_datasets_have_the_parameters_of_tf_data():
     assert dataset.reduce(0, lambda total, x: total + x.sum(), name="j") == 24
 
 
+PAIR = np.array([1, 2], np.float32)
+BESIDE = {
+    "where": lambda x: tf.where(x > 1, x, 0),
+    "stack": lambda x: tf.stack([x[0], 1]),
+    "concat": lambda x: tf.concat([x, [1, 2]], 0),
+    "constant": lambda x: tf.constant([[x[0], 2], [0.5, 3]]),
+    "reduce": lambda x: tf.reduce_sum([x[0], 1.5]),
+    "divide_no_nan": lambda x: tf.math.divide_no_nan(1, x),
+    "add_n": lambda x: tf.add_n([x[0], 1]),
+    "add": lambda x: tf.add(x, [1, 2]),
+    "squared_difference": lambda x: tf.math.squared_difference([1.5, 2], x),
+    "matmul": lambda x: tf.matmul(x[None], [[1], [2]]),
+    "linspace": lambda x: tf.linspace(x[0], 3, 3),
+    "Variable": lambda x: tf.Variable([x[0], 2.5]),
+    "no tensor": lambda x: tf.stack([1, 2.5]),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_numbers_take_the_dtype_of_the_tensor_beside_them(name):
+    assert BESIDE[name](PAIR).dtype == np.float32
+    if name != "no tensor":
+        assert BESIDE[name](PAIR.astype(np.float64)).dtype == np.float64
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: tf.multiply(tf.constant([1]), 0.5),
+        lambda: tf.where(True, tf.constant(1), 0.5),
+        lambda: tf.constant([tf.constant(1), 0.5]),
+    ],
+)
+def test_a_float_beside_integers_is_refused(call):
+    with pytest.raises(TypeError, match="would be cut off"):
+        call()
+
+
+def test_where_alone_gives_indices():
+    found = tf.where([[True, False], [False, True]])
+    assert (found.tolist(), found.dtype) == ([[0, 0], [1, 1]], np.int64)
+    with pytest.raises(ValueError, match="both x and y"):
+        tf.where([True], 1.0)
+
+
 def test_the_length_of_a_dataset():
     dataset = tf.data.Dataset.range(5)
     assert (len(dataset), len(dataset.batch(2)), len(dataset.take(0))) == (5, 3, 0)
