@@ -17,11 +17,18 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def named(function: _Function) -> _Function:
-    """Return `function` with a further argument ``name=``, which has no effect."""
+    """Return `function` with a further argument ``name=``, which has no effect.
+
+    Arrays without dimensions come back as NumPy's scalars, which cannot change: ``total += x`` then
+    makes `total` the name of another one, as it does in TensorFlow.
+    """
 
     @functools.wraps(function)
     def apply(*args: Any, name: Any = None, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
+        found = function(*args, **kwargs)
+        if type(found) is np.ndarray and not found.ndim and found.dtype.kind != "O":
+            return found[()]
+        return found
 
     return apply  # type: ignore[return-value]  # the same signature, and one argument more
 

@@ -358,6 +358,17 @@ def test_a_float_beside_integers_is_refused(call):
         call()
 
 
+def test_numbers_are_no_names_of_one_another():
+    makers = (tf.constant, lambda x: tf.fill([], x), lambda x: tf.cast(x, tf.float32), tf.identity)
+    for make in (*makers, lambda x: tf.zeros([]) + x, lambda x: tf.zeros([]), tf.ones_like):
+        total = first = make(0.0)
+        before = float(first)
+        total += 1.0
+        assert (float(first), float(total), first.shape) == (before, before + 1, ())
+        assert isinstance(first, tf.Tensor) and first.dtype == np.float32
+    assert tf.constant([0.0]).shape == tf.fill([1], 0.0).shape == (1,)
+
+
 def test_where_alone_gives_indices():
     found = tf.where([[True, False], [False, True]])
     assert (found.tolist(), found.dtype) == ([[0, 0], [1, 1]], np.int64)
