@@ -358,6 +358,16 @@ def test_a_float_beside_integers_is_refused(call):
         call()
 
 
+def test_the_largest_of_no_elements():
+    rows = np.zeros((0, 2), np.float32)
+    assert (tf.reduce_max(rows), tf.reduce_min(rows)) == (-np.inf, np.inf)
+    assert tf.reduce_max(rows, axis=0, keepdims=True).tolist() == [[-np.inf, -np.inf]]
+    assert tf.reduce_min(rows, axis=1).shape == (0,)
+    whole = rows.astype(np.int8)
+    assert (tf.reduce_max(whole), tf.reduce_min(whole)) == (-128, 127)
+    assert tf.reduce_max(whole).dtype == np.int8 and tf.reduce_max(rows).dtype == np.float32
+
+
 def test_numbers_are_no_names_of_one_another():
     makers = (tf.constant, lambda x: tf.fill([], x), lambda x: tf.cast(x, tf.float32), tf.identity)
     for make in (*makers, lambda x: tf.zeros([]) + x, lambda x: tf.zeros([]), tf.ones_like):
