@@ -34,9 +34,9 @@ from mpistrat.compat import tf_random as random
 from mpistrat.compat import tf_train as train
 from mpistrat.compat.absent import Names as _Names
 from mpistrat.compat.absent import absent as _absent
-from mpistrat.compat.tf_arrays import Tensor, TensorSpec, is_tensor
-from mpistrat.compat.tf_arrays import named as _named
 from mpistrat.compat.tf_system import config, errors, function
+from mpistrat.compat.tf_tensors import Tensor, TensorSpec, is_tensor
+from mpistrat.compat.tf_tensors import named as _named
 from mpistrat.compat.tf_variable import Mirrored as _Mirrored
 from mpistrat.compat.tf_variable import Variable
 from mpistrat.distribute.context import get_replica_context

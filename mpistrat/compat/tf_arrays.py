@@ -1,153 +1,16 @@
-"""Tensors, which are NumPy arrays: their types and functions; `tf` has those that are ``tf.*``."""
+"""Functions of tensors, which are NumPy arrays; `tf` has those that are ``tf.*``."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any
 
 import numpy as np
 
 from mpistrat.arrays import as_dtype
+from mpistrat.compat.tf_tensors import NARROW, constant, convert_to_tensor, converted, together
 
-__all__ = ["Kind", "Tensor", "TensorSpec", "is_tensor", "named"]
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def named(function: _Function) -> _Function:
-    """Return `function` with a further argument ``name=``, which has no effect."""
-
-    @functools.wraps(function)
-    def apply(*args: Any, name: Any = None, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
-
-    return apply  # type: ignore[return-value]  # the same signature, and one argument more
-
-
-class Kind(type):
-    """A metaclass: instances of the classes in `kinds` count as instances of the class."""
-
-    kinds: tuple[type, ...]
-
-    def __instancecheck__(cls, instance: Any) -> bool:
-        """Tell whether `instance` belongs to one of the classes."""
-        return isinstance(instance, cls.kinds)
-
-    def __subclasscheck__(cls, subclass: type) -> bool:
-        """Tell whether `subclass` is one of the classes."""
-        return issubclass(subclass, cls.kinds)
-
-
-class Tensor(metaclass=Kind):
-    """The type of tensors: NumPy arrays and scalars. As in TensorFlow, variables are not tensors.
-
-    Raises:
-      TypeError: It is called; use `constant` to make tensors.
-
-    Example:
-      >>> isinstance(np.ones(1), Tensor), isinstance(np.float32(1), Tensor), isinstance(1, Tensor)
-      (True, True, False)
-    """
-
-    kinds = (np.ndarray, np.generic)
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise a TypeError."""
-        raise TypeError("tf.Tensor is for isinstance only; tf.constant(value) makes a tensor.")
-
-
-class TensorSpec(NamedTuple):
-    """Shape and dtype of a tensor, for programs that write them down; nothing is traced here.
-
-    Attributes:
-      shape: Sizes; None for one that is not known.
-      dtype: Dtype.
-      name: No effect.
-
-    Example:
-      >>> TensorSpec([None, 3]).dtype is np.float32
-      True
-    """
-
-    shape: Any
-    dtype: Any = np.float32
-    name: Any = None
-
-
-def is_tensor(x: Any) -> bool:
-    """Tell whether `x` has a dtype: an array, a NumPy scalar or a variable."""
-    return hasattr(x, "dtype")
-
-
-_NARROW = {"i": np.int32, "f": np.float32}
-
-
-def constant(value: Any, dtype: Any = None, shape: Any = None) -> Any:
-    """Return a fresh array; Python integers become int32 and Python floats float32.
-
-    Args:
-      value: Number, nested list or array.
-      dtype: Dtype; if None, that of an array, or of the arrays in a list.
-      shape: Shape to fill or reshape to; None for that of `value`.
-
-    Raises:
-      ValueError: An integer does not fit the dtype; values never wrap around.
-      TypeError: A Python float for an integer dtype.
-
-    Example:
-      >>> constant([1, 2]).dtype
-      dtype('int32')
-      >>> constant(2**40, "int64")
-      array(1099511627776)
-    """
-    array = np.array(value)
-    typed = is_typed(value)
-    if dtype is None and not typed:
-        # An integer beyond int64 makes an array of another kind, but it was meant as an integer.
-        large = array.dtype.kind in "uO" and all(isinstance(x, int) for x in array.ravel().tolist())
-        dtype = np.int32 if large else _NARROW.get(array.dtype.kind)
-    array = array if dtype is None else _converted(array, as_dtype(dtype, "constant"), typed)
-    if shape is None:
-        return array
-    return np.full(shape, array) if array.size == 1 else array.reshape(shape)
-
-
-def is_typed(value: Any) -> bool:
-    """Tell whether `value` has a dtype, or an element of a list has one."""
-    if isinstance(value, list | tuple):
-        return any(map(is_typed, value))
-    return hasattr(value, "dtype")
-
-
-def _converted(array: Any, dtype: np.dtype[Any], typed: bool) -> Any:
-    if dtype.kind in "iu" and array.size:
-        if array.dtype.kind == "f" and not typed:
-            raise TypeError(
-                f"a Python float was given for dtype {dtype}; it would be cut off. Write an "
-                "integer, or cast(value, dtype) if that is meant."
-            )
-        if array.dtype.kind in "iuO":
-            _check_range(array, dtype)
-    with np.errstate(over="ignore"):  # beyond float32 it is infinite, as it is there
-        return array.astype(dtype)
-
-
-def _check_range(array: Any, dtype: np.dtype[Any]) -> None:
-    limits, least, most = np.iinfo(dtype), array.min(), array.max()
-    if least < limits.min or most > limits.max:
-        raise ValueError(
-            f"{most if most > limits.max else least} does not fit {dtype} ({limits.min} to "
-            f"{limits.max}); Python integers become int32 unless dtype= says otherwise, such as "
-            "dtype=tf.int64."
-        )
-
-
-def convert_to_tensor(value: Any, dtype: Any = None) -> Any:
-    """Return `value` as `constant` does; an array that has the dtype is not copied."""
-    if isinstance(value, np.ndarray) and dtype in (None, value.dtype):
-        return value
-    return constant(value, dtype)
+__all__ = ["axes"]
 
 
 def identity(value: Any) -> Any:
@@ -195,8 +58,8 @@ def fill(dims: Any, value: Any) -> Any:
 def range(*args: Any, dtype: Any = None) -> Any:
     """Return evenly spaced numbers, int32 or float32 unless `dtype` says otherwise."""
     array = np.arange(*args)
-    wanted = as_dtype(dtype or _NARROW[array.dtype.kind], "range")
-    return _converted(array, wanted, typed=True)
+    wanted = as_dtype(dtype or NARROW[array.dtype.kind], "range")
+    return converted(array, wanted, typed=True)
 
 
 def reshape(tensor: Any, shape: Sequence[int]) -> Any:
@@ -206,12 +69,12 @@ def reshape(tensor: Any, shape: Sequence[int]) -> Any:
 
 def stack(values: Sequence[Any], axis: int = 0) -> Any:
     """Return arrays `values` of the same shape, joined along a new axis `axis`."""
-    return np.stack([convert_to_tensor(value) for value in values], axis)
+    return np.stack(together(values), axis)
 
 
 def concat(values: Sequence[Any], axis: int) -> Any:
     """Return the arrays `values` joined along their axis `axis`."""
-    return np.concatenate([convert_to_tensor(value) for value in values], axis)
+    return np.concatenate(together(values), axis)
 
 
 def transpose(a: Any, perm: Any = None) -> Any:
@@ -239,9 +102,23 @@ def squeeze(input: Any, axis: Any = None) -> Any:
     return np.squeeze(convert_to_tensor(input), axes(axis))
 
 
-def where(condition: Any, x: Any, y: Any) -> Any:
-    """Return elements of `x` where `condition` holds, and of `y` elsewhere."""
-    return np.where(condition, convert_to_tensor(x), convert_to_tensor(y))
+def where(condition: Any, x: Any = None, y: Any = None) -> Any:
+    """Return elements of `x` where `condition` holds, and of `y` elsewhere.
+
+    Without these, return the indices of what is true, as rows.
+
+    Raises:
+      ValueError: Only one of them is given.
+
+    Example:
+      >>> where([False, True, True]).tolist()
+      [[1], [2]]
+    """
+    if x is None and y is None:
+        return np.argwhere(condition)
+    if x is None or y is None:
+        raise ValueError("where: wanted both x and y, or none of them.")
+    return np.where(condition, *together([x, y]))
 
 
 def one_hot(indices: Any, depth: int, dtype: Any = np.float32) -> Any:
@@ -272,7 +149,7 @@ def matmul(a: Any, b: Any, transpose_a: bool = False, transpose_b: bool = False)
       >>> matmul([[1], [2]], [[3], [4]], transpose_a=True).tolist()
       [[11]]
     """
-    left, right = convert_to_tensor(a), convert_to_tensor(b)
+    left, right = together([a, b])
     left = np.swapaxes(left, -1, -2) if transpose_a else left
     right = np.swapaxes(right, -1, -2) if transpose_b else right
     return left @ right
@@ -413,7 +290,7 @@ def eye(num_rows: int, num_columns: int | None = None, dtype: Any = np.float32) 
 
 def linspace(start: Any, stop: Any, num: int) -> Any:
     """Return `num` evenly spaced numbers from `start` to `stop`, both included."""
-    first, last = convert_to_tensor(start), convert_to_tensor(stop)
+    first, last = together([start, stop])
     return np.linspace(first, last, num, dtype=np.result_type(first, last))
 
 

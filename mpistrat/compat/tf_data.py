@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, final
 
@@ -11,14 +12,14 @@ from mpistrat.compat.absent import Names as _Names
 from mpistrat.compat.absent import absent as _absent
 from mpistrat.compat.absent import absent_from as _absent_from
 from mpistrat.compat.absent import refusing as _refusing
-from mpistrat.compat.tf_arrays import constant
-from mpistrat.compat.tf_arrays import named as _named
 from mpistrat.compat.tf_options import (
     AutotuneOptions,
     OptimizationOptions,
     Options,
     ThreadingOptions,
 )
+from mpistrat.compat.tf_tensors import constant
+from mpistrat.compat.tf_tensors import named as _named
 from mpistrat.feed import dataset
 from mpistrat.feed.policies import AutoShardPolicy, DistributeOptions
 from mpistrat.feed.sources import stacked as _stacked
@@ -106,6 +107,26 @@ class Dataset(dataset.Dataset, metaclass=_Sources):
         found = Options()
         found.experimental_distribute.auto_shard_policy = self.policy
         return found
+
+    def __len__(self) -> int:
+        """Return how many elements an iteration has.
+
+        Raises:
+          TypeError: They never end, or nobody knows.
+
+        Example:
+          >>> len(Dataset.range(5).batch(2))
+          3
+        """
+        count = self.cardinality()
+        if count < 0:
+            why = "repeats for ever" if count == INFINITE_CARDINALITY else "is not known beforehand"
+            raise TypeError(f"len(dataset): the dataset {why}; see dataset.cardinality().")
+        return count
+
+    def __bool__(self) -> bool:
+        """Return True, for an empty dataset too."""
+        return True
 
     def as_numpy_iterator(self) -> Any:
         """Return an iterator over the elements of the next epoch, which are arrays."""
@@ -282,8 +303,17 @@ class Dataset(dataset.Dataset, metaclass=_Sources):
         *,
         rowwise: bool = False,
     ) -> dataset.Dataset:
-        """Return a dataset of ``map_func(element)``; see `mpistrat.Dataset.map`."""
-        return super().map(map_func, rowwise)
+        """Return a dataset of ``map_func(element)``; see `mpistrat.Dataset.map`.
+
+        As there, a list that the function returns is a tuple, one inside of a tuple or a dict is
+        an array, and Python numbers are converted as by `constant`.
+
+        Example:
+          >>> [(x, half)] = Dataset.range(2).map(lambda x: [[x, x + 1], 0.5]).batch(2)
+          >>> x.tolist(), half.dtype
+          ([[0, 1], [1, 2]], dtype('float32'))
+        """
+        return super().map(_returning_tensors(map_func), rowwise)
 
     def prefetch(self, buffer_size: int, name: Any = None) -> dataset.Dataset:
         """Return a dataset that holds `buffer_size` elements ready, two for `AUTOTUNE`.
@@ -310,6 +340,19 @@ class Dataset(dataset.Dataset, metaclass=_Sources):
           name: No effect.
         """
         return self
+
+
+def _returning_tensors(fn: Any) -> Any:
+    """Return a function whose results are `fn`'s as tensors; what is no function, as it is."""
+    if not callable(fn):
+        return fn
+
+    @functools.wraps(fn)
+    def call(*element: Any) -> Any:
+        made = fn(*element)
+        return _stacked(tuple(made) if type(made) is list else made, _tensor)
+
+    return call
 
 
 def _tensor(leaf: Any) -> Any:

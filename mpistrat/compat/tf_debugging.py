@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat.compat.absent import absent_from as _absent_from
-from mpistrat.compat.tf_arrays import convert_to_tensor
+from mpistrat.compat.tf_tensors import convert_to_tensor
 
 __getattr__ = _absent_from("tf.debugging")
 

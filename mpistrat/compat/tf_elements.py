@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat import nest
-from mpistrat.compat.tf_arrays import TensorSpec, constant
+from mpistrat.compat.tf_tensors import TensorSpec, constant
 from mpistrat.errors import DataError, RefusedError
 from mpistrat.feed.dataset import Dataset
 

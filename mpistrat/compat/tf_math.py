@@ -1,6 +1,6 @@
 """``tf.math`` as programs that import `mpistrat.compat.tf` see it: NumPy, element by element.
 
-Python numbers become int32 and float32; together with an array they take its dtype.
+Python numbers, and lists of them, become int32 and float32; beside a tensor they take its dtype.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from mpistrat.arrays import as_dtype
 from mpistrat.compat import tf_reductions as _reductions
 from mpistrat.compat.absent import absent_from as _absent_from
-from mpistrat.compat.tf_arrays import convert_to_tensor, is_typed, named
+from mpistrat.compat.tf_tensors import convert_to_tensor, named, together
 
 __getattr__ = _absent_from("tf.math")
 
@@ -57,9 +57,7 @@ def _one(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _two(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def apply(x: Any, y: Any, name: Any = None) -> Any:
-        if not (is_typed(x) or is_typed(y)):
-            return function(convert_to_tensor(x), convert_to_tensor(y))
-        return function(*(np.asarray(z) if is_typed(z) else z for z in (x, y)))
+        return function(*together([x, y]))
 
     return _told(apply, name, function, "`x` and `y`, element by element")
 
@@ -80,7 +78,7 @@ def divide_no_nan(x: Any, y: Any) -> Any:
       >>> divide_no_nan([1.0, 2.0], [0.0, 4.0]).tolist()
       [0.0, 0.5]
     """
-    above, below = np.broadcast_arrays(convert_to_tensor(x), convert_to_tensor(y))
+    above, below = np.broadcast_arrays(*together([x, y]))
     dtype = np.result_type(above, below)
     return np.divide(above, below, out=np.zeros(above.shape, dtype), where=below != 0)
 

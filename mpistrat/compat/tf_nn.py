@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 
 from mpistrat.compat.absent import absent_from as _absent_from
-from mpistrat.compat.tf_arrays import convert_to_tensor, named
 from mpistrat.compat.tf_math import log_softmax as log_softmax
 from mpistrat.compat.tf_math import sigmoid as sigmoid
 from mpistrat.compat.tf_math import softmax as softmax
 from mpistrat.compat.tf_math import softplus as softplus
 from mpistrat.compat.tf_math import tanh as tanh
+from mpistrat.compat.tf_tensors import convert_to_tensor, named
 from mpistrat.distribute.context import get_strategy, has_strategy, in_cross_replica_context
 from mpistrat.errors import ContextError
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.compat.tf_arrays import axes, convert_to_tensor
+from mpistrat.compat.tf_arrays import axes
+from mpistrat.compat.tf_tensors import convert_to_tensor, together
 from mpistrat.distribute.slices import IndexedSlices
 
 
@@ -51,13 +52,30 @@ def _logsumexp(x: Any, axis: Any, keep: bool) -> Any:
     return found if keep else np.squeeze(found, axis)
 
 
+def _extreme(function: Callable[..., Any], of_none: float) -> Callable[..., Any]:
+    """Return a function that gives infinity, or the last integer, where there are no elements."""
+
+    def apply(x: Any, axis: Any, keep: bool) -> Any:
+        if x.size:
+            return function(x, axis, keepdims=keep)
+        whole = np.iinfo(x.dtype) if x.dtype.kind in "iu" else None
+        last = of_none if whole is None else whole.max if of_none > 0 else whole.min
+        return function(x, axis, keepdims=keep, initial=last)
+
+    return apply
+
+
 reduce_sum = _reduction(lambda x, a, k: np.sum(x, a, dtype=x.dtype, keepdims=k), "the sum")
 reduce_prod = _reduction(lambda x, a, k: np.prod(x, a, dtype=x.dtype, keepdims=k), "the product")
 reduce_mean = _reduction(
     lambda x, a, k: np.mean(x, a, keepdims=k).astype(x.dtype), "the mean, cut off for integers,"
 )
-reduce_max = _reduction(lambda x, a, k: np.max(x, a, keepdims=k), "the largest element")
-reduce_min = _reduction(lambda x, a, k: np.min(x, a, keepdims=k), "the smallest element")
+reduce_max = _reduction(
+    _extreme(np.max, -np.inf), "the largest element, or -infinity or the least integer of none,"
+)
+reduce_min = _reduction(
+    _extreme(np.min, np.inf), "the smallest element, or infinity or the largest integer of none,"
+)
 reduce_any = _reduction(lambda x, a, k: np.any(x, a, keepdims=k), "whether any is true", True)
 reduce_all = _reduction(lambda x, a, k: np.all(x, a, keepdims=k), "whether all are true", True)
 reduce_std = _reduction(lambda x, a, k: np.std(x, a, keepdims=k), "the standard deviation")
@@ -115,7 +133,7 @@ def add_n(inputs: Any, name: Any = None) -> Any:
       [4.0, 6.0]
     """
     given = inputs if isinstance(inputs, list | tuple) else [inputs]
-    tensors = [convert_to_tensor(_dense(one)) for one in given]
+    tensors = together([_dense(one) for one in given])
     if len({tensor.shape for tensor in tensors}) != 1:
         shapes = [tensor.shape for tensor in tensors]
         raise ValueError(f"add_n: wanted tensors of one shape, got {shapes or 'none'}.")

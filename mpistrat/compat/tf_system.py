@@ -130,6 +130,7 @@ class _Function:
     def __init__(self, python_function: Callable[..., Any]):
         """Create one; nothing is traced."""
         self.python_function = self.__wrapped__ = python_function
+        self.__doc__ = python_function.__doc__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the function returns.

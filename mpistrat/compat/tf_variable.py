@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.compat.tf_arrays import Kind, constant, is_typed
+from mpistrat.compat.tf_tensors import Kind, constant, is_typed
 from mpistrat.distribute import values, variables
 from mpistrat.distribute.kinds import VariableAggregation, VariableSynchronization
 from mpistrat.distribute.views import ALONE
@@ -36,7 +36,8 @@ def _make(
     def value() -> Any:
         given = initial_value() if callable(initial_value) else initial_value
         # The variable itself converts or refuses a value that has a dtype.
-        found = given if is_typed(given) else constant(given, dtype)
+        known = None if is_typed(given) else dtype
+        found = given if hasattr(given, "dtype") else constant(given, known)
         if wanted is not None and np.shape(found) != wanted:
             raise StructureError(
                 f"Variable(shape={wanted}): the initial value has shape {np.shape(found)}."

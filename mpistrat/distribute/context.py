@@ -365,7 +365,7 @@ class ReplicaContext:
 
         Returns:
           What `merge_fn` returned, with this replica's component in the place of every
-          `PerReplica` and `Mirrored`. Dicts have their keys in the same order on every replica.
+          `PerReplica` and `Mirrored`. Dicts have their keys in its order.
 
         Raises:
           ContextError: Called outside the run that this context belongs to, or in another thread;

@@ -13,7 +13,7 @@ from mpistrat.distribute.mode import check_readable
 from mpistrat.distribute.regroup import select
 from mpistrat.distribute.replica_group import ReplicaGroup
 from mpistrat.distribute.slices import IndexedSlices
-from mpistrat.distribute.values import PerReplica, born
+from mpistrat.distribute.values import DistributedValues, born
 from mpistrat.distribute.views import Plain
 from mpistrat.distribute.writes import contents, prove_same
 from mpistrat.errors import AxisError
@@ -33,7 +33,7 @@ def gather_leaves(group: ReplicaGroup, value: Any, axis: int) -> Any:
         mine = [select(leaf) for leaf in leaves]
         _refuse_slices("gather", mine)
     each = group.view.plain is Plain.EACH
-    moves = [each or isinstance(leaf, PerReplica | DistributedVariable) for leaf in leaves]
+    moves = [each or isinstance(leaf, DistributedValues | DistributedVariable) for leaf in leaves]
     if all(moves):
         return gather(group, "gather", nest.unflatten(structure, mine), axis, born(leaves))
     if group.view.plain is Plain.REFUSED:  # it stays where it is: one value, and no rank's own

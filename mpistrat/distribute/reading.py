@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, final
 
 import numpy as np
 
+from mpistrat.arrays import sealed
 from mpistrat.distribute.kinds import DistributedVariable
 from mpistrat.distribute.values import DistributedValues, Operators
 
@@ -121,6 +122,17 @@ class Reading(Operators, DistributedVariable):
                 f"{self.name!r} is a variable; write with assign, assign_add, assign_sub."
             )
         return getattr(ufunc, method)(*map(plain, inputs), **kwargs)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Return a copy of a part of the value, which later writes do not change; read-only."""
+        part = self._read()[key]
+        # What has no base is no view of the variable's memory. A write to a copy would be lost.
+        alive = isinstance(part, np.ndarray) and part.base is not None
+        return sealed(part.copy()) if alive else part
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over the first axis of a copy of the value, which is read-only."""
+        return iter(sealed(self._read().copy()))
 
     def __setitem__(self, key: Any, value: Any) -> NoReturn:
         """Refuse: all replicas write together, so writing is a call and not an item.

@@ -123,8 +123,10 @@ class Regroup:
           LockstepError: The structures differ.
         """
         if failure is not None or not self.view.wraps:
-            odd = self.lockstep.compare(call, order_of(tree), failure)
-            return select(tree) if odd is None else self.selected(tree)
+            if self.lockstep.compare(call, order_of(tree), failure) is not None:
+                leaves, structure = nest.flatten(tree)
+                tree = nest.unflatten(nest.alike(structure), leaves)
+            return select(tree)
         structure, leaves, rows = self._shared(call, tree)
         if rows is None:
             return None if tree is None else nest.unflatten(structure, leaves)
@@ -140,13 +142,6 @@ class Regroup:
             mine = leaf if same or not isinstance(leaf, Mirrored) else leaf.local
             wrapped.append(leaf if same else self._wrap(mine, entries, i, structure))
         return nest.unflatten(structure, wrapped)
-
-    def selected(self, tree: Any) -> Any:
-        """Return this replica's part of `tree`; dicts with keys in the same order on all ranks."""
-        if self.view is ALONE:
-            return select(tree)
-        leaves, structure = nest.flatten(tree)
-        return nest.unflatten(nest.alike(structure), [select(leaf) for leaf in leaves])
 
     def inputs(self, call: str, tree: Any) -> Any:
         """Return `tree`, made by every replica for itself, with every leaf wrapped as inputs are.

@@ -9,6 +9,7 @@ from typing import Any
 from mpistrat.distribute.arguments import check_function, given
 from mpistrat.distribute.handles import ended
 from mpistrat.distribute.mode import Mode, Replica, cross_replica, current, entered
+from mpistrat.distribute.regroup import select
 from mpistrat.distribute.replica_group import StrategyBase
 from mpistrat.errors import ContextError
 from mpistrat.lockstep.guards import compare_copies
@@ -69,11 +70,10 @@ def merged(strategy: Any, merge_fn: Callable[..., Any], args: Any = (), kwargs: 
     """Call `merge_fn` in cross-replica code; see `ReplicaContext.merge_call`. Collective."""
     check_function("merge_call", "merge_fn", merge_fn)
     mine = given("merge_call", args, kwargs)
-    regroup = strategy.replicas.regroup
-    seen_args, seen_kwargs = regroup.gathered("merge_call", mine)
+    seen_args, seen_kwargs = strategy.replicas.regroup.gathered("merge_call", mine)
     with entered(Mode(strategy)):
         result = merge_fn(strategy, *seen_args, **seen_kwargs)
-    return regroup.selected(result)
+    return select(result)
 
 
 @contextlib.contextmanager

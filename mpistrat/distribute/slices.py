@@ -73,6 +73,11 @@ class IndexedSlices:
         return self._shape
 
     @property
+    def shape(self) -> tuple[int, ...] | None:
+        """The shape of the whole, as `dense_shape`."""
+        return self._shape
+
+    @property
     def dtype(self) -> np.dtype[Any]:
         """The dtype of the values."""
         return self._values.dtype
@@ -81,6 +86,10 @@ class IndexedSlices:
     def ndim(self) -> int:
         """The number of dimensions of the whole."""
         return self._values.ndim
+
+    def __neg__(self) -> IndexedSlices:
+        """Return the same rows with the opposite sign."""
+        return IndexedSlices(-self._values, self._indices, self._shape)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         """Return the dense array.

@@ -429,9 +429,9 @@ class Strategy(Inputs):
 
         Args:
           value: A `PerReplica` of arrays, or a tree of them; sizes along `axis` may differ. Of a
-            variable that is every replica's copy. Where cross-replica code sees all replicas
-            (`MirroredStrategy`), other leaves are returned as they are; arrays and numbers among
-            them have to be the same on all ranks.
+            variable or a `Mirrored` value that is every replica's copy. Where cross-replica code
+            sees all replicas (`MirroredStrategy`), other leaves are returned as they are; arrays
+            and numbers among them have to be the same on all ranks.
           axis: Which axis; counted from the end if negative.
 
         Returns:

@@ -37,8 +37,8 @@ class Variable(Reading, ScatterUpdates):
     what ranks have of it. Where one strategy rules, variables of another of several ranks are
     refused.
 
-    ``np.asarray(variable)`` is a live, read-only view; `read_value` and `numpy` copy. Arithmetic
-    and NumPy functions read it.
+    ``np.asarray(variable)`` is a live, read-only view; `read_value`, `numpy` and ``variable[key]``
+    copy. Arithmetic and NumPy functions read it.
 
     Collective: creation is; so are writes of an ON_WRITE variable, and reads of an ON_READ variable
     in cross-replica code.

@@ -106,7 +106,7 @@ def test_replicas_share_them():
         (lambda d: d.repeat().filter(bool), ms.DataError, r"repeat\(\) after it"),
         (lambda d: d.concatenate(3), TypeError, "another dataset of examples"),
         (lambda d: d.concatenate(d.batch(2)), TypeError, "another dataset of examples"),
-        (lambda d: d.concatenate(d.map(float)), TypeError, "dtypes are float64 and int64"),
+        (lambda d: d.concatenate(d.map(float)), TypeError, "dtypes are float32 and int64"),
         (lambda d: d.batch(2).enumerate(), ms.DataError, "before batch"),
         (lambda d: d.repeat().enumerate(), ms.DataError, "call repeat\\(\\) after"),
         (lambda d: d.flat_map(lambda x: x), TypeError, "returns datasets"),

@@ -92,6 +92,7 @@ def test_what_a_function_is_asked_for():
     assert made.python_function is plain
     assert (made(1), made(1, y=3), made.get_concrete_function(tf.TensorSpec([]))(1)) == (3, 4, 3)
     assert (made.__name__, inspect.signature(made)) == ("plain", inspect.signature(plain))
+    assert made.__doc__ == "Add."
     assert copy.deepcopy(made)(1) == 3
     model, spec = Model(3), tf.TensorSpec([2])
     assert model.step.get_concrete_function(spec)(iter([1]), plus=1) == 4

@@ -320,6 +320,96 @@ def test_datasets_have_the_parameters_of_tf_data():
     assert dataset.reduce(0, lambda total, x: total + x.sum(), name="j") == 24
 
 
+PAIR = np.array([1, 2], np.float32)
+BESIDE = {
+    "where": lambda x: tf.where(x > 1, x, 0),
+    "stack": lambda x: tf.stack([x[0], 1]),
+    "concat": lambda x: tf.concat([x, [1, 2]], 0),
+    "constant": lambda x: tf.constant([[x[0], 2], [0.5, 3]]),
+    "reduce": lambda x: tf.reduce_sum([x[0], 1.5]),
+    "divide_no_nan": lambda x: tf.math.divide_no_nan(1, x),
+    "add_n": lambda x: tf.add_n([x[0], 1]),
+    "add": lambda x: tf.add(x, [1, 2]),
+    "squared_difference": lambda x: tf.math.squared_difference([1.5, 2], x),
+    "matmul": lambda x: tf.matmul(x[None], [[1], [2]]),
+    "linspace": lambda x: tf.linspace(x[0], 3, 3),
+    "Variable": lambda x: tf.Variable([x[0], 2.5]),
+    "no tensor": lambda x: tf.stack([1, 2.5]),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_numbers_take_the_dtype_of_the_tensor_beside_them(name):
+    assert BESIDE[name](PAIR).dtype == np.float32
+    if name != "no tensor":
+        assert BESIDE[name](PAIR.astype(np.float64)).dtype == np.float64
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: tf.multiply(tf.constant([1]), 0.5),
+        lambda: tf.where(True, tf.constant(1), 0.5),
+        lambda: tf.constant([tf.constant(1), 0.5]),
+    ],
+)
+def test_a_float_beside_integers_is_refused(call):
+    with pytest.raises(TypeError, match="would be cut off"):
+        call()
+
+
+def test_the_largest_of_no_elements():
+    rows = np.zeros((0, 2), np.float32)
+    assert (tf.reduce_max(rows), tf.reduce_min(rows)) == (-np.inf, np.inf)
+    assert tf.reduce_max(rows, axis=0, keepdims=True).tolist() == [[-np.inf, -np.inf]]
+    assert tf.reduce_min(rows, axis=1).shape == (0,)
+    whole = rows.astype(np.int8)
+    assert (tf.reduce_max(whole), tf.reduce_min(whole)) == (-128, 127)
+    assert tf.reduce_max(whole).dtype == np.int8 and tf.reduce_max(rows).dtype == np.float32
+
+
+def test_numbers_are_no_names_of_one_another():
+    makers = (tf.constant, lambda x: tf.fill([], x), lambda x: tf.cast(x, tf.float32), tf.identity)
+    for make in (*makers, lambda x: tf.zeros([]) + x, lambda x: tf.zeros([]), tf.ones_like):
+        total = first = make(0.0)
+        before = float(first)
+        total += 1.0
+        assert (float(first), float(total), first.shape) == (before, before + 1, ())
+        assert isinstance(first, tf.Tensor) and first.dtype == np.float32
+    assert tf.constant([0.0]).shape == tf.fill([1], 0.0).shape == (1,)
+
+
+def test_where_alone_gives_indices():
+    found = tf.where([[True, False], [False, True]])
+    assert (found.tolist(), found.dtype) == ([[0, 0], [1, 1]], np.int64)
+    with pytest.raises(ValueError, match="both x and y"):
+        tf.where([True], 1.0)
+
+
+def test_the_length_of_a_dataset():
+    dataset = tf.data.Dataset.range(5)
+    assert (len(dataset), len(dataset.batch(2)), len(dataset.take(0))) == (5, 3, 0)
+    assert dataset.take(0)
+    with pytest.raises(TypeError, match="repeats for ever"):
+        len(dataset.repeat())
+    with pytest.raises(TypeError, match="not known"):
+        len(dataset.batch(2).filter(lambda x: x[0] > 1))
+
+
+def test_what_map_returns_becomes_tensors():
+    rows = tf.data.Dataset.range(3)
+    pair = rows.map(lambda x: [x, 2 * x])  # a list is a tuple
+    assert list(pair) == [(0, 0), (1, 2), (2, 4)]
+    assert list(pair.map(lambda x, y: x + y)) == [0, 3, 6]
+    ((ones, mixed),) = rows.map(lambda x: (1, {"a": [x, x], "b": 0.5})).batch(3)
+    assert ones.dtype == np.int32 and mixed["b"].dtype == np.float32
+    assert mixed["a"].tolist() == [[0, 0], [1, 1], [2, 2]]
+    (batch,) = rows.batch(3).map(lambda x: [x, x + 1])
+    assert type(batch) is tuple and batch[1].tolist() == [1, 2, 3]
+    with pytest.raises(TypeError, match="must get a function"):
+        rows.map(3)
+
+
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_what_is_in_a_checkpoint(n, tmp_path):
     values = {

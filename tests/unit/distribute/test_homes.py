@@ -193,6 +193,42 @@ def test_the_same_leaf_of_another_step_is_told():
     assert run_ranks(rank, 2) == [4.0, 4.0]
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("kind", [ms.MirroredStrategy, ms.MultiWorkerMirroredStrategy])
+def test_what_merge_fn_returns_meets_variables_by_position(kind, size):
+    def rank(comm):
+        s = kind()
+        with s.scope():
+            variables = {"w": ms.Variable(0.0), "b": ms.Variable(0.0)}
+
+        def sums(strategy, gradients):
+            return {name: strategy.reduce("SUM", g, axis=None) for name, g in gradients.items()}
+
+        def step():
+            reduced = ms.get_replica_context().merge_call(sums, ({"w": 1.0, "b": 10.0},))
+            for gradient, v in zip(reduced.values(), variables.values(), strict=True):
+                v.assign_add(gradient)
+
+        s.run(step)
+        return [float(v.numpy()) for v in variables.values()]
+
+    assert run_ranks(rank, size) == [[size, size * 10.0]] * size
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_mirrored_value_is_gathered_as_a_variable_is(size):
+    def rank(comm):
+        s = ms.MirroredStrategy()
+        with s.scope():
+            v = ms.Variable([1.0, 2.0])
+        m = s.extended.reduce_to("MEAN", s.run(lambda: np.array([1.0, 2.0])), v)
+        found = s.gather({"m": m, "v": v, "plain": np.array([5.0])}, axis=0)
+        return {name: value.tolist() for name, value in found.items()}
+
+    both = [1.0, 2.0] * size
+    assert run_ranks(rank, size) == [{"m": both, "v": both, "plain": [5.0]}] * size
+
+
 @pytest.mark.parametrize("kind", [ms.MirroredStrategy, ms.MultiWorkerMirroredStrategy])
 def test_dicts_come_back_in_one_order(kind):
     def rank(comm):
@@ -209,7 +245,7 @@ def test_dicts_come_back_in_one_order(kind):
 
         def fn():
             merged = ms.get_replica_context().merge_call(merge, args=(made(),))
-            assert list(merged) == ["a", "b"]
+            assert [*merged, *merged["a"][0]] == [*made(), *made()["a"][0]]  # merge_fn's own order
             return made()
 
         given = s.experimental_distribute_values_from_function(lambda ctx: made())

@@ -80,6 +80,33 @@ def test_variables(value, size):
     run_ranks(rank, size)
 
 
+@pytest.mark.parametrize("shape", [(2, 3), (2, 40_000)])
+def test_parts_of_a_variable_are_those_of_the_moment(shape):
+    def rank(comm):
+        strategy = ms.MirroredStrategy()
+        with strategy.scope():
+            v = ms.Variable(np.zeros(shape))
+            own = ms.Variable(np.zeros(shape), synchronization=ms.VariableSynchronization.ON_READ)
+
+        def parts(variable):
+            keys = (0, slice(1), ..., np.newaxis, (slice(None), 1), [0, 1], np.ones(2, bool))
+            return [*(variable[key] for key in keys), variable[0, 1], *variable]
+
+        before = parts(v)
+        v.assign(np.ones(shape))
+        assert not any(map(np.any, before)) and all(map(np.all, parts(v)))
+
+        def fn():
+            before = [*parts(own), *(np.ones(1) - row for row in parts(v))]
+            own.assign(np.ones(shape))
+            v.assign_add(np.ones(shape))
+            return not any(map(np.any, before))
+
+        assert strategy.run(fn).local
+
+    run_ranks(rank, 2)
+
+
 @pytest.mark.filterwarnings("ignore:Setting the shape:DeprecationWarning")  # of NumPy 2.5
 @every("size", [1, 2, 3, 4])
 @every("value", VALUES)

@@ -22,7 +22,8 @@ def test_dense_adds_rows_that_come_twice():
     s = ms.IndexedSlices(np.array([[1.0, 2.0], [3.0, 4.0]], np.float32), [1, 1], (3, 2))
     assert np.asarray(s).tolist() == [[0, 0], [4, 6], [0, 0]]
     assert np.asarray(s, np.float64).dtype == np.float64
-    assert (s.dtype, s.ndim, s.dense_shape) == (np.float32, 2, (3, 2))
+    assert (s.dtype, s.ndim, s.dense_shape, s.shape) == (np.float32, 2, (3, 2), (3, 2))
+    assert np.asarray(-s).tolist() == [[0, 0], [-4, -6], [0, 0]]
     assert "IndexedSlices" in repr(s)
     assert np.asarray(ms.IndexedSlices(np.zeros((0, 2)), [], (3, 2))).tolist() == [[0, 0]] * 3
 

@@ -1,0 +1,206 @@
+"""Tensors, which are NumPy arrays: their types, and how values become tensors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn, TypeVar
+
+import numpy as np
+
+from mpistrat.arrays import as_dtype
+
+__all__ = ["NARROW", "Kind", "Tensor", "TensorSpec", "constant", "convert_to_tensor", "converted"]
+__all__ += ["dtype_beside", "is_tensor", "is_typed", "named", "together"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def named(function: _Function) -> _Function:
+    """Return `function` with a further argument ``name=``, which has no effect.
+
+    Arrays without dimensions come back as NumPy's scalars, which cannot change: ``total += x`` then
+    makes `total` the name of another one, as it does in TensorFlow.
+    """
+
+    @functools.wraps(function)
+    def apply(*args: Any, name: Any = None, **kwargs: Any) -> Any:
+        found = function(*args, **kwargs)
+        if type(found) is np.ndarray and not found.ndim and found.dtype.kind != "O":
+            return found[()]
+        return found
+
+    return apply  # type: ignore[return-value]  # the same signature, and one argument more
+
+
+class Kind(type):
+    """A metaclass: instances of the classes in `kinds` count as instances of the class."""
+
+    kinds: tuple[type, ...]
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        """Tell whether `instance` belongs to one of the classes."""
+        return isinstance(instance, cls.kinds)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        """Tell whether `subclass` is one of the classes."""
+        return issubclass(subclass, cls.kinds)
+
+
+class Tensor(metaclass=Kind):
+    """The type of tensors: NumPy arrays and scalars. As in TensorFlow, variables are not tensors.
+
+    Raises:
+      TypeError: It is called; use `constant` to make tensors.
+
+    Example:
+      >>> isinstance(np.ones(1), Tensor), isinstance(np.float32(1), Tensor), isinstance(1, Tensor)
+      (True, True, False)
+    """
+
+    kinds = (np.ndarray, np.generic)
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise a TypeError."""
+        raise TypeError("tf.Tensor is for isinstance only; tf.constant(value) makes a tensor.")
+
+
+class TensorSpec(NamedTuple):
+    """Shape and dtype of a tensor, for programs that write them down; nothing is traced here.
+
+    Attributes:
+      shape: Sizes; None for one that is not known.
+      dtype: Dtype.
+      name: No effect.
+
+    Example:
+      >>> TensorSpec([None, 3]).dtype is np.float32
+      True
+    """
+
+    shape: Any
+    dtype: Any = np.float32
+    name: Any = None
+
+
+def is_tensor(x: Any) -> bool:
+    """Tell whether `x` has a dtype: an array, a NumPy scalar or a variable."""
+    return hasattr(x, "dtype")
+
+
+NARROW = {"i": np.int32, "f": np.float32}
+
+
+def constant(value: Any, dtype: Any = None, shape: Any = None) -> Any:
+    """Return a fresh array; Python integers become int32 and Python floats float32.
+
+    Args:
+      value: Number, nested list or array.
+      dtype: Dtype; if None, that of an array, or of the arrays in a list, whatever numbers are
+        beside them.
+      shape: Shape to fill or reshape to; None for that of `value`.
+
+    Raises:
+      ValueError: An integer does not fit the dtype; values never wrap around.
+      TypeError: A Python float for an integer dtype.
+
+    Example:
+      >>> constant([1, 2]).dtype, constant([np.float32(1), 2.5]).dtype
+      (dtype('int32'), dtype('float32'))
+      >>> constant(2**40, "int64")
+      array(1099511627776)
+    """
+    array = np.array(value)
+    typed = is_typed(value)
+    if dtype is None and typed and isinstance(value, list | tuple):
+        beside = dtype_beside(value)  # numbers in the list take it
+        if beside.kind in "iuf" and array.dtype.kind in "iuf":
+            dtype, typed = beside, False
+    if dtype is None and not typed:
+        # An integer beyond int64 makes an array of another kind, but it was meant as an integer.
+        large = array.dtype.kind in "uO" and all(isinstance(x, int) for x in array.ravel().tolist())
+        dtype = np.int32 if large else NARROW.get(array.dtype.kind)
+    array = array if dtype is None else converted(array, as_dtype(dtype, "constant"), typed)
+    if shape is None:
+        return array
+    return np.full(shape, array) if array.size == 1 else array.reshape(shape)
+
+
+def is_typed(value: Any) -> bool:
+    """Tell whether `value` has a dtype, or an element of a list has one."""
+    if isinstance(value, list | tuple):
+        return any(map(is_typed, value))
+    return hasattr(value, "dtype")
+
+
+def dtype_beside(value: Any) -> Any:
+    """Return the dtype of `value`, or of the tensors in it if it is a list; None without any."""
+    if isinstance(value, list | tuple):
+        found = {dtype_beside(part) for part in value} - {None}
+        return np.result_type(*found) if found else None
+    return getattr(value, "dtype", None)
+
+
+def together(values: Sequence[Any]) -> list[Any]:
+    """Return `values` as arrays; Python numbers and lists of them have the dtype of the tensors.
+
+    Raises:
+      TypeError: A Python float beside tensors of integers.
+
+    Example:
+      >>> [array.dtype.name for array in together([np.int64(1), 2, [3, 4]])]
+      ['int64', 'int64', 'int64']
+    """
+    dtype = dtype_beside(list(values))
+    if dtype is None:  # integers are float32 beside floats, as they are in one list
+        made = list(map(constant, values))
+        floats = {array.dtype for array in made} == {*map(np.dtype, NARROW.values())}
+        return [array.astype(np.float32) for array in made] if floats else made
+    beside = dtype if dtype.kind in "biufcV" else None
+    return [
+        np.asarray(one)
+        if hasattr(one, "dtype")
+        else constant(one, None if is_typed(one) else beside)
+        for one in values
+    ]
+
+
+def converted(array: Any, dtype: np.dtype[Any], typed: bool) -> Any:
+    """Return an array as `dtype`; integers that do not fit are an error.
+
+    Args:
+      array: The array.
+      dtype: The dtype.
+      typed: It is a tensor's, not made of Python numbers, of which floats are no integers.
+
+    Raises:
+      ValueError: An integer does not fit.
+      TypeError: Python floats, for integers.
+    """
+    if dtype.kind in "iu" and array.size:
+        if array.dtype.kind == "f" and not typed:
+            raise TypeError(
+                f"a Python float was given for dtype {dtype}; it would be cut off. Write an "
+                "integer, or cast(value, dtype) if that is meant."
+            )
+        if array.dtype.kind in "iuO":
+            _check_range(array, dtype)
+    with np.errstate(over="ignore"):  # beyond float32 it is infinite, as it is there
+        return array.astype(dtype)
+
+
+def _check_range(array: Any, dtype: np.dtype[Any]) -> None:
+    limits, least, most = np.iinfo(dtype), array.min(), array.max()
+    if least < limits.min or most > limits.max:
+        raise ValueError(
+            f"{most if most > limits.max else least} does not fit {dtype} ({limits.min} to "
+            f"{limits.max}); Python integers become int32 unless dtype= says otherwise, such as "
+            "dtype=tf.int64."
+        )
+
+
+def convert_to_tensor(value: Any, dtype: Any = None) -> Any:
+    """Return `value` as `constant` does; an array that has the dtype is not copied."""
+    if isinstance(value, np.ndarray) and dtype in (None, value.dtype):
+        return value
+    return constant(value, dtype)
