@@ -180,7 +180,7 @@ class Session:
     @staticmethod
     def on(
         parent: Any,
-        meeting: Callable[[int, int], AbstractContextManager[None]] = lambda *_: nullcontext(),
+        meeting: Callable[[Any], AbstractContextManager[Any]] = nullcontext,
     ) -> Session:
         """Return the session of a parent communicator, made at the first call.
 
@@ -188,7 +188,7 @@ class Session:
 
         Args:
           parent: An mpi4py intracommunicator, or a `Comm`.
-          meeting: Given this rank and how many there are, what to be in while all ranks meet.
+          meeting: Given `parent`, what to be in while all its ranks meet.
 
         Raises:
           TypeError: `parent` is neither.
@@ -210,7 +210,7 @@ class Session:
                 raise StrategyError(_ENDED if library().Is_finalized() else _NOT_BEGUN)
             cached: Session | None = parent.Get_attr(_attribute())
             if cached is None:
-                with meeting(parent.rank, parent.size):
+                with meeting(parent):
                     cached = Session(MPIComm(parent))
                 parent.Set_attr(_attribute(), cached)
             cached.claim()
