@@ -134,6 +134,15 @@ def test_a_rank_that_cannot_take_part_in_the_last_proof_ends_the_job(what, wante
     assert what.partition("(")[0] in said
 
 
+@pytest.mark.mpi
+def test_a_rank_leaves_where_threads_die_as_they_begin(tmp_path):
+    """As where memory has ended: `Thread.start` does not come back then."""
+    leave = "import threading; threading.Thread._bootstrap = lambda self: 0; raise MemoryError"
+    code, said = told(leave, "main()", tmp_path)
+    assert code == 1, said
+    assert said.count("\nMemoryError") == 1
+
+
 STARTING = """
 import os, signal
 import mpistrat as ms
