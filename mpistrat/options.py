@@ -16,6 +16,8 @@ from mpistrat.errors import OptionError
 
 PREFIX = "MPISTRAT_"
 
+_LONGEST = 1e9  # seconds, which is 31 years; clocks of the system overflow beyond 9.2e9
+
 
 def _flag(text: str) -> bool:
     known = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
@@ -45,7 +47,7 @@ def _seconds(text: str) -> float:
     seconds = float(text)
     if not 0 < seconds < math.inf:
         raise ValueError(text)
-    return seconds
+    return min(seconds, _LONGEST)
 
 
 def _knob(default: Any, parse: Callable[[str], Any], wanted: str) -> Any:

@@ -17,7 +17,7 @@ from mpistrat.board.link import Link
 from mpistrat.board.observer import Limits, Observer
 from mpistrat.board.page import BETWEEN, INSIDE, Page, Slot, key_of, page_bytes
 from mpistrat.board.proc import Parents, look
-from mpistrat.board.reporter import Reporter, dump_signal, nothing_else, say
+from mpistrat.board.reporter import Others, Reporter, dump_signal, nothing_else, say
 from mpistrat.board.status import Status
 from mpistrat.board.watchdog import Watchdog
 from mpistrat.comm.mpi import MPIComm, abort
@@ -70,7 +70,7 @@ class Board(StatusBoard):
         limits: Limits | None = None,
         per_node: int = 0,
         launched: bool = True,
-        others: Callable[[], tuple[int, str]] = nothing_else,
+        others: Others = nothing_else,
     ) -> Board:
         """Open the board of a communicator and have it watched.
 
@@ -82,8 +82,7 @@ class Board(StatusBoard):
           limits: How patient to be; by default 60 s and 1800 s.
           per_node: Take so many consecutive ranks as one node; 0 to ask MPI who shares memory.
           launched: A launcher started this process, which is to end when that one is gone.
-          others: Returns how many calls this process has made on other communicators, and the text
-            of the one that it is inside of.
+          others: Returns what this process does on other communicators.
         """
         limits = limits or Limits()
         nodes = find_nodes(comm, per_node)
@@ -118,7 +117,7 @@ class Board(StatusBoard):
         index: int,
         ranks: tuple[int, ...],
         launched: bool,
-        others: Callable[[], tuple[int, str]],
+        others: Others,
     ) -> None:
         host = platform.node()
         leaders, home, link = self._leaders, 0, None
@@ -157,6 +156,11 @@ class Board(StatusBoard):
     def call(self) -> str:
         """The text of the call that this rank is inside of; empty if it is in none."""
         return self.slot.text if self.slot.word & 15 == INSIDE else ""
+
+    @property
+    def deadline(self) -> int:
+        """The end of the operation that this rank has declared, monotonic ns; 0 without one."""
+        return self.slot.deadline
 
     def spent(self) -> tuple[float, float]:
         """Return seconds that this rank waited for others, and that it communicated, so far."""

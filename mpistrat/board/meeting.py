@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from mpistrat.board.board import end_stuck
@@ -11,11 +12,16 @@ from mpistrat.board.observer import HUNG, Limits
 from mpistrat.board.reporter import say
 from mpistrat.comm.callsite import where
 
+Clock = Callable[[], float]
+
 _OTHERS = 5.0  # seconds that ranks leave the first and the last one to end the job
+_UNKNOWN = "Which are missing is not known yet; one may have failed before."
 
 
 @contextmanager
-def meeting(rank: int, size: int, limits: Limits) -> Iterator[None]:
+def meeting(
+    rank: int, size: int, who: str, advice: str, limits: Limits, clock: Clock = time.monotonic
+) -> Iterator[None]:
     """Run the body, in which all ranks meet, and say so if it takes long; end the job at last.
 
     Nobody knows yet who is missing, so the first rank and the last one speak.
@@ -23,32 +29,36 @@ def meeting(rank: int, size: int, limits: Limits) -> Iterator[None]:
     Args:
       rank: The number of this rank.
       size: How many ranks meet. Of one, nobody waits.
+      who: This rank, in words.
+      advice: What may help to find the missing ones; may be empty.
       limits: How patient it is.
+      clock: Returns the time in seconds.
     """
     if size == 1:
         yield
         return
     met = threading.Event()
-    place = where()
+    said = f"mpistrat: {who} has waited {{:g}} s in {where()} for all of them to make a strategy."
+    speaks = rank in (0, size - 1)
 
     def watch() -> None:
-        speaks = rank in (0, size - 1)
-        who = f"mpistrat: rank {rank} of {size} has waited"
-        here = f"in {place} for all of them to make a strategy."
-        if met.wait(limits.warn):
-            return
-        if speaks:
-            say(
-                f"{who} {limits.warn:g} s {here} Which are missing is not known yet; one may have "
-                f"failed before. `mpistrat run -n {size}` names it, and ends the job at once."
-            )
-        if met.wait(limits.timeout - limits.warn + (0 if speaks else _OTHERS)):
-            return
-        say(
-            f"{who} {limits.timeout:g} s {here} The job ends with exit code {HUNG}; "
-            "MPISTRAT_TIMEOUT changes that."
-        )
-        end_stuck(HUNG)
+        begun = last = clock()
+        warned = not speaks
+        while not met.wait(limits.tick):
+            now = clock()
+            if now - last > limits.stale:  # it stood still, so perhaps all did: patience anew
+                begun = now
+            last, waited = now, now - begun
+            if not warned and waited >= limits.warn:
+                warned = True
+                say(f"{said.format(limits.warn)} {_UNKNOWN}{advice}")
+            if waited >= limits.timeout + (0 if speaks else _OTHERS):
+                say(
+                    f"{said.format(limits.timeout)} The job ends with exit code {HUNG}; "
+                    "MPISTRAT_TIMEOUT changes that."
+                )
+                end_stuck(HUNG)
+                return
 
     with suppress(RuntimeError):  # no thread can be started any more
         threading.Thread(target=watch, name="mpistrat meeting", daemon=True).start()

@@ -34,11 +34,14 @@ class Process(NamedTuple):
     name: str
 
 
+# One of which nothing can be known now, such as by a process with no file descriptor left.
+UNSEEN = Process("R", 0, 0, "")
+
 Look = Callable[[int], "Process | None"]
 
 
 def look(pid: int) -> Process | None:
-    """Return what ``/proc`` says of a process, or None where it says nothing.
+    """Return what ``/proc`` says of a process, None if it has none there, or `UNSEEN`.
 
     Example:
       >>> import os
@@ -48,8 +51,10 @@ def look(pid: int) -> Process | None:
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
+    except OSError:
+        return UNSEEN
     # The name is in parentheses and may itself contain some.
     head, _, tail = text.rpartition(")")
     fields = tail.split()
@@ -68,8 +73,10 @@ def machine() -> str:
 
 
 def ended(found: Process | None, born: int) -> bool:
-    """Tell whether the process that started at `born` has ended."""
-    return found is None or found.born != born or found.state in _ENDED
+    """Tell whether the process that started at `born` has ended, as far as it can be seen."""
+    if found is None:
+        return True
+    return found != UNSEEN and (found.born != born or found.state in _ENDED)
 
 
 @final

@@ -57,9 +57,14 @@ def dump_signal() -> int:
     return number
 
 
-def nothing_else() -> tuple[int, str]:
+# How many calls a process has made on other communicators, the text of the one that it is inside
+# of, and the end of the operation that it has declared there, ns.
+Others = Callable[[], tuple[int, str, int]]
+
+
+def nothing_else() -> tuple[int, str, int]:
     """Return the calls of a process that communicates on one communicator only: none elsewhere."""
-    return 0, ""
+    return 0, "", 0
 
 
 @final
@@ -73,8 +78,7 @@ class Reporter:
       thread: Identifier of the thread that makes the calls.
       frame: Returns the frame that a thread is in.
       dump: Prints the stacks of this process; gets the rank.
-      others: Returns how many calls this process has made on other communicators, and the text of
-        the one that it is inside of.
+      others: Returns what this process does on other communicators.
     """
 
     slot: Slot
@@ -82,7 +86,7 @@ class Reporter:
     thread: int
     frame: Callable[[int], FrameType | None] = frame_of
     dump: Callable[[int], None] = dump_stacks
-    others: Callable[[], tuple[int, str]] = nothing_else
+    others: Others = nothing_else
 
     def __post_init__(self) -> None:
         """Know nothing of the thread yet."""
@@ -100,14 +104,14 @@ class Reporter:
         """
         frame = self.frame(self.thread)
         slot = self.slot
-        calls = self.others()
-        if calls != self._calls:
-            self._calls = calls
-            slot.elsewhere(now, bool(calls[1]))
-        found = (slot.word, place_of(frame), slot.operation, calls[1])
+        calls, text, until = self.others()
+        if (calls, text) != self._calls or until > now:  # what is declared there goes on
+            self._calls = calls, text
+            slot.elsewhere(now, bool(text))
+        found = (slot.word, place_of(frame), slot.operation, text)
         if found[0] != self._word:
             self._word, self._since = found[0], now
-        if found != self._last and slot.describe(found[1], calls[1]):
+        if found != self._last and slot.describe(found[1], text):
             self._last = found
         slot.beat(now, self._compiling(now, frame))
         if asked:

@@ -15,14 +15,15 @@ from typing import final
 
 from mpistrat.board.link import Link
 from mpistrat.board.observer import Observer
-from mpistrat.board.page import INSIDE, LEAVING, LEFT
+from mpistrat.board.page import BETWEEN, INSIDE, LEAVING, LEFT
 from mpistrat.board.proc import Parents
 from mpistrat.board.reporter import Reporter, say
-from mpistrat.board.status import Status
+from mpistrat.board.status import AWAY, TROUBLES, Status
 
 ORPHANED = 76  # the launcher is gone
 
 _SECOND = 1e9
+_STAYING = (AWAY, *TROUBLES)
 _CLOSING = 0.01  # seconds between two looks while the last messages are exchanged
 
 
@@ -57,7 +58,7 @@ class Watchdog:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._looked = self._ticked = self.clock()
-        self._resumed = 0
+        self._resumed = self._went_on = 0
         self._rows: list[Status] = []
         self._failed = False
 
@@ -133,7 +134,14 @@ class Watchdog:
         if self._resumed:
             most = (now - self._resumed) / _SECOND
             rows = [row._replace(age=min(row.age, most)) for row in rows]
-        self.observer.act(rows, speaks)
+        self.observer.act(self._patient(now, rows), speaks)
+
+    def _patient(self, now: int, rows: Sequence[Status]) -> Sequence[Status]:
+        """Return rows in which who waits on another communicator may wait for one that goes on."""
+        ages = [row.age for row in rows if row.state == BETWEEN and row.doing not in _STAYING]
+        self._went_on = max([self._went_on, *(now - int(age * _SECOND) for age in ages)])
+        most = (now - self._went_on) / _SECOND
+        return [r._replace(age=min(r.age, most)) if r.doing == AWAY else r for r in rows]
 
     def _tell(self, now: int, rows: Sequence[Status]) -> None:
         """Write down, for ranks of this node that wait to leave, what the other nodes do."""

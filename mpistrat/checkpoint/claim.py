@@ -181,9 +181,13 @@ class Claim:
             self._file = os.dup(part.descriptor)
             self._write(held=True)
             part.commit(over)
-        except (FileExistsError, FileNotFoundError):  # another was quicker, and has swept
-            os.close(self._file)
-            return False
+        except OSError as error:
+            if self._file >= 0:
+                os.close(self._file)
+                self._file = -1
+            if not isinstance(error, FileExistsError | FileNotFoundError):
+                raise
+            return False  # another was quicker, and has swept
         finally:
             part.drop()
         found = read(self.path)
@@ -196,7 +200,9 @@ class Claim:
             self._number += 1
             told = {**self._mine._asdict(), "number": self._number, "held": held, **self.shown}
             text = json.dumps(told, indent=1).encode()
-            os.pwrite(self._file, text.ljust(_ROOM - 1)[: _ROOM - 1] + b"\n", 0)
+            text, at = text.ljust(_ROOM - 1)[: _ROOM - 1] + b"\n", 0
+            while at < _ROOM:  # a full disk takes a part first, and then raises
+                at += os.pwrite(self._file, text[at:], at)
             os.fsync(self._file)
             if not held:
                 os.close(self._file)

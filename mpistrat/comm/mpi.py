@@ -61,11 +61,13 @@ def largest_tag() -> int:
 
 def ranks_in_job(comm: Comm) -> list[int]:
     """Return the ranks in ``MPI.COMM_WORLD`` of the ranks of `comm`."""
-    ranks = list(range(comm.size))
-    if not isinstance(comm, MPIComm):
-        return ranks
-    mpi = library()
-    return list(mpi.Group.Translate_ranks(comm.mpi.group, ranks, mpi.COMM_WORLD.group))
+    return ranks_of(comm.mpi) if isinstance(comm, MPIComm) else list(range(comm.size))
+
+
+def ranks_of(comm: Any) -> list[int]:
+    """Return the ranks in ``MPI.COMM_WORLD`` of the ranks of an mpi4py intracommunicator."""
+    mpi, ranks = library(), list(range(comm.size))
+    return list(mpi.Group.Translate_ranks(comm.group, ranks, mpi.COMM_WORLD.group))
 
 
 _before_abort: list[Callable[[int], object]] = []

@@ -86,6 +86,11 @@ class StatusBoard:
         """The text of the call that this rank is inside of; empty if it is in none."""
         return ""
 
+    @property
+    def deadline(self) -> int:
+        """The end of the operation that this rank has declared, monotonic ns; 0 without one."""
+        return 0
+
     def spent(self) -> tuple[float, float]:
         """Return seconds that this rank waited for others, and that it communicated, so far."""
         return 0.0, 0.0
@@ -165,22 +170,22 @@ class Session:
             found = self._kept[kind] = kind()
         return found
 
-    def others(self) -> tuple[int, str]:
+    def others(self) -> tuple[int, str, int]:
         """Return what this process does in its other sessions, for the watchdog of this one.
 
         Returns:
-          How many calls it has made in them, and the text of the call that it is inside of there;
-          empty if it is in none.
+          How many calls it has made in them; the text of the call that it is inside of there, empty
+          if it is in none; the end of what it has declared there, monotonic ns, or 0.
         """
         found = [one for ref in _alive if (one := ref()) is not None and one is not self]
-        return sum(one.calls for one in found), next(
-            (c for one in found if (c := one.board.call)), ""
-        )
+        text = next((c for one in found if (c := one.board.call)), "")
+        until = max((one.board.deadline for one in found), default=0)
+        return sum(one.calls for one in found), text, until
 
     @staticmethod
     def on(
         parent: Any,
-        meeting: Callable[[int, int], AbstractContextManager[None]] = lambda *_: nullcontext(),
+        meeting: Callable[[Any], AbstractContextManager[Any]] = nullcontext,
     ) -> Session:
         """Return the session of a parent communicator, made at the first call.
 
@@ -188,7 +193,7 @@ class Session:
 
         Args:
           parent: An mpi4py intracommunicator, or a `Comm`.
-          meeting: Given this rank and how many there are, what to be in while all ranks meet.
+          meeting: Given `parent`, what to be in while all its ranks meet.
 
         Raises:
           TypeError: `parent` is neither.
@@ -210,7 +215,7 @@ class Session:
                 raise StrategyError(_ENDED if library().Is_finalized() else _NOT_BEGUN)
             cached: Session | None = parent.Get_attr(_attribute())
             if cached is None:
-                with meeting(parent.rank, parent.size):
+                with meeting(parent):
                     cached = Session(MPIComm(parent))
                 parent.Set_attr(_attribute(), cached)
             cached.claim()

@@ -110,8 +110,9 @@ def _ours(code: object) -> bool:
 
 
 def _record(path: str, code: int) -> None:
+    # As bytes: Python opens a file for an encoding, and there may be no descriptor for two.
     with contextlib.suppress(OSError):  # on another host than the launcher's
-        Path(path).write_text(f"{code}\n", encoding="ascii")
+        Path(path).write_bytes(b"%d\n" % code)
 
 
 def _run(argv: list[str]) -> None:

@@ -232,11 +232,11 @@ def _watched(
         finally:
             roster.close()
         recorded = None
-        with contextlib.suppress(FileNotFoundError):
-            text = record.read_text(encoding="ascii")
-            recorded = int(text)
+        with contextlib.suppress(OSError):
+            # Empty where there was no room on the disk: the ranks have agreed on that code.
+            recorded = int(record.read_bytes() or outcome.code)
             if wanted:
-                Path(wanted).write_text(text, encoding="ascii")
+                Path(wanted).write_bytes(b"%d\n" % recorded)
     return _judged(outcome, recorded, roster, Path(command.argv[0]).name, timeout)
 
 

@@ -8,6 +8,7 @@ printed once.
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import functools
 import os
@@ -195,9 +196,9 @@ class Exits:
                 self._record(code)
             return
         left = threading.Event()
-        thread = threading.Thread(target=self._watch_leaving, args=(code, left), daemon=True)
+        # Not by `Thread.start`, which waits for ever for one that dies of MemoryError as it begins.
         with suppress(RuntimeError):  # no thread can be started: it goes without
-            thread.start()
+            _thread.start_new_thread(self._watch_leaving, (code, left))
         try:
             agreed = self._parts(code)
         except BaseException as error:
@@ -304,8 +305,7 @@ class Exits:
                 "nothing could be called any more:\n"
             )
         # An echo of what the rank that left prints itself is not worth a second traceback.
-        echo = self.failure is state.gone and isinstance(state.gone, RemoteError)
-        if echo:
+        if self.failure is state.gone and isinstance(state.gone, RemoteError):
             self._printed.acquire(blocking=False)
         elif self.failure is not state.gone or state.speaks:
             self._print(f"mpistrat: on rank {comm.rank} of {comm.size}:\n")

@@ -20,7 +20,7 @@ from mpistrat.board.meeting import meeting
 from mpistrat.board.observer import Limits
 from mpistrat.comm.base import Comm
 from mpistrat.comm.callsite import few, grouped, ranks_text
-from mpistrat.comm.mpi import MPIComm, world_size
+from mpistrat.comm.mpi import MPIComm, ranks_of, world_size
 from mpistrat.comm.session import Session
 from mpistrat.comm.world import default_parent
 from mpistrat.environment import (
@@ -102,12 +102,19 @@ def begun(comm: Any = None) -> Lockstep:
     return lockstep
 
 
-def _meeting(rank: int, size: int) -> AbstractContextManager[None]:
+def _meeting(parent: Any) -> AbstractContextManager[None]:
     try:
         limits = _limits(options.read())
     except OptionError:  # `begin` raises it, when the other ranks can hear of it
         limits = Limits()
-    return meeting(rank, size, limits)
+    rank, size = parent.rank, parent.size
+    who, in_job = f"rank {rank} of {size}", ranks_of(parent)
+    if in_job != list(range(size)):
+        who += f" (rank {in_job[rank]} of the job)"
+    # Else it knows nothing of parts of the job, or has started it already.
+    whole = Session.largest() == 1 and size == world_size()
+    advice = f" `mpistrat run -n {size}` names it, and ends the job at once."
+    return meeting(rank, size, who, advice * whole, limits)
 
 
 def _limits(chosen: Options) -> Limits:

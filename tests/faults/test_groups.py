@@ -92,6 +92,14 @@ def test_a_hang_in_one_ends_the_job_with_its_code(tmp_path):
     assert "nothing moved for 2 s" in said
 
 
+@pytest.mark.parametrize("ranks_per_node", [0, 2], ids=["node", "nodes"])
+def test_what_one_has_declared_counts_after_the_other_has_ended(ranks_per_node, tmp_path):
+    code, said = job("declared", tmp_path, ranks_per_node)
+    assert code == 0, said
+    assert "nothing moved" not in said
+    assert len(re.findall(r"rank [13] has gone on", said)) == 2
+
+
 def test_who_waits_in_a_call_of_another_communicator_does_not_compute(tmp_path):
     code, said = job("cross", tmp_path)
     assert code == 75, said

@@ -134,6 +134,15 @@ def test_a_rank_that_cannot_take_part_in_the_last_proof_ends_the_job(what, wante
     assert what.partition("(")[0] in said
 
 
+@pytest.mark.mpi
+def test_a_rank_leaves_where_threads_die_as_they_begin(tmp_path):
+    """As where memory has ended: `Thread.start` does not come back then."""
+    leave = "import threading; threading.Thread._bootstrap = lambda self: 0; raise MemoryError"
+    code, said = told(leave, "main()", tmp_path)
+    assert code == 1, said
+    assert said.count("\nMemoryError") == 1
+
+
 STARTING = """
 import os, signal
 import mpistrat as ms
@@ -195,6 +204,17 @@ def test_ranks_that_wait_for_others_to_make_their_first_strategy_say_so(tmp_path
     assert code == 75, said
     assert "rank 0 of 2 has waited 0.5 s in train.py:9 for all of them to make a strategy" in said
     assert "rank 0 of 2 has waited 2 s in train.py:9" in said
+    assert "`mpistrat run -n 2` names it" in said
+
+
+@pytest.mark.mpi
+def test_they_say_who_they_are_in_the_job_that_has_begun_without_these(tmp_path):
+    world = "ms.MirroredStrategy()\npart = MPI.COMM_WORLD.Split(0, -MPI.COMM_WORLD.rank)\n\nif"
+    program = NEVER_COMES.replace("\nms.MirroredStrategy()", "\nms.MirroredStrategy(comm=part)")
+    code, said = ran(program.replace("\nif", f"\n{world}"), tmp_path)
+    assert code == 75, said
+    assert "rank 1 of 2 (rank 0 of the job) has waited 0.5 s in train.py" in said
+    assert "mpistrat run" not in said
 
 
 GOING_DOWN = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 
 import pytest
 
@@ -51,6 +52,11 @@ def test_every_field_has_a_name_in_the_environment():
 def test_seconds_are_positive_numbers(name, text):
     with pytest.raises(OptionError, match=rf"MPISTRAT_{name}='{text}' .* seconds, more than 0"):
         options.read({f"MPISTRAT_{name}": text})
+
+
+def test_no_more_seconds_than_clocks_can_count():
+    timeout = options.read({"MPISTRAT_TIMEOUT": "1e300"}).timeout
+    assert 1e9 <= timeout < threading.TIMEOUT_MAX
 
 
 @pytest.mark.parametrize("text", ["-1", "1.5", "", "all", "inf"])

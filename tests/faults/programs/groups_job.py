@@ -65,6 +65,12 @@ elif what == "hang":
     if world.rank == 0:
         time.sleep(60)
     call("sum", 1)
+elif what == "declared":
+    if world.rank == 1:
+        with strategy.long_operation("evaluate", 60):
+            time.sleep(5)
+    if trial:
+        go_on(0.1)
 elif what == "cross":
     everybody = ms.MirroredStrategy()
     (strategy if world.rank == 2 else everybody).run(lambda: 1)

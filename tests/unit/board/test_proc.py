@@ -1,6 +1,8 @@
 """Processes, from tables that stand for /proc."""
 
+import errno
 import os
+from pathlib import Path
 
 import pytest
 
@@ -59,3 +61,16 @@ def test_this_process_is_found_and_a_past_one_is_not():
     assert not ended(mine, mine.born)
     assert ended(mine, mine.born + 1)
     assert look(2**22 + 1) is None
+
+
+def test_what_cannot_be_looked_at_has_not_ended(monkeypatch):
+    """As by a process that has no file descriptor left; its job was ended as if alone."""
+    mine, launcher = look(os.getpid()), Parents(os.getpid(), os.getppid)
+
+    def none_left(path, *args, **kwargs):
+        raise OSError(errno.EMFILE, "Too many open files", str(path))
+
+    monkeypatch.setattr(Path, "read_text", none_left)
+    assert not ended(look(os.getpid()), mine.born)
+    assert not launcher.lost()
+    assert not Parents(os.getpid(), os.getppid).lost()

@@ -51,21 +51,25 @@ def test_stacks_are_dumped_when_asked(page):
 
 
 def test_calls_on_other_communicators_are_told_with_their_time(page):
-    slot, others = page.slot(0), [(0, "")]
+    slot, others = page.slot(0), [(0, "", 0)]
     reporter = Reporter(slot, 0, 1, lambda thread: None, others=lambda: others[0])
     slot.enter(4, "reduce")
     slot.leave()
     reporter.look(5, False)
     assert (page.read(0).elsewhere, page.read(0).away) == (0, False)
-    others[0] = (1, "all_reduce of the trial")
+    others[0] = (1, "all_reduce of the trial", 0)
     reporter.look(6, False)
     entry = page.read(0)
     assert (entry.elsewhere, entry.away, entry.text) == (6, True, "all_reduce of the trial")
     reporter.look(7, False)
     assert page.read(0).elsewhere == 6  # nothing new
-    others[0] = (1, "")
+    others[0] = (1, "", 0)
     reporter.look(8, False)
     assert (page.read(0).elsewhere, page.read(0).away) == (8, False)
+    others[0] = (1, "", 11)  # a long operation is declared there
+    for now in (9, 10, 11, 12):
+        reporter.look(now, False)
+    assert page.read(0).elsewhere == 10
 
 
 def test_compiling_is_noticed_where_a_rank_stays(page):

@@ -310,3 +310,22 @@ def test_looks_are_often_enough_for_the_limits(warn):
     assert limits.tick <= 0.25
     assert limits.tick < limits.interval <= min(1, warn / 4)
     assert limits.stale >= 4 * limits.tick
+
+
+@pytest.mark.parametrize("nodes", [(4,), (2, 2), (1, 1, 1, 1)])
+def test_what_is_declared_on_another_communicator_counts_for_who_waits_there(nodes, cluster):
+    world = cluster(*nodes, limits=SHORT)
+    evaluates, waits = (world.ranks[rank].watchdog.reporter for rank in (1, 3))
+    evaluates.others = lambda: (1, "", world.now + SECOND)
+    waits.others = lambda: (1, "reduce of the trial", 0)
+    world.call(2, 1, 3)
+    world.pass_time(900)
+    assert not world.said
+    world.ranks[1].slot.enter(2, "call no. 2")  # it is done; the other one is soon
+    evaluates.others = lambda: (1, "", 0)
+    world.pass_time(50)
+    assert not world.said
+    world.pass_time(200)
+    assert "rank 3" in world.said[0]
+    with pytest.raises(Ended):
+        world.pass_time(100)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -113,6 +114,23 @@ def test_an_unreadable_file_is_watched_too(tmp_path):
     second, time = made(tmp_path, MINE)
     second.take()
     assert time.now == 30
+
+
+def test_a_disk_that_fills_amid_the_file_is_an_error_and_leaves_nothing(tmp_path, monkeypatch):
+    written = os.pwrite
+
+    def full(descriptor, data, at):
+        if at >= 100:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return written(descriptor, data[: 100 - at], at)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    here, _ = made(tmp_path / "runs", MINE)
+    open_before = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(OSError, match="No space left"):
+        here.take()
+    assert not list((tmp_path / "runs").iterdir())
+    assert len(list(Path("/proc/self/fd").iterdir())) == open_before
 
 
 def test_of_two_that_take_over_one_has_it(tmp_path):

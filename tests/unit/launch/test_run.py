@@ -134,10 +134,25 @@ def ways(*cases, names, by_default):
     return [pytest.param(*case, id=name, marks=mark) for case, name, mark in together]
 
 
+NO_DISK = "import resource as r, sys; r.setrlimit(r.RLIMIT_FSIZE, (0, r.RLIM_INFINITY)); "
+ONE_DESCRIPTOR = """
+import os, resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+try:
+    while True:
+        last = os.open(os.devnull, os.O_RDONLY)
+except OSError:
+    os.close(last)
+"""
+
+
 @pytest.mark.parametrize(
     ("body", "code", "told"),
     ways(
         ("", 0, ""),
+        (NO_DISK + "sys.exit(5)", 5, "left with exit code 5"),
+        (NO_DISK, 0, ""),
+        (ONE_DESCRIPTOR, 0, ""),
         ("import sys; sys.exit(5 if rank else 0)", 5, ""),
         ("if rank: raise ValueError('only here')", 1, "ValueError: only here"),
         ("raise ValueError('everywhere')", 1, "on 2 ranks of 2"),
@@ -145,7 +160,19 @@ def ways(*cases, names, by_default):
         ("import os; os._exit(0)", 70, "mpi"),
         ("raise KeyboardInterrupt", 130, "KeyboardInterrupt"),
         ("MPI.Finalize()", 0, ""),
-        names=["end", "exit", "one", "all", "import", "os._exit", "interrupt", "finalize"],
+        names=[
+            "end",
+            "exit_full",
+            "full",
+            "one_file",
+            "exit",
+            "one",
+            "all",
+            "import",
+            "os._exit",
+            "interrupt",
+            "finalize",
+        ],
         by_default=["exit", "one", "os._exit", "interrupt"],
     ),
 )
