@@ -55,7 +55,7 @@ def group_here(what: str) -> ReplicaGroup:
       StrategyError: This is another thread than the strategy's.
     """
     if current() is None:
-        refuse_unchosen(what)
+        refuse_unchosen(what, "Call it in strategy.scope(), or in the function of strategy.run")
     group = current_strategy().replicas
     group.lockstep.check()
     group.lockstep.state.interrupted.check()

@@ -343,8 +343,9 @@ def test_one_function_serves_several_strategies():
 
     def program(comm):
         alone, strategy = ms.OneDeviceStrategy("cpu"), ms.MirroredStrategy()
-        with pytest.raises(ContextError, match=r"strategy\.all_reduce"):
-            f(1.0)
+        for call in (f, mj.replicate):
+            with pytest.raises(ContextError, match=r"Call it in strategy\.scope\(\), or in"):
+                call(1.0)
         for _ in range(2):
             assert float(alone.run(lambda: f(1.0))) == 1
             assert float(strategy.run(lambda: f(1.0)).local) == 3
