@@ -13,6 +13,7 @@ import numpy as np
 from mpistrat import nest
 from mpistrat.comm.callsite import few, grouped, ranks_text
 from mpistrat.errors import LockstepError
+from mpistrat.lockstep.guards import warn
 from mpistrat.lockstep.lockstep import Lockstep
 
 LOOK = 8  # bytes of a digest
@@ -88,6 +89,12 @@ class ElementSignature:
 
 
 _KNOWN = 256  # datasets that are remembered for it
+_OWN_ROWS = (
+    "experimental_distribute_dataset: the ranks hold different rows, and are taken to hold the "
+    "same. Each reads only its own part of every batch, so most of what it holds is never used. "
+    "Give all ranks the same arrays; or, where each has loaded rows of its own, call "
+    "distribute_datasets_from_function. Different are"
+)
 
 
 class _Samples:
@@ -100,8 +107,8 @@ class _Samples:
 def prove_dataset(lockstep: Lockstep, number: int, call: str, sample: bytes) -> None:
     """Prove that all ranks distribute this dataset, and none another one in its place. Collective.
 
-    Contents of arrays may differ, as where each rank adds noise; but where a rank now has what
-    replica 0 had in another dataset, the two have been exchanged.
+    Contents of arrays may differ, as where each rank adds noise, and all are warned once; but where
+    a rank now has what replica 0 had in another dataset, the two have been exchanged.
 
     Args:
       lockstep: Proves it.
@@ -132,6 +139,9 @@ def prove_dataset(lockstep: Lockstep, number: int, call: str, sample: bytes) -> 
     known[mine[0]] = number, mine
     if len(known) > _KNOWN:
         del known[next(iter(known))]
+    groups = [ranks_text(ranks) for ranks in grouped(mine, lockstep.ranks).values()]
+    text = f"{_OWN_ROWS} ({'; '.join(few(groups))})."
+    warn(lockstep, "experimental_distribute_dataset", text, stacklevel=5)
 
 
 def refuse(lockstep: Lockstep, what: str, texts: Sequence[str], advice: str) -> NoReturn:

@@ -188,6 +188,7 @@ OWN = {
 ONE_STEP = ("a map of batches, grouped", "padded to a given shape")
 
 
+@pytest.mark.filterwarnings("ignore:.*the ranks hold different rows")
 @pytest.mark.parametrize("what", OWN)
 def test_what_a_rank_reads_for_itself_may_differ(what, monkeypatch):
     monkeypatch.setenv("MPISTRAT_CHECK_EVERY", "1")
