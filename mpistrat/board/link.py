@@ -136,5 +136,6 @@ class Link:
                 if ranks:
                     doing = SILENT if silent else row.doing
                     age = row.age + past if silent else row.age
-                    rows.append(row._replace(ranks=ranks, age=age, doing=doing))
+                    late = row.overdue or (silent and bool(row.busy) and age > 0)
+                    rows.append(row._replace(ranks=ranks, age=age, doing=doing, overdue=late))
         return rows

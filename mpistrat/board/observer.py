@@ -117,7 +117,7 @@ class Observer:
             self.home,
             entry.key,
             entry.state,
-            max(0.0, age),
+            age,
             doing,
             entry.place,
             entry.text if waits or doing == AWAY else "",

@@ -139,7 +139,7 @@ class Watchdog:
     def _patient(self, now: int, rows: Sequence[Status]) -> Sequence[Status]:
         """Return rows in which who waits on another communicator may wait for one that goes on."""
         ages = [row.age for row in rows if row.state == BETWEEN and row.doing not in _STAYING]
-        self._went_on = max([self._went_on, *(now - int(age * _SECOND) for age in ages)])
+        self._went_on = max([self._went_on, *(now - int(max(0, age) * _SECOND) for age in ages)])
         most = (now - self._went_on) / _SECOND
         return [r._replace(age=min(r.age, most)) if r.doing == AWAY else r for r in rows]
 

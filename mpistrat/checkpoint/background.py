@@ -92,8 +92,6 @@ class Background:
         self.pending = False
         told = json.dumps(self._there).encode()
         failure, self._failure = self._failure, None
-        if any(parts[1:]) and not lockstep.comm.rank:
-            failure = None  # that it has heard nothing from one that has failed
         found: list[str] = json.loads(lockstep.share(what, told, failure)[0])
         return found
 

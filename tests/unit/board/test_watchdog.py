@@ -329,3 +329,18 @@ def test_what_is_declared_on_another_communicator_counts_for_who_waits_there(nod
     assert "rank 3" in world.said[0]
     with pytest.raises(Ended):
         world.pass_time(100)
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_a_node_that_falls_silent_in_what_it_has_declared_is_waited_for_until_then(late, cluster):
+    world = cluster(1, 1, 1, limits=SHORT)
+    world.ranks[late].slot.declare("evaluate", world.now + 500 * SECOND)
+    world.call(2, late)
+    world.pass_time(50)
+    world.ranks[late].do("T")
+    world.pass_time(500)
+    assert not world.said
+    with pytest.raises(Ended):
+        world.pass_time(310)
+    assert f"rank {late}" in world.said[0]
+    assert "over the time declared for 'evaluate'" in world.said[0]
