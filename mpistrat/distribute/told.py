@@ -58,7 +58,7 @@ def told(lockstep: Lockstep, home: Origin, tree: Any) -> Told:
     small = b"d" + order + pack(entries)
     if not lockstep.fits(len(small)):
         entries = [entry if entry[0] in UNWRAPPED else (ELSEWHERE, b"") for entry in entries]
-        kinds, names = zip(*entries, strict=True)
+        kinds, names = [kind for kind, _ in entries], [data for _, data in entries]
         small = b"k" + order + b"".join(kinds + names)
     bare = all(kind in UNWRAPPED for kind, _ in entries)
     return Told(structure, nest.describe(structure), leaves, order, entries, small, bare)

@@ -137,7 +137,8 @@ def test_plain_leaves_come_back_as_they_are_wherever_they_stand(size):
             assert s.gather(plain, 0) is plain
             assert s.gather([plain], 0)[0] is plain
             assert s.gather({"a": plain, "b": 5, "c": None}, 0) == {"a": plain, "b": 5, "c": None}
-            assert s.gather([ms.Mirrored(plain, comm.size)], 0)[0] is plain
+            copies = s.gather([ms.Mirrored(plain, comm.size)], 0)[0]  # as of a variable
+            assert copies.tolist() == [1.0] * 2 * s.num_replicas_in_sync
         s = ms.MirroredStrategy()
         per = s.run(lambda: np.full(1, comm.rank))
         mixed = s.gather({"per": [per, ms.PerReplica(np.ones(2))], "plain": plain}, 0)
