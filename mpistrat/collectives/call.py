@@ -160,10 +160,7 @@ class Call:
         return made
 
     def said(self, suffix: str) -> tuple[str, bytes]:
-        """Return the text with what a path adds to it, and its digest."""
-        if self.of:
-            text = self.text + suffix + self.of
-            return text, digest_of(text)
+        """Return the text with what a path adds to it, and its digest; the same each time."""
         found = self._said.get(suffix)
         if found is None:
             text = self.text + suffix
@@ -171,6 +168,13 @@ class Call:
             if len(self._said) > 16:  # buffers come and go, and have their numbers in the suffix
                 self._said = {suffix: found}
         return found
+
+    def said_now(self, suffix: str) -> tuple[str, bytes]:
+        """Return the same with what is said of the values that are reduced this time."""
+        if not self.of:
+            return self.said(suffix)
+        text = self.text + suffix + self.of
+        return text, digest_of(text)
 
     def header(self, weights: Sequence[float]) -> bytes:
         """Return what rides of the weights."""

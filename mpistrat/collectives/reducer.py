@@ -83,7 +83,7 @@ class Reducer:
           alarm: What is wrong with the values, if anything is looked for.
         """
         lockstep = self.lockstep
-        text, digest = call.said(suffix + self.said)
+        text, digest = call.said_now(suffix + self.said)
         if self.watches or not lockstep.fits(len(riding)):
             smalls = lockstep.share(text, riding, alarm=alarm)
             rows = np.array([np.frombuffer(small, np.uint8) for small in smalls])

@@ -72,7 +72,9 @@ class Frame(Path):
         if self._watched:
             totals = self.totals(self.reducer.prove(call, "", riding, alarm)[0])
         else:
-            text, digest = call.said(self.reducer.said) if call.of else (self._text, self._digest)
+            text, digest = (
+                call.said_now(self.reducer.said) if call.of else (self._text, self._digest)
+            )
             self._ride(text, digest, riding)
             same = self._even
             totals = self.totals(self.same if same else self.reducer.scales(call, self._received))

@@ -150,7 +150,9 @@ class Direct(Path):
         if not self._rides:
             scales, _ = self.reducer.prove(call, "", header, alarm)
         else:
-            text, digest = call.said(self.reducer.said) if call.of else (self._text, self._digest)
+            text, digest = (
+                call.said_now(self.reducer.said) if call.of else (self._text, self._digest)
+            )
             self._ride(text, digest, header)
             if not even:
                 scales = self.reducer.scales(call, self._received)

@@ -113,6 +113,18 @@ def test_reductions_of_what_runs_return_are_one_call_each_with_another_origin(si
             assert np.array_equal(got, each.max(0 if axis is None else (0, 1)))
 
 
+@pytest.mark.parametrize("shape", [(), (3,), (400,), (100_000,)])
+def test_what_was_said_of_the_first_values_is_not_said_of_the_next(shape):
+    def program(comm):
+        strategy = ms.MirroredStrategy(comm=comm)
+        a, b = (strategy.run(lambda: np.ones(shape)) for _ in "ab")
+        with pytest.raises(ms.LockstepError):  # where it is compiled, on each rank for another one
+            strategy.reduce("SUM", b if comm.rank else a, None)
+        return [float(np.max(strategy.reduce("SUM", x, None))) for x in (ms.PerReplica(a.local), a)]
+
+    assert run_ranks(program, 2) == [[2.0, 2.0]] * 2
+
+
 def test_values_that_do_not_align_in_the_frame():
     def program(comm):
         strategy = ms.MirroredStrategy(comm=comm)
