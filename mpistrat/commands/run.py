@@ -2,9 +2,10 @@
 
 Inside an allocation of Slurm it calls srun with the PMI that this MPI speaks, else the mpiexec that
 belongs to the MPI library of mpi4py; it prints the call first. Ranks, nodes and cores are those
-that the batch system was asked for, unless they are given. Words after the last -- go to the
-launcher: mpistrat run train.py --epochs 3 -- --cpu-bind=cores. A failure on one rank ends the whole
-job. The exit code is the launcher's.
+that the batch system was asked for, unless they are given. Options of Python stand behind its name:
+mpistrat run -n 4 python -u train.py. Words after the last -- go to the launcher: mpistrat run
+train.py --epochs 3 -- --cpu-bind=cores. A failure on one rank ends the whole job. The exit code is
+the launcher's.
 """
 
 from __future__ import annotations
