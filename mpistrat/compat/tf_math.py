@@ -17,6 +17,12 @@ from mpistrat.compat.tf_tensors import convert_to_tensor, named, together
 
 __getattr__ = _absent_from("tf.math")
 
+
+def _sigmoid(x: Any) -> Any:
+    small = np.exp(-np.abs(x))  # never too large, and exact where the result is next to 0
+    return np.where(x < 0, small, small.dtype.type(1)) / (1 + small)
+
+
 # Functions of one and of two tensors: those of NumPy with the same name, then the others.
 _ONE_ALIKE = (
     "abs ceil cos cosh exp expm1 floor log log1p logical_not negative reciprocal sign sin sinh "
@@ -29,7 +35,7 @@ _ONE: dict[str, Callable[..., Any]] = {
     "log_sigmoid": lambda x: -np.logaddexp(-x, x.dtype.type(0)),
     "round": np.rint,
     "rsqrt": lambda x: 1 / np.sqrt(x),
-    "sigmoid": lambda x: (1 + np.tanh(x / 2)) / 2,
+    "sigmoid": _sigmoid,
     "softplus": lambda x: np.logaddexp(x, x.dtype.type(0)),
 }
 _TWO_ALIKE = (
@@ -102,7 +108,7 @@ def softmax(logits: Any, axis: int = -1) -> Any:
     """
     tensor = convert_to_tensor(logits)
     shifted = np.exp(tensor - np.max(tensor, axis, keepdims=True, initial=-np.inf))
-    return shifted / np.sum(shifted, axis, keepdims=True)
+    return shifted / _reductions.reduce_sum(shifted, axis, keepdims=True)
 
 
 def log_softmax(logits: Any, axis: int = -1) -> Any:
