@@ -89,14 +89,16 @@ def divide_no_nan(x: Any, y: Any) -> Any:
     return np.divide(above, below, out=np.zeros(above.shape, dtype), where=below != 0)
 
 
-def argmax(input: Any, axis: int = 0, output_type: Any = np.int64) -> Any:
-    """Return where along `axis` the largest elements of `input` are, as `output_type`."""
-    return np.argmax(convert_to_tensor(input), axis).astype(as_dtype(output_type, "output_type"))
+def argmax(input: Any, axis: int | None = 0, output_type: Any = np.int64) -> Any:
+    """Return where along `axis`, or the first, the largest of `input` are, as `output_type`."""
+    found = np.argmax(convert_to_tensor(input), axis or 0)
+    return found.astype(as_dtype(output_type, "output_type"))
 
 
-def argmin(input: Any, axis: int = 0, output_type: Any = np.int64) -> Any:
-    """Return where along `axis` the smallest elements of `input` are, as `output_type`."""
-    return np.argmin(convert_to_tensor(input), axis).astype(as_dtype(output_type, "output_type"))
+def argmin(input: Any, axis: int | None = 0, output_type: Any = np.int64) -> Any:
+    """Return where along `axis`, or the first, the smallest of `input` are, as `output_type`."""
+    found = np.argmin(convert_to_tensor(input), axis or 0)
+    return found.astype(as_dtype(output_type, "output_type"))
 
 
 def softmax(logits: Any, axis: int = -1) -> Any:

@@ -110,6 +110,9 @@ def norm(
       [5.0, 2.0]
     """
     array, alone, along = convert_to_tensor(tensor), axis is None, axes(axis)
+    if is_narrow(array.dtype):
+        wide = norm(array.astype(np.float32), ord, axis, keepdims)
+        return wide.astype(array.dtype)
     if array.dtype.kind not in "fc":
         raise TypeError(f"norm: wanted floating point, got {array.dtype}; cast it first.")
     if isinstance(ord, str) and ord not in ("euclidean", "fro"):

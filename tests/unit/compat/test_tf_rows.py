@@ -563,6 +563,7 @@ def test_sums_of_16_bit_do_not_stop_growing(dtype):
         (tf.clip_by_global_norm([losses], 1.0)[1], np.sqrt(4000)),
         (tf.nn.softmax(losses), 1 / 4000),
         (tf.reduce_max(ones, 0), 1),
+        (tf.norm(ones, axis=0), np.sqrt(4000)),
     ]:
         assert made.dtype == dtype
         np.testing.assert_allclose(np.asarray(made, np.float64), wanted, rtol=4e-3)
@@ -575,6 +576,11 @@ def test_sigmoid_of_large_negative_numbers_is_small_and_not_0():
         made = tf.sigmoid(x.astype(dtype))
         assert made.dtype == dtype
         np.testing.assert_allclose(made, wanted, rtol)
+
+
+def test_argmax_without_an_axis_is_that_along_the_first():
+    assert tf.argmax([[1, 5], [7, 2]], None).tolist() == [1, 0]
+    assert tf.math.argmin([[1, 5], [7, 2]], axis=None).tolist() == [0, 1]
 
 
 def test_numbers_between_integers_are_not_cut_off():
