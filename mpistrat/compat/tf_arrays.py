@@ -289,9 +289,13 @@ def eye(num_rows: int, num_columns: int | None = None, dtype: Any = np.float32) 
 
 
 def linspace(start: Any, stop: Any, num: int) -> Any:
-    """Return `num` evenly spaced numbers from `start` to `stop`, both included."""
+    """Return `num` evenly spaced numbers from `start` to `stop`, both included.
+
+    Between integers they are float64.
+    """
     first, last = together([start, stop])
-    return np.linspace(first, last, num, dtype=np.result_type(first, last))
+    dtype = np.result_type(first, last)
+    return np.linspace(first, last, num, dtype=None if dtype.kind in "iu" else dtype)
 
 
 def tile(input: Any, multiples: Any) -> Any:

@@ -17,6 +17,12 @@ from mpistrat.compat.tf_tensors import convert_to_tensor, named, together
 
 __getattr__ = _absent_from("tf.math")
 
+
+def _sigmoid(x: Any) -> Any:
+    small = np.exp(-np.abs(x))  # never too large, and exact where the result is next to 0
+    return np.where(x < 0, small, small.dtype.type(1)) / (1 + small)
+
+
 # Functions of one and of two tensors: those of NumPy with the same name, then the others.
 _ONE_ALIKE = (
     "abs ceil cos cosh exp expm1 floor log log1p logical_not negative reciprocal sign sin sinh "
@@ -29,7 +35,7 @@ _ONE: dict[str, Callable[..., Any]] = {
     "log_sigmoid": lambda x: -np.logaddexp(-x, x.dtype.type(0)),
     "round": np.rint,
     "rsqrt": lambda x: 1 / np.sqrt(x),
-    "sigmoid": lambda x: (1 + np.tanh(x / 2)) / 2,
+    "sigmoid": _sigmoid,
     "softplus": lambda x: np.logaddexp(x, x.dtype.type(0)),
 }
 _TWO_ALIKE = (
@@ -83,14 +89,16 @@ def divide_no_nan(x: Any, y: Any) -> Any:
     return np.divide(above, below, out=np.zeros(above.shape, dtype), where=below != 0)
 
 
-def argmax(input: Any, axis: int = 0, output_type: Any = np.int64) -> Any:
-    """Return where along `axis` the largest elements of `input` are, as `output_type`."""
-    return np.argmax(convert_to_tensor(input), axis).astype(as_dtype(output_type, "output_type"))
+def argmax(input: Any, axis: int | None = 0, output_type: Any = np.int64) -> Any:
+    """Return where along `axis`, or the first, the largest of `input` are, as `output_type`."""
+    found = np.argmax(convert_to_tensor(input), axis or 0)
+    return found.astype(as_dtype(output_type, "output_type"))
 
 
-def argmin(input: Any, axis: int = 0, output_type: Any = np.int64) -> Any:
-    """Return where along `axis` the smallest elements of `input` are, as `output_type`."""
-    return np.argmin(convert_to_tensor(input), axis).astype(as_dtype(output_type, "output_type"))
+def argmin(input: Any, axis: int | None = 0, output_type: Any = np.int64) -> Any:
+    """Return where along `axis`, or the first, the smallest of `input` are, as `output_type`."""
+    found = np.argmin(convert_to_tensor(input), axis or 0)
+    return found.astype(as_dtype(output_type, "output_type"))
 
 
 def softmax(logits: Any, axis: int = -1) -> Any:
@@ -102,7 +110,7 @@ def softmax(logits: Any, axis: int = -1) -> Any:
     """
     tensor = convert_to_tensor(logits)
     shifted = np.exp(tensor - np.max(tensor, axis, keepdims=True, initial=-np.inf))
-    return shifted / np.sum(shifted, axis, keepdims=True)
+    return shifted / _reductions.reduce_sum(shifted, axis, keepdims=True)
 
 
 def log_softmax(logits: Any, axis: int = -1) -> Any:

@@ -12,6 +12,7 @@ from mpistrat.compat.tf_math import sigmoid as sigmoid
 from mpistrat.compat.tf_math import softmax as softmax
 from mpistrat.compat.tf_math import softplus as softplus
 from mpistrat.compat.tf_math import tanh as tanh
+from mpistrat.compat.tf_reductions import reduce_sum
 from mpistrat.compat.tf_tensors import convert_to_tensor, named
 from mpistrat.distribute.context import get_strategy, has_strategy, in_cross_replica_context
 from mpistrat.errors import ContextError
@@ -83,7 +84,7 @@ def compute_average_loss(
             "compute_average_loss: global_batch_size must be an integer, got "
             f"{global_batch_size!r:.80}."
         )
-    total = np.sum(losses, dtype=losses.dtype)
+    total = reduce_sum(losses)
     # Without examples there is nothing to share, where the quotient would be NaN.
     return total / size.astype(losses.dtype) if size else np.zeros_like(total)[()]
 
@@ -98,7 +99,7 @@ def scale_regularization_loss(regularization_loss: Any) -> Any:
     """
     _replica_code("scale_regularization_loss")
     tensor = convert_to_tensor(regularization_loss)
-    total = np.sum(tensor, dtype=tensor.dtype)
+    total = reduce_sum(tensor)
     return total / np.asarray(get_strategy().num_replicas_in_sync, tensor.dtype)
 
 
@@ -111,7 +112,7 @@ def relu(features: Any) -> Any:
 def l2_loss(t: Any, name: Any = None) -> Any:
     """Return half the sum of the squares of `t`; `name` has no effect."""
     tensor = convert_to_tensor(t)
-    return np.sum(tensor * tensor, dtype=tensor.dtype) / tensor.dtype.type(2)
+    return reduce_sum(tensor * tensor) / tensor.dtype.type(2)
 
 
 def softmax_cross_entropy_with_logits(
@@ -134,7 +135,7 @@ def softmax_cross_entropy_with_logits(
     """
     sparse = "; for numbers of classes there is sparse_softmax_cross_entropy_with_logits"
     wanted, given = _alike("softmax_cross_entropy_with_logits", labels, logits, sparse)
-    return -np.sum(wanted * log_softmax(given, axis), axis, dtype=given.dtype)
+    return -reduce_sum(wanted * log_softmax(given, axis), axis)
 
 
 def sparse_softmax_cross_entropy_with_logits(labels: Any, logits: Any, name: Any = None) -> Any:

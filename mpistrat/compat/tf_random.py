@@ -109,7 +109,9 @@ class Generator:
             return self._generator.integers(minval, maxval, tuple(shape), dtype=dtype)
         most = 1 if maxval is None else maxval
         draws = self._generator.random(tuple(shape))
-        return (minval + (most - minval) * draws).astype(dtype)
+        found = (minval + (most - minval) * draws).astype(dtype)
+        below = np.nextafter(np.asarray(most, dtype), np.asarray(minval, dtype))
+        return np.where(found == most, below, found)[()]  # where rounding came to the bound
 
 
 _sequences = _Sequences()

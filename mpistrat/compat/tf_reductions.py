@@ -10,6 +10,7 @@ import numpy as np
 from mpistrat.compat.tf_arrays import axes
 from mpistrat.compat.tf_tensors import convert_to_tensor, together
 from mpistrat.distribute.slices import IndexedSlices
+from mpistrat.kernels.narrow import is_narrow
 
 
 def _reduction(function: Callable[..., Any], what: str, truth: bool = False) -> Callable[..., Any]:
@@ -19,9 +20,14 @@ def _reduction(function: Callable[..., Any], what: str, truth: bool = False) -> 
             raise TypeError(f"wanted a tensor of bool, got {tensor.dtype}; compare it first.")
         if not truth:
             _refuse_bool(tensor)
+        if is_narrow(tensor.dtype):  # rounded once, where sums would stop growing at 256 or 2048
+            wide = function(tensor.astype(np.float32), axes(axis), keepdims)
+            return wide.astype(tensor.dtype)
         return function(tensor, axes(axis), keepdims)
 
     apply.__doc__ = f"""Return {what} of `input_tensor` along `axis`; the dtype is kept.
+
+    Of float16 and bfloat16 it is computed in float32.
 
     Args:
       input_tensor: Array, number or nested list.
@@ -104,6 +110,9 @@ def norm(
       [5.0, 2.0]
     """
     array, alone, along = convert_to_tensor(tensor), axis is None, axes(axis)
+    if is_narrow(array.dtype):
+        wide = norm(array.astype(np.float32), ord, axis, keepdims)
+        return wide.astype(array.dtype)
     if array.dtype.kind not in "fc":
         raise TypeError(f"norm: wanted floating point, got {array.dtype}; cast it first.")
     if isinstance(ord, str) and ord not in ("euclidean", "fro"):
@@ -224,7 +233,7 @@ def global_norm(t_list: Sequence[Any], name: Any = None) -> Any:
         raise TypeError(f"wanted a list of tensors, got {t_list!r:.60}; see mpistrat.nest.flatten.")
     tensors = [_values(one) for one in t_list if one is not None]
     dtype = np.result_type(*tensors) if tensors else np.dtype(np.float32)
-    return np.sqrt(sum((np.sum(x * x, dtype=dtype) for x in tensors), start=dtype.type(0)))
+    return np.sqrt(sum((reduce_sum((x * x).astype(dtype)) for x in tensors), start=dtype.type(0)))
 
 
 def clip_by_global_norm(

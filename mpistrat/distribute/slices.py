@@ -10,6 +10,7 @@ import numpy as np
 
 from mpistrat.arrays import Array, as_array, spec_text
 from mpistrat.errors import LeafTypeError, StructureError
+from mpistrat.kernels.narrow import is_narrow
 
 
 @final
@@ -108,9 +109,10 @@ class IndexedSlices:
             raise ValueError("the dense array of IndexedSlices has to be made; copy=False forbids.")
         if self._indices.size and int(self._indices.min()) < 0:
             raise IndexError(f"IndexedSlices: index {int(self._indices.min())} is negative.")
-        dense = np.zeros(self._shape, self.dtype)
-        np.add.at(dense, self._indices, self._values)
-        return dense if dtype is None else dense.astype(dtype)
+        wide = np.dtype(np.float32) if is_narrow(self.dtype) else self.dtype
+        dense = np.zeros(self._shape, wide)
+        np.add.at(dense, self._indices, self._values.astype(wide, copy=False))
+        return dense.astype(self.dtype if dtype is None else dtype, copy=False)
 
     def __repr__(self) -> str:
         """Return values, indices and shape."""

@@ -549,3 +549,44 @@ def test_one_seed_for_all_draws(n):
 def test_the_version_is_that_of_the_recorded_values():
     assert tf.__version__ == tf.version.VERSION
     assert tuple(int(part) for part in tf.__version__.split(".")) >= (2, 4, 0)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_sums_of_16_bit_do_not_stop_growing(dtype):
+    ones = np.ones((4000, 2), dtype)
+    losses = ones[:, 0].copy()
+    for made, wanted in [
+        (tf.reduce_sum(ones, 0), 4000),
+        (tf.reduce_mean(ones, [0]), 1),
+        (tf.nn.l2_loss(losses), 2000),
+        (tf.nn.compute_average_loss(losses, global_batch_size=4000), 1),
+        (tf.clip_by_global_norm([losses], 1.0)[1], np.sqrt(4000)),
+        (tf.nn.softmax(losses), 1 / 4000),
+        (tf.reduce_max(ones, 0), 1),
+        (tf.norm(ones, axis=0), np.sqrt(4000)),
+    ]:
+        assert made.dtype == dtype
+        np.testing.assert_allclose(np.asarray(made, np.float64), wanted, rtol=4e-3)
+
+
+def test_sigmoid_of_large_negative_numbers_is_small_and_not_0():
+    x = np.array([-80, -20, -1, 0, 1, 30, np.inf, -np.inf])
+    wanted = [np.exp(-80), np.exp(-20), 1 / (1 + np.e), 0.5, 1 / (1 + np.exp(-1)), 1, 1, 0]
+    for dtype, rtol in [(np.float32, 1e-6), (np.float64, 1e-8)]:
+        made = tf.sigmoid(x.astype(dtype))
+        assert made.dtype == dtype
+        np.testing.assert_allclose(made, wanted, rtol)
+
+
+def test_argmax_without_an_axis_is_that_along_the_first():
+    assert tf.argmax([[1, 5], [7, 2]], None).tolist() == [1, 0]
+    assert tf.math.argmin([[1, 5], [7, 2]], axis=None).tolist() == [0, 1]
+
+
+def test_numbers_between_integers_are_not_cut_off():
+    np.testing.assert_array_equal(tf.linspace(0, 1, 5), [0, 0.25, 0.5, 0.75, 1])
+
+
+def test_uniform_never_draws_the_upper_bound():
+    assert tf.random.uniform([100_000], dtype=np.float16, seed=1).max() < 1
+    assert tf.random.uniform([100_000], 5, 6, ml_dtypes.bfloat16, seed=1).max() < 6

@@ -263,3 +263,10 @@ def test_slices_that_were_written_to_after_their_reduction_are_told_apart():
         return bool(v.numpy().any())
 
     assert run_ranks(rank, 2) == [False, False]
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_one_row_of_16_bit_that_comes_often_adds_up(dtype):
+    rows = ms.IndexedSlices(np.ones((4000, 1), dtype), np.zeros(4000, int), (2, 1))
+    assert np.asarray(rows).dtype == dtype
+    np.testing.assert_allclose(np.asarray(rows, np.float64), [[4000], [0]], rtol=4e-3)
