@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpistrat.arena.storage import LEAST
+
 LINE = 64  # bytes of a cache line, and the widest vector unit's alignment
 
 Specs = tuple[tuple[np.dtype[Any], tuple[int, ...]], ...]
@@ -78,26 +80,27 @@ def _step(dtype: np.dtype[Any]) -> int:
 def lay_out(specs: Specs, rows: int) -> Layout:
     """Return where leaves of these ``(dtype, shape)`` lie, with so many rows.
 
-    Each leaf begins on a cache line of its own.
+    Each leaf begins on a cache line of its own. Small ones lie side by side, behind the large ones,
+    so that they can be read as one.
 
     Example:
       >>> f4 = np.dtype(np.float32)
-      >>> [place.start for place in lay_out(((f4, (3,)), (f4, (2, 2))), 2).places]
-      [0, 16]
+      >>> [place.start for place in lay_out(((f4, (3,)), (f4, (2, 2)), (f4, (200, 100))), 2).places]
+      [20000, 20016, 0]
     """
-    columns: dict[np.dtype[Any], int] = {}
-    places = []
-    for dtype, shape in specs:
-        start = columns.get(dtype, 0)
-        stop = start + math.prod(shape)
-        step = _step(dtype)
-        columns[dtype] = -(-stop // step) * step
-        places.append(Place(list(columns).index(dtype), start, stop, shape))
+    columns = {dtype: 0 for dtype, _ in specs}
+    sizes = [math.prod(shape) for _, shape in specs]
+    places: dict[int, Place] = {}
+    for i in sorted(range(len(specs)), key=lambda i: sizes[i] * specs[i][0].itemsize < LEAST):
+        dtype, shape = specs[i]
+        start, step = columns[dtype], _step(dtype)
+        places[i] = Place(list(columns).index(dtype), start, start + sizes[i], shape)
+        columns[dtype] = -(-(start + sizes[i]) // step) * step
     matrices, offset = [], 0
     for dtype, width in columns.items():
         matrices.append(Matrix(dtype, width, offset))
         offset += -(-width * dtype.itemsize * rows // LINE) * LINE
-    return Layout(tuple(matrices), tuple(places), max(offset, LINE))
+    return Layout(tuple(matrices), tuple(places[i] for i in range(len(specs))), max(offset, LINE))
 
 
 def slice_of(rank: int, size: int, columns: int, dtype: np.dtype[Any]) -> tuple[int, int]:

@@ -61,7 +61,7 @@ def segments_of(bucket: Bucket, scales: Scales) -> list[Segment]:
 def placed(homes: Sequence[ArenaAddress]) -> Placed:
     """Return where arrays of the arena are reduced, as far as it is the same every time."""
     segments: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
-    for leaf, home in enumerate(homes):
+    for leaf, home in sorted(enumerate(homes), key=lambda one: one[1].place.start):
         place = home.place
         known = segments.setdefault((home.block.number, place.matrix), [])
         # Neighbours are reduced as one, with the few columns between them that are nobody's.

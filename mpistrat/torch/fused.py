@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterable
 from typing import Any, final
 
 import numpy as np
@@ -21,6 +23,8 @@ from mpistrat.torch.stepping import all_alike
 from mpistrat.torch.tensors import as_array, tensor_of
 
 __all__ = ["FusedOptimizer"]
+
+_address, _version = torch.Tensor.data_ptr, operator.attrgetter("_version")
 
 
 @final
@@ -144,8 +148,7 @@ class FusedOptimizer:
             given = [(array if used else None, variable) for array, variable, used in pairs]
             if any(mine):
                 self.optimizer.apply_gradients(given, weight=gradients.weight)
-        for p in gradients.params:
-            torch.autograd.graph.increment_version(p)
+        torch.autograd.graph.increment_version(gradients.params)
         gradients.forget()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -174,29 +177,25 @@ class FusedOptimizer:
                 "or other parameters require grad than then, or of another dtype, or replicate "
                 "was called with another strategy. Make another one."
             )
-        for name, view, version in zip(
-            gradients.names, gradients.views, gradients.versions, strict=False
-        ):
-            if view._version != version:
-                raise ContextError(
-                    f"the gradient of {name!r} was changed after the backward pass, where it is "
-                    "this rank's own. Clip by the optimizer, "
-                    "clip=mpistrat.optim.ClipByGlobalNorm(...), or use one of torch.optim."
-                )
-        pairs = zip(gradients.names, gradients.params, self.variables.values(), strict=True)
-        for place, (name, p, variable) in zip(self._places, pairs, strict=True):
-            if p.data_ptr() != place:
-                raise _wrong(name, "was given other memory (p.data = ...)")
-            storage = variable.storage
-            if isinstance(storage, NodeStorage) and storage.written():
+        name = _odd(gradients.names, map(_version, gradients.views), gradients.versions)
+        if name is not None:
+            raise ContextError(
+                f"the gradient of {name!r} was changed after the backward pass, where it is "
+                "this rank's own. Clip by the optimizer, "
+                "clip=mpistrat.optim.ClipByGlobalNorm(...), or use one of torch.optim."
+            )
+        name = _odd(gradients.names, map(_address, gradients.params), self._places)
+        if name is not None:
+            raise _wrong(name, "was given other memory (p.data = ...)")
+        for name, storage in self._shared:
+            if storage.written():
                 raise _wrong(name, "was written to by something else than this optimizer")
 
     def _digest_of_small(self) -> int:
         """Return a number of small weights, of which each rank has a copy; cost: one pass."""
         found = xxhash.xxh3_64()
-        for variable in self.variables.values():
-            if variable.storage.array.nbytes < LEAST:
-                found.update(variable.storage.array.data)
+        for array in self._small:
+            found.update(array.data)
         return found.intdigest() >> 33
 
     def _compare(self, apart: bool) -> None:
@@ -208,10 +207,10 @@ class FusedOptimizer:
         """
         group = self._gradients.strategy.replicas
         every, self._steps = group.lockstep.options.check_every, self._steps + 1
-        own = {n: v for n, v in self.variables.items() if not isinstance(v.storage, NodeStorage)}
-        now = every and self._steps % every == 0
-        large = [n for n, v in own.items() if v.storage.array.nbytes >= LEAST] if now else []
-        names = list(own) if apart else large and [large[self._steps // every % len(large)]]
+        own, names = self._own, list(self._own) if apart else []
+        if not apart and every and self._steps % every == 0:
+            large = [n for n, v in own.items() if v.storage.array.nbytes >= LEAST]
+            names = large and [large[self._steps // every % len(large)]]
         if names:
             all_alike(
                 group,
@@ -241,9 +240,12 @@ class FusedOptimizer:
     def _stale(self) -> bool:
         """Tell whether the gradients are not of these variables any more; alike on all ranks."""
         gradients = self._gradients
+        if gradients.renewed != self._renew:
+            return True
+        if gradients.params is self._params:  # `check` looks at these
+            return False
         now = {n: str(p.dtype)[6:] for n, p in zip(gradients.names, gradients.params, strict=True)}
-        mine = {name: variable.dtype.name for name, variable in self.variables.items()}
-        return gradients.renewed != self._renew or mine != now
+        return now != {name: variable.dtype.name for name, variable in self.variables.items()}
 
     def _renew(self) -> None:
         """Take the weights that `replicate` has given to all ranks. Collective."""
@@ -263,9 +265,23 @@ class FusedOptimizer:
 
     def _note(self) -> None:
         """Remember where the weights are, and let checkpoints know."""
-        params = self._gradients.params
-        self._places = [p.data_ptr() for p in params]
+        self._params = params = self._gradients.params
+        self._places = [*map(_address, params)]
         self._gradients.variables = dict(zip(map(id, params), self.variables.values(), strict=True))
+        stored = {name: variable.storage for name, variable in self.variables.items()}
+        self._shared = [(n, one) for n, one in stored.items() if isinstance(one, NodeStorage)]
+        self._own = {
+            n: v for n, v in self.variables.items() if not isinstance(v.storage, NodeStorage)
+        }
+        self._small = [one.array for one in stored.values() if one.array.nbytes < LEAST]
+
+
+def _odd(names: list[str], now: Iterable[int], wanted: list[int]) -> str | None:
+    """Return the first name whose number is not the one that is wanted; None if all are."""
+    found = [*now]
+    if found == wanted:
+        return None
+    return next((n for n, x, y in zip(names, found, wanted, strict=False) if x != y), None)
 
 
 def _moved(name: str, p: Any) -> Variable:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import weakref
 from collections.abc import Callable
 from typing import Any, final
@@ -30,6 +31,8 @@ from mpistrat.torch.stepping import watch_parameters
 from mpistrat.torch.tensors import as_array
 
 __all__ = ["Gradients", "as_replica"]
+
+_gradient, _version = operator.attrgetter("grad"), operator.attrgetter("_version")
 
 
 def _nobody() -> None:
@@ -85,21 +88,20 @@ class Gradients:
         self._model, self.strategy, self._rows = model, strategy, rows
         self.syncing, self.deferred = True, False
         self._inside = self._seen = self.held = False
+        self._meets = self._rowless = self._blind = False
         self._ending: Callable[[], Any] = _nobody
         self._hooks: list[Any] = []
         self._scaling: list[Any] = []
         self._parameters = GradientRoom(model)
-        self._meets = False
-        self.passes, self._base, self.weight = 0, 0.0, 0.0
-        self.versions: list[int] = []
-        self._waiting: set[int] = set()
-        self._kept: dict[int, Any] = {}
         self._pass, self._reductions, self._last = 0, 0, 1.0
         self._calls: list[float] = []
-        self._blind = False
+        self.passes, self._base, self.weight = 0, 0.0, 0.0
+        self.versions: list[int] = []
+        self.wrong: ContextError | None = None
+        self._waiting: set[int] = set()
+        self._kept: dict[int, Any] = {}
         self.variables: dict[int, Any] = {}
         self.renewed: Callable[[], None] | None = None
-        self.wrong: ContextError | None = None
         self.reduced_rows, self.stepped = 0.0, 0
         self.begin_alike()
 
@@ -190,10 +192,12 @@ class Gradients:
 
         def came() -> None:
             nonlocal counted
-            self._begin()
+            if not self.in_pass():
+                self._begin()
             if counted != self._pass:
                 counted = self._pass
                 self._calls.append(rows)
+                self._rowless = not any(self._calls)
 
         self._blind = not watch(out, came)  # by what a backward pass comes is not known
 
@@ -203,11 +207,9 @@ class Gradients:
     # Backward passes
 
     def _begin(self) -> None:
-        if self._ending() is not None:
-            return
         end = functools.partial(self._end)
         self._ending = weakref.ref(end)  # PyTorch drops it when the pass fails
-        self._seen, self._calls = False, []
+        self._seen, self._calls, self._rowless = False, [], False
         self._pass += 1
         self._unhook()
         self._parameters.put_back()
@@ -216,10 +218,8 @@ class Gradients:
         if not self.passes and (self.deferred or not self.syncing):
             self._waiting = {i for i, p in enumerate(self.params) if p.grad is not None}
         if self.passes or self._waiting:
-            hooks = [functools.partial(self._coming, i) for i in range(len(self.params))]
-            self._scaling = [
-                p.register_hook(hook) for p, hook in zip(self.params, hooks, strict=True)
-            ]
+            coming = [functools.partial(self._coming, i) for i in range(len(self.params))]
+            self._scaling = [*map(torch.Tensor.register_hook, self.params, coming)]
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def dropped(self) -> bool:
@@ -235,17 +235,13 @@ class Gradients:
         What the program had kept before the first of them is put aside: it does not count by rows.
         """
         p = self.params[i]
-        if self._rowless():
+        if self._rowless:
             return gradient
         if i in self._waiting:
             self._waiting.remove(i)
             self._kept[i], p.grad = p.grad.clone(), None
         now = sum(self._calls) or self._last
         return gradient if self._base in (0.0, now) else gradient * (now / self._base)
-
-    def _rowless(self) -> bool:
-        """Tell whether the pass has come through calls of the model with no rows."""
-        return bool(self._calls) and not any(self._calls)
 
     def _unhook(self) -> None:
         for hook in self._scaling:
@@ -254,12 +250,13 @@ class Gradients:
 
     def arrived(self, i: int, p: Any) -> None:
         """Keep the gradient of a parameter, which has just been accumulated."""
-        self._begin()
+        if not self.in_pass():
+            self._begin()
         self._seen = True
         gradient, view = p.grad, self.views[i]
         if gradient is view or gradient is None:  # None: frozen since the forward pass
             return
-        if self._rowless() and not gradient.any():  # zeros of `nothing`
+        if self._rowless and not gradient.any():  # zeros of `nothing`
             p.grad = None  # perhaps no rank has used it
             return
         if gradient.layout is not torch.strided:
@@ -294,7 +291,7 @@ class Gradients:
         self.passes += 1
         self.weight += rows
         self._base = self._base or rows
-        self.versions = [view._version for view in self.views]
+        self.versions = [*map(_version, self.views)]
         if self.syncing and not self.deferred:
             self._reduce()
 
@@ -307,12 +304,13 @@ class Gradients:
     def ready(self) -> list[bool]:
         """Bring all gradients into the buffers; return which of them there are. `scale` follows."""
         self._parameters.put_back()
-        for p, view in zip(self.params, self.views, strict=True):
-            if p.grad is None:
+        given = [*map(_gradient, self.params)]
+        for gradient, view in zip(given, self.views, strict=True):
+            if gradient is None:
                 view.zero_()
-            elif p.grad is not view:
-                view.copy_(p.grad)
-        return [p.grad is not None for p in self.params]
+            elif gradient is not view:
+                view.copy_(gradient)
+        return [gradient is not None for gradient in given]
 
     def scale(self, passes: int) -> None:
         """Make the buffers what this rank has to give: the mean over its rows, times `passes`.
@@ -322,11 +320,13 @@ class Gradients:
             no gradients, as it had no rows so far, cannot tell whether the program dropped some.
         """
         total = self._base * passes
-        for i, view in enumerate(self.views):
-            if self.weight and total != self.weight and i not in self._waiting:
-                view *= total / self.weight
-            if i in self._kept:
-                view += self._kept.pop(i)
+        if self.weight and total != self.weight:
+            for i, view in enumerate(self.views):
+                if i not in self._waiting:
+                    view *= total / self.weight
+        while self._kept:
+            i, before = self._kept.popitem()
+            self.views[i] += before
 
     def _reduce(self) -> None:
         group = self.strategy.replicas
@@ -355,8 +355,7 @@ class Gradients:
     def forget(self) -> None:
         """Begin anew with adding up."""
         self.passes, self._base, self.weight = 0, 0.0, 0.0
-        self.versions = []
-        self.wrong = None
+        self.versions, self.wrong = [], None
         self._waiting, self._kept = set(), {}
 
     def _compare(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from typing import Any, final
 
 import numpy as np
@@ -13,6 +15,9 @@ from mpistrat.errors import ContextError, LeafTypeError
 from mpistrat.torch.tensors import as_array, in_storage_order, tensor_of
 
 __all__ = ["GradientRoom", "refuse_modules"]
+
+_address, _kind = torch.Tensor.data_ptr, operator.attrgetter("requires_grad", "dtype")
+_joined, _values_of = itertools.chain.from_iterable, operator.methodcaller("values")
 
 
 @final
@@ -57,6 +62,8 @@ class GradientRoom:
 
     def put_back(self) -> None:
         """Make the views anew that a module has given other memory: ``model.share_memory()``."""
+        if [*map(_address, self.views)] == self._places:
+            return
         for i, place in enumerate(self._places):
             if self.views[i].data_ptr() != place:
                 self.views[i] = tensor_of(self.arrays[i]).permute(self._backs[i])
@@ -85,25 +92,33 @@ class GradientRoom:
         """Note of what modules and parameters the model is; calls of the model look at all."""
         modules = self._model.named_modules()
         inside = [(name, d) for name, m in modules for d in (m._parameters, m._modules)]
-        self._counts = [(d, len(d)) for _, d in inside]
+        self._inside = [d for _, d in inside]
         self._parts = [
-            (d, key, f"{name}.{key}".lstrip("."), one, *_kind(one))
+            (d, key, f"{name}.{key}".lstrip("."), one)
             for name, d in inside
             for key, one in d.items()
         ]
+        self._keys, self._values = [key for _, key, *_ in self._parts], [x for *_, x in self._parts]
+        self._tensors = [one for one in self._values if isinstance(one, torch.Tensor)]
+        self._kinds = [*map(_kind, self._tensors)]
 
     def _changed(self) -> tuple[str, Any]:
         """Return what is not as `_look` has found it, and what it is now; "" if all is."""
-        for held, key, name, one, wants, dtype in self._parts:
+        # Each call of the model asks, so this goes over all parts in built-in functions.
+        values = [*_joined(map(_values_of, self._inside))]
+        same = [*_joined(self._inside)] == self._keys and all(
+            map(operator.is_, values, self._values)
+        )
+        if same and [*map(_kind, self._tensors)] == self._kinds:
+            return "", None
+        kinds = dict(zip(self._tensors, self._kinds, strict=True))
+        for held, key, name, one in self._parts:
             now = held.get(key)
-            if now is not one:
+            if now is not one or (one in kinds and _kind(one) != kinds[one]):
                 return name, now
-            if wants is not None and (one.requires_grad is not wants or one.dtype is not dtype):
-                return name, now
-        for held, count in self._counts:
-            if len(held) > count:
-                return list(held)[-1], None
-        return "", None
+        known = {(id(held), key) for held, key, *_ in self._parts}
+        added = (key for held in self._inside for key in held if (id(held), key) not in known)
+        return next(added, ""), None
 
     def differs(self) -> str:
         """Return what of the model has other parameters by now; "" if nothing has."""
@@ -159,8 +174,3 @@ def refuse_modules(model: Any, ranks: int) -> None:
                 "whole weight after each step, on all ranks, as torch.renorm(weight, p, 0, "
                 "max_norm) does."
             )
-
-
-def _kind(one: Any) -> tuple[bool | None, torch.dtype | None]:
-    """Return what of a parameter may not change; nothing of a module."""
-    return (one.requires_grad, one.dtype) if isinstance(one, torch.Tensor) else (None, None)

@@ -8,8 +8,9 @@ weights of the ranks come apart without a word, so each step is looked at before
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ __all__ = ["all_alike", "watch_parameters"]
 
 # By the identity of a parameter: whose it is, and which.
 _OWNERS: dict[int, tuple[weakref.ref[Any], int]] = {}
+
+_gradient = operator.attrgetter("grad")
 
 
 def watch_parameters(gradients: Any) -> None:
@@ -67,7 +70,7 @@ def _owner(p: Any) -> tuple[Any, int]:
 def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Look at a step; give it a closure that does, if it has one."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    if not any(id(p) in _OWNERS for p in params):
+    if _OWNERS.keys().isdisjoint(map(id, params)):
         return None
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if not callable(closure):
@@ -105,9 +108,18 @@ def _unreduced(own: Any) -> str:
     return ""
 
 
-def _look(optimizer: Optimizer, params: Iterable[Any]) -> Any:
+def _same(some: Iterable[Any], others: Sequence[Any]) -> bool:
+    """Tell whether both have the same objects in the same order."""
+    found = [*some]
+    return len(found) == len(others) and all(map(operator.is_, found, others))
+
+
+def _look(optimizer: Optimizer, params: list[Any]) -> Any:
     """Raise, on all ranks, if a step would take gradients of this rank; return whose it takes."""
     first, last, others = None, None, []
+    own, _ = _owner(params[0])
+    if own is not None and _same(params, own.params) and _same(map(_gradient, params), own.views):
+        params = params[:1]  # what holds for one of these, holds for all
     for p in params:
         if p.grad is None:
             continue

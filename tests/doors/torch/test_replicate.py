@@ -11,6 +11,7 @@ import weakref
 
 import numpy as np
 import pytest
+from python_calls import calls_of
 
 import mpistrat as ms
 from mpistrat.testing import run_ranks
@@ -1022,3 +1023,25 @@ def test_a_strategy_that_was_forgotten_is_asked_for():
             next(iter(mt.batches((torch.ones(3),), batch_size=2)))
 
     run_ranks(program, 2)
+
+
+@pytest.mark.parametrize(("fused", "most"), [(False, 4), (True, 8)])
+def test_python_calls_of_a_step_for_each_parameter(fused, most):
+    """They were 4 with an optimizer of PyTorch, and 19 with the fused one."""
+
+    def program(comm):
+        strategy, counts = ms.MultiWorkerMirroredStrategy(comm=comm), []
+        for layers in (4, 12):
+            model = mt.replicate(nn.Sequential(*(nn.Linear(8, 8) for _ in range(layers))), strategy)
+            if fused:
+                optimizer = mt.FusedOptimizer(model, ms.optim.Adam(1e-3))
+            else:
+                optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=True)
+
+            for _ in range(4):
+                loss = model(torch.ones(2, 8)).square().mean()
+                counts.append(calls_of(loss.backward) + calls_of(optimizer.step))
+        return (counts[-1] - counts[3]) / 16
+
+    for calls in run_ranks(program, 2):
+        assert calls < most
