@@ -12,7 +12,6 @@ from mpistrat.arrays import Array, quiet
 from mpistrat.collectives.call import Call
 from mpistrat.comm.base import Comm
 from mpistrat.distribute.mode import current
-from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.distribute.variables import Variable
 from mpistrat.errors import NonFiniteError
 from mpistrat.lockstep.abort import abort
@@ -29,14 +28,17 @@ from mpistrat.optim.given import (
 from mpistrat.optim.passes import Gradient
 from mpistrat.optim.progress import Progress
 from mpistrat.optim.reduced import Reduced, reduce
-from mpistrat.optim.rows import Rows
+from mpistrat.optim.rows import unique
 from mpistrat.optim.state import Listed, State, check_variable
+from mpistrat.optim.together import Take
 from mpistrat.optim.updating import NOBODY, Update, Work, meet
 
 if TYPE_CHECKING:
     from mpistrat.optim.base import OptimizerSettings
 
 __all__ = ["apply", "build"]
+
+_PLAIN = Take()
 
 
 def build(
@@ -153,11 +155,15 @@ def _step(
             bad = quiet().run(_plainly, optimizer, call, reduced, meets)
             outcome = _ended(optimizer, state, progress, call, bad)
         else:
-            works = _works(optimizer, progress, call, reduced)
-            sparse_ones = _unique(optimizer, progress.scale, call, rows) if rows else []
-            how = (optimizer, progress, call.scalars, known.worth_compiling)
-            far = (reduced.far, reduced.fetch)
-            update = Update(*how, works, sparse_ones, meets, lockstep.session.team, *far)
+            take = _taken(optimizer, progress, reduced)
+            groups, apart = known.groups(reduced.means, alone=False)
+            works = _works(call, reduced, apart, take)
+            some = [unique(*one, take) for one in zip(known.sparse, rows, strict=True)]
+            how = (optimizer, progress.step, call.scalars, known.worth_compiling)
+            update = Update(
+                *(*how, works, groups, take, some, len(known.dense)),
+                *(meets, lockstep.session.team, reduced.far, reduced.fetch),
+            )
             with np.errstate(all="ignore"):
                 outcome = _outcome(optimizer, state, progress, call, update, reduced.weight)
     except BaseException as error:
@@ -178,13 +184,10 @@ def _plainly(
     clip = optimizer.clip
     guard, limit = optimizer.nonfinite == "raise", math.inf if clip is None else limit_of(clip)
     compiled, decay = known.worth_compiling, optimizer.ema or 0.0
-    means, apart = reduced.means, known.apart
-    for one, places in known.together:
-        gradients: list[Any] = [*map(means.__getitem__, places)]
-        if reduced.reads and any([mean is None for mean in gradients]):
-            apart = [*apart, *places]
-            continue
-        found = one.update(gradients, limit, scalars[id(one.optimizer)], guard, compiled)
+    means, (groups, apart) = reduced.means, known.groups(reduced.means, alone=True)
+    take = _PLAIN if limit == math.inf else Take(limit=limit)
+    for one, places, gradients in groups:
+        found = one.update(gradients, take, scalars[id(one.optimizer)], guard, compiled)
         if found is not None:
             first = min(first, places[found])
     for i in apart:
@@ -243,21 +246,29 @@ def _ended(
     return lambda: _nonfinite(state, call, bad)
 
 
+def _taken(optimizer: OptimizerSettings, progress: Progress, reduced: Reduced) -> Take:
+    """Return what is done to gradients; of several calls the mean is by the weight of each."""
+    weight = 1.0 if reduced.reads or optimizer.accumulate == 1 else reduced.weight
+    divisor, factor = progress.weight + reduced.weight, 1.0 / progress.scale
+    ignore = optimizer.nonfinite == "ignore"
+    return Take(weight, divisor, factor, limit_of(optimizer.clip), ignore)
+
+
 def _works(
-    optimizer: OptimizerSettings, progress: Progress, call: GradientCall, reduced: Reduced
-) -> list[Work]:
-    """Return what is updated."""
-    limit, factor = limit_of(optimizer.clip), 1.0 / progress.scale
-    ignore, works = optimizer.nonfinite == "ignore", []
-    for i, (target, mean) in enumerate(zip(call.known.dense, reduced.means, strict=True)):
+    call: GradientCall, reduced: Reduced, which: Iterable[int], take: Take
+) -> dict[int, Work]:
+    """Return what is updated of these gradients, by their numbers."""
+    works = {}
+    for i in sorted(which):
+        target, mean = call.known.dense[i], reduced.means[i]
         (rows, start), factors, divisor = reduced.rows[i] if mean is None else _whole(mean)
         if target.pending is not None:  # the mean is over all calls
-            divisor = progress.weight + reduced.weight
+            divisor = take.divisor
             if not reduced.reads:  # a mean of this call, which is to count by its weight
-                factors = np.array([reduced.weight], rows.dtype)
+                factors = np.array([take.weight], rows.dtype)
         start += target.low
-        gradient = Gradient(rows, start, factors, divisor, factor, limit, target.pending, ignore)
-        works.append(Work(target, gradient))
+        how = (divisor, take.factor, take.limit, target.pending, take.ignore)
+        works[i] = Work(target, Gradient(rows, start, factors, *how))
     return works
 
 
@@ -265,22 +276,6 @@ def _whole(mean: Array) -> tuple[tuple[Array, int], Array | None, float]:
     """Return a gradient as `Reduced.rows` has them: a matrix of one row that loops can take."""
     ready = mean if mean.flags.carray else np.require(mean, requirements=("C", "A", "W"))
     return (ready.reshape(1, -1), 0), None, 1.0
-
-
-def _unique(
-    optimizer: OptimizerSettings, scale: float, call: GradientCall, rows: list[IndexedSlices]
-) -> list[Rows]:
-    """Return rows once each, with the sum of their gradients."""
-    limit, found = limit_of(optimizer.clip), []
-    for target, one in zip(call.known.sparse, rows, strict=True):
-        which, place = np.unique(one.indices, return_inverse=True)
-        values = np.zeros((len(which), *one.values.shape[1:]), target.variable.dtype)
-        np.add.at(values, place.reshape(-1), one.values)
-        values *= values.dtype.type(1.0 / scale)
-        moved = optimizer.nonfinite == "ignore" or np.isfinite(values)
-        np.clip(values, -limit, limit, out=values, where=moved)
-        found.append(Rows(target, which, values))
-    return found
 
 
 def _warn(state: State, call: GradientCall, step: int) -> None:

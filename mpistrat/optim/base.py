@@ -110,6 +110,8 @@ class OptimizerSettings(abc.ABC):
             raise ValueError(f"{self._told('nonfinite')}: wanted is 'raise', 'skip' or 'ignore'.")
         if self.shard not in ("node", "all"):
             raise ValueError(f"{self._told('shard')}: wanted is 'node' or 'all'.")
+        if self.loss_scale is not None and not isinstance(self.loss_scale, LossScale):
+            raise TypeError(f"{self._told('loss_scale')}: wanted is LossScale(start=2.0**16).")
         if self.loss_scale is not None and self.nonfinite != "skip":
             raise ValueError(
                 f"{type(self).__name__}(loss_scale=...) finds its scale by overflows; "

@@ -208,10 +208,9 @@ def _known(
         text = f"{optimizer.chosen()}.apply_gradients of {how},"
         if len(state.calls) > _CALLS:
             state.calls.clear()
-        # Norms are made before, of blocks of each variable, and calls that accumulate are others.
         plain = not (rows or optimizer.looks or optimizer.accumulate > 1)
-        some = state.together if plain else None
-        known = state.calls[key] = Known(text, dense, rows, _tells(optimizer), some)
+        tells, some = _tells(optimizer), state.together
+        known = state.calls[key] = Known(text, dense, rows, tells, some, plain)
     return known
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import numpy as np
 
@@ -36,8 +36,8 @@ class Known:
       dense: The variables with gradients of all elements.
       sparse: The variables with gradients of some rows.
       step: Whether the text has to tell the learning rates of each step.
-      together: What is updated in one call each, where all gradients of it are given; None if there
-        is more to do than to update.
+      together: What is updated in one call each, where all gradients of it are given.
+      plain: There is no more to do than to update.
 
     Attributes:
       plain: Gradients are updated one after the other, by this thread alone.
@@ -51,17 +51,15 @@ class Known:
         dense: list[Target],
         sparse: list[Target],
         step: bool,
-        together: Sequence[Together] | None,
+        together: Sequence[Together],
+        plain: bool,
     ):
         """Find out what follows from the variables."""
         alone = [t.slices is None and t.rule.measure is None and t.w.size < THREADS for t in dense]
-        self.plain = together is not None and all(alone)
+        self.plain = plain and all(alone)
         place = {id(target): i for i, target in enumerate(dense)}
-        self.together: list[tuple[Together, list[int]]] = []
-        for one in together or ():
-            places = [place.get(id(target), -1) for target in one.targets]
-            if min(places) >= 0:
-                self.together.append((one, places))
+        pairs = [(one, [place.get(id(t), -1) for t in one.targets]) for one in together]
+        self.together = [(one, places) for one, places in pairs if min(places) >= 0]
         some = {i for _, places in self.together for i in places}
         self.apart = [i for i in range(len(dense)) if i not in some]
         self.dense, self.sparse, self._tells = dense, sparse, step
@@ -86,6 +84,24 @@ class Known:
         # Of gradients by their identities; of those that are put into memory of the state, by none.
         self.places: dict[tuple[int, ...], Places] = {}
         self.buffers: list[Array] = []
+
+    def groups(
+        self, means: Sequence[Array | None], alone: bool
+    ) -> tuple[list[tuple[Together, list[int], list[Any]]], list[int]]:
+        """Return what is updated as one, with its gradients, and which others there are.
+
+        Args:
+          means: The gradients; None where one is still to be made.
+          alone: Whether a single variable counts as a group.
+        """
+        groups, apart = [], self.apart
+        for one, places in self.together:
+            gradients: list[Any] = [*map(means.__getitem__, places)]
+            if (one.parts or alone) and not any([mean is None for mean in gradients]):
+                groups.append((one, places, gradients))
+            else:
+                apart = [*apart, *places]
+        return groups, apart
 
     def what(self, step: int, scalars: dict[int, tuple[float, ...]], several: bool) -> Call:
         """Return the call as it is at a step, with these numbers, and with `several` ranks."""

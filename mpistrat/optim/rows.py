@@ -10,11 +10,13 @@ import numpy as np
 
 from mpistrat.arena.storage import Slices
 from mpistrat.arrays import Array
+from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.optim import passes
 from mpistrat.optim.passes import Gradient
 from mpistrat.optim.state import Target
+from mpistrat.optim.together import Take
 
-__all__ = ["Rows", "update_rows"]
+__all__ = ["Rows", "unique", "update_rows"]
 
 
 class Rows(NamedTuple):
@@ -29,6 +31,23 @@ class Rows(NamedTuple):
     target: Target
     rows: Array
     values: Array
+
+
+def unique(target: Target, given: IndexedSlices, take: Take) -> Rows:
+    """Return rows of a variable once each, with the sum of their gradients.
+
+    Args:
+      target: The variable.
+      given: The rows.
+      take: What is done to gradients.
+    """
+    which, place = np.unique(given.indices, return_inverse=True)
+    values = np.zeros((len(which), *given.values.shape[1:]), target.variable.dtype)
+    np.add.at(values, place.reshape(-1), given.values)
+    values *= values.dtype.type(take.factor)
+    moved = take.ignore or np.isfinite(values)
+    np.clip(values, -take.limit, take.limit, out=values, where=moved)
+    return Rows(target, which, values)
 
 
 def update_rows(one: Rows, step: int, compiled: bool) -> None:

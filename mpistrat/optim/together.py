@@ -11,20 +11,40 @@ import bisect
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import numpy as np
 
 from mpistrat.arrays import Array
 from mpistrat.distribute.variables import move_to
 from mpistrat.optim import passes
-from mpistrat.optim.blocks import average, finite
+from mpistrat.optim.blocks import LANES, average, clip, finite
 from mpistrat.optim.passes import AT_ONCE, Gradient, numbers_of
 
-__all__ = ["Together", "together"]
+__all__ = ["Squares", "Take", "Together", "together"]
 
 _SMALL = 16 * 1024  # bytes of a variable that are sooner copied than updated by calls of their own
 _MOST = 256 * 1024  # bytes of all that are updated as one, so that they stay in the cache
+
+
+class Take(NamedTuple):
+    """What is done to gradients before they are used.
+
+    Formula: ``clip((weight * g + pending) / divisor * factor)``.
+
+    Attributes:
+      weight: Of this call, where several calls make one update.
+      divisor: The weight of all of these calls.
+      factor: One over the loss scale, times that of clipping by the norm.
+      limit: The largest absolute value then; infinite for no `ClipByValue`.
+      ignore: Whether infinities are clipped, too; else they stay, for those who look for them.
+    """
+
+    weight: float = 1.0
+    divisor: float = 1.0
+    factor: float = 1.0
+    limit: float = math.inf
+    ignore: bool = False
 
 
 class Together(NamedTuple):
@@ -41,6 +61,8 @@ class Together(NamedTuple):
       slots: Memory of the slots of the rule.
       ema: That of the average, if there is one.
       rule: That of the optimizer.
+      pending: Memory of the slot of accumulated gradients, if there is one.
+      sums: Of squares of the gradients, if they are wanted.
     """
 
     targets: Sequence[Any]
@@ -53,11 +75,40 @@ class Together(NamedTuple):
     slots: tuple[Array, ...]
     ema: Array | None
     rule: Any
+    pending: Array | None = None
+    sums: Squares | None = None
+
+    def _gather(self, gradients: Sequence[Array], take: Take) -> Array:
+        """Write gradients side by side, and return all of them."""
+        g, number = self.g, self.g.dtype.type
+        np.concatenate(gradients, axis=None, out=g)
+        if take.weight != 1.0:
+            g *= number(take.weight)
+        if self.pending is not None:
+            g += self.pending
+            g /= number(take.divisor)
+        if take.factor != 1.0:
+            g *= number(take.factor)
+        return g
+
+    def accumulate(self, gradients: Sequence[Array], take: Take) -> None:
+        """Add gradients to those that wait for the update; only of several variables."""
+        g = self._gather(gradients, take._replace(divisor=1.0, factor=1.0))
+        self.pending[:] = g  # type: ignore[index]  # there is that slot
+
+    def squares(self, gradients: Sequence[Array], take: Take) -> list[float]:
+        """Return the sum of squares of each gradient; only of several, where norms are wanted."""
+        g = self._gather(gradients, take)
+        if take.limit != math.inf:
+            largest = math.inf if take.ignore else float(np.finfo(g.dtype).max)
+            clip.twin(g, take.limit, largest)
+        assert self.sums is not None
+        return self.sums.now()
 
     def update(
         self,
         gradients: Sequence[Array],
-        limit: float,
+        take: Take,
         scalars: tuple[float, ...],
         guard: bool,
         compiled: bool,
@@ -66,7 +117,7 @@ class Together(NamedTuple):
 
         Args:
           gradients: One for each, of the dtype of the weights.
-          limit: The largest absolute value; infinite for no `ClipByValue`.
+          take: What is done to them; of a single one nothing but the limit.
           scalars: The numbers of the step.
           guard: Whether to look.
           compiled: Whether to use compiled loops.
@@ -74,17 +125,16 @@ class Together(NamedTuple):
         Returns:
           None; or the first variable whose gradient is not finite.
         """
-        _, optimizer, weights, parts, starts, g, w, slots, ema, rule = self
-        if parts:
-            np.concatenate(gradients, axis=None, out=g)
-        else:
-            g = gradients[0].reshape(-1)
+        _, optimizer, weights, parts, starts, _, w, slots, ema, rule, pending, _ = self
+        g = self._gather(gradients, take) if parts else gradients[0].reshape(-1)
+        if pending is not None:
+            pending[:] = 0
         if compiled:
             g = np.require(g, requirements=("A", "W"))
         if guard and not (finite(g) if compiled else finite.twin(g)):
             return bisect.bisect(starts, int(np.argmin(np.isfinite(g)))) - 1
-        if limit != math.inf:
-            g = np.clip(g, -limit, limit)
+        if take.limit != math.inf:
+            g = np.clip(g, -take.limit, take.limit)
         if parts:
             np.concatenate(weights, out=w)
         if compiled:
@@ -100,6 +150,45 @@ class Together(NamedTuple):
         return None
 
 
+@final
+class Squares:
+    """Sums of squares of small arrays, with the bits of `blocks.sum_squares` of each.
+
+    Each array is written to rows of a matrix, and all are added up as that does it: rows of one
+    array, then lanes in pairs. Zeros between arrays, and lanes that none reaches, change no sum.
+
+    Args:
+      parts: The arrays, flat, of one block at most.
+    """
+
+    def __init__(self, parts: Sequence[Array]):
+        """Take memory."""
+        most = max(part.size for part in parts)
+        self._parts, self._width = parts, min(LANES, 1 << max(0, most - 1).bit_length())
+        counts = [max(1, -(-part.size // self._width)) for part in parts]
+        starts = [0, *itertools.accumulate(counts)]
+        self._rows = np.zeros((starts[-1], self._width))
+        flat, begins = self._rows.reshape(-1), [first * self._width for first in starts[:-1]]
+        self._rooms = [flat[at : at + x.size] for at, x in zip(begins, parts, strict=True)]
+        # Of the arrays with more rows than 0, than 1 and so on, the first row.
+        pairs = list(zip(starts, counts, strict=False))
+        self._heads = [np.array([s for s, n in pairs if n > k]) for k in range(max(counts))]
+
+    def now(self) -> list[float]:
+        """Return the sum of each array as it is now."""
+        for room, part in zip(self._rooms, self._parts, strict=True):
+            room[:] = part
+        lanes, half = self._rows * self._rows, self._width // 2
+        for k, heads in enumerate(self._heads[1:], 1):
+            lanes[heads] += lanes[heads + k]
+        lanes = lanes[self._heads[0]]
+        while half:
+            lanes[:, :half] += lanes[:, half : 2 * half]
+            half //= 2
+        found: list[float] = lanes[:, 0].tolist()
+        return found
+
+
 def together(targets: Iterable[Any]) -> list[Together]:
     """Return which of these variables are updated as one, and let their slots lie side by side.
 
@@ -109,7 +198,7 @@ def together(targets: Iterable[Any]) -> list[Together]:
     groups: dict[Any, list[Any]] = {}
     for target in targets:
         w, optimizer = target.w, target.optimizer
-        if target.shared or target.pending is not None or target.rule.measure is not None:
+        if target.shared or target.rule.measure is not None:
             continue
         if w.nbytes <= _SMALL:
             groups.setdefault((id(optimizer), w.dtype), []).append(target)
@@ -142,9 +231,11 @@ def _side_by_side(targets: list[Any]) -> Together:
         for name, part in mine.items():
             move_to(target.slots[name], part)
         parts = tuple(mine[name] for name in names)
-        found.append(target._replace(mine=parts, ema=mine.get("ema")))
+        ema, pending = mine.get("ema"), mine.get("pending")
+        found.append(target._replace(mine=parts, ema=ema, pending=pending))
     g, w = (np.empty(starts[-1], dtype) for _ in range(2))
-    slots = tuple(memory[name] for name in names)
     ws, rooms = [target.w for target in found], np.split(w, starts[1:-1])
-    more = (g, w, slots, memory.get("ema"), targets[0].rule)
-    return Together(found, targets[0].optimizer, ws, rooms, starts, *more)
+    optimizer, slots = targets[0].optimizer, tuple(memory[name] for name in names)
+    sums = Squares(np.split(g, starts[1:-1])) if optimizer.looks else None
+    more = (memory.get("ema"), targets[0].rule, memory.get("pending"), sums)
+    return Together(found, optimizer, ws, rooms, starts, g, w, slots, *more)

@@ -7,7 +7,7 @@ they tell each other sums of squares, and wait for one another at the end.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, final
 
 import numpy as np
@@ -19,14 +19,14 @@ from mpistrat.kernels.threads import Team
 from mpistrat.optim import passes
 from mpistrat.optim.clipping import ClipByGlobalNorm, norm_of
 from mpistrat.optim.passes import BLOCK, Gradient, blocks
-from mpistrat.optim.progress import Progress
 from mpistrat.optim.rows import Rows, update_rows
 from mpistrat.optim.state import Target
 
 if TYPE_CHECKING:
     from mpistrat.optim.base import OptimizerSettings
+    from mpistrat.optim.together import Take, Together
 
-__all__ = ["NOBODY", "THREADS", "Fetch", "Update", "Work", "meet"]
+__all__ = ["NOBODY", "THREADS", "Fetch", "Group", "Update", "Work", "meet"]
 
 _PART = 1 << 19  # elements that are worth a thread
 THREADS = 2 * _PART  # elements that are worth more than one
@@ -49,6 +49,10 @@ class Work(NamedTuple):
 
     target: Target
     gradient: Gradient
+
+
+# Small variables that are updated as one, the number of each, and their gradients.
+Group: TypeAlias = "tuple[Together, Sequence[int], Sequence[Array]]"
 
 
 def meet(node: Comm | None, first: int, guard: bool) -> int | None:
@@ -74,11 +78,14 @@ class Update:
 
     Args:
       optimizer: The optimizer.
-      progress: Its counters before the call.
+      step: How many updates were made before.
       scalars: The numbers of this step, without norms, by the identity of optimizers.
       compiled: Whether so many elements are worth a compiler.
-      works: What is updated.
-      rows: Variables of which some rows are.
+      works: What is updated by itself, by the number of its gradient.
+      groups: What is updated as one.
+      take: What is done to the gradients of these.
+      rows: Variables of which some rows are updated; their numbers follow.
+      count: How many gradients of all elements there are.
       node: The ranks that divide the update: of the node, or all if each has a slice of its own.
         None if nobody reads what another one writes.
       team: The threads of this rank; None for this one alone.
@@ -89,30 +96,34 @@ class Update:
     def __init__(
         self,
         optimizer: OptimizerSettings,
-        progress: Progress,
+        step: int,
         scalars: dict[int, tuple[float, ...]],
         compiled: bool,
-        works: Sequence[Work],
+        works: dict[int, Work],
+        groups: Sequence[Group],
+        take: Take,
         rows: Sequence[Rows],
+        count: int,
         node: Comm | None,
         team: Team | None,
         far: Sequence[int] = (),
         fetch: Fetch | None = None,
     ):
         """Change nothing yet."""
-        self._optimizer, self._step = optimizer, progress.step
-        self._works, self._rows = list(works), list(rows)
+        self._optimizer, self._step = optimizer, step
+        self._works, self._groups, self._take = works, groups, take
+        self._rows, self._count = list(rows), count
         self._node, self._team = node, team
         self._far, self._fetch = set(far), fetch
         self._guard = optimizer.nonfinite == "raise"
         self._scalars, self._compiled = scalars, compiled
-        self._at, self._width, self._common = [0] * len(works), 0, 0
+        self._at, self._width, self._common = dict.fromkeys(works, 0), 0, 0
 
     def _sums(self, rows: int) -> Array:
         """Return room for sums of squares of each block of all works, and note where each lies."""
         # Shared variables come first, so that what the node adds up is one run.
         self._width = self._common = 0
-        for i in sorted(range(len(self._works)), key=lambda i: not self._works[i].target.shared):
+        for i in sorted(self._works, key=lambda i: not self._works[i].target.shared):
             target = self._works[i].target
             self._at[i] = self._width
             self._width += blocks(target.variable.size)
@@ -121,14 +132,17 @@ class Update:
 
     def accumulate(self) -> None:
         """Add the gradients to the slots that wait for the update, and end the call."""
-        self._pass(range(len(self._works)), lambda i, g, *_: passes.accumulate(g, self._compiled))
+        self._pass(self._works, lambda i, g, *_: passes.accumulate(g, self._compiled))
+        for group, _, gradients in self._groups:
+            group.accumulate(gradients, self._take)
         self.close()
 
     def forget(self) -> None:
         """Put zeros into the slots that wait for an update that is left out, and end the call."""
-        for work in self._works:
-            if work.target.pending is not None:
-                work.target.pending[:] = 0
+        waiting = [target.pending for target, _ in self._works.values()]
+        for pending in [*waiting, *[group.pending for group, *_ in self._groups]]:
+            if pending is not None:
+                pending[:] = 0
         self.close()
 
     def close(self) -> None:
@@ -144,6 +158,8 @@ class Update:
         sums = self._sums(1)
         self._measure_norms(sums[0])
         found = self._exchange(sums)[0].tolist()
+        for group, _, gradients in self._groups:
+            found += group.squares(gradients, self._take)
         for one in self._rows:
             flat = one.values.reshape(1, -1)
             more = np.zeros(blocks(flat.size))
@@ -158,19 +174,20 @@ class Update:
 
     def _measure_norms(self, sums: Array) -> None:
         # No other rank reads this rank's columns of what is shared.
-        keep = [t.shared and len(g.rows) >= _KEEP for t, g in self._works]
+        keep = {i: t.shared and len(g.rows) >= _KEEP for i, (t, g) in self._works.items()}
 
         def measure(i: int, g: Gradient, low: int, high: int) -> None:
             into = self._place(sums, i)[low // BLOCK : low // BLOCK + blocks(high - low)]
             passes.measure_norm(g, high - low, into, keep[i], self._compiled)
 
-        self._pass(range(len(self._works)), measure)
-        for i, (target, gradient) in enumerate(self._works):
+        self._pass(self._works, measure)
+        for i, (target, gradient) in self._works.items():
             if keep[i]:
                 self._works[i] = Work(target, gradient.kept())
 
     def _scale(self, factor: float) -> None:
-        for i, (target, gradient) in enumerate(self._works):
+        self._take = self._take._replace(factor=self._take.factor * factor)
+        for i, (target, gradient) in self._works.items():
             self._works[i] = Work(target, gradient._replace(scale=gradient.scale * factor))
         self._rows = [
             one._replace(values=one.values * one.values.dtype.type(factor)) for one in self._rows
@@ -182,8 +199,7 @@ class Update:
         Collective over the ranks that divide the update.
 
         Returns:
-          None; or which of the works has a gradient that is not finite, the first of them, alike on
-          all ranks. Works come first, rows after them.
+          None; or the number of the first gradient that is not finite, alike on all ranks.
         """
         first = self._first_bad_rows() if self._guard and self._rows else NOBODY
         norms = self._measured()
@@ -193,9 +209,13 @@ class Update:
         if first != NOBODY:  # known to all, before a weight has changed
             self.close()
             return first
-        for i in self._updated({i: self._scalars_of(i, norms) for i in range(len(self._works))}):
+        for i in self._updated({i: self._scalars_of(i, norms) for i in self._works}):
             first = min(first, i)
-        for target, _ in self._works:
+        for group, places, gradients in self._groups:
+            how = (self._scalars[id(group.optimizer)], self._guard, self._compiled)
+            odd = group.update(gradients, self._take, *how)
+            first = first if odd is None else min(first, places[odd])
+        for target, _ in self._works.values():
             if target.slices is not None and target.twins is not None:
                 target.slices.fill_part(target.w.copy(), target.twins)
         for one in self._rows:
@@ -205,12 +225,12 @@ class Update:
     def _first_bad_rows(self) -> int:
         bad = (i for i, one in enumerate(self._rows) if not np.isfinite(one.values).all())
         found = next(bad, None)
-        return NOBODY if found is None else len(self._works) + found
+        return NOBODY if found is None else self._count + found
 
     def _measured(self) -> dict[int, tuple[float, float]]:
         """Return the norms of weights and directions, for rules that want them."""
         norms: dict[int, tuple[float, float]] = {}
-        measured = [i for i, w in enumerate(self._works) if w.target.rule.measure]
+        measured = [i for i, w in self._works.items() if w.target.rule.measure]
         if not measured:
             return norms
         sums = self._sums(2)
@@ -256,7 +276,7 @@ class Update:
         self._pass(list(scalars), update)
         return bad
 
-    def _pass(self, which: Sequence[int], do: Callable[[int, Gradient, int, int], None]) -> None:
+    def _pass(self, which: Iterable[int], do: Callable[[int, Gradient, int, int], None]) -> None:
         """Call `do` with gradients part by part, and where these begin and end in the slots.
 
         Those that are far are fetched the first time, some at a time: `do` finds them in cache.

@@ -90,6 +90,7 @@ class TestEvery:
             ({"clip": 1.0}, TypeError, "ClipByGlobalNorm"),
             ({"nonfinite": "stop"}, ValueError, "'raise', 'skip'"),
             ({"loss_scale": optim.LossScale()}, ValueError, "nonfinite='skip'"),
+            ({"loss_scale": 8.0, "nonfinite": "skip"}, TypeError, "wanted is LossScale"),
             ({"groups": ["*bias*"]}, TypeError, "is not a Group"),
             ({"groups": [optim.Group("*", decay=0.0)]}, ValueError, "decay; a group of .* may"),
             ({"groups": [optim.Group("*", ema=0.5)]}, ValueError, "changes ema"),

@@ -8,7 +8,8 @@ import pytest
 import mpistrat as ms
 from mpistrat import optim
 from mpistrat.kernels import jit
-from mpistrat.optim import passes
+from mpistrat.optim import blocks, passes, state
+from mpistrat.optim.together import Squares
 from mpistrat.testing import run_ranks
 
 SIZES = (1, 2, 3)
@@ -22,6 +23,8 @@ MORE = {
     "plain": {},
     "ema and clipped": {"ema": 0.5, "clip": optim.ClipByValue(0.3)},
     "norm": {"clip": optim.ClipByGlobalNorm(0.3)},
+    "accumulated": {"accumulate": 2},
+    "scaled": {"nonfinite": "skip", "loss_scale": optim.LossScale(start=7.0), "accumulate": 2},
     "groups": {"groups": (optim.Group("v[01]", learning_rate=0.01),)},
 }
 
@@ -72,7 +75,12 @@ def _own(more, variable):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(
     ("name", "more"),
-    [("momentum", "plain"), ("adam", "ema and clipped"), ("lion", "plain"), ("momentum", "groups")],
+    [
+        ("momentum", "plain"),
+        ("adam", "ema and clipped"),
+        ("lion", "plain"),
+        ("momentum", "groups"),
+    ],
 )
 def test_each_becomes_what_it_does_alone(name, more, size, way):
     def rank(comm):
@@ -84,6 +92,34 @@ def test_each_becomes_what_it_does_alone(name, more, size, way):
         assert count >= 2 * 2 * len(SHAPES)
 
 
+@pytest.mark.parametrize("more", ("norm", "accumulated", "scaled"))
+@pytest.mark.parametrize("way", ("arrays", "buffers"))
+@pytest.mark.parametrize("size", SIZES)
+def test_several_as_one_have_the_bits_of_loops_over_each(size, way, more, monkeypatch):
+    def rank(comm):
+        return trained(OPTIMIZERS["adam"], MORE[more], True, way=way)
+
+    together = run_ranks(rank, size)
+    monkeypatch.setattr(state, "together", lambda targets: [])
+    assert run_ranks(rank, size) == together
+
+
+@pytest.mark.parametrize("dtype", ("f4", "f8"))
+@pytest.mark.parametrize(
+    "sizes", [(1,), (0, 30, 1), (7, 512, 64), (513, 4096, 2, 1025), (0,), (300, 3)]
+)
+def test_sums_of_squares_have_the_bits_of_loops(sizes, dtype):
+    rng, lanes = np.random.default_rng(len(sizes)), np.empty(blocks.LANES)
+    parts = [rng.standard_normal(size).astype(dtype) for size in sizes]
+    sums = Squares(parts)
+    for _ in range(2):
+        assert sums.now() == [blocks.sum_squares.twin(part, lanes) for part in parts]
+        for part in parts:
+            part *= 3
+    parts[-1][-1:] = np.nan
+    assert np.isnan(sums.now()[-1]) == bool(sizes[-1])
+
+
 def test_compiled_loops_have_the_bits_of_numpy(monkeypatch):
     if not jit.compiling():
         pytest.skip("Numba is not wanted here")
@@ -92,7 +128,7 @@ def test_compiled_loops_have_the_bits_of_numpy(monkeypatch):
     assert trained(OPTIMIZERS["adam"], {}, True) == twins
 
 
-@pytest.mark.parametrize("more", MORE)
+@pytest.mark.parametrize("more", [more for more in MORE if more != "scaled"])
 @pytest.mark.parametrize("size", SIZES)
 def test_a_gradient_that_is_not_finite_is_named_and_weights_stay_finite(more, size):
     def rank(comm):
