@@ -65,7 +65,7 @@ class Direct(Path):
         self._lockstep, self._session, self._ride = lockstep, lockstep.session, lockstep.ride
         self._text, self._digest = call.said(reducer.said)
         self._even = call.same or not call.mean
-        self._rides = lockstep.frames and not reducer.watches
+        self._rides = lockstep.fits(8 * call.weights) and not reducer.watches
         self._arena, self._received = node.arena, lockstep.received
         self._divisor = reducer.comm.size if call.mean else 0
         self._header, self._same = call.header(ONES * call.weights), Scales()

@@ -173,3 +173,17 @@ def test_trees_layouts_and_plain_values():
 
     want = np.concatenate([np.arange(12.0).reshape(4, 3)[:0], np.arange(12.0).reshape(4, 3)[2:4]])
     assert run_ranks(rank, 2) == [(want.sum(axis=0).tolist(), 18.0, 4.0)] * 2
+
+
+@pytest.mark.parametrize("count", (29, 30, 100))
+@pytest.mark.parametrize("n", (2, 3))
+def test_trees_of_more_leaves_than_weights_ride_in_a_handshake(n, count):
+    """Each leaf of a `PerReplica` has a weight of its own, and a handshake has room for 29."""
+
+    def rank(comm):
+        strategy = ms.MirroredStrategy()
+        one = strategy.run(lambda: [np.full(30, comm.rank + i, "f4") for i in range(count)])
+        found = [strategy.reduce("mean", one, axis=None) for _ in range(3)]  # remembered, too
+        return [[float(leaf[-1]) for leaf in total] for total in found]
+
+    assert run_ranks(rank, n) == [[[(n - 1) / 2 + i for i in range(count)]] * 3] * n
