@@ -232,6 +232,7 @@ def test_operations_by_aggregation():
         (lambda: tf.cond, "Python's own"),
         (lambda: tf.config.get_logical_device_configuration, "mpistrat run"),
         (lambda: tf.cumsum, r"numpy\.cumsum"),
+        (lambda: tf.linalg.svd, r"numpy\.linalg"),
         (lambda: tf.math.cumsum, r"numpy\.cumsum"),
         (lambda: tf.nonsense, "coming-from"),
         (lambda: tf.distribute.nonsense, r"docs/parity"),

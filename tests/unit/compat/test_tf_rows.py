@@ -92,6 +92,8 @@ SLICES = ms.IndexedSlices(X, [4, 1], (5, 3))
         (tf.reverse(X, axis=[0, -1]), X[::-1, ::-1]),
         (tf.ensure_shape(X, [None, 3]), X),
         (tf.norm(X), np.float32(NORM)),
+        (tf.linalg.global_norm([X, None, X]), np.float32(NORM * np.sqrt(2))),
+        (tf.linalg.matmul(X, X, transpose_b=True), X @ X.T),
         (tf.norm(X, axis=1), np.sqrt((X * X).sum(1))),
         (tf.norm(X, axis=[1]), np.sqrt((X * X).sum(1))),
         (tf.norm(X, 1, axis=0), np.abs(X).sum(0)),
@@ -429,6 +431,8 @@ def test_what_map_returns_becomes_tensors():
     assert type(batch) is tuple and batch[1].tolist() == [1, 2, 3]
     with pytest.raises(TypeError, match="must get a function"):
         rows.map(3)
+    with pytest.raises(ms.DataError, match="<lambda>, returned None: look for a missing return"):
+        list(rows.map(lambda x: None).batch(2))
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
