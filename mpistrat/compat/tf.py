@@ -49,18 +49,8 @@ from mpistrat.feed.iterators import Optional
 __all__ = ["Assert", "IndexedSlices", "Tensor", "TensorSpec", "Variable", "VariableAggregation"]
 __all__ += ["VariableSynchronization", "as_dtype", "bool", "compat", "config", "data", "debugging"]
 __all__ += ["distribute", "dtypes", "errors", "experimental", "function", "get_replica_context"]
-__all__ += [
-    "is_tensor",
-    "linalg",
-    "math",
-    "nest",
-    "nn",
-    "random",
-    "tpu",
-    "train",
-    "types",
-    "version",
-]
+__all__ += ["is_tensor", "linalg", "math", "nest", "nn", "random", "tpu", "train", "types"]
+__all__ += ["version"]
 
 __version__ = "2.21.0"  # of the TensorFlow whose names these are; programs compare it
 bool = np.bool_
