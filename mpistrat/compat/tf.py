@@ -49,7 +49,8 @@ from mpistrat.feed.iterators import Optional
 __all__ = ["Assert", "IndexedSlices", "Tensor", "TensorSpec", "Variable", "VariableAggregation"]
 __all__ += ["VariableSynchronization", "as_dtype", "bool", "compat", "config", "data", "debugging"]
 __all__ += ["distribute", "dtypes", "errors", "experimental", "function", "get_replica_context"]
-__all__ += ["is_tensor", "math", "nest", "nn", "random", "tpu", "train", "types", "version"]
+__all__ += ["is_tensor", "linalg", "math", "nest", "nn", "random", "tpu", "train", "types"]
+__all__ += ["version"]
 
 __version__ = "2.21.0"  # of the TensorFlow whose names these are; programs compare it
 bool = np.bool_
@@ -115,6 +116,11 @@ dtypes = _Names(
     **{name: getattr(np, name) for name in _TABLE[np].split()},
 )
 compat = _Names("tf.compat", v1=v1)
+linalg = _Names(
+    "tf.linalg",
+    global_norm=tf_reductions.global_norm,
+    **{name: globals()[name] for name in ("eye", "matmul", "norm")},
+)
 version = _Names("tf.version", VERSION=__version__)
 experimental = _Names("tf.experimental", Optional=Optional)
 types = _Names(

@@ -8,19 +8,19 @@ from typing import Any
 import numpy as np
 
 from mpistrat.arrays import as_dtype
-from mpistrat.compat.tf_tensors import NARROW, constant, convert_to_tensor, converted, together
+from mpistrat.compat.tf_tensors import constant, convert_to_tensor, converted, together
 
 __all__ = ["axes"]
 
 
-def identity(value: Any) -> Any:
-    """Return a copy of `value`, as `constant` makes it."""
-    return constant(value)
+def identity(input: Any) -> Any:
+    """Return a copy of `input`, as `constant` makes it."""
+    return constant(input)
 
 
-def cast(value: Any, dtype: Any) -> Any:
-    """Return `value` as an array of `dtype`."""
-    return np.asarray(value).astype(as_dtype(dtype, "cast"))
+def cast(x: Any, dtype: Any) -> Any:
+    """Return `x` as an array of `dtype`."""
+    return np.asarray(x).astype(as_dtype(dtype, "cast"))
 
 
 def zeros(shape: Any, dtype: Any = np.float32) -> Any:
@@ -33,15 +33,15 @@ def ones(shape: Any, dtype: Any = np.float32) -> Any:
     return np.ones(shape, as_dtype(dtype, "ones"))
 
 
-def zeros_like(value: Any, dtype: Any = None) -> Any:
-    """Return an array of zeros of the shape of `value`, and of its dtype if `dtype` is None."""
-    tensor = convert_to_tensor(value)
+def zeros_like(input: Any, dtype: Any = None) -> Any:
+    """Return an array of zeros of the shape of `input`, and of its dtype if `dtype` is None."""
+    tensor = convert_to_tensor(input)
     return np.zeros_like(tensor, as_dtype(dtype or tensor.dtype, "zeros_like"))
 
 
-def ones_like(value: Any, dtype: Any = None) -> Any:
-    """Return an array of ones of the shape of `value`, and of its dtype if `dtype` is None."""
-    tensor = convert_to_tensor(value)
+def ones_like(input: Any, dtype: Any = None) -> Any:
+    """Return an array of ones of the shape of `input`, and of its dtype if `dtype` is None."""
+    tensor = convert_to_tensor(input)
     return np.ones_like(tensor, as_dtype(dtype or tensor.dtype, "ones_like"))
 
 
@@ -55,11 +55,24 @@ def fill(dims: Any, value: Any) -> Any:
     return np.full(tuple(dims), constant(value))
 
 
-def range(*args: Any, dtype: Any = None) -> Any:
-    """Return evenly spaced numbers, int32 or float32 unless `dtype` says otherwise."""
-    array = np.arange(*args)
-    wanted = as_dtype(dtype or NARROW[array.dtype.kind], "range")
-    return converted(array, wanted, typed=True)
+def range(start: Any, limit: Any = None, delta: Any = 1, dtype: Any = None) -> Any:
+    """Return evenly spaced numbers, of the dtype of the widest argument unless `dtype` is given.
+
+    Args:
+      start: The first; if `limit` is None, that is `start`, and the first is 0.
+      limit: Where they end, excluded.
+      delta: The distance between two.
+      dtype: Their dtype.
+
+    Example:
+      >>> range(3).tolist(), range(1.0, 2.0, delta=0.5).tolist()
+      ([0, 1, 2], [1.0, 1.5])
+    """
+    given = [constant(one) for one in ((0, start) if limit is None else (start, limit))]
+    given.append(constant(delta))
+    kinds = [one.dtype for one in given if one.dtype.kind == "f"] or [one.dtype for one in given]
+    wanted = as_dtype(dtype or np.result_type(*kinds), "range")
+    return converted(np.arange(*(one[()] for one in given)), wanted, typed=True)
 
 
 def reshape(tensor: Any, shape: Sequence[int]) -> Any:
@@ -77,9 +90,10 @@ def concat(values: Sequence[Any], axis: int) -> Any:
     return np.concatenate(together(values), axis)
 
 
-def transpose(a: Any, perm: Any = None) -> Any:
-    """Return `a` with its axes in the order `perm`, or in reverse order if that is None."""
-    return np.transpose(convert_to_tensor(a), perm)
+def transpose(a: Any, perm: Any = None, conjugate: bool = False) -> Any:
+    """Return `a`, or its conjugate, with its axes in the order `perm`, or in reverse order."""
+    turned = np.transpose(convert_to_tensor(a), perm)
+    return np.conj(turned) if conjugate else turned
 
 
 def shape(input: Any, out_type: Any = np.int32) -> Any:
@@ -121,14 +135,36 @@ def where(condition: Any, x: Any = None, y: Any = None) -> Any:
     return np.where(condition, *together([x, y]))
 
 
-def one_hot(indices: Any, depth: int, dtype: Any = np.float32) -> Any:
-    """Return rows of `depth` elements of `dtype`: 1 at each of `indices`, else 0.
+def one_hot(
+    indices: Any,
+    depth: int,
+    on_value: Any = None,
+    off_value: Any = None,
+    axis: int | None = None,
+    dtype: Any = None,
+) -> Any:
+    """Return `depth` elements for each of `indices`: one value at that index, another elsewhere.
+
+    Args:
+      indices: Integers.
+      depth: How many.
+      on_value: The value at the index; 1 if None.
+      off_value: The other value; 0 if None.
+      axis: Where the new axis is; the last if None.
+      dtype: Dtype of the result; that of the values if None, or float32.
 
     Example:
       >>> one_hot([1, 0], 2).tolist()
       [[0.0, 1.0], [1.0, 0.0]]
+      >>> one_hot([1, 0], 2, on_value=5, off_value=-1).tolist()
+      [[-1, 5], [5, -1]]
     """
-    return (np.asarray(indices)[..., None] == np.arange(depth)).astype(as_dtype(dtype, "one_hot"))
+    values = [1 if on_value is None else on_value, 0 if off_value is None else off_value]
+    if on_value is None and off_value is None:
+        dtype = dtype or np.float32
+    on, off = together(values) if dtype is None else [constant(one, dtype) for one in values]
+    found = np.where(np.asarray(indices)[..., None] == np.arange(depth), on, off)
+    return found if axis is None else np.moveaxis(found, -1, axis)
 
 
 def axes(axis: Any) -> Any:
@@ -136,7 +172,14 @@ def axes(axis: Any) -> Any:
     return tuple(axis) if isinstance(axis, list) else axis
 
 
-def matmul(a: Any, b: Any, transpose_a: bool = False, transpose_b: bool = False) -> Any:
+def matmul(
+    a: Any,
+    b: Any,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    adjoint_a: bool = False,
+    adjoint_b: bool = False,
+) -> Any:
     """Return the product of the matrices `a` and `b`, or of stacks of them.
 
     Args:
@@ -144,23 +187,38 @@ def matmul(a: Any, b: Any, transpose_a: bool = False, transpose_b: bool = False)
       b: Matrix, [..., k, m].
       transpose_a: Swap the last two axes of `a` first.
       transpose_b: Swap those of `b`.
+      adjoint_a: Swap those of `a`, and conjugate it.
+      adjoint_b: Swap those of `b`, and conjugate it.
+
+    Raises:
+      ValueError: A matrix is to be both transposed and its adjoint.
 
     Example:
       >>> matmul([[1], [2]], [[3], [4]], transpose_a=True).tolist()
       [[11]]
     """
+    if (transpose_a and adjoint_a) or (transpose_b and adjoint_b):
+        raise ValueError("matmul: give transpose_a or adjoint_a, and transpose_b or adjoint_b.")
     left, right = together([a, b])
-    left = np.swapaxes(left, -1, -2) if transpose_a else left
-    right = np.swapaxes(right, -1, -2) if transpose_b else right
+    left, right = np.conj(left) if adjoint_a else left, np.conj(right) if adjoint_b else right
+    left = np.swapaxes(left, -1, -2) if transpose_a or adjoint_a else left
+    right = np.swapaxes(right, -1, -2) if transpose_b or adjoint_b else right
     return left @ right
 
 
-def gather(params: Any, indices: Any, axis: int | None = None, batch_dims: int = 0) -> Any:
+def gather(
+    params: Any,
+    indices: Any,
+    validate_indices: Any = None,
+    axis: int | None = None,
+    batch_dims: int = 0,
+) -> Any:
     """Return the slices of `params` at `indices`. Never communicates.
 
     Args:
       params: Array.
       indices: Integers of any shape, from 0.
+      validate_indices: No effect; they are always checked.
       axis: The axis that they index; the one after the batch axes if None.
       batch_dims: How many leading axes `params` and `indices` have in common.
 
@@ -178,7 +236,7 @@ def gather(params: Any, indices: Any, axis: int | None = None, batch_dims: int =
     axis = batch_dims if axis is None else axis + (tensor.ndim if axis < 0 else 0)
     if batch_dims:
         pairs = zip(tensor, places, strict=True)
-        return np.stack([gather(one, at, axis - 1, batch_dims - 1) for one, at in pairs])
+        return np.stack([gather(one, at, None, axis - 1, batch_dims - 1) for one, at in pairs])
     if places.dtype.kind not in "iu":
         raise TypeError(f"gather: indices must be integers, got {places.dtype}.")
     bad = places[(places < 0) | (places >= tensor.shape[axis])]
@@ -283,19 +341,25 @@ def constant_initializer(value: Any = 0) -> Callable[..., Any]:
     return lambda shape, dtype=None: constant(value, dtype, shape)
 
 
-def eye(num_rows: int, num_columns: int | None = None, dtype: Any = np.float32) -> Any:
-    """Return a matrix of `num_rows` and `num_columns`, ones on the diagonal, of `dtype`."""
-    return np.eye(num_rows, num_columns, dtype=as_dtype(dtype, "eye"))
+def eye(
+    num_rows: int, num_columns: int | None = None, batch_shape: Any = None, dtype: Any = np.float32
+) -> Any:
+    """Return a matrix of `num_rows` and `num_columns`, ones on the diagonal, of `dtype`.
+
+    With a `batch_shape`, an array of this shape whose elements are such matrices.
+    """
+    matrix = np.eye(num_rows, num_columns, dtype=as_dtype(dtype, "eye"))
+    return matrix if batch_shape is None else np.tile(matrix, (*batch_shape, 1, 1))
 
 
-def linspace(start: Any, stop: Any, num: int) -> Any:
-    """Return `num` evenly spaced numbers from `start` to `stop`, both included.
+def linspace(start: Any, stop: Any, num: int, *, axis: int = 0) -> Any:
+    """Return `num` evenly spaced numbers from `start` to `stop`, both included, along `axis`.
 
     Between integers they are float64.
     """
     first, last = together([start, stop])
     dtype = np.result_type(first, last)
-    return np.linspace(first, last, num, dtype=None if dtype.kind in "iu" else dtype)
+    return np.linspace(first, last, num, dtype=None if dtype.kind in "iu" else dtype, axis=axis)
 
 
 def tile(input: Any, multiples: Any) -> Any:
@@ -313,7 +377,7 @@ def broadcast_to(input: Any, shape: Any) -> Any:
     return np.broadcast_to(convert_to_tensor(input), tuple(shape)).copy()
 
 
-def split(value: Any, num_or_size_splits: Any, axis: int = 0) -> list[Any]:
+def split(value: Any, num_or_size_splits: Any, axis: int = 0, num: int | None = None) -> list[Any]:
     """Return the parts of `value` along `axis`.
 
     Args:
@@ -321,6 +385,7 @@ def split(value: Any, num_or_size_splits: Any, axis: int = 0) -> list[Any]:
       num_or_size_splits: How many parts of equal size, or the size of each; one may be -1, for
         what is left.
       axis: The axis.
+      num: No effect.
 
     Raises:
       ValueError: The axis cannot be divided so.

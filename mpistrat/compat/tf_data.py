@@ -350,6 +350,8 @@ def _returning_tensors(fn: Any) -> Any:
     @functools.wraps(fn)
     def call(*element: Any) -> Any:
         made = fn(*element)
+        if made is None:  # which `map` refuses
+            return None
         return _stacked(tuple(made) if type(made) is list else made, _tensor)
 
     return call

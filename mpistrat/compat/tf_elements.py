@@ -32,7 +32,8 @@ def zipped(kind: type[Dataset], tree: Any) -> Dataset:
     if len({each.batched for each in datasets}) > 1:
         raise DataError(
             "Dataset.zip and enumerate: some give batches and others examples, which cannot be "
-            "divided between replicas together. Call them before batch."
+            "divided between replicas together. Call them before batch; to number batches, write "
+            "Python's own enumerate(dataset)."
         )
     if datasets[0].batched:
         streams = [_stream(each, "zip") for each in datasets]
@@ -63,7 +64,7 @@ def concatenated(first: Dataset, second: Any) -> Dataset:
 
 def flat_mapped(dataset: Dataset, fn: Callable[..., Any]) -> Dataset:
     """Return the elements of all datasets that `fn` makes of the elements of one."""
-    made = [_of(fn, element) for element in _stream(dataset, "flat_map")()]
+    made = [_of(fn, element) for element in _stream(_counted(dataset, "flat_map"), "flat_map")()]
     if not made or not all(isinstance(each, Dataset) for each in made):
         raise TypeError("Dataset.flat_map wants elements, and a function that returns datasets.")
     if made[0].batched:
@@ -85,7 +86,7 @@ def chosen(dataset: Dataset, predicate: Callable[..., Any], what: str) -> Datase
 def unbatched(dataset: Dataset) -> Dataset:
     """Return the rows of all elements."""
     if dataset.batched:
-        return _joined(type(dataset), [*_stream(dataset, "unbatch")()])
+        return _joined(type(dataset), [*_stream(_counted(dataset, "unbatch"), "unbatch")()])
     rows = rows_of(dataset, "unbatch")
     return type(dataset)(nest.map(lambda array: array.reshape(-1, *array.shape[2:]), rows))
 
@@ -151,6 +152,10 @@ def count_of(dataset: Dataset, what: str) -> int:
 def _counted(dataset: Dataset, what: str) -> Dataset:
     if dataset.cardinality() == Dataset.INFINITE:
         raise DataError(f"Dataset.{what} reads all elements, so call repeat() after it.")
+    return _ordered(dataset, what)
+
+
+def _ordered(dataset: Dataset, what: str) -> Dataset:
     if dataset.seeds_needed:
         raise RefusedError(
             f"Dataset.{what} after shuffle() without a seed is refused, as each rank would have an "
@@ -160,8 +165,11 @@ def _counted(dataset: Dataset, what: str) -> Dataset:
 
 
 def _stream(dataset: Dataset, what: str) -> Callable[[], Iterator[Any]]:
-    """Return what iterates over the elements, in the order of the first epoch."""
-    level = _counted(dataset, what)._level
+    """Return what iterates over the elements, in the order of the first epoch.
+
+    Batches may have no end, as they are read when they are asked for.
+    """
+    level = (_ordered if dataset.batched else _counted)(dataset, what)._level
     return lambda: level.elements((), (0,))
 
 

@@ -23,6 +23,16 @@ def _sigmoid(x: Any) -> Any:
     return np.where(x < 0, small, small.dtype.type(1)) / (1 + small)
 
 
+def _quotient(x: Any, y: Any, where: Any = True) -> Any:
+    """Return the quotient; of integers of 8 and 16 bits it is float32, of larger ones float64."""
+    dtype = np.result_type(x, y)
+    if dtype.kind in "biu":
+        dtype = np.dtype(np.float32 if dtype.itemsize <= 2 else np.float64)
+    shape = np.broadcast_shapes(np.shape(x), np.shape(y))
+    out = None if where is True else np.zeros(shape, dtype)
+    return np.divide(x, y, out=out, where=where, dtype=dtype)
+
+
 # Functions of one and of two tensors: those of NumPy with the same name, then the others.
 _ONE_ALIKE = (
     "abs ceil cos cosh exp expm1 floor log log1p logical_not negative reciprocal sign sin sinh "
@@ -33,20 +43,20 @@ _ONE: dict[str, Callable[..., Any]] = {
     "is_inf": np.isinf,
     "is_nan": np.isnan,
     "log_sigmoid": lambda x: -np.logaddexp(-x, x.dtype.type(0)),
-    "round": np.rint,
+    "round": np.round,
     "rsqrt": lambda x: 1 / np.sqrt(x),
     "sigmoid": _sigmoid,
-    "softplus": lambda x: np.logaddexp(x, x.dtype.type(0)),
 }
 _TWO_ALIKE = (
-    "add divide equal greater greater_equal less less_equal logical_and logical_or maximum minimum "
-    "mod multiply not_equal subtract"
+    "add equal greater greater_equal less less_equal logical_and logical_or maximum minimum mod "
+    "multiply not_equal subtract"
 )
 _TWO: dict[str, Callable[..., Any]] = {
+    "divide": _quotient,
     "floordiv": np.floor_divide,
     "pow": np.power,
     "squared_difference": lambda x, y: np.square(np.subtract(x, y)),
-    "truediv": np.true_divide,
+    "truediv": _quotient,
 }
 _REDUCTIONS = (
     "add_n reduce_all reduce_any reduce_logsumexp reduce_max reduce_mean reduce_min reduce_prod "
@@ -84,9 +94,14 @@ def divide_no_nan(x: Any, y: Any) -> Any:
       >>> divide_no_nan([1.0, 2.0], [0.0, 4.0]).tolist()
       [0.0, 0.5]
     """
-    above, below = np.broadcast_arrays(*together([x, y]))
-    dtype = np.result_type(above, below)
-    return np.divide(above, below, out=np.zeros(above.shape, dtype), where=below != 0)
+    above, below = together([x, y])
+    return _quotient(above, below, where=below != 0)
+
+
+def softplus(features: Any) -> Any:
+    """Return the logarithm of 1 and the exponential of each element of `features`."""
+    tensor = convert_to_tensor(features)
+    return np.logaddexp(tensor, tensor.dtype.type(0))
 
 
 def argmax(input: Any, axis: int | None = 0, output_type: Any = np.int64) -> Any:
@@ -130,7 +145,10 @@ _FOUND = {
     **{name: _two(name, getattr(np, name)) for name in _TWO_ALIKE.split()},
     **{name: _two(name, function) for name, function in _TWO.items()},
     **{name: getattr(_reductions, name) for name in _REDUCTIONS.split()},
-    **{f.__name__: named(f) for f in (argmax, argmin, divide_no_nan, log_softmax, softmax)},
+    **{
+        f.__name__: named(f)
+        for f in (argmax, argmin, divide_no_nan, log_softmax, softmax, softplus)
+    },
 }
 globals().update(_FOUND)
 __all__ = sorted(_FOUND)

@@ -1,11 +1,14 @@
 """``tf.nest`` as programs that import `mpistrat.compat.tf` see it.
 
-Containers are those of `mpistrat.nest`. A `PerReplica` is a leaf.
+Containers are those of `mpistrat.nest`, but leaves of an OrderedDict come in the order of its
+sorted keys too. A `PerReplica` is a leaf.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 from mpistrat import nest
@@ -34,7 +37,8 @@ def flatten(structure: Any) -> list[Any]:
       >>> flatten({"b": (2, 3), "a": 1})
       [1, 2, 3]
     """
-    return nest.flatten(structure)[0]
+    leaves, shape = nest.flatten(structure)
+    return [leaves[at] for at in _order(shape)]
 
 
 def pack_sequence_as(structure: Any, flat_sequence: Any) -> Any:
@@ -51,7 +55,21 @@ def pack_sequence_as(structure: Any, flat_sequence: Any) -> Any:
     flat = list(flat_sequence)
     if len(flat) != len(leaves):
         raise StructureError(f"pack_sequence_as: wanted {len(leaves)} leaves, got {len(flat)}.")
-    return nest.unflatten(shape, flat)
+    leaves = [leaf for _, leaf in sorted(zip(_order(shape), flat, strict=True), key=itemgetter(0))]
+    return nest.unflatten(shape, leaves)
+
+
+def _order(shape: nest.Structure, first: int = 0) -> list[int]:
+    """Return which leaf of `mpistrat.nest`, counted from `first`, comes next here."""
+    if shape.is_leaf():
+        return [first]
+    parts = []
+    for child in shape.children():
+        parts.append(_order(child, first))
+        first += child.num_leaves
+    if shape.type is OrderedDict:
+        parts = [part for _, part in sorted(zip(shape.entries(), parts, strict=True))]
+    return [at for part in parts for at in part]
 
 
 def assert_same_structure(nest1: Any, nest2: Any) -> None:

@@ -111,12 +111,17 @@ def named(fn: Callable[..., Any]) -> str:
 def _apply(fn: MapFn, element: Any) -> Any:
     try:
         # As in tf.data, which unpacks tuples but not named tuples.
-        return fn(*element) if type(element) is tuple else fn(element)
+        made = fn(*element) if type(element) is tuple else fn(element)
     except StopIteration as error:
         raise DataError(
             f"the function of map, {named(fn)}, raised StopIteration, which would look like the "
             "end of the data. Return an element, or raise another exception; take(count) ends data."
         ) from error
+    if made is None:
+        raise DataError(
+            f"the function of map, {named(fn)}, returned None: look for a missing return."
+        )
+    return made
 
 
 def columns_of(

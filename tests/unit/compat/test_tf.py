@@ -120,6 +120,9 @@ def test_trees():
     tree = {"b": (2, None), "a": [1]}
     assert tf.nest.flatten(tree) == [1, 2, None]
     assert tf.nest.pack_sequence_as(tree, "xyz") == {"b": ("y", "z"), "a": ["x"]}
+    ordered = collections.OrderedDict(z=1, a=collections.OrderedDict(q=2, b=(3, None)), m={})
+    assert tf.nest.flatten([ordered, 4]) == [3, None, 2, 1, 4]  # as TensorFlow 2.18 has it
+    assert tf.nest.pack_sequence_as([ordered, 4], [3, None, 2, 1, 4]) == [ordered, 4]
     assert tf.nest.map_structure(lambda a, b: a + b, [1, (2,)], [3, (4,)]) == [4, (6,)]
     assert [tf.nest.is_nested(x) for x in ((), {}, 1, None, np.ones(2))] == [True] * 2 + [False] * 3
     tf.nest.assert_same_structure([1, (2,)], ["a", ("b",)])

@@ -85,6 +85,13 @@ class TestBatches:
         assert listed(data.take_while(lambda x: x[0] < 2)) == [[0, 1]]
         assert listed(data.flat_map(lambda x: data.take(int(x[0] == 4)))) == [[0, 1]]
 
+    def test_they_may_have_no_end(self):
+        data, more = numbers(4).batch(2), numbers(2).repeat().batch(2)
+        assert [(a[0], b[0]) for a, b in Dataset.zip((data, more))] == [(0, 0), (2, 0)]
+        assert listed(data.repeat().filter(lambda x: x[0] == 2).take(2)) == [[2, 3]] * 2
+        assert listed(data.repeat().take_while(lambda x: x[0] == 0)) == [[0, 1]]
+        assert listed(data.concatenate(more).take(4)) == [[0, 1], [2, 3], [0, 1], [0, 1]]
+
 
 def test_replicas_share_them():
     def program(comm):
@@ -107,7 +114,9 @@ def test_replicas_share_them():
         (lambda d: d.concatenate(3), TypeError, "another dataset of examples"),
         (lambda d: d.concatenate(d.batch(2)), TypeError, "another dataset of examples"),
         (lambda d: d.concatenate(d.map(float)), TypeError, "dtypes are float32 and int64"),
-        (lambda d: d.batch(2).enumerate(), ms.DataError, "before batch"),
+        (lambda d: d.batch(2).enumerate(), ms.DataError, r"before batch.*own enumerate\(dataset\)"),
+        (lambda d: d.repeat().batch(2).unbatch(), ms.DataError, r"call repeat\(\) after"),
+        (lambda d: d.batch(2).repeat().flat_map(Dataset.range), ms.DataError, r"repeat\(\) after"),
         (lambda d: d.repeat().enumerate(), ms.DataError, "call repeat\\(\\) after"),
         (lambda d: d.flat_map(lambda x: x), TypeError, "returns datasets"),
         (lambda d: Dataset.zip(1, 2), TypeError, "from_tensor_slices"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
 import sys
 import types
@@ -54,6 +56,61 @@ X = np.array([[1.0, -2.0, 3.5], [0.25, 4.0, -1.0]], np.float32)
 def test_functions_give_what_numpy_gives_and_keep_the_dtype(ours, theirs):
     np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
     assert ours.dtype == theirs.dtype
+
+
+# What TensorFlow 2.18 has, without `name` and what shapes a graph.
+PARAMETERS = """
+add_n: inputs
+argmax argmin: input axis output_type
+boolean_mask: tensor mask axis
+broadcast_to: input shape
+cast: x dtype
+clip_by_global_norm: t_list clip_norm use_norm
+clip_by_norm: t clip_norm axes
+clip_by_value: t clip_value_min clip_value_max
+concat: values axis
+constant: value dtype shape
+ensure_shape: x shape
+expand_dims squeeze: input axis
+eye: num_rows num_columns batch_shape dtype
+fill: dims value
+gather: params indices validate_indices axis batch_dims
+gather_nd: params indices batch_dims
+identity rank: input
+linspace: start stop num axis
+math.divide_no_nan math.floordiv math.pow: x y
+math.softplus nn.relu: features
+matmul: a b transpose_a transpose_b adjoint_a adjoint_b
+nn.compute_average_loss: per_example_loss sample_weight global_batch_size
+nn.softmax nn.log_softmax: logits axis
+nn.softmax_cross_entropy_with_logits: labels logits axis
+norm: tensor ord axis keepdims
+one_hot: indices depth on_value off_value axis dtype
+ones zeros: shape dtype
+ones_like zeros_like: input dtype
+random.normal: shape mean stddev dtype seed
+random.uniform: shape minval maxval dtype seed
+range: start limit delta dtype
+reduce_all reduce_max reduce_mean reduce_sum math.reduce_std: input_tensor axis keepdims
+repeat: input repeats axis
+reshape: tensor shape
+reverse: tensor axis
+shape size: input out_type
+split: value num_or_size_splits axis num
+stack: values axis
+tile: input multiples
+transpose: a perm conjugate
+unstack: value num axis
+where: condition x y
+"""
+
+
+@every("line", PARAMETERS.strip().splitlines())
+def test_functions_take_the_arguments_of_tensorflow(line):
+    names, _, wanted = line.partition(": ")
+    for name in names.split():
+        ours = inspect.signature(functools.reduce(getattr, name.split("."), tf)).parameters
+        assert [word for word in ours if word != "name"] == wanted.split(), name
 
 
 def test_stacks_of_matrices_are_transposed_each():
@@ -175,6 +232,7 @@ def test_operations_by_aggregation():
         (lambda: tf.cond, "Python's own"),
         (lambda: tf.config.get_logical_device_configuration, "mpistrat run"),
         (lambda: tf.cumsum, r"numpy\.cumsum"),
+        (lambda: tf.linalg.svd, r"numpy\.linalg"),
         (lambda: tf.math.cumsum, r"numpy\.cumsum"),
         (lambda: tf.nonsense, "coming-from"),
         (lambda: tf.distribute.nonsense, r"docs/parity"),

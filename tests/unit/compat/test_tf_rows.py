@@ -92,6 +92,8 @@ SLICES = ms.IndexedSlices(X, [4, 1], (5, 3))
         (tf.reverse(X, axis=[0, -1]), X[::-1, ::-1]),
         (tf.ensure_shape(X, [None, 3]), X),
         (tf.norm(X), np.float32(NORM)),
+        (tf.linalg.global_norm([X, None, X]), np.float32(NORM * np.sqrt(2))),
+        (tf.linalg.matmul(X, X, transpose_b=True), X @ X.T),
         (tf.norm(X, axis=1), np.sqrt((X * X).sum(1))),
         (tf.norm(X, axis=[1]), np.sqrt((X * X).sum(1))),
         (tf.norm(X, 1, axis=0), np.abs(X).sum(0)),
@@ -104,6 +106,27 @@ SLICES = ms.IndexedSlices(X, [4, 1], (5, 3))
         (tf.constant_initializer([1, 2])([2, 1], dtype=tf.float64), np.array([[1.0], [2.0]])),
         (tf.dtypes.cast(X, tf.dtypes.float64), X.astype(np.float64)),
         (tf.ones([2])[tf.newaxis], np.ones((1, 2), np.float32)),
+        # What follows was computed with TensorFlow 2.18.
+        (tf.round([1, -2]), np.array([1, -2], np.int32)),
+        (tf.divide(np.uint8([200]), np.uint8([3])), np.array([200 / 3], np.float32)),
+        (tf.truediv(np.int16([1]), 3), np.array([1 / 3], np.float32)),
+        (tf.truediv(1, 4), np.float64(0.25)),
+        (tf.math.divide_no_nan([1, 2], [0, 3]), np.array([0, 2 / 3])),
+        (tf.math.divide_no_nan(np.uint8(1), np.uint8(4)), np.float32(0.25)),
+        (tf.range(np.int64(3)), np.arange(3)),
+        (tf.range(np.int64(0), 2.5), np.arange(3, dtype=np.float32)),
+        (tf.range(start=0, limit=5, delta=2), np.array([0, 2, 4], np.int32)),
+        (tf.range(1, np.float64(3)), np.arange(1.0, 3)),
+        (tf.one_hot([0, 2], 3, 5, -1), np.array([[5, -1, -1], [-1, -1, 5]], np.int32)),
+        (tf.one_hot([0, -1], 2, on_value=2.0), np.array([[2, 0], [0, 0]], np.float32)),
+        (tf.one_hot([0], 2, on_value=True, off_value=False), np.array([[True, False]])),
+        (tf.one_hot([0], 2, off_value=3, dtype=tf.float64), np.array([[1.0, 3.0]])),
+        (tf.one_hot([0, 2], 3, axis=0), np.array([[1, 0], [0, 0], [0, 1]], np.float32)),
+        (tf.eye(2, batch_shape=[2]), np.array([np.eye(2)] * 2, np.float32)),
+        (tf.linspace([0.0, 1.0], [1.0, 3.0], 2, axis=1), np.array([[0, 1], [1, 3]], np.float32)),
+        (tf.matmul([[1 + 2j]], [[1j]], adjoint_a=True), np.array([[2 + 1j]])),
+        (tf.transpose([[1j, 2.0]], conjugate=True), np.array([[-1j], [2.0]])),
+        (tf.gather(X, [1], None, 1), X[:, 1:2]),
     ],
 )
 def test_values(ours, theirs):
@@ -408,6 +431,8 @@ def test_what_map_returns_becomes_tensors():
     assert type(batch) is tuple and batch[1].tolist() == [1, 2, 3]
     with pytest.raises(TypeError, match="must get a function"):
         rows.map(3)
+    with pytest.raises(ms.DataError, match="<lambda>, returned None: look for a missing return"):
+        list(rows.map(lambda x: None).batch(2))
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])

@@ -170,7 +170,7 @@ class TestOrderOfSteps:
         ("fn", "message"),
         [
             (lambda x: x.sum(), "result of map has no first dimension"),
-            (lambda x: None, "result of map has no first dimension"),
+            (lambda x: None, "<lambda>, returned None: look for a missing return"),
             (lambda x: {"a": x, "b": x[:1]}, "'a' has 3, 'b' has 1"),
             (lambda x: (), "holds no array"),
         ],
@@ -184,6 +184,7 @@ class TestOrderOfSteps:
         [
             (lambda x: np.zeros(x), r"\[\(0,\), \(1,\)\]"),
             (lambda x: {"a": x} if x else {"b": x}, "element 1 is"),
+            (lambda x: None, "<lambda>, returned None: look for a missing return"),
         ],
     )
     def test_examples_that_do_not_fit_into_one_batch(self, fn, message):
