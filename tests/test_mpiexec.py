@@ -5,14 +5,17 @@ Each number of ranks is one test here, which lists every failing test of that jo
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sys
 import textwrap
+import warnings
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 from crowded import command
+from every import every
 from rank_report import Failure, RankLog, failures, read
 
 from mpistrat.environment import launched_by
@@ -30,11 +33,15 @@ LONGEST = 300  # seconds for one job
 # of their own anyway.
 WITHOUT = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-p", "no:zarr")
 TAIL = 3000  # characters of a job's output that a failure quotes
+# What Open MPI's launcher ends with where it fails itself, before it starts any process
+# (PRTE_ERR_SILENT), such as for want of file descriptors or of a directory for its session.
+NOTHING_STARTED = 213
 OWN = f"[pytest]\npythonpath = {ROOT}/tests/tools\n"  # configuration of a rung of its own
 
 pytestmark = [
     pytest.mark.timeout(LONGEST + 30),
     pytest.mark.skipif(launched_by() is not None, reason="this process is itself a rank of a job"),
+    pytest.mark.filterwarnings("default:the launcher ended"),
 ]
 
 
@@ -66,9 +73,21 @@ def run_rung(size, tests, directory, *options, longest=LONGEST):
     # pytest-timeout's clock stops this process only; the reporter's tells what all ranks do.
     program += ["--timeout=0", f"--rank-report={reports}", *options]
     printed = directory / "printed"
-    with printed.open("wb") as output:
-        outcome = run_job(command(size, program), longest, output, cwd=ROOT)
-    return Job(outcome, read(reports, size), printed.read_text(errors="replace"))
+
+    def started():
+        with printed.open("wb") as output:
+            outcome = run_job(command(size, program), longest, output, cwd=ROOT)
+        return Job(outcome, read(reports, size), printed.read_text(errors="replace"))
+
+    job = started()
+    if job.outcome.code == NOTHING_STARTED and not list(reports.glob("rank-*")):
+        warnings.warn(
+            f"the launcher ended with code {NOTHING_STARTED}, no rank has begun, and the job is "
+            f"started once more; it had printed:\n{job.output[-TAIL:]}",
+            stacklevel=2,
+        )
+        job = started()
+    return job
 
 
 @pytest.mark.parametrize(
@@ -122,6 +141,34 @@ def broken_rung(tmp_path, size, body, *options, longest=LONGEST):
     return run_rung(size, rung, tmp_path, *options, longest=longest)
 
 
+@pytest.mark.beside
+@every("begun", [False, True])
+@every("code", [NOTHING_STARTED, 1, 139])
+def test_a_job_of_which_nothing_began_is_started_once_more_and_that_is_said(
+    code, begun, tmp_path, monkeypatch
+):
+    starts = []
+
+    def start(call, longest, output, cwd):
+        starts.append(call)
+        output.write(b"no room")
+        if begun:
+            (directory / "ranks").mkdir(exist_ok=True)
+            (directory / "ranks" / "rank-1.jsonl").touch()
+        return Outcome(code, 0.1, False)
+
+    monkeypatch.setattr(sys.modules[__name__], "run_job", start)
+    directory = tmp_path / f"{code}-{begun}"
+    directory.mkdir()
+    again = code == NOTHING_STARTED and not begun
+    with pytest.warns(UserWarning, match="no room") if again else contextlib.nullcontext():
+        job = run_rung(2, RUNG, directory)
+    assert len(starts) == 1 + again
+    [failure] = job.failures()  # of the second job, too
+    assert f"exit code {code}" in failure.text
+    assert "no room" in job.report()
+
+
 def test_failure_on_one_rank_is_reported_once_with_its_rank(tmp_path):
     job = broken_rung(tmp_path, 2, "assert world.rank != 1, 'one is wrong'")
     [failure] = job.failures()
@@ -146,8 +193,8 @@ def test_hang_names_the_test_the_ranks_in_it_and_where(tmp_path):
     job = broken_rung(tmp_path, 2, body, "--rank-timeout=2", longest=60)
     assert not job.outcome.timed_out
     [failure] = job.failures()
-    assert failure.test.endswith("test_broken.py::test_it")
-    assert failure.ranks == [1]
+    assert failure.test.endswith("test_broken.py::test_it"), job.report()
+    assert failure.ranks == [1], job.report()
     assert "HUNG" in failure.text
     assert "test_broken.py" in failure.text
     assert "in test_it" in failure.text

@@ -17,6 +17,7 @@ _DOING = {
     "W": "waiting in a call on another communicator",
     "X": "its process is gone",
     "H": "its Python stands still: a call in C holds the GIL, or the machine is overloaded",
+    "E": "another program runs in its process: it has called os.exec",
     "Q": "its node does not answer: stopped, starved, or gone",
 }
 

@@ -8,8 +8,18 @@ from typing import NamedTuple, final
 
 from mpistrat.board.diagnosis import Diagnosis, diagnose, ending, warning
 from mpistrat.board.page import INSIDE, LEAVING, LEFT, Page, SlotEntry
-from mpistrat.board.proc import Look, ended, look
-from mpistrat.board.status import AWAY, COMPUTING, DEAD, HELD, STOPPED, TROUBLES, Status, grouped
+from mpistrat.board.proc import Look, catches, ended, look
+from mpistrat.board.status import (
+    AWAY,
+    COMPUTING,
+    DEAD,
+    HELD,
+    REPLACED,
+    STOPPED,
+    TROUBLES,
+    Status,
+    grouped,
+)
 
 HUNG = 75  # EX_TEMPFAIL of sysexits.h: it is safe to start the job again
 
@@ -64,6 +74,7 @@ class Observer:
       say: Prints a report.
       end: Ends the job with an exit code.
       rouse: Makes a process print its stacks although it does not run Python: (pid, signal).
+      hears: Tells whether a process has a handler of that signal: (pid, signal).
     """
 
     page: Page
@@ -75,6 +86,7 @@ class Observer:
     end: Callable[[int], None]
     rouse: Callable[[int, int], None]
     look: Look = look
+    hears: Callable[[int, int], bool] = catches
 
     def __post_init__(self) -> None:
         """Look at the page, on which all ranks have opened their slots."""
@@ -138,7 +150,7 @@ class Observer:
             return DEAD
         state = _STATES.get(found.state, found.state)
         if stale and state != STOPPED:
-            return HELD
+            return HELD if not entry.signal or self.hears(entry.pid, entry.signal) else REPLACED
         return AWAY if entry.away and state != STOPPED else state
 
     def act(self, rows: Sequence[Status], speaks: bool = True) -> None:
@@ -210,5 +222,5 @@ class Observer:
             entry.pid
             for index, entry in enumerate(self._entries)
             if entry is not None and self._visible[index] and not self._ended(entry)
-            and self._doing(index, entry, now) in (STOPPED, HELD)
+            and self._doing(index, entry, now) in (STOPPED, HELD, REPLACED)
         ]  # fmt: skip

@@ -61,6 +61,26 @@ def look(pid: int) -> Process | None:
     return Process(fields[0], int(fields[1]), int(fields[19]), head.partition("(")[2])
 
 
+def catches(pid: int, number: int) -> bool:
+    """Tell whether a process has a handler of a signal, or that cannot be seen.
+
+    One that it had is gone if another program runs in the process, after ``os.execv``; then the
+    signal would end it.
+
+    Example:
+      >>> import os, signal
+      >>> catches(os.getpid(), signal.SIGINT)
+      True
+      >>> catches(os.getpid(), signal.SIGRTMAX)
+      False
+    """
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return True
+
+
 def machine() -> str:
     """Return a text that is equal for processes that know each other by their pids.
 

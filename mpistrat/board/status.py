@@ -8,14 +8,15 @@ from typing import Final, NamedTuple
 
 from mpistrat.comm.callsite import runs_of
 
-# What a rank does. Letters of proc(5), and four of our own.
+# What a rank does. Letters of proc(5), and five of our own.
 COMPUTING: Final = "R"
 STOPPED: Final = "T"
 DEAD: Final = "X"
 HELD: Final = "H"
+REPLACED: Final = "E"
 SILENT: Final = "Q"
 AWAY: Final = "W"
-TROUBLES: Final = frozenset((STOPPED, DEAD, HELD, SILENT))
+TROUBLES: Final = frozenset((STOPPED, DEAD, HELD, REPLACED, SILENT))
 _RUNS = 32  # pairs of first and last rank per row, where not all fit
 
 

@@ -333,7 +333,7 @@ def _looked(checkpoint: Checkpoint) -> tuple[Any, Exception | None, tree.Found]:
     for name, variable in found.entries.items():
         if isinstance(variable, Variable) and variable.strategy not in (strategy, *of_all.values()):
             found.entries[name] = cell_of(name, variable)
-    return strategy, found.failure or failure, found
+    return strategy, failure if found.failure is None else found.failure, found
 
 
 def refuse_alone(strategy: Any, name: str) -> None:

@@ -94,7 +94,7 @@ def entries(root: Any, trees: Mapping[str, Any], assign: Any = None) -> Found:
             if tree is not None or key:
                 walk.root(tree, begin, functools.partial(assign or _fixed, key))
         except Exception as error:
-            failure = failure or error
+            failure = error if failure is None else failure
     if walk.values:
         walk.arrays[NAME] = Values(walk.values).cell()
     return Found(dict(sorted(walk.arrays.items())), walk.stateful, failure)

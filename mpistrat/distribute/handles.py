@@ -152,7 +152,7 @@ def ended(lockstep: Lockstep, failure: BaseException | None) -> BaseException | 
         try:
             handle.abandon()
         except Exception as error:
-            failure = failure or error
+            failure = error if failure is None else failure
     if not left or failure is not None or run.failed is not None:
         return failure
     calls = "; ".join(map(repr, left))

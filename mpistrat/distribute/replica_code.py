@@ -57,7 +57,7 @@ def proved(strategy: StrategyBase, call: str, result: Any, failure: BaseExceptio
     if failed is not None:
         if isinstance(failure, state.run.carriers) and str(failed) in str(failure):
             raise failed from failure
-        raise failure or failed
+        raise failed if failure is None else failure
     seen = strategy.replicas.regroup.gathered(call, result, failure)
     state.steps += 1
     every = lockstep.session.options.check_every

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextvars
+import sys
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
@@ -83,6 +84,19 @@ def _produce(iterable: Iterable[Any], lane: _Lane) -> None:
     lane.put(_Entry(None, last=True, error=error))
 
 
+def _consumers(error: BaseException) -> BaseException:
+    """Return what the consumer raises for an error of the producer.
+
+    A ``sys.exit`` there may end the program here, and its code is known only if it is called here.
+    """
+    if type(error) is not SystemExit:
+        return error
+    try:
+        sys.exit(error.code)
+    except SystemExit as called:
+        return called.with_traceback(error.__traceback__)
+
+
 @final
 class _Ahead(Iterator[T]):
     """Elements that a thread makes, which runs from the first ``next()`` on."""
@@ -112,7 +126,7 @@ class _Ahead(Iterator[T]):
             if entry.error is not None:
                 if entry.last:
                     self._broken = failed(entry.error)
-                raise entry.error
+                raise _consumers(entry.error)
             if entry.last:
                 self.close()
                 raise StopIteration

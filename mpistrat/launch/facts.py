@@ -12,6 +12,7 @@ import os
 import platform
 import resource
 import shutil
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -160,6 +161,7 @@ def _opens() -> bool:
     finally:
         os.close(ends)
         os.close(waits)
+        os.kill(child, signal.SIGKILL)  # it may wait for what another thread held when it was made
         os.waitpid(child, 0)
 
 

@@ -344,6 +344,15 @@ def _named(number: int) -> str:
         return f"signal {number}"
 
 
+# Signals that the system sends to a process for what this has done itself.
+_OWN: dict[int, str] = {
+    signal.SIGALRM: "a timer of the program (signal.alarm, signal.setitimer) without a handler",
+    signal.SIGPIPE: "it wrote to a pipe or socket that nobody reads, and did not ignore the signal",
+    signal.SIGXCPU: "its limit of processor time (ulimit -t)",
+    signal.SIGXFSZ: "its limit of the size of a file (ulimit -f)",
+}
+
+
 def _killed(number: int, roster: Roster, processes: int = 1, launcher: bool = False) -> str:
     """Return the text about processes that a signal has ended, and where to look for the cause.
 
@@ -358,9 +367,11 @@ def _killed(number: int, roster: Roster, processes: int = 1, launcher: bool = Fa
         return f"{what}: a crash in compiled code; PYTHONFAULTHANDLER=1 shows where"
     if number == signal.SIGKILL and roster.out_of_memory:
         return f"{what}: the kernel has killed a process of this host for lack of memory"
+    if number in _OWN and not launcher:
+        return f"{what}: {_OWN[number]}"
     memory = "a lack of memory (dmesg | grep -i 'out of memory'), "
     return (
-        f"{what}, from outside of the job; look for {memory if number != signal.SIGTERM else ''}a "
+        f"{what}, from outside of the job; look for {memory if number == signal.SIGKILL else ''}a "
         "limit of the batch system (its log of the job), or a kill by hand"
     )
 

@@ -228,7 +228,7 @@ class Lockstep(Ranks):
             call = f"{call}, after {'; '.join(write.text() for write in writes)}"
         if union & LEAVING:
             self.state.gone = shutdown.left(self, call, writes)
-            self.fail(failure or self.state.gone)
+            self.fail(self.state.gone if failure is None else failure)
         shutdown.keep_alike(writes, self.texts(shutdown.digests(writes)))
         if union & FAILED:
             self.fail(mismatch.remote(self, call, failure))
@@ -358,7 +358,7 @@ class Lockstep(Ranks):
             raise ContextError(
                 f"rank {session.comm.rank}: this run has failed ({run.failed}); nothing can be "
                 "called until it has ended. Let the exception leave fn."
-            ) from (failure or run.failed)
+            ) from (run.failed if failure is None else failure)
 
     def fail(self, error: BaseException) -> NoReturn:
         """Raise `error`, which every rank raises here, and close the runs that this rank is in."""

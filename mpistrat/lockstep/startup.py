@@ -153,7 +153,8 @@ def begin(lockstep: Lockstep) -> None:
             session.board = Board.on(session.comm, limits, each, launched, session.others)
         # After the board: what is registered last is called first at exit.
         exits().arm(session)
-        failure = failure or _apart(session.options.ranks, world_size())
+        if failure is None:
+            failure = _apart(session.options.ranks, world_size())
     if fault is not None and _world(session.comm):
         Injection(session, fault)
     if failure is not None or parallel:

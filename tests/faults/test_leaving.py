@@ -65,6 +65,18 @@ def test_a_code_passes_through_handlers(how, tmp_path):
     assert "rank 1 has left the program (exit code 3)" in said
 
 
+def test_a_code_comes_out_of_what_is_read_ahead(tmp_path):
+    how = (
+        "import numpy as np\n"
+        "def rows():\n"
+        "    for _ in range(9):\n        yield np.ones(2)\n        me and sys.exit(4)\n"
+        "for _ in strategy.experimental_distribute_dataset(ms.Dataset(rows).prefetch(2)):\n    pass"
+    )
+    code, said = told("pass", how, tmp_path)
+    assert code == 4, said
+    assert "rank 1 has left the program (exit code 4)" in said
+
+
 CAUGHT = "try:\n    main()\nexcept SystemExit:\n    print('caught')"
 
 

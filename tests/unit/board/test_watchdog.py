@@ -40,6 +40,7 @@ class Rank:
         observer = Observer(
             self.page, world.size, f"n{self.home}", self.home, limits, world.say, world.end,
             lambda pid, number: world.roused.append((pid, number)), world.table.get,
+            lambda pid, number: (pid, number) not in world.deaf,
         )  # fmt: skip
         launcher = Parents(self.pid, lambda: 7, world.table.get)
         self.watchdog = Watchdog(
@@ -62,6 +63,7 @@ class World:
     def __init__(self, post, *nodes, limits=LIMITS):
         self.now = 10**15
         self.size = sum(nodes)
+        self.deaf = set()
         self.said, self.dumped, self.roused, self.killed = [], [], [], []
         self.table = {7: Process("S", 3, 1, "mpiexec.hydra"), 3: Process("S", 0, 1, "bash")}
         rank = 0
@@ -192,6 +194,21 @@ def test_a_rank_in_trouble_is_named_whichever_it_is(shape, letter, cluster):
         assert any(f"rank {culprit} (n" in text and what in text for text in world.said), world.said
         with pytest.raises(Ended, match=str(HUNG)):
             world.pass_time(300, 1.0)
+
+
+@pytest.mark.parametrize("culprit", [0, 1, 2])
+def test_a_rank_that_another_program_took_over_gets_no_signal_that_would_end_it(culprit, cluster):
+    world = cluster(3)
+    world.call(1)
+    world.call(2, culprit)
+    world.pass_time(5)
+    world.ranks[culprit].runs = False
+    world.deaf.add((1000 + culprit, 59))
+    world.pass_time(65)
+    assert "another program runs in its process" in world.said[-1]
+    with pytest.raises(Ended, match=str(HUNG)):
+        world.pass_time(1800, 1.0)
+    assert world.roused == []
 
 
 @pytest.mark.parametrize("culprit", [0, 1, 2])

@@ -8,6 +8,7 @@ import shutil
 import stat
 
 import pytest
+from forked import code, fork
 
 import mpistrat as ms
 from mpistrat import CheckpointError, latest_checkpoint
@@ -117,14 +118,12 @@ def test_a_process_that_ends_at_any_step_leaves_the_old_or_the_new(tmp_path, mon
         path = directory / "x"
         if replace:
             path.write_bytes(OLD)
-        child = os.fork()
-        if not child:
-            try:
-                steps(monkeypatch, lambda n, last=last: os._exit(9) if n == last else None)
-                put(path, NEW, replace)
-            finally:
-                os._exit(0)
-        os.waitpid(child, 0)
+
+        def write(path=path, last=last):
+            steps(monkeypatch, lambda n: os._exit(9) if n == last else None)
+            put(path, NEW, replace)
+
+        assert code(fork(write)) in (0, 9)
         there = path.read_bytes() if path.exists() else None
         assert there in (OLD if replace else None, NEW)
         seen.add(there)

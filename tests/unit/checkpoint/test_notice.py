@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+from forked import code, fork
 
 from mpistrat.checkpoint import notice
 from mpistrat.checkpoint.notice import Notice
@@ -108,19 +109,18 @@ def test_one_that_came_later_stays():
 
 def test_a_forked_child_dies_of_its_own_signal_and_tells_nobody(heard):
     read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
+
+    def wait():
         os.write(write, b"x")
         for _ in range(6000):  # what comes just before a sleep is handled at its end
             time.sleep(0.01)
-        os._exit(0)
+
+    pid = fork(wait)
     assert os.read(read, 1) == b"x"
     os.close(read)
     os.close(write)
     os.kill(pid, signal.SIGUSR1)
-    _, status = os.waitpid(pid, 0)
-    assert os.WIFSIGNALED(status)
-    assert os.WTERMSIG(status) == signal.SIGUSR1
+    assert code(pid, 30) == -signal.SIGUSR1
     assert not heard.why
 
 

@@ -17,6 +17,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from every import every
+from forked import code, fork
 from patched import patch_os
 
 import mpistrat as ms
@@ -524,14 +525,12 @@ def test_a_process_that_ends_at_any_step_leaves_old_and_new_whole(way, old, tmp_
     size, background, number = way
     new, seen = ([{1: 2}] if number else [{1: 1, 2: 2}, {2: 2}]), []
     for directory, _, act in swept(tmp_path, old, way, lambda: os._exit(9)):
-        child = os.fork()
-        if not child:
-            try:
-                steps(pytest.MonkeyPatch(), act)
-                run_ranks(saves(directory, 2, number, background), size)
-            finally:
-                os._exit(0)
-        os.waitpid(child, 0)
+
+        def save(directory=directory, act=act):
+            steps(pytest.MonkeyPatch(), act)
+            run_ranks(saves(directory, 2, number, background), size)
+
+        assert code(fork(save)) in (0, 9)
         found = scales(directory)
         assert found in [OLD, *new]
         seen.append(found in new)

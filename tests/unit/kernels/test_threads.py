@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
 import signal
 import threading
 import time
@@ -11,6 +10,7 @@ import time
 import numpy as np
 import pytest
 from every import every
+from forked import code, fork
 
 import mpistrat as ms
 from mpistrat.comm.loopback import LoopbackComm, LoopbackWorld
@@ -106,16 +106,15 @@ def test_threads_end_with_free_and_come_again(team):
     assert sorted(seen) == [0, 1, 2]
 
 
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # fork beside threads
 def test_a_forked_child_has_threads_of_its_own(team):
     team.run(lambda low, high: None, 0, 3, 3)
-    child = os.fork()
-    if child == 0:
+
+    def program():
         seen = []
-        signal.alarm(30)  # of which the child ends if it waits for threads of its parent
         team.run(lambda low, high: seen.append(low), 0, 3, 3)
-        os._exit(0 if sorted(seen) == [0, 1, 2] else 1)
-    assert os.waitpid(child, 0)[1] == 0
+        assert sorted(seen) == [0, 1, 2]
+
+    assert code(fork(program), 30) == 0  # it is late if it waits for threads of its parent
 
 
 def matrix(rows, columns, dtype):

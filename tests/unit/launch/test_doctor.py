@@ -6,8 +6,10 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from importlib.metadata import version
 from pathlib import Path
 
@@ -375,3 +377,11 @@ class TestFacts:
         ((told,), _) = parse(said)
         assert "libLLVM is gone" in told.versions["numba"]
         assert Path(told.python) == Path(sys.executable)
+
+    def test_a_child_that_waits_for_what_a_thread_held_keeps_nobody_waiting(self, monkeypatch):
+        ended = []
+        waitpid = os.waitpid
+        monkeypatch.setattr(os, "read", lambda *args: time.sleep(30))  # of the child, which hangs
+        monkeypatch.setattr(os, "waitpid", lambda *args: ended.append(waitpid(*args)[1]))
+        assert facts._opens()
+        assert ended == [signal.SIGKILL]

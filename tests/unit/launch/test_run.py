@@ -486,6 +486,20 @@ class TestWhatIsSaidOfAJob:
         assert "rank 1 (process 101) ended with exit code 3" in one
         assert "rank 0 (process 100) was ended by signal 11 (SIGSEGV): a crash" in two
 
+    @pytest.mark.parametrize(
+        ("number", "said"),
+        [
+            (signal.SIGALRM, "(SIGALRM): a timer of the program"),
+            (signal.SIGPIPE, "(SIGPIPE): it wrote to a pipe"),
+            (signal.SIGXCPU, "(SIGXCPU): its limit of processor time (ulimit -t)"),
+            (signal.SIGHUP, "(SIGHUP), from outside of the job; look for a limit"),
+            (signal.SIGKILL, "(SIGKILL), from outside of the job; look for a lack of memory"),
+        ],
+    )
+    def test_a_signal_is_told_with_where_it_came_from(self, ranks, capfd, number, said):
+        _say_who([Ended(1, 101, number, 0, True)], ranks)
+        assert said in capfd.readouterr().err
+
     @pytest.mark.parametrize("code", [1, 128 + signal.SIGTERM])  # Open MPI's launcher, MPICH's
     def test_a_signal_that_was_handed_on_is_no_kill_by_hand(self, ranks, capfd, code):
         outcome = Outcome(code, 1.0, False, frozenset({signal.SIGTERM}))

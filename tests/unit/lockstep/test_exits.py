@@ -120,6 +120,27 @@ def test_a_hook_that_exits_has_printed(monkeypatch, capsys):
     assert capsys.readouterr() == ("mine why\n", "")
 
 
+class False_(Exception):
+    """As one that is a collection, and empty, or asks its fields."""
+
+    def __bool__(self):
+        """Be false, or fail."""
+        if self.args:
+            raise ValueError
+        return False
+
+
+@pytest.mark.parametrize("failure", [False_(), False_("odd")])
+def test_what_is_false_is_a_failure_too(failure, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "last_value", None, raising=False)
+    found = Exits()
+    found._hook = sys.__excepthook__
+    found.failure = failure
+    found.at_exit()
+    assert found.failure is failure
+    assert "False_" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("hands_on", "fails", "printed"), [(False, False, 0), (True, False, 1), (False, True, 1)]
 )
