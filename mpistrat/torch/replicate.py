@@ -108,7 +108,7 @@ def replicate(
         are left alone. Names and ``state_dict`` stay as they are.
       strategy: The strategy; None for the one that rules here.
       rows: How many rows a call stands for: ``rows(*args, **kwargs)`` of the arguments of the
-        model. None: the first dimension of the first tensor in them.
+        model. None: the first dimension of the first tensor in them, in objects of the program too.
 
     Returns:
       `model`, of a class derived from its own. Running statistics and other buffers of the model
@@ -181,6 +181,8 @@ def no_sync(model: Any) -> Iterator[None]:
     put aside until then, and added as it is.
 
     Collective: all ranks enter it as often.
+
+    Cost: from the second of these passes on, room for the gradients of one more until it ends.
 
     Args:
       model: What `replicate` returned.
