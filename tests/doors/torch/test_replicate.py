@@ -865,6 +865,17 @@ def test_what_has_no_answer_is_an_error_that_says_so():
             model(x)
         with pytest.raises(TypeError, match=r"not a torch\.nn\.Module"):
             mt.replicate([1], strategy)
+        for call in (
+            lambda: mt.replicate(nn.Linear(2, 1), ms.MirroredStrategy),
+            lambda: mt.batches(torch.ones(4), comm, batch_size=2),
+            lambda: mt.all_reduce("SUM", torch.ones(1), 3),
+        ):
+            with pytest.raises(TypeError, match="wanted a strategy, such as"):
+                call()
+        with pytest.raises(TypeError, match=r"rows is 4; wanted a function"):
+            mt.replicate(nn.Linear(2, 1), strategy, rows=4)
+        with pytest.raises(TypeError, match=r"<class .*SGD'> is no optimizer"):
+            mt.FusedOptimizer(model, ms.optim.SGD)
         with pytest.raises(TypeError, match="Linear is not what replicate"):
             mt.FusedOptimizer(nn.Linear(2, 1), ms.optim.SGD(0.1))
         with pytest.raises(TypeError, match=r"SGD is no .* torch\.optim needs no FusedOptimizer"):
