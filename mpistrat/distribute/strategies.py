@@ -17,7 +17,7 @@ from mpistrat.collectives.communication import (
 from mpistrat.comm.world import size_of_job
 from mpistrat.distribute.arguments import check_kind
 from mpistrat.distribute.choice import Ops
-from mpistrat.distribute.mode import current
+from mpistrat.distribute.mode import current, refuse_unchosen
 from mpistrat.distribute.replica_group import ReplicaGroup
 from mpistrat.distribute.strategy import Strategy
 from mpistrat.distribute.views import ALONE, GLOBAL, LOCAL
@@ -287,3 +287,25 @@ def current_strategy() -> Strategy:
     """Return the current strategy: that of the innermost scope or run, or the default one."""
     mode = current()
     return default_strategy() if mode is None else cast("Strategy", mode.strategy)
+
+
+def chosen_strategy(strategy: Any, call: str, *instead: str) -> Any:
+    """Return the strategy that a call was given, or else the one that rules here.
+
+    Args:
+      strategy: What it was given; None for the one that rules.
+      call: The call.
+      *instead: What to do where none rules; see `refuse_unchosen`.
+
+    Raises:
+      TypeError: It was given something else than a strategy, such as the class of one.
+      ContextError: No strategy rules here, in a job of several ranks.
+    """
+    found = current_strategy() if strategy is None else strategy
+    if not isinstance(found, Strategy):
+        raise TypeError(
+            f"{call}: wanted a strategy, such as MirroredStrategy(), got {found!r:.60}."
+        )
+    if found is default_strategy():
+        refuse_unchosen(call, *instead)
+    return found

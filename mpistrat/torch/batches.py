@@ -8,9 +8,8 @@ from typing import Any, final
 from torch.utils.data import DataLoader, SequentialSampler
 
 from mpistrat import nest
-from mpistrat.distribute.mode import refuse_unchosen
 from mpistrat.distribute.regroup import select
-from mpistrat.distribute.strategies import current_strategy, default_strategy
+from mpistrat.distribute.strategies import chosen_strategy
 from mpistrat.errors import DataError
 from mpistrat.feed.dataset import Dataset
 from mpistrat.torch.items import rows_of
@@ -120,6 +119,7 @@ def batches(
       ``[i * k, min((i + 1) * k, L))`` with ``k = ceil(L / n)``, perhaps none.
 
     Raises:
+      TypeError: `strategy` is not one.
       ContextError: No strategy rules here, in a job of several ranks.
       DataError: `data` is not a source of a dataset, or is a ``DataLoader`` with an order or with
         processes of its own; or the batch size is missing, not 1 or more, or for what gives batches
@@ -139,10 +139,7 @@ def batches(
       tensor([0., 1., 2.], dtype=torch.float64) tensor([0, 1, 2])
       tensor([3., 4.], dtype=torch.float64) tensor([3, 4])
     """
-    if strategy is None:
-        strategy = current_strategy()
-    if strategy is default_strategy():
-        refuse_unchosen("batches", "Write batches(data, strategy, ...)")
+    strategy = chosen_strategy(strategy, "batches", "Write batches(data, strategy, ...)")
     if isinstance(data, DataLoader):
         _check_loader(data, batch_size)
     rows = None

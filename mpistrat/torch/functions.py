@@ -11,21 +11,13 @@ from torch.autograd.function import once_differentiable
 from mpistrat import nest
 from mpistrat.arrays import label
 from mpistrat.distribute.gather import gather
-from mpistrat.distribute.mode import refuse_unchosen
 from mpistrat.distribute.reduce import in_replica
-from mpistrat.distribute.strategies import current_strategy, default_strategy
+from mpistrat.distribute.strategies import chosen_strategy
 from mpistrat.errors import LeafTypeError
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.torch.gradients import as_replica
 
 __all__ = ["SyncBatchNorm", "all_gather", "all_reduce"]
-
-
-def _strategy(strategy: Any, call: str) -> Any:
-    found = current_strategy() if strategy is None else strategy
-    if found is default_strategy():
-        refuse_unchosen(call)
-    return found
 
 
 def _checked(
@@ -83,6 +75,7 @@ def all_reduce(
       The same tree of fresh tensors, with the same bits on every rank.
 
     Raises:
+      TypeError: `strategy` is not one.
       ValueError: Another operation, or `stage`.
       LeafTypeError: A leaf is not a tensor that ranks can read.
       ContextError: No strategy rules here, in a job of several ranks.
@@ -98,7 +91,7 @@ def all_reduce(
       >>> x.grad
       tensor([3., 3.])
     """
-    strategy = _strategy(strategy, "all_reduce")
+    strategy = chosen_strategy(strategy, "all_reduce")
     leaves, structure, devices = _checked("all_reduce", strategy, value, stage)
     with as_replica(strategy), strategy.replicas.lockstep.preparing("all_reduce"):
         op = ReduceOp.parse(reduce_op)
@@ -160,6 +153,7 @@ def all_gather(value: Any, axis: int = 0, strategy: Any = None, *, stage: str | 
       The same tree of fresh tensors, in the order of the ranks.
 
     Raises:
+      TypeError: `strategy` is not one.
       LeafTypeError: A leaf is not a tensor that ranks can read.
       ValueError: Another `stage`.
       AxisError: A leaf has no such axis.
@@ -174,7 +168,7 @@ def all_gather(value: Any, axis: int = 0, strategy: Any = None, *, stage: str | 
       >>> all_gather(torch.ones(2), strategy=ms.OneDeviceStrategy("cpu"))
       tensor([1., 1.])
     """
-    strategy = _strategy(strategy, "all_gather")
+    strategy = chosen_strategy(strategy, "all_gather")
     leaves, structure, devices = _checked("all_gather", strategy, value, stage)
     return _there(structure, _AllGather.apply(strategy, axis, *leaves), devices)
 

@@ -81,9 +81,11 @@ class FusedOptimizer:
     def __init__(self, model: Any, optimizer: Optimizer):
         """Move the weights, and create the state."""
         self._gradients = gradients = gradients_of(model, "FusedOptimizer")
-        if not isinstance(optimizer, Optimizer):
+        given: Any = optimizer
+        if not isinstance(given, Optimizer):
+            what = given if isinstance(given, type) else type(given).__name__
             raise TypeError(
-                f"FusedOptimizer: {type(optimizer).__name__} is no optimizer of mpistrat.optim, "
+                f"FusedOptimizer: {what} is no optimizer of mpistrat.optim, "
                 "such as mpistrat.optim.AdamW(1e-3). One of torch.optim needs no FusedOptimizer."
             )
         self.optimizer, self._steps = optimizer, 0

@@ -39,11 +39,11 @@ def _nobody() -> None:
     """Return what is left of a backward pass when there is none."""
 
 
-def _arrived(gradients: weakref.ref[Gradients], i: int, p: Any) -> None:
-    """Tell gradients, if there are any still, that one has been accumulated."""
+def _told(gradients: weakref.ref[Gradients], how: Callable[..., None], i: int, _: Any) -> None:
+    """Tell gradients, if there are any still, that one is coming, or has been accumulated."""
     own = gradients()
     if own is not None:
-        own.arrived(i, p)
+        how(own, i)
 
 
 def as_replica(strategy: Any) -> Any:
@@ -88,20 +88,20 @@ class Gradients:
         self._model, self.strategy, self._rows = model, strategy, rows
         self.syncing, self.deferred = True, False
         self._inside = self._seen = self.held = False
-        self._meets = self._rowless = self._blind = False
         self._ending: Callable[[], Any] = _nobody
         self._hooks: list[Any] = []
-        self._scaling: list[Any] = []
         self._parameters = GradientRoom(model)
-        self._pass, self._reductions, self._last = 0, 0, 1.0
-        self._calls: list[float] = []
+        self._meets = self._blind = False
         self.passes, self._base, self.weight = 0, 0.0, 0.0
         self.versions: list[int] = []
-        self.wrong: ContextError | None = None
         self._waiting: set[int] = set()
         self._kept: dict[int, Any] = {}
+        self._aside: dict[int, Any] = {}
+        self._pass, self._reductions, self._last, self._here = 0, 0, 1.0, 1.0
+        self._calls: list[float] = []
         self.variables: dict[int, Any] = {}
         self.renewed: Callable[[], None] | None = None
+        self.wrong: ContextError | None = None
         self.reduced_rows, self.stepped = 0.0, 0
         self.begin_alike()
 
@@ -137,11 +137,12 @@ class Gradients:
         self._all = [*found.arrays, as_array(self._used)]
         self.names, self.params = found.names, found.params
         self.arrays, self.views = found.arrays, found.views
+        own = weakref.ref(self)  # Python's collector does not see what the hooks of a tensor hold
         for i, p in enumerate(self.params):
             p.grad = None
-            # Python's collector does not see what the hooks of a tensor hold.
-            hook = functools.partial(_arrived, weakref.ref(self), i)
-            self._hooks.append(p.register_post_accumulate_grad_hook(hook))
+            come = functools.partial(_told, own, Gradients.coming, i)
+            came = functools.partial(_told, own, Gradients.arrived, i)
+            self._hooks += [p.register_hook(come), p.register_post_accumulate_grad_hook(came)]
         watch_parameters(self)
 
     def close(self) -> None:
@@ -197,7 +198,7 @@ class Gradients:
             if counted != self._pass:
                 counted = self._pass
                 self._calls.append(rows)
-                self._rowless = not any(self._calls)
+                self._here = sum(self._calls)
 
         self._blind = not watch(out, came)  # by what a backward pass comes is not known
 
@@ -209,17 +210,13 @@ class Gradients:
     def _begin(self) -> None:
         end = functools.partial(self._end)
         self._ending = weakref.ref(end)  # PyTorch drops it when the pass fails
-        self._seen, self._calls, self._rowless = False, [], False
+        self._seen, self._calls, self._here, self._aside = False, [], self._last, {}
         self._pass += 1
-        self._unhook()
         self._parameters.put_back()
         if self.passes and self.dropped():
             self.forget()
         if not self.passes and (self.deferred or not self.syncing):
             self._waiting = {i for i, p in enumerate(self.params) if p.grad is not None}
-        if self.passes or self._waiting:
-            coming = [functools.partial(self._coming, i) for i in range(len(self.params))]
-            self._scaling = [*map(torch.Tensor.register_hook, self.params, coming)]
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def dropped(self) -> bool:
@@ -229,35 +226,38 @@ class Gradients:
             for p, version in zip(self.params, self.versions, strict=True)
         )
 
-    def _coming(self, i: int, gradient: Any) -> Any:
-        """Let passes that are added up count by their rows, as they would in one process.
+    def coming(self, i: int) -> None:
+        """Put aside what a parameter has, if passes add up, until the rows of this one are known.
 
-        What the program had kept before the first of them is put aside: it does not count by rows.
+        A pass counts by its rows, as it would in one process. What the program had kept before the
+        first of them does not, and torch.autograd.grad leaves all as it was.
         """
-        p = self.params[i]
-        if self._rowless:
-            return gradient
+        if not self.in_pass():  # the gradient of a penalty may come before those of outputs
+            self._begin()
+        if (self.passes or i in self._waiting) and i not in self._aside:
+            self._aside[i], self.params[i].grad = self.params[i].grad, None
+
+    def _join(self, i: int, before: Any, rows: float) -> None:
+        """Add the gradient of a pass of so many rows to what was put aside."""
+        p, view, gradient = self.params[i], self.views[i], self.params[i].grad
+        if gradient is None or not rows:
+            p.grad = before
+            return
         if i in self._waiting:
             self._waiting.remove(i)
-            self._kept[i], p.grad = p.grad.clone(), None
-        now = sum(self._calls) or self._last
-        return gradient if self._base in (0.0, now) else gradient * (now / self._base)
+            self._kept[i], before = before.clone(), None
+        if before is not view:
+            view.copy_(torch.zeros(()) if before is None else before)
+        p.grad = view.add_(gradient, alpha=rows / self._base if self._base else 1.0)
 
-    def _unhook(self) -> None:
-        for hook in self._scaling:
-            hook.remove()
-        self._scaling = []
-
-    def arrived(self, i: int, p: Any) -> None:
+    def arrived(self, i: int) -> None:
         """Keep the gradient of a parameter, which has just been accumulated."""
-        if not self.in_pass():
-            self._begin()
         self._seen = True
-        gradient, view = p.grad, self.views[i]
+        p, view, gradient = self.params[i], self.views[i], self.params[i].grad
         if gradient is view or gradient is None:  # None: frozen since the forward pass
             return
-        if self._rowless and not gradient.any():  # zeros of `nothing`
-            p.grad = None  # perhaps no rank has used it
+        if not self._here and i not in self._aside:
+            p.grad = None  # zeros of `nothing`, or of a penalty; perhaps no rank has used it
             return
         if gradient.layout is not torch.strided:
             raise LeafTypeError(
@@ -269,21 +269,21 @@ class Gradients:
                 f"the gradient of {self.names[i]!r} was made with create_graph=True, and no "
                 "gradient passes the ranks' mean. Use torch.autograd.grad for higher gradients."
             )
-        view.copy_(gradient)
-        p.grad = view
+        if i not in self._aside:
+            view.copy_(gradient)
+            p.grad = view
 
     def _end(self) -> None:
         self._ending = _nobody
-        self._unhook()
-        rows = sum(self._calls)
+        aside, self._aside = self._aside, {}
+        with torch.no_grad():
+            for i, before in aside.items():
+                self._join(i, before, self._here)
         if not self._seen:  # torch.autograd.grad, which leaves p.grad alone
-            for i in [i for i in self._kept if self.params[i].grad is None]:
-                self.params[i].grad = self._kept.pop(i)
-                self._waiting.add(i)
             return
         if not self._blind:
             self.wrong = self.wrong or without_weight(self._calls)
-        self._count(rows if self._calls else self._last)
+        self._count(self._here)
 
     def _count(self, rows: float) -> None:
         """Count a pass, and reduce if it is time."""
@@ -355,7 +355,8 @@ class Gradients:
     def forget(self) -> None:
         """Begin anew with adding up."""
         self.passes, self._base, self.weight = 0, 0.0, 0.0
-        self.versions, self.wrong = [], None
+        self.versions = []
+        self.wrong = None
         self._waiting, self._kept = set(), {}
 
     def _compare(self) -> None:

@@ -12,8 +12,7 @@ from typing import Any, TypeVar, final
 
 import torch
 
-from mpistrat.distribute.mode import refuse_unchosen
-from mpistrat.distribute.strategies import current_strategy, default_strategy
+from mpistrat.distribute.strategies import chosen_strategy
 from mpistrat.torch.gradients import Gradients
 from mpistrat.torch.rows import first_rows
 from mpistrat.torch.states import GRADIENTS, all_gradients
@@ -108,14 +107,14 @@ def replicate(
         are left alone. Names and ``state_dict`` stay as they are.
       strategy: The strategy; None for the one that rules here.
       rows: How many rows a call stands for: ``rows(*args, **kwargs)`` of the arguments of the
-        model. None: the first dimension of the first tensor in them.
+        model. None: the first dimension of the first tensor in them, in objects of the program too.
 
     Returns:
       `model`, of a class derived from its own. Running statistics and other buffers of the model
       begin as replica 0's and are each rank's own then; see `SyncBatchNorm`.
 
     Raises:
-      TypeError: `model` is not a module.
+      TypeError: `model` is not a module, `strategy` no strategy, or `rows` no function.
       ContextError: No strategy rules here, in a job of several ranks.
       LeafTypeError: A parameter is not on the CPU, or lazy.
       LockstepError: Names, shapes or dtypes differ between ranks.
@@ -134,11 +133,15 @@ def replicate(
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"replicate: {model!r:.60} is not a torch.nn.Module.")
+    if rows is not None and not callable(rows):
+        raise TypeError(
+            f"replicate: rows is {rows!r:.60}; wanted a function of what the model is called with, "
+            "such as rows=lambda tokens, lengths: len(lengths)."
+        )
     known = model.__dict__.get(GRADIENTS)
-    if strategy is None:
-        strategy = known.strategy if known else current_strategy()
-    if strategy is default_strategy():
-        refuse_unchosen("replicate", "Write replicate(model, strategy)")
+    if strategy is None and known is not None:
+        strategy = known.strategy
+    strategy = chosen_strategy(strategy, "replicate", "Write replicate(model, strategy)")
     if known is not None and known.strategy is strategy:
         known.begin_alike()
         return model
@@ -181,6 +184,8 @@ def no_sync(model: Any) -> Iterator[None]:
     put aside until then, and added as it is.
 
     Collective: all ranks enter it as often.
+
+    Cost: from the second of these passes on, room for the gradients of one more until it ends.
 
     Args:
       model: What `replicate` returned.

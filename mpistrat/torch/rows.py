@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
 
@@ -15,10 +16,14 @@ from mpistrat.errors import ContextError
 __all__ = ["first_rows", "nothing", "tensors_in", "watch", "without_weight"]
 
 
-def tensors_in(value: Any) -> Iterator[Any]:
-    """Iterate over the tensors in what a model takes or returns: trees, mappings, records.
+def tensors_in(value: Any, above: tuple[Any, ...] = ()) -> Iterator[Any]:
+    """Iterate over the tensors in what a model takes or returns: trees, mappings, other objects.
 
     They come in the order in which the program has written them; of mappings `nest` sorts the keys.
+
+    Args:
+      value: What may have tensors inside.
+      above: What it is inside of.
     """
     if isinstance(value, torch.Tensor):
         yield value
@@ -28,11 +33,14 @@ def tensors_in(value: Any) -> Iterator[Any]:
     elif isinstance(value, list | tuple):
         inside = list(value)
     elif hasattr(value, "__dataclass_fields__"):
-        inside = list(vars(value).values())
-    else:
+        inside = [getattr(value, name, None) for name in value.__dataclass_fields__]
+    elif isinstance(value, torch.nn.Module | type) or not hasattr(value, "__dict__"):
         inside = [leaf for leaf in nest.flatten(value)[0] if leaf is not value]
+    else:
+        inside = list(vars(value).values())
     for one in inside:
-        yield from tensors_in(one)
+        if not any(one is outer for outer in above):
+            yield from tensors_in(one, (*above, value))
 
 
 def first_rows(*args: Any, **kwargs: Any) -> float:
@@ -131,13 +139,12 @@ def nothing(model: Any, args: Any, kwargs: Any) -> Any:
     sources = [one for one in given if one.requires_grad]
 
     def empty(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
         if not (leaf.is_floating_point() or leaf.is_complex()):
             return torch.zeros(leaf.shape, dtype=leaf.dtype)
         return _Constant.apply(torch.full(leaf.shape, float("nan"), dtype=leaf.dtype), *sources)
 
-    return nest.map(empty, out)
+    # Whatever a model returns them in: a record, an object of the program's own.
+    return copy.deepcopy(out, {id(one): empty(one) for one in tensors_in(out)})
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import gc
 import pickle
 import threading
@@ -472,6 +473,54 @@ def test_a_model_is_not_run_where_it_has_no_rows_and_gives_an_output_of_its_shap
     run_ranks(program, 2)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slots:
+    mean: object
+
+
+class Held:
+    def __init__(self, mean):
+        self.inside, self.own = {"mean": [mean]}, self
+
+    @property
+    def mean(self):
+        return self.inside["mean"][0]
+
+
+class Gives(nn.Linear):
+    def __init__(self, kind):
+        super().__init__(3, 2)
+        self.kind = kind
+
+    def forward(self, batch):
+        return self.kind(super().forward(batch.mean))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        dataclasses.make_dataclass("Record", ["mean"]),
+        Slots,
+        Held,
+        lambda mean: torch.distributions.Normal(mean, 1.0, validate_args=False),
+    ],
+    ids=["dataclass", "slots", "object", "distribution"],
+)
+@pytest.mark.parametrize("given", [Slots, Held])
+def test_models_take_and_return_objects_of_the_program(kind, given):
+    def program(comm):
+        model = mt.replicate(Gives(kind), ms.MirroredStrategy())
+        for counts in ((3, 1), (3, 0)):
+            n = counts[comm.rank]
+            model.zero_grad()
+            out = model(given(torch.full((n, 3), 1.0 + comm.rank)))
+            assert type(out.mean) is torch.Tensor and out.mean.shape == (n, 2)
+            out.mean.sum(1).mean().backward()
+            assert (model.weight.grad == (1.25 if counts[1] else 1.0)).all()
+
+    run_ranks(program, 2)
+
+
 class Twice(nn.Module):
     """A module under two names, and an attribute that the first call makes."""
 
@@ -708,6 +757,50 @@ def test_gradients_of_several_passes_are_those_of_one_process(name, fused):
     run_ranks(program, 2)
 
 
+class Towers(nn.Module):
+    """Two sides that are called apart, and a weight that only a penalty uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(3, 1, bias=False), nn.Linear(3, 1, bias=False)
+        self.beside = nn.Parameter(torch.ones(()))
+
+    def forward(self, x, side):
+        return getattr(self, side)(x)
+
+
+@pytest.mark.parametrize("first", [(3, 1), (1, 3), (2, 0), (0, 2)], ids=str)
+@pytest.mark.parametrize("fused", [False, True])
+def test_passes_count_by_their_rows_whatever_comes_first(first, fused):
+    own = [first, (2, 2), (4, 0)]  # the rows of the ranks in each pass
+
+    def program(comm):
+        model = mt.replicate(Towers(), ms.MirroredStrategy())
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer = mt.FusedOptimizer(model, ms.optim.SGD(1.0)) if fused else None
+        for i, counts in enumerate(own):
+            n = counts[comm.rank]
+            with mt.no_sync(model) if i < 2 else contextlib.nullcontext():
+                outs = model(rows(n, i), "one").mean() + model(rows(n, 5 * i), "two").mean()
+                loss = outs + (i + 1) * model.beside
+                if n:
+                    slopes = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+                    assert slopes[0] == i + 1 and (slopes[1] == i).all()
+                loss.backward()
+        if fused:
+            optimizer.step()
+        after = list(model.parameters())
+        pairs = zip(before, after, strict=True)
+        found = [b - a.detach() for b, a in pairs] if fused else [p.grad for p in after]
+        share = [sum(counts) * 3 / sum(map(sum, own)) for counts in own]
+        mean = share[1] + 2 * share[2]
+        torch.testing.assert_close(found[0], torch.tensor(share[0] + 2 * share[1] + 3 * share[2]))
+        torch.testing.assert_close(found[1], torch.full((1, 3), mean))
+        torch.testing.assert_close(found[2], torch.full((1, 3), 5 * mean))
+
+    run_ranks(program, 2)
+
+
 def test_gradients_that_were_kept_outlast_a_look_at_others():
     def program(comm):
         model = mt.replicate(nn.Linear(3, 1), ms.MirroredStrategy())
@@ -773,6 +866,17 @@ def test_what_has_no_answer_is_an_error_that_says_so():
             model(x)
         with pytest.raises(TypeError, match=r"not a torch\.nn\.Module"):
             mt.replicate([1], strategy)
+        for call in (
+            lambda: mt.replicate(nn.Linear(2, 1), ms.MirroredStrategy),
+            lambda: mt.batches(torch.ones(4), comm, batch_size=2),
+            lambda: mt.all_reduce("SUM", torch.ones(1), 3),
+        ):
+            with pytest.raises(TypeError, match="wanted a strategy, such as"):
+                call()
+        with pytest.raises(TypeError, match=r"rows is 4; wanted a function"):
+            mt.replicate(nn.Linear(2, 1), strategy, rows=4)
+        with pytest.raises(TypeError, match=r"<class .*SGD'> is no optimizer"):
+            mt.FusedOptimizer(model, ms.optim.SGD)
         with pytest.raises(TypeError, match="Linear is not what replicate"):
             mt.FusedOptimizer(nn.Linear(2, 1), ms.optim.SGD(0.1))
         with pytest.raises(TypeError, match=r"SGD is no .* torch\.optim needs no FusedOptimizer"):
@@ -1025,7 +1129,7 @@ def test_a_strategy_that_was_forgotten_is_asked_for():
     run_ranks(program, 2)
 
 
-@pytest.mark.parametrize(("fused", "most"), [(False, 4), (True, 8)])
+@pytest.mark.parametrize(("fused", "most"), [(False, 5), (True, 9)])
 def test_python_calls_of_a_step_for_each_parameter(fused, most):
     """They were 4 with an optimizer of PyTorch, and 19 with the fused one."""
 
