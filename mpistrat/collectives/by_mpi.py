@@ -10,7 +10,7 @@ from mpistrat.arrays import Array
 from mpistrat.collectives.dtypes import decode_order, encode_order, ordered
 from mpistrat.comm.base import Comm
 from mpistrat.kernels.ops import UFUNCS, ReduceOp
-from mpistrat.kernels.scaling import real
+from mpistrat.kernels.scaling import usual_nan
 
 
 def reduce_by_mpi(comm: Comm, send: Array, recv: Array, op: ReduceOp) -> None:
@@ -36,8 +36,5 @@ def reduce_by_mpi(comm: Comm, send: Array, recv: Array, op: ReduceOp) -> None:
         ufunc.reduce(rows, axis=0, out=recv)
         return
     comm.allreduce(send, recv, op.how.mpi)
-    if recv.dtype.kind in "fc" and comm.size > 1:
-        flat = real(recv).reshape(-1)
-        missing = np.isnan(flat)
-        if missing.any():
-            flat[missing] = np.nan
+    if comm.size > 1:
+        usual_nan(recv)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
 from mpistrat import nest
-from mpistrat.arrays import Array, as_array, finish, label
+from mpistrat.arrays import Array, as_array, finish, label, whole
 from mpistrat.distribute.kinds import DistributedVariable, named
 from mpistrat.distribute.mode import check_readable
 from mpistrat.distribute.regroup import select
@@ -55,9 +54,10 @@ def gather(group: ReplicaGroup, name: str, value: Any, axis: int, of: str = "") 
     The text `of` says more of what is gathered.
     """
     with group.lockstep.preparing(name):
-        if isinstance(axis, bool) or not hasattr(axis, "__index__"):
-            raise TypeError(f"{name}: axis must be an integer, not {axis!r}.")
-        axis = operator.index(axis)
+        along = whole(axis)
+        if along is None:
+            raise TypeError(f"{name}: axis must be an integer, not {axis!r:.60}.")
+        axis = along
         leaves, structure = nest.flatten(value)
         _refuse_slices(name, leaves)
         paths = named(leaves, structure)

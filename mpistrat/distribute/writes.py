@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,19 +10,22 @@ import numpy as np
 import xxhash
 
 from mpistrat import nest
-from mpistrat.arrays import Array, digest, is_scalar
+from mpistrat.arrays import Array, as_array, digest, is_scalar
 from mpistrat.comm.callsite import few, grouped, ranks_text
 from mpistrat.comm.session import Session
-from mpistrat.distribute.kinds import VariableAggregation
+from mpistrat.distribute.kinds import DistributedVariable, VariableAggregation
 from mpistrat.distribute.slices import IndexedSlices, arrays_of
-from mpistrat.distribute.values import Mirrored
-from mpistrat.errors import LockstepError
+from mpistrat.distribute.values import DistributedValues, Mirrored
+from mpistrat.errors import LeafTypeError, LockstepError
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.lockstep.lockstep import Lockstep
 
 _SHOWN = 24  # letters of a number in messages
 _DIGEST = 16
 _ROW = _DIGEST + _SHOWN + len("[, ...]")  # bytes in a proof for each thing that has to be the same
+
+# Texts, and what each replica may have its own of, or is compared when it is written.
+_NO_DATA = (str, bytes, type(None), DistributedValues, DistributedVariable)
 
 OPS = {VariableAggregation.SUM: ReduceOp.SUM, VariableAggregation.MEAN: ReduceOp.MEAN}
 
@@ -75,7 +79,8 @@ def is_data(leaf: Any) -> bool:
 def contents(tree: Any, session: Session) -> bytes:
     """Return digests of the data in a tree that has to be alike on all ranks.
 
-    Of a `Mirrored` that this session has proved it is the number of its proof.
+    What another library or a buffer holds is data too, whichever way each rank has it. Of a
+    `Mirrored` that this session has proved it is the number of its proof.
     """
     digests = []
     for leaf in nest.flatten(tree)[0]:
@@ -86,6 +91,9 @@ def contents(tree: Any, session: Session) -> bytes:
                 digests.append(proof.encode().ljust(16))
         if is_data(leaf):
             digests.append(digest(arrays_of(leaf)))
+        elif not isinstance(leaf, _NO_DATA):
+            with contextlib.suppress(LeafTypeError):  # it is no data at all
+                digests.append(digest([as_array(leaf)]))
     return b"".join(digests)
 
 

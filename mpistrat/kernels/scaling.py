@@ -23,6 +23,21 @@ def real(array: Array) -> Array:
     return array.reshape(-1).view(np.dtype(f"f{array.dtype.itemsize // 2}"))
 
 
+def usual_nan(array: Array) -> None:
+    """Give each NaN of a contiguous array the bits of ``np.nan``, in place.
+
+    Where two NaNs meet, the bits that are left follow from the length and layout of what a loop is
+    given, and from the MPI library; ranks that do the same in other pieces would come apart.
+
+    Cost: one pass over numbers that may be NaN, and one more if some are.
+    """
+    if array.dtype.kind in "biu" or not array.size:
+        return
+    flat = real(array).reshape(-1)
+    if np.isnan(np.minimum.reduce(flat)):
+        flat[np.isnan(flat)] = np.nan
+
+
 def factors_of(scales: Array, dtype: np.dtype[Any]) -> Array:
     """Return scales in the dtype of what they scale.
 

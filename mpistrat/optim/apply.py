@@ -243,7 +243,7 @@ def _ended(
     if update is not None and optimizer.accumulate > 1:  # what has come is gone, on all ranks
         update.forget()
         state.keep(progress.dropped())
-    return lambda: _nonfinite(state, call, bad)
+    return lambda: _nonfinite(optimizer, state, call, bad)
 
 
 def _taken(optimizer: OptimizerSettings, progress: Progress, reduced: Reduced) -> Take:
@@ -286,7 +286,7 @@ def _warn(state: State, call: GradientCall, step: int) -> None:
     warn(state.strategy.replicas.lockstep, call.name, text, RuntimeWarning, stacklevel=4)
 
 
-def _nonfinite(state: State, call: GradientCall, bad: int) -> None:
+def _nonfinite(optimizer: OptimizerSettings, state: State, call: GradientCall, bad: int) -> None:
     """Raise on all ranks which gradient is not finite, and on which rank it came so."""
     lockstep, known = state.strategy.replicas.lockstep, call.known
     targets = [*known.dense, *known.sparse]
@@ -299,14 +299,13 @@ def _nonfinite(state: State, call: GradientCall, bad: int) -> None:
             index = tuple(map(int, np.unravel_index(int(np.argmin(good)), good.shape)))
             mine = f"the gradient of {target.variable.label} is {value[index]} at index {index}"
             break
-    told = [mine]
-    if lockstep.comm.size > 1:
-        told = [text.decode() for text in lockstep.texts(mine.encode())]
+    told = [text.decode() for text in lockstep.texts(mine.encode())]
     lines = [f"\n  rank {lockstep.ranks[i]}: {text}" for i, text in enumerate(told) if text]
     leaf = targets[bad].variable.label if bad >= 0 else "some variable"
-    where = (
-        "".join(lines) or f"\n  Each rank's is finite, but what they come to, of {leaf}, is not."
-    )
+    calls = optimizer.accumulate
+    before = f" with those of calls before (accumulate={calls})" if calls > 1 else ""
+    own = "\n  Each rank's of this call is finite, but"
+    where = "".join(lines) or f"{own} what they come to{before}, of {leaf}, is not."
     lockstep.fail(
         NonFiniteError(
             f"{call.name}, step {state.progress.step}: a gradient is NaN or infinite.{where}\n  "

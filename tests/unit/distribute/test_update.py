@@ -291,6 +291,14 @@ DIFFERENT = {
         ),
         ["what fn returned: one value on ranks 0, 1; another value on rank 2"],
     ),
+    "a result that NumPy sees as an array": (
+        lambda s, v: (
+            lambda odd: s.extended.update_non_slot(
+                s.extended.non_slot_devices([v]), lambda: memoryview(np.ones(2) + len(odd))
+            )
+        ),
+        ["what fn returned: one value on ranks 0, 1; another value on rank 2"],
+    ),
     "assign": (
         lambda s, v: lambda odd: v.assign([1.0 + len(odd), 0.0]),
         ["the value: [1.0, ...] on ranks 0, 1; [2.0, ...] on rank 2"],
@@ -322,6 +330,25 @@ def test_the_ranks_that_differ_are_named(what, frames, kept):
         return lines[: len(want)], len(lines), v.numpy().tolist()
 
     assert run_ranks(rank, 3) == [(want, len(want) + 1, [0.0, 0.0])] * 3
+
+
+class Lent:
+    """Memory that another library lends by DLPack."""
+
+    def __init__(self, array):
+        self.__dlpack__, self.__dlpack_device__ = array.__dlpack__, array.__dlpack_device__
+
+
+def test_an_argument_is_the_same_whichever_way_a_rank_holds_it(kept):
+    def rank(comm):
+        s = ms.MirroredStrategy()
+        with s.scope():
+            v = ms.Variable(np.zeros(2))
+        held = [np.array, memoryview, Lent][comm.rank](np.ones(2))
+        s.extended.update(v, lambda var, x: [var.assign_add(x), None][1], args=(held,))
+        return v.numpy().tolist()
+
+    assert run_ranks(rank, 3) == [[1.0, 1.0]] * 3
 
 
 LARGE = (300, 70)  # 168 KB: what a node has in common

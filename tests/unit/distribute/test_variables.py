@@ -472,3 +472,18 @@ def test_text_and_rounding(make):
     assert complex(number) == 2.34567
     with pytest.raises(TypeError):
         f"{make(np.ones(2)):.3f}"
+
+
+@pytest.mark.parametrize("dtype", ["f8", "c8"])
+def test_of_two_nans_all_ranks_keep_the_same(dtype, monkeypatch):
+    # NumPy's loops leave one or the other, by the length and the layout of what they are given.
+    monkeypatch.setenv("MPISTRAT_RANKS_PER_NODE", "2")
+
+    def rank(comm):
+        s = ms.MirroredStrategy()
+        v = made(s, np.full((130, 131), np.nan, dtype))
+        value = -v.numpy()
+        v.assign_add([value, np.asfortranarray(value), value[::-1]][comm.rank])
+        s.check_same(v)
+
+    run_ranks(rank, 3)

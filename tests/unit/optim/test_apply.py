@@ -361,6 +361,18 @@ class TestNotFinite:
 
         everywhere(run_ranks(rank, size))
 
+    def test_of_calls_that_accumulate_it_may_be_one_before(self, size, way, leaf, memory):
+        words = rf"of this call is finite.*of calls before .accumulate=2.*'v{leaf}:0'"
+
+        def rank(comm):
+            job = Job(optim.SGD(0.1, accumulate=2), first(), way)
+            job.step(self.bad(leaf))
+            with pytest.raises(ms.NonFiniteError, match=words):
+                job.step(means(1))
+            return job.contents()
+
+        everywhere(run_ranks(rank, size))
+
     def test_a_step_is_skipped_on_all_ranks(self, size, way, leaf, memory):
         def rank(comm):
             scale = optim.LossScale(start=8.0)
