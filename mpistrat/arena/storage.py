@@ -19,6 +19,7 @@ import numpy as np
 from mpistrat.arena.nodes import Nodes
 from mpistrat.arrays import Array, sealed
 from mpistrat.comm.base import Comm
+from mpistrat.kernels.scaling import usual_nan
 from mpistrat.sharedmem.shared import Pages, touch
 
 # Arrays of fewer bytes are cheaper to have on every rank than to meet for at every write.
@@ -117,11 +118,12 @@ class NodeStorage(Storage):
       pages: Memory of theirs.
       start: Its first byte there; begins a page.
       like: An array of this dtype and shape, not empty.
+      several: Other nodes have memory with the same contents.
     """
 
-    def __init__(self, node: Comm, pages: Pages, start: int, like: Array):
+    def __init__(self, node: Comm, pages: Pages, start: int, like: Array, several: bool):
         """Create storage in this memory; nothing is written."""
-        self.node, self._pages, self._start = node, pages, start
+        self.node, self._pages, self._start, self._several = node, pages, start, several
         self.shape = like.shape
         here = slice(start, start + like.nbytes)
         self.base = np.frombuffer(pages.overlay.seen(here.start, here.stop), like.dtype)
@@ -171,6 +173,9 @@ class NodeStorage(Storage):
         if rows is None:
             low, high = self.slice()
             write(self._shared[low:high], values.reshape(-1)[low:high], None)
+            if self._several:  # where nodes differ in size, they are cut elsewhere
+                with np.errstate(all="ignore"):
+                    usual_nan(self._shared[low:high])
         else:
             low, high = self.slice(self.shape[0])
             mine = (rows >= low) & (rows < high)
@@ -383,7 +388,9 @@ class Storages:
         if shared and self.sharing and self._comm.size > 1 and value.nbytes >= LEAST:
             nodes = self._nodes()
             room = self._room(value.nbytes) if nodes.nodes < self._comm.size else None
-            storage = None if room is None else NodeStorage(nodes.node, *room, value)
+            storage = (
+                None if room is None else NodeStorage(nodes.node, *room, value, nodes.nodes > 1)
+            )
             if storage is not None and self._agreed(storage.touch()):
                 return _filled(storage, nodes, value)
         self._comm.bcast(value, 0)

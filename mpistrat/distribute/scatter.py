@@ -20,7 +20,6 @@ from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.distribute.values import PerReplica
 from mpistrat.distribute.views import ALONE
 from mpistrat.errors import LeafTypeError, StructureError
-from mpistrat.kernels.scaling import usual_nan
 
 _NUMBERS = frozenset("biufc")
 
@@ -365,7 +364,6 @@ def apply(kind: str, array: Array, values: Array, rows: Array | None) -> None:
         array[... if rows is None else rows] = values
     elif rows is None:
         quiet().run(ufunc, array, values, array)
-        quiet().run(usual_nan, array)
     else:
         with np.errstate(all="ignore"):
             if kind == "scatter_div" and array.dtype.kind in "iu":

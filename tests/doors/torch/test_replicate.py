@@ -1129,7 +1129,7 @@ def test_a_strategy_that_was_forgotten_is_asked_for():
     run_ranks(program, 2)
 
 
-@pytest.mark.parametrize(("fused", "most"), [(False, 5), (True, 9)])
+@pytest.mark.parametrize(("fused", "most"), [(False, 6), (True, 10)])
 def test_python_calls_of_a_step_for_each_parameter(fused, most):
     """They were 4 with an optimizer of PyTorch, and 19 with the fused one."""
 
