@@ -157,6 +157,7 @@ def test_a_job_of_which_nothing_began_is_started_once_more_and_that_is_said(
             (directory / "ranks" / "rank-1.jsonl").touch()
         return Outcome(code, 0.1, False)
 
+    monkeypatch.setattr(sys.modules[__name__], "command", lambda size, program: program)
     monkeypatch.setattr(sys.modules[__name__], "run_job", start)
     directory = tmp_path / f"{code}-{begun}"
     directory.mkdir()

@@ -16,18 +16,22 @@ from mpistrat.errors import ContextError
 __all__ = ["first_rows", "nothing", "tensors_in", "watch", "without_weight"]
 
 
-def tensors_in(value: Any, above: tuple[Any, ...] = ()) -> Iterator[Any]:
+def tensors_in(value: Any, seen: dict[int, Any] | None = None) -> Iterator[Any]:
     """Iterate over the tensors in what a model takes or returns: trees, mappings, other objects.
 
     They come in the order in which the program has written them; of mappings `nest` sorts the keys.
 
     Args:
       value: What may have tensors inside.
-      above: What it is inside of.
+      seen: What was looked into before, by its identity.
     """
     if isinstance(value, torch.Tensor):
         yield value
         return
+    seen = {} if seen is None else seen
+    if id(value) in seen:  # again, or inside of itself
+        return
+    seen[id(value)] = value
     if isinstance(value, Mapping):
         inside = list(value.values())
     elif isinstance(value, list | tuple):
@@ -39,8 +43,7 @@ def tensors_in(value: Any, above: tuple[Any, ...] = ()) -> Iterator[Any]:
     else:
         inside = list(vars(value).values())
     for one in inside:
-        if not any(one is outer for outer in above):
-            yield from tensors_in(one, (*above, value))
+        yield from tensors_in(one, seen)
 
 
 def first_rows(*args: Any, **kwargs: Any) -> float:
