@@ -261,6 +261,64 @@ def adam(job: Job) -> Case:
     return _case(peers, figures, job.strategy, absent)
 
 
+def many(job: Job) -> Case:
+    """Adam with a global norm, 100 vectors and 20 matrices, beside NumPy's and torch's loops."""
+    shapes = [(128,) if i % 6 else (128, 128) for i in range(120)]
+    with job.strategy.scope():
+        variables = [ms.Variable(np.ones(shape, np.float32)) for shape in shapes]
+    given = [np.zeros(shape, np.float32) for shape in shapes]
+    optimizer = ms.optim.Adam(1e-3, clip=ms.optim.ClipByGlobalNorm(1.0))
+    # By hand gradients lie in one array, so one call of MPI reduces them.
+    sizes = [math.prod(shape) for shape in shapes]
+    flat = np.zeros(sum(sizes), np.float32)
+    parts = np.split(flat, np.cumsum(sizes)[:-1])
+    slopes = [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+    state = [(np.ones(s, np.float32), *np.zeros((2, *s), np.float32)) for s in shapes]
+    count = itertools.count(1)
+
+    def reduced() -> None:
+        if job.size > 1:
+            job.comm.Allreduce(MPI.IN_PLACE, flat)
+            np.divide(flat, job.size, out=flat)
+
+    def loop() -> None:
+        reduced()
+        t = next(count)
+        rate = 1e-3 * math.sqrt(1 - 0.999**t) / (1 - 0.9**t)
+        factor = 1.0 / max(1.0, math.sqrt(sum(float(np.vdot(g, g)) for g in slopes)))
+        for (w, m, v), g in zip(state, slopes, strict=True):
+            g *= factor
+            m += 0.1 * (g - m)
+            v += 0.001 * (g * g - v)
+            w -= rate * m / (np.sqrt(v) + 1e-8)
+
+    def ours() -> None:
+        optimizer.apply_gradients(zip(given, variables, strict=True))
+
+    def near(_: Any, number: int) -> bool:
+        pairs = zip(variables, state, strict=True)
+        return all(np.abs(np.asarray(v) - w).max() < 0.01 for v, (w, *_) in pairs)
+
+    peers = {"all ranks": job.clock(Peer(given, ours, near))}
+    peers["NumPy"] = job.clock(Peer([flat], loop, near))
+    torch, figures = job.torch(), [Figure("all ranks", "NumPy")]
+    if torch is not None:
+        weights = [torch.ones(shape, requires_grad=True) for shape in shapes]
+        for weight, slope in zip(weights, slopes, strict=True):
+            weight.grad = torch.from_numpy(slope)
+        adam = torch.optim.Adam(weights, lr=1e-3, foreach=True)
+
+        def step() -> None:
+            reduced()
+            torch.nn.utils.clip_grad_norm_(weights, 1.0)
+            adam.step()
+
+        peers["torch"] = job.clock(Peer([flat], step, lambda _, number: True))
+        figures.append(Figure("all ranks", "torch"))
+    absent = [] if torch else ["torch, so without its Adam: pip install torch"]
+    return _case(peers, figures, job.strategy, absent)
+
+
 def _torch_adam(job: Job, torch: Any, ours: Callable[[], Any]) -> dict[str, Clock]:
     weights = torch.ones(job.large, requires_grad=True)
     weights.grad = torch.zeros(job.large)
@@ -652,6 +710,7 @@ CASES: dict[str, Callable[[Job], Case]] = {
     "scope": scope,
     "small-writes": small_writes,
     "adam": adam,
+    "many": many,
     "digits-64": digits_64,
     "digits-512": digits_512,
     "program": program,

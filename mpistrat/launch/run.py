@@ -369,11 +369,10 @@ def _killed(number: int, roster: Roster, processes: int = 1, launcher: bool = Fa
         return f"{what}: the kernel has killed a process of this host for lack of memory"
     if number in _OWN and not launcher:
         return f"{what}: {_OWN[number]}"
-    memory = "a lack of memory (dmesg | grep -i 'out of memory'), "
-    return (
-        f"{what}, from outside of the job; look for {memory if number == signal.SIGKILL else ''}a "
-        "limit of the batch system (its log of the job), or a kill by hand"
-    )
+    places = "a limit of the batch system (its log of the job), or a kill by hand"
+    if number in (signal.SIGKILL, *CRASHES):
+        places = f"a lack of memory (dmesg | grep -i 'out of memory'), {places}"
+    return f"{what}, from outside of the job; look for {places}"
 
 
 def _say(text: str) -> None:
