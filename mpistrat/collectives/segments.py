@@ -61,6 +61,7 @@ def segments_of(bucket: Bucket, scales: Scales) -> list[Segment]:
 def placed(homes: Sequence[ArenaAddress]) -> Placed:
     """Return where arrays of the arena are reduced, as far as it is the same every time."""
     segments: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    # In the order of memory, where small leaves lie behind large ones.
     for leaf, home in sorted(enumerate(homes), key=lambda one: one[1].place.start):
         place = home.place
         known = segments.setdefault((home.block.number, place.matrix), [])

@@ -31,14 +31,15 @@ def gather_leaves(group: ReplicaGroup, value: Any, axis: int) -> Any:
         group.regroup.check("gather", leaves)
         mine = [select(leaf) for leaf in leaves]
         _refuse_slices("gather", mine)
-    each = group.view.plain is Plain.EACH
-    moves = [each or isinstance(leaf, DistributedValues | DistributedVariable) for leaf in leaves]
+        kinds = DistributedValues | DistributedVariable
+        each = group.view.plain is Plain.EACH
+        moves = [each or isinstance(leaf, kinds) for leaf in leaves]
+        plain = [leaf for leaf, moved in zip(leaves, moves, strict=True) if not moved]
+        told = contents(plain, group.lockstep.session)
     if all(moves):
         return gather(group, "gather", nest.unflatten(structure, mine), axis, born(leaves))
     if group.view.plain is Plain.REFUSED:  # it stays where it is: one value, and no rank's own
-        plain = [leaf for leaf, moved in zip(leaves, moves, strict=True) if not moved]
-        session = group.lockstep.session
-        prove_same(group.lockstep, "gather", {_PLAIN: contents(plain, session)}, _ADVICE)
+        prove_same(group.lockstep, "gather", {_PLAIN: told}, _ADVICE)
     which = [i for i, moved in enumerate(moves) if moved]
     of = f" of {nest.describe(structure)} {which}{born(leaves)}"
     for i, result in zip(

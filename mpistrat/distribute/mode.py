@@ -250,6 +250,24 @@ def cross_replica(strategy: Ruling, what: str, instead: str) -> Any:
     return entered(again(check_cross_replica(strategy, what, instead), strategy))
 
 
+def as_replica(strategy: Ruling, call: str) -> AbstractContextManager[Any]:
+    """Return a context manager whose body is replica code of a strategy, as it may be already.
+
+    Args:
+      strategy: The strategy.
+      call: Who enters it, for messages.
+
+    Raises:
+      StrategyError: Another one rules here.
+    """
+    mode = current()
+    if mode is not None and mode.replica is not None and mode.strategy is strategy:
+        return contextlib.nullcontext()
+    same_strategy(strategy, call)
+    regroup = strategy.replicas.regroup
+    return entered(Mode(strategy, Replica(regroup.rank, regroup.size)))
+
+
 @contextlib.contextmanager
 def chosen() -> Iterator[None]:
     """Run the body as code that has chosen the default strategy, which rules in any case."""

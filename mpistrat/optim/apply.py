@@ -304,8 +304,8 @@ def _nonfinite(optimizer: OptimizerSettings, state: State, call: GradientCall, b
     leaf = targets[bad].variable.label if bad >= 0 else "some variable"
     calls = optimizer.accumulate
     before = f" with those of calls before (accumulate={calls})" if calls > 1 else ""
-    own = "\n  Each rank's of this call is finite, but"
-    where = "".join(lines) or f"{own} what they come to{before}, of {leaf}, is not."
+    own = "\n  The gradients of this call are finite on each rank, but"
+    where = "".join(lines) or f"{own} what they come to{before} for {leaf} is not."
     lockstep.fail(
         NonFiniteError(
             f"{call.name}, step {state.progress.step}: a gradient is NaN or infinite.{where}\n  "

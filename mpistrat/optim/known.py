@@ -41,7 +41,7 @@ class Known:
 
     Attributes:
       plain: Gradients are updated one after the other, by this thread alone.
-      together: What is updated in one call each then, and which of the gradients it takes.
+      together: What is updated in one call each, and which of the gradients it takes.
       apart: Which others there are.
     """
 

@@ -30,11 +30,12 @@ _MOST = 256 * 1024  # bytes of all that are updated as one, so that they stay in
 class Take(NamedTuple):
     """What is done to gradients before they are used.
 
-    Formula: ``clip((weight * g + pending) / divisor * factor)``.
+    Formula: ``clip(g * factor)``; with a slot ``pending``, where several calls make one update,
+    ``clip((weight * g + pending) / divisor * factor)``.
 
     Attributes:
-      weight: Of this call, where several calls make one update.
-      divisor: The weight of all of these calls.
+      weight: That of this call.
+      divisor: The weight of all calls of the update; used with ``pending`` only.
       factor: One over the loss scale, times that of clipping by the norm.
       limit: The largest absolute value then; infinite for no `ClipByValue`.
       ignore: Whether infinities are clipped, too; else they stay, for those who look for them.
@@ -86,22 +87,22 @@ class Together(NamedTuple):
             g *= number(take.weight)
         if self.pending is not None:
             g += self.pending
-            g /= number(take.divisor)
+            if take.divisor != 1.0:
+                g /= number(take.divisor)
         if take.factor != 1.0:
             g *= number(take.factor)
         return g
 
     def accumulate(self, gradients: Sequence[Array], take: Take) -> None:
         """Add gradients to those that wait for the update; only of several variables."""
-        g = self._gather(gradients, take._replace(divisor=1.0, factor=1.0))
-        self.pending[:] = g  # type: ignore[index]  # there is that slot
+        assert self.pending is not None
+        self.pending[:] = self._gather(gradients, take._replace(divisor=1.0, factor=1.0))
 
     def squares(self, gradients: Sequence[Array], take: Take) -> list[float]:
         """Return the sum of squares of each gradient; only of several, where norms are wanted."""
         g = self._gather(gradients, take)
         if take.limit != math.inf:
-            largest = math.inf if take.ignore else float(np.finfo(g.dtype).max)
-            clip.twin(g, take.limit, largest)
+            clip.twin(g, take.limit, float(np.finfo(g.dtype).max))  # infinities are looked for
         assert self.sums is not None
         return self.sums.now()
 
@@ -171,7 +172,7 @@ class Squares:
         flat, begins = self._rows.reshape(-1), [first * self._width for first in starts[:-1]]
         self._rooms = [flat[at : at + x.size] for at, x in zip(begins, parts, strict=True)]
         # Of the arrays with more rows than 0, than 1 and so on, the first row.
-        pairs = list(zip(starts, counts, strict=False))
+        pairs = list(zip(starts[:-1], counts, strict=True))
         self._heads = [np.array([s for s, n in pairs if n > k]) for k in range(max(counts))]
 
     def now(self) -> list[float]:

@@ -11,11 +11,11 @@ from torch.autograd.function import once_differentiable
 from mpistrat import nest
 from mpistrat.arrays import label
 from mpistrat.distribute.gather import gather
+from mpistrat.distribute.mode import as_replica
 from mpistrat.distribute.reduce import in_replica
 from mpistrat.distribute.strategies import chosen_strategy
 from mpistrat.errors import LeafTypeError
 from mpistrat.kernels.ops import ReduceOp
-from mpistrat.torch.gradients import as_replica
 
 __all__ = ["SyncBatchNorm", "all_gather", "all_reduce"]
 
@@ -27,7 +27,7 @@ def _checked(
 
     With `stage` they are copies of the CPU, which gradients pass, of leaves that are not there.
     """
-    with as_replica(strategy), strategy.replicas.lockstep.preparing(call):
+    with as_replica(strategy, call), strategy.replicas.lockstep.preparing(call):
         leaves, structure = nest.flatten(value)
         for leaf, path in zip(leaves, nest.path_names(structure), strict=True):
             if not isinstance(leaf, torch.Tensor):
@@ -93,7 +93,8 @@ def all_reduce(
     """
     strategy = chosen_strategy(strategy, "all_reduce")
     leaves, structure, devices = _checked("all_reduce", strategy, value, stage)
-    with as_replica(strategy), strategy.replicas.lockstep.preparing("all_reduce"):
+    lockstep = strategy.replicas.lockstep
+    with as_replica(strategy, "all_reduce"), lockstep.preparing("all_reduce"):
         op = ReduceOp.parse(reduce_op)
         if op not in (ReduceOp.SUM, ReduceOp.MEAN):
             raise ValueError(f"mpistrat.torch.all_reduce is for SUM and MEAN, not for {op.value}.")
@@ -130,7 +131,7 @@ def _wide(tensor: Any) -> Any:
 
 def _reduced(strategy: Any, op: ReduceOp, leaves: list[Any], weight: Any = None) -> Any:
     strategy.replicas.lockstep.check()
-    with as_replica(strategy):
+    with as_replica(strategy, "all_reduce"):
         # Gradients of gradients are an error by `once_differentiable`, not here.
         return in_replica(strategy.replicas, op, [leaf.detach() for leaf in leaves], weight, None)
 
@@ -182,7 +183,7 @@ class _AllGather(torch.autograd.Function):
         given = [leaf.detach() for leaf in leaves]
         group = strategy.replicas
         group.lockstep.check()
-        with as_replica(strategy):
+        with as_replica(strategy, "all_gather"):
             found = gather(group, "all_gather", given, axis)
             sizes = torch.tensor([[one.shape[axis] for one in given]])
             before = gather(group, "all_gather, sizes", sizes, 0)[: strategy.rank].sum(0)

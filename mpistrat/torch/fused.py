@@ -11,13 +11,13 @@ import torch
 import xxhash
 
 from mpistrat.arena.storage import LEAST, NodeStorage
+from mpistrat.distribute.mode import as_replica
 from mpistrat.distribute.reduce import in_replica
 from mpistrat.distribute.variables import Variable
 from mpistrat.errors import ContextError, LeafTypeError
 from mpistrat.lockstep.guards import warn
 from mpistrat.optim.optimizer import Optimizer
 from mpistrat.sharedmem.overlay import tells_of_writes
-from mpistrat.torch.gradients import as_replica
 from mpistrat.torch.replicate import gradients_of
 from mpistrat.torch.stepping import all_alike
 from mpistrat.torch.tensors import as_array, tensor_of
@@ -135,7 +135,7 @@ class FusedOptimizer:
         """
         gradients = self._gradients
         group = gradients.strategy.replicas
-        with as_replica(gradients.strategy), torch.no_grad():
+        with as_replica(gradients.strategy, "FusedOptimizer.step"), torch.no_grad():
             with group.lockstep.preparing("FusedOptimizer.step"):
                 gradients.check()
                 if gradients.wrong is not None:

@@ -3,15 +3,15 @@
 A backward pass of the CPU runs in the thread that calls it, hooks included, so it can end in a
 collective call. Its steps:
 
-1. the gradient of an output of the model arrives (`_came`): the pass is open, and its rows count;
+1. the gradient of an output of the model arrives (`_watch`): the pass is open, and its rows count;
 2. the gradient of each parameter arrives (`arrived`): it is copied to the shared buffer while it
-   is in cache, and ``p.grad`` is a view of that from now on;
+   is in cache, and ``p.grad`` is a view of that from now on; where passes add up, what there was
+   before is put aside (`coming`) and added when the pass ends and its rows are known;
 3. the pass ends (`_end`): buffers of parameters without a gradient are zeroed, and all are reduced.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import operator
 import weakref
@@ -21,7 +21,7 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from mpistrat.distribute.mode import Mode, Replica, current, entered, same_strategy
+from mpistrat.distribute.mode import as_replica
 from mpistrat.distribute.reduce import in_replica
 from mpistrat.distribute.state import check_same
 from mpistrat.errors import ContextError, LeafTypeError
@@ -30,7 +30,7 @@ from mpistrat.torch.rows import nothing, watch, without_weight
 from mpistrat.torch.stepping import watch_parameters
 from mpistrat.torch.tensors import as_array
 
-__all__ = ["Gradients", "as_replica"]
+__all__ = ["Gradients"]
 
 _gradient, _version = operator.attrgetter("grad"), operator.attrgetter("_version")
 
@@ -44,15 +44,6 @@ def _told(gradients: weakref.ref[Gradients], how: Callable[..., None], i: int, _
     own = gradients()
     if own is not None:
         how(own, i)
-
-
-def as_replica(strategy: Any) -> Any:
-    """Return a context manager whose body is replica code of a strategy."""
-    mode = current()
-    if mode is None or mode.replica is None or mode.strategy is not strategy:
-        same_strategy(strategy, "a call of mpistrat.torch")
-        return entered(Mode(strategy, Replica(strategy.rank, strategy.num_replicas_in_sync)))
-    return contextlib.nullcontext()
 
 
 @final
@@ -209,7 +200,7 @@ class Gradients:
 
     def _begin(self) -> None:
         end = functools.partial(self._end)
-        self._ending = weakref.ref(end)  # PyTorch drops it when the pass fails
+        self._ending = weakref.ref(end, self._failed)  # PyTorch drops it when the pass fails
         self._seen, self._calls, self._here, self._aside = False, [], self._last, {}
         self._pass += 1
         self._parameters.put_back()
@@ -218,6 +209,12 @@ class Gradients:
         if not self.passes and (self.deferred or not self.syncing):
             self._waiting = {i for i, p in enumerate(self.params) if p.grad is not None}
         torch.autograd.Variable._execution_engine.queue_callback(end)
+
+    def _failed(self, _: Any) -> None:
+        """Give parameters back what they had before a pass that has failed."""
+        for i, before in self._aside.items():
+            self.params[i].grad = before
+        self._aside = {}
 
     def dropped(self) -> bool:
         """Tell whether the program has dropped what was added up, by None or by zeros."""
@@ -336,7 +333,7 @@ class Gradients:
             self.forget()
             group.lockstep.refuse("backward", wrong)
         self._used.copy_(torch.tensor(self.ready(), dtype=torch.float32))
-        with as_replica(self.strategy):
+        with as_replica(self.strategy, "a backward pass"):
             passes = self.passes
             if self.held:
                 passes = int(in_replica(group, "MAX", np.array(passes), None, None))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
 
@@ -14,6 +15,8 @@ from mpistrat import nest
 from mpistrat.errors import ContextError
 
 __all__ = ["first_rows", "nothing", "tensors_in", "watch", "without_weight"]
+
+_WHOLE = (torch.nn.Module, type, types.ModuleType)  # what is not looked into
 
 
 def tensors_in(value: Any, seen: dict[int, Any] | None = None) -> Iterator[Any]:
@@ -38,7 +41,7 @@ def tensors_in(value: Any, seen: dict[int, Any] | None = None) -> Iterator[Any]:
         inside = list(value)
     elif hasattr(value, "__dataclass_fields__"):
         inside = [getattr(value, name, None) for name in value.__dataclass_fields__]
-    elif isinstance(value, torch.nn.Module | type) or not hasattr(value, "__dict__"):
+    elif isinstance(value, _WHOLE) or not hasattr(value, "__dict__"):
         inside = [leaf for leaf in nest.flatten(value)[0] if leaf is not value]
     else:
         inside = list(vars(value).values())
@@ -130,6 +133,13 @@ def nothing(model: Any, args: Any, kwargs: Any) -> Any:
                     held.update({key: fake(one) for key, one in held.items()})
             with mode:
                 out = model(*some, **named)
+        # Inputs may be of another replicated model, whose pass the ranks are in too.
+        given = [*model.parameters(), *tensors_in([*args, *kwargs.values()])]
+        sources = [one for one in given if one.requires_grad]
+        made = {id(one): _empty(one, sources) for one in tensors_in(out)}
+        kept = {id(module): module for module in model.modules()}
+        # Whatever a model returns them in: a record, an object of the program's own.
+        return copy.deepcopy(out, {**kept, **made})
     except Exception as error:
         raise ContextError(
             "this rank has no rows, and what the model would give for none is not known "
@@ -137,17 +147,13 @@ def nothing(model: Any, args: Any, kwargs: Any) -> Any:
             "the model, the loss and its backward pass where a rank has no rows, or leave out a "
             "last batch of few: mpistrat.torch.batches(..., drop_last=True)."
         ) from error
-    # Inputs may be of another replicated model, whose pass the ranks are in too.
-    given = [*model.parameters(), *tensors_in([*args, *kwargs.values()])]
-    sources = [one for one in given if one.requires_grad]
 
-    def empty(leaf: Any) -> Any:
-        if not (leaf.is_floating_point() or leaf.is_complex()):
-            return torch.zeros(leaf.shape, dtype=leaf.dtype)
-        return _Constant.apply(torch.full(leaf.shape, float("nan"), dtype=leaf.dtype), *sources)
 
-    # Whatever a model returns them in: a record, an object of the program's own.
-    return copy.deepcopy(out, {id(one): empty(one) for one in tensors_in(out)})
+def _empty(leaf: Any, sources: list[Any]) -> Any:
+    """Return a tensor without rows in the place of one without contents."""
+    if not (leaf.is_floating_point() or leaf.is_complex()):
+        return torch.zeros(leaf.shape, dtype=leaf.dtype)
+    return _Constant.apply(torch.full(leaf.shape, float("nan"), dtype=leaf.dtype), *sources)
 
 
 @contextlib.contextmanager

@@ -1149,3 +1149,30 @@ def test_python_calls_of_a_step_for_each_parameter(fused, most):
 
     for calls in run_ranks(program, 2):
         assert calls < most
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_backward_pass_that_fails_leaves_what_was_added_up(size):
+    def fails(_):
+        raise ZeroDivisionError
+
+    first = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    batches = torch.rand(3, 2, 3)
+
+    def program(comm):
+        strategy, plain = ms.MultiWorkerMirroredStrategy(comm=comm), copy.deepcopy(first)
+        model = mt.replicate(copy.deepcopy(first), strategy)
+        with mt.no_sync(model):
+            model(batches[0]).mean().backward()
+            out = model(batches[1])
+            hook = model[0].weight.register_hook(fails)  # those of the last layer have come then
+            with pytest.raises(ZeroDivisionError):
+                out.mean().backward()
+            hook.remove()
+        model(batches[2]).mean().backward()
+        for part in (0, 2):
+            plain(batches[part]).mean().backward()
+        for mine, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, wanted.grad)
+
+    run_ranks(program, size)

@@ -362,7 +362,7 @@ class TestNotFinite:
         everywhere(run_ranks(rank, size))
 
     def test_of_calls_that_accumulate_it_may_be_one_before(self, size, way, leaf, memory):
-        words = rf"of this call is finite.*of calls before .accumulate=2.*'v{leaf}:0'"
+        words = rf"of this call are finite.*of calls before .accumulate=2.*'v{leaf}:0'"
 
         def rank(comm):
             job = Job(optim.SGD(0.1, accumulate=2), first(), way)
