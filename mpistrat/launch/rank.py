@@ -37,7 +37,8 @@ def main(argv: Sequence[str]) -> None:
     before = shared_files()
     session = _session()
     from mpistrat.comm.mpi import before_abort
-    from mpistrat.lockstep.exits import code_of, exits
+    from mpistrat.lockstep.ending import code_of
+    from mpistrat.lockstep.exits import exits
     from mpistrat.lockstep.lockstep import Lockstep
     from mpistrat.lockstep.startup import begin
 

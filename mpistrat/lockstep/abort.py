@@ -9,27 +9,26 @@ from collections.abc import Iterator
 from typing import NoReturn
 
 from mpistrat.comm import mpi
-from mpistrat.lockstep.ending import end_job
-from mpistrat.lockstep.exits import code_of
-from mpistrat.lockstep.lockstep import Lockstep
+from mpistrat.lockstep.ending import code_of, end_job
+from mpistrat.lockstep.ranks import Ranks
 
 
-def abort(lockstep: Lockstep, call: str, error: BaseException) -> NoReturn:
+def abort(ranks: Ranks, call: str, error: BaseException) -> NoReturn:
     """Raise what failed after the proof of `call`; end the job if others would wait for ever.
 
     They are in MPI, where nobody can tell them. The usual causes are memory that cannot be
     allocated, and a handler of a signal of the program's own that raises, or calls ``sys.exit``.
     What all ranks have raised, or one alone, or threads of one process, is raised.
     """
-    comm = lockstep.comm
-    alone = comm.size == 1 or lockstep.session.comm.name != mpi.MPIComm.name
-    if alone or error is lockstep.state.raised:
+    comm = ranks.comm
+    alone = comm.size == 1 or ranks.session.comm.name != mpi.MPIComm.name
+    if alone or error is ranks.state.raised:
         raise error
     with contextlib.suppress(BaseException):  # there may be no memory for it
         text = "".join(traceback.format_exception(error))
         print(
-            f"mpistrat: rank {lockstep.ranks[comm.rank]} of {comm.size} failed inside "
-            f"{call:.300} after the others had entered it; aborting the job.\n{text}",
+            f"mpistrat: rank {ranks.ranks[comm.rank]} of {comm.size} failed inside "
+            f"{call:.300}. The other ranks are in the same call; aborting the job.\n{text}",
             file=sys.stderr,
             flush=True,
         )
@@ -38,9 +37,9 @@ def abort(lockstep: Lockstep, call: str, error: BaseException) -> NoReturn:
 
 
 @contextlib.contextmanager
-def aborting(lockstep: Lockstep, call: str) -> Iterator[None]:
+def aborting(ranks: Ranks, call: str) -> Iterator[None]:
     """Do what `abort` does with what the body raises."""
     try:
         yield
     except BaseException as error:
-        abort(lockstep, call, error)
+        abort(ranks, call, error)

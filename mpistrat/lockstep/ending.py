@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import signal
 import sys
 import time
 from contextlib import suppress
@@ -14,13 +15,41 @@ from mpistrat.board.proc import ended, look, machine
 from mpistrat.comm import mpi
 from mpistrat.comm.session import Session
 from mpistrat.environment import passes_on_a_code
-from mpistrat.lockstep.lockstep import Lockstep
+from mpistrat.errors import LockstepError, PreflightError
+from mpistrat.lockstep.ranks import Ranks
+from mpistrat.lockstep.shutdown import MISMATCH
 
+# The exit code of a job whose ranks are not equipped alike.
+PREFLIGHT = 78
 # Seconds that launchers get to pass on what the ranks have printed; an abort may cut it off.
 _LAST_WORDS = 0.2
 # Seconds in which processes end that have finalized MPI: those of other nodes, which cannot be
 # looked at; and at most, those of this one.
 _FAR, _NEAR = 1.0, 5.0
+
+
+def code_of(failure: BaseException | None) -> int:
+    """Return the exit code that Python gives to a program that ends with `failure`.
+
+    Example:
+      >>> code_of(SystemExit(3)), code_of(SystemExit("text")), code_of(KeyError()), code_of(None)
+      (3, 1, 1, 0)
+      >>> code_of(SystemExit(256)), code_of(SystemExit(-1))
+      (1, 255)
+    """
+    if failure is None:
+        return 0
+    if isinstance(failure, KeyboardInterrupt):
+        return 128 + signal.SIGINT
+    if isinstance(failure, LockstepError):
+        return MISMATCH
+    if isinstance(failure, PreflightError):
+        return PREFLIGHT
+    if isinstance(failure, SystemExit) and isinstance(failure.code, int | None):
+        # The system keeps eight bits; a failure must not become a success by that.
+        code = failure.code or 0
+        return code & 255 or (1 if code else 0)
+    return 1
 
 
 def end_job(code: int) -> None:
@@ -57,30 +86,30 @@ def leave(session: Session, code: int, planned: bool) -> None:
       code: The exit code of the job.
       planned: All ranks leave by themselves with that code, and MPI may be finalized.
     """
-    comm, lockstep = session.comm, Lockstep(session)
+    comm, ranks = session.comm, Ranks(session)
     if not code or comm.size < max(2, mpi.world_size()):
         if mpi.world_size() > 1:  # the others will wait for this rank in MPI_Finalize
             faulthandler.dump_traceback_later(session.options.timeout, exit=True, file=2)
         return
     flush()
     if planned and passes_on_a_code():
-        _in_order(lockstep, code)
+        _in_order(ranks, code)
     # Launchers do not pass on codes of several ranks: MPICH's kills the others when the first
     # leaves with one, and then reports the kill. An abort, once all have said what they had to
     # say, is passed on by all of them.
-    lockstep.texts(b"")
+    ranks.texts(b"")
     if comm.rank == 0:
         end_job(code)
-    lockstep.texts(b"")
+    ranks.texts(b"")
 
 
-def _in_order(lockstep: Lockstep, code: int) -> NoReturn:
+def _in_order(ranks: Ranks, code: int) -> NoReturn:
     """Finalize MPI and end; rank 0 has the code, and ends when the others have."""
     process = look(os.getpid())
     mine = [machine(), os.getpid(), process.born if process else 0]
-    rows = [json.loads(row) for row in lockstep.texts(json.dumps(mine).encode())]
+    rows = [json.loads(row) for row in ranks.texts(json.dumps(mine).encode())]
     mpi.finalize()
-    if lockstep.comm.rank:
+    if ranks.comm.rank:
         leave_at_once(0)
     near = [(pid, born) for where, pid, born in rows[1:] if where == mine[0] and born]
     if len(near) + 1 < len(rows):

@@ -12,7 +12,6 @@ import _thread
 import atexit
 import functools
 import os
-import signal
 import sys
 import threading
 import time
@@ -27,41 +26,15 @@ from mpistrat.comm import mpi
 from mpistrat.comm.base import Comm
 from mpistrat.comm.nodes import threads_allowed
 from mpistrat.comm.session import Session
-from mpistrat.errors import LockstepError, PreflightError, RemoteError
-from mpistrat.lockstep.ending import end_job, flush, leave, leave_at_once
+from mpistrat.errors import LockstepError, RemoteError
+from mpistrat.lockstep.ending import code_of, end_job, flush, leave, leave_at_once
 from mpistrat.lockstep.interrupts import Interrupted
 from mpistrat.lockstep.lockstep import Lockstep
 from mpistrat.lockstep.ranks import CallState
-from mpistrat.lockstep.shutdown import LEAVE, MISMATCH, Agreement, said_by
-
-PREFLIGHT = 78
+from mpistrat.lockstep.shutdown import LEAVE, Agreement, said_by
 
 # Seconds after which an exception is printed although the other ranks have not come to leave.
 _PATIENCE = 3.0
-
-
-def code_of(failure: BaseException | None) -> int:
-    """Return the exit code that Python gives to a program that ends with `failure`.
-
-    Example:
-      >>> code_of(SystemExit(3)), code_of(SystemExit("text")), code_of(KeyError()), code_of(None)
-      (3, 1, 1, 0)
-      >>> code_of(SystemExit(256)), code_of(SystemExit(-1))
-      (1, 255)
-    """
-    if failure is None:
-        return 0
-    if isinstance(failure, KeyboardInterrupt):
-        return 128 + signal.SIGINT
-    if isinstance(failure, LockstepError):
-        return MISMATCH
-    if isinstance(failure, PreflightError):
-        return PREFLIGHT
-    if isinstance(failure, SystemExit) and isinstance(failure.code, int | None):
-        # The system keeps eight bits; a failure must not become a success by that.
-        code = failure.code or 0
-        return code & 255 or (1 if code else 0)
-    return 1
 
 
 def _interactive() -> bool:

@@ -24,6 +24,7 @@ from mpistrat.arrays import Array
 from mpistrat.comm.session import Session
 from mpistrat.errors import ContextError, LockstepError, NonFiniteError
 from mpistrat.lockstep import frame, mismatch, shutdown
+from mpistrat.lockstep.abort import abort
 from mpistrat.lockstep.frame import (
     ALARM,
     FAILED,
@@ -153,7 +154,7 @@ class Lockstep(Ranks):
             if wrong is not None:
                 self.fail(wrong)
             if union & ALARM:
-                self._sound(alarm)
+                self._sound(call, alarm)
             return Proof(smalls, bool(union & MORE))
         finally:
             board.leave()
@@ -205,14 +206,17 @@ class Lockstep(Ranks):
                     if not same or union & (LEAVING | FAILED):
                         self._explain(call, None, union, writes)
                     if union & ALARM:
-                        self._sound("")
+                        self._sound(call, "")
                     return union, smalls
             return None
         finally:
             board.leave()
 
-    def _sound(self, alarm: str) -> None:
-        rows = [text.decode() for text in self.texts(alarm.encode(errors="replace"))]
+    def _sound(self, call: str, alarm: str) -> None:
+        try:
+            rows = [text.decode() for text in self.texts(alarm.encode(errors="replace"))]
+        except BaseException as error:
+            abort(self, call, error)
         text = "\n".join(f"rank {self.ranks[i]}: {row}" for i, row in enumerate(rows) if row)
         first = next(rank for rank, row in enumerate(rows) if row)
         if self.options.nan == "raise":
@@ -224,15 +228,20 @@ class Lockstep(Ranks):
     def _explain(
         self, call: str, failure: BaseException | None, union: int, writes: list[Unproved]
     ) -> NoReturn:
-        if writes:
-            call = f"{call}, after {'; '.join(write.text() for write in writes)}"
-        if union & LEAVING:
-            self.state.gone = shutdown.left(self, call, writes)
-            self.fail(self.state.gone if failure is None else failure)
-        shutdown.keep_alike(writes, self.texts(shutdown.digests(writes)))
-        if union & FAILED:
-            self.fail(mismatch.remote(self, call, failure))
-        self.fail(mismatch.mismatch(self, call))
+        try:
+            if writes:
+                call = f"{call}, after {'; '.join(write.text() for write in writes)}"
+            if union & LEAVING:
+                self.state.gone = shutdown.left(self, call, writes)
+                self.fail(self.state.gone if failure is None else failure)
+            shutdown.keep_alike(writes, self.texts(shutdown.digests(writes)))
+            if union & FAILED:
+                self.fail(mismatch.remote(self, call, failure))
+            self.fail(mismatch.mismatch(self, call))
+        except BaseException as error:
+            if failure is not None and error is not failure:
+                error.__context__ = failure  # so that it is told what failed first
+            abort(self, call, error)
 
     def leave(
         self, code: int, failure: BaseException | None = None, of_group: bool = False

@@ -15,7 +15,7 @@ from mpistrat.comm.callsite import few, grouped, ranks_text
 from mpistrat.comm.loopback import Event, LoopbackComm, LoopbackWorld
 from mpistrat.comm.session import Session
 from mpistrat.comm.world import as_world
-from mpistrat.lockstep.exits import code_of
+from mpistrat.lockstep.ending import code_of
 from mpistrat.lockstep.lockstep import Lockstep
 from mpistrat.lockstep.ranks import CallState
 

@@ -16,7 +16,7 @@ from mpistrat.board.watchdog import ORPHANED
 from mpistrat.compat import tf
 from mpistrat.launch.process import TIMED_OUT
 from mpistrat.launch.run import UNRECORDED
-from mpistrat.lockstep.exits import PREFLIGHT, code_of
+from mpistrat.lockstep.ending import PREFLIGHT, code_of
 from mpistrat.lockstep.shutdown import MISMATCH
 from mpistrat.options import PREFIX, Options
 from mpistrat.testing import RanksFailed, run_ranks

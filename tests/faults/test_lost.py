@@ -17,6 +17,23 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="needs /proc"),
 ]
 
+# Memory that ends while the ranks tell one another why a call has failed.
+TELLING = """
+import numpy as np
+import mpistrat as ms
+from mpistrat.lockstep import mismatch
+
+strategy = ms.MirroredStrategy()
+
+def step():
+    ctx = ms.get_replica_context()
+    if ctx.replica_id_in_sync_group == 0:
+        mismatch.cut = lambda text: bytes(2**62)
+        raise ValueError('why')
+    ctx.all_reduce("sum", np.ones(3))
+
+strategy.run(step)
+"""
 PROGRAM = """
 import resource, sys
 import numpy as np
@@ -45,12 +62,25 @@ fold(value)
     ],
 )
 def test_memory_that_ends_in_the_midst_of_a_call_ends_the_job(how, options, mib, tmp_path):
-    program, said = tmp_path / "train.py", tmp_path / "said"
-    program.write_text(PROGRAM.format(how=how, options=options, mib=mib))
+    text = output_of(PROGRAM.format(how=how, options=options, mib=mib), tmp_path)
+    assert "rank 0 of 2 failed inside all_reduce(SUM, *) float64[5000000]" in text
+    assert "Unable to allocate" in text
+
+
+def test_memory_that_ends_while_ranks_explain_ends_the_job(tmp_path):
+    text = output_of(TELLING, tmp_path)
+    assert "rank 0 of 2 failed inside run, whose function returned. The other ranks" in text
+    assert "MemoryError" in text
+    assert "ValueError: why" in text
+
+
+def output_of(program, tmp_path):
+    """Return what a job of two ranks prints; it ends, with code 1."""
+    path, said = tmp_path / "train.py", tmp_path / "said"
+    path.write_text(program)
     with said.open("wb") as output:
-        outcome = run_job(find()[0].command(2, [sys.executable, str(program)]), LONGEST, output)
+        outcome = run_job(find()[0].command(2, [sys.executable, str(path)]), LONGEST, output)
     text = said.read_text(errors="replace")
     assert not outcome.timed_out, text
     assert outcome.code == 1, text
-    assert "rank 0 of 2 failed inside all_reduce(SUM, *) float64[5000000]" in text
-    assert "Unable to allocate" in text
+    return text
