@@ -22,7 +22,9 @@ def total(strategy, value=1.0):
 
 
 def test_more_strategies_than_communicators(world):
-    """MPICH runs out of communicators after 2,046."""
+    """MPICH runs out of communicators after 2,046, of each process; more ranks take longer only."""
+    if world.size > 2:
+        pytest.skip("as on two ranks")
     for i in range(2100):
         make = ms.MirroredStrategy if i % 2 else ms.MultiWorkerMirroredStrategy
         strategy = make()
