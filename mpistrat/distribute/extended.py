@@ -13,7 +13,7 @@ from mpistrat.collectives.communication import CommunicationOptions
 from mpistrat.distribute import updating
 from mpistrat.distribute.destinations import (
     at_destinations,
-    broadcast_as_chosen,
+    broadcast,
     check_destinations,
     checked_pairs,
     place,
@@ -247,7 +247,8 @@ class StrategyExtended(Generic[S_co]):
         with self._cross("broadcast_to", "get_replica_context().merge_call(...)"):
             if self.strategy.is_default and destinations is not None:
                 raise NotImplementedError("the default strategy has no broadcast_to; make another.")
-            return broadcast_as_chosen(self.strategy, tensor, destinations)
+            delegate = self.strategy.replicas.delegate
+            return broadcast(self.strategy, tensor, destinations, delegate)
 
     def update(
         self,

@@ -59,7 +59,6 @@ class Frame(Path):
         values: Sequence[Any],
         weights: Sequence[float] = ONES,
         outs: Sequence[Array] | None = None,
-        alarm: str = "",
     ) -> list[Any]:
         """Reduce these values; see `Path.run`. Collective."""
         call = self.call
@@ -70,7 +69,7 @@ class Frame(Path):
         header = self._header if self._even else call.header(weights)
         riding = header + b"".join(data)
         if self._watched:
-            totals = self.totals(self.reducer.prove(call, "", riding, alarm)[0])
+            totals = self.totals(self.reducer.prove(call, "", riding)[0])
         else:
             text, digest = (
                 call.said_now(self.reducer.said) if call.of else (self._text, self._digest)

@@ -114,7 +114,6 @@ class InPlace(StagedPath):
         values: Sequence[Any],
         weights: Sequence[float] = ONES,
         outs: Sequence[Array] | None = None,
-        alarm: str = "",
     ) -> list[Any]:
         """Reduce these values; see `Path.run`. Collective."""
         if self._alone and not self.reducer.watches:
@@ -123,9 +122,10 @@ class InPlace(StagedPath):
         if self._few and self._direct is None and self._arena.direct >= self._few:
             self._direct = self._beside()
         if self._direct is None:
-            return super().run(values, weights, outs if outs is values else values, alarm)
+            return super().run(values, weights, outs if outs is values else values)
         mine = self._mine()
-        self._direct.run(mine, weights, mine, alarm)
+        self._direct.call.alarm = self.call.alarm
+        self._direct.run(mine, weights, mine)
         return list(values)
 
     def _of_one(self, values: Sequence[Any], weights: Sequence[float]) -> list[Any]:

@@ -60,7 +60,6 @@ class Path(abc.ABC):
         values: Sequence[Any],
         weights: Sequence[float] = ONES,
         outs: Sequence[Array] | None = None,
-        alarm: str = "",
     ) -> list[Any]:
         """Reduce these values, and return the results. Collective.
 
@@ -68,7 +67,6 @@ class Path(abc.ABC):
           values: The leaves: arrays in native byte order, or numbers.
           weights: How many examples each stands for, or one number for all.
           outs: Where the results go.
-          alarm: What is wrong with the values, if anything is looked for.
         """
 
 
@@ -80,7 +78,6 @@ class StagedPath(Path):
         values: Sequence[Any],
         weights: Sequence[float] = ONES,
         outs: Sequence[Array] | None = None,
-        alarm: str = "",
     ) -> list[Any]:
         """Reduce these values; see `Path.run`. Collective."""
         reducer, call = self.reducer, self.call
@@ -92,7 +89,7 @@ class StagedPath(Path):
                 staged = self.stage(values, weights, outs)
             except Exception as error:
                 reducer.lockstep.refuse(call.text, error)
-            scales, _ = reducer.prove(call, self.suffix, call.header(weights), alarm)
+            scales, _ = reducer.prove(call, self.suffix, call.header(weights))
             try:
                 results = self.finish(staged, scales)
             except BaseException as error:
