@@ -376,7 +376,7 @@ class Lockstep(Ranks):
             return frame.read_words(union, small, self.comm.size)
         if len(small) > ROOM:
             flags, small = flags | frame.LARGE, b""
-        head = frame.head(digest, number, flags, len(small))
+        head = pack(digest, number, flags, len(small))
         self._frame[: HEAD + len(small)] = head + small
         if self._several:
             self._raw.allgather(self._send, self.frames_received)
