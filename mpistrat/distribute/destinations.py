@@ -147,7 +147,7 @@ def broadcast(
     with lockstep.preparing("broadcast_to"):
         check_destinations(strategy, "broadcast_to", destinations)
         array = np.array(as_array(select(tensor)), order="C")
-    if not strategy.replicas.view.mirrors:
+    if not strategy.replicas.view.wraps:
         return tensor
     # np.float64 is a float; but it is an array to programs, as every number of NumPy's.
     number = isinstance(tensor, int | float) and not isinstance(tensor, np.generic)

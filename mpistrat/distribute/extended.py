@@ -185,7 +185,7 @@ class StrategyExtended(Generic[S_co]):
             with group.lockstep.preparing("reduce_to"):
                 group = group.by(options)
                 check_destinations(self.strategy, "reduce_to", destinations)
-            mirrors = group.view.mirrors and not isinstance(destinations, str)
+            mirrors = group.view.wraps and not isinstance(destinations, str)
             to = place(destinations)
             return reduce_over_replicas(group, "reduce_to", reduce_op, value, mirrors, to)
 
@@ -216,7 +216,7 @@ class StrategyExtended(Generic[S_co]):
                 group = group.by(options)
                 pairs = checked_pairs(self.strategy, name, value_destination_pairs)
             values = [value for value, _ in pairs]
-            mirrors = group.view.mirrors
+            mirrors = group.view.wraps
             to = "".join(place(destinations) for _, destinations in pairs)
             reduced = reduce_over_replicas(group, name, reduce_op, values, mirrors, to)
             return at_destinations(reduced, pairs)

@@ -84,7 +84,7 @@ class Handle:
             session.board.leave()
 
     def _forget(self) -> None:
-        self._results = _nothing
+        self._results = lambda: None
         handles = self._lockstep.state.run.handles
         if self in handles:
             handles.remove(self)
@@ -96,10 +96,6 @@ class Handle:
             self._taken()
         finally:
             self._forget()
-
-
-def _nothing() -> None:
-    """Stand for results that were taken."""
 
 
 def all_reduce_start(

@@ -36,7 +36,7 @@ def own_variable(strategy: StrategyBase, name: str, var: Any) -> None:
 
 def mirrored(strategy: StrategyBase, tree: Any) -> Any:
     """Return `tree` with its data as `Mirrored`, where the view shows that."""
-    if not strategy.replicas.view.mirrors:
+    if not strategy.replicas.view.wraps:
         return tree
     size = strategy.replicas.lockstep.comm.size
     return nest.map(lambda leaf: Mirrored(_seen(leaf), size) if is_data(leaf) else leaf, tree)
@@ -115,5 +115,5 @@ def _local(tree: Any) -> Any:
 
 
 def _ungrouped(strategy: StrategyBase, result: Any) -> Any:
-    seen = strategy.replicas.lockstep.comm.size if strategy.replicas.view.mirrors else 1
+    seen = strategy.replicas.lockstep.comm.size if strategy.replicas.view.wraps else 1
     return nest.map(lambda leaf: (leaf,) * seen, result)

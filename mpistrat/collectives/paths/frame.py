@@ -31,8 +31,6 @@ class _Run(NamedTuple):
 class Frame(Path):
     """Everything rides in the handshake, after the weights of a mean."""
 
-    meets = False
-
     @staticmethod
     def fits(reducer: Reducer, call: Call) -> bool:
         """Tell whether weights and values are no more than rides."""
@@ -65,7 +63,10 @@ class Frame(Path):
         if not call.raw or (call.weigh and 0 in weights):  # what weighs nothing is never read
             with np.errstate(all="ignore"):
                 values = call.wires(values, weights, fresh=False)
-        data = [leaf.tobytes() if type(leaf) is np.ndarray else _bytes(leaf) for leaf in values]
+        data = [
+            leaf.tobytes() if type(leaf) is np.ndarray else np.asarray(leaf).tobytes()
+            for leaf in values
+        ]
         header = self._header if self._even else call.header(weights)
         riding = header + b"".join(data)
         if self._watched:
@@ -160,10 +161,6 @@ class Number:
         if total - total != 0:  # infinite, or not a number
             return self._frame.totals(self._frame.same)[0]
         return np.float64(total / self._size if self._mean else total)
-
-
-def _bytes(number: Any) -> bytes:
-    return np.asarray(number).tobytes()
 
 
 def _leaves_of(

@@ -57,7 +57,7 @@ class InPlace(StagedPath):
         self._alone, self._compiled = reducer.comm.size == 1, False
         self._placed = placed(homes)
         self.suffix = "" if self._alone else self._placed.suffix
-        self._few = 0 if self._alone else self._copied()
+        self._few = 0 if self._alone or reducer.watches else self._copied()
         self._arena, self._lockstep = reducer.node.arena, reducer.lockstep
         self.generation = self._arena.generation
         self._specs = specs_of(leaves)
@@ -124,7 +124,6 @@ class InPlace(StagedPath):
         if self._direct is None:
             return super().run(values, weights, outs if outs is values else values)
         mine = self._mine()
-        self._direct.call.alarm = self.call.alarm
         self._direct.run(mine, weights, mine)
         return list(values)
 

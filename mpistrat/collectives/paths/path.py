@@ -25,12 +25,10 @@ class Path(abc.ABC):
 
     Attributes:
       suffix: What the text of the call says of the way.
-      meets: Ranks wait for one another after the handshake.
       stays: It follows from the call, and not from which arrays are given.
     """
 
     suffix = ""
-    meets = True
     stays = True
 
     def __init__(self, reducer: Reducer, call: Call):
@@ -93,8 +91,6 @@ class StagedPath(Path):
             try:
                 results = self.finish(staged, scales)
             except BaseException as error:
-                if not self.meets:
-                    raise
                 abort(reducer.lockstep, call.text, error)
         moved = reducer.lockstep.hooks.on_moved
         if moved is not None:
