@@ -50,12 +50,7 @@ class ReplicaGroup:
     labels: tuple[str, ...] = ()
 
     @staticmethod
-    def over(
-        view: View,
-        parent: Any = None,
-        order: Sequence[int] | None = None,
-        seconds: float | None = None,
-    ) -> ReplicaGroup:
+    def over(view: View, parent: Any = None, order: Sequence[int] | None = None) -> ReplicaGroup:
         """Return a group over the ranks of `parent`.
 
         Collective over `parent`, the first time.
@@ -65,14 +60,13 @@ class ReplicaGroup:
           parent: An mpi4py intracommunicator or a `Comm`; None for the world. Not looked at by the
             view that never communicates.
           order: Which rank is which replica; None for rank order.
-          seconds: How long each call may take; None for what ``MPISTRAT_TIMEOUT`` says.
         """
         if view is ALONE:
             session = Session(alone(), owned=False)
             begin(Lockstep(session))
         else:
             session = begun(parent).session
-        lockstep = Lockstep(session, order=order, seconds=seconds)
+        lockstep = Lockstep(session, order=order)
         reducer, regroup = Reducer(lockstep), Regroup(lockstep, view)
         return ReplicaGroup(view, lockstep, Calls(reducer), reducer, regroup)
 
