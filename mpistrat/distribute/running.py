@@ -10,7 +10,7 @@ from typing import Any
 from mpistrat import nest
 from mpistrat.distribute.arguments import check_function, given
 from mpistrat.distribute.handles import ended
-from mpistrat.distribute.mode import Entered, Mode, Replica, cross_replica, current, entered
+from mpistrat.distribute.mode import Entered, Mode, Replica, cross_replica, current
 from mpistrat.distribute.regroup import select
 from mpistrat.distribute.replica_group import StrategyBase
 from mpistrat.errors import ContextError, LeafTypeError, MpistratError
@@ -145,7 +145,7 @@ def merged(strategy: Any, merge_fn: Callable[..., Any], args: Any = (), kwargs: 
     check_function("merge_call", "merge_fn", merge_fn)
     mine = given("merge_call", args, kwargs)
     seen_args, seen_kwargs = strategy.replicas.regroup.gathered("merge_call", mine)
-    with entered(Mode(strategy)):
+    with Entered(Mode(strategy)):
         result = merge_fn(strategy, *seen_args, **seen_kwargs)
     return select(result)
 
@@ -173,7 +173,7 @@ def body(strategy: StrategyBase, replica: Replica) -> Iterator[None]:
         try:
             with Caught() as caught:
                 _check(replica, lockstep.comm.rank)
-                with entered(Mode(strategy, replica)):
+                with Entered(Mode(strategy, replica)):
                     if lockstep.hooks.on_fn is not None:
                         lockstep.hooks.on_fn()
                     yield

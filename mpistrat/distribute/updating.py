@@ -11,7 +11,7 @@ from mpistrat import nest
 from mpistrat.arrays import sealed
 from mpistrat.distribute import writes
 from mpistrat.distribute.kinds import DistributedVariable
-from mpistrat.distribute.mode import Mode, entered
+from mpistrat.distribute.mode import Entered, Mode
 from mpistrat.distribute.regroup import select
 from mpistrat.distribute.replica_group import StrategyBase
 from mpistrat.distribute.values import Mirrored, PerReplica
@@ -63,7 +63,7 @@ def update(
     contents: dict[str, Any] = {}
     with Caught() as caught:  # a way out of the program is one that all ranks have to know
         mine, named = select(given)
-        with entered(Mode(strategy, updating=var)):
+        with Entered(Mode(strategy, updating=var)):
             result = fn(var, *mine, **named)
         call += f" of {nest.describe(nest.flatten((given, result))[1])}"
         if not var.on_read and lockstep.comm.size > 1:
@@ -93,7 +93,7 @@ def update_non_slot(
         # Of what is given, the values per replica differ; everything else must be the same.
         contents = {_GIVEN: writes.contents(given, lockstep.session)}
         mine, named = select(given)
-        with entered(Mode(strategy)):
+        with Entered(Mode(strategy)):
             result = fn(*mine, **named)
         call += f" of {nest.describe(nest.flatten((given, result))[1])}"
         if not each:
