@@ -67,8 +67,8 @@ class Board(StatusBoard):
     @staticmethod
     def on(
         comm: MPIComm,
-        limits: Limits | None = None,
-        per_node: int = 0,
+        limits: Limits,
+        per_node: int,
         launched: bool = True,
         others: Others = nothing_else,
     ) -> Board:
@@ -79,12 +79,11 @@ class Board(StatusBoard):
 
         Args:
           comm: The ranks. Watchdogs talk on communicators that are made from it.
-          limits: How patient to be; by default 60 s and 1800 s.
+          limits: How patient to be.
           per_node: Take so many consecutive ranks as one node; 0 to ask MPI who shares memory.
           launched: A launcher started this process, which is to end when that one is gone.
           others: Returns what this process does on other communicators.
         """
-        limits = limits or Limits()
         nodes = find_nodes(comm, per_node)
         node = cast(MPIComm, nodes.node).mpi
         size, index = node.size, node.rank

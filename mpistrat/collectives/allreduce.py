@@ -47,7 +47,6 @@ def all_reduce(
     values: Sequence[Any],
     weights: Sequence[float] = ONES,
     outs: Sequence[Array] | None = None,
-    alarm: str = "",
 ) -> list[Any]:
     """Reduce leaves over all ranks.
 
@@ -61,19 +60,18 @@ def all_reduce(
       weights: How many examples each stands for, or one number for all.
       outs: Where the results go: arrays of the dtypes that come back. Leaves of the strategy's
         buffers that are given as value and out both may be reduced where they lie.
-      alarm: What is wrong with the values, if anything is looked for.
 
     Returns:
       One fresh array per leaf, or `outs`, with the same bits on all ranks; numbers of numbers.
     """
     if reducer.seconds is not None and reducer.lockstep.seconds != reducer.seconds:
         with reducer.timed():
-            return all_reduce(reducer, call, values, weights, outs, alarm)
+            return all_reduce(reducer, call, values, weights, outs)
     try:
         call.went = path = path_of(reducer, call, values, outs)
     except Exception as error:
         reducer.lockstep.refuse(call.text, error)
-    return path.run(values, weights, outs, alarm)
+    return path.run(values, weights, outs)
 
 
 def all_reduce_start(
@@ -82,15 +80,14 @@ def all_reduce_start(
     values: Sequence[Any],
     weights: Sequence[float],
     outs: Sequence[Array] | None,
-    alarm: str,
 ) -> Callable[[], list[Any]]:
     """Begin what `all_reduce` does, and return what waits for it and gives the results.
 
     Collective. Between nodes it goes on in a thread; else all is done when it returns.
     """
     if reducer.route is None and reducer.seconds is None:
-        wait = Overlap.of(reducer).start(reducer, call, values, weights, outs, alarm)
+        wait = Overlap.of(reducer).start(reducer, call, values, weights, outs)
         if wait is not None:
             return wait
-    totals = all_reduce(reducer, call, values, weights, outs, alarm)
+    totals = all_reduce(reducer, call, values, weights, outs)
     return lambda: totals

@@ -114,6 +114,7 @@ class Call:
       went: How it went the last time.
       places: How it went with arrays of `Strategy.buffers`, by their identities.
       of: What the text says of the values that are reduced this time, such as where they are from.
+      alarm: What is wrong with them, if anything is looked for.
     """
 
     def __init__(
@@ -148,7 +149,7 @@ class Call:
         self.path: Any = None
         self.went: Any = None
         self.places: dict[tuple[int, ...], Any] = {}
-        self.of = ""
+        self.of = self.alarm = ""
         self._said: dict[str, tuple[str, bytes]] = {}
         self._header = struct.Struct(f"<{self.weights}d")
 

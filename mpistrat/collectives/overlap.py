@@ -87,7 +87,6 @@ class Overlap:
         values: Sequence[Array],
         weights: Sequence[float],
         outs: Sequence[Array] | None,
-        alarm: str,
     ) -> Wait | None:
         """Begin an all-reduce, and return what waits for it. Collective.
 
@@ -97,7 +96,6 @@ class Overlap:
           values: The leaves, in native byte order.
           weights: How many examples they stand for.
           outs: Where the results go.
-          alarm: What is wrong with the values, if anything is looked for.
 
         Returns:
           None, on all ranks, if it cannot overlap; then nothing has been done.
@@ -115,7 +113,7 @@ class Overlap:
             except Exception as error:
                 lockstep.refuse(call.text, error)
             riding = call.header(weights) + struct.pack("<Q", oldest)
-            scales, rows = reducer.prove(call, suffix, riding, alarm)
+            scales, rows = reducer.prove(call, suffix, riding)
             told = rows[:, len(riding) - 8 : len(riding)].copy().view(np.uint64)
             try:
                 wait = begin(scales, int(told.min()))

@@ -69,9 +69,7 @@ class Reducer:
         """Return a context in which calls may take as long as was chosen."""
         return nullcontext() if self.seconds is None else self.lockstep.within(self.seconds)
 
-    def prove(
-        self, call: Call, suffix: str, riding: bytes, alarm: str = ""
-    ) -> tuple[Scales, Array]:
+    def prove(self, call: Call, suffix: str, riding: bytes) -> tuple[Scales, Array]:
         """Prove a call, and return how values are scaled, and what each rank (rows) gave to ride.
 
         Collective.
@@ -80,12 +78,11 @@ class Reducer:
           call: The call.
           suffix: What the path adds to its text.
           riding: The weights, and what the path gives; as long on all ranks.
-          alarm: What is wrong with the values, if anything is looked for.
         """
         lockstep = self.lockstep
         text, digest = call.said_now(suffix + self.said)
         if self.watches or not lockstep.fits(len(riding)):
-            smalls = lockstep.share(text, riding, alarm=alarm)
+            smalls = lockstep.share(text, riding, alarm=call.alarm)
             rows = np.array([np.frombuffer(small, np.uint8) for small in smalls])
         else:
             lockstep.ride(text, digest, riding)

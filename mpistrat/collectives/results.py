@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, TypeAlias, final
 
 import numpy as np
 from numpy.lib import array_utils
@@ -19,12 +19,7 @@ from mpistrat.sharedmem.pool import Pool
 _OWN = 64 * 1024
 
 
-class _Copy(NamedTuple):
-    """Columns of a bucket, and where they go."""
-
-    start: int
-    stop: int
-    to: Array
+_Copy: TypeAlias = tuple[int, int, Array]  # columns of a bucket, and where they go
 
 
 @final
@@ -90,7 +85,7 @@ def _together(call: Call, bucket: Bucket, arrays: list[Array | None]) -> list[_C
         arrays[piece.leaf] = flat[at:end].reshape(call.shapes[piece.leaf])
         column = piece.column + piece.stop
         if i + 1 == len(pieces) or pieces[i + 1].column != column:  # neighbours are copied at once
-            copies.append(_Copy(column - (end - begin), column, flat[begin:end]))
+            copies.append((column - (end - begin), column, flat[begin:end]))
             begin = end
         at = end
     return copies
@@ -130,7 +125,7 @@ def results_for(
         for leaf, start, stop, column, _ in bucket.pieces:
             if leaf not in done:
                 to = whole[leaf].reshape(-1)[start:stop]
-                found.append(_Copy(column, column + stop - start, to))
+                found.append((column, column + stop - start, to))
     return Results(whole, copies)
 
 
@@ -155,12 +150,7 @@ def of_one(
         for copy, value in zip(copies, values, strict=True):
             copy[...] = value
         values = copies
-    if outs is None:
-        return list(values)
-    for out, value in zip(outs, values, strict=True):
-        if out is not value:
-            out[...] = value
-    return list(outs)
+    return put(list(values), outs)
 
 
 def put(results: list[Any], outs: Sequence[Array] | None) -> list[Any]:

@@ -41,7 +41,7 @@ class Scales(NamedTuple):
         return one and (self.divisors is None or len(self.divisors) == 1)
 
 
-def scaled(table: Array, weigh: bool) -> Array:
+def scaled(table: Array) -> Array:
     """Return the weights as far as they matter.
 
     Weights that all ranks have alike are ones: as long as batches are full nothing is multiplied,
@@ -49,8 +49,6 @@ def scaled(table: Array, weigh: bool) -> Array:
     nothing unless values are next to nothing, so that together they are no more than 1: no mean
     overflows whose values do not.
     """
-    if not weigh:
-        return table
     columns = [_relative(column) for column in table.T.tolist()]
     return np.array(columns, np.float64).T.reshape(table.shape)
 
@@ -85,6 +83,6 @@ def scales_of(table: Array, weigh: bool) -> Scales:
             return Scales(None, (float(len(weights)),))
         weights = _relative(weights)
         return Scales(np.array(weights).reshape(-1, 1), (total_of(weights),))
-    table = scaled(table, weigh)
+    table = scaled(table) if weigh else table
     alike = not weigh or bool((table == 1).all())
     return Scales(None if alike else table, [total_of(column) for column in table.T.tolist()])

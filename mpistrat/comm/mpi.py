@@ -117,14 +117,6 @@ def _by_request(
     return call
 
 
-@functools.cache
-def _ops() -> dict[str, Any]:
-    mpi = library()
-    return {
-        name: getattr(mpi, name) for name in ("SUM", "PROD", "MIN", "MAX", "BAND", "BOR", "BXOR")
-    }
-
-
 def _bytes(buffer: Buffer) -> Buffer:
     return buffer.reshape(-1).view(np.uint8)
 
@@ -201,7 +193,7 @@ class MPIComm(Comm):
 
     def allreduce(self, send: Buffer, recv: Buffer, op: str) -> None:
         """Reduce every rank's `send` into `recv` by MPI_Allreduce, in pieces as every MPI takes."""
-        mpi_op = _ops()[op]
+        mpi_op = getattr(library(), op)
         if send.nbytes <= self.limit:
             self._allreduce(send, recv, op=mpi_op)
             return
@@ -242,7 +234,7 @@ class MPIComm(Comm):
         What is too large for one call of MPI goes pair by pair, with the neighbours in turn.
         """
         sent, got = np.cumsum([0, *gives]).tolist(), np.cumsum([0, *gets]).tolist()
-        if not self._all_within(sent[-1], got[-1]):
+        if self.reduced(max(sent[-1], got[-1]), "MAX") > self.limit:
             for step in range(self.size):
                 dest, source = (self.rank + step) % self.size, (self.rank - step) % self.size
                 self.sendrecv(
@@ -255,12 +247,6 @@ class MPIComm(Comm):
         self._comm.Alltoallv(
             [send, (gives, sent[:-1]), self._byte], [recv, (gets, got[:-1]), self._byte]
         )
-
-    def _all_within(self, *sizes: int) -> bool:
-        """Tell whether none of these sizes is too large for one call, on any rank. Collective."""
-        largest = np.empty(1, np.int64)
-        self._comm.Allreduce(np.array([max(sizes)]), largest, op=_ops()["MAX"])
-        return bool(largest[0] <= self.limit)
 
     def among(self, ranks: Sequence[int], tag: int) -> MPIComm:
         """Return the group of these ranks, in this order, by MPI_Comm_create_group.

@@ -70,7 +70,9 @@ def default_parent() -> Any:
             "For more: pip install mpich",
             stacklevel=3,
         )
-        return _single()
+        comm = alone()
+        _here.set(comm)
+        return comm
 
 
 def _is_child() -> bool:
@@ -120,12 +122,6 @@ def _interrupt_pool() -> None:
         deaf = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
         os.kill(os.getppid(), signal.SIGTERM if deaf else signal.SIGINT)
         time.sleep(_ENDING)
-
-
-def _single() -> LoopbackComm:
-    comm = alone()
-    _here.set(comm)
-    return comm
 
 
 def size_of_job() -> int:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from typing import Any, final
 
 import numpy as np
 
-from mpistrat import nest
 from mpistrat.arrays import Array, as_array, digest
 from mpistrat.collectives.call import Call
 from mpistrat.collectives.communication import (
@@ -20,10 +18,10 @@ from mpistrat.collectives.communication import (
 from mpistrat.collectives.reducer import Reducer
 from mpistrat.collectives.results import put
 from mpistrat.collectives.routes import Native, Packing, Ring, Route
-from mpistrat.distribute.mode import Mode, current, entered
-from mpistrat.distribute.regroup import select
+from mpistrat.distribute.mode import Entered, Mode, current
+from mpistrat.distribute.regroup import Regroup, select
 from mpistrat.distribute.slices import arrays_of
-from mpistrat.distribute.values import OnRank, Origin, PerReplica
+from mpistrat.distribute.views import GLOBAL
 from mpistrat.distribute.writes import prove_same
 from mpistrat.errors import StructureError
 from mpistrat.kernels.ops import ReduceOp
@@ -31,7 +29,7 @@ from mpistrat.kernels.scaling import multiply
 from mpistrat.lockstep.lockstep import Lockstep
 from mpistrat.lockstep.ranks import Caught
 
-_AUTO, _RING, _NCCL = CommunicationImplementation
+AUTO, _RING, _NCCL = CommunicationImplementation
 
 
 class Ops:
@@ -50,71 +48,44 @@ class Ops:
     broadcast: Callable[[Any, Any], Any]
 
 
-@final
-@dataclass(frozen=True)
-class Choice:
-    """What a program has chosen; equal on all ranks, which each call proves.
+def chosen_by(
+    lockstep: Lockstep, ops: Ops | None, options: CommunicationOptions, labels: Sequence[str]
+) -> tuple[Reducer, Delegate | None]:
+    """Return what moves values as a program has chosen; equal on all ranks, as each call proves.
 
-    Attributes:
+    Args:
+      lockstep: The ranks.
       ops: The class of the algorithm, if one was given.
       options: Sizes, time and algorithm.
       labels: The labels of the replicas' devices.
+
+    Returns:
+      What reduces, or gathers where a class of the program reduces; and that class, if it moves
+      values itself.
+
+    Raises:
+      ValueError: The root is no replica; or a class that moves values as they are was chosen
+        together with a wire.
     """
-
-    ops: Ops | None = None
-    options: CommunicationOptions = field(default_factory=CommunicationOptions)
-    labels: tuple[str, ...] = ()
-
-    @property
-    def made(self) -> bool:
-        """Whether anything was chosen at all."""
-        return self.ops is not None or self.options != CommunicationOptions()
-
-    @property
-    def delegate(self) -> Ops | None:
-        """The class of the program that moves values itself, if one was given."""
-        if self.ops is None or self.ops.route(self.labels) is not None:
-            return None
-        return self.ops
-
-    def but(self, ops: Ops | None = None, options: CommunicationOptions | None = None) -> Choice:
-        """Return this choice with others in its place, where there are others.
-
-        An algorithm that options name takes the place of a class that was chosen before.
-
-        Raises:
-          ValueError: `options` is not a `CommunicationOptions`.
-        """
-        merged = self.options.merge(options)
-        named = options is not None and options.implementation is not _AUTO
-        kept = None if named else self.ops
-        return Choice(kept if ops is None else ops, merged, self.labels)
-
-    def reducer(self, lockstep: Lockstep) -> Reducer:
-        """Return what moves values so; or gathers them, where a class of the program reduces.
-
-        Raises:
-          ValueError: The root is no replica; or a class that moves values as they are was chosen
-            together with a wire.
-        """
-        nbytes, how = self.options.bytes_per_pack, self.options.implementation
-        seconds, wire = self.options.timeout_seconds, self.options.wire
-        if self.ops is not None:
-            chosen, kind = self.ops.route(self.labels), type(self.ops)
-            if chosen is None:
-                by = f" by {kind.__module__}.{kind.__qualname__}, {self.options}"
-                return Reducer(lockstep, seconds=seconds, by=by)
-            if wire != WIRES[0]:
-                raise ValueError(
-                    f"wire={wire!r} does not go with {kind.__name__}, which moves values as they "
-                    "are; leave out one of the two."
-                )
-            route, packs = chosen
-            return Reducer(lockstep, WIRES[0], route, Packing(nbytes, packs), seconds)
-        if how is _AUTO and not nbytes:
-            return Reducer(lockstep, wire, seconds=seconds)
-        route = Ring() if how is _RING else Native()
-        return Reducer(lockstep, WIRES[0], route, Packing(nbytes), seconds)
+    nbytes, how = options.bytes_per_pack, options.implementation
+    seconds, wire = options.timeout_seconds, options.wire
+    if ops is not None:
+        chosen, kind = ops.route(labels), type(ops)
+        if chosen is None:
+            by = f" by {kind.__module__}.{kind.__qualname__}, {options}"
+            reducer = Reducer(lockstep, seconds=seconds, by=by)
+            return reducer, Delegate(reducer, ops, options)
+        if wire != WIRES[0]:
+            raise ValueError(
+                f"wire={wire!r} does not go with {kind.__name__}, which moves values as they "
+                "are; leave out one of the two."
+            )
+        route, packs = chosen
+        return Reducer(lockstep, WIRES[0], route, Packing(nbytes, packs), seconds), None
+    if how is AUTO and not nbytes:
+        return Reducer(lockstep, wire, seconds=seconds), None
+    route = Ring() if how is _RING else Native()
+    return Reducer(lockstep, WIRES[0], route, Packing(nbytes), seconds), None
 
 
 @final
@@ -132,7 +103,7 @@ class Delegate:
     def __init__(self, reducer: Reducer, ops: Ops, options: CommunicationOptions):
         """Reduce by `ops`."""
         self.ops, self._reducer, self._options = ops, reducer, options
-        self._lockstep, self._comm = reducer.lockstep, reducer.comm
+        self._lockstep, self._regroup = reducer.lockstep, Regroup(reducer.lockstep, GLOBAL)
 
     def all_reduce(
         self,
@@ -140,7 +111,6 @@ class Delegate:
         values: Sequence[Any],
         weights: Sequence[float],
         outs: Sequence[Array] | None,
-        alarm: str,
     ) -> list[Any]:
         """Reduce leaves over all ranks; see `mpistrat.collectives.allreduce.all_reduce`.
 
@@ -150,7 +120,7 @@ class Delegate:
             wires = call.wires(values, weights, fresh=True)
         suffix = "" if outs is None else ", out"
         with self._reducer.timed(), np.errstate(all="ignore"):
-            scales, _ = self._reducer.prove(call, suffix, call.header(weights), alarm)
+            scales, _ = self._reducer.prove(call, suffix, call.header(weights))
             # A mean of values that count alike is theirs to make; of others, it is a sum.
             op, divisors = call.op, scales.divisors
             alike = call.weigh or call.same or (self._reducer.weights == 1).all()
@@ -161,7 +131,7 @@ class Delegate:
             for i, wire in enumerate(wires):
                 factors, _ = scales.of(i)
                 if factors is not None:
-                    multiply(wire, factors[self._comm.rank])
+                    multiply(wire, factors[self._reducer.comm.rank])
             text = call.text + suffix + self._reducer.said
             totals = self._reduced(text, op, wires, lambda made, wire: like(self.ops, made, wire))
             return put(call.as_given(call.results(totals, divisors)), outs)
@@ -189,10 +159,9 @@ class Delegate:
             return []
         totals, contents = [], b""
         with Caught(Exception) as caught:
-            structure = nest.flatten(list(given))[1]
-            values = [self._per_replica(one, i, structure) for i, one in enumerate(given)]
+            values = self._regroup.wrap_input(list(given))
             ruling = current()
-            with nullcontext() if ruling is None else entered(Mode(ruling.strategy)):
+            with nullcontext() if ruling is None else Entered(Mode(ruling.strategy)):
                 if len(values) == 1:
                     made = [self.ops.reduce(op, values[0], values[0], self._options)]
                 else:
@@ -204,13 +173,6 @@ class Delegate:
         told = {"what the class returned": contents}
         prove_same(self._lockstep, f"{text}, reduced", told, advice, caught.failure)
         return totals
-
-    def _per_replica(self, value: Any, place: int, structure: nest.Structure) -> PerReplica:
-        comm, home = self._comm, Origin.of(self._lockstep)
-        values: list[Any] = [OnRank(rank) for rank in home.ranks]
-        values[comm.rank] = value
-        birth = self._lockstep.session.calls, place, structure
-        return PerReplica(value, comm.rank, tuple(values), comm.size == 1, birth, home)
 
 
 def like(ops: Ops, result: Any, wire: Array) -> Array:

@@ -14,8 +14,8 @@ from mpistrat.distribute.handles import Handle, all_reduce_start
 from mpistrat.distribute.mode import Mode, Replica, current, refuse_unchosen, settle
 from mpistrat.distribute.reduce import in_replica
 from mpistrat.distribute.regroup import select
-from mpistrat.distribute.replica_code import body, merged
 from mpistrat.distribute.replica_group import ReplicaGroup
+from mpistrat.distribute.running import body, merged
 from mpistrat.distribute.strategies import current_strategy, default_strategy
 from mpistrat.distribute.strategy import Strategy
 from mpistrat.errors import ContextError

@@ -257,7 +257,7 @@ class _Routing(CrossDeviceOps):
         with strategy.replicas.lockstep.preparing(name):
             group = strategy.replicas.by(options, self, strategy.device_labels)
         values = [value for value, _ in value_destination_pairs]
-        reduced = reduce_over_replicas(group, name, reduce_op, values, group.view.mirrors)
+        reduced = reduce_over_replicas(group, name, reduce_op, values, group.view.wraps)
         return at_destinations(reduced, value_destination_pairs)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from mpistrat.arrays import Array, as_array, is_scalar, spec_text
 from mpistrat.comm.codec import decode, encode
-from mpistrat.distribute.choice import like
+from mpistrat.distribute.choice import Delegate, Ops, like
 from mpistrat.distribute.kinds import DistributedVariable
 from mpistrat.distribute.regroup import select
 from mpistrat.distribute.replica_group import StrategyBase
@@ -19,6 +19,7 @@ from mpistrat.distribute.updating import mirrored
 from mpistrat.distribute.values import DistributedValues
 from mpistrat.distribute.writes import prove_same
 from mpistrat.errors import StructureError
+from mpistrat.lockstep.lockstep import Lockstep
 from mpistrat.lockstep.ranks import Caught
 
 # Programs for tf.distribute name devices in these ways; they choose nothing here.
@@ -129,52 +130,48 @@ def at_destinations(results: Sequence[Any], pairs: Sequence[tuple[Any, Any]]) ->
     ]
 
 
-def broadcast(strategy: StrategyBase, tensor: Any, destinations: Any) -> Any:
-    """Give replica 0's value to every replica by MPI; see `StrategyExtended.broadcast_to`."""
-    group = strategy.replicas
-    array = _checked(strategy, tensor, destinations)
-    if not group.view.mirrors:
+def broadcast(
+    strategy: StrategyBase, tensor: Any, destinations: Any, by: Delegate | None = None
+) -> Any:
+    """Give replica 0's value to every replica; see `StrategyExtended.broadcast_to`. Collective.
+
+    Args:
+      strategy: Whose replicas.
+      tensor: Array or number.
+      destinations: As `check_destinations` takes them.
+      by: The `CrossDeviceOps` of the program that moves it; None for MPI.
+
+    Cost: one proof and a broadcast; with a class of the program, two and what it does.
+    """
+    lockstep = strategy.replicas.lockstep
+    with lockstep.preparing("broadcast_to"):
+        check_destinations(strategy, "broadcast_to", destinations)
+        array = np.array(as_array(select(tensor)), order="C")
+    if not strategy.replicas.view.wraps:
         return tensor
-    if _is_python_number(tensor):
+    # np.float64 is a float; but it is an array to programs, as every number of NumPy's.
+    number = isinstance(tensor, int | float) and not isinstance(tensor, np.generic)
+    call = f"broadcast_to({spec_text(array)}){place(destinations)}"
+    if by is not None:
+        array = _by_class(lockstep, call, by.ops, array, destinations)
+        if number:
+            return type(tensor)(array.item())
+    elif number:
         kind, data = encode(tensor, whole=True)
-        call = f"broadcast_to({type(tensor).__name__})"
-        return decode(kind, group.lockstep.share(call, data)[0])
-    group.lockstep.prove(f"broadcast_to({spec_text(array)}){place(destinations)}")
-    group.lockstep.comm.bcast(array, 0)
+        return decode(kind, lockstep.share(f"broadcast_to({type(tensor).__name__})", data)[0])
+    else:
+        lockstep.prove(call)
+        lockstep.comm.bcast(array, 0)
     return array if isinstance(destinations, str) else mirrored(strategy, array)
 
 
-def broadcast_as_chosen(strategy: StrategyBase, tensor: Any, destinations: Any) -> Any:
-    """Do the same by the `CrossDeviceOps` of the program, if the strategy was given one.
-
-    Collective. Cost: then two proofs, and what the class does.
-    """
-    delegate = strategy.replicas.delegate
-    if delegate is None or not strategy.replicas.view.mirrors:
-        return broadcast(strategy, tensor, destinations)
-    ops = delegate.ops
-    lockstep = strategy.replicas.lockstep
-    array = _checked(strategy, tensor, destinations)
-    by = f"{type(ops).__module__}.{type(ops).__qualname__}"
-    call = f"broadcast_to({spec_text(array)}){place(destinations)} by {by}"
+def _by_class(lockstep: Lockstep, call: str, ops: Ops, array: Array, destinations: Any) -> Array:
+    call = f"{call} by {type(ops).__module__}.{type(ops).__qualname__}"
     lockstep.prove(call)
-    contents = array
+    made = array
     with Caught(Exception) as caught:
-        contents = like(ops, ops.broadcast(array.copy(), destinations), array)
+        made = like(ops, ops.broadcast(array.copy(), destinations), array)
     advice = "A CrossDeviceOps must return the same on every rank."
-    given = {"what the class returned": contents}
+    given = {"what the class returned": made}
     prove_same(lockstep, f"{call}, made", given, advice, caught.failure)
-    if _is_python_number(tensor):
-        return type(tensor)(contents.item())
-    return contents if isinstance(destinations, str) else mirrored(strategy, contents)
-
-
-def _is_python_number(tensor: Any) -> bool:
-    # np.float64 is a float; but it is an array to programs, as every number of NumPy's.
-    return isinstance(tensor, int | float) and not isinstance(tensor, np.generic)
-
-
-def _checked(strategy: StrategyBase, tensor: Any, destinations: Any) -> Array:
-    with strategy.replicas.lockstep.preparing("broadcast_to"):
-        check_destinations(strategy, "broadcast_to", destinations)
-        return np.array(as_array(select(tensor)), order="C")
+    return made

@@ -13,13 +13,13 @@ from mpistrat.collectives.communication import CommunicationOptions
 from mpistrat.distribute import updating
 from mpistrat.distribute.destinations import (
     at_destinations,
-    broadcast_as_chosen,
+    broadcast,
     check_destinations,
     checked_pairs,
     place,
 )
 from mpistrat.distribute.kinds import DistributedVariable
-from mpistrat.distribute.mode import Mode, cross_replica, current, entered, same_strategy
+from mpistrat.distribute.mode import Entered, Mode, cross_replica, current, same_strategy
 from mpistrat.distribute.multi_step import MultiStepContext, run_steps
 from mpistrat.distribute.reductions import reduce_over_replicas
 from mpistrat.distribute.regroup import select
@@ -185,7 +185,7 @@ class StrategyExtended(Generic[S_co]):
             with group.lockstep.preparing("reduce_to"):
                 group = group.by(options)
                 check_destinations(self.strategy, "reduce_to", destinations)
-            mirrors = group.view.mirrors and not isinstance(destinations, str)
+            mirrors = group.view.wraps and not isinstance(destinations, str)
             to = place(destinations)
             return reduce_over_replicas(group, "reduce_to", reduce_op, value, mirrors, to)
 
@@ -216,7 +216,7 @@ class StrategyExtended(Generic[S_co]):
                 group = group.by(options)
                 pairs = checked_pairs(self.strategy, name, value_destination_pairs)
             values = [value for value, _ in pairs]
-            mirrors = group.view.mirrors
+            mirrors = group.view.wraps
             to = "".join(place(destinations) for _, destinations in pairs)
             reduced = reduce_over_replicas(group, name, reduce_op, values, mirrors, to)
             return at_destinations(reduced, pairs)
@@ -247,7 +247,8 @@ class StrategyExtended(Generic[S_co]):
         with self._cross("broadcast_to", "get_replica_context().merge_call(...)"):
             if self.strategy.is_default and destinations is not None:
                 raise NotImplementedError("the default strategy has no broadcast_to; make another.")
-            return broadcast_as_chosen(self.strategy, tensor, destinations)
+            delegate = self.strategy.replicas.delegate
+            return broadcast(self.strategy, tensor, destinations, delegate)
 
     def update(
         self,
@@ -287,7 +288,7 @@ class StrategyExtended(Generic[S_co]):
             same_strategy(self.strategy, "StrategyExtended.update()")
             # Not through merge_call, which would make values per replica of the arguments: they
             # are proved to be the same on all replicas, as in cross-replica code.
-            with entered(Mode(self.strategy)):
+            with Entered(Mode(self.strategy)):
                 return select(self.update(var, fn, args, kwargs, group))
         with self._cross("update", "get_replica_context().merge_call(...)"):
             given = (tuple(args), dict(kwargs or {}))

@@ -23,7 +23,7 @@ class Handle:
         """Wait for `results`, which returns them when they are there."""
         self._lockstep, self._call, self._results = lockstep, call, results
         self._place, run = where(), lockstep.state.run
-        self._depth, self._done, self._lost = run.depth, False, False
+        self.depth, self._done, self._lost = run.depth, False, False
         self._result: Any = None
         if run.depth:
             run.handles.append(self)
@@ -84,7 +84,7 @@ class Handle:
             session.board.leave()
 
     def _forget(self) -> None:
-        self._results = _nothing
+        self._results = lambda: None
         handles = self._lockstep.state.run.handles
         if self in handles:
             handles.remove(self)
@@ -97,14 +97,6 @@ class Handle:
         finally:
             self._forget()
 
-    def of_run(self, depth: int) -> bool:
-        """Tell whether it was made in a run of that depth, or in one inside of it."""
-        return self._depth >= depth
-
-
-def _nothing() -> None:
-    """Stand for results that were taken."""
-
 
 def all_reduce_start(
     group: ReplicaGroup, reduce_op: Any, value: Any, weight: Any, out: Any
@@ -115,14 +107,14 @@ def all_reduce_start(
         result = in_replica(group, reduce_op, value, weight, out)
         return Handle(lockstep, "all_reduce_start", lambda: result)
     name = "all_reduce_start"
-    given, start, call, alarm = ready(group, name, reduce_op, value, weight, out)
+    given, start, call = ready(group, name, reduce_op, value, weight, out)
     if not given.leaves:
         return Handle(lockstep, start, lambda: value)
     if given.has_rows:
         tree = rows_reduced(group, start, given)
         return Handle(lockstep, start, lambda: tree)
     outs = given.outs
-    how = (call, [one.value for one in given.dense], (given.weight,), outs, alarm)
+    how = (call, [one.value for one in given.dense], (given.weight,), outs)
     if group.delegate is None:
         moved = begin(group.reducer, *how)
     else:
@@ -147,7 +139,7 @@ def ended(lockstep: Lockstep, failure: BaseException | None) -> BaseException | 
     A handle that nobody has waited for is such a failure.
     """
     run = lockstep.state.run
-    left = [handle for handle in run.handles if handle.of_run(run.depth)]
+    left = [handle for handle in run.handles if handle.depth >= run.depth]  # or one inside of it
     for handle in left:
         try:
             handle.abandon()

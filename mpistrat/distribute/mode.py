@@ -82,7 +82,11 @@ def beside(enter: Callable[[Ruling], AbstractContextManager[Any]]) -> None:
 
 @final
 class Entered:
-    """Runs the body of a ``with`` in a mode; see `entered`."""
+    """Runs the body of a ``with`` in a mode, an object of its own to be known by.
+
+    Raises:
+      ContextError: On leaving, a scope that was entered later has not been left yet.
+    """
 
     __slots__ = ("_mode", "_more", "_token")
 
@@ -113,15 +117,6 @@ class Entered:
                 f"scopes were left out of order: that of {mode.strategy!r} before one that was "
                 "entered in it. All are left now; use `with strategy.scope():`."
             )
-
-
-def entered(mode: Mode) -> Entered:
-    """Return a context manager that runs its body in `mode`, an object of its own to be known by.
-
-    Raises:
-      ContextError: On leaving, a scope that was entered later has not been left yet.
-    """
-    return Entered(mode)
 
 
 def again(mode: Mode | None, strategy: Ruling) -> Mode:
@@ -247,7 +242,7 @@ def cross_replica(strategy: Ruling, what: str, instead: str) -> Any:
 
     Arguments and errors are those of `check_cross_replica`.
     """
-    return entered(again(check_cross_replica(strategy, what, instead), strategy))
+    return Entered(again(check_cross_replica(strategy, what, instead), strategy))
 
 
 def as_replica(strategy: Ruling, call: str) -> AbstractContextManager[Any]:
@@ -265,7 +260,7 @@ def as_replica(strategy: Ruling, call: str) -> AbstractContextManager[Any]:
         return contextlib.nullcontext()
     same_strategy(strategy, call)
     regroup = strategy.replicas.regroup
-    return entered(Mode(strategy, Replica(regroup.rank, regroup.size)))
+    return Entered(Mode(strategy, Replica(regroup.rank, regroup.size)))
 
 
 @contextlib.contextmanager

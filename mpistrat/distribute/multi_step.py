@@ -7,8 +7,8 @@ from typing import Any, final
 
 from mpistrat.distribute.arguments import check_function
 from mpistrat.distribute.mode import current
-from mpistrat.distribute.replica_code import merged
 from mpistrat.distribute.replica_group import StrategyBase
+from mpistrat.distribute.running import merged
 from mpistrat.errors import ContextError, OutOfRangeError, StructureError
 from mpistrat.feed.steps import whole_number
 from mpistrat.kernels.ops import ReduceOp

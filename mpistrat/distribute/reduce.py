@@ -86,8 +86,8 @@ def _prepared(reduce_op: Any, value: Any, weight: Any, out: Any) -> Prepared:
 
 def ready(
     group: ReplicaGroup, name: str, reduce_op: Any, value: Any, weight: Any, out: Any
-) -> tuple[Prepared, str, Call, str]:
-    """Return what is given, the text of the call without its leaves, the call, and an alarm.
+) -> tuple[Prepared, str, Call]:
+    """Return what is given, the text of the call without its leaves, and the call.
 
     What is wrong on one rank is raised on all of them.
     """
@@ -95,7 +95,9 @@ def ready(
         given = _prepared(reduce_op, value, weight, out)
         how = " weighted" if given.weighed else ""
         start = f"{name}({given.op.value}{how}, {nest.describe(given.structure)})"
-        return given, start, _compiled(start, given), group.reducer.alarm(start, given.dense)
+        call = _compiled(start, given)
+        call.alarm = group.reducer.alarm(start, given.dense)
+        return given, start, call
 
 
 def _compiled(start: str, given: Prepared) -> Call:
@@ -223,13 +225,13 @@ def _first(
     group: ReplicaGroup, asked: Request | None, reduce_op: Any, value: Any, weight: Any, out: Any
 ) -> Any:
     """Reduce what was not compiled before. Collective."""
-    given, start, call, alarm = ready(group, "all_reduce", reduce_op, value, weight, out)
+    given, start, call = ready(group, "all_reduce", reduce_op, value, weight, out)
     if not given.leaves:
         return value
     if given.has_rows:
         return rows_reduced(group, start, given)
     values = [one.value for one in given.dense]
-    totals = group.all_reduce(call, values, (given.weight,), given.outs, alarm)
+    totals = group.all_reduce(call, values, (given.weight,), given.outs)
     # A leaf of foreign byte order is converted here each time.
     native = all(map(_native, given.leaves, given.dense))
     if asked is not None and not group.delegate and native:

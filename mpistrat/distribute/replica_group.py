@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 from mpistrat.arrays import Array
@@ -14,7 +14,7 @@ from mpistrat.collectives.communication import CommunicationOptions
 from mpistrat.collectives.reducer import Reducer
 from mpistrat.comm.session import Session
 from mpistrat.comm.world import alone
-from mpistrat.distribute.choice import Choice, Delegate, Ops
+from mpistrat.distribute.choice import AUTO, Delegate, Ops, chosen_by
 from mpistrat.distribute.regroup import Regroup
 from mpistrat.distribute.views import ALONE, View
 from mpistrat.kernels.ops import ReduceOp
@@ -33,8 +33,10 @@ class ReplicaGroup:
       calls: All-reduces that were compiled before.
       reducer: Makes the values of the replicas one.
       regroup: Makes one value of the replicas' trees, as the view shows them.
-      choice: How a program wants values to move, if it said so.
       delegate: The class of the program that makes them one instead, if it gave one.
+      ops: The class of an algorithm, if the program chose one.
+      options: Sizes, time and algorithm, as it chose them.
+      labels: The labels of the replicas' devices.
     """
 
     view: View
@@ -42,16 +44,13 @@ class ReplicaGroup:
     calls: Calls
     reducer: Reducer
     regroup: Regroup
-    choice: Choice | None = None
     delegate: Delegate | None = None
+    ops: Ops | None = None
+    options: CommunicationOptions = field(default_factory=CommunicationOptions)
+    labels: tuple[str, ...] = ()
 
     @staticmethod
-    def over(
-        view: View,
-        parent: Any = None,
-        order: Sequence[int] | None = None,
-        seconds: float | None = None,
-    ) -> ReplicaGroup:
+    def over(view: View, parent: Any = None, order: Sequence[int] | None = None) -> ReplicaGroup:
         """Return a group over the ranks of `parent`.
 
         Collective over `parent`, the first time.
@@ -61,16 +60,15 @@ class ReplicaGroup:
           parent: An mpi4py intracommunicator or a `Comm`; None for the world. Not looked at by the
             view that never communicates.
           order: Which rank is which replica; None for rank order.
-          seconds: How long each call may take; None for what ``MPISTRAT_TIMEOUT`` says.
         """
         if view is ALONE:
             session = Session(alone(), owned=False)
             begin(Lockstep(session))
         else:
             session = begun(parent).session
-        lockstep = Lockstep(session, order=order, seconds=seconds)
+        lockstep = Lockstep(session, order=order)
         reducer, regroup = Reducer(lockstep), Regroup(lockstep, view)
-        return ReplicaGroup(view, lockstep, Calls(reducer), reducer, regroup, Choice())
+        return ReplicaGroup(view, lockstep, Calls(reducer), reducer, regroup)
 
     def by(
         self,
@@ -78,9 +76,10 @@ class ReplicaGroup:
         ops: Ops | None = None,
         labels: Sequence[str] = (),
     ) -> ReplicaGroup:
-        """Return this group with another choice of how values move.
+        """Return this group with another choice of how values move, where there is another.
 
-        Not collective: what ranks have chosen is proved by each call.
+        Not collective: what ranks have chosen is proved by each call. An algorithm that options
+        name takes the place of a class that was chosen before.
 
         Args:
           options: Sizes, time and algorithm; what is no default rules.
@@ -90,19 +89,16 @@ class ReplicaGroup:
         Raises:
           ValueError: `options` is of another class, or the root is not a replica.
         """
-        if (options is None and ops is None) or self.choice is None:
+        merged = self.options.merge(options)
+        if ops is None and (options is None or options.implementation is AUTO):
+            ops = self.ops
+        chosen = ops is not None or merged != CommunicationOptions()
+        if self.view is ALONE or not chosen or (ops is self.ops and merged == self.options):
             return self
-        choice = self.choice.but(ops, options)
-        if self.view is ALONE:
-            return self
-        choice = replace(choice, labels=tuple(labels) or choice.labels)
-        if not choice.made:
-            return self
-        reducer, delegate = choice.reducer(self.lockstep), None
-        if choice.delegate is not None:
-            delegate = Delegate(reducer, choice.delegate, choice.options)
-        calls = Calls(reducer)
-        return replace(self, reducer=reducer, calls=calls, choice=choice, delegate=delegate)
+        labels = tuple(labels) or self.labels
+        reducer, delegate = chosen_by(self.lockstep, ops, merged, labels)
+        made = replace(self, ops=ops, options=merged, labels=labels)
+        return replace(made, reducer=reducer, calls=Calls(reducer), delegate=delegate)
 
     @property
     def in_place(self) -> bool:
@@ -115,15 +111,14 @@ class ReplicaGroup:
         values: Sequence[Any],
         weights: Sequence[float] = ONES,
         outs: Sequence[Array] | None = None,
-        alarm: str = "",
     ) -> list[Any]:
         """Reduce leaves over all ranks, or let the class of the program do it. Collective.
 
         See `mpistrat.collectives.allreduce.all_reduce`.
         """
         if self.delegate is not None:
-            return self.delegate.all_reduce(call, values, weights, outs, alarm)
-        return all_reduce(self.reducer, call, values, weights, outs, alarm)
+            return self.delegate.all_reduce(call, values, weights, outs)
+        return all_reduce(self.reducer, call, values, weights, outs)
 
     def all_reduce_given(
         self,
@@ -146,10 +141,10 @@ class ReplicaGroup:
           of: More of the text, which is another each time.
         """
         with self.lockstep.preparing(name):
-            call, alarm = self.calls.given(name, op, given, weigh), self.reducer.alarm(name, given)
-        call.of = of
+            call = self.calls.given(name, op, given, weigh)
+            call.of, call.alarm = of, self.reducer.alarm(name, given)
         values, weights = [one.value for one in given], [one.weight for one in given]
-        return self.all_reduce(call, values, weights, None, alarm)
+        return self.all_reduce(call, values, weights)
 
 
 class StrategyBase:

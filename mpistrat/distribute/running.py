@@ -1,23 +1,75 @@
-"""One call of a function on every replica."""
+"""Replica code begins and ends: as the function of ``run``, or as the body of a ``with``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+import contextlib
+from collections.abc import Callable, Iterator
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any
 
 from mpistrat import nest
 from mpistrat.distribute.arguments import check_function, given
-from mpistrat.distribute.mode import Entered, Mode, Replica
+from mpistrat.distribute.handles import ended
+from mpistrat.distribute.mode import Entered, Mode, Replica, cross_replica, current
 from mpistrat.distribute.regroup import select
-from mpistrat.distribute.replica_code import begin, end, proved
 from mpistrat.distribute.replica_group import StrategyBase
-from mpistrat.errors import LeafTypeError, MpistratError
+from mpistrat.errors import ContextError, LeafTypeError, MpistratError
+from mpistrat.lockstep.guards import compare_copies
+from mpistrat.lockstep.ranks import CallState, Caught
 
 # What functions with `async` and `yield` return before they begin.
 _UNSTARTED = frozenset({CoroutineType, GeneratorType, AsyncGeneratorType})
 _NOTHING: dict[str, Any] = {}
+
+
+def begin(state: CallState) -> None:
+    """Note that replica code begins; `end` must follow, whatever happens."""
+    if not state.run.depth:
+        state.raised = None  # what ended another run says nothing of this one
+    state.run.depth += 1
+
+
+def end(state: CallState) -> None:
+    """Note that replica code has ended."""
+    state.run.depth -= 1
+    if not state.run.depth:
+        state.run.failed = None
+
+
+def proved(strategy: StrategyBase, call: str, result: Any, failure: BaseException | None) -> Any:
+    """End replica code in one proof, and return what cross-replica code sees of its results.
+
+    Collective. When a call of the code has failed on all ranks, that has been the proof, and none
+    follows.
+
+    Args:
+      strategy: Whose replica code it is.
+      call: What it is called in the proof.
+      result: What it returned here.
+      failure: What it raised here instead.
+
+    Raises:
+      Exception: `failure`, if there is one.
+      RemoteError: It failed on another rank.
+      LockstepError: The ranks made different calls, or hold results of different structures.
+    """
+    lockstep = strategy.replicas.lockstep
+    state = lockstep.state
+    if failure is not None or lockstep.session.awaited is not None:
+        lockstep.session.check()  # what other threads do in its name may be what it has failed with
+    if state.run.handles:
+        failure = ended(lockstep, failure)
+    failed = state.run.failed
+    if failed is not None:
+        if isinstance(failure, state.run.carriers) and str(failed) in str(failure):
+            raise failed from failure
+        raise failed if failure is None else failure
+    seen = strategy.replicas.regroup.gathered(call, result, failure)
+    state.steps += 1
+    every = lockstep.session.options.check_every
+    if every and state.steps % every == 0 and lockstep.comm.size > 1:
+        compare_copies(lockstep)
+    return seen
 
 
 def run(strategy: StrategyBase, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -78,9 +130,64 @@ def _of_no_rows(error: Exception, given: list[Any]) -> None:
     plain = type(error).__str__ is Exception.__str__ and not isinstance(error, MpistratError)
     if not plain or len(error.args) != 1 or not isinstance(error.args[0], str):
         return
-    with suppress(Exception):  # whatever was given, it is the program's error that is raised
+    with contextlib.suppress(
+        Exception
+    ):  # whatever was given, it is the program's error that is raised
         if any(getattr(leaf, "shape", ())[:1] == (0,) for leaf in nest.flatten(given)[0]):
             error.args = (
                 f"{error.args[0]}\n  This replica's part of the batch has no rows, as may be in a "
                 "short last batch; see 'A part without rows' in docs/sharp-edges.md.",
             )
+
+
+def merged(strategy: Any, merge_fn: Callable[..., Any], args: Any = (), kwargs: Any = None) -> Any:
+    """Call `merge_fn` in cross-replica code; see `ReplicaContext.merge_call`. Collective."""
+    check_function("merge_call", "merge_fn", merge_fn)
+    mine = given("merge_call", args, kwargs)
+    seen_args, seen_kwargs = strategy.replicas.regroup.gathered("merge_call", mine)
+    with Entered(Mode(strategy)):
+        result = merge_fn(strategy, *seen_args, **seen_kwargs)
+    return select(result)
+
+
+@contextlib.contextmanager
+def body(strategy: StrategyBase, replica: Replica) -> Iterator[None]:
+    """Let the body of a ``with`` be the code of `replica`; it ends in one proof, as a run does.
+
+    Collective. In code of this very replica it changes nothing.
+
+    Raises:
+      ContextError: `replica` is not this rank's, or this is replica code of another context.
+      StrategyError: Another strategy rules here.
+      Exception: As `proved`.
+    """
+    mode = current()
+    here = None if mode is None else mode.replica
+    if here is not None and here.context is replica.context:
+        yield
+        return
+    lockstep = strategy.replicas.lockstep
+    state = lockstep.state
+    with cross_replica(strategy, "with ReplicaContext", "the body itself"):
+        begin(state)
+        try:
+            with Caught() as caught:
+                _check(replica, lockstep.comm.rank)
+                with Entered(Mode(strategy, replica)):
+                    if lockstep.hooks.on_fn is not None:
+                        lockstep.hooks.on_fn()
+                    yield
+                state.interrupted.check()
+            proved(strategy, "with ReplicaContext, whose body ended", None, caught.failure)
+        finally:
+            end(state)
+
+
+def _check(replica: Replica, mine: int) -> None:
+    asked = replica.id
+    if asked not in (None, mine):
+        raise ContextError(
+            f"with ReplicaContext: this rank is replica {mine} of {replica.count}, "
+            f"and cannot run the code of replica {asked}. Each rank enters a context of its own: "
+            "replica_id_in_sync_group=None, or better, strategy.run(fn)."
+        )

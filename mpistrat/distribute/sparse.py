@@ -138,7 +138,7 @@ def _by_class(
             header = struct.pack(f"<{len(sparse)}d", *[part.weight for part in sparse])
             smalls = group.lockstep.share(f"{text}, weights", header)
             table = np.array([np.frombuffer(small, np.float64) for small in smalls])
-            scales = scaled(table, True)
+            scales = scaled(table)
             whole = [np.longdouble(total_of(column)) for column in scales.T.tolist()]
             mine = scales[group.lockstep.comm.rank] / whole
             wires = [np.array(wire, order="C") for wire in wires]
@@ -178,7 +178,7 @@ def _checked(made: Any, given: IndexedSlices) -> IndexedSlices:
 
 def _shares(weights: Array) -> Array:
     """Return for every row of all ranks its part of the mean, given weights and numbers of rows."""
-    scales = scaled(weights[:, :1], True)[:, 0]
+    scales = scaled(weights[:, :1])[:, 0]
     with np.errstate(all="ignore"):  # all weights 0 give NaN
         share = scales / np.longdouble(total_of(scales.tolist()))
     rows: Array = np.repeat(share, weights[:, 1].astype(np.int64))

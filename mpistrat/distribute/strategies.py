@@ -118,21 +118,22 @@ class MultiWorkerMirroredStrategy(Strategy):
     ) -> None:
         name = "MultiWorkerMirroredStrategy"
         # The group first: what is wrong with the arguments of one rank is told to all of them.
-        lockstep = ReplicaGroup.over(LOCAL, comm).lockstep
+        group = ReplicaGroup.over(LOCAL, comm)
+        lockstep = group.lockstep
         rank, size = lockstep.comm.rank, lockstep.comm.size
         with lockstep.preparing(name):
             check_kind("cluster_resolver", resolver, ClusterResolver, ValueError)
             chosen = options()
             check_kind("communication_options", chosen, CommunicationOptions, ValueError)
-            seconds = None if chosen is None else chosen.timeout_seconds
-            group = ReplicaGroup.over(LOCAL, comm, seconds=seconds).by(chosen)
+            group = group.by(chosen)
             found = resolver or default_resolver(rank, size)
             task = task_of(found)
+        lockstep.seconds = group.options.timeout_seconds
         super().__init__(group, (), found)
-        told = group.lockstep.share(name, task.packed())
+        told = lockstep.share(name, task.packed())
         wrong = misfit([Task.unpacked(text) for text in told], size_of_job())
         if wrong:
-            warn(group.lockstep, name, wrong, RuntimeWarning, 4)
+            warn(lockstep, name, wrong, RuntimeWarning, 4)
 
 
 @final

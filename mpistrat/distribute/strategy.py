@@ -302,7 +302,7 @@ class Strategy(Inputs):
             with self.replicas.lockstep.preparing("all_reduce"):
                 self.replicas.regroup.check("all_reduce", nest.flatten(value)[0])
                 group = self.replicas.by(options)
-            with mode.entered(mode.Mode(self, mode.Replica(self.rank, self.num_replicas_in_sync))):
+            with mode.Entered(mode.Mode(self, mode.Replica(self.rank, self.num_replicas_in_sync))):
                 return in_replica(group, reduce_op, value, weight, out)
 
     def all_reduce_start(
@@ -348,7 +348,7 @@ class Strategy(Inputs):
             with self.replicas.lockstep.preparing(name):
                 self.replicas.regroup.check(name, nest.flatten(value)[0])
                 group = self.replicas.by(options)
-            with mode.entered(mode.Mode(self, mode.Replica(self.rank, self.num_replicas_in_sync))):
+            with mode.Entered(mode.Mode(self, mode.Replica(self.rank, self.num_replicas_in_sync))):
                 return all_reduce_start(group, reduce_op, value, weight, out)
 
     def broadcast(self, tree: Any, out: Any = None) -> Any:

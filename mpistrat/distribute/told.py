@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from typing import Any, NamedTuple
+from typing import Any
 
 from mpistrat import nest
 from mpistrat.arrays import digest
@@ -21,35 +21,20 @@ _NAMED = frozenset({VARIABLE[0], MIRRORED[0]})
 _NAME = 8  # bytes that say which variable, or which mirrored value
 
 
-class Told(NamedTuple):
-    """What one replica holds, and what it says of that.
-
-    Attributes:
-      structure: Of the tree.
-      text: That in words.
-      leaves: This replica's.
-      order: `order_of` the tree.
-      entries: What it says of each leaf, as `read` returns that.
-      small: The message.
-      bare: No leaf has to be wrapped, if all replicas say the same.
-    """
-
-    structure: nest.Structure
-    text: str
-    leaves: list[Any]
-    order: bytes
-    entries: list[tuple[bytes, bytes]]
-    small: bytes
-    bare: bool
-
-
-def told(lockstep: Lockstep, home: Origin, tree: Any) -> Told:
+def told(
+    lockstep: Lockstep, home: Origin, tree: Any
+) -> tuple[nest.Structure, str, list[Any], bytes, list[tuple[bytes, bytes]], bytes, bool]:
     """Return what this replica says of a tree.
 
     Args:
       lockstep: Tells how much rides in its proof.
       home: Whose values are known to be the same.
       tree: Any value.
+
+    Returns:
+      The structure of the tree, and that in words; this replica's leaves; `order_of` the tree; what
+      it says of each leaf, as `read` returns that; the message; and whether no leaf has to be
+      wrapped, if all replicas say the same.
     """
     leaves, structure = nest.flatten(tree)
     leaves = [leaf.local if type(leaf) is PerReplica else leaf for leaf in leaves]
@@ -61,7 +46,7 @@ def told(lockstep: Lockstep, home: Origin, tree: Any) -> Told:
         kinds, names = [kind for kind, _ in entries], [data for _, data in entries]
         small = b"k" + order + b"".join(kinds + names)
     bare = all(kind in UNWRAPPED for kind, _ in entries)
-    return Told(structure, nest.describe(structure), leaves, order, entries, small, bare)
+    return structure, nest.describe(structure), leaves, order, entries, small, bare
 
 
 def _entry(leaf: Any, home: Origin) -> tuple[bytes, bytes]:
@@ -93,7 +78,7 @@ def read(message: bytes, at: int, count: int) -> list[tuple[bytes, bytes]]:
     """Return the kinds and bytes of the leaves that a message tells of.
 
     Args:
-      message: As `Told.small`.
+      message: As `told` makes it.
       at: Where they begin, after the order.
       count: How many there are.
     """

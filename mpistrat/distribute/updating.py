@@ -11,7 +11,7 @@ from mpistrat import nest
 from mpistrat.arrays import sealed
 from mpistrat.distribute import writes
 from mpistrat.distribute.kinds import DistributedVariable
-from mpistrat.distribute.mode import Mode, entered
+from mpistrat.distribute.mode import Entered, Mode
 from mpistrat.distribute.regroup import select
 from mpistrat.distribute.replica_group import StrategyBase
 from mpistrat.distribute.values import Mirrored, PerReplica
@@ -36,7 +36,7 @@ def own_variable(strategy: StrategyBase, name: str, var: Any) -> None:
 
 def mirrored(strategy: StrategyBase, tree: Any) -> Any:
     """Return `tree` with its data as `Mirrored`, where the view shows that."""
-    if not strategy.replicas.view.mirrors:
+    if not strategy.replicas.view.wraps:
         return tree
     size = strategy.replicas.lockstep.comm.size
     return nest.map(lambda leaf: Mirrored(_seen(leaf), size) if is_data(leaf) else leaf, tree)
@@ -63,7 +63,7 @@ def update(
     contents: dict[str, Any] = {}
     with Caught() as caught:  # a way out of the program is one that all ranks have to know
         mine, named = select(given)
-        with entered(Mode(strategy, updating=var)):
+        with Entered(Mode(strategy, updating=var)):
             result = fn(var, *mine, **named)
         call += f" of {nest.describe(nest.flatten((given, result))[1])}"
         if not var.on_read and lockstep.comm.size > 1:
@@ -93,7 +93,7 @@ def update_non_slot(
         # Of what is given, the values per replica differ; everything else must be the same.
         contents = {_GIVEN: writes.contents(given, lockstep.session)}
         mine, named = select(given)
-        with entered(Mode(strategy)):
+        with Entered(Mode(strategy)):
             result = fn(*mine, **named)
         call += f" of {nest.describe(nest.flatten((given, result))[1])}"
         if not each:
@@ -115,5 +115,5 @@ def _local(tree: Any) -> Any:
 
 
 def _ungrouped(strategy: StrategyBase, result: Any) -> Any:
-    seen = strategy.replicas.lockstep.comm.size if strategy.replicas.view.mirrors else 1
+    seen = strategy.replicas.lockstep.comm.size if strategy.replicas.view.wraps else 1
     return nest.map(lambda leaf: (leaf,) * seen, result)

@@ -18,7 +18,7 @@ from mpistrat.distribute.kinds import (
     VariableAggregation,
     VariableSynchronization,
 )
-from mpistrat.distribute.mode import Mode, again, check_readable, current, entered
+from mpistrat.distribute.mode import Entered, Mode, again, check_readable, current
 from mpistrat.distribute.reading import Reading
 from mpistrat.distribute.scatter import WRITES, ScatterUpdates, incoming, initial, kinds, own_copy
 from mpistrat.distribute.strategies import current_strategy
@@ -250,7 +250,7 @@ class Variable(Reading, ScatterUpdates):
         Cost: as `ReplicaContext.all_reduce`.
         """
         # In its strategy's scope, for the sake of what a program has chosen to reduce it.
-        with entered(again(current(), self.strategy)):
+        with Entered(again(current(), self.strategy)):
             op = writes.OPS[self.aggregation]
             return sparse.reduced(self.strategy.replicas, call, op, array)
 

@@ -21,21 +21,18 @@ class View(NamedTuple):
     """One row: what cross-replica code sees.
 
     Attributes:
-      name: How messages call it.
-      wraps: Results of ``run`` and arguments of ``merge_fn`` come as `PerReplica` of all replicas.
+      wraps: All replicas are seen: results of ``run`` and arguments of ``merge_fn`` come as
+        `PerReplica`; those of ``reduce_to``, ``update`` and ``broadcast_to``, which really
+        broadcasts, as `Mirrored`.
       wraps_inputs: Dataset elements and values from functions come as `PerReplica`.
-      mirrors: Results of ``reduce_to``, ``update`` and ``broadcast_to`` come as `Mirrored`, and
-        ``broadcast_to`` really broadcasts.
       plain: What a plain value means in ``reduce`` and ``gather``.
     """
 
-    name: str
     wraps: bool
     wraps_inputs: bool
-    mirrors: bool
     plain: Plain
 
 
-GLOBAL = View("global", wraps=True, wraps_inputs=True, mirrors=True, plain=Plain.REFUSED)
-LOCAL = View("local", wraps=False, wraps_inputs=True, mirrors=False, plain=Plain.EACH)
-ALONE = View("alone", wraps=False, wraps_inputs=False, mirrors=False, plain=Plain.SAME)
+GLOBAL = View(wraps=True, wraps_inputs=True, plain=Plain.REFUSED)
+LOCAL = View(wraps=False, wraps_inputs=True, plain=Plain.EACH)
+ALONE = View(wraps=False, wraps_inputs=False, plain=Plain.SAME)

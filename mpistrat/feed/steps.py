@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import TypeAlias, final
 
 import numpy as np
 
+from mpistrat.arrays import whole
 from mpistrat.errors import DataError, RefusedError
 from mpistrat.feed.pieces import (
     BatchSlice,
@@ -54,9 +54,9 @@ def whole_number(call: str, value: object, least: int, error: type[Exception] = 
       >>> whole_number("take(count)", 3, 0)
       3
     """
-    if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__"):
+    number = whole(value)
+    if number is None:
         raise TypeError(f"{call} must be an integer, got {value!r} ({type(value).__name__}).")
-    number = operator.index(value)
     if number < least:
         raise error(f"{call} must be an integer of at least {least}, got {number}.")
     return number

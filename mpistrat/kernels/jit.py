@@ -286,12 +286,8 @@ def _numba() -> Any:
     numba = importlib.import_module("numba")
     # Compiled code that names a Kernel means its compiled form.
     typeof = importlib.import_module("numba.extending").typeof_impl
-    typeof.register(Kernel)(_typeof_kernel)
+    typeof.register(Kernel)(lambda value, _: numba.typeof(value.compiled()))
     return numba
-
-
-def _typeof_kernel(value: Kernel[..., Any], context: object) -> Any:
-    return _numba().typeof(value.compiled())
 
 
 def _compile_part(function: Callable[P, R]) -> Callable[P, R]:

@@ -80,7 +80,7 @@ def reduce_rows(
         return
     if stop <= start:
         return
-    if _ones(scales):
+    if scales is not None and set(scales.tolist()) == {1.0}:
         scales = None
     dtype = rows.dtype
     if is_narrow(dtype):
@@ -126,10 +126,6 @@ def _divided(team: Team, work: Callable[[int, int], None], start: int, stop: int
     """
     columns = stop - start
     team.run(lambda a, b: work(start + a, start + b), 0, columns, columns // _PART, TILE)
-
-
-def _ones(scales: Array | None) -> bool:
-    return scales is None or set(scales.tolist()) == {1.0}
 
 
 def compiles(ufunc: Callable[..., Any], dtype: np.dtype[Any], columns: int) -> bool:

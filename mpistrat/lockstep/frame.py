@@ -29,7 +29,7 @@ FAILED, MORE, LARGE, LEAVING, ALARM = 1, 2, 4, 8, 16
 
 _HEAD = struct.Struct("<16sQII")
 HEAD = _HEAD.size
-pack = _HEAD.pack  # what `head` calls
+pack = _HEAD.pack  # digest and number of the call, flags, and how many bytes of payload follow
 ROOM = FRAME - HEAD
 
 
@@ -45,18 +45,6 @@ class Heard(NamedTuple):
     union: int
     same: bool
     smalls: list[bytes] | None
-
-
-def head(digest: bytes, number: int, flags: int, size: int) -> bytes:
-    """Return the first `HEAD` bytes of a frame.
-
-    Args:
-      digest: Of the call, 16 bytes.
-      number: Of the call.
-      flags: Any of the five, by OR.
-      size: How many bytes of payload follow.
-    """
-    return _HEAD.pack(digest, number, flags, size)
 
 
 def read(received: bytes, mine: bytes, small: bytes, flags: int) -> Heard:

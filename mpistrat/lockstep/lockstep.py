@@ -67,23 +67,19 @@ class Lockstep(Ranks):
       frame_ranks: Up to this many ranks exchange frames; above, words. Equal on all ranks.
       order: Which rank is the first replica, the second and so on; None for rank order. The calls
         are still those of the session: one sequence, whatever the orders of its strategies.
-      seconds: How long each call may take until the watchdog ends the job; None for what is allowed
-        to every call.
 
     Attributes:
+      seconds: How long each call may take until the watchdog ends the job; None for what is allowed
+        to every call.
       frames_received: The frames of the last proof: uint8 of shape (number of ranks, `FRAME`).
     """
 
     def __init__(
-        self,
-        session: Session,
-        frame_ranks: int = FRAME_RANKS,
-        order: Sequence[int] | None = None,
-        seconds: float | None = None,
+        self, session: Session, frame_ranks: int = FRAME_RANKS, order: Sequence[int] | None = None
     ):
         """Prove calls of `session`."""
         super().__init__(session, order)
-        self.seconds = seconds
+        self.seconds: float | None = None
         self.frames = self.comm.size <= frame_ranks
         self._send = np.zeros(FRAME, np.uint8)
         self._frame = self._send.data
@@ -385,7 +381,7 @@ class Lockstep(Ranks):
             return frame.read_words(union, small, self.comm.size)
         if len(small) > ROOM:
             flags, small = flags | frame.LARGE, b""
-        head = frame.head(digest, number, flags, len(small))
+        head = pack(digest, number, flags, len(small))
         self._frame[: HEAD + len(small)] = head + small
         if self._several:
             self._raw.allgather(self._send, self.frames_received)

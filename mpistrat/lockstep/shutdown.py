@@ -31,17 +31,15 @@ class Agreement(NamedTuple):
 
     Attributes:
       code: The exit code of the job.
-      alone: Some rank left while others were in a call.
       speaks: This rank is the one to print the exception that it left with.
       also: How many ranks left with the same exception.
       planned: All ranks left together, each by ``sys.exit`` with that code, which is not 0.
     """
 
     code: int
-    alone: bool
     speaks: bool
     also: int
-    planned: bool = False
+    planned: bool
 
     def who(self, comm: Comm, in_job: Sequence[int]) -> str:
         """Return who left with the same, in words.
@@ -108,11 +106,12 @@ def farewell(
     # An echo of another rank's exception is not worth printing where that rank prints it itself.
     printed = any("kind" in row and not row["echo"] for row in rows)
     speaks = alike[0] == lockstep.comm.rank and not (mine["echo"] and printed)
-    alone = not all(row["leaving"] for row in rows)
     code = _agreed(rows)
-    planned = bool(code) and not alone and not any(row["group"] for row in rows)
-    planned = planned and all(row["code"] == code and "kind" not in row for row in rows)
-    return Agreement(code, alone, speaks, len(alike), planned)
+    planned = bool(code) and all(
+        row["leaving"] and row["code"] == code and not row["group"] and "kind" not in row
+        for row in rows
+    )
+    return Agreement(code, speaks, len(alike), planned)
 
 
 def digests(writes: Sequence[Unproved]) -> bytes:

@@ -105,14 +105,13 @@ def reduce(state: State, call: GradientCall, what: Call) -> tuple[Reduced, list[
     places = _places(state, call, what, weight)
     if places is not None:
         return _in_place(state, call, what, places, weight), rows
-    alarm = ""
-    if group.lockstep.options.nan != "off":
+    if group.reducer.watches:
         names = [t.variable.spec() for t in known.dense]
         several = zip(call.values, what.dtypes, names, strict=True)
-        alarm = group.reducer.alarm(
+        what.alarm = group.reducer.alarm(
             call.name, [Contribution(v, d, weight, n) for v, d, n in several]
         )
-    totals = group.all_reduce(what, call.values, (weight,), None, alarm)
+    totals = group.all_reduce(what, call.values, (weight,))
     return _alone(totals, math.fsum(group.reducer.weights[:, 0].tolist())), rows
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from mpistrat.arena.storage import NodeStorage, Slices, slices_of_ranks
 from mpistrat.arrays import Array
-from mpistrat.distribute.mode import Mode, entered
+from mpistrat.distribute.mode import Entered, Mode
 from mpistrat.distribute.variables import Variable, move_to, spread_like
 from mpistrat.errors import LeafTypeError, StrategyError
 from mpistrat.optim.passes import BLOCK
@@ -151,7 +151,7 @@ class State:
         self.buffers: dict[int, Array] = {}
         self._refused = False
         self.accumulates = optimizer.accumulate > 1
-        with entered(Mode(strategy)):
+        with Entered(Mode(strategy)):
             self.counters = _counters(kind, Progress.start(optimizer))
             self.targets: dict[int, Target] = {}
             for name, variable, own in zip(self.names, variables, optimizers, strict=True):

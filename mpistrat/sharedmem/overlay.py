@@ -126,19 +126,17 @@ class Overlay:
 
     def take_back(self, start: int, stop: int) -> None:
         """Forget what this process has written to pages that were lent: they show the file."""
-        self._give_back(start, -(-stop // mmap.PAGESIZE) * mmap.PAGESIZE)
+        size = -(-stop // mmap.PAGESIZE) * mmap.PAGESIZE - start
+        try:
+            self._map.madvise(mmap.MADV_DONTNEED, start, size)
+        except OSError:  # what the program has locked (mlock) is not given back
+            self._unlock(self._address + start, size)
+            self._map.madvise(mmap.MADV_DONTNEED, start, size)
 
     def close(self, start: int, stop: int) -> None:
         """Take pages back, and let this process write to them no more."""
         self.take_back(start, stop)
         self._allow(start, -(-stop // mmap.PAGESIZE) * mmap.PAGESIZE, _READ)
-
-    def _give_back(self, start: int, stop: int) -> None:
-        try:
-            self._map.madvise(mmap.MADV_DONTNEED, start, stop - start)
-        except OSError:  # what the program has locked (mlock) is not given back
-            self._unlock(self._address + start, stop - start)
-            self._map.madvise(mmap.MADV_DONTNEED, start, stop - start)
 
     def _allow(self, start: int, stop: int, what: int) -> None:
         if self._protect(self._address + start, stop - start, what):

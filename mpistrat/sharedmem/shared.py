@@ -20,7 +20,7 @@ import secrets
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from mpistrat.sharedmem.overlay import Overlay
 
@@ -33,6 +33,7 @@ _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of madvise(2), Linux 5.14; Python ha
 _SLICED = ("arena", "copies")
 # Gives the bytes of every rank of the node, in order, for those of this one. Collective.
 Share = Callable[[bytes], list[bytes]]
+T = TypeVar("T")
 
 
 def _memfd(size: int, what: str) -> tuple[int, str]:
@@ -158,25 +159,19 @@ def _map(path: str, size: int, what: str, token: bytes) -> mmap.mmap | None:
 
     The token is how the mapping is known to be the same memory.
     """
-    if not path:
+    found = _opened(path, os.O_RDWR, lambda fd: mmap.mmap(fd, size, **_NO_DESCRIPTOR))
+    if found is None:
         return None
-    with contextlib.suppress(OSError, ValueError, OverflowError):
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            found = mmap.mmap(fd, size, **_NO_DESCRIPTOR)
-        finally:
-            os.close(fd)
-        _advise(found, what)
-        if found[: len(token)] == token:
-            return found
-    return None
+    _advise(found, what)
+    return found if found[: len(token)] == token else None
 
 
-def _overlay(path: str, size: int) -> Overlay | None:
+def _opened(path: str, flags: int, use: Callable[[int], T]) -> T | None:
+    """Return what `use` makes of the file that the first rank offers; None if that cannot be."""
     with contextlib.suppress(OSError, ValueError, OverflowError):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, flags | os.O_CLOEXEC)
         try:
-            return Overlay(fd, size, _NO_DESCRIPTOR)
+            return use(fd)
         finally:
             os.close(fd)
     return None
@@ -235,7 +230,11 @@ def _made(
         try:
             told = json.loads(share(json.dumps([path, token.hex()]).encode())[0])
             found = _map(told[0], size, what, bytes.fromhex(told[1]))
-            overlay = _overlay(told[0], size) if overlaid and found is not None else None
+            overlay = None
+            if overlaid and found is not None:
+                overlay = _opened(
+                    told[0], os.O_RDONLY, lambda fd: Overlay(fd, size, _NO_DESCRIPTOR)
+                )
             good = found is not None and (overlay is not None or not overlaid)
             everywhere = b"\0" not in share(b"\1" if good else b"\0")
         finally:

@@ -17,8 +17,6 @@ from mpistrat.collectives.weights import Scales
 class Alone(StagedPath):
     """Nothing moves: one copy, and none in place."""
 
-    meets = False
-
     @staticmethod
     def fits(reducer: Reducer, call: Call) -> bool:
         """Tell whether there is one rank."""

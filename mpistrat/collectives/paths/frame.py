@@ -31,8 +31,6 @@ class _Run(NamedTuple):
 class Frame(Path):
     """Everything rides in the handshake, after the weights of a mean."""
 
-    meets = False
-
     @staticmethod
     def fits(reducer: Reducer, call: Call) -> bool:
         """Tell whether weights and values are no more than rides."""
@@ -59,18 +57,20 @@ class Frame(Path):
         values: Sequence[Any],
         weights: Sequence[float] = ONES,
         outs: Sequence[Array] | None = None,
-        alarm: str = "",
     ) -> list[Any]:
         """Reduce these values; see `Path.run`. Collective."""
         call = self.call
         if not call.raw or (call.weigh and 0 in weights):  # what weighs nothing is never read
             with np.errstate(all="ignore"):
                 values = call.wires(values, weights, fresh=False)
-        data = [leaf.tobytes() if type(leaf) is np.ndarray else _bytes(leaf) for leaf in values]
+        data = [
+            leaf.tobytes() if type(leaf) is np.ndarray else np.asarray(leaf).tobytes()
+            for leaf in values
+        ]
         header = self._header if self._even else call.header(weights)
         riding = header + b"".join(data)
         if self._watched:
-            totals = self.totals(self.reducer.prove(call, "", riding, alarm)[0])
+            totals = self.totals(self.reducer.prove(call, "", riding)[0])
         else:
             text, digest = (
                 call.said_now(self.reducer.said) if call.of else (self._text, self._digest)
@@ -161,10 +161,6 @@ class Number:
         if total - total != 0:  # infinite, or not a number
             return self._frame.totals(self._frame.same)[0]
         return np.float64(total / self._size if self._mean else total)
-
-
-def _bytes(number: Any) -> bytes:
-    return np.asarray(number).tobytes()
 
 
 def _leaves_of(

@@ -57,7 +57,7 @@ class InPlace(StagedPath):
         self._alone, self._compiled = reducer.comm.size == 1, False
         self._placed = placed(homes)
         self.suffix = "" if self._alone else self._placed.suffix
-        self._few = 0 if self._alone else self._copied()
+        self._few = 0 if self._alone or reducer.watches else self._copied()
         self._arena, self._lockstep = reducer.node.arena, reducer.lockstep
         self.generation = self._arena.generation
         self._specs = specs_of(leaves)
@@ -114,7 +114,6 @@ class InPlace(StagedPath):
         values: Sequence[Any],
         weights: Sequence[float] = ONES,
         outs: Sequence[Array] | None = None,
-        alarm: str = "",
     ) -> list[Any]:
         """Reduce these values; see `Path.run`. Collective."""
         if self._alone and not self.reducer.watches:
@@ -123,9 +122,9 @@ class InPlace(StagedPath):
         if self._few and self._direct is None and self._arena.direct >= self._few:
             self._direct = self._beside()
         if self._direct is None:
-            return super().run(values, weights, outs if outs is values else values, alarm)
+            return super().run(values, weights, outs if outs is values else values)
         mine = self._mine()
-        self._direct.run(mine, weights, mine, alarm)
+        self._direct.run(mine, weights, mine)
         return list(values)
 
     def _of_one(self, values: Sequence[Any], weights: Sequence[float]) -> list[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import numpy as np
 
@@ -17,19 +17,11 @@ from mpistrat.collectives.results import results_for
 from mpistrat.collectives.weights import Scales
 from mpistrat.kernels.ops import UFUNCS
 from mpistrat.kernels.rows import reduce_rows
-from mpistrat.sharedmem.pool import Pool
 
 # What two ranks pass through shared memory at once: so little that it stays in their caches (25 MB
 # on 2 cores: 2.6 ms, in pieces of 8 MiB 3.9), and so much that they seldom meet, which takes turns
 # of the scheduler where all cores are in use (there 59 ms, in pieces of 0.5 MiB 156).
 _PIECE = 2 * 1024 * 1024
-
-
-class _Given(NamedTuple):
-    """Leaves, C-ordered, and where their results go."""
-
-    values: Sequence[Array]
-    results: list[Array]
 
 
 @final
@@ -58,20 +50,19 @@ class Pairs(StagedPath):
     @property
     def holds(self) -> bool:
         """Whether there is still memory."""
-        arena = self.reducer.node.arena
-        return not arena.refused and arena.has_room(self.call.most)
+        return self.reducer.node.arena.has_room(self.call.most)
 
     def stage(
         self, values: Sequence[Array], weights: Sequence[float], outs: Sequence[Array] | None
-    ) -> _Given:
-        """Fill the first piece of this rank's own memory."""
-        call, node, session = self.call, self.reducer.node, self.reducer.lockstep.session
+    ) -> tuple[Sequence[Array], list[Array]]:
+        """Fill the first piece of this rank's own memory; return C-ordered leaves, and results."""
+        call, node = self.call, self.reducer.node
         values = call.to_copy(values, weights, flat=True)
         node.compile(call)
-        session.check()  # a thread or a child that may not call must not write first
+        # A thread or a child that may not call must not write first.
+        self.reducer.lockstep.session.check()
         fill(self._buckets[0], values, self._rows(0)[node.rank])
-        results = results_for(call, values, outs, session.kept(Pool), late=True)
-        return _Given(values, results.arrays)
+        return values, results_for(call, values, outs, self.reducer.pool, late=True).arrays
 
     def _rows(self, number: int) -> Array:
         """Return two rows for a piece: pieces take turns in two pairs, which lie side by side."""
@@ -81,17 +72,18 @@ class Pairs(StagedPath):
         at = 2 * columns * (number & 1)
         return scratch.reshape(-1)[at : at + 2 * columns].reshape(2, columns)
 
-    def finish(self, staged: _Given, scales: Scales) -> list[Any]:
+    def finish(self, staged: tuple[Sequence[Array], list[Array]], scales: Scales) -> list[Any]:
         """Reduce piece by piece; a rank is one piece ahead of the other at most."""
         reduces, rank, ufunc = self.reducer.node, self.reducer.node.rank, UFUNCS[self.call.op]
         node = reduces.arena.nodes().node
-        mine = [value.reshape(-1) for value in staged.values]
-        outs = [array.reshape(-1) for array in staged.results]
+        values, results = staged
+        mine = [value.reshape(-1) for value in values]
+        outs = [array.reshape(-1) for array in results]
         with reduces.moving():
             for number, bucket in enumerate(self._buckets):
                 rows, whole = self._rows(number), self._sizes[bucket.dtype]
                 if number:
-                    fill(bucket, staged.values, rows[rank])
+                    fill(bucket, values, rows[rank])
                     node.barrier()
                 ready = reduces.ready(self.call.op, bucket.dtype, whole)
                 for leaf, start, stop, column, _ in bucket.pieces:
@@ -106,4 +98,4 @@ class Pairs(StagedPath):
                         pair[rank] = mine[leaf][start:stop]
                     ufunc(*pair, out=into)
             node.barrier()
-        return staged.results
+        return results

@@ -25,12 +25,10 @@ class Path(abc.ABC):
 
     Attributes:
       suffix: What the text of the call says of the way.
-      meets: Ranks wait for one another after the handshake.
       stays: It follows from the call, and not from which arrays are given.
     """
 
     suffix = ""
-    meets = True
     stays = True
 
     def __init__(self, reducer: Reducer, call: Call):
@@ -60,7 +58,6 @@ class Path(abc.ABC):
         values: Sequence[Any],
         weights: Sequence[float] = ONES,
         outs: Sequence[Array] | None = None,
-        alarm: str = "",
     ) -> list[Any]:
         """Reduce these values, and return the results. Collective.
 
@@ -68,7 +65,6 @@ class Path(abc.ABC):
           values: The leaves: arrays in native byte order, or numbers.
           weights: How many examples each stands for, or one number for all.
           outs: Where the results go.
-          alarm: What is wrong with the values, if anything is looked for.
         """
 
 
@@ -80,7 +76,6 @@ class StagedPath(Path):
         values: Sequence[Any],
         weights: Sequence[float] = ONES,
         outs: Sequence[Array] | None = None,
-        alarm: str = "",
     ) -> list[Any]:
         """Reduce these values; see `Path.run`. Collective."""
         reducer, call = self.reducer, self.call
@@ -92,12 +87,10 @@ class StagedPath(Path):
                 staged = self.stage(values, weights, outs)
             except Exception as error:
                 reducer.lockstep.refuse(call.text, error)
-            scales, _ = reducer.prove(call, self.suffix, call.header(weights), alarm)
+            scales, _ = reducer.prove(call, self.suffix, call.header(weights))
             try:
                 results = self.finish(staged, scales)
             except BaseException as error:
-                if not self.meets:
-                    raise
                 abort(reducer.lockstep, call.text, error)
         moved = reducer.lockstep.hooks.on_moved
         if moved is not None:

@@ -91,7 +91,6 @@ class Direct(Path):
         values: Sequence[Any],
         weights: Sequence[float] = ONES,
         outs: Sequence[Array] | None = None,
-        alarm: str = "",
     ) -> list[Any]:
         """Reduce these values; see `Path.run`. Collective."""
         self._session.check()  # before anything is written
@@ -100,7 +99,7 @@ class Direct(Path):
             self._stage(self._mine[side], values, weights)
         except Exception as error:
             self._lockstep.refuse(self.call.text, error)
-        results = self._cut(self._total(side, weights, alarm))
+        results = self._cut(self._total(side, weights))
         return results if outs is None else put(results, outs)
 
     def one(self, leaf: Any) -> Any:
@@ -144,11 +143,11 @@ class Direct(Path):
         with np.errstate(all="ignore"):
             return self.call.results(parts)
 
-    def _total(self, side: int, weights: Sequence[float] = ONES, alarm: str = "") -> Array:
+    def _total(self, side: int, weights: Sequence[float] = ONES) -> Array:
         call, even, scales = self.call, self._even, self._same
         header = self._header if even else call.header(weights)
         if not self._rides:
-            scales, _ = self.reducer.prove(call, "", header, alarm)
+            scales, _ = self.reducer.prove(call, "", header)
         else:
             text, digest = (
                 call.said_now(self.reducer.said) if call.of else (self._text, self._digest)
