@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import TypeAlias, final
 
 import numpy as np
 
+from mpistrat.arrays import whole_number
 from mpistrat.errors import DataError, RefusedError
 from mpistrat.feed.pieces import (
     BatchSlice,
@@ -36,30 +36,6 @@ from mpistrat.feed.sources import INFINITE, UNKNOWN
 Path: TypeAlias = tuple[int, ...]
 Seeds: TypeAlias = tuple[int, ...]
 Pieces: TypeAlias = Callable[[Path], Iterator[BatchSlice]]
-
-
-def whole_number(call: str, value: object, least: int, error: type[Exception] = DataError) -> int:
-    """Return an argument as an int.
-
-    Args:
-      call: What to call it in errors.
-      value: The argument.
-      least: The smallest number allowed.
-      error: What to raise if it is too small.
-
-    Raises:
-      TypeError: It is not an integer; nor is a bool.
-
-    Example:
-      >>> whole_number("take(count)", 3, 0)
-      3
-    """
-    if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__"):
-        raise TypeError(f"{call} must be an integer, got {value!r} ({type(value).__name__}).")
-    number = operator.index(value)
-    if number < least:
-        raise error(f"{call} must be an integer of at least {least}, got {number}.")
-    return number
 
 
 def batches_of(size: int, drop_remainder: bool, before: int) -> int:
