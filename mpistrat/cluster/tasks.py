@@ -5,7 +5,6 @@ In mpistrat itself every rank is a worker, and rank 0 is the chief.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -31,15 +30,6 @@ class Task(NamedTuple):
     number: int = 0
     workers: int = 0
     chief: bool = False
-
-    def packed(self) -> bytes:
-        """Return it as bytes, for the other ranks."""
-        return json.dumps(self).encode()
-
-    @staticmethod
-    def unpacked(data: bytes) -> Task:
-        """Return the task of another rank."""
-        return Task(*json.loads(data))
 
     def __str__(self) -> str:
         """Return its name, such as ``worker 0``."""

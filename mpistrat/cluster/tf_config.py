@@ -11,6 +11,7 @@ from mpistrat.cluster.resolver import ClusterResolver
 from mpistrat.cluster.resolvers import LABEL
 from mpistrat.cluster.simple import SimpleClusterResolver
 from mpistrat.cluster.spec import ClusterSpec
+from mpistrat.comm.callsite import grouped
 
 TF_CONFIG = "TF_CONFIG"
 _PORTS = range(1, 65536)
@@ -81,9 +82,7 @@ def placed(
         raise ValueError(f"ports are 1 to 65535; port_base={port_base} leads to {max(ports)}.")
     addresses = [f"{host}:{port}" for host, port in zip(hosts, ports, strict=True)]
     owners = [(job, index) for job, count in jobs.items() for index in range(count)]
-    cluster: dict[str, list[str]] = {job: [] for job in jobs}
-    for (job, _), address in zip(owners, addresses, strict=True):
-        cluster[job].append(address)
+    cluster = grouped([job for job, _ in owners], addresses)
     kind, index = owners[rank]
     return SimpleClusterResolver(ClusterSpec(cluster), task_type=kind, task_id=index)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, cast, final
@@ -129,8 +130,8 @@ class MultiWorkerMirroredStrategy(Strategy):
             found = resolver or default_resolver(rank, size)
             task = task_of(found)
         super().__init__(group, (), found)
-        told = group.lockstep.share(name, task.packed())
-        wrong = misfit([Task.unpacked(text) for text in told], size_of_job())
+        told = group.lockstep.share(name, json.dumps(task).encode())
+        wrong = misfit([Task(*json.loads(text)) for text in told], size_of_job())
         if wrong:
             warn(group.lockstep, name, wrong, RuntimeWarning, 4)
 
