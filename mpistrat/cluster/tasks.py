@@ -62,7 +62,7 @@ def task_of(resolver: ClusterResolver) -> Task:
             f"is: task_type is {kind!r}, task_id {number!r}. Give both, or leave the resolver out: "
             "then names come from MPI."
         )
-    _check(spec, kind, number)
+    _check(spec, kind)
     if kind not in _WORKING:
         raise ValueError(
             f"{name} calls this process {kind} {number}, but ranks are replicas: a "
@@ -82,8 +82,8 @@ def _count(spec: ClusterSpec, job: str) -> int:
     return spec.num_tasks(job) if job in spec.jobs else 0
 
 
-def _check(spec: ClusterSpec, kind: str, number: int) -> None:
-    """Refuse a cluster that tf.distribute does not know, or that has no such task.
+def _check(spec: ClusterSpec, kind: str) -> None:
+    """Refuse a cluster that tf.distribute does not know, or that has no such job.
 
     It need not list an evaluator.
     """
@@ -97,11 +97,6 @@ def _check(spec: ClusterSpec, kind: str, number: int) -> None:
             raise ValueError(f"a cluster has at most one {job}, this one {_count(spec, job)}.")
     if kind not in ("evaluator", *spec.jobs):
         raise ValueError(f"task_type {kind!r} is not in the cluster; its jobs: {spec.jobs}.")
-    if kind in spec.jobs and number >= _count(spec, kind):
-        raise ValueError(
-            f"task_id {number} is too large: job {kind!r} has {_count(spec, kind)} tasks, numbered "
-            "from 0."
-        )
 
 
 def misfit(tasks: Sequence[Task], job: int) -> str:
