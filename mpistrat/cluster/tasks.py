@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from mpistrat.cluster.resolver import ClusterResolver
+from mpistrat.cluster.resolver import ClusterResolver, task_named
 from mpistrat.cluster.spec import ClusterSpec
 from mpistrat.comm.callsite import few, grouped, ranks_text
 
@@ -54,14 +54,8 @@ def task_of(resolver: ClusterResolver) -> Task:
     spec = ClusterSpec(resolver.cluster_spec())
     if not spec:
         return Task()
-    kind, number = resolver.task_type, resolver.task_id
+    kind, number = task_named(resolver, spec)
     name = type(resolver).__name__
-    if kind is None or number is None:
-        raise ValueError(
-            f"{name} names a cluster, {spec}, so it must also say which task of it this process "
-            f"is: task_type is {kind!r}, task_id {number!r}. Give both, or leave the resolver out: "
-            "then names come from MPI."
-        )
     _check(spec, kind)
     if kind not in _WORKING:
         raise ValueError(
