@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from mpistrat.errors import LeafTypeError, MpistratError
+from mpistrat.errors import DataError, LeafTypeError, MpistratError
 
 Array = npt.NDArray[Any]
 
@@ -321,3 +321,27 @@ def whole(value: Any) -> int | None:
         return None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         return None
+
+
+def whole_number(call: str, value: object, least: int, error: type[Exception] = DataError) -> int:
+    """Return an argument as an int.
+
+    Args:
+      call: What to call it in errors.
+      value: The argument.
+      least: The smallest number allowed.
+      error: What to raise if it is too small.
+
+    Raises:
+      TypeError: It is not an integer; nor is a bool.
+
+    Example:
+      >>> whole_number("take(count)", 3, 0)
+      3
+    """
+    number = whole(value)
+    if number is None:
+        raise TypeError(f"{call} must be an integer, got {value!r:.80} ({type(value).__name__}).")
+    if number < least:
+        raise error(f"{call} must be an integer of at least {least}, got {number}.")
+    return number

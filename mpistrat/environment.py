@@ -105,11 +105,11 @@ def shell_of_step(env: Mapping[str, str]) -> bool:
     return "SLURM_PTY_PORT" in env and max(sizes) == 1
 
 
-def launched_by(env: Mapping[str, str] | None = None) -> str | None:
+def launched_by(env: Mapping[str, str] = os.environ) -> str | None:
     """Return the name of the launcher that started this process as one rank of a job, or None.
 
     Args:
-      env: The environment, or None for that of this process.
+      env: The environment; that of this process if not given.
 
     Returns:
       A name for messages, such as ``"srun"``; None in a plain process, in a batch script, and in a
@@ -121,17 +121,17 @@ def launched_by(env: Mapping[str, str] | None = None) -> str | None:
       >>> launched_by({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}) is None
       True
     """
-    mark = _mark(os.environ if env is None else env)
+    mark = _mark(env)
     return mark and mark.launcher
 
 
-def marks(env: Mapping[str, str] | None = None) -> tuple[str, ...]:
+def marks(env: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     """Return the variables by which `launched_by` knows; none in a plain process.
 
     Args:
-      env: The environment, or None for that of this process.
+      env: The environment; that of this process if not given.
     """
-    mark = _mark(os.environ if env is None else env)
+    mark = _mark(env)
     return mark.needs if mark else ()
 
 
@@ -146,19 +146,18 @@ def _mark(env: Mapping[str, str]) -> _Mark | None:
     return None
 
 
-def passes_on_a_code(env: Mapping[str, str] | None = None) -> bool:
+def passes_on_a_code(env: Mapping[str, str] = os.environ) -> bool:
     """Tell whether the launcher ends with the code of a rank that ends last, after all others.
 
     srun and Open MPI's do. MPICH's and Intel's kill that rank, and then report the kill.
 
     Args:
-      env: The environment, or None for that of this process.
+      env: The environment; that of this process if not given.
 
     Example:
       >>> passes_on_a_code({"PMI_RANK": "1"}), passes_on_a_code({"OMPI_COMM_WORLD_SIZE": "2"})
       (False, True)
     """
-    env = os.environ if env is None else env
     # Hydra inside an allocation has the marks of srun too, and this of its own, as Open MPI has.
     hydra = "MPI_LOCALNRANKS" in env and "OMPI_COMM_WORLD_SIZE" not in env
     return not hydra and launched_by(env) in ("srun", "mpiexec of Open MPI")
@@ -210,19 +209,18 @@ def installed(names: Sequence[str], places: Sequence[str] | None = None) -> dict
 YIELD = "OMPI_MCA_mpi_yield_when_idle"
 
 
-def yields(env: Mapping[str, str] | None = None) -> bool:
+def yields(env: Mapping[str, str] = os.environ) -> bool:
     """Tell whether Open MPI yields its core while it waits.
 
     Its launcher sets the variable when it is given ``--mca mpi_yield_when_idle 1``.
 
     Args:
-      env: The environment, or None for that of this process.
+      env: The environment; that of this process if not given.
 
     Example:
       >>> yields({YIELD: "1"}), yields({})
       (True, False)
     """
-    env = os.environ if env is None else env
     return env.get(YIELD, "").strip().lower() in ("1", "true", "yes", "enabled", "t", "y")
 
 
@@ -242,17 +240,16 @@ def counted(text: str) -> int | None:
     return int(text) if text.isascii() and text.isdigit() and len(text) <= _DIGITS else None
 
 
-def job_size(env: Mapping[str, str] | None = None) -> int | None:
+def job_size(env: Mapping[str, str] = os.environ) -> int | None:
     """Return the number of ranks that the launcher announced, or None.
 
     Args:
-      env: The environment, or None for that of this process.
+      env: The environment; that of this process if not given.
 
     Example:
       >>> job_size({"PMI_SIZE": "4"})
       4
     """
-    env = os.environ if env is None else env
     for name in _SIZES:
         found = counted(env.get(name, ""))
         if found is not None:

@@ -108,11 +108,11 @@ class Options:
 _KNOBS = {field.name: field.metadata for field in dataclasses.fields(Options)}
 
 
-def read(env: Mapping[str, str] | None = None) -> Options:
+def read(env: Mapping[str, str] = os.environ) -> Options:
     """Return the options that an environment asks for.
 
     Args:
-      env: The environment, or None for that of this process.
+      env: The environment; that of this process if not given.
 
     Returns:
       Defaults, overridden by the ``MPISTRAT_*`` variables.
@@ -124,7 +124,6 @@ def read(env: Mapping[str, str] | None = None) -> Options:
       >>> read({"MPISTRAT_NUMBA": "0"}).numba
       False
     """
-    env = os.environ if env is None else env
     found: dict[str, Any] = {}
     for name, text in env.items():
         if not name.startswith(PREFIX):

@@ -7,12 +7,13 @@ import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from mpistrat.checkpoint import files, parts, restoring, saving, tree
 from mpistrat.checkpoint.background import Background
 from mpistrat.checkpoint.cells import cell_of
 from mpistrat.checkpoint.restoring import Restored
+from mpistrat.checkpoint.values import NAME
 from mpistrat.comm.world import size_of_job
 from mpistrat.distribute.mode import cross_replica, current
 from mpistrat.distribute.strategies import current_strategy
@@ -103,7 +104,10 @@ class Checkpoint:
           StructureError: A tree holds nothing to save, or what cannot be saved, or two with one
             name.
         """
-        return tree.variables(self._root, self._trees())
+        found = self._found()
+        if found.failure is not None:
+            raise found.failure
+        return {name: cast("Variable", one) for name, one in found.entries.items() if name != NAME}
 
     def _found(self) -> tree.Found:
         """Return all that is to be saved."""

@@ -26,6 +26,7 @@ from mpistrat.checkpoint.sharded import Manifest, Stretch
 from mpistrat.comm.base import Comm
 from mpistrat.distribute.once import nodes_of
 from mpistrat.lockstep.lockstep import Lockstep
+from mpistrat.lockstep.ranks import Caught
 from mpistrat.sharedmem.shared import touch
 
 
@@ -65,7 +66,6 @@ def gather(
     mine = owned[node.rank]
     if common is None:  # each reads all that it needs
         mine += [p for each in owned if each is not mine for p in each if p.region.name in starts]
-    image = np.empty(0, np.uint8) if common is None else np.frombuffer(common, np.uint8)
     own: dict[str, dict[int, Array]] = {}
 
     def room(piece: Stretch) -> Array | None:
@@ -74,19 +74,16 @@ def gather(
             return image[starts[name] + piece.start : starts[name] + piece.stop]
         return own.get(name, {}).get(piece.start)
 
-    def read() -> None:
-        nonlocal image
-        image = np.empty(ends[-1], np.uint8) if common is None else image
-        own.update(_rooms([piece for piece in mine if piece.region.name in placed]))
-        with patient(lockstep, f"read {path}", sum(manifest.sizes)):
-            sharded.fetch(path, mine, room)
-
     def place() -> None:
         for name, storage in placed.items():
             storage.put(own.get(name, {}))
 
-    failure = _failing(read, lockstep.comm.rank)
-    lockstep.prove(f"{call}, shares", failure=failure)
+    with Caught() as caught:
+        image = np.empty(ends[-1], np.uint8) if common is None else np.frombuffer(common, np.uint8)
+        own.update(_rooms([piece for piece in mine if piece.region.name in placed]))
+        with patient(lockstep, f"read {path}", sum(manifest.sizes)):
+            _fetch(path, mine, room, lockstep.comm.rank)
+    lockstep.prove(f"{call}, shares", failure=caught.failure)
     node.barrier()
     return {one.name: formed(one.entry, image[starts[one.name] :]) for one in rest}, place
 
@@ -95,16 +92,13 @@ def _of_node(storage: Any, node: Comm) -> bool:
     return isinstance(storage, NodeStorage) and storage.node.size == node.size
 
 
-def _failing(read: Callable[[], None], rank: int) -> BaseException | None:
-    """Return what `read` fails with, as users are to see it; None if it does not."""
+def _fetch(path: Path, mine: Sequence[Stretch], room: Any, rank: int) -> None:
+    """Read pieces as `sharded.fetch` does; of a file that is not there say who does not see it."""
     try:
-        read()
+        sharded.fetch(path, mine, room)
     except FileNotFoundError as error:
         text = f"Rank {rank} on {platform.node()} does not see this file, or it has been removed"
-        return FileNotFoundError(errno.ENOENT, text, error.filename)
-    except BaseException as error:
-        return error
-    return None
+        raise FileNotFoundError(errno.ENOENT, text, error.filename) from None
 
 
 def _shares(manifest: Manifest, ranks: int, placed: Container[str]) -> list[list[Stretch]]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, final
 
+from mpistrat.arrays import whole
 from mpistrat.board.reporter import say
 from mpistrat.checkpoint import files, parts
 from mpistrat.checkpoint.background import Background
@@ -367,11 +368,9 @@ def _checked_name(name: Any) -> str:
 
 def _checked_number(name: str, given: Any, least: int) -> int | None:
     value = given.numpy() if hasattr(given, "numpy") else given
-    if value is None:
-        return None
-    integer = not isinstance(value, bool) and hasattr(value, "__index__")
-    if not integer or not least <= int(value) < 10**18:
+    number = whole(value)
+    if value is not None and (number is None or not least <= number < 10**18):
         raise ValueError(
             f"{name} must be an integer of at least {least} or None, got {given!r:.60}."
         )
-    return int(value)
+    return number

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, final
 
 from mpistrat.board.reporter import say
-from mpistrat.checkpoint.files import FOLDER, SUFFIX, other, parted, saved
+from mpistrat.checkpoint.files import FOLDER, SUFFIX, parted, saved
 
 _PART = ".part"
 _TRIES = 20  # files that others may remove before one that is being written is locked
@@ -230,12 +230,6 @@ def remove(path: Path) -> None:
         _discard(away)
     else:
         path.unlink(missing_ok=True)
-
-
-def forget_other(path: Path) -> None:
-    """Remove the older checkpoint of that name that is of the other kind; errors stop nothing."""
-    with contextlib.suppress(OSError):
-        remove(other(path))
 
 
 def put(part: Path, path: Path, replace: bool) -> None:

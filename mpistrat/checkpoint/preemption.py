@@ -11,6 +11,7 @@ As: ``tf.distribute.experimental.PreemptionCheckpointHandler``, failure_handling
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import sys
@@ -19,7 +20,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, final
+from typing import Any, final
 
 import numpy as np
 
@@ -28,7 +29,7 @@ from mpistrat.checkpoint.checkpoint import Checkpoint, owner_of, refuse_alone
 from mpistrat.checkpoint.manager import CheckpointManager
 from mpistrat.checkpoint.notice import EXIT_CODE, Notice, listed, numbers_of, told_to
 from mpistrat.cluster.resolver import ClusterResolver
-from mpistrat.distribute.arguments import check_kind
+from mpistrat.distribute.arguments import check_function, check_kind
 from mpistrat.distribute.mode import cross_replica
 from mpistrat.distribute.variables import Variable
 from mpistrat.lockstep.lockstep import Lockstep
@@ -36,10 +37,6 @@ from mpistrat.lockstep.ranks import Caught
 
 _RUNS = "checkpointed_runs"
 _SAVE_TIME = 3 * 2  # runs kept in reserve at the end of the grace period, as in TensorFlow
-
-
-def _leave() -> NoReturn:
-    sys.exit(EXIT_CODE)
 
 
 @final
@@ -79,10 +76,8 @@ class TerminationConfig:
         """Check all of them."""
         for name in ("termination_watcher_fn", "exit_fn", "save_fn"):
             given = getattr(self, name)
-            if given is not None and not callable(given):
-                raise TypeError(
-                    f"TerminationConfig: {name} must be a function or None, got {given!r:.60}."
-                )
+            if given is not None:
+                check_function("TerminationConfig", name, given)
         period = self.grace_period
         if period is not None and (isinstance(period, bool) or not isinstance(period, int | float)):
             raise TypeError(f"TerminationConfig: grace_period must be seconds, got {period!r}.")
@@ -281,7 +276,7 @@ class PreemptionCheckpointHandler:
         if last:
             notice.forget()
             notice.left = True
-            (self._config.exit_fn or _leave)()
+            (self._config.exit_fn or functools.partial(sys.exit, EXIT_CODE))()
             notice.left = False
 
     def _save(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

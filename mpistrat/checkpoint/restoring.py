@@ -22,6 +22,7 @@ from mpistrat.checkpoint.gathering import gather
 from mpistrat.checkpoint.saving import seen, specs
 from mpistrat.checkpoint.sums import PARTS, is_part, wanted_parts
 from mpistrat.checkpoint.values import NAME, Values
+from mpistrat.comm.callsite import few
 from mpistrat.distribute.kinds import VariableAggregation
 from mpistrat.distribute.variables import Variable
 from mpistrat.distribute.writes import exact_share
@@ -31,18 +32,6 @@ from mpistrat.lockstep.ranks import Caught
 
 # Of the library itself: they come and go with how a program runs, not with what it computes.
 _COUNTERS = frozenset({"checkpointed_runs"})
-_SHOWN = 20  # names that one message lists
-
-
-def listed(texts: Sequence[str]) -> str:
-    """Return texts as a message shows them: the first few, and how many more there are.
-
-    Example:
-      >>> listed(["a", "b"])
-      'a, b'
-    """
-    more = len(texts) - _SHOWN
-    return ", ".join(texts[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 @final
@@ -66,7 +55,7 @@ class Restored(NamedTuple):
           AssertionError: Not so, or nothing was restored.
         """
         if self.unused:
-            raise AssertionError(f"{self.path} also has {listed(self.unused)}.")
+            raise AssertionError(f"{self.path} also has {', '.join(few(self.unused))}.")
         return self.assert_existing_objects_matched()
 
     def assert_existing_objects_matched(self) -> Restored:
@@ -78,7 +67,7 @@ class Restored(NamedTuple):
         if self.path is None:
             raise AssertionError("there was no checkpoint, so nothing was restored.")
         if self.missing:
-            raise AssertionError(f"{self.path} does not have {listed(self.missing)}.")
+            raise AssertionError(f"{self.path} does not have {', '.join(few(self.missing))}.")
         return self
 
     def expect_partial(self) -> Restored:
@@ -123,7 +112,9 @@ def restore(
     rows = lockstep.share(call, told + b"\n" + manifest, caught.failure)
     told, _, manifest = rows[0].partition(b"\n")
     counter, missing, unused, newest, shapes, stored = json.loads(told)
-    path, what = path.with_name(stored), sharded.parsed(path, manifest) if manifest else None
+    with checked(path):
+        what = sharded.parsed(manifest) if manifest else None
+    path = path.with_name(stored)
     if number not in (None, counter):
         if what is not None:
             gather(lockstep, call, path, what, {})  # or the manifest is of another one
@@ -217,7 +208,7 @@ def _refuse(
         ]
     if wrong:
         hint = "" if partial else " What one side only has may be passed over: partial=True."
-        raise StructureError(f"{path} does not fit these variables: {listed(wrong)}.{hint}")
+        raise StructureError(f"{path} does not fit these variables: {', '.join(few(wrong))}.{hint}")
 
 
 def _newest(path: Path) -> Path:

@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias, final
 
+from mpistrat.arrays import whole_number
 from mpistrat.errors import StructureError
 from mpistrat.feed import places
 from mpistrat.feed.dataset import Dataset
 from mpistrat.feed.distributed import DistributedDataset
-from mpistrat.feed.steps import whole_number
 from mpistrat.lockstep.lockstep import Lockstep
 from mpistrat.lockstep.ranks import CallState
 

@@ -5,6 +5,7 @@ What is small is one file, which replica 0 writes; what is large a directory (`s
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import hashlib
@@ -159,7 +160,8 @@ def _written(one: Save, there: Callable[[], list[str]]) -> list[str]:
         if one.lockstep.comm.rank:
             return []
         if one.replace:
-            parts.forget_other(one.path)
+            with contextlib.suppress(OSError):  # the older one, of the other kind
+                parts.remove(files.other(one.path))
         seen([one.path])
         return there()
 
@@ -217,7 +219,7 @@ def _number(prefix: Path, counter: int, number: int | None, known: int) -> int:
         )
     if number is None:
         number = max(counter, newest) + 1
-        while any(os.path.lexists(one) for one in _both(prefix, number)):
+        while os.path.lexists(files.stored(files.numbered(prefix.parent, prefix.name, number))):
             number += 1  # taken by a link that leads nowhere
         if number >= 10**18:
             raise ValueError(f"there is no number after {newest} for {prefix}; use another name.")
@@ -229,8 +231,3 @@ def _number(prefix: Path, counter: int, number: int | None, known: int) -> int:
             f"{number}, or count on from {newest}."
         )
     return number
-
-
-def _both(prefix: Path, number: int) -> tuple[Path, Path]:
-    path = files.numbered(prefix.parent, prefix.name, number)
-    return path, files.other(path)

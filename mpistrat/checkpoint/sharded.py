@@ -190,7 +190,13 @@ def text_of(manifest: Manifest) -> bytes:
     return body + _TAIL % checksum(body).hex().encode()
 
 
-def _parsed(data: bytes) -> Manifest:
+def parsed(data: bytes) -> Manifest:
+    """Return what the bytes of a manifest say.
+
+    Raises:
+      DataError: It is of another format.
+      ValueError: It makes no sense; or another error, see `checked`.
+    """
     body = data[: -len(_TAIL % bytes(2 * SUM))]
     if data[len(body) :] != _TAIL % checksum(body).hex().encode():
         raise ValueError(f"{MANIFEST} has been changed, or is not whole")
@@ -240,42 +246,23 @@ def look(path: Path) -> tuple[bytes, Manifest]:
       DataError: It is of another format.
     """
     with checked(path):
-        return _looked(path)
-
-
-def _looked(path: Path) -> tuple[bytes, Manifest]:
-    there = {one.name for one in path.iterdir() if not one.name.startswith(".")}
-    sizes = {one: _size(path, one) for one in sorted(there)}
-    if MANIFEST not in sizes:
-        raise ValueError(f"there is no {MANIFEST} in it")
-    if sizes[MANIFEST] > max(_ROOM, sum(sizes.values()) - sizes[MANIFEST]):
-        raise ValueError(f"{MANIFEST} has {sizes[MANIFEST]} bytes")
-    data = (path / MANIFEST).read_bytes()
-    manifest = _parsed(data)
-    wanted = {data_file(number): size for number, size in enumerate(manifest.sizes)}
-    wrong = [f"{one} is missing" for one in sorted(wanted.keys() - there)[:9]]
-    wrong += [f"{one} is not of this one" for one in sorted(there - {*wanted, MANIFEST})[:9]]
-    for name in sorted(wanted.keys() & there):
-        if sizes[name] != wanted[name]:
-            wrong.append(f"{name} has {sizes[name]} bytes, and should have {wanted[name]}")
-    if wrong:
-        raise ValueError("; ".join(wrong))
-    return data, manifest
-
-
-def parsed(path: Path, data: bytes) -> Manifest:
-    """Return what the bytes of a manifest say.
-
-    Args:
-      path: The directory that it is of.
-      data: The bytes.
-
-    Raises:
-      CheckpointError: It is damaged, or its parts do not fit.
-      DataError: It is of another format.
-    """
-    with checked(path):
-        return _parsed(data)
+        there = {one.name for one in path.iterdir() if not one.name.startswith(".")}
+        sizes = {one: _size(path, one) for one in sorted(there)}
+        if MANIFEST not in sizes:
+            raise ValueError(f"there is no {MANIFEST} in it")
+        if sizes[MANIFEST] > max(_ROOM, sum(sizes.values()) - sizes[MANIFEST]):
+            raise ValueError(f"{MANIFEST} has {sizes[MANIFEST]} bytes")
+        data = (path / MANIFEST).read_bytes()
+        manifest = parsed(data)
+        wanted = {data_file(number): size for number, size in enumerate(manifest.sizes)}
+        wrong = [f"{one} is missing" for one in sorted(wanted.keys() - there)[:9]]
+        wrong += [f"{one} is not of this one" for one in sorted(there - {*wanted, MANIFEST})[:9]]
+        for name in sorted(wanted.keys() & there):
+            if sizes[name] != wanted[name]:
+                wrong.append(f"{name} has {sizes[name]} bytes, and should have {wanted[name]}")
+        if wrong:
+            raise ValueError("; ".join(wrong))
+        return data, manifest
 
 
 def _size(path: Path, name: str) -> int:

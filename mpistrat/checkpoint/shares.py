@@ -30,6 +30,7 @@ from mpistrat.checkpoint.entries import MANIFEST, Entry
 from mpistrat.checkpoint.first import PATIENCE, SLOWEST, patient, unwritten
 from mpistrat.checkpoint.parts import Part
 from mpistrat.checkpoint.sharded import Manifest, Stretch
+from mpistrat.comm.callsite import grouped
 from mpistrat.distribute.once import nodes_of
 from mpistrat.distribute.variables import Variable
 from mpistrat.lockstep.lockstep import Lockstep
@@ -137,10 +138,8 @@ class _LargeSave:
     def begin(self) -> Callable[[], None] | None:
         """Write what is this rank's, or copy it; return what is left to do. Collective."""
         one, later = self._one, self._one.later
-        mine: dict[str, list[Stretch]] = {}
-        for piece, rank in self._owners():
-            if rank == self._rank:
-                mine.setdefault(piece.region.name, []).append(piece)
+        own = [piece for piece, rank in self._owners() if rank == self._rank]
+        mine = grouped([piece.region.name for piece in own], own)
         failure = self._failing(functools.partial(self._prepare, mine))
         for region in self._regions:
             variable = one.mine[region.name]

@@ -11,7 +11,7 @@ import sys
 import types
 import urllib.parse
 from collections.abc import Callable, Mapping, MutableMapping, Sequence, Set
-from typing import Any, NamedTuple, cast, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 
@@ -62,20 +62,7 @@ class Found(NamedTuple):
     failure: Exception | None
 
 
-def variables(root: Any, trees: Mapping[str, Any]) -> dict[str, Variable]:
-    """Return all variables below an object and some trees, by name; see `entries`.
-
-    Raises:
-      StructureError: A mapping or sequence that was given holds what cannot be saved, or one of
-        `trees` nothing at all, or two ways have one name.
-    """
-    found = entries(root, trees)
-    if found.failure is not None:
-        raise found.failure
-    return {name: cast("Variable", each) for name, each in found.entries.items() if name != NAME}
-
-
-def entries(root: Any, trees: Mapping[str, Any], assign: Any = None) -> Found:
+def entries(root: Any, trees: Mapping[str, Any], assign: Any) -> Found:
     """Return all that is to be saved below an object and some trees, by name, sorted.
 
     Mappings, lists and tuples are looked into. So are the attributes of objects of the program's
@@ -92,7 +79,7 @@ def entries(root: Any, trees: Mapping[str, Any], assign: Any = None) -> Found:
     for begin, key, tree in given:
         try:
             if tree is not None or key:
-                walk.root(tree, begin, functools.partial(assign or _fixed, key))
+                walk.root(tree, begin, functools.partial(assign, key))
         except Exception as error:
             failure = error if failure is None else failure
     if walk.values:
@@ -237,48 +224,40 @@ def _children(value: Any) -> Mapping[Any, Any] | None:
     kind = kind_of(value)
     if kind is not None and (parts := kind.parts_of(value)) is not None:
         return parts
-    attributes = _attributes(value) if _has_attributes(value) else {}
-    if isinstance(value, Optimizer | Metric) or _is_ours(value):
+    attributes = _attributes(value)
+    ours = type(value).__module__.startswith("mpistrat.") and hasattr(value, "tree")
+    if isinstance(value, Optimizer | Metric) or ours:
         found: Mapping[str, Any] = value.tree()
         return found
     if isinstance(value, Mapping):
-        return {**attributes, **value}
+        return {**(attributes or {}), **value}
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
         return dict(value._asdict())
     if isinstance(value, Sequence) and not isinstance(value, _TEXTS):
-        return {**attributes, **dict(enumerate(value))}
+        return {**(attributes or {}), **dict(enumerate(value))}
     if isinstance(value, Set) and any(isinstance(one, Variable) for one in value):
         raise StructureError(
             "a set of the checkpoint holds variables, which have no names there. Give a dict or a "
             "list of them."
         )
-    return attributes if _has_attributes(value) else None
+    return attributes
 
 
-def _is_ours(value: Any) -> bool:
-    return type(value).__module__.startswith("mpistrat.") and hasattr(value, "tree")
-
-
-def _attributes(value: Any) -> dict[str, Any]:
-    slots: list[str] = []
-    for cls in type(value).__mro__:
-        mine = vars(cls).get("__slots__", ())
-        slots += [mine] if isinstance(mine, str) else mine
-    found = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+def _attributes(value: Any) -> dict[str, Any] | None:
+    """Return the attributes of an object; None if it has none, or they are its own affair."""
+    module = type(value).__module__.partition(".")[0]
+    closed = module in _CLOSED or module in sys.stdlib_module_names
+    closed = closed and not isinstance(value, types.SimpleNamespace)
+    slots = [vars(cls)["__slots__"] for cls in type(value).__mro__ if "__slots__" in vars(cls)]
+    none = not slots and not hasattr(value, "__dict__")
+    if closed or none or isinstance(value, type | Strategy):
+        return None
+    names = [name for some in slots for name in ([some] if isinstance(some, str) else some)]
+    found = {name: getattr(value, name) for name in names if hasattr(value, name)}
     return {
         **{k: v for k, v in found.items() if not k.startswith("__")},
         **getattr(value, "__dict__", {}),
     }
-
-
-def _has_attributes(value: Any) -> bool:
-    if isinstance(value, types.SimpleNamespace):
-        return True
-    module = type(value).__module__.partition(".")[0]
-    closed = module in _CLOSED or module in sys.stdlib_module_names
-    if closed or isinstance(value, type | Strategy):
-        return False
-    return hasattr(value, "__dict__") or any("__slots__" in vars(c) for c in type(value).__mro__)
 
 
 def _part(key: Any) -> str:

@@ -35,11 +35,11 @@ class Allocation(NamedTuple):
     in_step: bool = False
 
 
-def allocation(env: Mapping[str, str] | None = None) -> Allocation | None:
+def allocation(env: Mapping[str, str] = os.environ) -> Allocation | None:
     """Return the allocation that this process is in, or None.
 
     Args:
-      env: The environment, or None for that of this process. Variables of Slurm that are there in
+      env: The environment; that of this process if not given. Variables of Slurm that are there in
         part, or do not fit each other, are ignored.
 
     Raises:
@@ -53,7 +53,6 @@ def allocation(env: Mapping[str, str] | None = None) -> Allocation | None:
       >>> allocation(slurm).hosts, allocation(slurm).tasks
       (('n1', 'n2'), (4, 4))
     """
-    env = os.environ if env is None else env
     if all(name in env for name in _SLURM):
         return _slurm(env)
     if "PBS_JOBID" in env and "PBS_NODEFILE" in env:

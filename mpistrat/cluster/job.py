@@ -48,34 +48,32 @@ def asked(words: Sequence[str], longest: float = _LONGEST) -> str:
     return done.stdout
 
 
-def job_id(env: Mapping[str, str] | None = None) -> str:
+def job_id(env: Mapping[str, str] = os.environ) -> str:
     """Return the id of the batch job; empty outside of one.
 
     Args:
-      env: The environment, or None for that of this process.
+      env: The environment; that of this process if not given.
 
     Example:
       >>> job_id({"SLURM_JOB_ID": "4711"}), job_id({"PBS_JOBID": "12.pbs"}), job_id({})
       ('4711', '12.pbs', '')
     """
-    env = os.environ if env is None else env
     names = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
     return next((env[name] for name in names if env.get(name)), "")
 
 
-def restarts(env: Mapping[str, str] | None = None) -> int:
+def restarts(env: Mapping[str, str] = os.environ) -> int:
     """Return how many times Slurm has started the job again; 0 where nobody counts."""
-    env = os.environ if env is None else env
     return counted(env.get("SLURM_RESTART_COUNT", "")) or 0
 
 
 def ends_at(
-    env: Mapping[str, str] | None = None, asked: Callable[[Sequence[str]], str] = asked
+    env: Mapping[str, str] = os.environ, asked: Callable[[Sequence[str]], str] = asked
 ) -> float | None:
     """Return when the time of the batch job ends: seconds since 1970; None if it never does.
 
     Args:
-      env: The environment, or None for that of this process. ``SLURM_JOB_END_TIME`` tells it;
+      env: The environment; that of this process if not given. ``SLURM_JOB_END_TIME`` tells it;
         else ``squeue`` is asked in a Slurm job, and ``qstat`` in one of PBS.
       asked: Runs a command, and returns what it prints.
 
@@ -87,7 +85,6 @@ def ends_at(
       1700000000.0
       >>> ends_at({"SLURM_JOB_ID": "7"}, lambda words: "N/A")
     """
-    env = os.environ if env is None else env
     told = counted(env.get("SLURM_JOB_END_TIME", ""))
     if told:
         return float(told)
@@ -116,20 +113,19 @@ def _of_pbs(answer: str) -> float | None:
 
 
 def state(
-    env: Mapping[str, str] | None = None, asked: Callable[[Sequence[str]], str] = asked
+    env: Mapping[str, str] = os.environ, asked: Callable[[Sequence[str]], str] = asked
 ) -> str:
     """Return what Slurm says of the state of this job, such as ``RUNNING``; empty elsewhere.
 
     Also where there is no ``scontrol``, as in a container.
 
     Args:
-      env: The environment, or None for that of this process.
+      env: The environment; that of this process if not given.
       asked: Runs a command, and returns what it prints.
 
     Raises:
       OSError: Slurm does not answer.
     """
-    env = os.environ if env is None else env
     job = env.get("SLURM_JOB_ID")
     if not job:
         return ""

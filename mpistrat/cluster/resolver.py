@@ -80,6 +80,22 @@ class ClusterResolver(abc.ABC):
         return ""
 
 
+def task_named(resolver: ClusterResolver, spec: ClusterSpec) -> tuple[str, int]:
+    """Return the job of this process and its number there, of which a resolver knows the cluster.
+
+    Raises:
+      ValueError: It does not say them.
+    """
+    kind, number = resolver.task_type, resolver.task_id
+    if kind is None or number is None:
+        raise ValueError(
+            f"{type(resolver).__name__} names a cluster, {spec}, so it must also say which task of "
+            f"it this process is: task_type is {kind!r}, task_id {number!r}. Set both, or leave "
+            "the resolver out: then names come from MPI."
+        )
+    return kind, number
+
+
 def url(address: str, rpc_layer: str | None) -> str:
     """Return an address with its protocol before it, if there is one.
 

@@ -193,13 +193,13 @@ class TFConfigClusterResolver(TaskResolver):
         return "" if alone or not spec else super().master(task_type, task_id, rpc_layer)
 
 
-def default_resolver(rank: int, size: int, env: Mapping[str, str] | None = None) -> ClusterResolver:
+def default_resolver(rank: int, size: int, env: Mapping[str, str] = os.environ) -> ClusterResolver:
     """Return the resolver of a strategy that was given none.
 
     Args:
       rank: This rank.
       size: The number of ranks.
-      env: The environment, or None for that of this process.
+      env: The environment; that of this process if not given.
 
     Returns:
       That of ``TF_CONFIG`` if it is set, else that of MPI.
@@ -207,8 +207,7 @@ def default_resolver(rank: int, size: int, env: Mapping[str, str] | None = None)
     Raises:
       ValueError: ``TF_CONFIG`` is malformed.
     """
-    found = os.environ if env is None else env
-    if found.get("TF_CONFIG"):
+    if env.get("TF_CONFIG"):
         named = TFConfigClusterResolver(env=env)
         named.check()
         return named

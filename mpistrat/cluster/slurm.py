@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, MutableMapping
 from typing import Any, final
 
-from mpistrat.arrays import whole
+from mpistrat.arrays import whole_number
 from mpistrat.cluster.hostlist import expand_hostlist, expand_tasks_per_node
 from mpistrat.cluster.resolver import TaskResolver
 from mpistrat.cluster.spec import MOST_TASKS, ClusterSpec
@@ -80,9 +80,11 @@ class SlurmClusterResolver(TaskResolver):
             jobs = {"worker": _counted(self._env, "STEP_NUM_TASKS")}
         if not isinstance(jobs, Mapping):
             raise TypeError(f"jobs must be a dict of numbers of tasks, got {jobs!r:.80}.")
-        self._jobs = {job: _whole(f"jobs[{job!r}]", n) for job, n in sorted(jobs.items())}
+        self._jobs = {
+            job: whole_number(f"jobs[{job!r}]", n, 0, ValueError) for job, n in sorted(jobs.items())
+        }
         most = max(counts.values(), default=0)
-        if not 0 < _whole("port_base", port_base) <= _PORTS + 1 - max(1, most):
+        if not 0 < whole_number("port_base", port_base, 0, ValueError) <= _PORTS + 1 - max(1, most):
             raise ValueError(
                 f"port_base must leave {max(1, most)} ports between 1 and {_PORTS}, got "
                 f"{port_base}."
@@ -99,9 +101,9 @@ class SlurmClusterResolver(TaskResolver):
         ]
 
     def _check(self, most: int, gpus: int, got: int) -> None:
-        if _whole("gpus_per_node", gpus) > _GPUS:
+        if whole_number("gpus_per_node", gpus, 0, ValueError) > _GPUS:
             raise ValueError(f"no node has {gpus} GPUs; the limit is {_GPUS}.")
-        _whole("gpus_per_task", self._gpus)
+        whole_number("gpus_per_task", self._gpus, 0, ValueError)
         if most * self._gpus > gpus:
             raise RuntimeError(
                 f"{most} tasks of a node with {self._gpus} GPUs each need more than the {gpus} "
@@ -165,15 +167,6 @@ def _counted(env: Mapping[str, str], name: str) -> int:
     return number
 
 
-def _whole(name: str, value: Any) -> int:
-    number = whole(value)
-    if number is None:
-        raise TypeError(f"{name} must be an integer, got {value!r:.80}.")
-    if number < 0:
-        raise ValueError(f"{name} must not be negative, got {number}.")
-    return number
-
-
 def _tasks(
     env: Mapping[str, str], tasks_per_node: int | Mapping[str, int] | None
 ) -> dict[str, int]:
@@ -183,9 +176,12 @@ def _tasks(
         order = {host: place for place, host in enumerate(hosts)}
         ours = sorted(tasks_per_node, key=lambda host: (order.get(host, len(order)), host))
         name = "tasks_per_node"
-        return {host: _whole(f"{name}[{host!r}]", tasks_per_node[host]) for host in ours}
+        return {
+            host: whole_number(f"{name}[{host!r}]", tasks_per_node[host], 0, ValueError)
+            for host in ours
+        }
     if tasks_per_node is not None:
-        return dict.fromkeys(hosts, _whole("tasks_per_node", tasks_per_node))
+        return dict.fromkeys(hosts, whole_number("tasks_per_node", tasks_per_node, 0, ValueError))
     counts = expand_tasks_per_node(_told(env, "STEP_TASKS_PER_NODE"))
     if len(counts) != len(hosts):
         raise RuntimeError(f"Slurm lists {len(hosts)} nodes, but task counts for {len(counts)}.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, final
 
-from mpistrat.arrays import whole
+from mpistrat.arrays import whole_number
 from mpistrat.environment import counted
 
 MOST_TASKS = 1 << 22  # of a cluster: above what any machine has, and lists of them fit in memory
@@ -143,11 +143,9 @@ def _tasks(job: str, tasks: object) -> dict[int, str]:
 
 
 def _index(job: str, index: object) -> int:
-    number = counted(index) if isinstance(index, str) else whole(index)
-    if number is None:
-        raise TypeError(f"an index of job {job!r} is an integer, got {index!r:.40}.")
-    if number < 0:
-        raise ValueError(f"indices of job {job!r} begin at 0, got {number}.")
+    digits = counted(index) if isinstance(index, str) else None
+    given = index if digits is None else digits
+    number = whole_number(f"an index of job {job!r}", given, 0, ValueError)
     if number >= MOST_TASKS:
         raise ValueError(f"indices of job {job!r} end at {MOST_TASKS - 1}, got a larger one.")
     return number

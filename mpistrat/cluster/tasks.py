@@ -5,11 +5,10 @@ In mpistrat itself every rank is a worker, and rank 0 is the chief.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from mpistrat.cluster.resolver import ClusterResolver
+from mpistrat.cluster.resolver import ClusterResolver, task_named
 from mpistrat.cluster.spec import ClusterSpec
 from mpistrat.comm.callsite import few, grouped, ranks_text
 
@@ -31,15 +30,6 @@ class Task(NamedTuple):
     number: int = 0
     workers: int = 0
     chief: bool = False
-
-    def packed(self) -> bytes:
-        """Return it as bytes, for the other ranks."""
-        return json.dumps(self).encode()
-
-    @staticmethod
-    def unpacked(data: bytes) -> Task:
-        """Return the task of another rank."""
-        return Task(*json.loads(data))
 
     def __str__(self) -> str:
         """Return its name, such as ``worker 0``."""
@@ -64,15 +54,9 @@ def task_of(resolver: ClusterResolver) -> Task:
     spec = ClusterSpec(resolver.cluster_spec())
     if not spec:
         return Task()
-    kind, number = resolver.task_type, resolver.task_id
+    kind, number = task_named(resolver, spec)
     name = type(resolver).__name__
-    if kind is None or number is None:
-        raise ValueError(
-            f"{name} names a cluster, {spec}, so it must also say which task of it this process "
-            f"is: task_type is {kind!r}, task_id {number!r}. Give both, or leave the resolver out: "
-            "then names come from MPI."
-        )
-    _check(spec, kind, number)
+    _check(spec, kind)
     if kind not in _WORKING:
         raise ValueError(
             f"{name} calls this process {kind} {number}, but ranks are replicas: a "
@@ -92,8 +76,8 @@ def _count(spec: ClusterSpec, job: str) -> int:
     return spec.num_tasks(job) if job in spec.jobs else 0
 
 
-def _check(spec: ClusterSpec, kind: str, number: int) -> None:
-    """Refuse a cluster that tf.distribute does not know, or that has no such task.
+def _check(spec: ClusterSpec, kind: str) -> None:
+    """Refuse a cluster that tf.distribute does not know, or that has no such job.
 
     It need not list an evaluator.
     """
@@ -107,11 +91,6 @@ def _check(spec: ClusterSpec, kind: str, number: int) -> None:
             raise ValueError(f"a cluster has at most one {job}, this one {_count(spec, job)}.")
     if kind not in ("evaluator", *spec.jobs):
         raise ValueError(f"task_type {kind!r} is not in the cluster; its jobs: {spec.jobs}.")
-    if kind in spec.jobs and number >= _count(spec, kind):
-        raise ValueError(
-            f"task_id {number} is too large: job {kind!r} has {_count(spec, kind)} tasks, numbered "
-            "from 0."
-        )
 
 
 def misfit(tasks: Sequence[Task], job: int) -> str:

@@ -7,10 +7,11 @@ import os
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
-from mpistrat.cluster.resolver import ClusterResolver
+from mpistrat.cluster.resolver import ClusterResolver, task_named
 from mpistrat.cluster.resolvers import LABEL
 from mpistrat.cluster.simple import SimpleClusterResolver
 from mpistrat.cluster.spec import ClusterSpec
+from mpistrat.comm.callsite import grouped
 
 TF_CONFIG = "TF_CONFIG"
 _PORTS = range(1, 65536)
@@ -31,20 +32,14 @@ def config_text(resolver: ClusterResolver) -> str:
       '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}'
     """
     spec = resolver.cluster_spec()  # first: that of Slurm finds its task in doing so
-    kind, index = resolver.task_type, resolver.task_id
-    name = type(resolver).__name__
-    if kind is None or index is None:
-        raise ValueError(
-            f"{name} does not say which task this process is (task_type {kind!r}, task_id "
-            f"{index!r}); set both on it."
-        )
+    kind, index = task_named(resolver, spec)
     if kind != "evaluator":
         spec.task_address(kind, index)  # an evaluator need not be in the cluster
     addresses = [address for job in spec.jobs for address in spec.job_tasks(job)]
     if any(address is not None and address.startswith(LABEL) for address in addresses):
         raise ValueError(
-            f"the addresses of {name} are labels of ranks, which TensorFlow cannot connect to. "
-            "Give no resolver, and the ranks exchange the names of their hosts."
+            f"the addresses of {type(resolver).__name__} are labels of ranks, which TensorFlow "
+            "cannot connect to. Give no resolver, and the ranks exchange the names of their hosts."
         )
     config: dict[str, Any] = {"cluster": spec.as_dict(), "task": {"type": kind, "index": index}}
     layer = getattr(resolver, "rpc_layer", None)
@@ -81,9 +76,7 @@ def placed(
         raise ValueError(f"ports are 1 to 65535; port_base={port_base} leads to {max(ports)}.")
     addresses = [f"{host}:{port}" for host, port in zip(hosts, ports, strict=True)]
     owners = [(job, index) for job, count in jobs.items() for index in range(count)]
-    cluster: dict[str, list[str]] = {job: [] for job in jobs}
-    for (job, _), address in zip(owners, addresses, strict=True):
-        cluster[job].append(address)
+    cluster = grouped([job for job, _ in owners], addresses)
     kind, index = owners[rank]
     return SimpleClusterResolver(ClusterSpec(cluster), task_type=kind, task_id=index)
 

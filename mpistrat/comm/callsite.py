@@ -124,7 +124,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + text
 
 
-def few(texts: Sequence[str]) -> list[str]:
+def few(texts: Sequence[str], shown: int = _SHOWN) -> list[str]:
     """Return texts, each of some of the ranks; of many, the first and how many more there are.
 
     Example:
@@ -133,6 +133,6 @@ def few(texts: Sequence[str]) -> list[str]:
       >>> few([str(rank) for rank in range(512)])[-2:]
       ['14', '... and 497 more']
     """
-    if len(texts) <= _SHOWN:
+    if len(texts) <= shown:
         return list(texts)
-    return [*texts[: _SHOWN - 1], f"... and {len(texts) - _SHOWN + 1} more"]
+    return [*texts[: shown - 1], f"... and {len(texts) - shown + 1} more"]

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from mpistrat.errors import OptionError
-from mpistrat.launch.batch import BatchJob, submit, words
+from mpistrat.launch.batch import BatchJob, submit
 
 _FIELDS = {field.name: field for field in dataclasses.fields(BatchJob)}
 
@@ -53,7 +53,7 @@ def main(args: argparse.Namespace) -> int:
         ending = "pbs" if given.get("scheduler") == "pbs" else "sbatch"
         given.setdefault("file", f"{given.get('name', BatchJob.name)}.{ending}")
     job = BatchJob(**given)
-    text = render(job, ["mpistrat", "batch", *words(job)])
+    text = render(job)
     if not job.file:
         print(text, end="")
         return 0

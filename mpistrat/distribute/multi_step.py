@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, final
 
+from mpistrat.arrays import whole_number
 from mpistrat.distribute.arguments import check_function
 from mpistrat.distribute.mode import current
 from mpistrat.distribute.replica_group import StrategyBase
 from mpistrat.distribute.running import merged
 from mpistrat.errors import ContextError, OutOfRangeError, StructureError
-from mpistrat.feed.steps import whole_number
 from mpistrat.kernels.ops import ReduceOp
 
 _CALL = "experimental_run_steps_on_iterator"

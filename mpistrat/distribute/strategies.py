@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, cast, final
@@ -130,8 +131,8 @@ class MultiWorkerMirroredStrategy(Strategy):
             task = task_of(found)
         lockstep.seconds = group.options.timeout_seconds
         super().__init__(group, (), found)
-        told = lockstep.share(name, task.packed())
-        wrong = misfit([Task.unpacked(text) for text in told], size_of_job())
+        told = lockstep.share(name, json.dumps(task).encode())
+        wrong = misfit([Task(*json.loads(text)) for text in told], size_of_job())
         if wrong:
             warn(lockstep, name, wrong, RuntimeWarning, 4)
 

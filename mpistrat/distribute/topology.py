@@ -11,8 +11,7 @@ from typing import Any, final
 import numpy as np
 
 from mpistrat.arena.nodes import find_nodes
-from mpistrat.arrays import Array
-from mpistrat.feed.steps import whole_number
+from mpistrat.arrays import Array, whole_number
 from mpistrat.lockstep.startup import begun
 
 

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn, final
 
+from mpistrat.arrays import whole_number
 from mpistrat.cluster.resolver import ClusterResolver
 from mpistrat.cluster.resolvers import default_resolver
 from mpistrat.distribute.arguments import check_kind
@@ -18,7 +19,6 @@ from mpistrat.distribute.strategy import Strategy
 from mpistrat.distribute.topology import DeviceAssignment, Topology
 from mpistrat.distribute.views import GLOBAL
 from mpistrat.errors import StructureError
-from mpistrat.feed.steps import whole_number
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mpistrat import nest
+from mpistrat.arrays import whole_number
 from mpistrat.errors import DataError
 from mpistrat.feed.iterators import DatasetIterator
 from mpistrat.feed.pieces import BatchSlice
@@ -23,7 +24,7 @@ from mpistrat.feed.policies import AutoShardPolicy, DatasetOptions
 from mpistrat.feed.prefetch import prefetched
 from mpistrat.feed.rebatch import PaddedBatch, Rebatch
 from mpistrat.feed.sources import INFINITE, UNKNOWN, Files, Stream, stacked
-from mpistrat.feed.steps import Batch, Map, Repeat, Step, Stride, shuffled, whole_number
+from mpistrat.feed.steps import Batch, Map, Repeat, Step, Stride, shuffled
 
 
 class Dataset:

@@ -15,7 +15,7 @@ from typing import TypeAlias, final
 
 import numpy as np
 
-from mpistrat.arrays import whole
+from mpistrat.arrays import whole_number
 from mpistrat.errors import DataError, RefusedError
 from mpistrat.feed.pieces import (
     BatchSlice,
@@ -36,30 +36,6 @@ from mpistrat.feed.sources import INFINITE, UNKNOWN
 Path: TypeAlias = tuple[int, ...]
 Seeds: TypeAlias = tuple[int, ...]
 Pieces: TypeAlias = Callable[[Path], Iterator[BatchSlice]]
-
-
-def whole_number(call: str, value: object, least: int, error: type[Exception] = DataError) -> int:
-    """Return an argument as an int.
-
-    Args:
-      call: What to call it in errors.
-      value: The argument.
-      least: The smallest number allowed.
-      error: What to raise if it is too small.
-
-    Raises:
-      TypeError: It is not an integer; nor is a bool.
-
-    Example:
-      >>> whole_number("take(count)", 3, 0)
-      3
-    """
-    number = whole(value)
-    if number is None:
-        raise TypeError(f"{call} must be an integer, got {value!r} ({type(value).__name__}).")
-    if number < least:
-        raise error(f"{call} must be an integer of at least {least}, got {number}.")
-    return number
 
 
 def batches_of(size: int, drop_remainder: bool, before: int) -> int:

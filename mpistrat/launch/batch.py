@@ -140,7 +140,8 @@ class BatchJob:
             pattern, wanted = field.metadata["right"]
             value = getattr(self, field.name)
             for text in map(str, value if isinstance(value, tuple) else (value,)):
-                check_line(field.name, text)
+                if _CONTROL.search(text):
+                    _refuse(field.name, text, "text without newlines and control characters")
                 if not re.fullmatch(pattern, text):
                     _refuse(field.name, text, wanted)
         for words in self.each:
@@ -178,20 +179,6 @@ class BatchJob:
     def tasks(self) -> str:
         """The numbers of the tasks of the array; empty without one."""
         return f"0-{len(self.each) - 1}" if self.each else self.array
-
-
-def check_line(name: str, text: str) -> None:
-    """Refuse a text that is more than one line.
-
-    Args:
-      name: The option that it was given for.
-      text: The text.
-
-    Raises:
-      LaunchError: It has a newline or another control character.
-    """
-    if _CONTROL.search(text):
-        _refuse(name, text, "text without newlines and control characters")
 
 
 def _refuse(name: str, value: object, wanted: str) -> None:

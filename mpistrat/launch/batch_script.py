@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
 from pathlib import PurePath
 
-from mpistrat.launch.batch import BatchJob, check_line
+from mpistrat.launch.batch import BatchJob, words
 
 _ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.xz")
 _FRESH = """'rm -rf "$0" && mkdir -m 700 "$0"'"""
@@ -18,23 +17,18 @@ _UNPACK = """'mkdir "$1" && tar -xf "$0" -C "$1" && rm "$0" || exit
         xargs -r sed -i "1s|^#!.*/bin/python|#!$1/bin/python|"'"""
 
 
-def render(job: BatchJob, made_by: Sequence[str] = ()) -> str:
-    """Return the text of a job script, for bash.
+def render(job: BatchJob) -> str:
+    """Return the text of a job script, for bash; its second line is the command that makes it.
 
     Args:
       job: What to run.
-      made_by: The words of the command that describes it, for the script's second line.
-
-    Raises:
-      LaunchError: `made_by` has control characters.
 
     Example:
       >>> from mpistrat.launch.batch import BatchJob
-      >>> print(render(BatchJob(("train.py",), nodes=2, time="00:10:00")).splitlines()[1])
+      >>> print(render(BatchJob(("train.py",), nodes=2, time="00:10:00")).splitlines()[2])
       #SBATCH --job-name=mpistrat
     """
-    check_line("made_by", " ".join(made_by))
-    head = ["#!/bin/bash", *([f"# {shlex.join(made_by)}"] if made_by else [])]
+    head = ["#!/bin/bash", f"# {shlex.join(['mpistrat', 'batch', *words(job)])}"]
     parts = (
         [*head, *(_slurm(job) if job.scheduler == "slurm" else _pbs(job))],
         _environment(job),

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from mpistrat.comm.callsite import few
 from mpistrat.environment import YIELD, unsupported
 from mpistrat.launch.facts import Job, LinkFacts, RankFacts
 
@@ -45,9 +46,7 @@ class Finding(NamedTuple):
 
 def _alike(values: Sequence[str], between: str = ", ") -> str:
     """Return the values that differ, each once, for a message; the first few of many."""
-    found = list(dict.fromkeys(values))
-    more = len(found) - _FEW
-    return between.join(found[:_FEW]) + (f" and {more} more" if more > 0 else "")
+    return between.join(few(list(dict.fromkeys(values)), _FEW))
 
 
 def _on(ranks: Sequence[RankFacts]) -> str:

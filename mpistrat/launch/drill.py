@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
+from mpistrat.board.proc import catches
 from mpistrat.checkpoint.differences import differences, newest
 from mpistrat.errors import CheckpointError, LaunchError
 from mpistrat.launch.mpiexec import Command
@@ -152,17 +153,6 @@ def _ranks(ranks: int) -> dict[int, int]:
     return found if len(found) == ranks else {}
 
 
-def _heeds(pid: int, number: int) -> bool:
-    """Tell whether a signal is SIGKILL, or one for which a process has a handler."""
-    if number == signal.SIGKILL:
-        return True
-    with contextlib.suppress(OSError):
-        status = Path(f"/proc/{pid}/status").read_text()
-        mask = next(row.split()[1] for row in status.splitlines() if row.startswith("SigCgt:"))
-        return bool(int(mask, 16) >> (number - 1) & 1)
-    return False
-
-
 @final
 class DrillRun(threading.Thread):
     """One run of the program; the thread looks when it saves, and interrupts it in time.
@@ -221,7 +211,7 @@ class DrillRun(threading.Thread):
                 if newest(self.directory) != self._before:
                     self.saved = time.monotonic() - began
                 late = when is not None and time.monotonic() > began + when.wait
-                if late and _heeds(pids[strike.rank], number):
+                if late and (number == signal.SIGKILL or catches(pids[strike.rank], number)):
                     break
             if when is not None:
                 self._over.wait(strike.part * when.window)

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mpistrat.board.proc import machine
 from mpistrat.comm.callsite import grouped
 from mpistrat.environment import environment, installed, mask_of, quota, yields
 from mpistrat.errors import LaunchError
@@ -45,7 +46,7 @@ class RankFacts(NamedTuple):
       blas: BLAS threads that the environment asks for; 0 if it does not say.
       shm: Free and total bytes of ``/dev/shm``; (0, 0) if there is none.
       opens: Whether memory of other processes can be opened by ``/proc/PID/fd``.
-      space: The namespace of its process number; another one is another container.
+      space: Its boot and namespace of process numbers; another one is another container.
       home: Whether the home directory can be written.
       files: How many files it may open.
       fabric: Devices in ``/sys/class/infiniband``.
@@ -165,13 +166,6 @@ def _opens() -> bool:
         os.waitpid(child, 0)
 
 
-def _space() -> str:
-    try:
-        return str(Path("/proc/self/ns/pid").readlink())
-    except OSError:
-        return ""
-
-
 def _rate(fabric: Path, network: Path) -> float:
     """Return the fastest device's rate, Gbit/s."""
     rates = [0.0]
@@ -215,7 +209,7 @@ def collect(directories: Sequence[str] = (), system: Path = Path("/sys/class")) 
         blas=int(threads) if threads.isdigit() else 0,
         shm=(usage.free, usage.total) if usage else (0, 0),
         opens=_opens(),
-        space=_space(),
+        space=machine(),
         home=os.access(Path.home(), os.W_OK),
         files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         fabric=tuple(sorted(path.name for path in fabric.glob("*"))),

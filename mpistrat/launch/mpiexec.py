@@ -187,7 +187,7 @@ def _shadowed(name: str) -> bool:
     return Path(f"{name}.py").exists() or Path(name, "__init__.py").exists()
 
 
-def candidates(loaded: Library | None = None) -> list[str]:
+def candidates(loaded: Library) -> list[str]:
     """Return the launchers of this environment, the nearest first.
 
     Beside the interpreter, where wheels put them; in the user's own script directory, if packages
@@ -195,15 +195,13 @@ def candidates(loaded: Library | None = None) -> list[str]:
     PATH.
 
     Args:
-      loaded: The MPI library, if it is known. Debian adds the name of an MPI to its launcher's.
+      loaded: The MPI library. Debian adds the name of an MPI to its launcher's.
     """
     places = [str(Path(sys.executable).parent), sysconfig.get_path("scripts")]
     if site.ENABLE_USER_SITE:
         places.append(sysconfig.get_path("scripts", sysconfig.get_preferred_scheme("user")))
-    names = ["mpiexec"]
-    if loaded is not None:
-        places += [str(parent / "bin") for parent in Path(loaded.file).parents]
-        names += [f"mpiexec.{loaded.flavour.extra or loaded.flavour.name}"]
+    names = ["mpiexec", f"mpiexec.{loaded.flavour.extra or loaded.flavour.name}"]
+    places += [str(parent / "bin") for parent in Path(loaded.file).parents]
     places += environment({}).get("PATH", os.defpath).split(os.pathsep)
     found = [shutil.which(name, path=place) for place in places if place for name in names]
     return list(dict.fromkeys(path for path in found if path))

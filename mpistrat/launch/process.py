@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -30,7 +29,6 @@ class Outcome(NamedTuple):
 
     Attributes:
       code: Its exit code.
-      seconds: Its wall time.
       timed_out: It ran out of time.
       handed: The numbers of the signals that were forwarded to it.
       killed: The number of the signal that ended the launcher itself, if it came from elsewhere:
@@ -38,7 +36,6 @@ class Outcome(NamedTuple):
     """
 
     code: int
-    seconds: float
     timed_out: bool
     handed: frozenset[int] = frozenset()
     killed: int = 0
@@ -156,7 +153,6 @@ def run_job(
       The outcome. The code is the launcher's own, 128 + n if signal n ended it, and
       `TIMED_OUT` if the time ran out.
     """
-    start = time.monotonic()
     timed_out = False
     given = streams(_untaken) if output is None else _into(output)
     with given as (out, err, begun), _handing_on(started) as (handed, begin):
@@ -182,7 +178,7 @@ def run_job(
                 _end(process)
     killed = -code if code < 0 and -code not in handed else 0
     code = 128 - code if code < 0 else code
-    return Outcome(code, time.monotonic() - start, timed_out, frozenset(handed), killed)
+    return Outcome(code, timed_out, frozenset(handed), killed)
 
 
 @contextlib.contextmanager

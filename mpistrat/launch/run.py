@@ -51,20 +51,16 @@ def python_program(
     return [*words, *(["-m"] if module else []), *program]
 
 
-def refuse_inside(env: Mapping[str, str] | None = None) -> None:
-    """Raise a `LaunchError` if this process already is a rank of a job.
-
-    Args:
-      env: The environment, or None for that of this process.
-    """
-    launcher = launched_by(env)
+def refuse_inside() -> None:
+    """Raise a `LaunchError` if this process already is a rank of a job."""
+    launcher = launched_by()
     if launcher is not None:
         raise LaunchError(
             f"this process already is one rank of a job ({launcher} started it), and a job\n"
             "  in a job would start ranks x ranks processes. Drop one of the two: either\n"
             "  `mpistrat run -n N train.py` in a plain shell or batch script, or\n"
             "  `srun python -m mpistrat.launch.rank train.py`. If this is no rank, its variables\n"
-            f"  are left from one: unset {' '.join(marks(env))}."
+            f"  are left from one: unset {' '.join(marks())}."
         )
 
 

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
-from mpistrat.arrays import whole
+from mpistrat.arrays import whole_number
 from mpistrat.cluster.resolver import ClusterResolver
 from mpistrat.cluster.tf_config import config_text, export, placed
 from mpistrat.lockstep.startup import begun
@@ -53,9 +53,7 @@ def tf_config(
         return config_text(resolver)
     lockstep = begun(comm)
     with lockstep.preparing("tf_config"):
-        if whole(port_base) is None:
-            kind = type(port_base).__name__
-            raise TypeError(f"tf_config: port_base must be an integer, got {port_base!r} ({kind}).")
+        whole_number("tf_config: port_base", port_base, 1, ValueError)
         shares = None if jobs is None else list(jobs.items())
         mine = (socket.gethostname() if host is None else host).encode()
     rows = lockstep.share(f"tf_config(port_base={port_base!r}, jobs={shares})", mine)

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mpistrat.arrays import whole
+from mpistrat.arrays import whole_number
 from mpistrat.board.frames import current_frames
 from mpistrat.comm.callsite import few, grouped, ranks_text
 from mpistrat.comm.loopback import Event, LoopbackComm, LoopbackWorld
@@ -78,13 +78,7 @@ def run_ranks(
       >>> run_ranks(order, 3, [], seed=7)[0] == run_ranks(order, 3, [], seed=7)[0]
       True
     """
-    if whole(size) is None:
-        raise TypeError(
-            f"run_ranks(fn, size) needs the number of ranks, not {size!r} ({type(size).__name__}); "
-            "arguments of fn come after it."
-        )
-    if size < 1:
-        raise ValueError(f"run_ranks(fn, size) needs at least one rank, not {size}.")
+    whole_number("run_ranks(fn, size, *args): size", size, 1, ValueError)
     world = LoopbackWorld(size, patience=timeout, seed=seed)
     results: list[Any] = [None] * size
     errors: dict[int, BaseException] = {}

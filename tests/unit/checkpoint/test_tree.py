@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.checkpoint.tree import variables
 
 Pair = namedtuple("Pair", "left right")
 
@@ -29,6 +28,10 @@ class Model:
         self.parent = self
         self.strategy = ms.get_strategy()
         self.rng = np.random.default_rng(0)
+
+
+def variables(root, trees):
+    return ms.Checkpoint(root, **trees).variables()
 
 
 def names(**trees):

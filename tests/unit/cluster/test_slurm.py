@@ -105,9 +105,14 @@ def test_outside_of_a_step(missing):
         ({}, {"gpus_per_task": 1}, RuntimeError, "more than the 0"),
         ({}, {"jobs": {"w": 2}, "tasks_per_node": 1}, RuntimeError, "rank 4 of the step"),
         ({"STEP_TASKS_PER_NODE": "6"}, {}, RuntimeError, "2 nodes, but task counts for 1"),
-        ({}, {"jobs": {"a": -1, "w": 7}}, ValueError, r"jobs\['a'\] must not be negative"),
-        ({}, {"gpus_per_task": -1}, ValueError, "gpus_per_task must not be negative"),
-        ({}, {"gpus_per_node": -1}, ValueError, "must not be negative"),
+        (
+            {},
+            {"jobs": {"a": -1, "w": 7}},
+            ValueError,
+            r"jobs\['a'\] must be an integer of at least 0, got -1",
+        ),
+        ({}, {"gpus_per_task": -1}, ValueError, "gpus_per_task must be an integer of at least 0"),
+        ({}, {"gpus_per_node": -1}, ValueError, "of at least 0, got -1"),
         ({"STEP_NODELIST": "n[1-"}, {}, ValueError, "not a list of hosts"),
     ],
 )

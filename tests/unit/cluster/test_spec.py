@@ -92,10 +92,10 @@ def test_dicts_are_sorted_by_index():
         ({"w": [5]}, TypeError, "an address of job 'w' is a string, got 5"),
         ({"w": {0: None}}, TypeError, "an address of job 'w'"),
         ({5: ["a"]}, TypeError, "a job is a string, got 5"),
-        ({"w": {"one": "a"}}, TypeError, "an index of job 'w' is an integer, got 'one'"),
+        ({"w": {"one": "a"}}, TypeError, "an index of job 'w' must be an integer, got 'one'"),
         ({"w": {1.5: "a"}}, TypeError, "an index"),
         ({"w": {True: "a"}}, TypeError, "an index"),
-        ({"w": {-1: "a"}}, ValueError, "begin at 0, got -1"),
+        ({"w": {-1: "a"}}, ValueError, "of at least 0, got -1"),
         ({"w": {1: "a", "1": "b"}}, ValueError, "comes twice"),
     ],
 )

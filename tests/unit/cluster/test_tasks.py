@@ -42,8 +42,8 @@ def test_the_rules(cluster, kind, number, count, chief):
         (WORKERS, "chief", 0, "'chief' is not in the cluster"),
         ({"chief": ["a", "b"]}, "chief", 0, "at most one chief, this one 2"),
         ({"evaluator": ["a", "b"]}, "evaluator", 0, "at most one evaluator"),
-        (WORKERS, "worker", 2, "task_id 2 is too large: job 'worker' has 2"),
-        (CHIEFED, "evaluator", 1, "task_id 1 is too large"),
+        (WORKERS, "worker", 2, "this process worker 2, which ClusterSpec"),
+        (CHIEFED, "evaluator", 1, "this process evaluator 1, which ClusterSpec"),
         (WORKERS, None, None, "must also say which task of it this process"),
     ],
 )

@@ -43,7 +43,7 @@ def test_it_is_read_back(given):
 @pytest.mark.parametrize(
     ("resolver", "text"),
     [
-        (simple(), "does not say which task.*task_type None"),
+        (simple(), "must also say which task.*task_type is None"),
         (simple(task_type="worker"), "task_id None"),
         (simple(task_type="worker", task_id=2), "No task with index 2"),
         (simple(task_type="zzz", task_id=0), "No such job"),

@@ -199,7 +199,7 @@ class TestChecks:
         ]
         found = {one.name: one.text for one in examine(ranks(*many))}
         assert max(map(len, found.values())) < 500
-        assert found["start"].endswith("1 on node0007.site.example.org and 1016 more")
+        assert found["start"].endswith("1 on node0006.site.example.org, ... and 1017 more")
 
     def test_each_wrong_thing_is_found_by_itself(self):
         for what, (job, name, *_) in WRONG.items():

@@ -53,7 +53,7 @@ def test_launcher_beside_the_interpreter_comes_before_path(tmp_path, monkeypatch
     far = pretender(tmp_path / "far", "x")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "near" / "python"))
     monkeypatch.setenv("PATH", str(tmp_path / "far"))
-    found = mpiexec.candidates()
+    found = mpiexec.candidates(mpiexec.Library(UNKNOWN, "", ""))
     assert found[0] == near
     assert found[-1] == far
 
