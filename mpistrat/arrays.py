@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from mpistrat.errors import DataError, LeafTypeError, MpistratError
+from mpistrat.errors import DataError, LeafTypeError, MpistratError, text_of
 
 Array = npt.NDArray[Any]
 
@@ -183,20 +183,20 @@ def _convert(value: Any, path: str, lists: bool) -> Array:
             return np.asarray(value)
         if hasattr(value, "__dlpack__"):
             return np.from_dlpack(value)
-        if _is_buffer(value):
+        if is_buffer(value):
             return np.asarray(memoryview(value))
     except MpistratError:  # what is ours says better what is wrong, as of a mixture of strategies
         raise
     except (TypeError, ValueError, RuntimeError, BufferError) as error:
         raise LeafTypeError(
-            f"{label(path)} ({type(value).__name__}) cannot be seen as an array: {error}"
+            f"{label(path)} ({type(value).__name__}) cannot be seen as an array: {text_of(error)}"
         ) from error
     raise LeafTypeError(
         f"{label(path)} is {value!r:.60} ({type(value).__name__}); wanted an array or a number."
     )
 
 
-def _is_buffer(value: Any) -> bool:
+def is_buffer(value: Any) -> bool:
     """Tell whether `value` lends its memory; bytes do, but are taken for text."""
     try:
         memoryview(value).release()

@@ -134,6 +134,21 @@ def _remote_class(name: str) -> type[RemoteError] | None:
     return type("RemoteError", (RemoteError, known), {"__module__": RemoteError.__module__})
 
 
+def text_of(told: object) -> str:
+    """Return the text of an exception, or of what a program left with, whatever its class does.
+
+    An exception of ``__str__``, a SystemExit too, would stand in the place of what is to be told.
+
+    Example:
+      >>> text_of(ValueError("no rows"))
+      'no rows'
+    """
+    try:
+        return str(told)
+    except BaseException as worse:
+        return f"<no text: its __str__ raised {type(worse).__name__}>"
+
+
 def remote_error(
     message: str, rank: int, kind: str, names: tuple[str, ...], remote_traceback: str
 ) -> RemoteError:

@@ -22,6 +22,7 @@ from mpistrat.checkpoint.cells import Cell
 
 NAME = "values.json"
 _PLAIN = (bool, int, str, type(None))
+_OF_NUMPY = (bool, int, float, complex)  # what numbers of NumPy are told as
 _DEEPEST = 50  # containers in containers
 _NUMBERS = {
     np.dtype(name).name: np.dtype(name)
@@ -88,7 +89,9 @@ def decode(told: Any) -> Any:
     if what == "complex" and isinstance(held, list) and len(held) == 2:
         return complex(*map(decode, held))
     if what == "numpy" and isinstance(held, list) and len(held) == 2 and held[0] in _NUMBERS:
-        return _NUMBERS[held[0]].type(decode(held[1]))
+        number = decode(held[1])
+        if isinstance(number, _OF_NUMPY):  # of a list NumPy would make an array
+            return _NUMBERS[held[0]].type(number)
     raise ValueError(f"{told!r:.60} is no value")
 
 

@@ -46,8 +46,8 @@ def scaled(table: Array) -> Array:
 
     Weights that all ranks have alike are ones: as long as batches are full nothing is multiplied,
     and a mean over one rank is the value itself. Others are divided by a power of two, which loses
-    nothing unless values are next to nothing, so that together they are no more than 1: no mean
-    overflows whose values do not.
+    nothing unless values are next to nothing, so that together they are less than 1/2: no sum
+    overflows, not by rounding either, and none is the mean before it was divided.
     """
     columns = [_relative(column) for column in table.T.tolist()]
     return np.array(columns, np.float64).T.reshape(table.shape)
@@ -61,7 +61,7 @@ def _relative(weights: list[float]) -> list[float]:
     if not all(weight <= _EXACT and weight.is_integer() for weight in weights):
         # By a power of two too, so that nothing is rounded: their sum might be too large otherwise.
         weights = [math.ldexp(weight, -math.frexp(largest)[1]) for weight in weights]
-    size = 2.0 ** -math.frexp(math.fsum(weights))[1]
+    size = 2.0 ** (-1 - math.frexp(math.fsum(weights))[1])
     return [weight * size or _LEAST * read for weight, read in zip(weights, given, strict=True)]
 
 

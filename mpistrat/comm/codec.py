@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.errors import LeafTypeError
+from mpistrat.errors import LeafTypeError, text_of
 
 # A size below 255 takes one byte, so that many small values fit one frame.
 _SHORT, _LONG = struct.Struct("<cB"), struct.Struct("<cBQ")
@@ -69,8 +69,9 @@ def _pickled(value: Any) -> bytes:
     try:
         return pickle.dumps(value)
     except Exception as error:
+        why = text_of(error)
         raise LeafTypeError(
-            f"a value of type {type(value).__name__} cannot be sent to other ranks: {error}. "
+            f"a value of type {type(value).__name__} cannot be sent to other ranks: {why}. "
             "Return arrays, numbers or text."
         ) from error
 

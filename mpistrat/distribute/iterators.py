@@ -7,7 +7,7 @@ from typing import Any, final
 import numpy as np
 
 from mpistrat import nest
-from mpistrat.errors import ContextError, DataError, StrategyError
+from mpistrat.errors import ContextError, DataError, StrategyError, text_of
 from mpistrat.feed.distributed import DistributedDataset, DistributedIterator
 from mpistrat.feed.iterators import ElementIterator
 
@@ -47,7 +47,7 @@ class InputIterator(ElementIterator):
                 # The others may be in the middle of their epoch: to begin anew would be once more
                 # to do what they do not.
                 self._failed = (
-                    f"this iterator has failed to begin an epoch ({error!s:.200}): call "
+                    f"this iterator has failed to begin an epoch ({text_of(error):.200}): call "
                     "initialize() on every rank."
                 )
                 raise

@@ -13,7 +13,7 @@ from mpistrat.distribute.handles import ended
 from mpistrat.distribute.mode import Entered, Mode, Replica, cross_replica, current
 from mpistrat.distribute.regroup import select
 from mpistrat.distribute.replica_group import StrategyBase
-from mpistrat.errors import ContextError, LeafTypeError, MpistratError
+from mpistrat.errors import ContextError, LeafTypeError, MpistratError, text_of
 from mpistrat.lockstep.guards import compare_copies
 from mpistrat.lockstep.ranks import CallState, Caught
 
@@ -61,7 +61,7 @@ def proved(strategy: StrategyBase, call: str, result: Any, failure: BaseExceptio
         failure = ended(lockstep, failure)
     failed = state.run.failed
     if failed is not None:
-        if isinstance(failure, state.run.carriers) and str(failed) in str(failure):
+        if isinstance(failure, state.run.carriers) and text_of(failed) in text_of(failure):
             raise failed from failure
         raise failed if failure is None else failure
     seen = strategy.replicas.regroup.gathered(call, result, failure)

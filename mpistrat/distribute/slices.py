@@ -107,8 +107,12 @@ class IndexedSlices:
             )
         if copy is False:
             raise ValueError("the dense array of IndexedSlices has to be made; copy=False forbids.")
-        if self._indices.size and int(self._indices.min()) < 0:
-            raise IndexError(f"IndexedSlices: index {int(self._indices.min())} is negative.")
+        outside = (self._indices < 0) | (self._indices >= max(self._shape[:1], default=0))
+        if outside.any():
+            raise IndexError(
+                f"IndexedSlices: index {self._indices[outside][0]} is out of range for a whole of "
+                f"shape {self._shape}."
+            )
         wide = np.dtype(np.float32) if is_narrow(self.dtype) else self.dtype
         dense = np.zeros(self._shape, wide)
         np.add.at(dense, self._indices, self._values.astype(wide, copy=False))

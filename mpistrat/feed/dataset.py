@@ -44,7 +44,8 @@ class Dataset:
 
         - a tree (dict, tuple, named tuple, nested) of arrays with the same first dimension: NumPy,
           memmap, an HDF5 dataset, a Zarr array, anything with ``shape``, ``dtype`` and slicing
-          ``a[lo:hi]``. Integer index arrays are used where the source knows them;
+          ``a[lo:hi]``; a memoryview or the like. Integer index arrays are used where the source
+          knows them;
         - an iterable of batches, which are trees of arrays with a leading axis of one size. An
           iterator serves for one epoch only;
         - a callable without arguments that returns such an iterable, called once an epoch.

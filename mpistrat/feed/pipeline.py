@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, final
 
-from mpistrat.arrays import kind_of
+from mpistrat.arrays import is_buffer, kind_of
 from mpistrat.feed.pieces import BatchSlice, ExampleReader, Given, MapFn, Order, named, straight
 from mpistrat.feed.reads import Reads
 from mpistrat.feed.rebatch import PaddedBatch, Rebatch
@@ -176,6 +176,6 @@ def begin(source: Any) -> Examples | Batches:
     kind = None if is_array(source) else kind_of(source)
     rows = None if kind is None else kind.rows_of(source)
     source = source if rows is None else rows
-    if is_array(source) or isinstance(source, (dict, tuple)):
+    if is_array(source) or isinstance(source, (dict, tuple)) or is_buffer(source):
         return Examples(ExampleReader(Arrays(source, "the source of the dataset")))
     return Batches(Stream(source))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar, final
 
-from mpistrat.errors import DataError
+from mpistrat.errors import DataError, text_of
 
 P = TypeVar("P")
 T = TypeVar("T")
@@ -20,7 +20,7 @@ def failed(error: BaseException) -> str:
     Args:
       error: What it failed with.
     """
-    why = f"{type(error).__name__}: {error!s:.300}".partition("\n")[0]
+    why = f"{type(error).__name__}: {text_of(error):.300}".partition("\n")[0]
     return (
         f"this iterator has failed ({why}), and cannot find its next element: make a new one, by "
         "iter(dataset)."

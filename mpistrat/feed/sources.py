@@ -48,6 +48,8 @@ class Spec:
 
 def is_array(value: object) -> bool:
     """Return whether a value looks like an array: it has a shape, a dtype and can be indexed."""
+    if isinstance(value, type):  # of NumPy's scalars, which have these for their objects
+        return False
     return all(hasattr(value, name) for name in ("shape", "dtype", "__getitem__"))
 
 
@@ -309,11 +311,20 @@ class Stream:
 
         Raises:
           DataError: The source gives the iterator that it gave before.
+          TypeError: It is a callable that returns no iterable.
         """
         source = self._source
         made = source if isinstance(source, Iterable) else source()
         _refuse_frame(made)
-        batches = iter(made)
+        try:
+            batches = iter(made)
+        except TypeError:
+            if isinstance(made, Iterable):
+                raise
+            raise TypeError(
+                f"the callable that a dataset was made of, {self.kind}, has returned {made!r:.60}; "
+                "wanted is an iterable of batches."
+            ) from None
         if batches is self._last():
             raise DataError(
                 "The batches of this dataset come from an iterator that can be read only once, and "

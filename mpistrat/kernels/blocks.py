@@ -40,7 +40,7 @@ def reduce_blocks(
       inside: `out` is in the memory of `rows`.
     """
     size = rows.shape[1]
-    mean = divisor != 0.0 and (scales is not None or divisor != 1.0)
+    mean = divisor not in (0.0, 1.0)
     # A mean is made beside the values, which may be needed again; else in the first row that goes
     # out, which may be the first that comes in: that is read first.
     room = np.empty(min(BLOCK, size) if inside and mean else 0, rows.dtype)

@@ -83,14 +83,10 @@ def _sum_two(one: Array, two: Array, factors: Array, total: Array) -> None:
 def divide(total: Array, by: Any) -> bool:
     """Divide in place; tell whether any quotient is not finite."""
     bad = False
-    if by == 1:
-        for i in range(total.size):
-            bad |= total[i] - total[i] != 0
-    else:
-        for i in range(total.size):
-            value = total[i] / by
-            total[i] = value
-            bad |= value - value != 0
+    for i in range(total.size):
+        value = total[i] / by
+        total[i] = value
+        bad |= value - value != 0
     return bad
 
 
@@ -98,16 +94,10 @@ def divide(total: Array, by: Any) -> bool:
 def _mean_two(one: Array, two: Array, factors: Array, by: Any, total: Array) -> bool:
     first, second = factors[0], factors[1]
     bad = False
-    if by == 1:
-        for i in range(total.size):
-            value = one[i] * first + two[i] * second
-            total[i] = value
-            bad |= value - value != 0
-    else:
-        for i in range(total.size):
-            value = (one[i] * first + two[i] * second) / by
-            total[i] = value
-            bad |= value - value != 0
+    for i in range(total.size):
+        value = (one[i] * first + two[i] * second) / by
+        total[i] = value
+        bad |= value - value != 0
     return bad
 
 
@@ -117,11 +107,6 @@ def _add_last(row: Array, factor: Any, by: Any, total: Array) -> bool:
     if factor == 0:
         _add(row, factor, total)
         bad = divide(total, by)
-    elif by == 1:
-        for i in range(total.size):
-            value = total[i] + row[i] * factor
-            total[i] = value
-            bad |= value - value != 0
     else:
         for i in range(total.size):
             value = (total[i] + row[i] * factor) / by
@@ -163,7 +148,7 @@ def _put_both(total: Array, one: Array, two: Array) -> None:
 def make_anew(rows: Array, low: int, factors: Array, by: Any, total: Array) -> None:
     """Do as `mpistrat.kernels.scaling.rescue`; each element is made alike."""
     size, power = 1, factors.dtype.type(1)
-    while size <= rows.shape[0] and only_ones(factors):  # others are no more than 1 together
+    while size <= rows.shape[0] and only_ones(factors):  # others are less than 1 together
         size, power = size * 2, power * factors.dtype.type(0.5)
     for i in range(total.size):
         if total[i] - total[i] == 0:
@@ -250,10 +235,10 @@ def sum_rows(
     """
     by, count = divisor[0], rows.shape[0]
     ones = only_ones(factors)
-    mean = by != 0 and (by != 1 or not ones)
+    mean = by != 0 and by != 1
     read = count > 1 and factors[0] != 0 and factors[1] != 0
     both = read and inside and count == out.shape[0] == 2
-    # Weights are no more than 1 together.
+    # What is divided by 1 is a sum, also of weights: where that overflows it stays infinite.
     plain, half = both and by == 1, factors.dtype.type(0.5)
     halves = both and ones and by == 2
     # The values of a mean may be needed again, so it is made beside them, in the fastest cache.

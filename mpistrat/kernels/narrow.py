@@ -125,7 +125,7 @@ def _sum_tiles(rows: Array, start: int, stop: int, factors: Array, divisor: Arra
     """Do as `mpistrat.kernels.loops.sum_rows`, of the bits of narrow numbers, into all rows."""
     by, count = divisor[0], rows.shape[0]
     ones = only_ones(factors)
-    mean = by != 0 and (by != 1 or not ones)
+    mean = by != 0 and by != 1
     wide, total = np.empty((count, TILE), np.float32), np.empty(TILE, np.float32)
     both = count == 2 and ones and (by == 1 or by == 2)
     part = np.float32(1) / by

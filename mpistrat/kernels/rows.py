@@ -59,8 +59,8 @@ def reduce_rows(
       start: The first column.
       stop: The column after the last.
       scales: What to multiply each row by; a row of 0 is never read. None for all ones.
-      divisor: What to divide the result by. With one, or with scales, it is a mean, and where its
-        sum overflows, it is made from values that are scaled down before.
+      divisor: What to divide the result by. By another than 1 it is a mean, and where its sum
+        overflows, it is made from values that are scaled down before.
       whole: How many columns all ranks together reduce in this call; these alone if None. Equal on
         all ranks, which may cut differently: loops give a NaN that comes of two another payload
         than NumPy.

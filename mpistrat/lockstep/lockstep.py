@@ -22,7 +22,7 @@ import xxhash
 
 from mpistrat.arrays import Array
 from mpistrat.comm.session import Session
-from mpistrat.errors import ContextError, LockstepError, NonFiniteError
+from mpistrat.errors import ContextError, LockstepError, NonFiniteError, text_of
 from mpistrat.lockstep import frame, mismatch, shutdown
 from mpistrat.lockstep.abort import abort
 from mpistrat.lockstep.frame import (
@@ -360,8 +360,9 @@ class Lockstep(Ranks):
             ) from failure
         run = state.run
         if run.failed is not None and run.depth:
+            why = text_of(run.failed)
             raise ContextError(
-                f"rank {session.comm.rank}: this run has failed ({run.failed}); nothing can be "
+                f"rank {session.comm.rank}: this run has failed ({why}); nothing can be "
                 "called until it has ended. Let the exception leave fn."
             ) from (run.failed if failure is None else failure)
 

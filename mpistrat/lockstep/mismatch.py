@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mpistrat.comm.callsite import few, grouped, ours, ranks_text, where
-from mpistrat.errors import LockstepError, remote_error
+from mpistrat.errors import LockstepError, remote_error, text_of
 from mpistrat.lockstep.ranks import Ranks
 
 # Modules whose exception classes are the same on every rank.
@@ -124,17 +124,6 @@ def _place(error: BaseException) -> str:
     return f"{Path(last.filename).name}:{last.lineno} ({last.name})"
 
 
-def text_of(told: object) -> str:
-    """Return what is told of an exception, or of what a program left with, to the other ranks.
-
-    An exception in here would leave them waiting, a SystemExit too.
-    """
-    try:
-        return cut(str(told))
-    except BaseException as worse:
-        return f"<no text: its __str__ raised {type(worse).__name__}>"
-
-
 def _traceback(error: BaseException) -> str:
     try:
         return "".join(traceback.format_exception(error))
@@ -147,7 +136,7 @@ def report(error: BaseException) -> bytes:
     known: dict[str, Any] = {
         "kind": type(error).__name__,
         "names": [c.__name__ for c in type(error).__mro__ if c.__module__ in _SHARED],
-        "text": text_of(error),
+        "text": cut(text_of(error)),
         "place": _place(error),
         "traceback": cut(_traceback(error)),
     }

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from mpistrat.comm import callsite
 from mpistrat.comm.base import Comm
-from mpistrat.errors import LockstepError, RemoteError, remote_error
+from mpistrat.errors import LockstepError, RemoteError, remote_error, text_of
 from mpistrat.lockstep import mismatch
 from mpistrat.lockstep.ranks import Ranks, Unproved
 
@@ -57,7 +57,7 @@ def said_by(failure: BaseException | None) -> str:
     """Return the text that a program left with by ``sys.exit(text)``; empty if it did not."""
     if not isinstance(failure, SystemExit) or isinstance(failure.code, int | None):
         return ""
-    return mismatch.text_of(failure.code)
+    return mismatch.cut(text_of(failure.code))
 
 
 def _row(code: int, failure: BaseException | None, of_group: bool) -> dict[str, Any]:

@@ -59,6 +59,7 @@ def test_what_holds_itself_is_no_value():
     [
         *({}, {"a": 1}, {"a": 1, "b": 2}, {"tuple": 3}, {"dict": [1]}, {"dict": [[[], 1]]}),
         *({"float": "1"}, {"complex": [1]}, {"numpy": ["object", 1]}, {"numpy": ["int8", 999]}),
+        *({"numpy": ["float64", [1, 2]]}, {"numpy": ["float64", "1"]}, {"numpy": ["int8", None]}),
     ],
 )
 def test_what_no_program_wrote_is_refused(told):

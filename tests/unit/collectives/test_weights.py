@@ -109,6 +109,14 @@ def test_the_sum_of_weights_is_exact(strategy_on):
         assert got[0] == 2.0 / (2.0**54 + 2.0)
 
 
+@pytest.mark.parametrize("count", [3, 300_000])
+def test_weights_that_are_1_together_let_no_mean_overflow(strategy_on, count):
+    """In float32 the largest number times each of them, added up, is more than it."""
+    top = np.full(count, np.finfo("f4").max)
+    for got in mean(strategy_on, 3, [top] * 3, [0.558, 0.012, 0.42999999999909044]):
+        assert np.isfinite(got).all()
+
+
 @pytest.mark.parametrize("weight", [1e-60, 1e-30, 1e30, 1e60])
 def test_only_the_ratio_of_weights_matters(strategy_on, weight):
     values = [np.full(3, 2.0, np.float32), np.full(3, 4.0, np.float32)]

@@ -50,7 +50,8 @@ def test_what_cannot_be_made_dense():
     with pytest.raises(ValueError, match="dense_shape"):
         np.asarray(ms.IndexedSlices([1.0], [0]))
     for index in (-1, 3):
-        with pytest.raises(IndexError):
+        text = rf"IndexedSlices: index {index} is out of range for a whole of shape .3,."
+        with pytest.raises(IndexError, match=text):
             np.asarray(ms.IndexedSlices([1.0], [index], (3,)))
 
 

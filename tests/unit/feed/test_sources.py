@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import tracemalloc
 
 import h5py
@@ -157,6 +158,15 @@ def test_what_counts_as_an_array():
     assert is_array(np.float32(1))
     assert not is_array([1, 2])
     assert not is_array(3)
+    assert not is_array(np.float32)  # whose objects have a shape
+
+
+@pytest.mark.parametrize(
+    "lends", [memoryview(np.ones((3, 2))), array.array("d", [1, 2]), bytearray(b"abc")]
+)
+def test_memory_that_is_lent_is_an_array(lends):
+    found = [row.tolist() for row in Dataset(lends)]
+    assert found == np.asarray(lends).tolist()
 
 
 def test_hdf5_text_and_zarr_beside_numpy(tmp_path):
@@ -188,3 +198,9 @@ def test_rows_in_another_order_are_read_without_a_copy_of_the_rest(layout):
     tracemalloc.stop()
     assert np.array_equal(found, x[rows])
     assert peak < 100_000
+
+
+@pytest.mark.parametrize("source", [lambda: None, np.float32])
+def test_a_callable_that_returns_no_batches_is_told_of(source):
+    with pytest.raises(TypeError, match=r"has returned .*; wanted is an iterable of batches"):
+        next(iter(Dataset(source)))

@@ -343,9 +343,9 @@ def test_accumulated_calls_are_one_update(size, way, more, memory):
 @pytest.mark.parametrize("size", (1, 3))
 @pytest.mark.parametrize("leaf", [0, 1], ids=["large", "small"])
 class TestNotFinite:
-    def bad(self, leaf):
+    def bad(self, leaf, number=np.inf):
         found = means(1)
-        found[leaf].reshape(-1)[-1] = np.inf
+        found[leaf].reshape(-1)[-1] = number
         return found
 
     def test_it_is_an_error_on_all_ranks(self, size, way, leaf, memory):
@@ -361,12 +361,14 @@ class TestNotFinite:
 
         everywhere(run_ranks(rank, size))
 
-    def test_of_calls_that_accumulate_it_may_be_one_before(self, size, way, leaf, memory):
+    # Times the weights, and added up, the finite ones are more than float32 has.
+    @pytest.mark.parametrize("number", [{1: np.inf, 3: np.inf}, {1: 1.2e38, 3: 1e38}])
+    def test_of_calls_that_accumulate_it_may_be_one_before(self, size, way, leaf, number, memory):
         words = rf"of this call are finite.*of calls before .accumulate=2.*'v{leaf}:0'"
 
         def rank(comm):
             job = Job(optim.SGD(0.1, accumulate=2), first(), way)
-            job.step(self.bad(leaf))
+            job.step(self.bad(leaf, number[size]))
             with pytest.raises(ms.NonFiniteError, match=words):
                 job.step(means(1))
             return job.contents()

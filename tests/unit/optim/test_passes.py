@@ -152,6 +152,13 @@ class TestGradient:
         np.testing.assert_allclose(self.of(made, n, compiled), wanted, 1e-14, 1e-15)
         assert not pending.any()
 
+    @pytest.mark.parametrize("weights", [[4.0], [1.0, 1.5], [3.0, 0.0, 2.0]])
+    def test_a_weighted_sum_that_overflows_is_infinite(self, compiled, weights):
+        rows, pending = np.full((len(weights), B + 5), 1.6e38, "f4"), np.zeros(B + 5, "f4")
+        factors = np.array(weights, "f4")
+        passes.accumulate(passes.Gradient(rows, factors=factors, pending=pending), compiled)
+        assert np.isinf(pending).all()
+
     def test_what_is_kept_is_the_gradient(self, compiled):
         n, dtype = 2 * B + 9, np.dtype("f4")
         rows, pending = random((3, n + 4), dtype), random(n, dtype, 9)
