@@ -70,7 +70,6 @@ _ADVICE = (  # what to use, and instead of which names below tf.; names that beg
         "train.ExponentialMovingAverage",
     ),
     ("Use Python's logging; tf.get_logger() is a logger.", "compat.v1.logging"),
-    ("It is numpy.dtype.", "DType"),
     (
         "Draw the value and give it to tf.Variable: tf.random.normal(shape, stddev=0.05, seed=7).",
         "random_normal_initializer random_uniform_initializer",

@@ -164,6 +164,12 @@ def test_the_save_counter_is_read_as_a_variable(tmp_path):
 
 
 def test_dtypes_and_loggers():
+    """Beside those of arrays they are keys of dicts, in sets, and the same objects."""
+    for dtype in (tf.float32, tf.bool, tf.int64, tf.complex64, tf.TensorSpec([]).dtype):
+        made = tf.zeros([2], dtype)
+        assert {dtype: dtype.name}[made.dtype] == made.dtype.name == tf.as_dtype(dtype).name
+        assert made.dtype in {dtype} and made.dtype is dtype == dtype.name
+        assert isinstance(dtype, tf.DType) and tf.DType is tf.dtypes.DType
     assert tf.as_dtype("int32") == tf.as_dtype(tf.int32) == tf.dtypes.as_dtype(np.int32) == tf.int32
     assert tf.dtypes.bool is tf.bool and tf.dtypes.float16 is tf.float16
     with pytest.raises(TypeError, match="as_dtype"):
