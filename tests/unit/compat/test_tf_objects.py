@@ -7,6 +7,7 @@ import inspect
 
 import numpy as np
 import pytest
+from every import every
 
 import mpistrat as ms
 from mpistrat.compat import tf
@@ -99,6 +100,34 @@ def test_what_a_function_is_asked_for():
     assert model.step.__name__ == "step" and Model.step(model, iter([2])) == 6
     with pytest.raises(AttributeError, match="nonsense"):
         made.nonsense  # noqa: B018
+
+
+@every(
+    ("ask", "instead"),
+    [
+        (lambda x: tf.reduce_sum(x).numpy(), r"float\(x\)"),
+        (lambda x: x.numpy(), r"np\.asarray\(x\)"),
+        (lambda x: x.get_shape(), r"x\.shape"),
+        (lambda x: x.shape.as_list(), r"list\(shape\)"),
+        (lambda x: x.shape.rank, r"len\(shape\)"),
+        (lambda x: x.dtype.is_floating, r"dtype\.kind"),
+        (lambda x: tf.int32.as_numpy_dtype, r"dtype\.type"),
+    ],
+)
+def test_what_only_tensors_of_tensorflow_have_says_what_to_use(ask, instead):
+    def program(comm):
+        strategy = tf.distribute.MirroredStrategy()
+        ways = [lambda *x: strategy.run(ask, args=x), tf.function(ask)]
+        for way in [*ways, lambda *x: strategy.run(tf.function(ask), args=x)]:
+            with pytest.raises(AttributeError, match=rf"here: use .*{instead}") as told:
+                way(tf.ones([2, 3]))
+            assert str(told.value).count("here: use") == 1
+        with pytest.raises(AttributeError, match=instead), strategy.scope():
+            ask(tf.ones([2, 3]))
+        with pytest.raises(AttributeError, match=r"'nonsense'$"):
+            strategy.run(lambda: tf.ones([]).nonsense)
+
+    run_ranks(program, 2)
 
 
 def test_variables_are_keys_by_reference():
