@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 from mpistrat.board.reporter import say
 from mpistrat.checkpoint import files, parts
@@ -20,7 +20,6 @@ from mpistrat.checkpoint.saving import seen
 from mpistrat.errors import CheckpointError
 
 
-@final
 class CheckpointManager:
     """Saves a checkpoint under growing numbers, and removes the oldest.
 

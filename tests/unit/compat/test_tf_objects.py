@@ -192,6 +192,39 @@ def test_the_save_counter_is_read_as_a_variable(tmp_path):
     assert isinstance(other.save_counter.numpy(), np.integer)
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_manager_saves_at_every_so_many_steps(n, tmp_path):
+    """Which saves are made is what TensorFlow 2.18 recorded; none at a step that was saved."""
+
+    def program(comm):
+        with tf.distribute.MirroredStrategy().scope():
+            step = tf.Variable(0, dtype=tf.int64)
+        saved = tf.train.Checkpoint(step=step)
+
+        def managed(**more):
+            return tf.train.CheckpointManager(saved, tmp_path, 5, **more)
+
+        manager = managed(step_counter=step, checkpoint_interval=3)
+        made = []
+        for _ in range(7):
+            step.assign_add(1)
+            made.append(manager.save() is not None)
+        made.append(manager.save(check_interval=False) is not None)
+        step.assign_add(1)
+        made += [manager.save(check_interval=check) is not None for check in (True, False)]
+        again = managed(step_counter=step, checkpoint_interval=3)
+        again.restore_or_initialize()
+        made += [again.save() is not None, again.checkpoint_interval == 3]
+        with pytest.raises(ms.RefusedError, match=r"checkpoint\.save"):
+            managed(keep_checkpoint_every_n_hours=1)
+        with pytest.raises(ValueError, match="step_counter"):
+            managed(checkpoint_interval=3)
+        return made
+
+    wanted = [True, False, False, True, False, False, True, False, False, True, False, True]
+    assert run_ranks(program, n) == [wanted] * n
+
+
 def test_dtypes_and_loggers():
     """Beside those of arrays they are keys of dicts, in sets, and the same objects."""
     for dtype in (tf.float32, tf.bool, tf.int64, tf.complex64, tf.TensorSpec([]).dtype):
