@@ -194,6 +194,7 @@ def explain(error: AttributeError, mode: Mode | None) -> None:
             told = f"{what} here: use {instead[name]}."
     if told and told not in str(error):
         error.args = (f"{error}\n  {told}",)
+        error.name = None  # of which Python would guess what was meant
 
 
 def settle(strategy: Ruling | None) -> None:

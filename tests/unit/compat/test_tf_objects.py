@@ -122,6 +122,7 @@ def test_what_only_tensors_of_tensorflow_have_says_what_to_use(ask, instead):
             with pytest.raises(AttributeError, match=rf"here: use .*{instead}") as told:
                 way(tf.ones([2, 3]))
             assert str(told.value).count("here: use") == 1
+            assert told.value.name is None  # of which Python would say: Did you mean
         with pytest.raises(AttributeError, match=instead), strategy.scope():
             ask(tf.ones([2, 3]))
         with pytest.raises(AttributeError, match=r"'nonsense'$"):
