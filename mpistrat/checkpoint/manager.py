@@ -153,6 +153,10 @@ class CheckpointManager:
           OSError: As of `Checkpoint.save`; or the save before, in the background, has failed, and
             nothing is saved now.
         """
+        return self._save(checkpoint_number)
+
+    def _save(self, checkpoint_number: int | None = None) -> str:
+        """Save, whatever `save` of a subclass waits for: not to do so now would lose work."""
         with self._lockstep.preparing("CheckpointManager.save"):
             number = _checked_number("checkpoint_number", checkpoint_number, 0)
         self.take()

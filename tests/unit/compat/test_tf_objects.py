@@ -41,6 +41,9 @@ def test_variables_of_replicas_count_as_values_of_replicas(n):
     assert run_ranks(program, n) == [wanted] * n
 
 
+STAY = ms.experimental.TerminationConfig(termination_watcher_fn=lambda: False, exit_fn=lambda: None)
+
+
 class Model:
     """A model as programs write it."""
 
@@ -216,13 +219,20 @@ def test_a_manager_saves_at_every_so_many_steps(n, tmp_path):
         again = managed(step_counter=step, checkpoint_interval=3)
         again.restore_or_initialize()
         made += [again.save() is not None, again.checkpoint_interval == 3]
+        handler = tf.distribute.experimental.PreemptionCheckpointHandler(
+            None, again, termination_config=STAY
+        )
+        count = len(again.checkpoints)
+        handler._notice.tell("a test")  # is not a step that the interval passes over
+        handler.save_checkpoint_if_preempted()
+        made.append(len(again.checkpoints) == count + 1)
         with pytest.raises(ms.RefusedError, match=r"checkpoint\.save"):
             managed(keep_checkpoint_every_n_hours=1)
         with pytest.raises(ValueError, match="step_counter"):
             managed(checkpoint_interval=3)
         return made
 
-    wanted = [True, False, False, True, False, False, True, False, False, True, False, True]
+    wanted = [True, False, False, True, False, False, True, False, False, True, False, True, True]
     assert run_ranks(program, n) == [wanted] * n
 
 
