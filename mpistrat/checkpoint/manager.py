@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 from mpistrat.arrays import whole
 from mpistrat.board.reporter import say
@@ -21,7 +21,6 @@ from mpistrat.checkpoint.saving import seen
 from mpistrat.errors import CheckpointError
 
 
-@final
 class CheckpointManager:
     """Saves a checkpoint under growing numbers, and removes the oldest.
 
@@ -155,6 +154,10 @@ class CheckpointManager:
           OSError: As of `Checkpoint.save`; or the save before, in the background, has failed, and
             nothing is saved now.
         """
+        return self._save(checkpoint_number)
+
+    def _save(self, checkpoint_number: int | None = None) -> str:
+        """Save, whatever `save` of a subclass waits for: not to do so now would lose work."""
         with self._lockstep.preparing("CheckpointManager.save"):
             number = _checked_number("checkpoint_number", checkpoint_number, 0)
         self.take()

@@ -220,7 +220,7 @@ class Preemption:
         with cross_replica(self._strategy, call, "it outside of run()"):
             if not self._lockstep.prove(call, more=bool(self.asked(step, steps))).more:
                 return
-            self._manager.save()
+            self._manager._save()
         self.leave()
 
     def leave(self) -> NoReturn:

@@ -287,7 +287,7 @@ class PreemptionCheckpointHandler:
                 self._config.save_fn(*args, **kwargs)
             self._lockstep.prove(call, failure=caught.failure)
         elif self._manager is not None:
-            self._manager.save(*args, **kwargs)
+            self._manager._save(*args, **kwargs)
             self._manager.wait()  # for what is written in the background
         self._saving = time.monotonic() - began
 

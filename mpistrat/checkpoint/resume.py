@@ -139,7 +139,7 @@ def _batches(
         for told, found in left:
             ended = not found.has_value()
             if told or (ended and (pace.never or origin.epoch >= epochs)):
-                manager.save()
+                manager._save()
             if told & _NOTICE:
                 manager._notice.leave()
             if not ended:

@@ -32,6 +32,11 @@ _ADVICE = (  # what to use, and instead of which names below tf.; names that beg
         "tf.train.Checkpoint saves variables, and docs/concepts.md has a program that does.",
         "train.Saver saved_model compat.v1.train",
     ),
+    ("Leave it out: files are written alike everywhere.", "train.CheckpointOptions"),
+    (
+        "tf.train.CheckpointManager(...).checkpoints has the paths, the oldest first.",
+        "train.get_checkpoint_state",
+    ),
     (
         "Write numbers with any logger where strategy.extended.should_save_summary is true.",
         "summary",
@@ -70,7 +75,6 @@ _ADVICE = (  # what to use, and instead of which names below tf.; names that beg
         "train.ExponentialMovingAverage",
     ),
     ("Use Python's logging; tf.get_logger() is a logger.", "compat.v1.logging"),
-    ("It is numpy.dtype.", "DType"),
     (
         "Draw the value and give it to tf.Variable: tf.random.normal(shape, stddev=0.05, seed=7).",
         "random_normal_initializer random_uniform_initializer",
@@ -84,6 +88,11 @@ _ADVICE = (  # what to use, and instead of which names below tf.; names that beg
         "or keep a tf.random.Generator.from_seed(7).",
         "random",
     ),
+    (
+        "mpistrat.random.stream(seed, name) has numbers by example and step, without state.",
+        "random.stateless_normal random.stateless_uniform",
+    ),
+    ("Use x.mean(axis) and x.var(axis) of the array.", "nn.moments"),
     ("Use numpy.linalg on the arrays.", "linalg"),
     ("Use numpy.fft on the arrays.", "signal"),
     ("Use numpy.load, h5py or zarr; Dataset.from_files reads a list of files.", "io"),
@@ -124,6 +133,16 @@ _ADVICE = (  # what to use, and instead of which names below tf.; names that beg
     ),
     ("Save the arrays: numpy.save, h5py or zarr.", "data.Dataset.save data.experimental.save"),
     ("dataset.element_spec has shapes and dtypes.", "data.DatasetSpec data.Dataset.output_types"),
+    (
+        "It is a method of the dataset, by this name or as repeat, shuffle, map and batch.",
+        "data.experimental.enumerate_dataset data.experimental.map_and_batch "
+        "data.experimental.shuffle_and_repeat data.experimental.take_while "
+        "data.experimental.unbatch",
+    ),
+    (
+        "Leave it out: arrays are in the memory of the host. Dataset.prefetch(n) reads ahead.",
+        "data.experimental.copy_to_device data.experimental.prefetch_to_device",
+    ),
     ("docs/coming-from.md has the table of what datasets here can do.", "data"),
     ("Strings do not travel between ranks; give them numbers.", "string"),
     ("Strings do not travel between ranks; use Python's.", "strings"),

@@ -46,20 +46,21 @@ from mpistrat.distribute.topology import DeviceAssignment, Topology
 from mpistrat.distribute.values import PerReplica
 from mpistrat.feed.iterators import Optional
 
-__all__ = ["Assert", "IndexedSlices", "Tensor", "TensorSpec", "Variable", "VariableAggregation"]
-__all__ += ["VariableSynchronization", "as_dtype", "bool", "compat", "config", "data", "debugging"]
+__all__ = ["Assert", "DType", "IndexedSlices", "Tensor", "TensorSpec", "Variable"]
+__all__ += ["VariableAggregation", "VariableSynchronization", "as_dtype", "compat", "config"]
+__all__ += ["data", "debugging"]
 __all__ += ["distribute", "dtypes", "errors", "experimental", "function", "get_replica_context"]
 __all__ += ["is_tensor", "linalg", "math", "nest", "nn", "random", "tpu", "train", "types"]
 __all__ += ["version"]
 
 __version__ = "2.21.0"  # of the TensorFlow whose names these are; programs compare it
-bool = np.bool_
 
+DType = np.dtype
+_DTYPES = (
+    "bool complex128 complex64 float16 float32 float64 int16 int32 int64 int8 uint16 uint32 uint64 "
+    "uint8"
+)
 _TABLE: dict[Any, str] = {  # where the other names are from
-    np: (
-        "complex128 complex64 float16 float32 float64 int16 int32 int64 int8 uint16 uint32 uint64 "
-        "uint8"
-    ),
     math: (
         "abs add argmax argmin cos divide equal exp floor floordiv greater greater_equal less "
         "less_equal logical_and logical_not logical_or maximum minimum multiply negative "
@@ -80,16 +81,18 @@ _ARRAYS = (
     "reshape reverse shape size split squeeze stack tile transpose unstack where zeros zeros_like "
 )
 _INITIALIZERS = "constant_initializer ones_initializer zeros_initializer"
+# Not the types of NumPy's scalars, which are keys of a dict, and in a set, beside dtypes of arrays.
+globals().update({name: np.dtype(name) for name in _DTYPES.split()})
 globals().update({name: getattr(of, name) for of in _TABLE for name in _TABLE[of].split()})
 globals().update({name: _named(getattr(tf_arrays, name)) for name in _ARRAYS.split()})
 globals().update({name: getattr(tf_arrays, name) for name in _INITIALIZERS.split()})
-__all__ += sorted(f"{_ARRAYS} {_INITIALIZERS} {' '.join(_TABLE.values())}".split())
+__all__ += sorted(f"{_ARRAYS} {_DTYPES} {_INITIALIZERS} {' '.join(_TABLE.values())}".split())
 
 
 def __getattr__(name: str) -> Any:
     if name == "bfloat16":  # of a package that may be missing
         with contextlib.suppress(ImportError):
-            return importlib.import_module("ml_dtypes").bfloat16
+            return np.dtype(importlib.import_module("ml_dtypes").bfloat16)
     raise _absent("tf", name)
 
 
@@ -110,10 +113,10 @@ Assert = debugging.Assert
 newaxis = None
 dtypes = _Names(
     "tf.dtypes",
+    DType=DType,
     as_dtype=as_dtype,
-    bool=bool,
     cast=globals()["cast"],
-    **{name: getattr(np, name) for name in _TABLE[np].split()},
+    **{name: globals()[name] for name in _DTYPES.split()},
 )
 compat = _Names("tf.compat", v1=v1)
 linalg = _Names(

@@ -2,7 +2,8 @@
 
 The numbers are not TensorFlow's. A draw with a seed is the same each time and on every rank. A draw
 without a seed differs between ranks, unless `set_seed` was called: then each thread continues one
-sequence from that seed, which is the same on ranks that make the same draws.
+sequence from that seed, which is the same on ranks that make the same draws. In replica code a
+`Generator` gives each replica numbers of its own, as in TensorFlow.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import numpy as np
 
 from mpistrat.arrays import as_dtype
 from mpistrat.compat.absent import absent_from as _absent_from
+from mpistrat.distribute.mode import current
+from mpistrat.distribute.views import ALONE
 
 __all__ = ["Generator", "normal", "set_seed", "uniform"]
 
@@ -28,7 +31,7 @@ class _Sequences(threading.local):
 
     def current(self) -> Generator:
         if self.own is None and _Sequences.seed is not None:
-            self.own = Generator(_Sequences.seed)
+            self.own = _alike(_Sequences.seed)
         return Generator() if self.own is None else self.own
 
 
@@ -48,13 +51,15 @@ def set_seed(seed: int | None) -> None:
       True
       >>> set_seed(None)
     """
-    _sequences.own = None if seed is None else Generator(seed)
+    _sequences.own = None if seed is None else _alike(seed)
     _Sequences.seed = seed
 
 
 @final
 class Generator:
     """A generator of random numbers.
+
+    In replica code each replica has a sequence of its own, in other code all ranks the same one.
 
     Args:
       seed: A number of at least 0, or None for a different sequence each time.
@@ -66,7 +71,21 @@ class Generator:
 
     def __init__(self, seed: int | None = None):
         """Create a generator."""
-        self._generator = np.random.default_rng(seed)
+        self._seed = seed
+        self._of_all = np.random.default_rng(seed)
+        self._of_replica: np.random.Generator | None = None
+
+    @property
+    def _generator(self) -> np.random.Generator:
+        mode = current()
+        if mode is None or mode.replica is None or mode.strategy.replicas.view is ALONE:
+            return self._of_all
+        if self._of_replica is None:
+            place = 1 + mode.strategy.replicas.lockstep.comm.rank
+            self._of_replica = np.random.default_rng(
+                None if self._seed is None else [self._seed, place]
+            )
+        return self._of_replica
 
     @staticmethod
     def from_seed(seed: int) -> Generator:
@@ -117,8 +136,15 @@ class Generator:
 _sequences = _Sequences()
 
 
+def _alike(seed: int) -> Generator:
+    """Return a generator whose sequence is the same in replica code, on all replicas."""
+    made = Generator(seed)
+    made._of_replica = made._of_all
+    return made
+
+
 def _sequence(seed: int | None) -> Generator:
-    return _sequences.current() if seed is None else Generator(seed)
+    return _sequences.current() if seed is None else _alike(seed)
 
 
 def normal(

@@ -17,6 +17,7 @@ from types import MethodType
 from typing import Any, NamedTuple
 
 from mpistrat.compat.absent import Names
+from mpistrat.distribute.mode import current, explain
 from mpistrat.environment import job_size
 from mpistrat.errors import (
     CheckpointError,
@@ -135,6 +136,8 @@ class _Function:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the function returns.
 
+        An AttributeError of something that only TensorFlow's tensors have says what to use.
+
         Raises:
           OutOfRangeError: ``next(iterator)`` in it has found no more; it is a StopIteration, too.
         """
@@ -142,6 +145,9 @@ class _Function:
             return self.python_function(*args, **kwargs)
         except StopIteration as error:
             raise DataEnded("End of sequence: an iterator has no more.") from error
+        except AttributeError as error:
+            explain(error, current())
+            raise
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """Return it as a method of `instance`."""

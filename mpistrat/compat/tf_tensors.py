@@ -74,12 +74,12 @@ class TensorSpec(NamedTuple):
       name: No effect.
 
     Example:
-      >>> TensorSpec([None, 3]).dtype is np.float32
-      True
+      >>> TensorSpec([None, 3]).dtype
+      dtype('float32')
     """
 
     shape: Any
-    dtype: Any = np.float32
+    dtype: Any = np.dtype("float32")
     name: Any = None
 
 

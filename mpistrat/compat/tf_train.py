@@ -9,11 +9,11 @@ from typing import Any, final
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.checkpoint import checkpoint, sharded
+from mpistrat.checkpoint import checkpoint, manager, sharded
 from mpistrat.checkpoint.files import found, latest_checkpoint
-from mpistrat.checkpoint.manager import CheckpointManager
 from mpistrat.cluster.spec import ClusterSpec
 from mpistrat.compat.absent import absent_from as _absent_from
+from mpistrat.errors import RefusedError
 
 __all__ = ["Checkpoint", "CheckpointManager", "CheckpointReader", "ClusterSpec"]
 __all__ += ["latest_checkpoint", "list_variables", "load_checkpoint", "load_variable"]
@@ -44,6 +44,113 @@ class Checkpoint(checkpoint.Checkpoint):
     def save_counter(self) -> _Count:
         """How many times it has been saved, those before it was restored included."""
         return _Count(super().save_counter)
+
+
+@final
+class CheckpointManager(manager.CheckpointManager):
+    """An `mpistrat.CheckpointManager` that may save at every so many steps only.
+
+    Args:
+      checkpoint: As there.
+      directory: As there.
+      max_to_keep: As there.
+      keep_checkpoint_every_n_hours: None; anything else is refused.
+      checkpoint_name: As there.
+      step_counter: A variable, or a number, that counts steps.
+      checkpoint_interval: `save` does nothing until the counter has grown by this much since the
+        last save; None for always.
+      init_fn: As there.
+      **more: ``every`` and ``background``, as there.
+
+    Raises:
+      RefusedError: `keep_checkpoint_every_n_hours` is given.
+      ValueError: An interval without a counter; or as there.
+
+    As: ``tf.train.CheckpointManager``.
+
+    Example:
+      >>> import tempfile, mpistrat as ms
+      >>> step = ms.Variable(0)
+      >>> options = {"step_counter": step, "checkpoint_interval": 2}
+      >>> manager = CheckpointManager(Checkpoint(step=step), tempfile.mkdtemp(), 3, **options)
+      >>> [manager.save() is not None for _ in range(4) if step.assign_add(1) is step]
+      [True, False, True, False]
+    """
+
+    def __init__(
+        self,
+        checkpoint: checkpoint.Checkpoint,
+        directory: str | os.PathLike[str],
+        max_to_keep: int | None,
+        keep_checkpoint_every_n_hours: Any = None,
+        checkpoint_name: str = "ckpt",
+        step_counter: Any = None,
+        checkpoint_interval: int | None = None,
+        init_fn: Any = None,
+        **more: Any,
+    ):
+        """Create a manager, and find the checkpoints that are there."""
+        if keep_checkpoint_every_n_hours is not None:
+            raise RefusedError(
+                "CheckpointManager(keep_checkpoint_every_n_hours=) is refused: it keeps the newest "
+                "max_to_keep. What is to stay, write elsewhere: checkpoint.save(other + '/ckpt')."
+            )
+        if checkpoint_interval is not None and step_counter is None:
+            raise ValueError("CheckpointManager: a checkpoint_interval needs a step_counter.")
+        self._interval, self._counter = checkpoint_interval, step_counter
+        self._last: int | None = None
+        super().__init__(
+            checkpoint,
+            directory,
+            max_to_keep,
+            checkpoint_name=checkpoint_name,
+            init_fn=init_fn,
+            **more,
+        )
+
+    @property
+    def checkpoint_interval(self) -> int | None:
+        """How many steps lie between two saves at least."""
+        return self._interval
+
+    def save(  # type: ignore[override]  # the signature of the other library, on purpose
+        self,
+        checkpoint_number: Any = None,
+        check_interval: bool = True,
+        options: Any = None,
+    ) -> str | None:
+        """Save the checkpoint, if the step counter has come so far; collective as there.
+
+        Args:
+          checkpoint_number: As there.
+          check_interval: False to save at any step that has not been saved.
+          options: No effect.
+
+        Returns:
+          The path, or None if nothing was saved.
+        """
+        if self._interval is not None:
+            step = int(self._counter)
+            grown = self._interval if self._last is None else step - self._last
+            if grown == 0 or (check_interval and grown < self._interval):
+                return None
+            self._last = step
+        return super().save(checkpoint_number)
+
+    def restore_or_initialize(self) -> str | None:
+        """Restore the newest checkpoint, or initialize; the interval counts from its step.
+
+        Collective.
+
+        Returns:
+          The path of what was restored, or None.
+
+        Cost: as there.
+        """
+        path = super().restore_or_initialize()
+        if path is not None and self._interval is not None:
+            self._last = int(self._counter)
+        return path
 
 
 _THERE = "/.ATTRIBUTES/VARIABLE_VALUE"  # what names of variables end with in files of TensorFlow

@@ -12,6 +12,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, final
 
+import numpy as np
+
 from mpistrat.comm.world import size_of_job
 from mpistrat.distribute.kinds import DistributedVariable
 from mpistrat.distribute.views import ALONE
@@ -66,6 +68,47 @@ _INSTEAD = {
     "num_replicas_in_sync": "strategy.num_replicas_in_sync",
     "replica_id_in_sync_group": "strategy.rank",
 }
+# What programs for TensorFlow ask of tensors, their shapes and dtypes, and what NumPy has for it.
+_OF_TENSORS: tuple[tuple[Any, str, dict[str, str]], ...] = (
+    (
+        (np.ndarray, np.generic),
+        "Tensors are NumPy's arrays and numbers",
+        {
+            "numpy": "the array itself, np.asarray(x), or float(x) of a number",
+            "eval": "the array itself",
+            "get_shape": "x.shape",
+            "set_shape": "tf.ensure_shape(x, shape), which checks it",
+            "ref": "id(x)",
+            "experimental_ref": "id(x)",
+        },
+    ),
+    (
+        tuple,
+        "Shapes are tuples",
+        {
+            "as_list": "list(shape)",
+            "dims": "shape",
+            "is_fully_defined": "True",
+            **dict.fromkeys(("ndims", "rank"), "len(shape)"),
+            "num_elements": "math.prod(shape)",
+        },
+    ),
+    (
+        np.dtype,
+        "Dtypes are NumPy's",
+        {
+            "as_numpy_dtype": "dtype.type",
+            "base_dtype": "dtype",
+            "is_bool": 'dtype.kind == "b"',
+            "is_complex": 'dtype.kind == "c"',
+            "is_floating": 'dtype.kind in "fV"',
+            "is_integer": 'dtype.kind in "iu"',
+            "is_unsigned": 'dtype.kind == "u"',
+            **dict.fromkeys(("max", "min"), "np.finfo(dtype), or np.iinfo(dtype) of integers"),
+            "size": "dtype.itemsize",
+        },
+    ),
+)
 _NONE = "get_replica_context() is None in cross-replica code"
 
 _mode: contextvars.ContextVar[Mode | None] = contextvars.ContextVar("mpistrat_mode", default=None)
@@ -106,8 +149,8 @@ class Entered:
         mode = self._mode
         for one in self._more:
             one.__exit__(None, None, None)
-        if isinstance(error, AttributeError) and mode.replica is None:
-            _explain(error)
+        if isinstance(error, AttributeError):
+            explain(error, mode)
         if _mode.get() is mode:
             _mode.reset(self._token)
             return
@@ -124,19 +167,29 @@ def again(mode: Mode | None, strategy: Ruling) -> Mode:
     return Mode(strategy) if mode is None else Mode(mode.strategy, mode.replica, mode.updating)
 
 
-def _explain(error: AttributeError) -> None:
-    """Say what to call instead, if a replica context was wanted where it is None.
+def explain(error: AttributeError, mode: Mode | None) -> None:
+    """Say what to use instead of an attribute of tensors, or of a replica context that is None.
 
-    It has to be None there, as programs for tf.distribute ask whether it is. So Python raises, and
-    what there is to say is added when the error leaves cross-replica code.
+    That has to be None in cross-replica code, as programs for tf.distribute ask whether it is, and
+    tensors are arrays. So Python raises, and what there is to say is added when the error leaves
+    a function or a scope.
+
+    Args:
+      error: What was raised; its text changes.
+      mode: Where.
     """
-    instead = _INSTEAD.get(error.name or "") if error.obj is None else None
-    if instead is not None and _NONE not in str(error):
-        error.args = (
-            f"{error}\n  {_NONE}: in a scope, in a merge_fn, in a function given to update. Call "
-            f"{error.name} in the function that Strategy.run calls; in cross-replica code, use "
-            f"{instead}.",
+    told, name = "", error.name or ""
+    if error.obj is None and mode is not None and mode.replica is None and name in _INSTEAD:
+        told = (
+            f"{_NONE}: in a scope, in a merge_fn, in a function given to update. Call {name} in "
+            f"the function that Strategy.run calls; in cross-replica code, use {_INSTEAD[name]}."
         )
+    for kinds, what, instead in _OF_TENSORS:
+        if isinstance(error.obj, kinds) and name in instead and not hasattr(error.obj, "_fields"):
+            told = f"{what} here: use {instead[name]}."
+    if told and told not in str(error):
+        error.args = (f"{error}\n  {told}",)
+        error.name = None  # of which Python would guess what was meant
 
 
 def settle(strategy: Ruling | None) -> None:

@@ -140,6 +140,31 @@ def test_draws():
         tf.random.uniform([1], dtype=tf.int32)
 
 
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("where", ["before", "scope", "run"])
+def test_a_generator_gives_each_replica_numbers_of_its_own(n, where):
+    """As TensorFlow 2.18's, on logical CPUs: noise was the same on all replicas here."""
+
+    def program(comm):
+        made = tf.random.Generator.from_seed(3)
+        strategy = tf.distribute.MirroredStrategy()
+        if where == "scope":
+            with strategy.scope():
+                made = tf.random.Generator.from_seed(3)
+
+        def draw():
+            own = tf.random.Generator.from_seed(3) if where == "run" else made
+            return own.normal([2]), own.uniform([2]), tf.random.normal([2], seed=3)
+
+        found = [strategy.experimental_local_results(each) for each in strategy.run(draw)]
+        assert all((one == found[2][0]).all() for one in found[2])  # a draw with a seed
+        return np.ravel(found[:2]).tolist() + made.normal([3]).tolist()
+
+    found = run_ranks(program, n)
+    assert found == [found[0]] * n
+    assert len({*found[0]}) == 4 * n + 3
+
+
 def test_what_changes_nothing(capsys):
     with tf.device("/GPU:0"), tf.name_scope("loss") as scope, tf.control_dependencies([1]):
         assert scope == "loss/"
@@ -234,6 +259,12 @@ def test_operations_by_aggregation():
         (lambda: tf.cumsum, r"numpy\.cumsum"),
         (lambda: tf.linalg.svd, r"numpy\.linalg"),
         (lambda: tf.math.cumsum, r"numpy\.cumsum"),
+        (lambda: tf.train.get_checkpoint_state, r"\.checkpoints has"),
+        (lambda: tf.train.CheckpointOptions(), "Leave it out"),
+        (lambda: tf.data.experimental.unbatch(), "method of the dataset"),
+        (lambda: tf.data.experimental.prefetch_to_device("gpu:0"), r"Dataset\.prefetch"),
+        (lambda: tf.random.stateless_uniform, r"mpistrat\.random\.stream"),
+        (lambda: tf.nn.moments, r"x\.var\(axis\)"),
         (lambda: tf.nonsense, "coming-from"),
         (lambda: tf.distribute.nonsense, r"docs/parity"),
         (lambda: tf.data.TFRecordDataset, "from_files"),

@@ -7,6 +7,7 @@ import inspect
 
 import numpy as np
 import pytest
+from every import every
 
 import mpistrat as ms
 from mpistrat.compat import tf
@@ -38,6 +39,9 @@ def test_variables_of_replicas_count_as_values_of_replicas(n):
         [False, False, False],
     ]
     assert run_ranks(program, n) == [wanted] * n
+
+
+STAY = ms.experimental.TerminationConfig(termination_watcher_fn=lambda: False, exit_fn=lambda: None)
 
 
 class Model:
@@ -99,6 +103,35 @@ def test_what_a_function_is_asked_for():
     assert model.step.__name__ == "step" and Model.step(model, iter([2])) == 6
     with pytest.raises(AttributeError, match="nonsense"):
         made.nonsense  # noqa: B018
+
+
+@every(
+    ("ask", "instead"),
+    [
+        (lambda x: tf.reduce_sum(x).numpy(), r"float\(x\)"),
+        (lambda x: x.numpy(), r"np\.asarray\(x\)"),
+        (lambda x: x.get_shape(), r"x\.shape"),
+        (lambda x: x.shape.as_list(), r"list\(shape\)"),
+        (lambda x: x.shape.rank, r"len\(shape\)"),
+        (lambda x: x.dtype.is_floating, r"dtype\.kind"),
+        (lambda x: tf.int32.as_numpy_dtype, r"dtype\.type"),
+    ],
+)
+def test_what_only_tensors_of_tensorflow_have_says_what_to_use(ask, instead):
+    def program(comm):
+        strategy = tf.distribute.MirroredStrategy()
+        ways = [lambda *x: strategy.run(ask, args=x), tf.function(ask)]
+        for way in [*ways, lambda *x: strategy.run(tf.function(ask), args=x)]:
+            with pytest.raises(AttributeError, match=rf"here: use .*{instead}") as told:
+                way(tf.ones([2, 3]))
+            assert str(told.value).count("here: use") == 1
+            assert told.value.name is None  # of which Python would say: Did you mean
+        with pytest.raises(AttributeError, match=instead), strategy.scope():
+            ask(tf.ones([2, 3]))
+        with pytest.raises(AttributeError, match=r"'nonsense'$"):
+            strategy.run(lambda: tf.ones([]).nonsense)
+
+    run_ranks(program, 2)
 
 
 def test_variables_are_keys_by_reference():
@@ -163,7 +196,53 @@ def test_the_save_counter_is_read_as_a_variable(tmp_path):
     assert isinstance(other.save_counter.numpy(), np.integer)
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_manager_saves_at_every_so_many_steps(n, tmp_path):
+    """Which saves are made is what TensorFlow 2.18 recorded; none at a step that was saved."""
+
+    def program(comm):
+        with tf.distribute.MirroredStrategy().scope():
+            step = tf.Variable(0, dtype=tf.int64)
+        saved = tf.train.Checkpoint(step=step)
+
+        def managed(**more):
+            return tf.train.CheckpointManager(saved, tmp_path, 5, **more)
+
+        manager = managed(step_counter=step, checkpoint_interval=3)
+        made = []
+        for _ in range(7):
+            step.assign_add(1)
+            made.append(manager.save() is not None)
+        made.append(manager.save(check_interval=False) is not None)
+        step.assign_add(1)
+        made += [manager.save(check_interval=check) is not None for check in (True, False)]
+        again = managed(step_counter=step, checkpoint_interval=3)
+        again.restore_or_initialize()
+        made += [again.save() is not None, again.checkpoint_interval == 3]
+        handler = tf.distribute.experimental.PreemptionCheckpointHandler(
+            None, again, termination_config=STAY
+        )
+        count = len(again.checkpoints)
+        handler._notice.tell("a test")  # is not a step that the interval passes over
+        handler.save_checkpoint_if_preempted()
+        made.append(len(again.checkpoints) == count + 1)
+        with pytest.raises(ms.RefusedError, match=r"checkpoint\.save"):
+            managed(keep_checkpoint_every_n_hours=1)
+        with pytest.raises(ValueError, match="step_counter"):
+            managed(checkpoint_interval=3)
+        return made
+
+    wanted = [True, False, False, True, False, False, True, False, False, True, False, True, True]
+    assert run_ranks(program, n) == [wanted] * n
+
+
 def test_dtypes_and_loggers():
+    """Beside those of arrays they are keys of dicts, in sets, and the same objects."""
+    for dtype in (tf.float32, tf.bool, tf.int64, tf.complex64, tf.TensorSpec([]).dtype):
+        made = tf.zeros([2], dtype)
+        assert {dtype: dtype.name}[made.dtype] == made.dtype.name == tf.as_dtype(dtype).name
+        assert made.dtype in {dtype} and made.dtype is dtype == dtype.name
+        assert isinstance(dtype, tf.DType) and tf.DType is tf.dtypes.DType
     assert tf.as_dtype("int32") == tf.as_dtype(tf.int32) == tf.dtypes.as_dtype(np.int32) == tf.int32
     assert tf.dtypes.bool is tf.bool and tf.dtypes.float16 is tf.float16
     with pytest.raises(TypeError, match="as_dtype"):

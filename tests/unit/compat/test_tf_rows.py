@@ -522,7 +522,7 @@ def test_a_dtype_that_is_none_is_told_in_words():
 
 
 def test_bfloat16_by_name(monkeypatch):
-    assert tf.bfloat16 is ml_dtypes.bfloat16
+    assert tf.bfloat16 == ml_dtypes.bfloat16 and tf.bfloat16.name == "bfloat16"
     assert tf.constant([1.5], tf.bfloat16).dtype == tf.bfloat16
     assert tf.Variable([1.5], dtype=tf.bfloat16).dtype == tf.bfloat16
     assert float(tf.reduce_sum(tf.cast([1.5, 2.0], tf.bfloat16))) == 3.5
