@@ -891,7 +891,10 @@ def test_a_backward_pass_that_failed_leaves_nothing_behind():
     run_ranks(program, 2)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 def test_what_has_no_answer_is_an_error_that_says_so():
+    scripted = torch.jit.script(nn.Linear(2, 1))
+
     def program(comm):
         strategy = ms.MirroredStrategy()
         words = mt.replicate(nn.Embedding(5, 2, sparse=True), strategy)
@@ -933,6 +936,16 @@ def test_what_has_no_answer_is_an_error_that_says_so():
             )
         with pytest.raises(ms.errors.LeafTypeError, match="lazy"):
             mt.replicate(nn.LazyLinear(3), strategy)
+        with pytest.raises(ms.errors.LeafTypeError, match=r"^'0' is of torch\.jit.*before it is"):
+            mt.replicate(nn.Sequential(scripted), strategy)
+        fused = mt.FusedOptimizer(mt.replicate(nn.Linear(2, 1), strategy), ms.optim.SGD(0.1))
+        for name, end in {
+            "param_groups": ".*Cosine",
+            "state_dict": ".*Checkpoint",
+            "x": "$",
+        }.items():
+            with pytest.raises(AttributeError, match=f"has no attribute '{name}'{end}"):
+                getattr(fused, name)
         for words in nn.Embedding(5, 2, max_norm=1.0), nn.EmbeddingBag(5, 2, max_norm=1.0):
             with pytest.raises(ms.errors.LeafTypeError, match=r"^'0\.weight'.*max_norm=None"):
                 mt.replicate(nn.Sequential(words), strategy)
