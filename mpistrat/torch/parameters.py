@@ -168,7 +168,7 @@ def refuse_modules(model: Any, ranks: int) -> None:
         if isinstance(module, torch.jit.ScriptModule):
             raise LeafTypeError(
                 f"{name or 'the model'!r} is of torch.jit, which shows neither its calls nor its "
-                "parameters to Python. Replicate the module before it is scripted or traced; "
+                "parameters to Python. Leave it as it was before torch.jit.script or trace; "
                 "torch.compile makes it quicker, before or after replicate."
             )
         embeds = isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag)
