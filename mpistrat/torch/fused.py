@@ -24,6 +24,16 @@ from mpistrat.torch.tensors import as_array, tensor_of
 
 __all__ = ["FusedOptimizer"]
 
+_SAVED = "A mpistrat.Checkpoint(model=model, optimizer=this one) saves and restores it"
+_RATES = (
+    "Rates and groups are of its optimizer, as in mpistrat.optim.AdamW(mpistrat.optim.Cosine(1e-3, "
+    "1000)), not of schedulers of PyTorch; a scaler of the loss is for float16, use torch.autocast "
+    "with bfloat16"
+)
+_OF_TORCH = {
+    **dict.fromkeys(("state", "state_dict", "load_state_dict"), _SAVED),
+    **dict.fromkeys(("param_groups", "add_param_group", "defaults"), _RATES),
+}
 _address, _version = torch.Tensor.data_ptr, operator.attrgetter("_version")
 
 
@@ -165,6 +175,11 @@ class FusedOptimizer:
             else:
                 p.grad.zero_()
         self._gradients.forget()
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise AttributeError that says, of an attribute of PyTorch's optimizers, what to use."""
+        advice = f". {_OF_TORCH[name]}." if name in _OF_TORCH else ""
+        raise AttributeError(f"FusedOptimizer has no attribute {name!r}{advice}")
 
     def tree(self) -> dict[str, Any]:
         """Return the variables that a checkpoint saves: the state, not the weights."""

@@ -19,6 +19,7 @@ from mpistrat.torch.views import (
     checked,
     deal,
     fits,
+    parts_of,
     rooms,
     rows_of,
     settle,
@@ -162,7 +163,8 @@ class GroupCalls(_Base):
 
         def make(said: str, given: list[torch.Tensor], out: list[torch.Tensor]) -> None:
             with self.channel.lockstep.preparing(said):
-                fits(counts[self.channel.comm.rank], self.channel.comm.rank, given[0])
+                rank = self.channel.comm.rank
+                fits(counts[rank], out[rank].dtype, rank, given[0])
             _gathered(self.channel, said, given[0], counts, out)
 
         return self._call(text, [mine], into, opts, make)
@@ -185,7 +187,7 @@ class GroupCalls(_Base):
                 room, size = bytes_of(into), bytes_of(tensor).size
                 counts = [size] * channel.comm.size
                 with channel.lockstep.preparing(said):
-                    fits(sum(counts), channel.comm.rank, into)
+                    fits(sum(counts), tensor.dtype, channel.comm.rank, into)
                 calls.all_gather(channel, said, tensor, counts, room)
 
         return self._call(text, inputs, outputs, opts, make)
@@ -215,7 +217,7 @@ class GroupCalls(_Base):
             with channel.lockstep.preparing(said):
                 channel.one_each("gather_list", out, root)
                 for tensor in out:
-                    fits(size, channel.comm.rank, tensor)
+                    fits(size, given[0].dtype, channel.comm.rank, tensor)
             room = np.empty(size * len(out), np.uint8) if channel.comm.rank == root else None
             calls.gather(channel, said, given[0], room, root)
             for number, tensor in enumerate(out):
@@ -234,7 +236,7 @@ class GroupCalls(_Base):
             with channel.lockstep.preparing(said):
                 channel.one_each("scatter_list", given, root)
                 for tensor in given:
-                    fits(recv.size, channel.comm.rank, tensor)
+                    fits(recv.size, out[0].dtype, channel.comm.rank, tensor)
             send = np.concatenate([bytes_of(t) for t in given]) if given else None
             calls.scatter(channel, said, send, recv, root)
 
@@ -267,20 +269,19 @@ class GroupCalls(_Base):
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         how, text = self._operation(name, op, flat)
         channel, each = self.channel, len(inputs[0])
+        rank, size = channel.comm.rank, channel.comm.size
 
         def make(said: str, given: list[torch.Tensor], out: list[torch.Tensor]) -> None:
             rows = [given[at : at + each] for at in range(0, len(given), each)]
             sums = [torch.cat([tensor.reshape(-1) for tensor in row]) for row in rows]
             with channel.lockstep.preparing(said):
-                for whole, tensor in zip(sums, out, strict=True):
-                    if whole.numel() != tensor.numel() * channel.comm.size:
-                        raise ValueError(
-                            f"{said}: the input has {whole.numel()} elements, and must have "
-                            f"{channel.comm.size} times the {tensor.numel()} of the output."
-                        )
+                pairs = zip(rows, sums, strict=True)
+                parts = [whole.split(parts_of(size, row)) for row, whole in pairs]
+                for part, tensor in zip(parts, out, strict=True):
+                    fits(part[rank].nbytes, part[rank].dtype, rank, tensor)
             calls.all_reduce(channel, said, how, sums)
-            for whole, tensor in zip(sums, out, strict=True):
-                tensor.view(-1).copy_(whole.chunk(channel.comm.size)[channel.comm.rank])
+            for part, tensor in zip(parts, out, strict=True):
+                tensor.view(-1).copy_(part[rank])
 
         return self._call(text, flat, outputs, opts, make)
 

@@ -165,6 +165,12 @@ def refuse_modules(model: Any, ranks: int) -> None:
                 "on all ranks, before replicate."
             )
     for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise LeafTypeError(
+                f"{name or 'the model'!r} is of torch.jit, which shows neither its calls nor its "
+                "parameters to Python. Leave it as it was before torch.jit.script or trace; "
+                "torch.compile makes it quicker, before or after replicate."
+            )
         embeds = isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag)
         if ranks > 1 and embeds and module.max_norm is not None and module.weight.requires_grad:
             raise LeafTypeError(

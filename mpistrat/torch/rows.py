@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import operator
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
@@ -17,6 +18,12 @@ from mpistrat.errors import ContextError
 __all__ = ["first_rows", "nothing", "tensors_in", "watch", "without_weight"]
 
 _WHOLE = (torch.nn.Module, type, types.ModuleType)  # what is not looked into
+_OWN = frozenset(vars(torch.nn.Module()))  # the attributes that every module has
+_ADVICE = (
+    "\n  Call mpistrat.torch.take_part(model) in place of the model, the loss and its backward "
+    "pass where a rank has no rows, or leave out a last batch of few: "
+    "mpistrat.torch.batches(..., drop_last=True)."
+)
 
 
 def tensors_in(value: Any, seen: dict[int, Any] | None = None) -> Iterator[Any]:
@@ -108,7 +115,8 @@ def watch(out: Any, came: Callable[[], None]) -> bool:
 def nothing(model: Any, args: Any, kwargs: Any) -> Any:
     """Return what a model would give for no rows, without running it.
 
-    Backward passes go through it to the parameters, and bring them zeros.
+    Backward passes go through it to the parameters, and bring them zeros; and so through what such
+    a call leaves in attributes of modules.
 
     Args:
       model: The model.
@@ -118,59 +126,137 @@ def nothing(model: Any, args: Any, kwargs: Any) -> Any:
     Raises:
       ContextError: That cannot be told.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)  # shapes without contents
-
-    def fake(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        return mode.from_tensor(leaf.detach().requires_grad_(leaf.requires_grad))
-
+    given = args, kwargs
     try:
-        some, named = (nest.map(fake, given) for given in (args, kwargs))
-        with _as_it_was(model):
-            for module in model.modules():
-                for held in (module._parameters, module._buffers):
-                    held.update({key: fake(one) for key, one in held.items()})
-            with mode:
-                out = model(*some, **named)
+        try:
+            runs = [_imagined(model, given, 0)]
+        except Exception:
+            # ``x.view(len(x), -1)`` has no answer for no rows. Sizes and counts follow from two.
+            runs = [_imagined(model, given, 2), _imagined(model, given, 3)]
         # Inputs may be of another replicated model, whose pass the ranks are in too.
-        given = [*model.parameters(), *tensors_in([*args, *kwargs.values()])]
-        sources = [one for one in given if one.requires_grad]
-        made = {id(one): _empty(one, sources) for one in tensors_in(out)}
+        sources = [one for one in (*model.parameters(), *tensors_in(given)) if one.requires_grad]
+        made = {
+            id(one): _empty(one, sources, [_of_none(*size) for size in sizes])
+            for (one, *_), sizes in _sizes(runs)
+        }
         kept = {id(module): module for module in model.modules()}
         # Whatever a model returns them in: a record, an object of the program's own.
-        return copy.deepcopy(out, {**kept, **made})
+        out = copy.deepcopy(runs[0][0], {**kept, **made})
+        for (place, key, value, known), *more in zip(*(left for _, left in runs), strict=True):
+            if _counts(value):
+                place[key] = _of_none(value, *(other[2] for other in more))
+            else:
+                place[key] = copy.deepcopy(value, {**kept, **made, **known})
+        return out
     except Exception as error:
         raise ContextError(
             "this rank has no rows, and what the model would give for none is not known "
-            f"without running it: {error}\n  Call mpistrat.torch.take_part(model) in place of "
-            "the model, the loss and its backward pass where a rank has no rows, or leave out a "
-            "last batch of few: mpistrat.torch.batches(..., drop_last=True)."
+            f"without running it: {error}{_ADVICE}"
         ) from error
 
 
-def _empty(leaf: Any, sources: list[Any]) -> Any:
-    """Return a tensor without rows in the place of one without contents."""
+def _sizes(runs: list[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
+    """Iterate over the tensors that calls gave or left in the same places, and their shapes."""
+    numbers = [[x for x in nest.flatten(out)[0] if isinstance(x, int | float)] for out, _ in runs]
+    if numbers.count(numbers[0]) != len(runs):
+        raise ValueError("it gives numbers that depend on how many rows there are.")
+    found = [tensors_in([out, [value for _, _, value, _ in left]]) for out, left in runs]
+    for ones in zip(*found, strict=True):
+        yield ones, zip(*(one.shape for one in ones), strict=True)
+
+
+def _of_none(two: Any, three: Any = None) -> Any:
+    """Return what a size or a count is for no rows, if it is this for 2, and that for 3."""
+    return two if three is None or two == three else 3 * two - 2 * three
+
+
+def _counts(value: Any) -> bool:
+    """Tell whether an attribute is a count, and no flag."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _imagined(model: Any, given: Any, rows: int) -> tuple[Any, list[Any]]:
+    """Call a model on tensors without contents, and leave it as it was.
+
+    Args:
+      model: The model.
+      given: What it is called with, and by name.
+      rows: What sizes of 0 are in that call.
+
+    Returns:
+      What it gives, and what it leaves in attributes of modules that outlasts it: counts, and what
+      gradients pass. Of each the place, the key there, the value, and what was known before.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)  # shapes without contents
+
+    def fake(leaf: Any, rows: int = 0) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        like = leaf.detach()
+        if rows and not like.numel():
+            like = like.new_empty([size or rows for size in like.shape])
+        return mode.from_tensor(like.requires_grad_(leaf.requires_grad))
+
+    args, kwargs = nest.map(lambda leaf: fake(leaf, rows), given)
+    with _as_it_was(model) as held:
+        for module in model.modules():
+            for inside in (module._parameters, module._buffers):
+                inside.update({key: fake(one) for key, one in inside.items()})
+        with mode:
+            out = model(*args, **kwargs)
+        left = [one for now, then in held for one in _left(now, then)]
+    # What hooks of the program have kept of such a call is not found; so whoever uses it is told.
+    setattr(mode, "dispatch", _without_contents)  # noqa: B010
+    return out, left
+
+
+def _without_contents(*_: Any) -> Any:
+    raise ContextError(
+        "this tensor has no contents: it was kept, by a hook perhaps, from a call of the model in "
+        f"which this rank had no rows, and did not run it.{_ADVICE}"
+    )
+
+
+def _left(now: Any, then: Any) -> Iterator[tuple[Any, Any, Any, Any]]:
+    """Iterate over what a call has left in the attributes of a module, or in a list or mapping."""
+    if isinstance(now, list):
+        same = len(now) == len(then) and all(map(operator.is_, now, then))
+        found = [] if same else [(slice(None), [*now])]
+        known = {id(one): one for one in then}
+    else:
+        found = [(k, x) for k, x in now.items() if k not in _OWN and x is not then.get(k)]
+        known = {}
+    for key, value in found:
+        if _counts(value) or any(x.grad_fn is not None for x in tensors_in(value)):
+            yield now, key, value, known
+
+
+def _empty(leaf: Any, sources: list[Any], shape: list[int]) -> Any:
+    """Return a tensor of a shape without rows in the place of one without contents."""
     if not (leaf.is_floating_point() or leaf.is_complex()):
-        return torch.zeros(leaf.shape, dtype=leaf.dtype)
-    return _Constant.apply(torch.full(leaf.shape, float("nan"), dtype=leaf.dtype), *sources)
+        return torch.zeros(shape, dtype=leaf.dtype)
+    return _Constant.apply(torch.full(shape, float("nan"), dtype=leaf.dtype), *sources)
 
 
 @contextlib.contextmanager
-def _as_it_was(model: Any) -> Iterator[None]:
+def _as_it_was(model: Any) -> Iterator[list[tuple[Any, Any]]]:
     """Return a context manager after which modules have the attributes that they had before.
 
     What a forward pass without contents leaves in them has none. (torch.func.functional_call does
-    not put back the weights of a module that a model has twice.)
+    not put back the weights of a module that a model has twice.) It gives those of each module,
+    lists and mappings in them, and what all these held.
     """
-    held = [d for m in model.modules() for d in (vars(m), m._parameters, m._buffers, m._modules)]
-    before = [dict(d) for d in held]
+    own = [vars(module) for module in model.modules()]
+    inside = [x for d in own for k, x in d.items() if k not in _OWN and type(x) in (dict, list)]
+    # Of each module its own attributes, then the parameters, buffers and modules.
+    inner = [d[key] for d in own for key in ("_parameters", "_buffers", "_modules")]
+    before = [(now, copy.copy(now)) for now in (*own, *inside, *inner)]
     try:
-        yield
+        yield before[: len(own) + len(inside)]
     finally:
-        for now, then in zip(held, before, strict=True):
+        for now, then in before:
             now.clear()
-            now.update(then)
+            (now.extend if isinstance(now, list) else now.update)(then)
 
 
 @final

@@ -16,6 +16,7 @@ __all__ = [
     "deal",
     "fits",
     "numbers_of",
+    "parts_of",
     "rooms",
     "rows_of",
     "settle",
@@ -122,13 +123,14 @@ def numbers_of(room: torch.Tensor) -> tuple[Array, torch.Tensor]:
     return array, room
 
 
-def fits(wanted: int, rank: int, tensor: torch.Tensor) -> None:
-    """Raise ValueError unless a tensor has as many bytes as it stands for, on this rank."""
+def fits(wanted: int, dtype: torch.dtype, rank: int, tensor: torch.Tensor) -> None:
+    """Raise ValueError unless a tensor has the bytes and dtype of what it stands for, on a rank."""
     size = tensor.numel() * tensor.element_size()
-    if size != wanted:
+    if size != wanted or tensor.dtype is not dtype:
         raise ValueError(
             f"rank {rank}: {spec(tensor)} has {size} bytes, and the other side of this call has "
-            f"{wanted} for it. Tensors that stand for each other must have the same size."
+            f"{wanted} of {str(dtype)[6:]} for it. Tensors that stand for each other must have the "
+            "same size and dtype."
         )
 
 
@@ -138,6 +140,20 @@ def deal(room: Array, counts: list[int], out: list[torch.Tensor]) -> None:
     for count, tensor in zip(counts, out, strict=True):
         bytes_of(tensor)[...] = room[at : at + count]
         at += count
+
+
+def parts_of(size: int, row: Tensors) -> list[int]:
+    """Return how many elements of a row of tensors are for each rank: a tensor, or a part of one.
+
+    Raises:
+      ValueError: There are as many neither of tensors nor of parts.
+    """
+    counts = [tensor.numel() for tensor in row]
+    if len(row) == 1 and counts[0] % size == 0:
+        return [counts[0] // size] * size
+    if len(row) != size:
+        raise ValueError(f"{specs(row)} cannot be split evenly among {size} ranks.")
+    return counts
 
 
 def rows_of(size: int, tensor: torch.Tensor, splits: list[int]) -> list[int]:

@@ -466,9 +466,15 @@ def test_a_model_is_not_run_where_it_has_no_rows_and_gives_an_output_of_its_shap
             def forward(self, x):
                 return x * float(x.sum())
 
-        model = mt.replicate(Peeks(), model._mpistrat_gradients.strategy)
+        strategy = model._mpistrat_gradients.strategy
+        model = mt.replicate(Peeks(), strategy)
         with pytest.raises(ms.errors.ContextError, match="take_part"):
             model(torch.ones(0, 3))
+        model, found = mt.replicate(nn.Sequential(nn.Linear(3, 1)), strategy), []
+        model[0].register_forward_hook(lambda module, given, out: found.append(out))
+        model(torch.ones(0, 3))
+        with pytest.raises(ms.errors.ContextError, match=r"(?s)kept, by a hook.*take_part"):
+            found[0].mean()
 
     run_ranks(program, 2)
 
@@ -627,6 +633,31 @@ class Slopes(nn.Module):
         return torch.func.vmap(torch.func.jacrev(self.net))(x)
 
 
+class Leaves(nn.Module):
+    """It leaves penalties in attributes, counts its calls, and says `view(len(x), -1)`."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(WIDTH, 4), nn.Linear(8, 2)
+        self.penalty, self.penalties, self.calls, self.seen, self.shift = None, [], 0, 0, None
+
+    def forward(self, x):
+        self.calls, self.seen = self.calls + 1, self.seen + len(x)
+        if self.shift is None:
+            self.shift = torch.ones(4)
+        hidden = torch.tanh(self.one(x)) + self.shift
+        self.penalty = hidden.square().mean()
+        self.penalties.append(self.calls * hidden.mean())
+        return self.two(torch.stack([hidden, -hidden], 1).view(len(x), -1))
+
+
+def with_penalties(model, x):
+    out = model(x)
+    loss = out.square().mean() + model.penalty + sum(model.penalties)
+    model.penalties.clear()
+    return loss
+
+
 def bent():
     return nn.Sequential(nn.Linear(WIDTH, 3), nn.Tanh(), nn.Linear(3, 2))
 
@@ -641,10 +672,22 @@ def bent():
         (bent, by_hand, {}),
         (bent, doubled, {}),
         (Slopes, size_of, {}),
+        (Leaves, with_penalties, {}),
         (bent, size_of, {"inputs": lambda model: [model[0].weight]}),
         (Tied, size_of, {"inputs": lambda model: list(model.last.parameters())}),
     ],
-    ids=["complex", "input", "frozen", "slopes", "by hand", "doubled", "func", "inputs", "tied"],
+    ids=[
+        "complex",
+        "input",
+        "frozen",
+        "slopes",
+        "by-hand",
+        "doubled",
+        "func",
+        "leaves",
+        "inputs",
+        "tied",
+    ],
 )
 def test_losses_of_a_rank_without_rows_have_the_passes_of_the_others(make, loss, given):
     torch.manual_seed(0)
@@ -668,6 +711,8 @@ def test_losses_of_a_rank_without_rows_have_the_passes_of_the_others(make, loss,
                 assert (p.grad is None) == (grad is None)
                 assert grad is None or torch.allclose(p.grad, grad, rtol=1e-4, atol=1e-5)
         assert strategy.all_reduce("SUM", 1) == comm.size  # no rank is in a call of its own
+        if make is Leaves:
+            assert (model.calls, strategy.all_reduce("SUM", model.seen)) == (3, 7)
 
     run_ranks(program, 2)
 
@@ -846,7 +891,10 @@ def test_a_backward_pass_that_failed_leaves_nothing_behind():
     run_ranks(program, 2)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 def test_what_has_no_answer_is_an_error_that_says_so():
+    scripted = torch.jit.script(nn.Linear(2, 1))
+
     def program(comm):
         strategy = ms.MirroredStrategy()
         words = mt.replicate(nn.Embedding(5, 2, sparse=True), strategy)
@@ -888,6 +936,16 @@ def test_what_has_no_answer_is_an_error_that_says_so():
             )
         with pytest.raises(ms.errors.LeafTypeError, match="lazy"):
             mt.replicate(nn.LazyLinear(3), strategy)
+        with pytest.raises(ms.errors.LeafTypeError, match=r"^'0' is of torch\.jit.*Leave it"):
+            mt.replicate(nn.Sequential(scripted), strategy)
+        fused = mt.FusedOptimizer(mt.replicate(nn.Linear(2, 1), strategy), ms.optim.SGD(0.1))
+        for name, end in {
+            "param_groups": ".*Cosine",
+            "state_dict": ".*Checkpoint",
+            "x": "$",
+        }.items():
+            with pytest.raises(AttributeError, match=f"has no attribute '{name}'{end}"):
+                getattr(fused, name)
         for words in nn.Embedding(5, 2, max_norm=1.0), nn.EmbeddingBag(5, 2, max_norm=1.0):
             with pytest.raises(ms.errors.LeafTypeError, match=r"^'0\.weight'.*max_norm=None"):
                 mt.replicate(nn.Sequential(words), strategy)

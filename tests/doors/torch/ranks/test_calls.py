@@ -158,6 +158,11 @@ def test_reduce_scatter_of_every_form(rank, size, count):
     same(got, wanted)
     dist.reduce_scatter_tensor(got, everyone[rank], op=dist.ReduceOp.AVG)
     torch.testing.assert_close(got, wanted / size)
+    counts = [count + r for r in range(size)]  # tensors of other sizes
+    everyone = [mine(r, (sum(counts), 2)) for r in range(size)]
+    got = torch.empty(counts[rank], 2)
+    dist.reduce_scatter(got, list(everyone[rank].split(counts)))
+    same(got, sum(everyone).split(counts)[rank])
 
 
 def test_all_to_all_of_every_form(rank, size):

@@ -181,6 +181,20 @@ def test_lists_and_rooms_that_do_not_have_one_for_each_rank_are_an_error_on_all(
     for words, call in calls.items():
         with pytest.raises(ValueError, match=words):
             call()
+    # As many bytes of another dtype would be other numbers.
+    whole, part = torch.ones(2 * size), torch.empty(2, dtype=torch.int32)
+    for call in (
+        lambda: dist.all_gather_into_tensor(whole, part),
+        lambda: dist.reduce_scatter_tensor(part, whole),
+    ):
+        with pytest.raises(ValueError, match=r"\[.*\] has .* the same size and dtype"):
+            call()
+    with pytest.raises(ValueError, match="cannot be split evenly"):
+        dist.reduce_scatter(torch.ones(2), [torch.ones(2)] * (size + 1))
+    # Rank r's part is the r-th of the list, whatever that of another one may hold.
+    given = [torch.ones(3), *[torch.ones(1)] * (size - 1)]
+    with pytest.raises(ValueError, match=r"rank 0: .* has 8 bytes, .* 12 of float32"):
+        dist.reduce_scatter(torch.ones(2 if rank == 0 else 1), given)
     for call in (dist.isend, dist.irecv):
         with pytest.raises(ValueError, match=f"ranks are 0 to {size - 1}"):
             call(one, size)
