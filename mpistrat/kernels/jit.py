@@ -216,6 +216,51 @@ def _cast(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return numba.njit(**_LIKE_NUMPY)(call)  # type: ignore[no-any-return]  # untyped import
 
 
+def stream(function: Callable[[int, int, int], None]) -> Kernel[[int, int, int], None]:
+    """Turn a function into stores that go past the caches, for kernels to call.
+
+    Args:
+      function: Does the same in Python: it copies to the first address, from the second, so many
+        bytes; the first address and the number are multiples of 64.
+    """
+    return Kernel(function, function, _stream)
+
+
+def _stream(function: Callable[[int, int, int], None]) -> Callable[[int, int, int], None]:
+    numba = _numba()
+    ir, types = importlib.import_module("llvmlite.ir"), numba.types
+    tools = importlib.import_module("numba.core.cgutils")
+
+    def emit(context: Any, builder: Any, _: Any, values: Any) -> Any:
+        to, value, nbytes = values
+        part, integer = ir.VectorType(ir.IntType(64), 4).as_pointer(), nbytes.type
+        mark = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
+        steps = ir.Constant(integer, 0), nbytes, ir.Constant(integer, 32)
+        with tools.for_range_slice(builder, *steps) as (at, _):
+            found = builder.load(builder.inttoptr(builder.add(value, at), part), align=1)
+            place = builder.inttoptr(builder.add(to, at), part)
+            builder.store(found, place, align=32).set_metadata("nontemporal", mark)
+        if _is_x86():  # whose other fences need not order such stores
+            fence = ir.FunctionType(ir.VoidType(), [])
+            builder.call(builder.module.declare_intrinsic("llvm.x86.sse.sfence", (), fence), [])
+        else:
+            builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    def instructions(context: Any, to: Any, value: Any, nbytes: Any) -> Any:
+        return types.void(types.intp, types.intp, types.intp), emit
+
+    made = importlib.import_module("numba.extending").intrinsic(instructions)
+    call: Any = lambda to, value, nbytes: made(to, value, nbytes)  # noqa: E731
+    call.__qualname__ = function.__name__  # see `_compile`
+    return numba.njit(**_LIKE_NUMPY)(call)  # type: ignore[no-any-return]  # untyped import
+
+
+def _is_x86() -> bool:
+    triple: str = importlib.import_module("llvmlite.binding").get_process_triple()
+    return triple.startswith(("x86", "i386", "i686"))
+
+
 @functools.cache
 def converts_halves() -> bool:
     """Tell whether this processor converts between float16 and float32 by itself.
@@ -224,7 +269,7 @@ def converts_halves() -> bool:
     than NumPy's own.
     """
     binding = importlib.import_module("llvmlite.binding")
-    if not binding.get_process_triple().startswith(("x86", "i386", "i686")):
+    if not _is_x86():
         return binding.get_process_triple().startswith(("aarch64", "arm64"))  # type: ignore[no-any-return]
     return bool(binding.get_host_cpu_features().get("f16c", False))
 

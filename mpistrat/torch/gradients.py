@@ -267,7 +267,7 @@ class Gradients:
                 "gradient passes the ranks' mean. Use torch.autograd.grad for higher gradients."
             )
         if i not in self._aside:
-            view.copy_(gradient)
+            self._parameters.keep(i, gradient)
             p.grad = view
 
     def _end(self) -> None:

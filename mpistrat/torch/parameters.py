@@ -12,7 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from mpistrat.arrays import label
 from mpistrat.errors import ContextError, LeafTypeError
+from mpistrat.kernels.streams import PAST_CACHES, copy_to
 from mpistrat.torch.tensors import as_array, in_storage_order, tensor_of
+from mpistrat.torch.views import bytes_of, is_plain
 
 __all__ = ["GradientRoom", "refuse_modules"]
 
@@ -58,7 +60,18 @@ class GradientRoom:
         self.arrays = list(map(as_array, rooms[:-1]))
         self.views = [b.permute(back) for b, back in zip(rooms, self._backs, strict=False)]
         self._places = [view.data_ptr() for view in self.views]
+        # Of a model that no cache holds, what is copied is not read before it has left the caches.
+        large = sum(array.nbytes for array in self.arrays) >= PAST_CACHES
+        self._plain = [large and is_plain(view) for view in self.views]
         return list(rooms)
+
+    def keep(self, i: int, gradient: Any) -> None:
+        """Copy a gradient to where the ranks reduce it."""
+        view = self.views[i]
+        if self._plain[i] and is_plain(gradient) and gradient.dtype is view.dtype:
+            copy_to(bytes_of(view), bytes_of(gradient))
+        else:
+            view.copy_(gradient)
 
     def put_back(self) -> None:
         """Make the views anew that a module has given other memory: ``model.share_memory()``."""

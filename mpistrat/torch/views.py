@@ -67,7 +67,8 @@ def checked(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return found
 
 
-def _plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is its memory, in C order."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
@@ -80,7 +81,7 @@ def rooms(tensors: Iterable[torch.Tensor], read: bool = True) -> list[torch.Tens
     """
     return [
         tensor
-        if _plain(tensor)
+        if is_plain(tensor)
         else tensor.resolve_conj().resolve_neg().contiguous()
         if read
         else torch.empty(tensor.shape, dtype=tensor.dtype)

@@ -15,10 +15,12 @@ import pytest
 from python_calls import calls_of
 
 import mpistrat as ms
+from mpistrat.kernels import streams
 from mpistrat.testing import run_ranks
 
 torch = pytest.importorskip("torch", reason="wants PyTorch: pip install 'mpistrat[torch]'")
 import mpistrat.torch as mt  # noqa: E402
+from mpistrat.torch import parameters  # noqa: E402
 
 nn, F = torch.nn, torch.nn.functional
 
@@ -140,9 +142,13 @@ def close(model, wanted, **how):
         torch.testing.assert_close(x.detach(), wanted[name], rtol=1e-4, atol=1e-5, **how)
 
 
+@pytest.mark.parametrize("past_caches", [False, True])
 @pytest.mark.parametrize("kind", list(MODELS))
 @pytest.mark.parametrize("size", SIZES)
-def test_weights_are_those_of_one_process(size, kind):
+def test_weights_are_those_of_one_process(size, kind, past_caches, monkeypatch):
+    if past_caches:  # as of models that no cache holds
+        monkeypatch.setattr(parameters, "PAST_CACHES", 0)
+        monkeypatch.setattr(streams, "_LEAST", 64)
     wanted = alone(made(kind))
 
     def program(comm):
