@@ -129,13 +129,15 @@ class CheckpointManager(manager.CheckpointManager):
         Returns:
           The path, or None if nothing was saved.
         """
-        if self._interval is not None:
-            step = int(self._counter)
-            grown = self._interval if self._last is None else step - self._last
-            if grown == 0 or (check_interval and grown < self._interval):
-                return None
-            self._last = step
-        return super().save(checkpoint_number)
+        if self._interval is None:
+            return super().save(checkpoint_number)
+        step = int(self._counter)
+        grown = self._interval if self._last is None else step - self._last
+        if grown == 0 or (check_interval and grown < self._interval):
+            return None
+        path = super().save(checkpoint_number)
+        self._last = step
+        return path
 
     def restore_or_initialize(self) -> str | None:
         """Restore the newest checkpoint, or initialize; the interval counts from its step.
