@@ -100,4 +100,4 @@ class Comm(abc.ABC):
 
     @abc.abstractmethod
     def free(self) -> None:
-        """Give the group back. Collective. Nothing may be called afterwards."""
+        """Free the communicator. Collective. Nothing may be called afterwards."""

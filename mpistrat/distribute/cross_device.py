@@ -131,7 +131,7 @@ class CrossDeviceOps(Ops):
         return list(self.batch_reduce_implementation(reduce_op, pairs, options))
 
     def broadcast(self, tensor: Any, destinations: Any) -> Any:
-        """Give replica 0's value to every replica. Collective; see `StrategyExtended.broadcast_to`.
+        """Broadcast replica 0's value. Collective; see `StrategyExtended.broadcast_to`.
 
         Args:
           tensor: Array or number; equal shape and dtype on all ranks.

@@ -133,7 +133,7 @@ def at_destinations(results: Sequence[Any], pairs: Sequence[tuple[Any, Any]]) ->
 def broadcast(
     strategy: StrategyBase, tensor: Any, destinations: Any, by: Delegate | None = None
 ) -> Any:
-    """Give replica 0's value to every replica; see `StrategyExtended.broadcast_to`. Collective.
+    """Broadcast replica 0's value to all replicas; see `StrategyExtended.broadcast_to`. Collective.
 
     Args:
       strategy: Whose replicas.

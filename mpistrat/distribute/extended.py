@@ -222,7 +222,7 @@ class StrategyExtended(Generic[S_co]):
             return at_destinations(reduced, pairs)
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
-        """Give replica 0's value to every replica.
+        """Broadcast replica 0's value to every replica.
 
         Collective under `MirroredStrategy`; elsewhere the value is returned as it is. A
         `CrossDeviceOps` of the program's own that the strategy was given does it, if there is one.

@@ -152,7 +152,7 @@ def merged(strategy: Any, merge_fn: Callable[..., Any], args: Any = (), kwargs: 
 
 @contextlib.contextmanager
 def body(strategy: StrategyBase, replica: Replica) -> Iterator[None]:
-    """Let the body of a ``with`` be the code of `replica`; it ends in one proof, as a run does.
+    """Run the body of a ``with`` as code of `replica`; a handshake ends it, as it ends a run.
 
     Collective. In code of this very replica it changes nothing.
 

@@ -76,7 +76,7 @@ def _value(leaf: Any, path: str) -> Array | Encoded:
 
 
 def broadcast_state(group: ReplicaGroup, tree: Any, out: Any) -> Any:
-    """Give replica 0's values to all; see `Strategy.broadcast`. Collective."""
+    """Broadcast replica 0's values to all; see `Strategy.broadcast`. Collective."""
     lockstep = group.lockstep
     with lockstep.preparing("broadcast"):
         state = _state(group, "broadcast", tree)

@@ -352,7 +352,7 @@ class Strategy(Inputs):
                 return all_reduce_start(group, reduce_op, value, weight, out)
 
     def broadcast(self, tree: Any, out: Any = None) -> Any:
-        """Give replica 0's values to all ranks.
+        """Broadcast replica 0's values to all ranks.
 
         For state that is not a variable and should begin alike: weights of another library, plain
         arrays, numbers. A variable does not need it: it begins with replica 0's value.

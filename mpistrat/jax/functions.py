@@ -128,7 +128,7 @@ def all_gather(value: Any, axis: int, *, shared_loss: bool = False) -> Any:
 
 
 def broadcast(value: Any, *, shared_loss: bool = False) -> Any:
-    """Give replica 0's values to all, in a function that JAX transforms or outside.
+    """Broadcast replica 0's values to all, in a function that JAX transforms or outside.
 
     Collective: as `all_reduce`.
 

@@ -220,7 +220,7 @@ class Watched(Comm):
         return self if found is self.inner else Watched(self.session, found)
 
     def free(self) -> None:
-        """Give the group back. Collective."""
+        """Free the communicator. Collective."""
         self.inner.free()
 
 

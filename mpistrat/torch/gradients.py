@@ -211,7 +211,7 @@ class Gradients:
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def _failed(self, _: Any) -> None:
-        """Give parameters back what they had before a pass that has failed."""
+        """Restore the gradients that parameters had before a pass that failed."""
         for i, before in self._aside.items():
             self.params[i].grad = before
         self._aside = {}
